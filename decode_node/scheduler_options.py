@@ -36,4 +36,4 @@ class SchedulerOptions:
     """Tokens whose pages a landing recurrent state occupies; the answer later reuses these pages. 0 for a model
     without recurrent layers."""
     has_kv: bool = True
-    """False for a model without attention: only the recurrent state lands, and answers need no pages."""
+    """Whether the model has attention. If not, only the recurrent state lands, and answers need no pages."""

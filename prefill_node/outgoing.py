@@ -41,7 +41,7 @@ class OutgoingSegment:
     peer: str
     """Control address of the destination rank; also its name at the transport."""
     flow: Flow
-    """Counts the segment's bytes and busy time."""
+    """Traffic counters that include this segment."""
     message_bytes: int
     """Size of the segment with its checksum, in staging and in the ring."""
     write: Callable[[], None] | None = None
@@ -50,13 +50,13 @@ class OutgoingSegment:
     """Position in the destination's ring; None until granted."""
     computed: bool = False
     after: DeviceEvent = None
-    """Marks the layer group's KV write on the device; the copy runs after it."""
+    """Event of the layer group's KV write on the device; the copy runs after this event."""
     lease: Lease | None = None
     """Region of this rank's staging. `OutgoingTickets.end` frees it."""
     copied: DeviceEvent = None
-    """Marks the end of the gather, or of the write into the destination's pool."""
+    """Event at the end of the gather, or of the write into the destination's pool."""
     started_s: float | None = None
-    """When the device reached the copy; None before."""
+    """Time at which the device reached the copy; None before."""
     word: Word | None = None
     """Receives the checksum of a direct write. `OutgoingTickets` gives it back when the ticket is closed."""
     damaged: bool = False
@@ -124,7 +124,7 @@ class OutgoingTransfer:
     busy: BusyTime = field(default_factory=BusyTime)
     """Time during which a segment is being copied or sent."""
     computed_s: float | None = None
-    """When `Exposed` saw the last KV of the prompt written; None before."""
+    """Time at which `Exposed` saw the last KV of the prompt written; None before."""
     _machine: StateMachine[SendTransferState, SendTransferEvent, TransferAction] = field(init=False)
 
     def __post_init__(self) -> None:

@@ -53,7 +53,7 @@ class _ProbeSend:
     ends_at_s: float
     number: int = field(default_factory=lambda: secrets.randbelow(1 << 32))
     repeat_at_s: float | None = None
-    """When the request is repeated; None while an answer is pending or messages are sent."""
+    """Time at which the request is repeated; None while an answer is pending or messages are sent."""
     refused: str = ""
     host: str = ""
     device: str = ""

@@ -29,7 +29,7 @@ class StagingSpace:
         self._quarantine_s, self._clock = quarantine_s, clock
         self._quarantined: deque[tuple[float, Lease]] = deque()
         self.due_s = math.inf
-        """When `end_quarantines` has work."""
+        """Time at which `end_quarantines` has work."""
 
     def take(self, item: OutgoingSegment) -> None:
         """Assigns a region to the segment, maybe still occupied: the gather waits until it is `writable`."""

@@ -31,7 +31,7 @@ from transport.tags import INBOX_NUMBERS, active_message_tag, inbox_of, is_activ
 log = structlog.get_logger(__name__)
 
 Handler = Callable[[str, Any], None]
-"""Called as `(peer, message)`; `message` has the type under which the handler is registered."""
+"""Callback `handler(peer, message)`; `message` has the type under which the handler is registered."""
 
 
 MAX_HELD_BYTES = 1 << 20

@@ -32,7 +32,7 @@ class _Message:
     data: torch.Tensor
     sender: Operation | None
     void: bool = False
-    """Set when the sender has fenced the receiver: the bytes must not be read."""
+    """Whether the sender has fenced the receiver, so that the bytes must not be read."""
 
 
 class InprocFabric:

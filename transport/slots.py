@@ -21,7 +21,7 @@ class Slot:
     memory: torch.Tensor
     """uint8, at least `SLOT_BYTES`."""
     array: Any
-    """The same memory as a numpy array, which is faster to fill."""
+    """The slot's memory as a numpy array, which is faster to fill."""
     nbytes: int = 0
 
     @property

@@ -41,7 +41,7 @@ class _Window:
     answers: int
     """Answers of the completed requests."""
     full: bool
-    """Every arriving request found all running slots taken: the server completes at its full rate."""
+    """Whether every arriving request found all running slots taken, so that the server completes at its full rate."""
     most: int
     """Largest number of admitted answers, including an arriving one."""
 

@@ -105,7 +105,7 @@ class EventStream(_AwaitedSink, Response):
         self._unsent: list[bytes] = []
         """Events for the task to send, in order."""
         self._write: Callable[[bytes], bool] | None = None
-        """Writes to the connection; None while only the task may send."""
+        """Function that writes to the connection; None while only the task may send."""
         self._answers = start(self)
 
     def put(self, answer: int, output: Output) -> None:

@@ -108,7 +108,7 @@ class _Claimed:
     group: Group
     records: list[RankRecord]
     unreadable: str
-    """Why a rank returned no record; empty if every rank did."""
+    """Reason why a rank returned no record; empty if every rank returned one."""
 
     @property
     def began_unix_s(self) -> float:

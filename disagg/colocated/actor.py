@@ -1,4 +1,4 @@
-"""The colocated rank as a Ray actor, a thin shell."""
+"""The colocated rank as a Ray actor; `ColocatedRank` holds all logic."""
 
 from __future__ import annotations
 

@@ -148,7 +148,7 @@ class ServiceStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     """Prefill groups first, then by name; a group without a report yet has no ranks."""
     draining: tuple[str, ...] = ()
     recoveries_total: int = 0
-    """How often a request lost a group and continued on others."""
+    """Number of times that a request lost a group and continued on others."""
     recent: tuple[RecentAnswer, ...] = ()
     """Latest answers, newest first, including running ones."""
     workers: int = 1

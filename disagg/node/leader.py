@@ -73,7 +73,8 @@ class Leader(ABC):
         self.broken: str = ""
         """Reason why the group cannot serve requests any more; empty while the group works."""
         self.on_broken: Callable[[str], None] = lambda reason: None
-        """Called once, under the lock, with the reason; the owner of the rank's process then ends the group."""
+        """Callback with the reason when the group breaks; runs once, under the lock. The owner of the rank's process
+        then ends the group."""
 
     @property
     def changed(self) -> threading.Condition:

@@ -39,7 +39,7 @@ class GroupCounts(NamedTuple):
 
 
 NO_COUNTS = GroupCounts(0, {})
-"""Counts when an operator has set no number: the configured numbers apply."""
+"""Value for groups whose number no operator has set: the configured numbers apply."""
 NO_OWNER = Owner("", 0)
 """Owner of ranks that end with the process that started them."""
 

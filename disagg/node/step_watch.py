@@ -15,7 +15,7 @@ from disagg.core.ports import Clock
 FACTOR = 10.0
 """Ratio of the limit to the longest step so far."""
 PAUSE_S = 3.0
-"""A longer gap between two checks counts as a pause of the process."""
+"""Longest gap between two checks; a longer one counts as a pause of the process."""
 
 
 class StepWatch:

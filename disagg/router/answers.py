@@ -47,7 +47,7 @@ class SessionReport:
     messages: int = 0
     transfer_s: float = 0.0
     transferred_s: float = 0.0
-    """When the prefill leader reported that the last segment was sent."""
+    """Time at which the prefill leader reported that the last segment was sent."""
     answers: list[list[int]] = field(default_factory=list)
     """Tokens of each answer."""
     recoveries: list[str] = field(default_factory=list)
@@ -129,6 +129,6 @@ class RouterRequest:
     """Converts tokens to text, which stop strings need; `disagg.router.text.decode_with` makes one."""
     report: SessionReport = field(default_factory=SessionReport)
     cache_salt: str = ""
-    """Only prompts with the same salt share cached KV."""
+    """Salt of the prompt: only prompts with the same salt share cached KV."""
     session: str = ""
     """Requests with the same session use the same decode group, unless it is overloaded."""

@@ -49,7 +49,7 @@ class SessionLoad:
 
     prefill: RoutedGroup
     decode: RoutedGroup
-    """The same group as `prefill` if colocated."""
+    """The decode group; equal to `prefill` if colocated."""
     sequences: int
     """Sequences of the request; each one is part of a decode group's steps."""
     tokens: dict[RoutedGroup, int]

@@ -62,9 +62,9 @@ class RunContext:
     budget: RecoveryBudget
     clock: Clock
     recovered: Callable[[Loss], None]
-    """Called for each recovery."""
+    """Callback for each recovery."""
     avoid: Callable[[Pair], None]
-    """Called with the groups of each failed session whose request continues: the pair is avoided for a while."""
+    """Callback with the groups of each failed session whose request continues: the pair is avoided for a while."""
     dead_groups: Callable[[Iterable[str]], set[str]]
     """Returns which of the named groups are dead. A silent group, which may return, is not dead."""
     silent_groups: Callable[[Iterable[str]], set[str]]

@@ -52,7 +52,7 @@ class SessionDriver:
         """Done when the session is over, or has failed, while it is run or released."""
         self._ended: list[SessionAction] = []
         self.reserving = asyncio.Event()
-        """Set when the first `Reserve` is sent, or when the session has ended without sending one."""
+        """Event that is set when the first `Reserve` is sent, or when the session has ended without sending one."""
 
     async def run(self) -> None:
         """Emits the answers. Raises the error that ended them. `release` must follow, also after an error."""

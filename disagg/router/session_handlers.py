@@ -46,7 +46,7 @@ class SessionHandlers(ABC):
 
     prefill: GroupInfo
     decode: GroupInfo
-    """The same group as `prefill` if colocated."""
+    """The decode group; equal to `prefill` if colocated."""
     key: RequestKey
     prompt: TokenIds
     sampling: SamplingParams
@@ -74,7 +74,7 @@ class SessionHandlers(ABC):
     unreleased: set[str] = field(default_factory=set)
     """Leaders that have not confirmed the release."""
     loss: Loss | None = None
-    """Set if the session failed and another session can continue the request."""
+    """Cause of the session's failure if another session can continue the request; None otherwise."""
     no_room: bool = False
     """Whether the session failed because the decode group had no room in time; another group may have some."""
     unlinked: bool = False

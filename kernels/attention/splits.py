@@ -40,7 +40,7 @@ class Splits:
     least_tokens: int
     """Minimum tokens of a split, except a sequence's last one; the exact size of fixed splits."""
     fixed: bool = False
-    """Splits begin at multiples of `least_tokens`, and no row's result depends on `most`."""
+    """Whether splits begin at multiples of `least_tokens`, so that no row's result depends on `most`."""
 
 
 def splits_of(programs: int, most_programs: int, max_tokens: int, least_tokens: int) -> Splits:

@@ -89,7 +89,8 @@ class Check:
     less: torch.Tensor | None = None
     """int64 `[1]` on the copy's device."""
     seed: int = 0
-    """Added to the sum; 0 to 2^63 - 1. The seed distinguishes a message from zeros and from an earlier message."""
+    """Number that is added to the sum; 0 to 2^63 - 1. The seed distinguishes a message from zeros and from an earlier
+    message."""
 
     def __post_init__(self) -> None:
         _check_word("total", self.total)
@@ -124,7 +125,7 @@ class Check:
 
 
 NO_SIZES = (0, 0, 0)
-"""Replaces `Check.sizes` when no checksum is requested."""
+"""Value in place of `Check.sizes` when no checksum is requested."""
 
 
 def unit_bytes(head_bytes: int) -> int:

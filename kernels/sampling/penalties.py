@@ -18,7 +18,7 @@ from kernels.attention.layer_kv import describe
 from kernels.dispatch import backend
 
 _COUNTED = tl.constexpr(2)
-"""Added to a token's count for each occurrence in the answer."""
+"""Increment of a token's count for each occurrence in the answer."""
 _BLOCK = 1024
 
 

@@ -115,7 +115,7 @@ class _StreamPeer:
     spoke_s: float = 0.0
     """Time of the last envelope to the peer."""
     look_at_s: float = math.inf
-    """When `tick` checks the peer next; no work for the peer is due earlier."""
+    """Time of the next check by `tick`; no work for the peer is due earlier."""
 
     @property
     def base(self) -> int:

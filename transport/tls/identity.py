@@ -33,7 +33,8 @@ _FROM = datetime.datetime(2000, 1, 1, tzinfo=datetime.UTC)
 _UNTIL = datetime.datetime(9999, 12, 31, tzinfo=datetime.UTC)
 """Fixed dates: all processes derive identical certificates, and a wrong clock rejects no peer."""
 _OP_ENABLE_KTLS = getattr(ssl, "OP_ENABLE_KTLS", 1 << 3)
-"""Defined by `ssl` from Python 3.12 on. OpenSSL 3 ignores it without kernel offload."""
+"""OpenSSL's option for kernel TLS, which `ssl` defines from Python 3.12 on. OpenSSL 3 ignores it without kernel
+offload."""
 
 
 @dataclass(frozen=True, slots=True)

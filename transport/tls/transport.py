@@ -37,7 +37,8 @@ log = structlog.get_logger(__name__)
 FENCE_TIMEOUT_S = 10.0
 """Time within which all threads must stop using the memory of a disconnected peer's operations."""
 FENCE_WAIT_S = 0.02
-"""How long `disconnect` blocks until all threads have left. `progress` then waits for the remaining threads."""
+"""Longest time that `disconnect` blocks until all threads have left. `progress` then waits for the remaining
+threads."""
 _MOST_DEFAULT_LANES = 2
 MAX_CHANNELS_PER_PEER = 4
 """A peer needs one channel; after a reconnect, its previous one may not have ended here yet."""

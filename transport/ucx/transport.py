@@ -30,7 +30,8 @@ from transport.ucx.reach import Reach
 FENCE_TIMEOUT_S = 10.0
 """Time limit for UCX to end all accesses to the memory of a fenced peer's operations."""
 FENCE_WAIT_S = 0.02
-"""How long `disconnect` blocks until UCX has cancelled the operations. `progress` then continues a slow fence."""
+"""Longest time that `disconnect` blocks until UCX has cancelled the operations. `progress` then continues a slow
+fence."""
 _SCRATCH_BYTES = 64
 _KEPT_BYTES = 4096
 _KEPT = 1024

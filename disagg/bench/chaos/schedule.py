@@ -23,7 +23,7 @@ class PlannedFault(NamedTuple):
     """One fault of a schedule."""
 
     number: int
-    """Counts from 1."""
+    """Number of the fault, counted from 1."""
     kind: FaultKind
     share: float
     """In [0, 1): chooses the victim among the ranks that run then. 0 is the first rank; just below 1 is the last."""

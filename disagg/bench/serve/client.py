@@ -17,8 +17,8 @@ from disagg.bench.serve.workload import WorkloadRequest
 from disagg.core.errors import DisaggError
 
 _KEEP_ALIVE_S = 2.0
-"""Must be shorter than a server's keep-alive (uvicorn: 5 s). Otherwise a request could use a connection that the
-server is closing, and would be counted as a disconnect."""
+"""Keep-alive of the client, which must be shorter than a server's (uvicorn: 5 s). Otherwise a request could use a
+connection that the server is closing, and would be counted as a disconnect."""
 _ERROR_BYTES = 1 << 16
 """Most bytes read of an error body."""
 

@@ -24,7 +24,7 @@ class ApiConfig(Section, frozen=True):
     """File of API keys, one per line; the variable DISAGG_API_KEYS adds keys. Without any key, clients need none, and
     `host` must be a loopback address."""
     allow_no_key: bool = False
-    """Allow a `host` other than loopback without API keys."""
+    """Whether a `host` other than loopback is allowed without API keys."""
     max_running: int = 0
     """Largest number of running requests; answers to one prompt that are computed together count as one. 0: the
     sum of `max_requests` over the groups that decode, updated when groups join or leave."""
@@ -44,8 +44,8 @@ class ApiConfig(Section, frozen=True):
     """Limit of open connections. At the limit, the server accepts a new connection by closing the one that has been
     idle longest; if none is idle, the reply is 503."""
     max_connections_per_address: int = 512
-    """The same limit per client address (IPv6: /64 network). Behind a proxy all clients have the proxy's address: set
-    the limit to `max_connections` there, and limit clients in the proxy."""
+    """Limit of open connections per client address (IPv6: /64 network). Behind a proxy all clients have the proxy's
+    address: set the limit to `max_connections` there, and limit clients in the proxy."""
     idle_timeout_s: int = 30
     """Time after which a connection without a request is closed."""
     header_timeout_s: float = 10.0

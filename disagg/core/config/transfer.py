@@ -112,10 +112,10 @@ class TransportConfig(Section, frozen=True):
     """Connections per peer over which the TLS transport spreads a large message; each uses a core while sending. 0:
     half of the process's cores, from 1 to 2."""
     trusted_network: bool = False
-    """Allows UCX over TCP between hosts. UCX's TCP is neither authenticated nor encrypted: a machine that reaches
-    its port can read and write the memory of the rank."""
+    """Whether UCX over TCP between hosts is allowed. UCX's TCP is neither authenticated nor encrypted: a machine that
+    reaches its port can read and write the memory of the rank."""
     peer_memory: bool = True
-    """Let prefill ranks write directly to a decode rank's pool if they can map it; otherwise KV goes through
+    """Whether prefill ranks write directly to a decode rank's pool if they can map it. Otherwise KV goes through
     staging."""
 
     def __post_init__(self) -> None:

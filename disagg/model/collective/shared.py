@@ -70,7 +70,7 @@ class SharedCollective:
         self._rounds = dict.fromkeys(self._peers, 0)
         """Exchanges that each other rank has entered."""
         self._busy = threading.Lock()
-        """Held during use of the sockets, which `close` on another thread frees afterwards."""
+        """Lock that is held during use of the sockets, which `close` on another thread frees afterwards."""
         self._closed = False
 
     def all_reduce(self, tensor: torch.Tensor) -> None:

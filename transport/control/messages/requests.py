@@ -22,14 +22,14 @@ class Reserve(Message, frozen=True):
     """Time left for the whole request; relative, because host clocks differ."""
     prefill_group: str
     cache_salt: str = ""
-    """Only prompts with the same salt share cached KV."""
+    """Salt of the prompt: only prompts with the same salt share cached KV."""
     answered: list[Count] = msgspec.field(default_factory=list)
     """Tokens that a lost group has already generated; their KV is transferred after the prompt's. If there are any,
     the request has one sequence."""
     after: RequestKey | None = None
     """The earlier attempt in this group whose row, pages and landed KV this attempt takes over."""
     wait_s: Seconds = 0.0
-    """How long the request may wait for a row and pages; after that, the leader replies `Failed` (busy)."""
+    """Longest wait of the request for a row and pages; after that, the leader replies `Failed` (busy)."""
 
 
 class Reserved(Message, frozen=True):
@@ -62,11 +62,11 @@ class Prefill(Message, frozen=True):
     prompt: TokenIds
     sampling: SamplingParams
     ticket: Ticket | None
-    """None if the ticket follows in `Reserved`: the prompt may be computed before that, and its KV is sent
+    """The request's ticket; None if it follows in `Reserved`. The prompt may be computed before that; its KV is sent
     afterwards."""
     deadline_s: Seconds
     cache_salt: str = ""
-    """Only prompts with the same salt share cached KV."""
+    """Salt of the prompt: only prompts with the same salt share cached KV."""
     answered: list[Count] = msgspec.field(default_factory=list)
     """Tokens of the answer so far; see `Reserve`. The prefill group computes their KV together with the prompt's."""
 
