@@ -30,7 +30,7 @@ class Landing:
         tickets: IncomingTickets,
         repairs: Repairs,
     ) -> None:
-        """`sums` is None where segments have no checksums."""
+        """`sums`: source of the checksum words; None where segments have no checksums."""
         self._shard, self._pool, self._queue, self._sums = context.shard, context.pool, queue, sums
         self._ring, self._tickets, self._repairs = ring, tickets, repairs
         self._context, self._transport, self._clock = context, context.transport, context.clock

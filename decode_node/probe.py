@@ -48,9 +48,10 @@ class ProbeReceiver:
         freed: Callable[[], None],
         clock: Clock,
     ) -> None:
-        """`send` sends an active message; `offered(peer)` returns whether the peer may write the pool.
+        """Takes three callbacks.
 
-        `freed` is called when a probe has freed its ring space.
+        `send` sends an active message. `offered(peer)` returns whether the peer may write the pool. `freed` is called
+        when a probe has freed its ring space.
         """
         self._transport, self._buffer, self._ring, self._device = transport, buffer, ring, device
         self._send, self._offered, self._freed, self._clock = send, offered, freed, clock

@@ -34,9 +34,9 @@ class OpenPool:
     """A decode rank's pool, mapped into this process. The mapping lives as long as this object."""
 
     pools: tuple[torch.Tensor, ...]
-    """`[layers, planes, slots, heads, head_dim]`, one for each class of layers."""
+    """Pool of each class of layers, `[layers, planes, slots, heads, head_dim]`."""
     fences: torch.Tensor
-    """int64 `[rows]`."""
+    """Fence words of the pool's rows, int64 `[rows]`."""
     quantized: torch.dtype | None = None
     """Dtype of the pool's quantized values where this rank's pool is not quantized; None where both are alike."""
 
@@ -49,7 +49,7 @@ class OpenPool:
         shard: Shard,
         check: Check | None,
     ) -> Callable[[], None]:
-        """Returns the launch of the write of `segment` from `source`; `shard` is the decode rank's."""
+        """Returns the launch of the write of `segment` from `source`; `shard`: the shard of the decode rank."""
         target = _slice(self.pools, target_slots, segment, shard)
         fence = self.fences[ticket.row : ticket.row + 1]
         return _prepare(source, target, self.quantized, fence, ticket.number, check)

@@ -92,7 +92,7 @@ class Leases:
             self._tickets.abort(outgoing, exc)
 
     def computed(self, item: OutgoingSegment) -> None:
-        """Queues a segment for its ring's watermark once its KV is queued on the device and its lease is granted."""
+        """Queues a segment for its ring, if the segment's KV is queued on the device and its lease is granted."""
         ring = self.rings.get(item.peer)
         if item.ring_start is not None and ring is not None:
             ring.add(item)

@@ -45,7 +45,7 @@ class OutgoingSegment:
     message_bytes: int
     """Size of the segment with its checksum, in staging and in the ring."""
     write: Callable[[], None] | None = None
-    """Launches the write into the destination's pool; None where the segment goes through staging and the ring."""
+    """Launch of the write into the destination's pool; None where the segment goes through staging and the ring."""
     ring_start: int | None = None
     """Position in the destination's ring; None until granted."""
     computed: bool = False
@@ -58,7 +58,7 @@ class OutgoingSegment:
     started_s: float | None = None
     """Time at which the device reached the copy; None before."""
     word: Word | None = None
-    """Receives the checksum of a direct write. `OutgoingTickets` gives it back when the ticket is closed."""
+    """Word for the checksum of a direct write. `OutgoingTickets` gives the word back when the ticket is closed."""
     damaged: bool = False
     """Whether the destination has requested the segment again."""
     sending_s: float = 0.0

@@ -20,7 +20,7 @@ from staging.buffer import StagingBuffer
 
 
 class StagingSpace:
-    """`size_bytes` of memory on a device. Owned by the transfer thread."""
+    """Staging memory of a prefill rank, `size_bytes` on a device. Owned by the transfer thread."""
 
     def __init__(self, size_bytes: int, device: torch.device, quarantine_s: float, clock: Clock) -> None:
         """`quarantine_s`: time within which a lost peer closes its connection and stops reading this memory."""

@@ -34,7 +34,7 @@ class OutgoingTickets:
     def __init__(
         self, context: SenderContext, space: StagingSpace, exposed: Exposed, sums: Sums | None
     ) -> None:
-        """`sums` is None where segments have no checksums."""
+        """`sums`: source of the checksum words; None where segments have no checksums."""
         self._rank, self._clock = context.rank, context.clock
         self._send, self._to_leader = context.control.send, context.to_leader
         self._space, self._exposed, self._sums = space, exposed, sums

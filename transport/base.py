@@ -72,7 +72,7 @@ class TransportStatistics:
     pending: int
     """Operations pending now."""
     registered_bytes: int
-    """Memory registered now."""
+    """Size of the memory that is registered now."""
     arrivals: int
     """Messages returned by `arrivals()`."""
     sends_done: int

@@ -25,11 +25,11 @@ class Tag(NamedTuple):
     """The three numbers in a tag."""
 
     ticket: int
-    """`Ticket.number`, below 2**32."""
+    """Number of the ticket (`Ticket.number`), below 2**32."""
     writer: int
     """Source rank, below 4096."""
     segment: int
-    """`Segment.index`, below 2**20."""
+    """Index of the segment (`Segment.index`), below 2**20."""
 
 
 def pack(ticket: int, writer: int, segment: int) -> int:

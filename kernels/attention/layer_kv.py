@@ -28,7 +28,7 @@ class LayerKV:
     """K and V of one layer in a pool."""
 
     k: torch.Tensor
-    """`[slots, kv_heads, head_dim]`, the last axis contiguous; float, or quantized (uint8 for fp8, int8)."""
+    """K, `[slots, kv_heads, head_dim]`, the last axis contiguous; float, or quantized (uint8 for fp8, int8)."""
     v: torch.Tensor
     """V in the layout of `k`, with the same strides."""
     dtype: torch.dtype

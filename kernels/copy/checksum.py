@@ -47,7 +47,7 @@ class Origin(NamedTuple):
     token: int
     """Position in the prompt."""
     head: int
-    """KV head."""
+    """KV head in the model's numbering."""
 
 
 class Summer:
@@ -55,7 +55,7 @@ class Summer:
 
     def __init__(self, device: torch.device) -> None:
         self.parts = torch.zeros(_PARTS, dtype=torch.int64, device=device)
-        """int64 `[_PARTS]`, zero between launches."""
+        """Partial sums, int64 `[_PARTS]`, zero between launches."""
         self._compiled: dict[tuple[bool, bool], Any] = {}
         """Compiled kernels by Triton's specialization: whether a sum is subtracted, and the width of the
         seed."""
@@ -87,7 +87,7 @@ class Check:
     total: torch.Tensor
     """int64 `[1]`, on the copy's device or in pinned host memory: receives the sum and `seed`, minus `less`."""
     less: torch.Tensor | None = None
-    """int64 `[1]` on the copy's device."""
+    """Sum to subtract, int64 `[1]` on the copy's device."""
     seed: int = 0
     """Number that is added to the sum; 0 to 2^63 - 1. The seed distinguishes a message from zeros and from an earlier
     message."""

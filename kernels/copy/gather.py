@@ -94,7 +94,7 @@ def gather_reference(
     out: torch.Tensor,
     check: Check | None = None,
 ) -> None:
-    """`gather` in plain torch, on any device."""
+    """Computes `gather` in plain torch, on any device."""
     copy = plan_copy(pool, slots, layers, heads, out, "out", check)
     if copy is not None:
         _gather_torch(copy)

@@ -31,9 +31,9 @@ class Copy:
     pool: torch.Tensor
     """The whole pool, `[layers, planes, slots, heads, head_dim]`."""
     staged: torch.Tensor
-    """uint8 `[bytes of the segment]`."""
+    """Staging memory of the segment, uint8 `[bytes of the segment]`."""
     slots: torch.Tensor
-    """int32 or int64 `[tokens]`."""
+    """Slots of the tokens in the pool, int32 or int64 `[tokens]`."""
     layers: Span
     rows: Rows
     aligned: int

@@ -88,7 +88,7 @@ def prepare_move(
 def move_reference(
     source: PoolSlice, target: PoolSlice, fence: torch.Tensor, ticket: int, check: Check | None = None
 ) -> None:
-    """`move` in plain torch, on any device; waits for the device."""
+    """Computes `move` in plain torch, on any device; waits for the device."""
     planned = _plan(source, target, fence, ticket, check)
     if planned is not None:
         _move_torch(planned)

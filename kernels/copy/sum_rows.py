@@ -30,7 +30,7 @@ def sum_rows(place: PoolSlice, check: Check) -> None:
 
 
 def sum_rows_reference(place: PoolSlice, check: Check) -> None:
-    """`sum_rows` in plain torch, on any device."""
+    """Computes `sum_rows` in plain torch, on any device."""
     rows = _checked(place)
     if rows.planes and rows.row_bytes and place.slots.shape[0]:
         _sum_torch(place, rows, check)

@@ -97,7 +97,7 @@ def grouped_matmul(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor) 
 def matmul_reference(
     left: torch.Tensor, right: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """`matmul` in plain torch, on any device: each row is a separate product, in separate memory. Slow.
+    """Computes `matmul` in plain torch, on any device: each row is a separate product, in separate memory. Slow.
 
     The bits are equal to those of `torch.mm` with one row; the kernel's bits may differ.
     """

@@ -75,7 +75,7 @@ def add_rms_norm(
 
 
 def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float, how: NormWeight) -> torch.Tensor:
-    """`rms_norm` in plain torch, on any device, with the operations of transformers' models."""
+    """Computes `rms_norm` in plain torch, on any device, with the operations of transformers' models."""
     _check(x, weight, how)
     wide = x.float()
     normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)

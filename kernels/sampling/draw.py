@@ -61,7 +61,7 @@ class DrawParams:
     gaps: torch.Tensor
     """float32: largest kept distance to the highest logit (min-p); infinity disables min-p."""
     top_k: torch.Tensor
-    """int64; 0 disables top-k."""
+    """int64: number of likeliest tokens to keep; 0 disables top-k."""
     seeds: torch.Tensor
     """int64: seed of each row's random number."""
     positions: torch.Tensor
@@ -148,7 +148,10 @@ def draw(logits: torch.Tensor, params: DrawParams) -> torch.Tensor:
 
 
 def draw_reference(logits: torch.Tensor, params: DrawParams) -> torch.Tensor:
-    """`draw` in plain torch, on any device, by a sort of each row. Slow; numpy's generator synchronizes a GPU."""
+    """Computes `draw` in plain torch, on any device, by a sort of each row.
+
+    Slow; numpy's generator synchronizes a GPU.
+    """
     params.check(logits)
     vocab = logits.shape[-1]
     best = logits.amax(dim=-1, keepdim=True)  # NaN is above all others

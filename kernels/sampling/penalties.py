@@ -92,7 +92,7 @@ def count_tokens(tokens: torch.Tensor, penalties: Penalties) -> None:
 
 
 def penalise_reference(logits: torch.Tensor, penalties: Penalties) -> None:
-    """`penalise` in plain torch, on any device."""
+    """Computes `penalise` in plain torch, on any device."""
     _check(logits, penalties)
     found = logits[penalties.rows]
     counts = torch.stack(list(penalties.counts))
@@ -105,7 +105,7 @@ def penalise_reference(logits: torch.Tensor, penalties: Penalties) -> None:
 
 
 def count_reference(tokens: torch.Tensor, penalties: Penalties) -> None:
-    """`count_tokens` in plain torch, on any device."""
+    """Computes `count_tokens` in plain torch, on any device."""
     for counts, token in zip(penalties.counts, tokens[penalties.rows, None], strict=True):
         counts.scatter_add_(0, token.clamp(min=0), torch.where(token >= 0, _COUNTED.value, 0).int())
 

@@ -61,7 +61,7 @@ class ControlChannel(ABC):
     """The control-plane endpoint of one process (in tests, of one rank)."""
 
     address: str
-    """`tcp://host:port`, or a name on an in-process hub; also this channel's name as a peer."""
+    """Address of this channel, also its name as a peer: `tcp://host:port`, or a name on an in-process hub."""
 
     @abstractmethod
     def start(

@@ -41,9 +41,9 @@ class _Link:
     keys: ControlKeys
     dealer: zmq.Socket[bytes] | None = None
     monitor: zmq.Socket[bytes] | None = None
-    """Receives handshake events; open while the link could dial with another generation."""
+    """Socket for handshake events; open while the link could dial with another generation."""
     failures: int = 0
-    """Consecutive failed handshakes."""
+    """Number of consecutive failed handshakes."""
     dial_at_s: float = 0.0
 
     def drop(self) -> None:

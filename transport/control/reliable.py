@@ -43,7 +43,8 @@ IDLE_S = 60.0
 """After this silence, an unwatched peer without unacknowledged messages may be dropped to make room for another."""
 
 Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
-"""A stream or sequence number. Decoding bounds it: this side may count on from a number received in a reset."""
+"""A stream or sequence number. Decoding bounds the number, because this side may continue to count from a number
+received in a reset."""
 
 
 class Envelope(msgspec.Struct, frozen=True, array_like=True):

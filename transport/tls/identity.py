@@ -42,7 +42,7 @@ class Identity:
     """The TLS identity derived from one generation of keys."""
 
     certificate: bytes
-    """DER."""
+    """The certificate in DER."""
     pem: bytes = field(repr=False)
     """The private key and the certificate."""
 

@@ -29,7 +29,7 @@ class CacheDigest(Message, frozen=True):
     group: Label
     digest: Digest
     switch_tokens: Count = 0
-    """See `disagg.core.prefixes.PrefixKey.of`."""
+    """Length beyond which prompts use other rotary embeddings; see `disagg.core.prefixes.PrefixKey.of`."""
 
 
 class GroupReport(Message, frozen=True):
