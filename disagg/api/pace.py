@@ -35,9 +35,9 @@ STEP = 0.25
 class _Window:
     seconds: float
     arrived: int
-    """Requests that arrived."""
+    """Number of requests that arrived."""
     ended: int
-    """Requests that completed."""
+    """Number of requests that completed."""
     answers: int
     """Answers of the completed requests."""
     full: bool

@@ -143,7 +143,7 @@ class Cluster:
         self.take_down(group)
 
     def take_down(self, group: Group) -> None:
-        """Kills a group's remaining processes and releases its resources. The watcher informs its peers."""
+        """Kills a group's remaining processes and releases its resources. The watcher informs the group's peers."""
         group.leaving = True
         with self._lock:
             self.groups = tuple(one for one in self.groups if one is not group)

@@ -34,7 +34,7 @@ class Placement:
     """Placement of all groups, with the reason in words."""
 
     kinds: Mapping[Role, GroupPlacement]
-    """`prefill` and `decode`, or `colocated`."""
+    """Placement of each kind of group: `prefill` and `decode`, or `colocated`."""
     why: str
 
     @property

@@ -128,7 +128,7 @@ class ServiceStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     unix_s: float
     uptime_s: float
     ready: str
-    """`ready`, or the reason why requests are refused."""
+    """State of the service: `ready`, or the reason why requests are refused."""
     requests_running: int
     requests_queued: int
     max_running: int
@@ -138,14 +138,14 @@ class ServiceStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     errors_total: int
     aborts_total: int
     refused_total: int
-    """Requests answered 429."""
+    """Number of requests answered with 429."""
     ttft_p50_s: float = 0.0
     """Median over the answers of the last minute, as for the three fields below; 0 without answers."""
     ttft_p99_s: float = 0.0
     itl_p50_s: float = 0.0
     itl_p99_s: float = 0.0
     groups: tuple[GroupStatus, ...] = ()
-    """Prefill groups first, then by name; a group without a report yet has no ranks."""
+    """Status of each group, prefill groups first, then by name. A group without a report yet has no ranks."""
     draining: tuple[str, ...] = ()
     recoveries_total: int = 0
     """Number of times that a request lost a group and continued on others."""

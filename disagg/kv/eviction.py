@@ -14,7 +14,7 @@ ORDERS: dict[EvictionName, Callable[[Node], tuple[int, ...]]] = {
     "lfu": lambda node: (node.hits, node.used),
     "fifo": lambda node: (node.born,),
 }
-"""Maps each policy to the sort key of a node. The node with the lowest key is evicted first; keys never decrease."""
+"""Sort key of a node, by policy. The node with the lowest key is evicted first; keys never decrease."""
 
 
 class LeafQueue:

@@ -22,7 +22,7 @@ class RowStatistics:
     rows: int
     """Number of rows."""
     used_rows: int
-    """Allocated rows."""
+    """Number of allocated rows."""
     max_tokens: int
     """Number of entries in a row: the longest context."""
 

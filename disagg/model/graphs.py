@@ -35,16 +35,12 @@ CAPTURE_MODE = "thread_local"
 cuda: Any = torch.cuda  # its graphs carry no types
 
 Compute = Callable[[torch.Tensor, int], torch.Tensor]
-"""Computes the logits, float32 `[sequences, vocab]`, of a step given as int64 `[numbers]`. Does not synchronize.
-
-The second argument is the longest context, in tokens, that a sequence may have after the step.
-"""
+"""Function that computes the logits, float32 `[sequences, vocab]`, of a step given as int64 `[numbers]`, without
+synchronizing. The second argument is the longest context, in tokens, that a sequence may have after the step."""
 
 Agreed = Callable[[bool], bool]
-"""Returns whether all ranks of a group pass True. All ranks call it together.
-
-A recorded step is padded, so its all-reduces are larger. Therefore all ranks must use the recording, or none.
-"""
+"""Function that returns whether all ranks of a group pass True. All ranks call it together. A recorded step is
+padded, so its all-reduces are larger. Therefore all ranks must use the recording, or none."""
 
 ANOTHER_RANK = "another rank of the group could not record them"
 

@@ -49,14 +49,14 @@ class Started(NamedTuple):
     info: RankInfo
     spec: ModelSpec
     fingerprint: str
-    """`ModelSource.fingerprint` of the rank's model."""
+    """Fingerprint of the rank's model (`ModelSource.fingerprint`)."""
     pid: int
     host: str
     """Host name of the process `pid`."""
     memory: str
     """Use of the device's memory, as text: KV pool, weights and others."""
     transport: str
-    """`Choice.name` of the rank's transport."""
+    """Name of the rank's transport (`Choice.name`)."""
     pool_tokens: int
     """Tokens that the rank's KV pool holds."""
 

@@ -94,7 +94,7 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
         self.plans = PlanQueue()
         """Queue of the leader's plans; unused on rank 0."""
         self.executor = StepExecutor(runner, group_config.max_requests)
-        """Runs a plan's forward pass; used on the compute thread."""
+        """Executor of a plan's forward pass; used on the compute thread."""
         self._memory = {
             "weights_bytes": runner.weights_bytes,
             "kv_bytes": pool_bytes(runner),

@@ -31,7 +31,7 @@ class Word:
     """
 
     memory: torch.Tensor
-    """int64 `[1]`."""
+    """The word's memory, int64 `[1]`."""
     array: Any
     """The word's memory as a numpy array, for fast reads."""
 

@@ -57,8 +57,8 @@ class LoopCallbacks(NamedTuple):
     broken: Callable[[Exception], None] = lambda error: None
     """Callback with the exception that ended the loop; no transfer is possible afterwards."""
     computing: Callable[[], bool] = lambda: False
-    """Returns whether a step is being launched. The loop then does not poll, because the launch needs the
-    interpreter."""
+    """Callback that returns whether a step is being launched. The loop then does not poll, because the launch needs
+    the interpreter."""
     tick: Callable[[], None] = lambda: None
     """Callback every `tick_s` seconds of the loop."""
     lost: Callable[[str], None] = lambda peer: None

@@ -126,7 +126,7 @@ class RouterRequest:
     sampling: SamplingParams
     timeout_s: float
     decode: Decode | None = None
-    """Converts tokens to text, which stop strings need; `disagg.router.text.decode_with` makes one."""
+    """Function that converts tokens to text, which stop strings need; made by `disagg.router.text.decode_with`."""
     report: SessionReport = field(default_factory=SessionReport)
     cache_salt: str = ""
     """Salt of the prompt: only prompts with the same salt share cached KV."""

@@ -66,11 +66,11 @@ class RunContext:
     avoid: Callable[[Pair], None]
     """Callback with the groups of each failed session whose request continues: the pair is avoided for a while."""
     dead_groups: Callable[[Iterable[str]], set[str]]
-    """Returns which of the named groups are dead. A silent group, which may return, is not dead."""
+    """Callback that returns which of the named groups are dead. A silent group, which may return, is not dead."""
     silent_groups: Callable[[Iterable[str]], set[str]]
-    """Returns which of the named groups are silent and not known as dead."""
+    """Callback that returns which of the named groups are silent and not known as dead."""
     decode_groups: Callable[[], int]
-    """Returns the number of usable groups that decode."""
+    """Callback that returns the number of usable groups that decode."""
 
 
 @dataclass(slots=True)
@@ -80,10 +80,10 @@ class RequestRun:
     context: RunContext
     request: RoutedRequest
     choose: Callable[[str, Set[str]], Pair]
-    """Returns a pair for the next session. Arguments: the name of the decode group to keep if usable, and the names
-    of decode groups to avoid if another one is usable. Raises `BusyError`."""
+    """Callback that returns a pair for the next session. Arguments: the name of the decode group to keep if usable,
+    and the names of decode groups to avoid if another one is usable. Raises `BusyError`."""
     missing_tokens: Callable[[RoutedGroup], int]
-    """Returns the prompt tokens that a group has to compute or receive."""
+    """Callback that returns the prompt tokens that a group has to compute or receive."""
     emit: Emit
     _epochs: itertools.count[int] = field(default_factory=itertools.count)
     _releases: set[asyncio.Task[None]] = field(default_factory=set)

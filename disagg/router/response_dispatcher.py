@@ -36,7 +36,7 @@ class ResponseDispatcher:
         self.dead: set[str] = set()
         """Peers that are dead; a peer that is silent may return."""
         self.changes = 0
-        """Changes of `lost` and `dead` so far."""
+        """Number of changes of `lost` and `dead` so far."""
         self.unclaimed = 0
         """Dropped messages: of ended requests, or of peers without a listener."""
         self._arrived: deque[Callable[[], None]] = deque()

@@ -34,7 +34,7 @@ DRAIN_PAUSE_S = 0.05
 """Interval at which a draining group's requests are counted."""
 
 GroupsChanged = Callable[[Sequence[GroupInfo]], None]
-"""Receives the groups that take requests."""
+"""Callback for changes of the groups that take requests."""
 
 
 class Router:

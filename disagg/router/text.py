@@ -9,7 +9,8 @@ from typing import Any, Protocol
 from tokenizers.decoders import DecodeStream
 
 Decode = Callable[[Sequence[int]], str]
-"""Converts all tokens of an answer so far to text. With a `FastDecode`, the cost per new token is constant."""
+"""Function that converts all tokens of an answer so far to text. With a `FastDecode`, the cost per new token is
+constant."""
 
 REPLACEMENT = "\ufffd"
 
@@ -126,7 +127,7 @@ class TextStream:
         """Characters of `_held` in which stop strings are ignored."""
         self._held = ""
         self.text = ""
-        """All returned text."""
+        """All text that was returned so far."""
         self.stopped = False
         """Whether a stop string has occurred."""
 

@@ -60,7 +60,7 @@ class AgreementBench:
     seed: int
     """Seed of the prompts."""
     deterministic: bool = False
-    """See `ModelConfig.deterministic`."""
+    """Whether `model.deterministic` is set; see `ModelConfig.deterministic`."""
 
     def __post_init__(self) -> None:
         spec = self.source.spec(self.dtype)

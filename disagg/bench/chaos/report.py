@@ -71,7 +71,7 @@ class RequestLine(msgspec.Struct, frozen=True):
     """Begin and end of each pause: a time of at least `PAUSE_S` between two outputs."""
     prefill: str
     decode: str
-    """`prefill` and `decode`: the groups of the last try."""
+    """Decode group of the last try; `prefill` is its prefill group."""
     recoveries: list[str]
     """The cause of each recovery."""
     error: str
@@ -108,9 +108,9 @@ class ChaosFigures(msgspec.Struct, frozen=True):
     not_recovered: int
     """Number of faults after which full strength was not reached in time, or only after a forced kill."""
     recoveries: dict[str, int]
-    """Recoveries by cause."""
+    """Number of recoveries by cause."""
     faults: dict[str, int]
-    """Faults by kind."""
+    """Number of faults by kind."""
     seconds: float
 
 

@@ -11,7 +11,7 @@ from disagg.core.config.read import Role
 from disagg.core.errors import ConfigError
 
 FaultKind = Literal["kill", "stop", "hang"]
-"""`kill`: SIGKILL. `stop`: SIGSTOP, and SIGCONT after a time. `hang`: SIGSTOP for ever."""
+"""Kind of a fault. `kill`: SIGKILL. `stop`: SIGSTOP, and SIGCONT after a time. `hang`: SIGSTOP for ever."""
 FAULT_KINDS: tuple[FaultKind, ...] = get_args(FaultKind)
 ROLES: tuple[Role, ...] = get_args(Role)
 Name = TypeVar("Name", bound=str)

@@ -14,7 +14,7 @@ from disagg.bench.common.report import Measurement, Result
 
 MIB = 1 << 20
 RAW_SIZES = tuple(MIB // 16 << 2 * step for step in range(7))
-"""64 KiB to 256 MiB."""
+"""Sizes of the measured messages: 64 KiB to 256 MiB."""
 
 
 @dataclass(frozen=True)

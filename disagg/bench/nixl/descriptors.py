@@ -33,7 +33,7 @@ class PoolMemory:
     slots: int
     head_bytes: int
     sides: int
-    """`KVLayout.planes`"""
+    """Number of planes of a layer (`KVLayout.planes`)."""
     shard: Shard
     """The layers and heads that the pool holds."""
 

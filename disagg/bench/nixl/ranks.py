@@ -71,7 +71,7 @@ class PeerInfo:
     memory: PoolMemory
     page_size: int
     slots: Array
-    """`[tokens]`: slots of the request."""
+    """Slots of the request, `[tokens]`."""
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ class RequestResult(msgspec.Struct, frozen=True, kw_only=True):
     output_tokens: int | None
     finish_reason: str | None
     kind: str
-    """`ok`, or the kind of failure: `http 500`, `disconnect`, `token count`, ..."""
+    """Outcome: `ok`, or the kind of failure: `http 500`, `disconnect`, `token count`, ..."""
     problem: str
     """Description of the failure."""
 

@@ -14,7 +14,7 @@ class ApiConfig(Section, frozen=True):
     host: str = "127.0.0.1"
     """Address to listen on. 0.0.0.0 accepts other machines and needs API keys."""
     port: int = 8000
-    """0 takes a free port, which is logged."""
+    """Port to listen on; 0 takes a free port, which is logged."""
     workers: int = 1
     """Number of router processes that share the port. Each has an equal share of `max_running`, `max_queued`,
     `max_connections` and `max_connections_per_address`."""

@@ -50,7 +50,7 @@ class ClusterConfig(Section, frozen=True):
     mode: Mode = "split"
     """split: prefill and decode groups; colocated: groups of both roles, as a baseline."""
     ray: str = "local"
-    """`local`: start Ray on this machine; `auto` or `host:port`: use a running cluster."""
+    """Ray to use. `local`: start Ray on this machine. `auto` or `host:port`: use a running cluster."""
     name: str = "disagg"
     """Name of the set of groups that `launch` runs on a running Ray cluster; each concurrent `launch` there needs its
     own. When a `launch` was killed, a new `launch` with the same name adopts the groups."""

@@ -137,7 +137,7 @@ class BatchingConfig(GroupConfig, frozen=True):
 
     @property
     def decode_batch(self) -> int:
-        """`max_batch`, but at most `max_requests`."""
+        """Largest number of answers in one step: `max_batch`, but at most `max_requests`."""
         return min(self.max_batch or self.max_requests, self.max_requests)
 
     def sized(self, device: str) -> Self:

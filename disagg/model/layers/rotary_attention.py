@@ -181,7 +181,7 @@ class OwnForward:
 
     forward: Callable[..., Any]
     fits: Callable[[Any], bool] = lambda module: True
-    """Returns whether `forward` can replace the forward of this module."""
+    """Function that returns whether `forward` can replace the forward of this module."""
 
 
 OWN_FORWARDS = by_name(
