@@ -35,7 +35,7 @@ class Series(NamedTuple):
 
 
 GROUP = (
-    Series("disagg_group_broken", "broken", "1: the group serves no requests any more"),
+    Series("disagg_group_broken", "broken", "1 if the group is broken and serves no requests, else 0"),
     Series(
         "disagg_group_tokens", "tokens_total", "Computed tokens: of prompts (prefill), of answers (decode)"
     ),

@@ -47,7 +47,7 @@ class Claimant:
     token: str
     """Random identifier of the launch."""
     fingerprint: Callable[[], str]
-    """Returns `ModelSource.fingerprint` of the configured model; may read all weights."""
+    """Function that returns `ModelSource.fingerprint` of the configured model; may read all weights."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from transport.hosts import is_loopback, own_host
 log = structlog.get_logger(__name__)
 
 ScaleTo = Callable[[Role, int, Callable[[str], None]], None]
-"""`scale(role, count, done)` must not block; it calls `done` with an error, or "" on success."""
+"""Handler `scale(role, count, done)`: must not block; calls `done` with an error, or "" on success."""
 
 
 class Directory:

@@ -15,7 +15,7 @@ class GroupPlacement:
 
     tp: int
     device: str
-    """`cpu` or `cuda`."""
+    """Device of the ranks: `cpu` or `cuda`."""
     gpus_per_rank: float
     """GPU resources of a rank in Ray: 1, a share of one, or 0 on a CPU."""
     backend: str

@@ -59,7 +59,7 @@ def start_cluster(
 
 
 class RayRanks:
-    """`disagg.cluster.ranks.Ranks` with Ray actors. Needs a connection to Ray."""
+    """Implements `disagg.cluster.ranks.Ranks` with Ray actors. Needs a connection to Ray."""
 
     def __init__(self, private: PrivateRay | None = None) -> None:
         self._private = private

@@ -33,9 +33,9 @@ WAIT_S = 0.2
 
 
 Announce = Callable[[Sequence[GroupInfo], Sequence[str]], None]
-"""`announce(groups, draining)` publishes the groups, and the names of draining ones. Thread-safe; never blocks."""
+"""Callback `announce(groups, draining)`: publishes groups and the names of draining ones. Thread-safe; never blocks."""
 WaitUnused = Callable[[Sequence[str], float], bool]
-"""`wait_unused(names, timeout_s)` waits until no router uses these groups; returns False after the timeout."""
+"""Function `wait_unused(names, timeout_s)`: waits until no router uses the groups; returns False on timeout."""
 
 
 @dataclass(frozen=True, slots=True)

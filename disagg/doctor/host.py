@@ -58,10 +58,12 @@ def probe_clashes(
         origin = (origin_of or _origin)(name)
         if origin is None:
             mend = "pip install -c constraints.txt -e .  (in the project's folder)"
-            findings.append(Finding(f"package {name}", "fail", "ours is not importable", mend))
+            findings.append(Finding(f"package {name}", "fail", "disagg's package is not importable", mend))
         elif not Path(origin).resolve().is_relative_to(root):
             mend = f"pip uninstall {name}, or give disagg an environment of its own (make venv)"
-            findings.append(Finding(f"package {name}", "fail", f"{origin} hides ours in {root}", mend))
+            findings.append(
+                Finding(f"package {name}", "fail", f"{origin} hides disagg's package in {root}", mend)
+            )
         elif (installed or _is_installed)(name):
             mend = f"pip uninstall {name}, or give disagg an environment of its own (make venv)"
             detail = f"a distribution named {name} is installed; which one is imported depends on the path"

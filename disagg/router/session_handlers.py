@@ -88,7 +88,7 @@ class SessionHandlers(ABC):
     started_s: float = 0.0
     """Time of the start of this session."""
     _ticketed: bool = False
-    """Whether the ticket is on its way to the prefill group."""
+    """Whether the ticket has been sent to the prefill group."""
     _answered: list[int] = field(init=False)
     """Tokens of the answer at the start of the session; empty with several answers."""
     decoded: bool = False

@@ -92,7 +92,9 @@ class ApiConfig(Section, frozen=True):
         for limit in ("max_running", "max_connections", "max_connections_per_address"):
             value = getattr(self, limit)
             shared = value >= self.workers or (limit == "max_running" and value == 0)
-            self._needs(shared, limit, f"at least api.workers ({self.workers}), which share it")
+            self._needs(
+                shared, limit, f"at least api.workers ({self.workers}), because the workers share this limit"
+            )
         self._at_least(1024, "max_header_bytes")
         self._positive("request_timeout_s", "max_queue_s", "header_timeout_s", "body_timeout_s")
         self._needs(self.max_slowdown == 0 or self.max_slowdown >= 1, "max_slowdown", "0, or from 1")

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 _NAME = "meet"
 _HELLO = struct.Struct("=II")
-"""First message of a connecting rank: its rank and the size of its group."""
+"""First message of a connecting rank: the number of the rank, and the size of its group."""
 _WELCOME = struct.Struct("=II")
 """Message that carries a file descriptor. The fields are the rank at the other end of the socket, and the size of the
 shared memory in bytes. Rank 0 means that the descriptor is the shared memory."""
