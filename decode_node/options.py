@@ -60,7 +60,7 @@ class ReceiverContext:
     lane: str
     """The rank's name in the timeline."""
     send: Callable[[str, m.Message], None]
-    """Sends a message over the control channel to a peer's address."""
+    """Function that sends a message over the control channel to a peer's address."""
     to_leader: Callable[[m.Message], None]
     timeline: Timeline
     clock: Clock

@@ -106,7 +106,7 @@ class SegmentMover:
         self._send_copied()
 
     def on_damaged(self, item: OutgoingSegment) -> None:
-        """Sends a segment that arrived damaged again: now, or when its first sending has ended."""
+        """Sends a damaged segment again: now, or when its first sending has ended."""
         item.damaged = True
         self._resend(item)
 

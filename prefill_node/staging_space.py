@@ -32,7 +32,10 @@ class StagingSpace:
         """Time at which `end_quarantines` has work."""
 
     def take(self, item: OutgoingSegment) -> None:
-        """Assigns a region to the segment, maybe still occupied: the gather waits until it is `writable`."""
+        """Assigns a region to the segment.
+
+        An earlier segment may still hold it: the gather waits until it is `writable`.
+        """
         item.lease = self.allocator.assign(item.message_bytes, owner=item.outgoing.key)
 
     def writable(self, item: OutgoingSegment) -> bool:

@@ -45,7 +45,7 @@ class _Inbox:
     peer: str
     number: int
     coming: deque[_Incoming] = field(default_factory=deque)
-    """Incoming messages in order of arrival. UCX may still fetch a large one after later ones are complete."""
+    """Incoming messages in order of arrival. UCX may complete a small message before an earlier large message."""
     closed: bool = False
 
 

@@ -88,7 +88,7 @@ class TransportStatistics:
 
 
 class Transport(ABC):
-    """Moves bytes between ranks. One thread, the transfer thread, owns it; any thread may call `wake` and
+    """Moves bytes between ranks. One thread, the transfer thread, owns the transport; any thread may call `wake` and
     read `address`.
 
     All tensors are contiguous, one-dimensional, uint8, of at least one byte, and lie inside memory given to

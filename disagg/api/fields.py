@@ -23,7 +23,7 @@ class AnswerBody(Body, frozen=True, kw_only=True):
     model: str
     max_tokens: int | None = None
     temperature: float | None = None
-    """Default: 1, or 0 for a beam search."""
+    """Sampling temperature; by default 1, or 0 for a beam search."""
     top_p: float = 1.0
     n: int = 1
     seed: int | None = None

@@ -29,7 +29,7 @@ EVENTS_AT_ONCE = 32
 HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 Start = Callable[[Sink], Answers]
-"""Starts the answers to a request."""
+"""Function that starts the answers to a request."""
 
 
 def error_response(error: ApiError) -> Response:

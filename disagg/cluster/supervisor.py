@@ -33,7 +33,7 @@ WAIT_S = 0.2
 
 
 Announce = Callable[[Sequence[GroupInfo], Sequence[str]], None]
-"""Callback `announce(groups, draining)`: publishes groups and the names of draining ones. Thread-safe; never blocks."""
+"""Callback `announce(groups, draining)`: publishes groups and names of draining ones. Thread-safe; never blocks."""
 WaitUnused = Callable[[Sequence[str], float], bool]
 """Function `wait_unused(names, timeout_s)`: waits until no router uses the groups; returns False on timeout."""
 

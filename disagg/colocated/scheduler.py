@@ -39,7 +39,7 @@ class ColocatedRequest:
     sampling: SamplingParams
     router: str
     deadline_s: float
-    """Time limit of the request, on the leader's clock."""
+    """Deadline of the request, on the leader's clock."""
     block_table: BlockTable | None
     """The request's row and pages; None once freed."""
     prefix: PrefixKey | None = None

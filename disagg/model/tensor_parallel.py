@@ -48,7 +48,7 @@ class RowParallelLinear(nn.Linear):
 
     collective: Collective
     product: Callable[[torch.Tensor], torch.Tensor] | None = None
-    """If set, computes the product with the weight instead of torch."""
+    """Function that computes the product with the weight; None: torch computes it."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Returns the full layer's output, equal on every rank."""

@@ -329,7 +329,8 @@ class Leader(ABC):
             self._send_now(router, one)
 
     def _to_ranks(self, message: m.Message) -> None:
-        """Sends a message to all ranks of the group. A too large message is not sent and fails its request."""
+        """Sends a message to all ranks of the group. A message that is too large fails its request, and is not sent.
+        """
         try:
             self._to_others(message)
         except ProtocolError as error:

@@ -191,7 +191,10 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
         self.compute_thread.start()
 
     def link(self, other: GroupInfo) -> None:
-        """Links this group with one of the other role. Raises `HandshakeError`, `ConfigError`, `TransportError`."""
+        """Links this group with a group of the other role.
+
+        Raises `HandshakeError`, `ConfigError`, `TransportError`.
+        """
         link = self._make_link(other)
         peers = {peer.control_address for peer in self._data_peers(link)}
         if self.leader is not None:

@@ -217,7 +217,7 @@ def _sum(units: torch.Tensor, mask: int, row: torch.Tensor, column: torch.Tensor
     """Returns the sum of `[rows, units]` with the keys of rows and units, int64 `[1]`. Torch's integers wrap
     like the kernels'.
 
-    Computed in parts that fit a core's cache, which is five times as fast.
+    The sum is computed in parts that fit a core's cache, which is five times as fast.
     """
     found = torch.zeros(1, dtype=torch.int64, device=units.device)
     step = max(1, _CACHED_UNITS // units.shape[1])

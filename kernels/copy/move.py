@@ -64,7 +64,7 @@ def move(
     """Writes `source` to `target` if `fence`, int64 `[1]`, equals `ticket` at execution; else writes nothing.
 
     Both slices have the same numbers of layers, heads and tokens, element size and head_dim. `check` also
-    computes the checksum of the bytes read (`kernels.copy.checksum`); unchanged if there are no bytes.
+    computes the checksum of the bytes read (`kernels.copy.checksum`); its total is unchanged if there are no bytes.
 
     On CUDA: one launch on the current stream of the source's device, two with `check`, no synchronization.
     The caller keeps all tensors alive until an event recorded after this call has completed. Raises

@@ -26,13 +26,13 @@ class PoolSlice(NamedTuple):
     """A rectangle of a pool, read or written."""
 
     pool: torch.Tensor
-    """Contiguous `[layers, planes, slots, heads, head_dim]`; a plane is K, or V, or both."""
+    """The pool, contiguous `[layers, planes, slots, heads, head_dim]`; a plane is K, or V, or both."""
     slots: torch.Tensor
     """Slots of the tokens, int32 or int64 `[tokens]`, each within the pool (not checked); on the device that runs the
     kernel."""
     layers: Span
     heads: Span
-    """Layers and heads are local to the pool."""
+    """KV heads of the rectangle. Layers and heads are local to the pool."""
 
     @property
     def head_bytes(self) -> int:

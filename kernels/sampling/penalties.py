@@ -1,7 +1,7 @@
 """Penalties on the tokens of a request's prompt and answer, and the counts of those tokens.
 
 Counts are int32 `[vocab]` per request: bit 0 is set for a token of the prompt, the other bits count its occurrences
-in the answer. Kernels find them by address, so requests join and leave batches without copies.
+in the answer. Kernels find the counts by address, so requests join and leave batches without copies.
 """
 
 from __future__ import annotations

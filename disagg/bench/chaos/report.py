@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 PAUSE_S = 0.25
 """Shortest time without an output that the report lists and the chart marks."""
 BEGINS_WITHIN_S = 1.0
-"""A pause counts as caused by a fault if it begins within this time after the fault. Outputs that were already on
-their way can arrive after the fault, so the pause can begin later."""
+"""Longest time from a fault to the start of a pause that counts as caused by the fault. Outputs that were already on
+their way can arrive after the fault, so the pause can start later."""
 EXAMPLES = 5
 """Most requests with differences that are printed."""
 

@@ -56,8 +56,8 @@ class DecodeBench:
 
 
 def run(bench: DecodeBench, report_progress: Callable[[str], None] = lambda text: None) -> list[Result]:
-    """Measures the time of a step, its read rate relative to the copy rate, and tokens per second. With both
-    modes, also prefill steps and the slowdown of the deterministic mode."""
+    """Measures the time of a step, its read rate relative to the copy rate, and tokens per second. With both modes,
+    it measures prefill steps too, and the slowdown of the deterministic mode."""
     report_progress("device copy")
     nbytes = COPY_BYTES if bench.device.type == "cuda" else COPY_BYTES // 16
     ceiling = copy_rate(bench.device, bench.device, nbytes, bench.repeats)
