@@ -27,8 +27,7 @@ class ReceiverMessages(ActiveMessages):
         self._registered[kind] = handler
 
     def on_failure(self, kind: type[m.Message], handler: Callable[[str, Any, TransportError], None]) -> None:
-        """Registers the handler for messages of one type that could not be sent. Without a handler, they are dropped.
-        """
+        """Registers the handler for unsent messages of one type. Without a handler, they are dropped."""
         self._failure_handlers[kind] = handler
 
     def _dispatch(self, peer: str, message: m.Message) -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 MARK = "DISAGG_RAY_MARK"
 """Environment variable that the processes of a private Ray inherit."""
 CLEAN = b"."
-"""The command writes this byte if the guard must not remove the folder."""
+"""Byte that the command writes if the guard must not remove the folder."""
 KILL_TIMEOUT_S = 5.0
 PAUSE_S = 0.05
 

@@ -74,7 +74,7 @@ class Cluster:
         self.failed = ""
         """Reason why this cluster has ended all its ranks and cannot start others; empty while it works.
 
-        `DISOWNED`: another launch has adopted the groups, which go on.
+        `DISOWNED`: another launch has adopted the groups, which continue.
         """
 
     # --- life

@@ -40,7 +40,7 @@ WaitUnused = Callable[[Sequence[str], float], bool]
 
 @dataclass(frozen=True, slots=True)
 class _Missing:
-    """A group to be started: it replaces one that died, or one that an adoption did not find."""
+    """A group to be started, in place of one that died or that an adoption did not find."""
 
     role: Role
     tries: int

@@ -115,7 +115,7 @@ class ColocatedScheduler:
         prefix: PrefixKey | None = None,
         answered: Sequence[int] = (),
     ) -> ColocatedRequest:
-        """Reserves a row and all pages of prompt and answer, behind the prefix cache hit of `prefix`.
+        """Reserves a row and all pages of prompt and answer, after the prefix cache hit of `prefix`.
 
         `prefix` is the key of the prompt, `answered` the answer so far. An admitted request can therefore never run
         out of pages. Raises `PromptTooLongError`, `BusyError`.

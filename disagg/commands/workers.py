@@ -33,7 +33,7 @@ PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
 END_S = 20.0
 """Time beyond `api.drain_timeout_s` after which a worker that does not end is killed."""
 EARLY_S = 60.0
-"""A worker that ends sooner after its start has ended early."""
+"""Shortest run of a worker that does not count as an early end."""
 
 
 async def run_workers(

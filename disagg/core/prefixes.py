@@ -30,7 +30,8 @@ class PrefixKey:
     data: bytes
     """Token ids, packed: see `disagg.core.tokens`."""
     salt: str = ""
-    """Prompts with different salts share no KV: tenants cannot detect each other's prompts by timing."""
+    """Salt of the prompt. Prompts with different salts share no KV: tenants cannot detect each other's prompts by
+    timing."""
 
     @classmethod
     def of(cls, tokens: Sequence[int], salt: str = "", switch_tokens: int = 0) -> PrefixKey:

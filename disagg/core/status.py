@@ -73,8 +73,8 @@ class GroupStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     ranks: Annotated[tuple[RankStatus, ...], MANY] = ()
     requests_waiting: Count = 0
     requests_running: Count = 0
-    """Prefill: requests that compute or send. Decode: requests that receive or decode. Colocated: requests with
-    pages."""
+    """Running requests. Prefill: requests that compute or send. Decode: requests that receive or decode. Colocated:
+    requests with pages."""
     requests_closing: Count = 0
     page_size: Count = 0
     pages: Count = 0
@@ -87,7 +87,7 @@ class GroupStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     evicted_pages_total: Count = 0
     preemptions_total: Count = 0
     tokens_total: Count = 0
-    """Prefill: prompt tokens computed. Decode: tokens generated. Colocated: both together."""
+    """Tokens processed. Prefill: prompt tokens computed. Decode: tokens generated. Colocated: both together."""
     cached_tokens_total: Count = 0
     """Prefix cache hits. Prefill: prompt tokens not computed. Decode: prompt tokens not transferred."""
     steps_total: Count = 0

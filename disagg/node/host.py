@@ -117,8 +117,8 @@ class RankHost:
         """`name`: the group's name; by default its role.
 
         `release` frees the group's resources and ends its ranks. It is called when no owner sent a pulse for
-        `cluster.adopt_timeout_s`. None: the rank ends with the process that started it. `clock` measures
-        the owner's pulses.
+        `cluster.adopt_timeout_s`. If `release` is None, the rank ends with the process that started it. `clock`
+        measures the owner's pulses.
         """
         configure(config.log)
         self._rank, self._config, self._keys, self._name = rank, config, as_ring(keys), name

@@ -329,8 +329,7 @@ class Leader(ABC):
             self._send_now(router, one)
 
     def _to_ranks(self, message: m.Message) -> None:
-        """Sends a message to all ranks of the group. A message that is too large fails its request, and is not sent.
-        """
+        """Sends a message to all ranks of the group. A message that is too large is not sent; its request fails."""
         try:
             self._to_others(message)
         except ProtocolError as error:

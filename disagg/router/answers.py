@@ -131,4 +131,4 @@ class RouterRequest:
     cache_salt: str = ""
     """Salt of the prompt: only prompts with the same salt share cached KV."""
     session: str = ""
-    """Requests with the same session use the same decode group, unless it is overloaded."""
+    """Name of the session. Requests with the same name use the same decode group, unless it is overloaded."""

@@ -14,7 +14,8 @@ from disagg.core.prefixes import HeldPrefixes
 from disagg.core.types import GroupInfo
 
 SLACK = 16
-"""Groups whose costs differ by at most 1/16 of the prompt count as equal; see `prefix_aware`."""
+"""Divisor of the prompt's tokens. Groups whose costs differ by at most this part of the prompt (1/16) count as equal;
+see `prefix_aware`."""
 SESSION_LOAD = 1.25
 """Load limit of a session's group relative to the mean (c of Mirrokni et al.)."""
 
@@ -45,7 +46,7 @@ class RoutedGroup:
 
 @dataclass(slots=True)
 class SessionLoad:
-    """What one session adds to the load counts of its groups."""
+    """Load that one session adds to the counts of its groups."""
 
     prefill: RoutedGroup
     decode: RoutedGroup
@@ -100,7 +101,7 @@ class RoutingRequest:
 
 
 Policy = Callable[[Sequence[RoutedGroup], RoutingRequest], RoutedGroup]
-"""Chooses one of the groups of a role. Raises `BusyError` if no group is usable."""
+"""Function that chooses one of the groups of a role. Raises `BusyError` if no group is usable."""
 
 
 def least_loaded(engines: Sequence[RoutedGroup], request: RoutingRequest) -> RoutedGroup:

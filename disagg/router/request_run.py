@@ -246,8 +246,10 @@ class RequestRun:
 
 
 def _full_groups(full: frozenset[str], session: Session) -> frozenset[str]:
-    """Returns the decode groups to avoid after `session`: the groups that had no room, forgotten once every usable
-    group was tried."""
+    """Returns the decode groups to avoid after `session`, because they had no room.
+
+    If the session's group is already among them, every usable group was tried: the set then restarts with this group.
+    """
     if not session.no_room:
         return frozenset()
     name = session.decode.name

@@ -65,7 +65,7 @@ class Router:
             self._decode_groups,
         )
         self._missing_since_s: dict[str, float] = {}
-        """For each role without a usable group: time since when this is known."""
+        """Time since which each role is known to have no usable group."""
         self.recoveries: Counter[str] = Counter()
         """Recoveries of requests since the start, by `Loss`."""
         self._table = GroupTable(dispatcher, lambda: self.choose is prefix_aware)

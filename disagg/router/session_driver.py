@@ -49,7 +49,7 @@ class SessionDriver:
         self._held: list[tuple[str, m.Message | PeerLostError]] = []
         """Messages that arrived while neither `run` nor `release` was running."""
         self._ending: asyncio.Future[None] | None = None
-        """Done when the session is over, or has failed, while it is run or released."""
+        """Future that is done when the session is over or has failed; None unless `run` or `release` waits."""
         self._ended: list[SessionAction] = []
         self.reserving = asyncio.Event()
         """Event that is set when the first `Reserve` is sent, or when the session has ended without sending one."""

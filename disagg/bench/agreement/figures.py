@@ -102,8 +102,7 @@ def tokens_equal(answer: Sequence[int], reference: Sequence[int]) -> int:
 
 
 def logit_errors(logits: torch.Tensor, reference: torch.Tensor) -> tuple[float, ...]:
-    """Returns the mean absolute difference of both systems' logits at each step; float32 `[prompts, steps, vocab]`.
-    """
+    """Returns the mean absolute difference of the logits at each step; both are float32 `[prompts, steps, vocab]`."""
     return tuple((logits - reference).abs().mean(dim=(0, 2)).tolist())
 
 

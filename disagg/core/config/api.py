@@ -31,11 +31,11 @@ class ApiConfig(Section, frozen=True):
     max_queued: int = 256
     """Queue limit in answers; further requests are rejected at once (429)."""
     max_queue_s: float = 10.0
-    """A queued request should start within this time, estimated from the recent completion rate; otherwise further
-    requests are rejected. Closed-loop clients, which send one request after another, are exempt."""
+    """Time within which a queued request should start, estimated from the recent completion rate. If it would take
+    longer, further requests are rejected. Closed-loop clients, which send one request after another, are exempt."""
     max_slowdown: float = 1.5
-    """Under overload (full queue, arrivals clearly above completions), queued requests are rejected with 429 too.
-    Admission then keeps the median latency below this multiple of an idle server's; 0: no such limit."""
+    """Limit of the median latency under overload, as a multiple of an idle server's; 0: no such limit. To keep it,
+    queued requests are rejected too (429). Overload: the queue is full, and arrivals clearly exceed completions."""
     request_timeout_s: float = 120.0
     """Time limit of a request, from its headers to its last token; a client may set a lower one."""
     drain_timeout_s: float = 30.0

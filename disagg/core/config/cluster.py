@@ -48,7 +48,7 @@ class ClusterConfig(Section, frozen=True):
     """Placement of groups, and replacement of dead ones (not in `demo` and `generate`)."""
 
     mode: Mode = "split"
-    """split: prefill and decode groups; colocated: groups of both roles, as a baseline."""
+    """Kinds of groups. split: prefill and decode groups; colocated: groups of both roles, as a baseline."""
     ray: str = "local"
     """Ray to use. `local`: start Ray on this machine. `auto` or `host:port`: use a running cluster."""
     name: str = "disagg"
@@ -66,8 +66,8 @@ class ClusterConfig(Section, frozen=True):
     start_timeout_s: float = 900.0
     """Time for all ranks of a group to load the model, warm up and record graphs."""
     hang_timeout_s: float = 15.0
-    """A group is killed when the process of one of its ranks has not responded for this time. A stopped process
-    (SIGSTOP) does not respond."""
+    """Time without a response of a rank's process, after which its group is killed. A stopped process (SIGSTOP) does
+    not respond."""
     step_timeout_s: float = 0.0
     """Minimum time limit of one step. A step that exceeds both this limit and ten times the longest earlier step
     fails its group, which is then replaced. 0: 30 s on a GPU, 300 s on a CPU."""
