@@ -36,7 +36,7 @@ class AttentionParams:
     window_tokens: int | None = None
     """Sliding window: number of tokens that a token sees, including itself."""
     softcap: float | None = None
-    """Scores become `softcap * tanh(score / softcap)`."""
+    """Soft cap of the scores, which become `softcap * tanh(score / softcap)`."""
     sinks: torch.Tensor | None = None
     """Score per head that counts in the denominator of each softmax and has no value vector, `[query heads]`."""
     alibi_slopes: torch.Tensor | None = None

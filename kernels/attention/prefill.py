@@ -67,7 +67,7 @@ class PackedQueries:
     firsts: torch.Tensor
     """Index of the first query token in `q`."""
     starts: torch.Tensor
-    """Position of that token in its sequence, which equals the number of earlier tokens in the pool."""
+    """Position of the first query token in its sequence, which equals the number of earlier tokens in the pool."""
     counts: torch.Tensor
     """Number of query tokens."""
     most: int

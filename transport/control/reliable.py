@@ -29,7 +29,7 @@ from disagg.core.errors import InvariantError
 
 PING, RESET = 1, 2
 ACK_DELAY_S = 0.1
-"""An acknowledgement waits this long for a message that carries it. One envelope acknowledges all until then."""
+"""Time that an acknowledgement waits for a message that carries it, while it collects further received messages."""
 FIRST_RESEND_S, LAST_RESEND_S = 0.3, 2.0
 RESEND_WINDOW = 128
 """Most messages retransmitted at once."""
@@ -40,7 +40,8 @@ MAX_EARLY = 4096
 """Most out-of-order messages that are buffered. Further ones are dropped, and retransmitted later."""
 MAX_PEERS = 4096
 IDLE_S = 60.0
-"""After this silence, an unwatched peer without unacknowledged messages may be dropped to make room for another."""
+"""Silence after which an unwatched peer without unacknowledged messages may be dropped to make room for another
+peer."""
 
 Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 """A stream or sequence number. Decoding bounds the number, because this side may continue to count from a number
@@ -66,7 +67,7 @@ class Envelope(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True, slots=True)
 class ReliableOptions:
-    """Timeouts in seconds."""
+    """Timeouts of the reliable streams, in seconds."""
 
     peer_timeout_s: float = 10.0
     heartbeat_s: float = 1.0

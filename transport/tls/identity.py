@@ -31,7 +31,8 @@ _LABEL = b"disagg transport tls identity v1"
 _SERIAL = 1
 _FROM = datetime.datetime(2000, 1, 1, tzinfo=datetime.UTC)
 _UNTIL = datetime.datetime(9999, 12, 31, tzinfo=datetime.UTC)
-"""Fixed dates: all processes derive identical certificates, and a wrong clock rejects no peer."""
+"""End of the certificates' validity. With fixed dates, all processes derive identical certificates, and a wrong clock
+rejects no peer."""
 _OP_ENABLE_KTLS = getattr(ssl, "OP_ENABLE_KTLS", 1 << 3)
 """OpenSSL's option for kernel TLS, which `ssl` defines from Python 3.12 on. OpenSSL 3 ignores it without kernel
 offload."""

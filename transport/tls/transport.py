@@ -41,9 +41,10 @@ FENCE_WAIT_S = 0.02
 threads."""
 _MOST_DEFAULT_LANES = 2
 MAX_CHANNELS_PER_PEER = 4
-"""A peer needs one channel; after a reconnect, its previous one may not have ended here yet."""
+"""Most channels of one peer. A peer needs one; after a reconnect, its previous channel may not have ended here
+yet."""
 MAX_CHANNELS = 4096
-"""Limit over all peers; equal to the control channel's limit on peers."""
+"""Most channels of all peers together; equal to the control channel's limit on peers."""
 UPKEEP_S = 1.0
 """Interval between checks of the valid keys."""
 
@@ -319,7 +320,7 @@ class TlsTransport(Transport):
             return self.state.quiet.wait_for(lambda: all(one.quiet for one in channels), timeout_s)
 
     def _check_fences(self) -> None:
-        """Forgets proven fences. Raises `TransportError` for one that could not be proven in time."""
+        """Forgets proven fences. Raises `TransportError` for a fence that could not be proven in time."""
         with self.state.lock:
             self._fences = [fence for fence in self._fences if not all(one.quiet for one in fence.channels)]
         for fence in self._fences:

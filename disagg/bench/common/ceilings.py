@@ -24,7 +24,7 @@ class Ceilings:
     nbytes: int
     """Bytes of one plain copy."""
     copies: tuple[Measurement, ...]
-    """Rates of copies within the device, and from it to a second device if there is one."""
+    """Rates of copies within the device, and to a second device if there is one."""
     raw: dict[int, Measurement]
     """UCX messages between two processes, by size in bytes."""
 

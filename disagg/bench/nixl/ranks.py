@@ -50,7 +50,7 @@ class NixlOptions:
     name: str
     shard: Shard
     part: Shard
-    """The layers and heads that both ranks hold; these are moved."""
+    """The layers and heads that both ranks hold, and that the transfer moves."""
     layout: KVLayout
     page_size: int
     pool_slots: int

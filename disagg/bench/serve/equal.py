@@ -126,7 +126,7 @@ async def _request_one(http: httpx.AsyncClient, url: str, request: WorkloadReque
 
 
 def _id(token: str) -> int:
-    """Returns 5 for `token_id:5`."""
+    """Returns the number in `token_id:NUMBER`."""
     return int(token.removeprefix("token_id:"))
 
 
