@@ -1,4 +1,7 @@
-"""Fence words: the ticket whose writes each row of this rank accepts. The writers' kernels read the words."""
+"""Fence words: one word per row of this rank, with the ticket whose writes the row accepts.
+
+Kernels of the writers read the words.
+"""
 
 from __future__ import annotations
 

@@ -125,7 +125,8 @@ class DecodeLeader(AdmittingLeader):
         return going
 
     def _send_answers(self, request: DecodeRequest, search: BeamSearch) -> None:
-        """Sends each answer in one message, before the close: an answer too large for it must fail the request."""
+        """Sends each answer in one message before the request closes: an answer too large for one message must fail
+        the request."""
         for number, (_, tokens) in enumerate(search.answers()):
             finish = finish_reason(tokens, request.sampling, self._eos_ids)
             self._send_now(request.router, m.Tokens(request.key, 0, list(tokens), finish, answer=number))

@@ -27,7 +27,7 @@ class ReceiverOptions:
     checksum: bool
     """Whether segments carry checksums."""
     quarantine_s: float
-    """Time after which the last launch of a fenced writer has ended, even of one that was fenced by mistake."""
+    """Time after which the last launch of a fenced writer has ended, even if the writer was fenced by mistake."""
     lease_timeout_s: float
     watermark_interval_s: float
     """Seconds between two repetitions of a watermark."""

@@ -180,7 +180,8 @@ class Preemptor:
         ]
 
     def grow(self, requests: Iterable[DecodeRequest]) -> bool:
-        """Adds a slot for the next token of each sequence. Returns False, changing nothing, without enough pages."""
+        """Adds a slot for the next token of each sequence. Without enough pages, changes nothing and returns
+        False."""
         growing = [block_table for request in requests for block_table in self._growing(request)]
         copies = self._kv_manager.grow(growing)
         if copies is None:

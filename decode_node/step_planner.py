@@ -1,8 +1,8 @@
 """Step planning of the decode group: which sequences the next step computes, and how many tokens of each.
 
 With `SchedulerOptions.steps_ahead` the next step is planned while one is in flight, like in vLLM's asynchronous
-scheduling and SGLang's overlap scheduler. Its sequences compute a token that the step in flight samples, by
-reference. Plans that depend on the outcome of that step wait for its commit:
+scheduling and SGLang's overlap scheduler. Its sequences refer to the tokens that the step in flight has yet to
+sample. Plans that depend on the outcome of that step wait for its commit:
 
     a sequence that ends with the token in flight     is not planned, if the length ends it; if the token does, the
                                                       planned step computes one token too many, which is dropped
@@ -163,7 +163,8 @@ class StepPlanner:
         return batch
 
     def _recomputed(self, sequences: Iterable[Sequence], budget_tokens: int, *, must: bool) -> list[int]:
-        """Returns how many tokens of each sequence are recomputed, without the last one: all compute it in one step.
+        """Returns how many tokens of each sequence are recomputed, without the last token, which all sequences
+        compute in one step.
 
         The order of sequences matters: an earlier sequence computes the tokens that a later one shares, in this step
         or before.

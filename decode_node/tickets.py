@@ -129,13 +129,13 @@ class IncomingTickets:
     # --- active messages that could not be sent
 
     def grant_failed(self, peer: str, message: m.LeaseGrant, error: TransportError) -> None:
-        """Fails the transfer: without the grant the source sends no segment."""
+        """Fails the transfer of an undelivered grant: without the grant, the source sends no segment."""
         incoming = self.open.get(message.ticket)
         if incoming is not None:
             self.fail(incoming, error)
 
     def verified_failed(self, peer: str, message: m.TransferVerified, error: TransportError) -> None:
-        """Sends the report over the control channel: without it a source keeps its pages until the request ends."""
+        """Sends the report over the control channel, so that the source frees its pages before the request ends."""
         tickets = [(key, number) for key, number in message.tickets if self._keeps_pages(peer, number)]
         if tickets:
             self._context.send(peer, m.TransferVerified(tickets, message.dst_rank))

@@ -18,7 +18,7 @@ from transport.control import messages as m
 
 
 class PeerRing:
-    """A decode rank's ring by its latest watermark, and the segments that wait for the ring."""
+    """State of a decode rank's ring as of its latest watermark, and the segments that wait for the ring."""
 
     def __init__(self) -> None:
         self.watermark = 0

@@ -101,7 +101,7 @@ class PeerPools:
             outgoing.target_slots = queue.upload(target_slots(ticket, link.decode.page_size))
 
     def prepare(self, items: Sequence[OutgoingSegment], pool: OpenPool, shard: Shard) -> None:
-        """Prepares the launches of direct writes before the compute is done; `shard`: the decode rank's shard."""
+        """Prepares the launches of direct writes before the KV is computed; `shard`: the decode rank's shard."""
         outgoing = items[0].outgoing
         assert outgoing.target_slots is not None, "the ticket was opened for writes"
         for item in items:

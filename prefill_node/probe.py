@@ -32,7 +32,7 @@ class Probed:
     cached: bool = False
     """Whether the wire was in the cache."""
     writable: bool = False
-    """Whether the peer's pool is written directly: there is nothing to time."""
+    """Whether the peer's pool is written directly, so that there is nothing to time."""
     why: str = ""
     begun: bool = False
     """Whether the probe failed after it had begun."""

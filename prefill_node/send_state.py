@@ -73,7 +73,7 @@ class SendTransferState(enum.Enum):
     CLOSING = "closing"
     """The leader closes the transfer: `RankClosed` follows when no segment is under way."""
     SENT_CLOSING = "sent, closing"
-    """Nothing is under way: DRAINED follows at once."""
+    """The leader closes a sent transfer: nothing is under way, so DRAINED follows at once."""
     CLOSED = "closed"
     """The leader has received `RankClosed`."""
 

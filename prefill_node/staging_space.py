@@ -34,7 +34,7 @@ class StagingSpace:
     def take(self, item: OutgoingSegment) -> None:
         """Assigns a region to the segment.
 
-        An earlier segment may still hold it: the gather waits until it is `writable`.
+        An earlier segment may still hold the region: the gather waits until it is `writable`.
         """
         item.lease = self.allocator.assign(item.message_bytes, owner=item.outgoing.key)
 
@@ -53,7 +53,8 @@ class StagingSpace:
         self.allocator.free(lease.id)
 
     def quarantine(self, item: OutgoingSegment) -> None:
-        """Keeps the segment's region for `quarantine_s`: a peer that was only silent may still read and accept it."""
+        """Keeps the segment's region for `quarantine_s`: a peer that was only silent may still read it and accept the
+        message."""
         if item.lease is not None:
             self._quarantined.append((self._clock() + self._quarantine_s, item.lease))
             item.lease = None

@@ -89,7 +89,8 @@ ROUTE = (
 
 
 class GroupCollector(Collector):
-    """Collects the statuses at each scrape. `collect` calls `groups`, so scrape on a thread that may call it."""
+    """Collects the statuses at each scrape. `collect` calls `groups`, so scrape on a thread that may call
+    `groups`."""
 
     def __init__(self, groups: Callable[[], Sequence[GroupStatus]]) -> None:
         self._groups = groups

@@ -28,7 +28,8 @@ CALM = 2
 KEPT = 0.9
 """Weight of a running mean's former value when a new value is added."""
 STEP = 0.25
-"""Change of the overload limit per answer: while all admitted answers complete, it moves by at most a quarter."""
+"""Change of the overload limit per answer: while all admitted answers complete, the limit changes by at most a
+quarter."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -121,7 +121,7 @@ class ConfigFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class TransferFlags:
-    """Prefill steps, pages and the path between two groups."""
+    """Flags for prefill steps, pages and the path between two groups."""
 
     chunk_tokens: ChunkTokensFlag = None
     prefill_page_size: Annotated[

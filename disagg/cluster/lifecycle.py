@@ -94,7 +94,8 @@ class Cluster:
         self._bring_up(self.groups, progress)
 
     def missing(self) -> list[Role]:
-        """Returns the role of each missing group. `keep_count`, or else the placement, gives the number of groups."""
+        """Returns the role of each missing group. The expected numbers of groups are those of `keep_count`, or else
+        those of the placement."""
         counts = self._pulses.counts.groups
         return [
             role

@@ -79,7 +79,7 @@ class Supervisor:
             self._thread.join(WAIT_S)
 
     def drain(self, timeout_s: float, stop_now: threading.Event) -> bool:
-        """Withdraws every group. Returns False if routers still use one after `timeout_s` or `stop_now`."""
+        """Withdraws every group. Returns False if routers still use a group after `timeout_s` or `stop_now`."""
         self.stop()
         for group in self._cluster.groups:
             group.leaving = True

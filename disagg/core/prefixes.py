@@ -90,7 +90,7 @@ class HeldPrefixes:
         self.unit_tokens, self.switch_tokens = 1, 0
         """Parameters of the block hashes; see `PrefixKey`."""
         self.kind = (1, 0)
-        """The pair (`unit_tokens`, `switch_tokens`)."""
+        """Kind of the block hashes: the pair (`unit_tokens`, `switch_tokens`)."""
         self.held: set[int] = set()
 
     def __len__(self) -> int:

@@ -49,7 +49,10 @@ class LeafQueue:
         return None
 
     def sound(self, leaves: list[Node]) -> bool:
-        """Returns whether each of `leaves`, all evictable nodes, has one entry, with at most the node's sort key."""
+        """Returns whether each evictable node has one entry, whose sort key is at most the node's.
+
+        `leaves`: all evictable nodes.
+        """
         queued = [node for _, _, node in self._heap]
         early = all(order <= self._order(node) for order, _, node in self._heap)
         once = len({id(node) for node in queued}) == len(queued) and all(node.queued for node in queued)

@@ -96,7 +96,7 @@ class TokenToKVPoolAllocator:
         return pages[len(pages) - need :]
 
     def append_tokens(self, have_tokens: int, want_tokens: int, pages: list[int]) -> list[PageCopy] | None:
-        """Like `alloc_tokens`, but replaces a shared, partly filled last page by a new page (copy on write).
+        """Works like `alloc_tokens`, but replaces a shared, partly filled last page by a new page (copy on write).
 
         Returns the copies, at most one, that the caller must launch before the write; None, changing nothing, if
         pages are short.

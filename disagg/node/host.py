@@ -90,7 +90,7 @@ class ClaimReply(NamedTuple):
 def freeze_objects() -> None:
     """Excludes every current object from garbage collection: a full collection would stop all threads for 0.2 s.
 
-    For processes that run one rank, where libraries and the model exist until the process ends.
+    A process that runs one rank calls it: libraries and the model exist until the process ends.
     """
     gc.collect()
     gc.freeze()

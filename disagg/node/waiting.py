@@ -22,7 +22,7 @@ class WaitingRequest:
     """One queued request, which has no row and pages yet. Times are on the leader's clock."""
 
     router: str
-    """Control address of its router."""
+    """Control address of the request's router."""
     reserve: m.Reserve
     deadline_s: float
     wait_until_s: float

@@ -68,8 +68,8 @@ class Reference:
     name: str
     answers: list[list[int]]
     judges: list[Judge | None]
-    """For each prompt, the reference engine's `Judge` of the other answer; None for no answer, an equal one, or one
-    that ends too early."""
+    """For each prompt, the reference engine's `Judge` of the other answer; None without such an answer, for an equal
+    answer, and for an answer that ends too early."""
 
 
 def reference_answers(

@@ -22,7 +22,8 @@ from disagg.router.answers import Answer
 DEADLY = 2
 """Number of sessions of a request that lose a group at the same token before the request counts as the cause."""
 FIRST_LINK_PAUSE_S, LONGEST_LINK_PAUSE_S = 0.05, 2.0
-"""First and longest pause after a session whose groups were not linked; it doubles for each such session in a row."""
+"""First and longest pause after a session whose groups were not linked; the pause doubles for each such session in a
+row."""
 SAME_FAULT_S = 5.0
 """Time after a loss within which a new session may fail from the same, still undetected fault."""
 SECOND_PAUSE_S = 1.0
@@ -72,7 +73,8 @@ class Branch:
         *,
         decoded: bool = False,
     ) -> bool:
-        """Returns whether the loss of a session, started at `started_s` with these groups, counts as the latest one.
+        """Returns whether the loss of a session, started at `started_s` with these groups, has the same cause as the
+        latest loss.
 
         Each data connection and each control channel of the groups detects a fault at its own time. `silent`: names
         of groups that are lost to the router, or were at the latest loss, but are not dead. When both sessions had

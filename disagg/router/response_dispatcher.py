@@ -14,11 +14,11 @@ from transport.control import messages as m
 from transport.control.base import ControlChannel
 
 Receiver = Callable[[str, m.Message | PeerLostError], None]
-"""Callback on the loop with a peer's address and its message, or with an error when the peer is lost."""
+"""Callback on the loop that receives a peer's address with its message, or with an error when the peer is lost."""
 ResponseInbox = asyncio.Queue["tuple[str, m.Message | PeerLostError]"]
 """Queue of the arguments of `Receiver` calls."""
 Listener = Callable[[m.Message | PeerLostError], None]
-"""Callback on the loop with a peer's messages that belong to no request, or with an error when the peer is lost."""
+"""Callback on the loop that receives a peer's messages without a request, or an error when the peer is lost."""
 
 
 class ResponseDispatcher:

@@ -49,11 +49,11 @@ class ApiConfig(Section, frozen=True):
     idle_timeout_s: int = 30
     """Time after which a connection without a request is closed."""
     header_timeout_s: float = 10.0
-    """Time limit for receiving a request line and its headers, counted for the first request from the connect.
-    Exceeding it is answered with 408."""
+    """Time limit for receiving a request line and its headers. For a connection's first request, the time begins with
+    the connection. On a timeout, the reply is 408."""
     body_timeout_s: float = 10.0
-    """Time limit for receiving a request's body, extended by received bytes (`min_body_bytes_per_s`). Exceeding it is
-    answered with 408."""
+    """Time limit for receiving a request's body, extended by received bytes (`min_body_bytes_per_s`). On a timeout,
+    the reply is 408."""
     min_body_bytes_per_s: int = 16 * KIB
     """Body bytes that extend `body_timeout_s` by one second, up to `request_timeout_s`."""
     max_body_bytes: int = 4096 * KIB

@@ -105,8 +105,8 @@ class RouterConfig(Section, frozen=True):
     """Longest wait of a request in the queue of a full decode group, before the router tries another group. If only
     one decode group is up, the request waits there until the request's time limit."""
     max_recoveries: int = 3
-    """Number of times that a request whose groups are lost may continue on others, within its time limit. 0: the
-    request fails."""
+    """Number of times that a request whose groups are lost may continue on other groups, within its time limit. 0:
+    the request fails."""
     recoveries_per_s: float = 100.0
     """Rate limit of recoveries per router, with a burst of one second's worth; further recoveries are delayed."""
     group_wait_s: float = 60.0

@@ -34,7 +34,7 @@ class NcclCollective:
     def __init__(
         self, *, rank: int, size: int, directory: Path, timeout_s: float = 60.0, deterministic: bool = False
     ) -> None:
-        """Joins the group on the current device; returns when all ranks have.
+        """Joins the group on the current device; returns when all ranks have joined.
 
         `directory` is the same for all ranks and private to the user (`disagg.core.folders.private_folder`). It holds
         the ranks' store (a file, no port), which NCCL may read while the group exists; the caller removes it

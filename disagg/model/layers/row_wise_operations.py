@@ -271,8 +271,8 @@ ON_CPU: dict[str, Callable[..., Any]] = {
     "softplus": _softplus,
     "log1p": _log1p,
 }
-"""Operations replaced on a CPU only: there, torch rounds the last elements of a tensor differently from the
-others."""
+"""Operations replaced on a CPU only: there, torch rounds the last elements of a tensor differently from its other
+elements."""
 
 REPLACED: dict[str, Callable[..., Any]] = {
     "linear": _linear,
