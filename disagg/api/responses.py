@@ -61,7 +61,7 @@ class _AwaitedSink:
         self._waiter: asyncio.Future[None] | None = None
 
     def end(self, error: Exception | None) -> None:
-        """See `Sink`."""
+        """See `Sink.end`."""
         self._over, self._error = True, error
         self._wake()
 
@@ -109,7 +109,7 @@ class EventStream(_AwaitedSink, Response):
         self._answers = start(self)
 
     def put(self, answer: int, output: Output) -> None:
-        """See `Sink`."""
+        """See `Sink.put`."""
         data = self._writer.chunk(answer, output)
         # The last output and the end of the stream are sent in one write.
         if output.finish is not None or self._write is None or self._unsent or not self._write(data):

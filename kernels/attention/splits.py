@@ -54,7 +54,8 @@ def fixed_splits(
 ) -> Splits:
     """Returns fixed splits of `tokens` for rows that see up to `max_tokens`.
 
-    With a `window`, the tokens may overlap one more split. Unless `parallel`, one program processes all splits.
+    A `window` may begin within a split, and so need one more split. Unless `parallel`, one program processes all
+    splits.
     """
     return Splits(-(-max_tokens // tokens) + window if parallel else 1, tokens, fixed=True)
 

@@ -48,7 +48,10 @@ def list_candidates(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,  # noqa: N803
     LIST: tl.constexpr,  # noqa: N803
 ):
-    """Copies logits to the list, by index; returns their number, which may exceed the list, and the row's mass."""
+    """Copies the logits that are at least `least` to the list, in the order of indices.
+
+    Returns their number, which may exceed `LIST`, and the row's mass.
+    """
     count = 0
     masses = tl.zeros([BLOCK], tl.int64)
     for first in tl.range(0, vocab, BLOCK, num_stages=_STAGES):

@@ -90,7 +90,9 @@ def scale_of(temperature: float) -> float:
 
 
 def gap_of(min_p: float, temperature: float) -> float:
-    """Returns the distance to the highest logit at which a token has `min_p` of the likeliest token's probability."""
+    """Returns the distance below the highest logit at which a token's probability is `min_p` times the likeliest
+    token's.
+    """
     return math.inf if min_p <= 0 else -math.log(min_p) * min(max(temperature, COLDEST), _HOTTEST)
 
 

@@ -27,7 +27,7 @@ from disagg.model.load.source import ModelSource
 from disagg.model.runner import ModelRunner, RunnerOptions
 
 COPY_BYTES = 1 << 30
-"""Bytes of the plain copy that is the ceiling, on a GPU; on a CPU, a sixteenth of it."""
+"""Size of the plain copy on a GPU, whose rate is the ceiling. On a CPU, the copy has a sixteenth of this size."""
 
 
 @dataclass(frozen=True)

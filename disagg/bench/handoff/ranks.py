@@ -154,11 +154,11 @@ class TimedRank(RankNode[Any, Any, Any]):
 
 
 class TimedPrefillRank(TimedRank, PrefillRank):
-    """See `TimedRank`."""
+    """A prefill rank with the records of `TimedRank`."""
 
 
 class TimedDecodeRank(TimedRank, DecodeRank):
-    """See `TimedRank`."""
+    """A decode rank with the records of `TimedRank`."""
 
 
 class TimedHost(RankHost):

@@ -75,7 +75,7 @@ NORMS = by_name(
         """,
     ),
 )
-"""Forms by class name."""
+"""Forms of norms by class name."""
 
 
 class FusedNorm:

@@ -224,4 +224,4 @@ ROTARY_ATTENTION = by_name(
     ),
     (AttentionForm(projections.gated(projections.laguna_gate), named=_own_window), "laguna.LagunaAttention"),
 )
-"""Forms by class name."""
+"""Forms of attention by class name."""
