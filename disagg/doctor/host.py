@@ -27,7 +27,7 @@ def probe_python(version: tuple[int, int, int] = sys.version_info[:3]) -> list[F
     if version[:2] < (3, 11):
         return [Finding("python", "fail", detail, "install Python 3.11 or newer")]
     if not sys.platform.startswith("linux"):
-        return [Finding("python", "fail", detail, "run it on Linux: UCX, Triton and CUDA IPC need it")]
+        return [Finding("python", "fail", detail, "run disagg on Linux, which UCX, Triton and CUDA IPC need")]
     return [Finding("python", "ok", detail)]
 
 

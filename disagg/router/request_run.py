@@ -202,7 +202,7 @@ class RequestRun:
         both = silent | (branch.silent - context.dead_groups(branch.silent))
         same = branch.is_same_fault(groups, session.started_s, both, decoded=session.decoded)
         if session.unlinked or (peer_lost and same):
-            # A prefill group that was lost may have died of the prompt, ticket or not.
+            # A lost prefill group may have failed because of the prompt, with or without a ticket.
             branch = branch.after_wait(groups if peer_lost or session.prompt_lost else (), silent)
             self._require_recoverable(branch, error)
             context.avoid((load.prefill, load.decode))

@@ -113,7 +113,7 @@ class SessionHandlers(ABC):
         ):
             # One network interruption is detected several times: by each data connection, and repeatedly by silence.
             self.unlinked, self.resumable = True, resumable
-            # The decode group may report the loss of the prefill group before the router notices it. A prefill group
+            # The decode group may report the loss of the prefill group before the router detects it. A prefill group
             # that refuses the prompt itself is alive.
             refused = prefill and isinstance(error, NotLinkedError)
             self.prompt_lost = self.prefill.leader.control_address in self.involved and not refused
