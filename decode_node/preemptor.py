@@ -156,7 +156,7 @@ class Preemptor:
     # --- helpers
 
     def _spare_pages(self) -> int:
-        """Returns a page for each resident sequence, at least the watermark; 0 when no sequence is resident.
+        """Returns the number of pages to keep free: one per resident sequence, at least the watermark; 0 without one.
 
         Without these free pages an admission would soon preempt other requests. The watermark is that of vLLM's block
         manager (Kwon et al., 2023).

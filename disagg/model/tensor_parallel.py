@@ -130,7 +130,8 @@ class _Sharder:
         return Sharding(self._cuts, "attention" in whole, whole)
 
     def _planned(self) -> dict[str, dict[str, str]]:
-        """Returns the plan's style of each existing module, by the name of its parent and its own name."""
+        """Returns the plan's style of each existing module. A key is the name of the module's parent and its own
+        name."""
         styles = getattr(self._model.config, "base_model_tp_plan", None) or {}
         prefix = self._model.base_model_prefix
         names = [name for name, _ in self._model.named_modules()]
