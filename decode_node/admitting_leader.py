@@ -24,12 +24,11 @@ from disagg.node.waiting import WaitingRequest
 from transport.control import messages as m
 
 CLAIM_S = 0.5
-"""Longest wait for the pages of an earlier attempt. While a lost peer may still write them, they stay in use for many
-seconds."""
+"""Longest wait for the pages of an earlier attempt, which stay in use while a lost peer may still write them."""
 
 
 class Claim(NamedTuple):
-    """An attempt that waits for row and pages of the request's earlier attempt, which is not settled yet."""
+    """An attempt that waits until the request's earlier attempt has given up its row and pages."""
 
     old: DecodeRequest
     message: m.Reserve
@@ -60,7 +59,7 @@ class AdmittingLeader(ReservingLeader):
         self._prefill_leaders: dict[str, str] = {}
         """Control address of each linked prefill group's leader."""
         self._claims: dict[RequestKey, Claim] = {}
-        """By the key of the new attempt: `DecodeRequest.successor` of the old one."""
+        """Claims by the key of the new attempt, which is `DecodeRequest.successor` of the earlier attempt."""
 
     def link(self, other: GroupInfo) -> None:
         """Accepts requests of this prefill group."""
@@ -70,8 +69,8 @@ class AdmittingLeader(ReservingLeader):
     def on_peer_lost(self, peer: str) -> None:
         """Handles a lost peer; loss of a prefill leader fails that group's requests that lack their first token.
 
-        A waiting request fails with `NotLinkedError`, which costs no recovery: nothing was computed for the request,
-        and one cut of the network can cause many losses.
+        A waiting request fails with `NotLinkedError`, which the router does not count as a recovery. Nothing was
+        computed for the request, and one network partition can cause many such losses.
         """
         with self._changed:
             for claim in list(self._claims.values()):
@@ -92,7 +91,7 @@ class AdmittingLeader(ReservingLeader):
     def _reserve(self, router: str, message: m.Reserve) -> None:
         """Admits a request; first closes its earlier attempt in this group, if there is one."""
         if message.key in self._claims:
-            return  # repeated
+            return  # a repeated message
         old = self._scheduler.requests.get(message.after) if message.after is not None else None
         if old is None or old.router != router or old.successor is not None or self.broken:
             self._admit(router, message)
@@ -104,7 +103,10 @@ class AdmittingLeader(ReservingLeader):
         self._admit_waiting()
 
     def expire(self) -> None:
-        """Ends requests past their deadline. Gives new pages to attempts that waited too long for earlier ones."""
+        """Ends requests past their deadline.
+
+        An attempt that waited too long for the earlier attempt's pages gets new ones.
+        """
         super().expire()
         now_s = self._clock()
         for claim in [one for one in self._claims.values() if one.until_s < now_s]:
@@ -130,14 +132,14 @@ class AdmittingLeader(ReservingLeader):
             self._admit(request.router, message, self._scheduler.resumption(request, message.answered))
 
     def _release(self, router: str, message: m.Release) -> None:
-        """Releases a request; an attempt that waits for earlier pages is dropped."""
+        """Releases a request, or drops the attempt that still waits for an earlier attempt's pages."""
         claim = self._claims.get(message.key)
         if claim is not None:
             self._drop_claim(claim.old)
         super()._release(router, message)
 
     def _admit(self, router: str, message: m.Reserve, resumption: Resumption | None = None) -> None:
-        """Reserves memory for a request, or takes over that of `resumption`. Without room the request waits."""
+        """Reserves memory for a request, or takes over the memory of `resumption`. Without room the request waits."""
         resumption = resumption or Resumption(message.answered)
         if not self._is_admissible(router, message):
             self._scheduler.drop(resumption)
@@ -149,7 +151,7 @@ class AdmittingLeader(ReservingLeader):
             self._resume_or_wait(one, resumption)
 
     def _is_admissible(self, router: str, message: m.Reserve) -> bool:
-        """Returns whether the request needs memory. Otherwise it waits already, or the router has a reply."""
+        """Returns whether the request needs memory; False if it already waits or the router has received a reply."""
         known = self._scheduler.requests.get(message.key)
         if known is not None and not known.closing:
             if known.router != router:
@@ -167,8 +169,9 @@ class AdmittingLeader(ReservingLeader):
         return not self._has_ended(router, message)
 
     def _resume_or_wait(self, one: WaitingRequest, resumption: Resumption) -> None:
-        """Admits a request that takes over pages, before waiting ones. If the pages do not suffice, the request
-        waits.
+        """Admits a request that takes over pages, ahead of waiting requests.
+
+        If the pages do not suffice, it waits too.
         """
         try:
             self._start(one, replace(resumption, only_kept=len(self.waiting) > 0))

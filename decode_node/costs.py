@@ -14,13 +14,16 @@ STEPS_PER_S = 50.0
 """Assumed rate of decode steps (one token of each request) until one is measured."""
 SWAP_OVERHEAD_S = 2e-3
 """Fixed cost of a swap: two orders to the ranks, their replies, and the steps in between, which omit the request.
-A short request is recomputed faster, beside the others' next tokens."""
+Because of this cost, a short request is recomputed faster: its tokens share steps with those of other requests."""
 SHARE = 0.2
 """Weight of the newest measurement in an estimate: one unusual step does not change the choice."""
 
 
 def cheaper(pages: int, tokens: int, rates: CostEstimates, *, steps: int = 0) -> Kind:
-    """Returns the faster way: copying `pages` both ways, or computing `tokens` and then `steps` of one token each."""
+    """Returns the faster kind of preemption.
+
+    The choice is between copying `pages` out and back, and computing `tokens`, then `steps` of one token each.
+    """
     swap_s = SWAP_OVERHEAD_S + 2 * pages / rates.pages_per_s
     again_s = tokens / rates.tokens_per_s + steps / rates.steps_per_s
     return "swap" if swap_s < again_s else "recompute"
@@ -38,7 +41,7 @@ class CostEstimates(NamedTuple):
 
     @staticmethod
     def of(page_bytes: int) -> CostEstimates:
-        """Returns the estimates before any measurement; `page_bytes`: of the rank with most heads."""
+        """Returns the estimates before any measurement; `page_bytes`: page size of the rank with the most heads."""
         return CostEstimates(SWAP_BYTES_PER_S / page_bytes, COMPUTE_TOKENS_PER_S)
 
     def copied(self, pages: int, seconds: float) -> CostEstimates:

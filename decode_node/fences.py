@@ -1,4 +1,7 @@
-"""Fence words: the ticket whose writes each row of this rank accepts. The writers' kernels read the words."""
+"""Fence words: one word per row of this rank, with the ticket whose writes the row accepts.
+
+Kernels of the writers read the words.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ CLOSED = -1
 class FenceWords:
     """One int64 for each row. A write that begins after `close` has returned does nothing.
 
-    Owned by the transfer thread. Changes run on a queue of their own, and so never wait behind a scatter.
+    Owned by the transfer thread. Changes run on a separate queue, so they never wait for a scatter.
     """
 
     def __init__(self, rows: int, device: torch.device) -> None:
@@ -26,7 +29,7 @@ class FenceWords:
         self._set(row, ticket)
 
     def close(self, row: int) -> None:
-        """Disallows all writes; returns when the device has the new value. A write that has begun may go on."""
+        """Disallows all writes; returns when the device has the new value. A write that has begun may continue."""
         self._set(row, CLOSED)
 
     def _set(self, row: int, value: int) -> None:

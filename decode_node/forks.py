@@ -18,7 +18,8 @@ class Forks:
     def branch(self, request: DecodeRequest, beams: list[Candidate]) -> None:
         """Replaces the request's sequences by `beams`, in this order; `beam.parent` indexes the old sequences.
 
-        Not while a step computes the request. A sequence without a beam becomes a fork of one with several.
+        No step may be computing the request. An old sequence without a beam becomes a fork of a sequence with several
+        beams.
         """
         before = request.sequences
         assert len(beams) == len(before), "as many beams as sequences"
@@ -43,14 +44,14 @@ class Forks:
         return unused
 
     def end(self, request: DecodeRequest, sequence: Sequence) -> bool:
-        """Marks a sequence that has its last token. Returns whether it was the last one: the request ends then."""
+        """Marks a sequence as ended. Returns whether all sequences have ended, which ends the request."""
         sequence.ended = request.some_ended = True
         return all(one.ended for one in request.sequences)
 
     def prune(self, request: DecodeRequest) -> None:
-        """Frees the pages of ended sequences that no step in flight computes; not while the request is recomputed.
+        """Frees the pages of ended sequences that no step in flight computes.
 
-        During recomputation the release is deferred: the first sequence computes the tokens that all share.
+        During recomputation the release is deferred: the first sequence computes the tokens that all sequences share.
         """
         ended = [one for one in request.sequences if one.ended]
         unused = [one for one in ended if not one.ahead_tokens]
@@ -66,7 +67,10 @@ class Forks:
             self._kv_manager.release(sequence.block_table)
 
     def cache(self, request: DecodeRequest, sequences: Iterable[Sequence]) -> None:
-        """Adds the full pages of the sequences to the prefix cache, if all KV has landed. No step may write them."""
+        """Adds the full pages of the sequences to the prefix cache, if all KV has landed.
+
+        No step may still write these pages.
+        """
         landed = len(request.landed_ranks) == self._ranks and request.begun
         if request.prefix is None or not landed or request.residency is not Residency.RESIDENT:
             return
@@ -74,4 +78,4 @@ class Forks:
             known = request.prefix.extended(sequence.tokens).shortened(sequence.computed_tokens)
             self._kv_manager.keep(sequence.block_table, known)
             if sequence.left_tokens > 1:
-                return  # this one was computing the tokens that the later ones share
+                return  # the removed sequence was computing the tokens that later sequences share

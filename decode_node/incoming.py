@@ -37,10 +37,10 @@ class IncomingSegment:
     incoming: IncomingTransfer
     segment: Segment
     peer: str
-    """Control address of the source rank; its name in the transport."""
+    """Control address of the source rank; also the rank's name in the transport."""
     lease: Lease
     again: bool = False
-    """Whether the first sending was damaged; `state` is then that of the second one."""
+    """Whether the first sending was damaged; `state` then belongs to the second sending."""
     scattered: DeviceEvent = None
     word: Word | None = None
     """Device word for the checksum's difference while SCATTERING; None otherwise."""
@@ -73,7 +73,7 @@ class SourceRank:
 
     rank: int
     peer: str
-    """Control address."""
+    """Control address of the rank."""
     writes: bool
     """Whether the rank may write directly into the pool."""
     landed_bytes: int = 0
@@ -111,13 +111,13 @@ class IncomingTransfer:
     sources: dict[int, SourceRank]
     """Prefill ranks that send to this rank, by rank number."""
     items: dict[tuple[int, int], IncomingSegment] = field(default_factory=dict)
-    """Segments with a lease, granted now or before, by (source rank, segment index)."""
+    """Segments that were granted a lease, even if the lease is freed by now, by (source rank, segment index)."""
     written: WrittenSegments = field(default_factory=WrittenSegments)
     """Segments that writers put straight into the pool."""
     fence_open: bool = False
     """Whether the row's fence word names this ticket."""
     barred_until_s: float = 0.0
-    """A lost writer's last launch may run until then; later launches find the fence closed."""
+    """Time until which a lost writer's last launch may still run; later launches find the fence closed."""
     landed_bytes: int = 0
     _landed: list[Segment] = field(default_factory=list, repr=False)
     _machine: StateMachine[ReceiveTransferState, ReceiveTransferEvent, Action] = field(init=False)
@@ -141,7 +141,7 @@ class IncomingTransfer:
 
     @property
     def wanted(self) -> bool:
-        """True while KV is missing and the request goes on."""
+        """True while KV is missing and the request continues."""
         return self.state is ReceiveTransferState.RECEIVING
 
     @property
@@ -150,9 +150,9 @@ class IncomingTransfer:
         return self.state not in (ReceiveTransferState.RECEIVING, ReceiveTransferState.LANDED)
 
     def unproven_writers(self) -> set[int]:
-        """Ranks of writers that may still write: not all of their segments landed, and they did not end.
+        """Ranks of writers that may still write.
 
-        An ended writer that owes completion notifications counts too.
+        A writer counts until all its segments have landed, or until it has ended and owes no completion notification.
         """
         debtors = self.written.debtors()
         return {

@@ -30,12 +30,13 @@ class Landing:
         tickets: IncomingTickets,
         repairs: Repairs,
     ) -> None:
-        """`sums` is None where segments have no checksums."""
+        """`sums`: source of the checksum words; None where segments have no checksums."""
         self._shard, self._pool, self._queue, self._sums = context.shard, context.pool, queue, sums
         self._ring, self._tickets, self._repairs = ring, tickets, repairs
         self._context, self._transport, self._clock = context, context.transport, context.clock
         self.scattering: deque[IncomingSegment] = deque()
-        """Segments whose scatter is launched, in the queue's order; each holds its lease and its word until done."""
+        """Segments whose scatter is launched, in the queue's order; each holds its lease and its word until the
+        scatter is done."""
 
     def arrived(self, incoming: IncomingTransfer, item: IncomingSegment, arrival: Arrival) -> None:
         """Receives an expected segment, if its message has the announced size and its lease is writable."""
@@ -75,7 +76,7 @@ class Landing:
             self._ring.advance(item, event)
 
     def _matches(self, item: IncomingSegment) -> bool:
-        """Frees the segment's word; returns True when the checksum matches, or when there is none."""
+        """Frees the segment's word; returns True when the checksum matches, or when segments have no checksums."""
         word, item.word = item.word, None
         if word is None or self._sums is None:
             return True

@@ -59,14 +59,14 @@ class DecodeLeader(AdmittingLeader):
         self._sampler = Sampler(eos_ids)
 
     def join(self, group: GroupInfo) -> None:
-        """Sets the complete group. Its swap space is that of the rank with the least host memory."""
+        """Sets the complete group. The rank with the least host memory determines the group's swap space."""
         super().join(group)
         with self._changed:
             self._scheduler.join(min(rank.swap_blocks for rank in group.ranks))
 
     @property
     def max_sequences(self) -> int:
-        """Sequences of one request at most."""
+        """Most sequences of one request."""
         return min(self._scheduler.max_sequences, MAX_SEQUENCES)
 
     def sample(self, plan: StepPlan, logits: torch.Tensor) -> SampledStep:
@@ -97,7 +97,10 @@ class DecodeLeader(AdmittingLeader):
             self._changed.notify_all()
 
     def _go_on(self, request: DecodeRequest, sequence: DecodeSequence, chosen: Chosen | RequestError) -> bool:
-        """Appends and streams a sequence's next token. Returns False when there is none."""
+        """Appends and streams a sequence's next token.
+
+        Returns False if the sequence gets no token, because it has ended or failed.
+        """
         if request.closing or sequence.ended:
             return False
         if isinstance(chosen, RequestError):
@@ -109,7 +112,7 @@ class DecodeLeader(AdmittingLeader):
         return True
 
     def _advance(self, request: DecodeRequest, best: list[Candidate] | RequestError) -> list[Candidate]:
-        """Advances a beam search; returns the beams that go on, none when the search is over."""
+        """Advances a beam search; returns the beams of the next step, none when the search is over."""
         assert request.search is not None, "a beam search"
         if request.closing:
             return []
@@ -122,8 +125,8 @@ class DecodeLeader(AdmittingLeader):
         return going
 
     def _send_answers(self, request: DecodeRequest, search: BeamSearch) -> None:
-        """Sends whole answers at once, before the close: an answer too large for a message can still fail its
-        request."""
+        """Sends each answer in one message before the request closes: an answer too large for one message must fail
+        the request."""
         for number, (_, tokens) in enumerate(search.answers()):
             finish = finish_reason(tokens, request.sampling, self._eos_ids)
             self._send_now(request.router, m.Tokens(request.key, 0, list(tokens), finish, answer=number))
@@ -188,12 +191,12 @@ class DecodeLeader(AdmittingLeader):
     def _fail(self, request: LedRequest, error: DisaggError) -> None:
         """Fails a request and keeps its pages out of the prefix cache, because their KV may be wrong.
 
-        After a failed transfer row and pages are held, unless its KV is damaged: the router may continue the request
-        here.
+        After a failed transfer the row and pages stay reserved, unless the KV is damaged: the router may continue the
+        request here.
         """
         assert isinstance(request, DecodeRequest), "requests of this leader"
         if request.closing:
-            another_report = isinstance(error, TransportError) and not self.broken  # of the same death
+            another_report = isinstance(error, TransportError) and not self.broken  # of the same lost rank
             if not (request.held and another_report):
                 self._close(request.key, str(error))
             return
@@ -203,7 +206,7 @@ class DecodeLeader(AdmittingLeader):
         self._refuse(request.router, request.key, error, resumable=held)
         self._close(request.key, str(error))
         if held:
-            request.held = True  # until the router releases it, or continues it; or its deadline
+            request.held = True  # until the router releases or continues the request, or until its deadline
 
     def _has_begun(self, request: DecodeRequest) -> bool:
         return request.begun and len(request.landed_ranks) == self._ranks
@@ -239,7 +242,10 @@ class DecodeLeader(AdmittingLeader):
                 sequence.tokens.append(token)
 
     def _sound(self, request: DecodeRequest, first: m.FirstTokens) -> bool:
-        """Returns whether the number of tokens is right and all are in the vocabulary: the next step needs both."""
+        """Returns whether the first tokens are of the right number and all in the vocabulary.
+
+        The next step needs both.
+        """
         wanted, scored = len(request.sequences), 0
         if request.search is not None:
             wanted = scored = candidates_wanted(
@@ -249,7 +255,7 @@ class DecodeLeader(AdmittingLeader):
         return counts == (wanted, scored) and max(first.tokens) < self._spec.vocab_size
 
     def _maybe_start(self, request: DecodeRequest) -> None:
-        """Ends the streams of first tokens that already end their answer, once all KV of the request has landed."""
+        """Once all KV of the request has landed, ends the answers whose first token is already their last."""
         if len(request.landed_ranks) < self._ranks or not request.begun or request.closing:
             return
         if request.search is not None:

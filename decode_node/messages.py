@@ -23,11 +23,11 @@ class ReceiverMessages(ActiveMessages):
         self._failure_handlers: dict[type[m.Message], Callable[[str, Any, TransportError], None]] = {}
 
     def on(self, kind: type[m.Message], handler: Handler) -> None:
-        """Registers the handler of messages of one type, which `RECEIVED` lists."""
+        """Registers the handler for messages of one type; `RECEIVED` lists the types."""
         self._registered[kind] = handler
 
     def on_failure(self, kind: type[m.Message], handler: Callable[[str, Any, TransportError], None]) -> None:
-        """Registers the handler of messages of one type that could not be sent. Without one they are dropped."""
+        """Registers the handler for unsent messages of one type. Without a handler, they are dropped."""
         self._failure_handlers[kind] = handler
 
     def _dispatch(self, peer: str, message: m.Message) -> None:

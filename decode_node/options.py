@@ -23,18 +23,18 @@ class ReceiverOptions:
     """Tokens of a page."""
     ring_bytes: int
     fence_rows: int
-    """Fence words that guard the pool against its writers; 0 offers the pool to no peer."""
+    """Number of fence words that guard the pool against its writers; with 0 the pool is offered to no peer."""
     checksum: bool
-    """Segments carry checksums."""
+    """Whether segments carry checksums."""
     quarantine_s: float
-    """Time after which the last launch of a fenced writer has ended, even of one that was fenced by mistake."""
+    """Time after which the last launch of a fenced writer has ended, even if the writer was fenced by mistake."""
     lease_timeout_s: float
     watermark_interval_s: float
     """Seconds between two repetitions of a watermark."""
 
     @staticmethod
     def of(config: Config, *, page_size: int, rows: int) -> ReceiverOptions:
-        """Returns the options that `config`, whose `transfer` is sized, sets. `rows`: requests that run at once."""
+        """Returns the options from `config`, whose `transfer` is sized. `rows`: most requests that run at once."""
         transfer = config.transfer
         return ReceiverOptions(
             page_size=page_size,
@@ -60,7 +60,7 @@ class ReceiverContext:
     lane: str
     """The rank's name in the timeline."""
     send: Callable[[str, m.Message], None]
-    """Sends a message over the control channel to a peer's address."""
+    """Function that sends a message over the control channel to a peer's address."""
     to_leader: Callable[[m.Message], None]
     timeline: Timeline
     clock: Clock

@@ -1,16 +1,16 @@
 """Preemption: chooses the requests that lose their pages when the pool is full, and the requests that resume first.
 
 Pure: no threads, no clocks, no I/O. A request may take pages only from younger ones (by ticket), the youngest first,
-and from each all or nothing. The pages of a *recomputed* victim are free immediately. The pages of a *swapped* victim
-are copied to host memory; they are free when every rank has reported the end of its copy, because the next write
-there may be a transfer, which no compute stream orders.
+and from each all pages or none. The pages of a *recomputed* victim are free immediately. The pages of a *swapped*
+victim are copied to host memory, and are free when every rank has reported the end of its copy. The report is needed
+because the next write to a page may be a transfer, which no compute stream orders.
 
-Progress: nothing preempts the oldest running request, and it gets the pages that it lacks. It can take all pages of
-the younger running ones. Requests whose KV is landing, whose pages are copied or that close need no page to leave
-these states; then they run (and can be victims) or have freed their pages. Admission refuses a request that does not
-fit alone. The oldest request therefore ends, the next one is the oldest, and so on. A preempted request resumes when
-the running requests leave enough pages, at the latest when no other request is resident. While a preempted request
-waits, no ticket is created, so the number of preempted requests is finite.
+Progress: nothing preempts the oldest running request, which can take all pages of the younger running requests. A
+request needs no further page while its KV is landing, while its pages are being copied, or while the request is
+closing. Afterwards the request runs (and can be a victim) or has freed its pages. Admission refuses a request that
+does not fit alone. The oldest request therefore ends, the next one is the oldest, and so on. A preempted request
+resumes when the running requests leave enough pages, at the latest when no other request is resident. While a
+preempted request waits, no ticket is created, so the number of preempted requests is finite.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ class Preemptor:
         self._orders: list[Swap] = []
         self._copies: list[PageCopy] = []
         self.host = HostBlocks(0, options.block_pages)
-        """Empty until the group is complete and the host memory of each rank is known."""
+        """Host blocks of swapped requests; empty until the group is complete and the host memory of each rank is
+        known."""
         self.rates = options.rates
         self.counts = PreemptionCounts()
 
@@ -86,7 +87,7 @@ class Preemptor:
                 self._begin_again(request)
 
     def make_room(self, chosen: Sequence[DecodeRequest]) -> list[DecodeRequest]:
-        """Returns the requests of `chosen` that have a slot for their next token. Others wait or are preempted.
+        """Returns the requests of `chosen` that have a slot for their next token; others wait or are preempted.
 
         The oldest request gets pages first. A waiting request keeps its pages until an older request has ended.
         """
@@ -109,7 +110,7 @@ class Preemptor:
         return [request for request in chosen if request in taken]
 
     def swapped(self, request: DecodeRequest, rank: int) -> None:
-        """Records that a rank has copied the request's pages. The last rank's report frees the pages copied from."""
+        """Records that a rank has copied the request's pages. The last rank's report frees the source pages."""
         request.swapped_ranks.add(rank)
         if not request.copying or len(request.swapped_ranks) < self._ranks:
             return
@@ -155,9 +156,10 @@ class Preemptor:
     # --- helpers
 
     def _spare_pages(self) -> int:
-        """Returns a page for each resident sequence, at least the watermark; 0 when none is resident.
+        """Returns the number of pages to keep free: one per resident sequence, at least the watermark; 0 without one.
 
-        An admission should not preempt others. The watermark is that of vLLM's block manager (Kwon et al., 2023).
+        Without these free pages an admission would soon preempt other requests. The watermark is that of vLLM's block
+        manager (Kwon et al., 2023).
         """
         resident = sum(
             len(request.sequences)
@@ -178,7 +180,8 @@ class Preemptor:
         ]
 
     def grow(self, requests: Iterable[DecodeRequest]) -> bool:
-        """Adds a slot for the next token of each sequence. Returns False, changing nothing, without enough pages."""
+        """Adds a slot for the next token of each sequence. Without enough pages, changes nothing and returns
+        False."""
         growing = [block_table for request in requests for block_table in self._growing(request)]
         copies = self._kv_manager.grow(growing)
         if copies is None:
@@ -196,7 +199,7 @@ class Preemptor:
         return landed and request.begun and not request.closing and request.residency is Residency.RESIDENT
 
     def preempt(self, victim: DecodeRequest) -> int:
-        """Takes all pages of a request. Returns how many of them are free only after a copy."""
+        """Takes all pages of a request. Returns the number of pages that become free only after a copy."""
         assert not victim.in_step, "requests are preempted while no step is in flight"
         pages, kind = victim.pages(), self._kind(victim)
         blocks = self.host.alloc(len(pages)) if kind == "swap" else None
@@ -222,7 +225,10 @@ class Preemptor:
             self._kv_manager.vacate(block_table)
 
     def _begin_again(self, request: DecodeRequest) -> None:
-        """Makes a request with empty pages resident. Its first sequence recomputes the tokens that all share."""
+        """Makes a request resident with empty pages.
+
+        Its first sequence recomputes the tokens that all sequences share.
+        """
         assert request.layout is not None, "a preempted request has its layout"
         known_pages = 0
         for sequence, (tokens, numbers) in zip(request.sequences, request.layout.sequences, strict=True):
@@ -234,7 +240,7 @@ class Preemptor:
     def _kind(self, victim: DecodeRequest) -> Kind:
         """Returns the cheaper kind of preemption. Answer tokens that forks share count once for each fork."""
         if victim.again:
-            return "recompute"  # most of its pages hold nothing yet
+            return "recompute"  # most of the request's pages hold no KV yet
         if self._options.preemption == "auto":
             answers = sum(len(sequence.tokens) for sequence in victim.sequences)
             tokens, steps = victim.prompt_tokens, answers if self._options.chunks.recurrent else 0

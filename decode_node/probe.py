@@ -1,7 +1,7 @@
 """Receives the messages with which a prefill rank measures the wire, into the ring while no request uses the ring.
 
-The bytes are not read. The region is freed when the prefill rank has ended the probe, is lost or takes too long, and
-no receive into the region is under way.
+The bytes are not read. The probe is over when the prefill rank has ended the probe, is lost, or takes too long. The
+region is then freed as soon as no receive into the region is under way.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ HELD_S = PROBE_LIMIT_S + 1.0
 
 @dataclass(slots=True, eq=False)
 class _ProbeReceive:
-    """One probe: the context of its receives."""
+    """A running probe; the context object of its receive operations."""
 
     peer: str
     number: int
@@ -48,9 +48,10 @@ class ProbeReceiver:
         freed: Callable[[], None],
         clock: Clock,
     ) -> None:
-        """`send` sends an active message; `offered(peer)` returns whether the peer may write the pool.
+        """Takes three callbacks.
 
-        `freed` is called when a probe has freed its ring space.
+        `send` sends an active message. `offered(peer)` returns whether the peer may write the pool. `freed` is called
+        when a probe has freed its ring space.
         """
         self._transport, self._buffer, self._ring, self._device = transport, buffer, ring, device
         self._send, self._offered, self._freed, self._clock = send, offered, freed, clock

@@ -23,9 +23,10 @@ class Repairs:
         """Segments whose checksum did not match, second sendings included."""
 
     def request(self, incoming: IncomingTransfer, segment: Segment, again: bool, where: str) -> bool:
-        """Handles a damaged segment; `again`: the second sending was damaged. Returns True when it is sent again.
+        """Handles a damaged segment; `again`: the second sending was damaged.
 
-        Otherwise the request has failed or is ending, and the caller frees the segment's lease or word.
+        Returns True when the segment will be sent again. Otherwise the request has failed or is ending, and the
+        caller frees the segment's lease or word.
         """
         self.mismatches += 1
         source = incoming.sources[segment.src_rank]

@@ -1,8 +1,8 @@
 """A decode rank's ring: grants leases for the segments that will come, and sends watermarks when space gets free.
 
-A region is used again only when nothing can write it any more. Either the receive has ended and the scatter is done,
-or there is no receive: the sender has reported that no send follows, or is fenced. A probe takes and frees its own
-region (`decode_node.probe`).
+A region is used again only when nothing can write it any more. One case is that the receive has ended and the scatter
+is done. In the other case there is no receive, because the sender has reported that no send follows, or is fenced. A
+probe takes and frees its own region (`decode_node.probe`).
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ class ReceiveRing:
         self.buffer = StagingBuffer(options.ring_bytes, context.pool.device)
         self.allocator = StagingAllocator(options.ring_bytes)
         self._waiting: deque[IncomingSegment] = deque()
-        """Segments whose lease was not writable when it was granted, until their senders get the watermark."""
+        """Segments whose lease was not writable at the grant; a segment leaves when the watermark is sent to its
+        sender."""
         self._ended_waits_s = 0.0
         self._head_lease, self._head_since_s = -1, 0.0
         self.due_s = 0.0
@@ -146,7 +147,7 @@ class ReceiveRing:
             self._messages.send(peer, self._watermark())
 
     def maintain(self, now_s: float) -> None:
-        """Repeats watermarks, because one may have been lost; fails a request that blocks the ring for too long."""
+        """Repeats watermarks, which may have been lost; fails a request that blocks the ring for too long."""
         self.due_s = now_s + self._options.watermark_interval_s
         leased = (item for incoming in self._tickets.open.values() for item in incoming.leased())
         for peer in {
@@ -160,7 +161,7 @@ class ReceiveRing:
         return m.Watermark(self._rank, self.allocator.watermark, self.allocator.size_bytes)
 
     def _expire(self, now_s: float) -> None:
-        """Fails the request at the head of the ring when its sender is late: all later leases wait for that one."""
+        """Fails the request at the head of the ring when its sender is late: all later leases wait for the head."""
         oldest = self.allocator.oldest()
         if oldest is None or oldest.id != self._head_lease:
             self._head_lease, self._head_since_s = (oldest.id if oldest else -1), now_s
@@ -179,7 +180,7 @@ class ReceiveRing:
         return self._ended_waits_s + sum(now_s - (item.waits_since_s or 0.0) for item in self._waiting)
 
     def check(self, probe: Lease | None) -> None:
-        """Raises `InvariantError` unless the leases are those of segments under way and of a probe."""
+        """Raises `InvariantError` unless exactly the segments under way and a running probe hold leases."""
         self.allocator.check()
         held = {item.lease.id for incoming in self._tickets.open.values() for item in incoming.leased()}
         held |= {probe.id} if probe is not None else set()

@@ -29,14 +29,14 @@ class SampledStep:
     stepped: list[Stepped]
     """The request and the sequence of each work item."""
     single: list[int]
-    """Indices of the work items with a token in `tokens`, in its order."""
+    """Indices of the work items that have a token in `tokens`, in the order of `tokens`."""
     tokens: SampledTokens | None
     """Single tokens of the step; None if no work item has one."""
     searches: list[DecodeRequest]
     """Requests with beams, in the order of `beams`."""
     beams: SampledBeams | None
     ended: DeviceEvent
-    """Event at the end of the step. A step of recomputed chunks alone has no token whose copy marks its end."""
+    """Event at the end of the step. A step that only recomputes chunks copies no token that could mark its end."""
 
     @staticmethod
     def launch(plan: StepPlan, stepped: list[Stepped], logits: torch.Tensor, sampler: Sampler) -> SampledStep:

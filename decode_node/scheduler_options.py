@@ -22,9 +22,9 @@ class SchedulerOptions:
     first_ticket: int
     """Number of the first ticket."""
     chunks: PromptChunks
-    """How prompts, and without recurrent layers answers, are cut when they are recomputed."""
+    """How recomputed prompts are cut into chunks; in a model without recurrent layers, recomputed answers too."""
     rates: CostEstimates
-    """Estimates before the first measurement."""
+    """Estimated rates before the first measurement."""
     steps_ahead: int = 0
     """Steps that are planned before the outcome of the step in flight is known: 0 or 1."""
     preemption: Preemption = "auto"

@@ -1,8 +1,8 @@
 """Step planning of the decode group: which sequences the next step computes, and how many tokens of each.
 
 With `SchedulerOptions.steps_ahead` the next step is planned while one is in flight, like in vLLM's asynchronous
-scheduling and SGLang's overlap scheduler. Its sequences compute a token that the step in flight samples, by
-reference. Plans that depend on the outcome of that step wait for its commit:
+scheduling and SGLang's overlap scheduler. Its sequences refer to the tokens that the step in flight has yet to
+sample. Plans that depend on the outcome of that step wait for its commit:
 
     a sequence that ends with the token in flight     is not planned, if the length ends it; if the token does, the
                                                       planned step computes one token too many, which is dropped
@@ -61,9 +61,10 @@ class StepPlanner:
         return len(self._in_flight)
 
     def next_step(self) -> StepPlan | None:
-        """Returns a plan with one token of each running sequence, and chunks of recomputed ones; None if empty.
+        """Returns a plan with one token of each running sequence, and chunks of recomputed sequences; None if empty.
 
-        Also None while as many steps are in flight as allowed, or while the next step depends on their outcome.
+        Returns None too while as many steps are in flight as allowed, or while the next step depends on their
+        outcome.
         """
         if self.in_flight > self._steps_ahead:
             return None
@@ -94,7 +95,7 @@ class StepPlanner:
         return stepped
 
     def move_back(self, request: DecodeRequest) -> None:
-        """Moves the request behind all others, so that requests beyond `max_batch` are planned in turn."""
+        """Moves the request to the end of the order, so that requests beyond `max_batch` are planned in turn."""
         self._requests[request.key] = self._requests.pop(request.key)
 
     def _planned(self) -> tuple[list[Stepped], list[Work]]:
@@ -109,8 +110,8 @@ class StepPlanner:
     def _chosen(self) -> dict[DecodeRequest, list[int]]:
         """Returns the requests of the next step, with a token count for each of their sequences.
 
-        Requests that lack pages move behind the others, like those that were planned. Otherwise they would fill the
-        batch for ever, and keep out the oldest request, the only one that may preempt all of them.
+        Planned requests, and requests that lack pages, move to the end of the order. Otherwise requests that lack
+        pages would fill every batch and keep out the oldest request, the only one that may preempt all others.
         """
         self._preemptor.resume()
         if self._in_flight:
@@ -130,8 +131,8 @@ class StepPlanner:
     def _batch(self) -> dict[DecodeRequest, list[int]]:
         """Returns the candidates of the next step, with a token count for each of their sequences.
 
-        At most `max_batch` sequences, and of recomputed ones `chunks.chunk_tokens` tokens in all. Behind a step in
-        flight only sequences that may go on.
+        The candidates have at most `max_batch` sequences and at most `chunks.chunk_tokens` recomputed tokens. While a
+        step is in flight, a sequence whose next token depends on the step's outcome is no candidate.
         """
         batch: dict[DecodeRequest, list[int]] = {}
         free, budget_tokens, must = self._max_batch, self._chunks.chunk_tokens, True
@@ -162,9 +163,11 @@ class StepPlanner:
         return batch
 
     def _recomputed(self, sequences: Iterable[Sequence], budget_tokens: int, *, must: bool) -> list[int]:
-        """Returns how many tokens of each sequence are recomputed: not the last, which all compute in one step.
+        """Returns how many tokens of each sequence are recomputed, without the last token, which all sequences
+        compute in one step.
 
-        In order: an earlier sequence computes the tokens that a later one shares with it, in this step or before.
+        The order of sequences matters: an earlier sequence computes the tokens that a later one shares, in this step
+        or before.
         """
         counts: list[int] = []
         for sequence in sequences:

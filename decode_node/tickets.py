@@ -25,7 +25,7 @@ log = structlog.get_logger(__name__)
 VERIFIED_AT_ONCE = 4
 """Tickets in one `TransferVerified`: an active message costs a prefill rank as much as the launch of a write."""
 VERIFIED_WAIT_S = 0.0005
-"""Longest wait of a verified ticket for others in one message; prefill ranks keep its pages until then."""
+"""Longest time that a verified ticket waits to share a message; prefill ranks keep the ticket's pages until then."""
 
 
 class IncomingTickets:
@@ -49,7 +49,7 @@ class IncomingTickets:
         self._context.to_leader(m.RankOpened(ticket.key, ticket.number, self._context.rank))
 
     def count(self, incoming: IncomingTransfer, segment: Segment) -> None:
-        """Counts a segment that is in its pages."""
+        """Counts a landed segment."""
         self.segments_landed += 1
         self.bytes_landed += segment.nbytes
         if incoming.add_landed(segment):
@@ -95,7 +95,7 @@ class IncomingTickets:
 
     @property
     def expects_data(self) -> bool:
-        """True while KV of a ticket is missing and its request goes on."""
+        """True while KV of a ticket is missing and its request continues."""
         return any(incoming.wanted for incoming in self.open.values())
 
     # --- `TransferVerified`
@@ -129,13 +129,13 @@ class IncomingTickets:
     # --- active messages that could not be sent
 
     def grant_failed(self, peer: str, message: m.LeaseGrant, error: TransportError) -> None:
-        """Fails the transfer: without the grant the source sends no segment."""
+        """Fails the transfer of an undelivered grant: without the grant, the source sends no segment."""
         incoming = self.open.get(message.ticket)
         if incoming is not None:
             self.fail(incoming, error)
 
     def verified_failed(self, peer: str, message: m.TransferVerified, error: TransportError) -> None:
-        """Sends the report over the control channel: without it a source keeps its pages until the request ends."""
+        """Sends the report over the control channel, so that the source frees its pages before the request ends."""
         tickets = [(key, number) for key, number in message.tickets if self._keeps_pages(peer, number)]
         if tickets:
             self._context.send(peer, m.TransferVerified(tickets, message.dst_rank))

@@ -1,4 +1,4 @@
-"""Checksums of the segments that prefill ranks have written into this rank's pool: computed there, and compared."""
+"""Verifies segments that prefill ranks have written into this rank's pool, by checksums of the pool's own bytes."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ class Verifier:
         tickets: IncomingTickets,
         repairs: Repairs,
     ) -> None:
-        """Without `sums` a segment has landed when its completion notification has come."""
+        """Without `sums` a segment has landed when its completion notification has arrived."""
         self._shard, self._pool, self._queue, self._sums = context.shard, context.pool, queue, sums
         self._context, self._tickets, self._repairs = context, tickets, repairs
         self.under_way: deque[_Verified] = deque()
         """Launched sums, in the queue's order; each holds its word until it is done."""
 
     def begin(self, incoming: IncomingTransfer, written: Written) -> None:
-        """Launches the checksum of a segment whose completion notification has come."""
+        """Launches the checksum of a segment whose completion notification has arrived."""
         if self._sums is None:
             self._landed(incoming, written.segment)
             return
@@ -72,7 +72,7 @@ class Verifier:
             self._compared(one.incoming, one.written, total == one.written.total)
 
     def _compared(self, incoming: IncomingTransfer, written: Written, equal: bool) -> None:
-        # The pages of an ending request may belong to another one by now: its sums prove nothing.
+        # Pages of an ending request may already belong to another request: their sums prove nothing.
         if not incoming.wanted:
             return
         segment = written.segment

@@ -1,8 +1,8 @@
 """Prefill ranks that write straight into this rank's pool: offers, fences and completion notifications.
 
 A write cannot be cancelled. A ticket's pages are therefore freed only when each of its writers is proven to write no
-more. The proof is one of three: all segments of the writer have landed; the writer has ended, and the notifications
-of all its launched writes have arrived; or `quarantine_s` has passed, after which its launched writes have ended.
+more. There are three proofs. All segments of the writer have landed. Or the writer has ended, and the notifications
+of all its launched writes have arrived. Or `quarantine_s` has passed, after which its launched writes have ended.
 Later launches find the fence word closed.
 """
 
@@ -46,9 +46,10 @@ class PeerWrites:
         """Fence words of the tickets; None without direct writes."""
         self._notifications = CompletionNotifications(context.transport)
         self.peers: set[str] = set()
-        """Peers that were offered the pool, and did not refuse."""
+        """Peers that were offered the pool, and did not refuse the offer."""
         self._overdue: deque[tuple[float, IncomingTransfer]] = deque()
-        """When a transfer's owed notifications expire: its writers have written by then, or find the fence closed."""
+        """Time at which a transfer's owed notifications expire: its writers have written by then, or find the fence
+        closed."""
         self.due_s = math.inf
         """Time at which `expire` must be called."""
 
@@ -90,7 +91,7 @@ class PeerWrites:
             incoming.fence_open = True
 
     def close_fence(self, incoming: IncomingTransfer) -> None:
-        """Makes later writes of the ticket void; writes that have begun may go on."""
+        """Disallows later writes of the ticket; a write that has begun may continue."""
         if incoming.fence_open and self.fences is not None:
             self.fences.close(incoming.ticket.row)
             incoming.fence_open = False
@@ -106,9 +107,10 @@ class PeerWrites:
             self._expire_at(incoming, incoming.barred_until_s)
 
     def ended(self, incoming: IncomingTransfer, src_rank: int, sent: set[int], again: set[int]) -> None:
-        """Handles a source that ends: expects notifications of the writes that it has launched.
+        """Handles a source that ends: expects notifications of the writes that the source has launched.
 
-        `sent` and `again`: indexes of the segments that it has sent once and twice, through the ring or by a write.
+        `sent` and `again`: indexes of the segments that the source has sent once and twice, through the ring or by a
+        write.
         """
         if not incoming.sources[src_rank].writes:
             return
@@ -117,7 +119,7 @@ class PeerWrites:
             self._expire_at(incoming, self._clock() + self._quarantine_s)
 
     def expire(self, now_s: float) -> None:
-        """Forgets notifications that are overdue, and closes transfers that only waited for those."""
+        """Forgets overdue notifications, and closes transfers that waited for nothing else."""
         while self._overdue and self._overdue[0][0] <= now_s:
             _, incoming = self._overdue.popleft()
             incoming.written.forgive()
@@ -140,7 +142,10 @@ class PeerWrites:
         self._tickets.fail(incoming, ProtocolError(error))
 
     def notification_ended(self, operation: Operation) -> None:
-        """Handles a notification whose receive has ended. Failed or not, its writer writes no more of the segment."""
+        """Handles a notification whose receive has ended.
+
+        Even if it failed, the writer writes no more of the segment.
+        """
         incoming = self._notifications.ended(operation)
         if not isinstance(incoming, IncomingTransfer):
             return

@@ -51,13 +51,13 @@ class WrittenSegments:
         self._repairs[segment.src_rank, segment.index] = segment
 
     def repair_of(self, name: SegmentName) -> Segment | None:
-        """Returns the segment that a second write must match; None when none was requested."""
+        """Returns the segment that a second write must match; None when no second write was requested."""
         return self._repairs.get(name)
 
     def owe(self, src_rank: int, sent: set[int], again: set[int]) -> bool:
-        """Records which writes an ended source has launched, by segment index, first and second ones.
+        """Records the first and second writes that an ended source has launched, by segment index.
 
-        Returns True while notifications of any source are owed.
+        Returns True while any source owes notifications.
         """
         first = {(src_rank, index, False) for index in sent if (src_rank, index) not in self._first}
         second = {(src_rank, index, True) for index in again if (src_rank, index) not in self._second}

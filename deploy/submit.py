@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, Protocol
 
 PATIENCE_S = 600.0
-"""Time for the cluster to answer; its image may still be loading."""
+"""Longest wait for the cluster's first answer, because the cluster's image may still be loading."""
 POLL_S = 2.0
 
 

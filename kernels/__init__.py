@@ -1,1 +1,1 @@
-"""Copy kernels between a paged KV pool and contiguous staging memory. One file per kernel."""
+"""Triton kernels with torch equivalents: KV copies, attention, layers and sampling. One file per kernel."""

@@ -21,8 +21,8 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 def backend(device: torch.device) -> Backend:
     """Returns the implementation for tensors on `device`.
 
-    Raises ConfigError when `DISAGG_KERNELS` is neither `torch` nor `triton`. Also raises for `triton` on a
-    device without compiler support (a CPU needs `TRITON_INTERPRET=1` in the environment from the start).
+    Raises ConfigError when `DISAGG_KERNELS` is neither `torch` nor `triton`, and for `triton` on a device without
+    compiler support. A CPU needs `TRITON_INTERPRET=1` in the environment from the start.
     """
     wanted = os.environ.get(VARIABLE, "")
     if wanted == "":

@@ -25,9 +25,10 @@ from prefill_node.sender import SegmentSender
 from staging.wire import MIB, PROBE_LIMIT_S, Wire, best_segment_bytes
 
 ANSWER_S = PROBE_LIMIT_S + 5.0
-"""Longer than the transfer thread's own limit for a probe; reached only if that thread is blocked."""
+"""Longest wait for a probe's result. The transfer thread's own limit is shorter, so only a blocked thread exceeds
+this one."""
 _COPIES_S = 80e-6
-"""Cost of a segment's gather and scatter on a GPU, host work included: the whole cost of a segment
+"""Cost of a segment's gather and scatter on a GPU, host work included. The cost is the whole cost of a segment
 (docs/performance.md) less the cost of its message. The probe does not measure it."""
 OVERRIDE = (
     "set transfer.segment_overhead_s, wire_bytes_per_s, max_segment_bytes; or transfer.calibrate=off, always"
@@ -43,18 +44,18 @@ class Calibration:
     found: str
     """The wire, and whether it was measured, cached or assumed."""
     chosen: str
-    """The layer groups and the largest segment."""
+    """The chosen number of layer groups and size of the largest segment."""
     failed: bool = False
-    """A measurement was begun and failed."""
+    """Whether a measurement was begun and failed."""
 
 
 @dataclass(frozen=True)
 class Calibrator:
-    """Calibrates the links of one prefill rank. For any thread but the transfer thread, which measures."""
+    """Calibrates the links of one prefill rank. Any thread may use it except the transfer thread, which measures."""
 
     rank: int
     configured: Config
-    """The configuration as the user set it."""
+    """The user's configuration."""
     sized: TransferConfig
     """The transfer settings with every automatic value chosen."""
     device: torch.device

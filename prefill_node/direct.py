@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from disagg.node.links import Link
 
 NO_TICKETS = (-2, 1 << 62)
-"""Ticket numbers that no fence word holds; narrow and wide, because Triton compiles a kernel for each."""
+"""Ticket numbers that no fence word holds: one of 32 bits and one of 64, because Triton compiles a kernel for each
+width."""
 NO_LIMIT = 1 << 62
 """Largest segment, in bytes, where no staging is needed."""
 
@@ -35,7 +36,7 @@ class OpenPool:
     pools: tuple[torch.Tensor, ...]
     """`[layers, planes, slots, heads, head_dim]` for each of `KVLayout.all_classes`."""
     fences: torch.Tensor
-    """int64 `[rows]`."""
+    """Fence words of the pool's rows, int64 `[rows]`."""
     quantized: torch.dtype | None = None
     """Dtype of the pool's quantized values where this rank's pool is not quantized; None where both are alike."""
 

@@ -1,7 +1,8 @@
 """Chunks that are computed before their ticket has come, while the destination of their KV is still unknown.
 
 The KV of a request without a ticket stays in its pages, with an event for each layer group. When the ticket opens,
-`prefill_node.chunks` cuts the chunks and sends what is computed; layers of a running step follow as usual.
+`prefill_node.chunks` cuts the chunks and sends the layers computed so far. Layers of a running step follow when they
+are computed.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class EarlyChunks:
         self._chunks: dict[tuple[RequestKey, int], list[PlannedChunk]] = {}
         """Chunks without a ticket, by request and reservation."""
         self._ready: dict[StepPart, list[ReadyLayers]] = {}
-        """Layers computed so far, by part of a step that has such a chunk."""
+        """Layers computed so far, for each part of a step that has a chunk without a ticket."""
 
     def __len__(self) -> int:
         return len(self._chunks)
@@ -39,12 +40,12 @@ class EarlyChunks:
         self._ready.setdefault(chunk.part, [])
 
     def layers_ready(self, part: StepPart, ready: ReadyLayers) -> None:
-        """Notes computed layers, if `part` has such a chunk."""
+        """Records computed layers, if `part` has a chunk without a ticket."""
         if part in self._ready:
             self._ready[part].append(ready)
 
     def take(self, key: RequestKey, reservation: int) -> list[tuple[PlannedChunk, list[ReadyLayers]]]:
-        """Removes the chunks of a reservation; returns them, in order, with the layers that are ready so far."""
+        """Removes and returns the chunks of a reservation, in order, with the layers that are ready so far."""
         chunks = self._chunks.pop((key, reservation), [])
         taken = [(chunk, list(self._ready[chunk.part])) for chunk in chunks]
         left = self._parts()
@@ -54,7 +55,7 @@ class EarlyChunks:
         return taken
 
     def check(self) -> None:
-        """Raises `InvariantError` unless layers are noted for exactly the parts with such chunks."""
+        """Raises `InvariantError` unless layers are recorded for exactly the parts with chunks without a ticket."""
         if self._parts() != set(self._ready):
             raise InvariantError(f"layers of {set(self._ready)} are noted, chunks belong to {self._parts()}")
 

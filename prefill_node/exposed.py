@@ -10,7 +10,7 @@ from prefill_node.outgoing import OutgoingTransfer
 
 
 class Exposed:
-    """Sums, over prompts, the time from the moment their last KV was written to the end of their last segment."""
+    """Sum, over prompts, of the time from the write of a prompt's last KV to the end of its last segment."""
 
     def __init__(self) -> None:
         self._pending: deque[tuple[DeviceEvent, OutgoingTransfer]] = deque()
@@ -21,7 +21,7 @@ class Exposed:
         return bool(self._pending)
 
     def computed(self, outgoings: Iterable[OutgoingTransfer], event: DeviceEvent, now_s: float) -> None:
-        """Watches `event`, which follows earlier ones, for the transfers whose last KV was queued before."""
+        """Watches `event` for the transfers whose last KV is queued; events end in the order of calls."""
         self._pending.extend((event, outgoing) for outgoing in outgoings if outgoing.all_computing)
         self.poll(now_s)
 
@@ -33,6 +33,6 @@ class Exposed:
     def finished(self, outgoing: OutgoingTransfer, now_s: float) -> None:
         """Adds the time of a transfer whose segments were all sent. A second call changes nothing."""
         self.poll(now_s)
-        if outgoing.computed_s is not None:  # else it had nothing to send
+        if outgoing.computed_s is not None:  # else the transfer had nothing to send
             self.total_s += now_s - outgoing.computed_s
             outgoing.computed_s = None

@@ -15,8 +15,8 @@ from disagg.model.sampling.sampled import Chosen
 from prefill_node.request import First, PrefillRequest
 
 ROWS = 32
-"""First tokens sampled in one call. Each needs several copies of a row of logits, for which no memory is reserved,
-and several prompts with many sequences each may end in one step."""
+"""First tokens sampled in one call. Each takes several copies of a row of logits, for which no memory is reserved. A
+step can end several prompts with many sequences each."""
 
 
 def first_tokens(
@@ -33,7 +33,7 @@ def _others(
 ) -> dict[RequestKey, First | RequestError]:
     index, rows = [], []
     for row, request in requests.items():
-        # Shared by all sequences: none has a token yet, or there is only one.
+        # One history for all sequences: they have no tokens yet, unless there is only one sequence.
         history = history_of(request.prompt, request.sampling)
         for number in range(request.sampling.n):
             index.append(row)

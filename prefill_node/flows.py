@@ -88,9 +88,9 @@ class SenderStatistics:
     segments_sent: int
     bytes_sent: int
     segments_sent_again: int
-    """Part of `segments_sent`: second sendings of damaged segments."""
+    """Second sendings of damaged segments; part of `segments_sent`."""
     segments_written: int
-    """Part of `segments_sent`: direct writes into the destination's pool."""
+    """Direct writes into the destination's pool; part of `segments_sent`."""
     open_pools: int
     """Pools of decode ranks that are mapped for direct writes."""
     refused_pools: int

@@ -154,9 +154,9 @@ class PrefillLeader(Leader):
                 self._reserved(router, m.Reserved(message.key, message.ticket))
 
     def _reserved(self, router: str, message: m.Reserved) -> None:
-        """Takes the ticket of a submitted request, and hands over what was computed before. A repeat changes nothing.
+        """Stores the ticket of a submitted request; the KV computed so far is sent.
 
-        An unknown request has failed here already.
+        A repeated message changes nothing. An unknown request has already failed here.
         """
         request, ticket = self._scheduler.requests.get(message.key), message.ticket
         if request is None or request.router != router or request.closing or request.ticket is not None:

@@ -18,7 +18,7 @@ from transport.control import messages as m
 
 
 class PeerRing:
-    """A decode rank's ring by its latest watermark, and the segments that wait for the ring."""
+    """State of a decode rank's ring as of its latest watermark, and the segments that wait for the ring."""
 
     def __init__(self) -> None:
         self.watermark = 0
@@ -52,8 +52,8 @@ class PeerRing:
 class Leases:
     """Leases of one prefill rank. Owned by the transfer thread.
 
-    The decode rank frees the ring space behind a lease. A lease request is an active message, which may be lost:
-    a lease that is not granted in time fails its request.
+    The decode rank frees the ring space of a lease. A lease request is an active message, which may be lost: a lease
+    that is not granted in time fails its request.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Leases:
             self._tickets.abort(outgoing, exc)
 
     def computed(self, item: OutgoingSegment) -> None:
-        """Queues a segment for its ring's watermark once its KV is queued on the device and its lease is granted."""
+        """Queues a segment for its ring, if the segment's KV is queued on the device and its lease is granted."""
         ring = self.rings.get(item.peer)
         if item.ring_start is not None and ring is not None:
             ring.add(item)

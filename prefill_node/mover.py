@@ -29,11 +29,11 @@ from transport.tags import pack
 
 
 class CopyQueue(NamedTuple):
-    """Where copies run on the device, and how their checksums are computed."""
+    """The device queue of the copies, and the computation of their checksums."""
 
     queue: DeviceQueue
     sums: Sums | None
-    """None where segments have no checksums."""
+    """Source of the checksum words; None where segments have no checksums."""
 
 
 class SegmentMover:
@@ -75,10 +75,10 @@ class SegmentMover:
             self._staged.popleft()
             if item.state is SendState.STAGED:  # else its request has ended
                 self.launch(item)
-                self._send_copied()  # the wire waits for nothing while more is launched
+                self._send_copied()  # send the copied segments before the next launch: the wire must not idle
 
     def launch(self, item: OutgoingSegment) -> None:
-        """Queues the segment's gather, or its direct write, behind its compute on the device."""
+        """Queues the segment's gather, or its direct write, after its compute on the device."""
         self._advance(item, SendEvent.GATHER if item.write is None else SendEvent.WRITE)
         try:
             with self._queue.use():
@@ -100,13 +100,13 @@ class SegmentMover:
         """Sends gathered segments, and notifications of written ones. Needed while `copying` is not empty."""
         for item in self.copying:
             if item.started_s is None:
-                if not is_done(item.after):  # the device still computes, and nothing is moved
+                if not is_done(item.after):  # the device still computes the segment's KV
                     break  # the queue runs in order: later items have not begun either
                 _begin(item, now_s)
         self._send_copied()
 
     def on_damaged(self, item: OutgoingSegment) -> None:
-        """Sends a segment that arrived damaged again: now, or when its first sending has ended."""
+        """Sends a damaged segment again: now, or when its first sending has ended."""
         item.damaged = True
         self._resend(item)
 

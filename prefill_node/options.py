@@ -27,14 +27,14 @@ class SenderOptions:
     segment_bytes: int
     """Largest segment, until the wire has been measured."""
     groups: int
-    """Layer groups that a chunk is sent in, at most."""
+    """Most layer groups in which a chunk is sent."""
     peer_memory: bool
     """Whether KV may be written directly into pools of decode ranks."""
     checksum: bool
     wire: Wire
-    """Assumed for each link until it has been measured."""
+    """The wire that is assumed for each link until it has been measured."""
     quarantine_s: float
-    """How long the staging of a lost peer's sends stays in use."""
+    """Time for which the staging of a lost peer's sends stays in use."""
     lease_timeout_s: float
 
     @staticmethod

@@ -41,26 +41,26 @@ class OutgoingSegment:
     peer: str
     """Control address of the destination rank; also its name at the transport."""
     flow: Flow
-    """Counts the segment's bytes and busy time."""
+    """Traffic counters that include this segment."""
     message_bytes: int
     """Size of the segment with its checksum, in staging and in the ring."""
     write: Callable[[], None] | None = None
-    """Launches the write into the destination's pool; None where the segment goes through staging and the ring."""
+    """Launch of the write into the destination's pool; None where the segment goes through staging and the ring."""
     ring_start: int | None = None
     """Position in the destination's ring; None until granted."""
     computed: bool = False
     after: DeviceEvent = None
-    """Marks the layer group's KV write on the device; the copy runs after it."""
+    """Event of the layer group's KV write on the device; the copy runs after this event."""
     lease: Lease | None = None
     """Region of this rank's staging. `OutgoingTickets.end` frees it."""
     copied: DeviceEvent = None
-    """Marks the end of the gather, or of the write into the destination's pool."""
+    """Event at the end of the gather, or of the write into the destination's pool."""
     started_s: float | None = None
-    """When the device reached the copy; None before."""
+    """Time at which the device reached the copy; None before."""
     word: Word | None = None
-    """Receives the checksum of a direct write. `OutgoingTickets` gives it back when the ticket is closed."""
+    """Word for the checksum of a direct write. `OutgoingTickets` gives the word back when the ticket is closed."""
     damaged: bool = False
-    """The destination has requested the segment again."""
+    """Whether the destination has requested the segment again."""
     sending_s: float = 0.0
     _machine: SegmentMachine = field(init=False)
 
@@ -114,11 +114,11 @@ class OutgoingTransfer:
     items: dict[tuple[int, int], OutgoingSegment] = field(default_factory=dict)
     """Segments by (destination rank, segment index)."""
     planned_to: int = 0
-    """Positions below it have been cut into segments."""
+    """Position up to which the ticket has been cut into segments."""
     uncomputed: int = 0
-    """Segments whose layers have not been queued on the device."""
+    """Number of segments whose layers have not been queued on the device."""
     left: int = 0
-    """Segments under way: neither SENT nor DROPPED."""
+    """Number of segments under way: neither SENT nor DROPPED."""
     verified: set[str] = field(default_factory=set)
     """Peers that have verified the checksums of their part of the ticket."""
     expecting: set[str] = field(default_factory=set)
@@ -128,7 +128,7 @@ class OutgoingTransfer:
     busy: BusyTime = field(default_factory=BusyTime)
     """Time during which a segment is being copied or sent."""
     computed_s: float | None = None
-    """When `Exposed` saw the last KV of the prompt written; None before."""
+    """Time at which `Exposed` saw the last KV of the prompt written; None before."""
     _machine: StateMachine[SendTransferState, SendTransferEvent, TransferAction] = field(init=False)
 
     def __post_init__(self) -> None:

@@ -35,7 +35,7 @@ class PeerPools:
     def __init__(
         self, context: SenderContext, sums: Sums | None, links: Mapping[str, Link], disabled_reason: str
     ) -> None:
-        """`links` are the sender's; `disabled_reason`: why direct writes are off, empty if enabled."""
+        """`links`: links of the sender. `disabled_reason`: why direct writes are off, empty if enabled."""
         self._rank, self._shard, self._pool = context.rank, context.shard, context.pool
         self._send, self._links, self._sums = context.control.send, links, sums
         self._disabled_reason = disabled_reason
@@ -102,7 +102,7 @@ class PeerPools:
             outgoing.target_state_slot = queue.upload(torch.tensor([ticket.row], dtype=torch.int32))
 
     def prepare(self, items: Sequence[OutgoingSegment], pool: OpenPool, shard: Shard) -> None:
-        """Prepares the launches of direct writes before the compute is done. `shard` is the decode rank's."""
+        """Prepares the launches of direct writes before the KV is computed; `shard`: the decode rank's shard."""
         outgoing = items[0].outgoing
         for item in items:
             segment, check = item.segment, None

@@ -1,8 +1,9 @@
 """Times messages to a decode rank's ring, from staging, over the rank's own transport. Runs on the transfer thread.
 
-`ProbeRequest` -> granted by `ProbeAnswer` -> several messages of each size, one after the other -> `ProbeEnded`.
-A refused request is repeated until the limit: the ring may be in use, or the decode rank does not know yet whether
-its pool can be mapped. A message is timed as a segment is: from the send to the `progress` that ends its operation.
+`ProbeRequest` -> granted by `ProbeAnswer` -> several messages of each size, one after the other -> `ProbeEnded`. A
+refused request is repeated until the limit, because the reason may be temporary: the ring is in use, or it is not
+known yet whether the pool can be mapped. A message is timed as a segment is: from the send to the `progress` that
+ends its operation.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ class Probed:
 
     wire: Wire | None = None
     cached: bool = False
-    """The wire was in the cache."""
+    """Whether the wire was in the cache."""
     writable: bool = False
-    """The peer's pool is written directly: there is nothing to time."""
+    """Whether the peer's pool is written directly, so that there is nothing to time."""
     why: str = ""
     begun: bool = False
-    """The probe failed after it had begun."""
+    """Whether the probe failed after it had begun."""
     host: str = ""
     """The peer's host and the name of its device; empty without an answer."""
     device: str = ""
@@ -52,7 +53,7 @@ class _ProbeSend:
     ends_at_s: float
     number: int = field(default_factory=lambda: secrets.randbelow(1 << 32))
     repeat_at_s: float | None = None
-    """When the request is repeated; None while an answer is pending or messages are sent."""
+    """Time at which the request is repeated; None while an answer is pending or messages are sent."""
     refused: str = ""
     host: str = ""
     device: str = ""
@@ -157,7 +158,7 @@ class Prober:
     def lost(self, peer: str) -> None:
         """Ends the probe of a lost peer; the fence ends its sends."""
         if self._probe is not None and self._probe.peer == peer:
-            self._give_up(self._probe, "the decode rank is gone")
+            self._give_up(self._probe, "the decode rank is lost")
 
     def poll(self, now_s: float) -> float:
         """Repeats the request, or ends the probe at its limit. Returns the seconds until the next call."""

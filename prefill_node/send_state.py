@@ -1,6 +1,6 @@
 """State machines of the sending side: one for each segment, one for each transfer (ticket).
 
-The two tables in this file list every transition; `disagg.core.state_table` moves by them.
+The two tables in this file list every transition; `disagg.core.state_table` applies them.
 """
 
 from __future__ import annotations
@@ -68,12 +68,12 @@ class SendTransferState(enum.Enum):
     SENT = "sent"
     """Everything was sent and, with checksums, verified."""
     STOPPED = "stopped"
-    """The decode side or a fault stopped it."""
+    """The decode side or a fault stopped the transfer."""
     SENT_STOPPED = "sent, stopped"
     CLOSING = "closing"
-    """The leader closes it: `RankClosed` follows when no segment is under way."""
+    """The leader closes the transfer: `RankClosed` follows when no segment is under way."""
     SENT_CLOSING = "sent, closing"
-    """Nothing is under way: DRAINED follows at once."""
+    """The leader closes a sent transfer: nothing is under way, so DRAINED follows at once."""
     CLOSED = "closed"
     """The leader has received `RankClosed`."""
 
@@ -121,7 +121,7 @@ TRANSITIONS: StateTable[SendState, SendEvent, SendAction] = {
     (_S.SENT, _E.STOP): Transition(_S.SENT),
     (_S.DROPPED, _E.STOP): Transition(_S.DROPPED),
 }
-"""Of a segment."""
+"""Transitions of a segment."""
 
 ENDED = frozenset({_S.SENT, _S.DROPPED})
 """States of a segment that is not under way."""
@@ -149,7 +149,7 @@ TRANSFER_TRANSITIONS: StateTable[SendTransferState, SendTransferEvent, TransferA
     (_T.CLOSING, _V.DRAINED): Transition(_T.CLOSED, (_B.REPORT_CLOSED,)),
     (_T.SENT_CLOSING, _V.DRAINED): Transition(_T.CLOSED, (_B.REPORT_CLOSED,)),
 }
-"""Of a transfer."""
+"""Transitions of a transfer."""
 
 UNREPORTED = frozenset({_T.SENDING, _T.STOPPED, _T.CLOSING})
 """States of a transfer without `RankSent`."""
@@ -167,10 +167,13 @@ class SegmentMachine(StateMachine[SendState, SendEvent, SendAction]):
     def __init__(self, key: RequestKey, segment: Segment) -> None:
         super().__init__((key, segment), SendState.PLANNED, TRANSITIONS)
         self.again = False
-        """The second sending has begun; `state` is the state of that one."""
+        """Whether the second sending has begun; `state` then belongs to the second sending."""
 
     def advance(self, event: SendEvent) -> tuple[SendAction, ...]:
-        """As `StateMachine.advance`. A segment is sent again once: a second RESEND raises too."""
+        """Changes the state, like `StateMachine.advance`.
+
+        A second RESEND raises too: a segment is sent again only once.
+        """
         if event is SendEvent.RESEND and self.again:
             raise self.refused(event)
         actions = super().advance(event)

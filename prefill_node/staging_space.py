@@ -20,19 +20,22 @@ from staging.buffer import StagingBuffer
 
 
 class StagingSpace:
-    """`size_bytes` of memory on a device. Owned by the transfer thread."""
+    """Staging memory of a prefill rank, `size_bytes` on a device. Owned by the transfer thread."""
 
     def __init__(self, size_bytes: int, device: torch.device, quarantine_s: float, clock: Clock) -> None:
-        """`quarantine_s`: after it, a lost peer has closed its connection and no longer reads this memory."""
+        """`quarantine_s`: time within which a lost peer closes its connection and stops reading this memory."""
         self.buffer = StagingBuffer(size_bytes, device)
         self.allocator = StagingAllocator(size_bytes)
         self._quarantine_s, self._clock = quarantine_s, clock
         self._quarantined: deque[tuple[float, Lease]] = deque()
         self.due_s = math.inf
-        """When `end_quarantines` has work."""
+        """Time at which `end_quarantines` has work."""
 
     def take(self, item: OutgoingSegment) -> None:
-        """Assigns a region to the segment, maybe still occupied: the gather waits until it is `writable`."""
+        """Assigns a region to the segment.
+
+        An earlier segment may still hold the region: the gather waits until it is `writable`.
+        """
         item.lease = self.allocator.assign(item.message_bytes, owner=item.outgoing.key)
 
     def writable(self, item: OutgoingSegment) -> bool:
@@ -50,7 +53,8 @@ class StagingSpace:
         self.allocator.free(lease.id)
 
     def quarantine(self, item: OutgoingSegment) -> None:
-        """Keeps the segment's region for `quarantine_s`: a peer that was only silent may still read and accept it."""
+        """Keeps the segment's region for `quarantine_s`: a peer that was only silent may still read it and accept the
+        message."""
         if item.lease is not None:
             self._quarantined.append((self._clock() + self._quarantine_s, item.lease))
             item.lease = None

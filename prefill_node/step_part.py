@@ -14,7 +14,7 @@ class Part(enum.Enum):
     CHUNK = "chunk"
     """The positions that the step computes."""
     CACHED = "cached"
-    """The positions before a prompt's first chunk, by a prefix cache hit."""
+    """The positions before a prompt's first chunk, whose KV a prefix cache hit provides."""
     STATE = "state"
     """The recurrent state after a prompt's last position; its position is the next one."""
 

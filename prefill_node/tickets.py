@@ -1,8 +1,8 @@
 """The tickets that a prefill rank sends for, and how the transfer for each ends: sent, stopped, closed.
 
-`prefill_node.send_state` decides the transitions; this file performs their actions. With checksums a transfer is
-sent when each decode rank has verified its part, or the leader closes the request: damaged segments are sent again,
-so the pages are read until then.
+`prefill_node.send_state` decides the transitions; this file performs their actions. With checksums a transfer counts
+as sent when each decode rank has verified its part, or when the leader closes the request. Until then the pages may
+be read again, because damaged segments are sent again.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class OutgoingTickets:
     def __init__(
         self, context: SenderContext, space: StagingSpace, exposed: Exposed, sums: Sums | None
     ) -> None:
-        """`sums` is None where segments have no checksums."""
+        """`sums`: source of the checksum words; None where segments have no checksums."""
         self._rank, self._clock = context.rank, context.clock
         self._send, self._to_leader = context.control.send, context.to_leader
         self._space, self._exposed, self._sums = space, exposed, sums
@@ -51,7 +51,7 @@ class OutgoingTickets:
         return outgoing if outgoing is not None and outgoing.ticket.number == number else None
 
     def computed(self, outgoings: Iterable[OutgoingTransfer], event: DeviceEvent) -> None:
-        """Records transfers of which more layers are queued on the device, done with `event`."""
+        """Records that more layers of these transfers are queued on the device; `event` marks their end."""
         self._exposed.computed(outgoings, event, self._clock())
 
     def end(self, item: OutgoingSegment) -> None:
@@ -101,7 +101,7 @@ class OutgoingTickets:
             return
         if outgoing.stopped or outgoing.reported:
             self.send_end(outgoing, peer, message.reason)
-        outgoing.expecting.add(peer)  # it waits for the answer, also when nothing was to be sent to it yet
+        outgoing.expecting.add(peer)  # the decode rank waits for the answer, even if it expects no segment
         self.stop(outgoing, message.reason)
         self._to_leader(m.RankStopped(message.key, message.ticket))
 

@@ -31,7 +31,7 @@ from transport.tags import INBOX_NUMBERS, active_message_tag, inbox_of, is_activ
 log = structlog.get_logger(__name__)
 
 Handler = Callable[[str, Any], None]
-"""Called as `(peer, message)`; `message` has the type under which the handler is registered."""
+"""Callback `handler(peer, message)`; `message` has the type under which the handler is registered."""
 
 
 MAX_HELD_BYTES = 1 << 20
@@ -45,7 +45,7 @@ class _Inbox:
     peer: str
     number: int
     coming: deque[_Incoming] = field(default_factory=deque)
-    """Incoming messages in order of arrival. UCX may still fetch a large one after later ones are complete."""
+    """Incoming messages in order of arrival. UCX may complete a small message before an earlier large message."""
     closed: bool = False
 
 
@@ -96,7 +96,7 @@ class ActiveMessages:
         self._linked: dict[str, _Inbox] = {}
         """Open inboxes of this rank by peer."""
         self._numbers: dict[str, int] = {}
-        """Number of this rank's inbox at each peer that has announced one. A peer may link first."""
+        """Inbox numbers that peers have announced; a peer may announce its inbox before this rank links the peer."""
         self._held: dict[str, _Held] = {}
         self.dropped = 0
         """Number of messages dropped: the inbox is closed, the type unknown, the bytes invalid, or too many held."""
@@ -118,7 +118,7 @@ class ActiveMessages:
         """Handles the inbox number that a peer announces: sends the messages held for the peer.
 
         The announcement may arrive before this rank has linked the peer. Returns False if a linked peer announces a
-        new number: the peer has fenced this rank in between, and messages sent to the old inbox may be lost.
+        new number. The peer has then fenced this rank in between, and messages sent to the old inbox may be lost.
         """
         fenced = peer in self._linked and self._numbers.get(peer, message.inbox) != message.inbox
         self._numbers[peer] = message.inbox
@@ -136,7 +136,7 @@ class ActiveMessages:
             inbox.closed = True
             for entry in inbox.coming:
                 if entry.came is not None:
-                    self._slots.give(entry.slot)  # the others' when their operations end
+                    self._slots.give(entry.slot)  # an unfinished receive frees its slot at its end
             inbox.coming.clear()
 
     def send(self, peer: str, message: Message) -> None:

@@ -72,7 +72,7 @@ class TransportStatistics:
     pending: int
     """Operations pending now."""
     registered_bytes: int
-    """Memory registered now."""
+    """Size of the memory that is registered now."""
     arrivals: int
     """Messages returned by `arrivals()`."""
     sends_done: int
@@ -88,7 +88,7 @@ class TransportStatistics:
 
 
 class Transport(ABC):
-    """Moves bytes between ranks. One thread, the transfer thread, owns it; any thread may call `wake` and
+    """Moves bytes between ranks. One thread, the transfer thread, owns the transport; any thread may call `wake` and
     read `address`.
 
     All tensors are contiguous, one-dimensional, uint8, of at least one byte, and lie inside memory given to
@@ -117,8 +117,9 @@ class Transport(ABC):
 
         Usually all operations with the peer have then ended with `PeerLostError`, and the next `progress` returns
         them. If a backend needs longer, `progress` continues the fence, and ends each operation once its memory is
-        free. `disconnect` and `progress` raise `TransportError` when the fence cannot be proven in time: the rank
-        must end, and the memory of the pending operations must never be used again. An unknown name has no effect.
+        free. `disconnect` and `progress` raise `TransportError` when the fence cannot be proven in time. The rank
+        must then end, and the memory of the pending operations must never be used again. An unknown name has no
+        effect.
 
         The peer is not notified: its operations with this rank end when the peer disconnects in turn, or when
         this process ends. A peer's receive from this rank may even end `done` with bytes that this rank has

@@ -8,7 +8,7 @@ from typing import Literal
 
 Action = Literal["fail", "hold", "duplicate", "truncate", "flip", "kill", "sever"]
 When = Callable[[str, str, int], bool]
-"""`when(source, destination, tag)`: whether a rule counts this send."""
+"""Function `when(source, destination, tag)`, which returns whether a rule counts this send."""
 
 
 def always(source: str, destination: str, tag: int) -> bool:

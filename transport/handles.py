@@ -28,4 +28,4 @@ class MemoryHandle(msgspec.Struct, frozen=True):
     dtype: str
     shape: tuple[int, ...]
     ipc: IpcHandle | None
-    """None for host memory, which only the owning process can open."""
+    """Handle for CUDA IPC; None for host memory, which only the owning process can open."""

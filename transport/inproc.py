@@ -32,7 +32,7 @@ class _Message:
     data: torch.Tensor
     sender: Operation | None
     void: bool = False
-    """Set when the sender has fenced the receiver: the bytes must not be read."""
+    """Whether the sender has fenced the receiver, so that the bytes must not be read."""
 
 
 class InprocFabric:
@@ -238,7 +238,7 @@ class InprocTransport(Transport):
         self._wake_up.set()
 
     def lose(self, name: str, why: str) -> None:
-        """Marks the transport `name` as lost: operations with it fail until it is connected again."""
+        """Marks the transport `name` as lost: operations with `name` fail until the next `connect`."""
         for peer in [peer for peer, address in self._peers.items() if address == name]:
             self._lost.add(peer)
             self._part(peer, name, PeerLostError(why))

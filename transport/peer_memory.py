@@ -23,8 +23,8 @@ _own: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictiona
 
 
 def offer(tensor: torch.Tensor) -> MemoryHandle:
-    """Returns a handle of a contiguous tensor for ONE other rank. The memory lives until that rank has closed
-    it too.
+    """Returns a handle of a contiguous tensor for ONE other rank. The memory lives until the other rank has closed it
+    too.
 
     Raises `TransportError` when the memory cannot be shared.
     """

@@ -30,7 +30,7 @@ class Choice:
     reason: str
     """Reason of the choice, for logs and `disagg doctor`."""
     reach: Reach = Reach.ONE_HOST
-    """For `ucx` only."""
+    """Kind of link, for `ucx` only."""
     interface: str = ""
     """Network interface of `Reach.TCP`."""
 

@@ -26,7 +26,7 @@ class TLSOptions:
     host: str = "127.0.0.1"
     """Address to listen on."""
     lanes: int = 0
-    """See `transport.tls_lanes` of the configuration."""
+    """Connections per peer for a large message; see `transport.tls_lanes` of the configuration."""
 
 
 def make_transport(

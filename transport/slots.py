@@ -19,9 +19,9 @@ class Slot:
     """Memory of one message, from `take` to `give`."""
 
     memory: torch.Tensor
-    """uint8, at least `SLOT_BYTES`."""
+    """Host memory of the slot, uint8, at least `SLOT_BYTES`."""
     array: Any
-    """The same memory as a numpy array, which is faster to fill."""
+    """The slot's memory as a numpy array, which is faster to fill."""
     nbytes: int = 0
 
     @property

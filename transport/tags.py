@@ -4,9 +4,9 @@
     ticket number (32) | writer (12) | segment (20)
 
 The ticket number is unique for the life of a decode group. A message still in flight from an earlier attempt
-therefore never matches a current reservation, and is discarded by its tag. The two largest numbers are
-reserved: one for active messages, with the number of the receiver's inbox (`transport.active_messages`), the
-other for wire probes, with the probe's number.
+therefore never matches a current reservation, and is discarded by its tag. The two largest ticket numbers are
+reserved. One marks active messages, and the tag then has the number of the receiver's inbox
+(`transport.active_messages`). The other marks wire probes, and the tag then has the probe's number.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ class Tag(NamedTuple):
     """The three numbers in a tag."""
 
     ticket: int
-    """`Ticket.number`, below 2**32."""
+    """Number of the ticket (`Ticket.number`), below 2**32."""
     writer: int
     """Source rank, below 4096."""
     segment: int
-    """`Segment.index`, below 2**20."""
+    """Index of the segment (`Segment.index`), below 2**20."""
 
 
 def pack(ticket: int, writer: int, segment: int) -> int:

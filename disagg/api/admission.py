@@ -36,7 +36,7 @@ class Admission:
         self._inside = 0
         self._turns = asyncio.Semaphore(max_running)
         self._surplus = 0
-        """Slots above a lowered `max_running`; each vanishes when its request ends or another one takes it."""
+        """Running slots to remove after `max_running` was lowered; each is removed when it becomes free."""
         self._waiting: set[asyncio.Timeout] = set()
         """Timeouts of queued requests that an overload may reject."""
         self._metrics = metrics

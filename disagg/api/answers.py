@@ -34,7 +34,10 @@ class Answers:
         self._ended = False
 
     def start(self, answers: Iterable[int], work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Runs `work`, which calls `put` or `fail` for `answers`. The caller keeps a reference until it ends."""
+        """Runs `work`, which calls `put` or `fail` for `answers`.
+
+        Returns the task, to which the caller keeps a reference until the task ends.
+        """
         task = asyncio.get_running_loop().create_task(work)
         self._unfinished |= dict.fromkeys(answers, task)
         return task

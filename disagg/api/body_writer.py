@@ -15,7 +15,7 @@ def body_writer(scope: Scope) -> Callable[[bytes], bool] | None:
     """Returns the function that writes a part of the response's body; None on a server without the extension.
 
     The response must have started and not ended. The function writes nothing and returns False if the part must be
-    sent with an `await`: the client reads too slowly, or the response is not chunked HTTP/1.1.
+    sent with an `await`. This is the case for a slow reader, or a response other than chunked HTTP/1.1.
     """
     found: Callable[[bytes], bool] | None = scope.get("extensions", {}).get(EXTENSION)
     return found

@@ -35,7 +35,7 @@ class ConnectionDecision(NamedTuple):
     evicted: Connection | None = None
     """The connection that was removed from the table to make room; the caller closes it."""
     refused: str = ""
-    """Why requests of the connection are refused with a 503; empty if they are served."""
+    """Reason for which requests of the connection are refused with a 503; empty if they are served."""
 
 
 class ConnectionStatistics(msgspec.Struct, frozen=True):

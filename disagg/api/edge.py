@@ -1,6 +1,6 @@
 """ASGI middleware before the routes: request ids, limits of heads, API keys, admission, logs and counts.
 
-Under overload most requests end here and must cost little: they are rejected before routing and before their body is
+Under overload most requests end here and must cost little. They are rejected before routing and before their body is
 read, with one log line per second.
 """
 

@@ -12,7 +12,7 @@ class Body(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class StreamOptions(Body, frozen=True, kw_only=True):
-    """`stream_options`."""
+    """The field `stream_options`."""
 
     include_usage: bool = False
 
@@ -23,7 +23,7 @@ class AnswerBody(Body, frozen=True, kw_only=True):
     model: str
     max_tokens: int | None = None
     temperature: float | None = None
-    """Default: 1, or 0 for a beam search."""
+    """Sampling temperature; by default 1, or 0 for a beam search."""
     top_p: float = 1.0
     n: int = 1
     seed: int | None = None
@@ -51,7 +51,7 @@ class AnswerBody(Body, frozen=True, kw_only=True):
 
 
 class CompletionBody(AnswerBody, frozen=True, kw_only=True):
-    """`POST /v1/completions`. `prompt`: a text, texts, tokens, or lists of tokens."""
+    """Body of `POST /v1/completions`. `prompt`: a text, texts, tokens, or lists of tokens."""
 
     prompt: str | list[Any]
     logprobs: int | None = None
@@ -60,7 +60,7 @@ class CompletionBody(AnswerBody, frozen=True, kw_only=True):
 
 
 class ChatBody(AnswerBody, frozen=True, kw_only=True):
-    """`POST /v1/chat/completions`."""
+    """Body of `POST /v1/chat/completions`."""
 
     messages: list[dict[str, Any]]
     max_completion_tokens: int | None = None
@@ -83,7 +83,7 @@ class PromptMessage(Body, frozen=True, kw_only=True):
 
 
 class TokenizeBody(Body, frozen=True, kw_only=True):
-    """`POST /tokenize`: a text or a conversation."""
+    """Body of `POST /tokenize`: a text or a conversation."""
 
     model: str | None = None
     prompt: str | None = None
@@ -93,7 +93,7 @@ class TokenizeBody(Body, frozen=True, kw_only=True):
 
 
 class DetokenizeBody(Body, frozen=True, kw_only=True):
-    """`POST /detokenize`."""
+    """Body of `POST /detokenize`."""
 
     model: str | None = None
     tokens: list[int]

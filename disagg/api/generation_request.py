@@ -60,7 +60,7 @@ class GenerationRequest:
     token_ids: bool = False
     """Whether log-probabilities name tokens by id instead of text."""
     cache_salt: str = ""
-    """Only prompts with equal salts share cached KV."""
+    """Salt of the prompts: only prompts with equal salts share cached KV."""
     session: str = ""
     """The client's name for the conversation, whose requests use one decode group; empty without one."""
 

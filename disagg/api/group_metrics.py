@@ -35,7 +35,7 @@ class Series(NamedTuple):
 
 
 GROUP = (
-    Series("disagg_group_broken", "broken", "1: the group serves no requests any more"),
+    Series("disagg_group_broken", "broken", "1 if the group is broken and serves no requests, else 0"),
     Series(
         "disagg_group_tokens", "tokens_total", "Computed tokens: of prompts (prefill), of answers (decode)"
     ),
@@ -89,7 +89,8 @@ ROUTE = (
 
 
 class GroupCollector(Collector):
-    """Collects the statuses at each scrape. `collect` calls `groups`, so scrape on a thread that may call it."""
+    """Collects the statuses at each scrape. `collect` calls `groups`, so scrape on a thread that may call
+    `groups`."""
 
     def __init__(self, groups: Callable[[], Sequence[GroupStatus]]) -> None:
         self._groups = groups

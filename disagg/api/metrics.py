@@ -42,28 +42,28 @@ class Metrics:
         self.registry = registry = CollectorRegistry()
         self.ttft = Histogram(
             "disagg_time_to_first_token_seconds",
-            "From a request's arrival to the first token of each answer",
+            "Time from a request's arrival to the first token of each answer",
             registry=registry,
             buckets=COARSE_S,
         )
         self.itl = Histogram(
             "disagg_inter_token_latency_seconds",
-            "Between two tokens of an answer",
+            "Time between two tokens of an answer",
             registry=registry,
             buckets=FINE_S,
         )
         self.queue = Histogram(
             "disagg_queue_seconds",
-            "From a request's arrival until an answer has its turn and its memory",
+            "Time from a request's arrival until an answer has a running slot and memory",
             registry=registry,
             buckets=COARSE_S,
         )
         self.running = Gauge(
-            "disagg_requests_running", "Answers that the engine was given", registry=registry
+            "disagg_requests_running", "Answers that the engine is computing", registry=registry
         )
-        self.queued = Gauge("disagg_requests_queued", "Answers that wait for their turn", registry=registry)
+        self.queued = Gauge("disagg_requests_queued", "Answers in the admission queue", registry=registry)
         self.prompt_tokens = Counter(
-            "disagg_prompt_tokens", "Tokens of the prompts that were given to the engine", registry=registry
+            "disagg_prompt_tokens", "Tokens of the prompts that were sent to the engine", registry=registry
         )
         self.generated_tokens = Counter("disagg_generated_tokens", "Tokens of answers", registry=registry)
         self.requests = Counter(
@@ -73,7 +73,9 @@ class Metrics:
             "disagg_errors", "Answers that ended with an error, by its code", ["kind"], registry=registry
         )
         self.aborts = Counter(
-            "disagg_aborts", "Answers aborted: client gone, sibling failed, stop", registry=registry
+            "disagg_aborts",
+            "Aborted answers: the client disconnected, another answer of the request failed, or a stop",
+            registry=registry,
         )
         self.connections = Gauge(
             "disagg_http_connections", "HTTP connections that are open", registry=registry
@@ -89,7 +91,7 @@ class Metrics:
         )
         self.transfer_seconds = Histogram(
             "disagg_transfer_seconds",
-            "While KV of one answer was on its way",
+            "Duration of the KV transfer of one answer",
             registry=registry,
             buckets=WIRE_S,
         )
@@ -111,7 +113,7 @@ class Metrics:
 
 
 class _Families(CollectorRegistry):
-    """Given families, as a registry."""
+    """A registry of given metric families."""
 
     def __init__(self, families: Iterable[Metric]) -> None:
         super().__init__()

@@ -28,20 +28,21 @@ CALM = 2
 KEPT = 0.9
 """Weight of a running mean's former value when a new value is added."""
 STEP = 0.25
-"""Change of the overload limit per answer: while all admitted answers complete, it moves by at most a quarter."""
+"""Change of the overload limit per answer: while all admitted answers complete, the limit changes by at most a
+quarter."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Window:
     seconds: float
     arrived: int
-    """Requests that arrived."""
+    """Number of requests that arrived."""
     ended: int
-    """Requests that completed."""
+    """Number of requests that completed."""
     answers: int
     """Answers of the completed requests."""
     full: bool
-    """Every arriving request found all running slots taken: the server completes at its full rate."""
+    """Whether every arriving request found all running slots taken, so that the server completes at its full rate."""
     most: int
     """Largest number of admitted answers, including an arriving one."""
 

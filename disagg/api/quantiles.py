@@ -11,7 +11,7 @@ WIDTH = math.log(1.05)
 """Logarithmic width of a bucket; the error of a quantile is at most 2.5 %."""
 SPAN_S = 60
 LEAST_S, MOST_S = 1e-6, 1e5
-"""Values are clamped to this range, which bounds a second's `Counter` to 520 buckets."""
+"""Range to which values are clamped. It limits the `Counter` of one second to 520 buckets."""
 
 
 class RollingQuantiles:

@@ -34,14 +34,14 @@ class ChatLogprob(msgspec.Struct, frozen=True):
 
 
 class ChatLogprobs(msgspec.Struct, frozen=True):
-    """`choices[].logprobs` of chat completions."""
+    """The field `choices[].logprobs` of chat completions."""
 
     content: list[ChatLogprob]
     refusal: None = None
 
 
 class CompletionLogprobs(msgspec.Struct, frozen=True):
-    """`choices[].logprobs` of completions: parallel lists."""
+    """The field `choices[].logprobs` of completions: parallel lists."""
 
     tokens: list[str]
     token_logprobs: list[float]

@@ -29,7 +29,7 @@ EVENTS_AT_ONCE = 32
 HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 Start = Callable[[Sink], Answers]
-"""Starts the answers to a request."""
+"""Function that starts the answers to a request."""
 
 
 def error_response(error: ApiError) -> Response:
@@ -61,7 +61,7 @@ class _AwaitedSink:
         self._waiter: asyncio.Future[None] | None = None
 
     def end(self, error: Exception | None) -> None:
-        """See `Sink`."""
+        """See `Sink.end`."""
         self._over, self._error = True, error
         self._wake()
 
@@ -105,11 +105,11 @@ class EventStream(_AwaitedSink, Response):
         self._unsent: list[bytes] = []
         """Events for the task to send, in order."""
         self._write: Callable[[bytes], bool] | None = None
-        """Writes to the connection; None while only the task may send."""
+        """Function that writes to the connection; None while only the task may send."""
         self._answers = start(self)
 
     def put(self, answer: int, output: Output) -> None:
-        """See `Sink`."""
+        """See `Sink.put`."""
         data = self._writer.chunk(answer, output)
         # The last output and the end of the stream are sent in one write.
         if output.finish is not None or self._write is None or self._unsent or not self._write(data):

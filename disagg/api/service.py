@@ -82,7 +82,7 @@ class Service:
         """True during shutdown: new requests are refused, running ones continue."""
 
     def follow_groups(self, groups: Sequence[GroupInfo]) -> None:
-        """Limits admission and context length to what the groups that take requests support.
+        """Sets the limits of admission and context length to those of the groups that take requests.
 
         If a role has no group, its former limits stay: the server refuses requests then anyway.
         """
@@ -145,7 +145,7 @@ class Service:
         )
 
     def report(self) -> WorkerReport:
-        """Returns status and metrics of this worker for the others."""
+        """Returns status and metrics of this worker, for the server's other workers."""
         return WorkerReport(
             self._share.worker,
             self.status(),

@@ -24,7 +24,7 @@ from disagg.core.config.read import ApiConfig
 from disagg.core.status import GroupStatus, ServiceStatus
 
 REPLY_TIMEOUT_S = 1.0
-"""Time limit of a report; status and metrics omit a worker that exceeds the limit."""
+"""Time limit of a worker's report; status and metrics omit a worker that exceeds the limit."""
 LABEL = "worker"
 """Label of each router metric with several workers. A sum without it would fall when a worker is restarted."""
 _SUMS = (
@@ -84,7 +84,7 @@ class WorkerReport(msgspec.Struct, frozen=True):
 
 
 def merged_status(reports: Sequence[WorkerReport]) -> ServiceStatus:
-    """Returns the status of all workers; the first report gives fields that are no sums."""
+    """Returns the status of all workers; fields that are not sums come from the first report."""
     statuses = [report.status for report in reports]
     if len(statuses) == 1:
         return statuses[0]

@@ -42,7 +42,7 @@ class Writer(ABC):
         self._logprobs: list[list[TokenLogprobs]] = [[] for _ in range(request.answers)]
         self.completion_tokens = 0
         self._templates: dict[int, tuple[bytes, bytes]] = {}
-        """What stands before and after the text in an event of plain text, of each choice that has begun."""
+        """Text before and after the content of a plain-text event, for each choice that has begun."""
 
     @property
     def prompt_tokens(self) -> int:

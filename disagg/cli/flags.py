@@ -20,7 +20,7 @@ class Sets:
     mode: Mode | None = None
     """The only `cluster.mode` in which the flag is valid; None: valid in every mode."""
     convert: Callable[[Any], object] | None = None
-    """Converts the flag's value to the settings' value; None: the two are equal."""
+    """Function that converts the flag's value to the settings' value; None: the two are equal."""
 
 
 ModelFlag = Annotated[
@@ -121,7 +121,7 @@ class ConfigFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class TransferFlags:
-    """Prefill steps, pages and the path between two groups."""
+    """Flags for prefill steps, pages and the path between two groups."""
 
     chunk_tokens: ChunkTokensFlag = None
     prefill_page_size: Annotated[

@@ -25,7 +25,7 @@ GRACE_S, MAX_GRACE_S = 120.0, 30 * 86400.0
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON list.")] = False,
 ) -> None:
-    """Check this machine; exit code 1 if something fails."""
+    """Check this machine; exit code 1 if a check fails."""
     import msgspec
 
     from disagg.doctor.findings import examine, findings_table, is_healthy

@@ -37,7 +37,7 @@ _OF_LAUNCH = {
     "control": ("router_port", "directory_port", "key_file"),
     "cluster": ("name", "ray", "restart", "restart_backoff_s", "restart_tries"),
 }
-"""Settings, by section, that only the launch uses. They may differ from those of the killed launch."""
+"""Settings, by section, that only the launch uses. They may differ from the settings of the killed launch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class Claimant:
     token: str
     """Random identifier of the launch."""
     fingerprint: Callable[[], str]
-    """Returns `ModelSource.fingerprint` of the configured model; may read all weights."""
+    """Function that returns `ModelSource.fingerprint` of the configured model; may read all weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class Adopted:
     counts: GroupCounts = NO_COUNTS
     """Numbers of groups by role, as set by an operator before."""
     names: set[str] = field(default_factory=set)
-    """Names that new groups must not use: those of the survivors and of groups that were linked with them."""
+    """Names that new groups must not use: names of the survivors, and of groups that were linked with survivors."""
 
 
 def adopt(ranks: Ranks, found: Sequence[Group], token: str, expected: Expected) -> Adopted:
@@ -108,7 +108,7 @@ class _Claimed:
     group: Group
     records: list[RankRecord]
     unreadable: str
-    """Why a rank returned no record; empty if every rank did."""
+    """Reason why a rank returned no record; empty if every rank returned one."""
 
     @property
     def began_unix_s(self) -> float:

@@ -20,7 +20,7 @@ from transport.hosts import is_loopback, own_host
 log = structlog.get_logger(__name__)
 
 ScaleTo = Callable[[Role, int, Callable[[str], None]], None]
-"""`scale(role, count, done)` must not block; it calls `done` with an error, or "" on success."""
+"""Handler `scale(role, count, done)`: must not block; calls `done` with an error, or "" on success."""
 
 
 class Directory:
@@ -58,7 +58,7 @@ class Directory:
         self._scale = scale
 
     def announce(self, groups: Sequence[GroupInfo], draining: Sequence[str]) -> None:
-        """Announces the groups; routers send no new requests to those named in `draining`. Never blocks."""
+        """Announces the groups; routers send no new requests to the groups named in `draining`. Never blocks."""
         with self._changed:
             self._latest = m.Groups(self._latest.version + 1, list(groups), list(draining))
             for router in self._routers:

@@ -25,7 +25,7 @@ class Group:
     """The actors of one group, and its state."""
 
     name: str
-    """Unique in the cluster."""
+    """Name of the group, unique in the cluster."""
     role: Role
     placement: GroupPlacement
     actors: list[Any]

@@ -42,8 +42,7 @@ def inform_of_loss(groups: Iterable[Group], address: str) -> None:
 
 
 def another_owns(ranks: Ranks, groups: Iterable[Group], owner: Owner) -> bool:
-    """Returns whether a rank's owner is not `owner`. This happens if a launch adopted it while this process was
-    paused."""
+    """Returns whether another launch owns a rank of `groups`, as after a pause in which that launch adopted them."""
     for group in groups if owner.token else ():
         calls = [actor.pulse.remote(owner.token) for actor in alive(group)]
         with contextlib.suppress(Exception):  # a dead rank

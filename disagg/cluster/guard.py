@@ -1,8 +1,9 @@
 """Ends the processes of a private Ray when the command that started them has ended, for whatever reason.
 
 This file runs as a script in its own process, without importing this package. The script waits for the end of its
-standard input, a pipe from the command, and so detects even a SIGKILL of the command. It finds processes by a mark in
-their environment and by open files in this Ray's folder, and so finds even processes whose parent has ended.
+standard input, a pipe from the command, and so detects even a SIGKILL of the command. The script finds processes by a
+mark in their environment and by open files in this Ray's folder. It therefore finds even processes whose parent has
+ended.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pathlib import Path
 MARK = "DISAGG_RAY_MARK"
 """Environment variable that the processes of a private Ray inherit."""
 CLEAN = b"."
-"""The command writes this byte if the guard must not remove the folder."""
+"""Byte that the command writes if the guard must not remove the folder."""
 KILL_TIMEOUT_S = 5.0
 PAUSE_S = 0.05
 

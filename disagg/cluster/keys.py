@@ -1,7 +1,7 @@
 """Chooses the keys of a cluster's process: the keys in `control.key_file`, or new keys for each run.
 
-A cluster's parent process passes the keys to its ranks. A process that joins a cluster reads a file: the configured
-key file or, on the same host, the file that `disagg launch` writes for its run and removes at its end.
+A cluster's parent process passes the keys to its ranks. A process that joins a cluster reads the configured key file.
+Without one, a process on the same host reads the file that `disagg launch` writes for its run and removes at its end.
 """
 
 from __future__ import annotations

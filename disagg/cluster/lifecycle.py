@@ -74,7 +74,7 @@ class Cluster:
         self.failed = ""
         """Reason why this cluster has ended all its ranks and cannot start others; empty while it works.
 
-        `DISOWNED`: another launch has adopted the groups, which go on.
+        `DISOWNED`: another launch has adopted the groups, which continue.
         """
 
     # --- life
@@ -94,7 +94,8 @@ class Cluster:
         self._bring_up(self.groups, progress)
 
     def missing(self) -> list[Role]:
-        """Returns the role of each missing group. `keep_count`, or else the placement, gives the number of groups."""
+        """Returns the role of each missing group. The expected numbers of groups are those of `keep_count`, or else
+        those of the placement."""
         counts = self._pulses.counts.groups
         return [
             role
@@ -103,7 +104,7 @@ class Cluster:
         ]
 
     def keep_count(self, role: Role, count: int) -> None:
-        """Records the number of groups that an operator has set. A launch that adopts the groups reads it, too."""
+        """Records the number of groups that an operator has set. An adopting launch reads this number too."""
         changes, groups = self._pulses.counts
         self._pulses.counts = GroupCounts(changes + 1, {**groups, role: count})
 
@@ -143,7 +144,7 @@ class Cluster:
         self.take_down(group)
 
     def take_down(self, group: Group) -> None:
-        """Kills a group's remaining processes and releases its resources. The watcher informs its peers."""
+        """Kills a group's remaining processes and releases its resources. The watcher informs the group's peers."""
         group.leaving = True
         with self._lock:
             self.groups = tuple(one for one in self.groups if one is not group)
@@ -333,7 +334,7 @@ class Cluster:
         with self._lock:
             self.groups = tuple(group for group in self.groups if not group.up)
         self._parked.clear()
-        log.error("disowned", why=DISOWNED, consequence="this command ends, the groups go on")
+        log.error("disowned", why=DISOWNED, consequence="this command ends, the groups continue")
         for callback in (*self._on_failed,):
             callback()
 

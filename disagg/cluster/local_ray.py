@@ -152,7 +152,7 @@ def ensure_token() -> None:
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not path.exists():
-            # Another start may have made the file meanwhile: both use that token.
+            # Another start may have made the file in the meantime: both starts use its token.
             with contextlib.suppress(FileExistsError):
                 create_file(path, secrets.token_hex(TOKEN_BYTES).encode())
                 return

@@ -15,7 +15,7 @@ class GroupPlacement:
 
     tp: int
     device: str
-    """`cpu` or `cuda`."""
+    """Device of the ranks: `cpu` or `cuda`."""
     gpus_per_rank: float
     """GPU resources of a rank in Ray: 1, a share of one, or 0 on a CPU."""
     backend: str
@@ -34,7 +34,7 @@ class Placement:
     """Placement of all groups, with the reason in words."""
 
     kinds: Mapping[Role, GroupPlacement]
-    """`prefill` and `decode`, or `colocated`."""
+    """Placement of each kind of group: `prefill` and `decode`, or `colocated`."""
     why: str
 
     @property
@@ -63,9 +63,9 @@ def choose_placement(
     """Places `groups` = (prefill, decode) groups on `gpus` GPUs; chooses TP sizes that are None.
 
     Each rank gets its own GPU if there are enough GPUs. Otherwise, one prefill and one decode group use different
-    GPUs, on which the group's ranks share if needed. With only one GPU, or with more groups, all ranks share all
-    GPUs. Without GPUs, or with `device` `cpu`, ranks run on the CPU. Raises `ConfigError` when `device` is `cuda`
-    and there is no GPU.
+    GPUs; the ranks of a group share its GPUs if needed. With only one GPU, or with more groups, all ranks share all
+    GPUs. Without GPUs, or with `device` `cpu`, ranks run on the CPU. Raises `ConfigError` when `device` is `cuda` and
+    there is no GPU.
     """
     if why := _on_cpu(gpus, device):
         return _both(prefill_tp or 2, decode_tp or 1, groups, "cpu", 0.0, 0.0, why)

@@ -18,9 +18,8 @@ from disagg.node.ownership import NO_COUNTS
 PER_TIMEOUT = 5
 """Number of pulses that a rank gets per `hang_timeout_s`."""
 PAUSE_S = 2.0
-"""A longer gap between two checks means that this process was paused. Ranks get more time then, as nobody read
-replies.
-"""
+"""Longest gap between two checks that counts as normal. After a longer pause of this process ranks get more time,
+because nobody read their replies."""
 
 Member = tuple[Group, int]
 """A group and the number of a rank in it."""
@@ -59,8 +58,7 @@ class Pulses:
                 actor.pulse.remote(self._token, self.counts)
 
     def silent(self, members: Iterable[Member]) -> list[Member]:
-        """Sends pulses to `members` when due; returns those that have not replied for `hang_timeout_s`. Never
-        blocks."""
+        """Sends pulses to `members` when due; returns members silent for `hang_timeout_s`. Never blocks."""
         now_s = self._clock()
         self._pardon(now_s)
         members = dict.fromkeys(members)

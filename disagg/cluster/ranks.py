@@ -32,13 +32,13 @@ class Ranks(Protocol):
     ) -> Group:
         """Reserves resources for a group and starts its processes, which outlive this process if `owner` has a token.
 
-        Raises `ConfigError` when they do not become free in time, or as soon as `given_up()` is true.
+        Raises `ConfigError` when the resources do not become free in time, or as soon as `given_up()` is true.
         """
 
     def survivors(self, placement: Placement) -> list[Group]:
         """Returns the groups of launches with the same `cluster.name`, sorted by name, including incomplete groups.
 
-        `Group.actors` holds the living ranks only. Roles in `placement` give their groups the placement.
+        `Group.actors` holds the living ranks only. A group gets the placement of its role in `placement`, if any.
         """
 
     def results(self, calls: Sequence[Call], timeout_s: float) -> list[Any]:

@@ -59,7 +59,7 @@ def start_cluster(
 
 
 class RayRanks:
-    """`disagg.cluster.ranks.Ranks` with Ray actors. Needs a connection to Ray."""
+    """Implements `disagg.cluster.ranks.Ranks` with Ray actors. Needs a connection to Ray."""
 
     def __init__(self, private: PrivateRay | None = None) -> None:
         self._private = private
@@ -136,7 +136,7 @@ class RayRanks:
 
         try:
             ended, others = ray.wait(list(calls), timeout=timeout_s)
-            if ended and others:  # `ray.wait` returns one call, and leaves the others for the next
+            if ended and others:  # `ray.wait` returns only one completed call
                 ended += ray.wait(others, num_returns=len(others), timeout=0)[0]
         except ray.exceptions.RayError:
             return None
@@ -299,7 +299,7 @@ def _import_ray() -> Any:
     # Ray reads these at import. The token keeps other users of this machine out.
     os.environ.setdefault("RAY_AUTH_MODE", "token")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    # A start that fails on every rank raises one error; Ray would print the others as unhandled.
+    # A start that fails on every rank raises one error; Ray would print the errors of other ranks as unhandled.
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     # Ray's default niceness of 15 starves ranks when the router or a client needs the same cores.
     os.environ.setdefault("RAY_worker_niceness", "0")

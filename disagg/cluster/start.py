@@ -22,7 +22,7 @@ log = structlog.get_logger(__name__)
 LOOK_S = 0.2
 
 Progress = Callable[[str], None]
-"""Receives the current step as text."""
+"""Callback for the current step, as text."""
 
 
 def start_groups(ranks: Ranks, groups: Sequence[Group], config: Config, progress: Progress) -> None:

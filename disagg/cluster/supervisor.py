@@ -33,14 +33,14 @@ WAIT_S = 0.2
 
 
 Announce = Callable[[Sequence[GroupInfo], Sequence[str]], None]
-"""`announce(groups, draining)` publishes the groups, and the names of draining ones. Thread-safe; never blocks."""
+"""Callback `announce(groups, draining)`: publishes groups and names of draining ones. Thread-safe; never blocks."""
 WaitUnused = Callable[[Sequence[str], float], bool]
-"""`wait_unused(names, timeout_s)` waits until no router uses these groups; returns False after the timeout."""
+"""Function `wait_unused(names, timeout_s)`: waits until no router uses the groups; returns False on timeout."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Missing:
-    """A group to be started: it replaces one that died, or one that an adoption did not find."""
+    """A group to be started, in place of one that died or that an adoption did not find."""
 
     role: Role
     tries: int
@@ -79,7 +79,7 @@ class Supervisor:
             self._thread.join(WAIT_S)
 
     def drain(self, timeout_s: float, stop_now: threading.Event) -> bool:
-        """Withdraws every group. Returns False if routers still use one after `timeout_s` or `stop_now`."""
+        """Withdraws every group. Returns False if routers still use a group after `timeout_s` or `stop_now`."""
         self.stop()
         for group in self._cluster.groups:
             group.leaving = True

@@ -1,1 +1,1 @@
-"""Prefill and decode in one group, on the same ranks: the baseline that splitting them is measured against."""
+"""Prefill and decode in one group, on the same ranks: the baseline with which a split system is compared."""

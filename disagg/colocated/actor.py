@@ -1,4 +1,4 @@
-"""The colocated rank as a Ray actor, a thin shell."""
+"""The colocated rank as a Ray actor; `ColocatedRank` holds all logic."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import ray
 
 from disagg.core.collection import collection_paused
 
-with collection_paused():  # as in prefill_node.actor
+with collection_paused():  # a rank's process imports torch and transformers here
     from disagg.colocated.rank import ColocatedRank
     from disagg.node.host import ClaimReply, RankHost
     from disagg.node.ownership import NO_COUNTS, GroupCounts, Owner
 
 
-# As in prefill_node.actor: no restarts, and a separate thread for `park`.
+# No restarts, and a concurrency group for `park`: `prefill_node.actor` gives the reasons.
 @ray.remote(max_restarts=0, max_concurrency=1, concurrency_groups={"watch": 2})
 class ColocatedActor(RankHost):
     """Ray actor that hosts a `ColocatedRank`; `disagg.node.host` describes its threads and its owner."""

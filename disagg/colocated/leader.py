@@ -85,7 +85,7 @@ class ColocatedLeader(ReservingLeader):
             self._changed.notify_all()
 
     def statistics(self) -> ColocatedStatistics:
-        """Counts at this moment."""
+        """Returns the counts at this moment."""
         with self._changed:
             return self._scheduler.statistics()
 

@@ -40,10 +40,10 @@ class NoTransfers:
         self._status = RankStatus(lane, rank, device_name(device))
 
     def on_operation(self, operation: Operation) -> None:
-        """Never called."""
+        """Never called: the agent starts no operation."""
 
     def on_arrival(self, arrival: Arrival) -> None:
-        """Never called."""
+        """Never called: the agent receives no message."""
 
     def poll(self, now_s: float) -> float:
         """Returns the idle interval."""

@@ -40,9 +40,9 @@ class ColocatedRequest:
     sampling: SamplingParams
     router: str
     deadline_s: float
-    """Time limit of the request, on the leader's clock."""
+    """Deadline of the request, on the leader's clock."""
     block_table: BlockTable | None
-    """None once freed."""
+    """The request's row and pages; None once freed."""
     prefix: PrefixKey | None = None
     """The prefix cache's key of the prompt; None: the KV must not be cached."""
     answered: int = 0
@@ -50,7 +50,7 @@ class ColocatedRequest:
     states: SavedStates = field(default_factory=SavedStates)
     """Recurrent states for the prefix cache."""
     started: bool = False
-    """The router has sent `Prefill`."""
+    """Whether the router has sent `Prefill`."""
     planned_tokens: int = 0
     """Tokens of the prompt, and of the answer so far, that are computed or part of the running step."""
     tokens: list[int] = field(default_factory=list)
@@ -58,10 +58,10 @@ class ColocatedRequest:
     history: TokenHistory | None = None
     """Token counts for penalties, owned by the compute thread; None without penalties."""
     in_step: bool = False
-    """A running step computes the request: its memory must not be freed."""
+    """Whether a running step computes the request, so that its memory must not be freed."""
     closing: bool = False
     release_requested: bool = False
-    """The router waits for `Released`."""
+    """Whether the router waits for `Released`."""
 
     @property
     def begin_tokens(self) -> int:
@@ -121,7 +121,7 @@ class ColocatedScheduler:
         prefix: PrefixKey | None = None,
         answered: Sequence[int] = (),
     ) -> ColocatedRequest:
-        """Reserves a row and all pages of prompt and answer, behind the prefix cache hit of `prefix`.
+        """Reserves a row and all pages of prompt and answer, after the prefix cache hit of `prefix`.
 
         `prefix` is the key of the prompt, `answered` the answer so far. An admitted request can therefore never run
         out of pages. Raises `PromptTooLongError`, `BusyError`.
@@ -198,7 +198,7 @@ class ColocatedScheduler:
         return self._kv_manager.kv_events
 
     def statistics(self) -> ColocatedStatistics:
-        """Counts at this moment."""
+        """Returns the counts at this moment."""
         live = [request for request in self.requests.values() if not request.closing]
         return ColocatedStatistics(
             reserved=sum(not r.started for r in live),

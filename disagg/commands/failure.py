@@ -20,5 +20,5 @@ def raise_failure(cluster: Cluster) -> None:
         end.daemon = True
         end.start()
         if cluster.failed == DISOWNED:
-            raise DisaggError(f"{cluster.failed}, which goes on without this command")
+            raise DisaggError(f"{cluster.failed}, which continues without this command")
         raise DisaggError(f"{cluster.failed}: all groups have ended, start the command again")

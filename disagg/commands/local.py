@@ -71,9 +71,10 @@ def limit_tokens(config: Config, source: ModelSource) -> int:
 
 @contextlib.contextmanager
 def local_cluster(config: Config, progress: Progress) -> Iterator[Cluster]:
-    """Starts or joins Ray, as configured by `cluster.ray`, and starts all groups. At the end, stops what it started.
+    """Starts or joins Ray, as configured by `cluster.ray`, and starts all groups.
 
-    The number of GPUs determines each TP size that is None.
+    At the end of the block, the groups stop, and Ray too if this function started it. The number of GPUs determines
+    each TP size that is None.
     """
     keys = own_keys(config.control)
     # A port in use raises here, before the models load.
@@ -88,9 +89,8 @@ def placed_cluster(
 ) -> Iterator[Cluster]:
     """Runs `local_cluster` with the caller's keys, for routers in other processes.
 
-    A private Ray has room for `growth` times the number of ranks at the start. `outlives`: on an existing Ray
-    cluster, the groups outlive this process if it is killed, and groups of a process that was killed earlier are
-    adopted.
+    A private Ray has room for `growth` times the number of ranks at the start. With `outlives`, on an existing Ray
+    cluster, the groups outlive this process if it is killed. Groups of a process that was killed earlier are adopted.
     """
     source = make_source(config)
     private = None

@@ -42,7 +42,7 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True)
 class ServerParts:
-    """What a server consists of. The creator closes `model` and `tracing`; `serve_router` closes `listener`."""
+    """The parts of a server. The creator closes `model` and `tracing`; `serve_router` closes `listener`."""
 
     config: Config
     model: ServedModel

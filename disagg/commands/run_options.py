@@ -53,8 +53,8 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
     out_dir: str | None = None
     """Folder for the timeline and the machine-readable report; None writes neither."""
     deterministic: bool | None = None
-    """`model.deterministic` of a run whose tokens are compared. `disagg.reference.answers.comparable` resolves
-    None."""
+    """Value of `model.deterministic` for a run whose tokens are compared. `disagg.reference.answers.comparable`
+    resolves None."""
 
     def __post_init__(self) -> None:
         if not self.prompts:

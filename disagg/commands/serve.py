@@ -147,7 +147,7 @@ async def _own_router(cluster: Cluster) -> AsyncIterator[Router]:
 async def _serve(
     made: AbstractAsyncContextManager[Router], parts: ServerParts, cluster: Cluster | None = None
 ) -> None:
-    """Serves until a signal arrives or `cluster` fails, the cluster that this process started, if any."""
+    """Serves until a signal arrives, or until the cluster that this process started (if any) fails."""
     stop, loop = Stop(), asyncio.get_running_loop()
     for number in SIGNALS:
         loop.add_signal_handler(number, stop.request)

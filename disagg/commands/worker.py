@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from disagg.router.router import Router
 
 Order = Literal["drain", "abort"]
-"""From the parent to a worker. The end of the parent's pipe is the order to drain, too."""
+"""Order of the parent to a worker. The end of the parent's pipe counts as an order to drain."""
 News = str | DisaggError
-"""From a worker to the parent: the URL at which the worker listens, or the error that ends the worker."""
+"""Message of a worker to the parent: the URL at which the worker listens, or the error that ends the worker."""
 
 
 @dataclass(frozen=True)

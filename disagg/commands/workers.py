@@ -1,7 +1,7 @@
 """`disagg serve --workers`: starts, watches and stops the workers, which share the port of the HTTP API.
 
-The parent reserves the port and does not listen. Each worker listens there by itself (SO_REUSEPORT), so the kernel
-spreads connections over the workers that serve, and a worker that starts or has died gets none.
+The parent reserves the port and does not listen. Each worker listens on the port itself (SO_REUSEPORT), so the kernel
+spreads connections over the workers that serve. A worker that is starting or has died gets none.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
 END_S = 20.0
 """Time beyond `api.drain_timeout_s` after which a worker that does not end is killed."""
 EARLY_S = 60.0
-"""A worker that ends sooner after its start has ended early."""
+"""Shortest run of a worker that does not count as an early end."""
 
 
 async def run_workers(
@@ -102,7 +102,7 @@ class _WorkerSupervisor:
             raise self._error
 
     async def _keep(self, number: int) -> None:
-        """Runs one worker, again and again."""
+        """Runs one worker, and starts it again after each end."""
         pause_s = PAUSE_S
         while not self._stop.drain.is_set():
             began_s = time.monotonic()
@@ -151,7 +151,7 @@ class _WorkerProcess:
     def __init__(self, settings: WorkerSettings, on_listening: Callable[[_WorkerProcess], None]) -> None:
         self.number, self._on_listening = settings.worker, on_listening
         self.url = ""
-        """Empty until the worker listens."""
+        """URL at which the worker listens; empty before."""
         self.error: DisaggError | None = None
         self._loop = asyncio.get_running_loop()
         self.ended: asyncio.Future[None] = self._loop.create_future()

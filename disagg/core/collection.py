@@ -14,9 +14,9 @@ YOUNG_OBJECTS = 10_000
 def collection_paused() -> Iterator[None]:
     """Disables garbage collection within the block.
 
-    Used around the imports of torch and transformers, which create a million objects that live as long as the
-    process. Collections during the imports would free nothing and take a quarter of the time. Also used while CUDA
-    graphs are captured: a collection could free the graphs of an earlier model, which CUDA forbids during a capture.
+    The imports of torch and transformers use it: they create a million objects that live as long as the process.
+    Collections during the imports would free nothing and take a quarter of the time. The capture of CUDA graphs uses
+    it too: a collection could free the graphs of an earlier model, which CUDA forbids during a capture.
     """
     enabled = gc.isenabled()
     gc.disable()
@@ -30,8 +30,8 @@ def collection_paused() -> Iterator[None]:
 def collect_requests_only() -> None:
     """Excludes all current objects, such as imported packages, from garbage collection, and collects less often.
 
-    For servers, where each full collection would otherwise visit a million objects of packages. This function itself
-    does not collect: one collection takes as long as `collection_paused` saves.
+    Servers use it, because each full collection would otherwise visit a million objects of packages. This function
+    itself does not collect: one collection takes as long as `collection_paused` saves.
     """
     gc.freeze()
     gc.set_threshold(YOUNG_OBJECTS, 20, 20)

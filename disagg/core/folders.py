@@ -58,7 +58,7 @@ def private_folder(name: str) -> Path:
         return Path(tempfile.mkdtemp(prefix=f"disagg-{name}-", dir=base))  # mode 0700
     except OSError as exc:
         raise ConfigError(
-            f"cannot make a folder for temporary files in {base}: {exc.strerror}; set TMPDIR to one that is writable"
+            f"cannot make a folder for temporary files in {base}: {exc.strerror}; set TMPDIR to a writable folder"
         ) from exc
 
 

@@ -56,8 +56,7 @@ LIMITED = {
     ("info", "scale_requested"): "operator",
     ("info", "request"): "client",  # refused requests (4xx) only
 }
-"""Maps the level and event of a limited line to the field that names the peer. Lines without the field are not
-limited."""
+"""Field that names the peer, by level and event of a limited line. Lines without the field are not limited."""
 
 Event = MutableMapping[str, Any]
 StartTimer = Callable[[float, Callable[[], None]], None]

@@ -43,5 +43,5 @@ class Collective(Protocol):
 
 
 LayerHook = Callable[[int], None]
-"""Called on the compute thread with a layer's index within the rank's shard, right after the write of the layer's K
-and V to the pool (on a GPU: after its launch on the compute stream)."""
+"""Callback on the compute thread with a layer's index within the rank's shard. The call follows the write of the
+layer's K and V to the pool. On a GPU, the call follows the launch of the write on the compute stream."""

@@ -30,14 +30,15 @@ class PrefixKey:
     data: bytes
     """Token ids, packed: see `disagg.core.tokens`."""
     salt: str = ""
-    """Prompts with different salts share no KV: tenants cannot detect each other's prompts by timing."""
+    """Salt of the prompt. Prompts with different salts share no KV: tenants cannot detect each other's prompts by
+    timing."""
 
     @classmethod
     def of(cls, tokens: Sequence[int], salt: str = "", switch_tokens: int = 0) -> PrefixKey:
         """Packs `tokens`. Raises ValueError for a token id beyond 31 bits.
 
-        `switch_tokens`: prompts longer than this share no KV with shorter prompts, because the model switches to
-        other rotary embeddings (`longrope`); 0: the model has no switch.
+        `switch_tokens`: prompts longer than this use other rotary embeddings (`longrope`), so they share no KV with
+        shorter prompts; 0: the model has no switch.
         """
         if switch_tokens:
             salt = f"{'long' if len(tokens) > switch_tokens else 'short'} {salt}"
@@ -89,7 +90,7 @@ class HeldPrefixes:
         self.unit_tokens, self.switch_tokens = 1, 0
         """Parameters of the block hashes; see `PrefixKey`."""
         self.kind = (1, 0)
-        """The pair (`unit_tokens`, `switch_tokens`)."""
+        """Kind of the block hashes: the pair (`unit_tokens`, `switch_tokens`)."""
         self.held: set[int] = set()
 
     def __len__(self) -> int:

@@ -19,7 +19,7 @@ MAX_SEQUENCES = 128
 MAX_LENGTH_PENALTY = 10.0
 INFINITE = float("inf")
 SEED_LIMIT = 1 << 63
-"""Seeds are signed 64-bit integers."""
+"""Upper limit of seeds, which are signed 64-bit integers."""
 
 
 def check_sampling(

@@ -73,8 +73,8 @@ class GroupStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     ranks: Annotated[tuple[RankStatus, ...], MANY] = ()
     requests_waiting: Count = 0
     requests_running: Count = 0
-    """Prefill: requests that compute or send. Decode: requests that receive or decode. Colocated: requests with
-    pages."""
+    """Running requests. Prefill: requests that compute or send. Decode: requests that receive or decode. Colocated:
+    requests with pages."""
     requests_closing: Count = 0
     page_size: Count = 0
     pages: Count = 0
@@ -87,7 +87,7 @@ class GroupStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     evicted_pages_total: Count = 0
     preemptions_total: Count = 0
     tokens_total: Count = 0
-    """Prefill: prompt tokens computed. Decode: tokens generated. Colocated: both together."""
+    """Tokens processed. Prefill: prompt tokens computed. Decode: tokens generated. Colocated: both together."""
     cached_tokens_total: Count = 0
     """Prefix cache hits. Prefill: prompt tokens not computed. Decode: prompt tokens not transferred."""
     steps_total: Count = 0
@@ -103,7 +103,7 @@ class RecentAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
     arrived_unix_s: float
     prefill: str = ""
     decode: str = ""
-    """Name of the decode group, as `prefill` is the name of the prefill group."""
+    """Name of the decode group; `prefill` is the name of the prefill group."""
     prompt_tokens: int = 0
     tokens: int = 0
     turn_s: float = 0.0
@@ -128,7 +128,7 @@ class ServiceStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     unix_s: float
     uptime_s: float
     ready: str
-    """`ready`, or the reason why requests are refused."""
+    """State of the service: `ready`, or the reason why requests are refused."""
     requests_running: int
     requests_queued: int
     max_running: int
@@ -138,17 +138,17 @@ class ServiceStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     errors_total: int
     aborts_total: int
     refused_total: int
-    """Requests answered 429."""
+    """Number of requests answered with 429."""
     ttft_p50_s: float = 0.0
     """Median over the answers of the last minute, as for the three fields below; 0 without answers."""
     ttft_p99_s: float = 0.0
     itl_p50_s: float = 0.0
     itl_p99_s: float = 0.0
     groups: tuple[GroupStatus, ...] = ()
-    """Prefill groups first, then by name; a group without a report yet has no ranks."""
+    """Status of each group, prefill groups first, then by name. A group without a report yet has no ranks."""
     draining: tuple[str, ...] = ()
     recoveries_total: int = 0
-    """How often a request lost a group and continued on others."""
+    """Number of times that a request lost a group and continued on others."""
     recent: tuple[RecentAnswer, ...] = ()
     """Latest answers, newest first, including running ones."""
     workers: int = 1

@@ -42,9 +42,9 @@ class TimelineStatistics(msgspec.Struct, frozen=True):
     """Counts since the construction of the timeline."""
 
     held: int
-    """Spans not yet drained."""
+    """Number of spans not yet drained."""
     recorded: int
-    """Spans ever recorded."""
+    """Number of spans ever recorded."""
     dropped: int
     """Oldest spans that were overwritten before `drain`."""
 

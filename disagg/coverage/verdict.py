@@ -14,8 +14,8 @@ class Verdict(msgspec.Struct, frozen=True):
 
     model_type: str
     result: Result
-    """`exact`: tokens equal those of `generate()` in every run. `refused`: rejected at start with an error. `wrong`:
-    tokens differ. `failed`: any other error, a defect of the engine or of the check."""
+    """Outcome of the check. `exact`: tokens equal those of `generate()` in every run. `refused`: rejected at start
+    with an error. `wrong`: tokens differ. `failed`: any other error, a defect of the engine or of the check."""
     why: str = ""
     """The reason in one line; empty if the result is `exact`."""
     whole: tuple[str, ...] = ()

@@ -38,7 +38,12 @@ def examine(probes: Iterable[Probe]) -> list[Finding]:
         except Exception as exc:  # noqa: BLE001 - an exception of a library must not hide the other results
             name = probe.__name__.removeprefix("probe_")
             findings.append(
-                Finding(name, "fail", f"{type(exc).__name__}: {exc}", "this check itself broke; report it")
+                Finding(
+                    name,
+                    "fail",
+                    f"{type(exc).__name__}: {exc}",
+                    "this check failed unexpectedly; report the error",
+                )
             )
     return findings
 

@@ -105,7 +105,7 @@ def _nvlink(nvml: Any, handles: list[Any]) -> Finding:
     matrix = _matrix(nvml, handles, P2P_NVLINK)
     if _complete(matrix):
         return Finding("NVLink", "ok", f"between every pair:\n{_drawn(matrix)}")
-    return Finding("NVLink", "ok", f"not between every pair (the others use PCIe):\n{_drawn(matrix)}")
+    return Finding("NVLink", "ok", f"not between every pair (other pairs use PCIe):\n{_drawn(matrix)}")
 
 
 def _matrix(nvml: Any, handles: list[Any], capability: int) -> list[list[bool | None]]:

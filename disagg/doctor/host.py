@@ -27,7 +27,7 @@ def probe_python(version: tuple[int, int, int] = sys.version_info[:3]) -> list[F
     if version[:2] < (3, 11):
         return [Finding("python", "fail", detail, "install Python 3.11 or newer")]
     if not sys.platform.startswith("linux"):
-        return [Finding("python", "fail", detail, "run it on Linux: UCX, Triton and CUDA IPC need it")]
+        return [Finding("python", "fail", detail, "run disagg on Linux, which UCX, Triton and CUDA IPC need")]
     return [Finding("python", "ok", detail)]
 
 
@@ -58,10 +58,12 @@ def probe_clashes(
         origin = (origin_of or _origin)(name)
         if origin is None:
             mend = "pip install -c constraints.txt -e .  (in the project's folder)"
-            findings.append(Finding(f"package {name}", "fail", "ours is not importable", mend))
+            findings.append(Finding(f"package {name}", "fail", "disagg's package is not importable", mend))
         elif not Path(origin).resolve().is_relative_to(root):
             mend = f"pip uninstall {name}, or give disagg an environment of its own (make venv)"
-            findings.append(Finding(f"package {name}", "fail", f"{origin} hides ours in {root}", mend))
+            findings.append(
+                Finding(f"package {name}", "fail", f"{origin} hides disagg's package in {root}", mend)
+            )
         elif (installed or _is_installed)(name):
             mend = f"pip uninstall {name}, or give disagg an environment of its own (make venv)"
             detail = f"a distribution named {name} is installed; which one is imported depends on the path"

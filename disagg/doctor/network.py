@@ -19,7 +19,7 @@ from transport.hosts import AUTO, LOOPBACK, own_host
 from transport.reach import Probes, choose
 
 Runner = Callable[[Sequence[str], Mapping[str, str]], tuple[int, str]]
-"""Runs a command with extra environment variables; returns its exit status and its output."""
+"""Function that runs a command with extra environment variables, and returns its exit status and its output."""
 
 TIMEOUT_S = 60.0
 _ASK_TRANSPORT = (

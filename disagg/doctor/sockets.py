@@ -8,7 +8,7 @@ from disagg.doctor.findings import Finding
 from disagg.sockets.guards import NOTHING, Guarded, guarded
 from disagg.sockets.processes import listeners, process_tree, running_commands
 
-_MEND = "of the HTTP API: --api-key-file; of others: see docs/security.md, and trust every user of this host"
+_MEND = "HTTP API: set --api-key-file. Other sockets: see docs/security.md; every user of this host must be trusted"
 
 
 def probe_sockets(

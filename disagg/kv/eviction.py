@@ -16,7 +16,7 @@ ORDERS: dict[EvictionName, Callable[[Node], Order]] = {
     "lfu": lambda node: (node.hits, node.used),
     "fifo": lambda node: (node.born,),
 }
-"""Maps each policy to the sort key of a node. The node with the lowest key is evicted first; keys never decrease."""
+"""Sort key of a node, by policy. The node with the lowest key is evicted first; keys never decrease."""
 
 _FEW_ENTRIES = 64
 """A heap of fewer entries is not worth a clean-up."""

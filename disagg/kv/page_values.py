@@ -11,9 +11,9 @@ class PageStatistics:
     """Current counts of the allocator."""
 
     pages: int
-    """Pages without the trash page."""
+    """Number of pages without the trash page."""
     used_pages: int
-    """Allocated pages."""
+    """Number of allocated pages."""
     page_size: int
     """Tokens in a page."""
     used_tokens: int

@@ -1,8 +1,8 @@
 """Page allocator of a KV pool: integers only, on the host, O(1) per page.
 
-Pages let a sequence grow in place with at most one partly used page, and let sequences with a common prefix share
-memory: each page counts its references, as in vLLM's paged attention (Kwon et al., 2023). Page 0 is never allocated;
-it is the trash page, for padding.
+Pages let a sequence grow in place with at most one partly used page. Sequences with a common prefix share pages: each
+page counts its references, as in vLLM's paged attention (Kwon et al., 2023). Page 0 is never allocated; it is the
+trash page, for padding.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ class TokenToKVPoolAllocator:
         """Grows a sequence in `pages` from `have_tokens` to `want_tokens` tokens; returns the new pages.
 
         Appends the new pages, if any are needed, to `pages`. Returns None, changing nothing, if pages are short.
-        Raises ValueError if `pages` does not match `have_tokens`, is not allocated, or ends with a shared page that
-        the growth would write to: `append_tokens` copies such a page.
+        Raises ValueError if `pages` does not match `have_tokens` or is not allocated. Raises ValueError too if the
+        growth would write to a shared last page, which `append_tokens` copies.
         """
         self._require_growth(have_tokens, want_tokens, pages)
         if want_tokens > have_tokens and self._must_copy(have_tokens, pages):
@@ -96,7 +96,7 @@ class TokenToKVPoolAllocator:
         return pages[len(pages) - need :]
 
     def append_tokens(self, have_tokens: int, want_tokens: int, pages: list[int]) -> list[PageCopy] | None:
-        """Like `alloc_tokens`, but replaces a shared, partly filled last page by a new page (copy on write).
+        """Works like `alloc_tokens`, but replaces a shared, partly filled last page by a new page (copy on write).
 
         Returns the copies, at most one, that the caller must launch before the write; None, changing nothing, if
         pages are short.
@@ -243,7 +243,7 @@ class TokenToKVPoolAllocator:
         if want_tokens == have_tokens:
             return
         filled, touched = self._filled, pages[have_tokens // self.page_size :]
-        before = filled[touched[0]]  # the others are new
+        before = filled[touched[0]]  # the other pages are new
         for page in touched:
             filled[page] = self.page_size
         filled[touched[-1]] = want_tokens - (len(pages) - 1) * self.page_size

@@ -94,7 +94,7 @@ class RadixCache:
 
         `state`: also locks the node's own state, not those of its ancestors.
         """
-        if state and self._needs_state:
+        if state and self.needs_state:
             self._states.lock(node)
         above: Node | None = node
         while above is not None:
@@ -105,7 +105,7 @@ class RadixCache:
 
     def unlock(self, node: Node, *, state: bool = True) -> None:
         """Reverts one `lock` with the same `state`. Raises ValueError, changing nothing, if there was none."""
-        state = state and self._needs_state
+        state = state and self.needs_state
         if not (node.state_locks if state else node.locks):
             raise ValueError("this node is not locked: lock it first, unlock it once")
         if state:

@@ -22,7 +22,7 @@ class RowStatistics:
     rows: int
     """Number of rows."""
     used_rows: int
-    """Allocated rows."""
+    """Number of allocated rows."""
     max_tokens: int
     """Number of entries in a row: the longest context."""
 
@@ -98,10 +98,11 @@ class ReqToTokenPool:
         target.copy_(values, non_blocking=True)
 
     def set_slots_of(self, places: Sequence[tuple[int, int, torch.Tensor]]) -> None:
-        """Does `set_slots` for each `(row, start, slots)` of `places` with one copy; ranges must be disjoint.
+        """Sets the slots of each `(row, start, slots)` of `places`, as `set_slots`, with one copy; ranges must be
+        disjoint.
 
-        `slots`: integers `[n]` on the CPU, pinned before the copy to a GPU: a copy from pageable memory would block
-        the caller until all queued steps are complete.
+        `slots`: integers `[n]` on the CPU. The slots are pinned before the copy to a GPU, because a copy from
+        pageable memory would block the caller until all queued steps are complete.
         """
         if len(places) == 1:
             # On the critical path of a prompt's step: a slice takes fewer calls than an index.

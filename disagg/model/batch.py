@@ -71,7 +71,7 @@ class PrefillGroup:
     start: int
     """Position of the first token in its request."""
     count: int
-    """Number of tokens."""
+    """Number of the sequence's tokens in the step."""
     slots: torch.Tensor
     """int64 `[start + count]`: slots of the whole context."""
 
@@ -85,7 +85,7 @@ class KernelIndex:
     sequence `i`.
     """
     lengths: torch.Tensor
-    """int64 `[n]`: context length of each of those sequences after the step."""
+    """int64 `[n]`: context length of each of the first `n` sequences after the step."""
     chunks: PackedQueries
     """All other sequences, whose queries follow the first `n` queries. They may have one token, too."""
 
@@ -98,13 +98,13 @@ class StepIndex:
     """
 
     input_ids: torch.Tensor
-    """`[1, T]`"""
+    """Token ids, `[1, T]`."""
     positions: torch.Tensor
-    """`[1, T]`"""
+    """Position of each token in its request, `[1, T]`."""
     last: torch.Tensor
-    """`[B]`: index of each sequence's last token."""
+    """Index of each sequence's last token, `[B]`."""
     slots: torch.Tensor
-    """`[T]`: slot mapping, the slot of each token's K and V."""
+    """Slot mapping: the slot of each token's K and V, `[T]`."""
     decodes: tuple[DecodeGroup, ...]
     prefills: tuple[PrefillGroup, ...]
     kernels: KernelIndex | None = None

@@ -1,9 +1,9 @@
 """CUDA graphs of steps: one launch per step, for steps whose kernels take longer to launch than to run.
 
-As in vLLM and SGLang, decode steps are recorded for a few batch sizes and short prefill steps for a few numbers of
-tokens, the padding buckets. All graphs share one memory pool. A smaller step is padded with the trash row, whose
-tokens all lie in the trash page. A model that reads device values on the host cannot be recorded; its steps launch
-kernel by kernel.
+As in vLLM and SGLang, steps are recorded for a few sizes, the padding buckets: decode steps for batch sizes, short
+prefill steps for numbers of tokens. All graphs share one memory pool. A smaller step is padded with the trash row,
+whose tokens all lie in the trash page. A model that reads device values on the host cannot be recorded; its steps
+launch kernel by kernel.
 
 A graph fixes the grid of the attention kernel, which must cover the longest possible context. With a limit of 131,072
 tokens, most of its programs would have no work, so decode steps are also recorded for shorter contexts.
@@ -35,16 +35,12 @@ CAPTURE_MODE = "thread_local"
 cuda: Any = torch.cuda  # its graphs carry no types
 
 Compute = Callable[[torch.Tensor, int], torch.Tensor]
-"""Computes the logits, float32 `[sequences, vocab]`, of a step given as int64 `[numbers]`. Does not synchronize.
-
-The second argument is the longest context, in tokens, that a sequence may have after the step.
-"""
+"""Function that computes the logits, float32 `[sequences, vocab]`, of a step given as int64 `[numbers]`, without
+synchronizing. The second argument is the longest context, in tokens, that a sequence may have after the step."""
 
 Agreed = Callable[[bool], bool]
-"""Returns whether all ranks of a group pass True. All ranks call it together.
-
-A recorded step is padded, so its all-reduces are larger. Therefore all ranks must use the recording, or none.
-"""
+"""Function that returns whether all ranks of a group pass True. All ranks call it together. A recorded step is
+padded, so its all-reduces are larger. Therefore all ranks must use the recording, or none."""
 
 ANOTHER_RANK = "another rank of the group could not record them"
 

@@ -1,4 +1,4 @@
-"""A copy of a small device tensor to the host. Work that is queued on the device later does not delay it."""
+"""A copy of a small device tensor to the host. Work that is queued on the device later does not delay the copy."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ cuda: Any = torch.cuda  # its events carry no types
 
 
 class HostCopy:
-    """Queues a copy of a tensor to pinned memory on the current stream. Only `values` waits for it.
+    """Queues a copy of a tensor to pinned memory on the current stream. Only `values` waits for the copy.
 
     A tensor on a CPU is not copied, so it must not change until `values` is called.
     """

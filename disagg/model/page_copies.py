@@ -1,6 +1,6 @@
 """Page copies before a step, in the given order and in as few launches as possible: nearly always one.
 
-The copies of one call of `TokenToKVPoolAllocator` can run in any order: destinations were free, and sources are still
+The copies of one call of `TokenToKVPoolAllocator` can run in any order. Destinations were free, and sources are still
 in use, so no page is both. Copies of several calls may depend on their order: a copied page can be copied again, or a
 freed source can become a destination.
 """

@@ -1,9 +1,9 @@
 """Piecewise CUDA graphs of prefill steps: everything between two attention calls is one launch.
 
 The design follows vLLM's piecewise CUDA graphs. Attention, and the write of K and V before it, are launched between
-the pieces with the step's own sizes. This has three advantages: a layer's KV can be sent while later layers compute;
-attention over long contexts is split as in any other step; and one recording serves any mixture of prompts, chunks
-and one-token sequences.
+the pieces with the step's own sizes. The pieces have three advantages. A layer's KV can be sent while later layers
+compute. Attention over long contexts is split as in any other step. One recording serves any mixture of prompts,
+chunks and one-token sequences.
 
 A step uses the smallest recording into which it fits. The rows after its tokens compute with stale values of an
 earlier step. Only attention reads other rows, and attention does not read stale rows.
@@ -34,8 +34,8 @@ _MOST_PADDING = 1.12
 """Largest ratio between the tokens of a recording and the tokens of the smallest step that uses it."""
 
 Compute = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, AttentionContext], torch.Tensor]
-"""Computes the logits, float32 `[sequences, vocab]`, of int64 ids `[1, T]`, positions `[1, T]` and indices of last
-tokens `[sequences]`. Does not synchronize."""
+"""Function that computes the logits, float32 `[sequences, vocab]`, without synchronizing. The arguments are int64:
+ids `[1, T]`, positions `[1, T]`, and indices of last tokens `[sequences]`."""
 
 
 def piece_sizes(chunk_tokens: int) -> tuple[int, ...]:

@@ -50,7 +50,7 @@ class Judged(NamedTuple):
     """Nats by which the likeliest token exceeds `token`, in the engine in which this gap is larger.
     """
     explained: float
-    """The largest `difference` that rounding explains. For `gap` twice as much is allowed, because it involves two
+    """The largest `difference` that rounding explains. For `gap` twice as much is allowed, because a gap involves two
     tokens.
     """
 

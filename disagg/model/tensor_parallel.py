@@ -3,7 +3,7 @@
 A column-parallel layer keeps some output rows (query heads, KV heads, a part of the MLP). The row-parallel layer
 after it keeps the matching input columns, and its results are summed over the ranks (Megatron-LM, Shoeybi et al.,
 2019). Each rank holds and computes the whole embedding and output head, and every part that cannot be split exactly.
-If an attention module cannot be split (fused projections, latent attention, norms over all heads), the KV cache and
+Some attention modules cannot be split (fused projections, latent attention, norms over all heads). The KV cache and
 the attention itself are still split by heads; see `disagg.model.attention.paged.SharedHeads`.
 """
 
@@ -48,7 +48,7 @@ class RowParallelLinear(nn.Linear):
 
     collective: Collective
     product: Callable[[torch.Tensor], torch.Tensor] | None = None
-    """If set, computes the product with the weight instead of torch."""
+    """Function that computes the product with the weight; None: torch computes it."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Returns the full layer's output, equal on every rank."""
@@ -130,7 +130,8 @@ class _Sharder:
         return Sharding(self._cuts, "attention" in whole, whole)
 
     def _planned(self) -> dict[str, dict[str, str]]:
-        """Returns the plan's style of each existing module, by the name of its parent and its own name."""
+        """Returns the plan's style of each existing module. A key is the name of the module's parent and its own
+        name."""
         styles = getattr(self._model.config, "base_model_tp_plan", None) or {}
         prefix = self._model.base_model_prefix
         names = [name for name, _ in self._model.named_modules()]

@@ -25,7 +25,7 @@ class Rendezvous(NamedTuple):
     directory: str
     """Private folder of rank 0; empty for a group of one rank."""
     backend: str
-    """`shared` or `nccl`, see `GroupPlacement.backend`."""
+    """Collective backend, `shared` or `nccl`; see `GroupPlacement.backend`."""
 
 
 def resolve_device(name: str) -> torch.device:

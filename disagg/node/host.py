@@ -49,14 +49,14 @@ class Started(NamedTuple):
     info: RankInfo
     spec: ModelSpec
     fingerprint: str
-    """`ModelSource.fingerprint` of the rank's model."""
+    """Fingerprint of the rank's model (`ModelSource.fingerprint`)."""
     pid: int
     host: str
     """Host name of the process `pid`."""
     memory: str
     """Use of the device's memory, as text: KV pool, weights and others."""
     transport: str
-    """`Choice.name` of the rank's transport."""
+    """Name of the rank's transport (`Choice.name`)."""
     pool_tokens: int
     """Tokens that the rank's KV pool holds."""
 
@@ -90,7 +90,7 @@ class ClaimReply(NamedTuple):
 def freeze_objects() -> None:
     """Excludes every current object from garbage collection: a full collection would stop all threads for 0.2 s.
 
-    For processes that run one rank, where libraries and the model exist until the process ends.
+    A process that runs one rank calls it: libraries and the model exist until the process ends.
     """
     gc.collect()
     gc.freeze()
@@ -117,8 +117,8 @@ class RankHost:
         """`name`: the group's name; by default its role.
 
         `release` frees the group's resources and ends its ranks. It is called when no owner sent a pulse for
-        `cluster.adopt_timeout_s`. None: the rank ends with the process that started it. `clock` measures
-        the owner's pulses.
+        `cluster.adopt_timeout_s`. If `release` is None, the rank ends with the process that started it. `clock`
+        measures the owner's pulses.
         """
         configure(config.log)
         self._rank, self._config, self._keys, self._name = rank, config, as_ring(keys), name
@@ -176,7 +176,7 @@ class RankHost:
         if device.type == "cuda":
             torch.cuda.set_device(device)
         source = make_source(self._config)
-        hashing = ThreadPoolExecutor(1, "weights-hash")  # beside the load, which reads the same files
+        hashing = ThreadPoolExecutor(1, "weights-hash")  # in parallel to the load, which reads the same files
         fingerprint = hashing.submit(lambda: source.fingerprint)
         hashing.shutdown(wait=False)
         self._collective = make_collective(

@@ -13,7 +13,8 @@ from disagg.kv.event_log import KVEventLog
 from transport.control import messages as m
 
 PUBLISH_AT_EVENTS = 32
-"""Number of events that are published right after a step: those of a prompt of 2,048 tokens, with 64-token blocks."""
+"""Number of events that are published right after a step. A prompt of 2,048 tokens has this number of 64-token
+blocks."""
 
 
 class KVEventPublisher:

@@ -3,7 +3,8 @@
 A leader connects rank 0's scheduler to the control channel. Messages arrive on the control thread (and from rank 0's
 transfer thread); steps run on the compute thread. One lock guards the scheduler and is never held while the model
 runs. No operation under the lock blocks: `send` queues, and work for rank 0's transfer thread is posted. The transfer
-thread itself never waits for the lock, because a plan is encoded under it; it hands messages over with `post`.
+thread itself never waits for the lock, because a plan is encoded under the lock; the thread hands messages over with
+`post`.
 """
 
 from __future__ import annotations
@@ -72,7 +73,8 @@ class Leader(ABC):
         self.broken: str = ""
         """Reason why the group cannot serve requests any more; empty while the group works."""
         self.on_broken: Callable[[str], None] = lambda reason: None
-        """Called once, under the lock, with the reason; the owner of the rank's process then ends the group."""
+        """Callback with the reason when the group breaks; runs once, under the lock. The owner of the rank's process
+        then ends the group."""
 
     @property
     def changed(self) -> threading.Condition:
@@ -89,7 +91,7 @@ class Leader(ABC):
         """The scheduler, guarded by the leader's lock."""
         return self._scheduler
 
-    # --- for the rank that hosts it
+    # --- for the rank that hosts the leader
 
     def join(self, group: GroupInfo) -> None:
         """Sets the description of the group, after all its ranks have started."""
@@ -289,8 +291,8 @@ class Leader(ABC):
     def _send(self, router: str, message: m.Message) -> None:
         """Sends a message to a router or another leader. A message that is too large fails its request instead.
 
-        During a step's commit, tokens to the same router are collected and sent together at the end of the commit, or
-        before the next other message to that router.
+        During a step's commit, the tokens to one router are collected. They are sent together at the end of the
+        commit, or before another message to that router.
         """
         if self._step_tokens is not None:
             if isinstance(message, m.Tokens):
@@ -327,7 +329,7 @@ class Leader(ABC):
             self._send_now(router, one)
 
     def _to_ranks(self, message: m.Message) -> None:
-        """Sends a message to all ranks of the group. A too large message is not sent and fails its request."""
+        """Sends a message to all ranks of the group. A message that is too large is not sent; its request fails."""
         try:
             self._to_others(message)
         except ProtocolError as error:

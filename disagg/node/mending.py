@@ -9,7 +9,8 @@ control channel reconnects. If only the data connection breaks, one *round* of m
 
 Neither rank connects before both have fenced, so no fence can end a new connection. If both ranks send `LinkBroken`
 at once, each message also serves as the answer to the other. A rank sends active messages to a peer only after the
-`Linked` of the peer's latest link (`transport.active_messages`), so no rank receives one before it has linked.
+`Linked` of the peer's latest link (`transport.active_messages`), so no rank receives an active message before it has
+linked.
 
 If the control channel loses a peer and reconnects within a round, one side can link before the other side fences.
 The linked side then receives a second `Linked` and starts another round. A rank that cannot connect also starts

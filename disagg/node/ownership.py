@@ -15,8 +15,8 @@ from disagg.core.config.read import Role
 from disagg.core.ports import Clock
 
 TICKS = 10
-"""Number of equal parts of a time limit, which is over after as many silent parts in a row. A pause of this process,
-however long, counts as one part."""
+"""Number of equal parts into which a time limit is divided. The limit is over after this number of silent parts in a
+row. A pause of this process, however long, counts as one part."""
 DISOWNED = "another launch has adopted the group"
 """Reply to the `park` call of a launch that is no longer the owner."""
 
@@ -39,7 +39,7 @@ class GroupCounts(NamedTuple):
 
 
 NO_COUNTS = GroupCounts(0, {})
-"""Counts when an operator has set no number: the configured numbers apply."""
+"""Value for groups whose number no operator has set: the configured numbers apply."""
 NO_OWNER = Owner("", 0)
 """Owner of ranks that end with the process that started them."""
 

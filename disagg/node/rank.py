@@ -95,7 +95,7 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
         self.plans = PlanQueue()
         """Queue of the leader's plans; unused on rank 0."""
         self.executor = StepExecutor(runner, group_config.max_requests)
-        """Runs a plan's forward pass; used on the compute thread."""
+        """Executor of a plan's forward pass; used on the compute thread."""
         self._memory = {
             "weights_bytes": runner.weights_bytes,
             "kv_bytes": pool_bytes(runner),
@@ -192,7 +192,10 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
         self.compute_thread.start()
 
     def link(self, other: GroupInfo) -> None:
-        """Links this group with one of the other role. Raises `HandshakeError`, `ConfigError`, `TransportError`."""
+        """Links this group with a group of the other role.
+
+        Raises `HandshakeError`, `ConfigError`, `TransportError`.
+        """
         link = self._make_link(other)
         peers = {peer.control_address for peer in self._data_peers(link)}
         if self.leader is not None:
@@ -281,7 +284,7 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
             self.leader.handle(peer, message)
 
     def _is_deferrable(self, message: m.Message) -> bool:
-        """Returns whether a message need not wake the transfer thread: a later one arrives before it is needed."""
+        """Returns whether a message may wait until a later message wakes the transfer thread."""
         return False
 
     def _to_self(self, message: m.Message) -> None:
@@ -411,7 +414,7 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
         return 0
 
     def _end_copies(self) -> None:
-        """Ends copies of KV that this rank makes beside its steps, such as swaps; called after the last step."""
+        """Ends copies of KV that this rank makes in parallel to steps, such as swaps; called after the last step."""
 
 
 def aligned(nbytes: int) -> int:

@@ -83,12 +83,13 @@ class RankPeers:
     def met(self, peer: str) -> None:
         """Links again with a peer whose control channel has reconnected.
 
-        Both sides have fenced by then, because the loss of a control channel ends it on both sides.
+        Both sides have fenced by then, because a control channel that one side loses ends on both sides.
         """
         self._post(partial(self.mending.on_met, peer))
 
     def _repeat_if_linked(self, peer: str) -> None:
-        """Handles a loss again if `RankNode.link` ran concurrently and connected the peer before its work ended.
+        """Handles a loss again if `RankNode.link` ran concurrently and connected the peer before the work with it was
+        ended.
 
         The control channel may have reconnected before this call; a round of repair links again in either case.
         """

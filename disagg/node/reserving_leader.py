@@ -1,8 +1,8 @@
 """Base of the leaders that reserve a row and pages for requests, and queue requests for which none are free.
 
-The queue is admitted from whenever rows or pages may have become free: a request has freed its memory, a copy to host
-memory has ended, a queued request has left, or a step has ended (before the next step is planned). The leader's lock
-is held.
+Queued requests are admitted whenever rows or pages may have become free. This happens when a request has freed its
+memory, a copy to host memory has ended, a queued request has left, or a step has ended (before the next step is
+planned). The leader's lock is held.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class ReservingLeader(Leader):
                 self._admit_waiting()
 
     def on_peer_lost(self, peer: str) -> None:
-        """Extends the base method: removes the queued requests of a lost router too."""
+        """Ends the requests of a lost router, queued ones included; a lost rank breaks the group."""
         with self._changed:
             for one in [one for one in self.waiting if one.router == peer]:
                 self.waiting.remove(one.reserve.key)
@@ -71,7 +71,7 @@ class ReservingLeader(Leader):
             return self._changed.wait_for(lambda: not self.waiting and not self._requests(), timeout_s)
 
     def check(self) -> None:
-        """Extends the base method: checks the queue too."""
+        """Raises `InvariantError` if the scheduler or the queue is inconsistent."""
         with self._changed:
             super().check()
             self.waiting.check()
@@ -122,14 +122,14 @@ class ReservingLeader(Leader):
         return WaitingRequest(router, message, now_s + message.deadline_s, now_s + wait_s)
 
     def _waits(self, router: str, message: m.Reserve) -> bool:
-        """Returns whether the request is queued already; it keeps its position. Refuses it for another router."""
+        """Returns whether the request is queued already and keeps its position; refuses it for another router."""
         known = self.waiting.get(message.key)
         if known is not None and known.router != router:
             self._refuse(router, message.key, BusyError(f"request {message.key} is in use by another router"))
         return known is not None
 
     def _release(self, router: str, message: m.Release) -> None:
-        """Extends the base method: removes a queued request too."""
+        """Releases a request: removes the request from the queue, or frees its memory."""
         known = self.waiting.get(message.key)
         if known is not None and known.router == router:
             self.waiting.remove(message.key)
@@ -140,7 +140,8 @@ class ReservingLeader(Leader):
         super()._break(reason)
 
     def expire(self) -> None:
-        """Extends the base method: refuses queued requests past their wait limit, then admits from the queue.
+        """Ends requests past their deadline, refuses queued requests past their wait limit, then admits from the
+        queue.
 
         Runs before each step is planned.
         """

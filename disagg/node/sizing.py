@@ -27,8 +27,8 @@ LIBRARY_BYTES = (512 << 20, 1536 << 20)
 """Lower and upper bound of the memory of CUDA's context and libraries in one process. CUDA does not attribute memory
 outside torch to one of several processes on a GPU."""
 MAX_POOL_TOKENS = 1 << 24
-"""Largest pool. No GPU has memory for so many tokens of a real model; the limit bounds the page list of tiny models.
-"""
+"""Largest pool. No GPU has memory for this number of tokens of a real model; the limit bounds the page list of tiny
+models."""
 SAMPLER_COPIES = 6
 """Peak memory of sampling, in float32 copies of the logits: counts, penalised logits, log-probabilities."""
 
@@ -65,8 +65,8 @@ class MemoryBudget:
 def fill_memory(runner: ModelRunner, config: Config, group: GroupConfig, role: str) -> MemoryBudget:
     """Resizes the rank's KV pool to the remaining memory. Collective over the group's ranks, before any request.
 
-    Raises `ConfigError` if the pool is smaller than one request of `max_context_tokens`, or than one page if
-    `max_context_tokens` is automatic and the pool bounds the context.
+    Raises `ConfigError` if the pool is smaller than one request of `max_context_tokens`. If `max_context_tokens` is
+    automatic, the pool bounds the context and needs only one page.
     """
     budget = measure(runner, config, group, role)
     token_bytes = runner.pool.nbytes // runner.pool.slots

@@ -1,7 +1,7 @@
 """Time limit of a step, because a kernel or a collective that hangs raises no error.
 
-The compute thread marks begin and end of a step; the transfer thread checks the limit. A pause of the whole process
-(SIGSTOP, a suspended machine) stops both threads and does not count.
+The compute thread marks the start and the end of a step; the transfer thread checks the limit. A pause of the whole
+process (SIGSTOP, a suspended machine) stops both threads and does not count.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from disagg.core.ports import Clock
 FACTOR = 10.0
 """Ratio of the limit to the longest step so far."""
 PAUSE_S = 3.0
-"""A longer gap between two checks counts as a pause of the process."""
+"""Longest gap between two checks; a longer one counts as a pause of the process."""
 
 
 class StepWatch:
@@ -61,7 +61,10 @@ class StepWatch:
             self.ended()
 
     def overdue_s(self) -> float:
-        """Returns the duration of the running step if it exceeds the limit, else 0. Only one thread may call it."""
+        """Returns the duration of the running step if the step exceeds the limit, else 0.
+
+        Only one thread may call this method.
+        """
         now_s, began_s = self._clock(), self._began_s
         gap_s, self._looked_s = now_s - self._looked_s, now_s
         if began_s is None:

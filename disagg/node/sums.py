@@ -31,9 +31,9 @@ class Word:
     """
 
     memory: torch.Tensor
-    """int64 `[1]`."""
+    """The word's memory, int64 `[1]`."""
     array: Any
-    """The same memory as a numpy array, for fast reads."""
+    """The word's memory as a numpy array, for fast reads."""
 
     @property
     def value(self) -> int:

@@ -55,16 +55,16 @@ class LoopCallbacks(NamedTuple):
     """Functions that the loop calls on the transfer thread."""
 
     broken: Callable[[Exception], None] = lambda error: None
-    """Called with the exception that ended the loop; no transfer is possible afterwards."""
+    """Callback with the exception that ended the loop; no transfer is possible afterwards."""
     computing: Callable[[], bool] = lambda: False
-    """Returns whether a step is being launched. The loop then does not poll, because the launch needs the
-    interpreter."""
+    """Callback that returns whether a step is being launched. The loop then does not poll, because the launch needs
+    the interpreter."""
     tick: Callable[[], None] = lambda: None
-    """Called every `tick_s` seconds of the loop."""
+    """Callback every `tick_s` seconds of the loop."""
     lost: Callable[[str], None] = lambda peer: None
-    """Called repeatedly for each peer that the transport has lost."""
+    """Callback for each peer that the transport has lost, called repeatedly."""
     look: Callable[[], None] = lambda: None
-    """Called every `LOOK_S` to `IDLE_WAIT_S` seconds."""
+    """Callback every `LOOK_S` to `IDLE_WAIT_S` seconds."""
 
 
 _NO_CALLBACKS = LoopCallbacks()

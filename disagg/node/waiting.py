@@ -22,7 +22,7 @@ class WaitingRequest:
     """One queued request, which has no row and pages yet. Times are on the leader's clock."""
 
     router: str
-    """Control address of its router."""
+    """Control address of the request's router."""
     reserve: m.Reserve
     deadline_s: float
     wait_until_s: float
@@ -51,7 +51,7 @@ class WaitingQueue:
         return len(self._routers)
 
     def __iter__(self) -> Iterator[WaitingRequest]:
-        """Yields the requests router by router. The queue must not change meanwhile."""
+        """Yields the requests router by router. The queue must not change during the iteration."""
         for queue in self._queues.values():
             yield from queue.values()
 
@@ -71,7 +71,7 @@ class WaitingQueue:
         return self._queues[router][key] if router is not None else None
 
     def add(self, request: WaitingRequest) -> None:
-        """Queues a request behind the others of its router. The queue must not be `full` or contain the request."""
+        """Queues a request after its router's other requests. The queue must not be `full` or contain it already."""
         key = request.reserve.key
         assert not self.full, "the caller refuses further requests"
         assert key not in self._routers, "a request waits once"

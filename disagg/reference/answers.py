@@ -28,8 +28,8 @@ from disagg.reference.engines import HuggingFace, QuantizedBehindThePrompt, Refe
 def comparable(config: Config, deterministic: bool | None) -> Config:
     """Returns `config` with `model.deterministic` set, for a run whose tokens are compared.
 
-    None enables it on a GPU, and keeps the configured value on a CPU, where float32 is exact and faster without it.
-    Raises `ConfigError` when a configured GPU is missing.
+    None enables the mode on a GPU. On a CPU, None keeps the configured value, because float32 is exact there and
+    faster without the mode. Raises `ConfigError` when a configured GPU is missing.
     """
     if deterministic is None:
         cuda = any(resolve_device(group.device).type == "cuda" for group in config.kinds.values())
@@ -68,8 +68,8 @@ class Reference:
     name: str
     answers: list[list[int]]
     judges: list[Judge | None]
-    """For each prompt, the reference engine's `Judge` of the other answer; None for no answer, an equal one, or one
-    that ends too early."""
+    """For each prompt, the reference engine's `Judge` of the other answer; None without such an answer, for an equal
+    answer, and for an answer that ends too early."""
 
 
 def reference_answers(

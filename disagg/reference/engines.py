@@ -28,8 +28,8 @@ class ReferenceEngine(Protocol):
     def logits(self, prompt: Sequence[int], answer: Sequence[int]) -> Iterator[torch.Tensor]:
         """Yields logits `[vocab]` after the prompt and after each token of `answer` except the last one.
 
-        A tensor is valid until the next one. Steps do not run as CUDA graphs, so `disagg.model.rounding.output_noise`
-        affects them.
+        A tensor is valid until the next one is yielded. Steps do not run as CUDA graphs, so
+        `disagg.model.rounding.output_noise` affects them.
         """
 
 

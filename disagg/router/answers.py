@@ -27,7 +27,8 @@ class Output(msgspec.Struct, frozen=True):
 
 
 Emit = Callable[[Output], None]
-"""Callback for a request's outputs; those of one answer arrive in order. Runs on the event loop; must not block."""
+"""Callback for a request's outputs; the outputs of one answer arrive in order. Runs on the event loop; must not
+block."""
 
 
 @dataclass(slots=True)
@@ -46,7 +47,7 @@ class SessionReport:
     messages: int = 0
     transfer_s: float = 0.0
     transferred_s: float = 0.0
-    """When the prefill leader reported that the last segment was sent."""
+    """Time at which the prefill leader reported that the last segment was sent."""
     answers: list[list[int]] = field(default_factory=list)
     """Tokens of each answer."""
     recoveries: list[str] = field(default_factory=list)
@@ -125,9 +126,9 @@ class RouterRequest:
     sampling: SamplingParams
     timeout_s: float
     decode: Decode | None = None
-    """Converts tokens to text, which stop strings need; `disagg.router.text.decode_with` makes one."""
+    """Function that converts tokens to text, which stop strings need; made by `disagg.router.text.decode_with`."""
     report: SessionReport = field(default_factory=SessionReport)
     cache_salt: str = ""
-    """Only prompts with the same salt share cached KV."""
+    """Salt of the prompt: only prompts with the same salt share cached KV."""
     session: str = ""
-    """Requests with the same session use the same decode group, unless it is overloaded."""
+    """Name of the session. Requests with the same name use the same decode group, unless it is overloaded."""

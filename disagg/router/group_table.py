@@ -97,8 +97,10 @@ class GroupTable:
         return has_rank_in(engine, self._dispatcher.lost)
 
     def compares(self, engine: RoutedGroup) -> bool:
-        """Returns whether the policy compares cached prefixes of this group: a prefix-aware policy, and other
-        groups."""
+        """Returns whether the policy compares cached prefixes of this group.
+
+        The policy must be prefix-aware, and the role must have another group.
+        """
         return self._by_prefixes() and len(self.of(engine.group.role)) > 1
 
     def hash_kinds(self) -> set[tuple[int, int]]:

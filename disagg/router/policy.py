@@ -14,7 +14,8 @@ from disagg.core.prefixes import HeldPrefixes
 from disagg.core.types import GroupInfo
 
 SLACK = 16
-"""Groups whose costs differ by at most 1/16 of the prompt count as equal; see `prefix_aware`."""
+"""Divisor of the prompt's tokens. Groups whose costs differ by at most this part of the prompt (1/16) count as equal;
+see `prefix_aware`."""
 SESSION_LOAD = 1.25
 """Load limit of a session's group relative to the mean (c of Mirrokni et al.)."""
 
@@ -27,13 +28,13 @@ class RoutedGroup:
     requests: int = 0
     """This router's running requests in the group; in a decode group, their sequences."""
     tokens: int = 0
-    """Prompt tokens of those requests, minus prefix cache hits. A prefill group counts only prompts not computed yet,
-    so the number approximates its queue."""
+    """Prompt tokens of the running requests, minus prefix cache hits. A prefill group counts only prompts not
+    computed yet, so the number approximates its queue."""
     served: int = 0
     """Requests ever sent to the group."""
     lost: bool = False
     draining: bool = False
-    """The group finishes its requests and gets no new ones."""
+    """Whether the group finishes its requests and gets no new ones."""
     held: HeldPrefixes = field(default_factory=HeldPrefixes)
     """Cached prefixes, from KV events; empty if the router does not watch them."""
 
@@ -45,11 +46,11 @@ class RoutedGroup:
 
 @dataclass(slots=True)
 class SessionLoad:
-    """What one session adds to the load counts of its groups."""
+    """Load that one session adds to the counts of its groups."""
 
     prefill: RoutedGroup
     decode: RoutedGroup
-    """The same group as `prefill` if colocated."""
+    """The decode group; equal to `prefill` if colocated."""
     sequences: int
     """Sequences of the request; each one is part of a decode group's steps."""
     tokens: dict[RoutedGroup, int]
@@ -100,7 +101,7 @@ class RoutingRequest:
 
 
 Policy = Callable[[Sequence[RoutedGroup], RoutingRequest], RoutedGroup]
-"""Chooses one of the groups of a role. Raises `BusyError` if no group is usable."""
+"""Function that chooses one of the groups of a role. Raises `BusyError` if no group is usable."""
 
 
 def least_loaded(engines: Sequence[RoutedGroup], request: RoutingRequest) -> RoutedGroup:

@@ -20,11 +20,12 @@ from disagg.core.types import SamplingParams
 from disagg.router.answers import Answer
 
 DEADLY = 2
-"""After this many sessions of a request have lost a group at the same token, the request counts as the cause."""
+"""Number of sessions of a request that lose a group at the same token before the request counts as the cause."""
 FIRST_LINK_PAUSE_S, LONGEST_LINK_PAUSE_S = 0.05, 2.0
-"""First and longest pause after a session whose groups were not linked; it doubles for each such session in a row."""
+"""First and longest pause after a session whose groups were not linked; the pause doubles for each such session in a
+row."""
 SAME_FAULT_S = 5.0
-"""A session that begins within this time after a loss may fail from the same, still undetected fault."""
+"""Time after a loss within which a new session may fail from the same, still undetected fault."""
 SECOND_PAUSE_S = 1.0
 """Pause before the second recovery of a request; each later pause is four times as long as the one before."""
 
@@ -72,7 +73,8 @@ class Branch:
         *,
         decoded: bool = False,
     ) -> bool:
-        """Returns whether the loss of a session, started at `started_s` with these groups, counts as the latest one.
+        """Returns whether the loss of a session, started at `started_s` with these groups, has the same cause as the
+        latest loss.
 
         Each data connection and each control channel of the groups detects a fault at its own time. `silent`: names
         of groups that are lost to the router, or were at the latest loss, but are not dead. When both sessions had
@@ -87,9 +89,9 @@ class Branch:
         return overlaps or not (latest.isdisjoint(silent) or groups.isdisjoint(silent))
 
     def after_loss(self, groups: Iterable[str], now_s: float, silent: Set[str] = frozenset()) -> Branch:
-        """Returns the branch after a session with these groups failed, the `silent` ones without known death.
+        """Returns the branch after the failure of a session with these groups; counts one recovery.
 
-        Counts one recovery.
+        `silent`: the groups among them that did not respond, but are not known to be dead.
         """
         return replace(
             self._with_suspects(groups, silent),
@@ -99,7 +101,7 @@ class Branch:
         )
 
     def after_wait(self, groups: Iterable[str] = (), silent: Set[str] = frozenset()) -> Branch:
-        """Returns the branch after a failed session that counts as no recovery and lost `groups`."""
+        """Returns the branch after a failed session that lost `groups`, without counting a recovery."""
         lost = self._with_suspects(groups, silent) if groups else self
         return replace(lost, unlinked=self.unlinked + 1)
 

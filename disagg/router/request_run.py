@@ -62,15 +62,15 @@ class RunContext:
     budget: RecoveryBudget
     clock: Clock
     recovered: Callable[[Loss], None]
-    """Called for each recovery."""
+    """Callback for each recovery."""
     avoid: Callable[[Pair], None]
-    """Called with the groups of each failed session whose request continues: the pair is avoided for a while."""
+    """Callback with the groups of each failed session whose request continues: the pair is avoided for a while."""
     dead_groups: Callable[[Iterable[str]], set[str]]
-    """Returns those of the named groups that are dead, and not only silent."""
+    """Callback that returns which of the named groups are dead. A silent group, which may return, is not dead."""
     silent_groups: Callable[[Iterable[str]], set[str]]
-    """Returns those of the named groups that are silent, and not known as dead."""
+    """Callback that returns which of the named groups are silent and not known as dead."""
     decode_groups: Callable[[], int]
-    """Returns the number of usable groups that decode."""
+    """Callback that returns the number of usable groups that decode."""
 
 
 @dataclass(slots=True)
@@ -80,10 +80,10 @@ class RequestRun:
     context: RunContext
     request: RoutedRequest
     choose: Callable[[str, Set[str]], Pair]
-    """Returns a pair for the next session. Arguments: the name of the decode group to keep if usable, and the names
-    of decode groups to avoid if another one is usable. Raises `BusyError`."""
+    """Callback that returns a pair for the next session. Arguments: the name of the decode group to keep if usable,
+    and the names of decode groups to avoid if another one is usable. Raises `BusyError`."""
     missing_tokens: Callable[[RoutedGroup], int]
-    """Returns the prompt tokens that a group has to compute or receive."""
+    """Callback that returns the prompt tokens that a group has to compute or receive."""
     emit: Emit
     _epochs: itertools.count[int] = field(default_factory=itertools.count)
     _releases: set[asyncio.Task[None]] = field(default_factory=set)
@@ -202,7 +202,7 @@ class RequestRun:
         both = silent | (branch.silent - context.dead_groups(branch.silent))
         same = branch.is_same_fault(groups, session.started_s, both, decoded=session.decoded)
         if session.unlinked or (peer_lost and same):
-            # A prefill group that was lost may have died of the prompt, ticket or not.
+            # A lost prefill group may have failed because of the prompt, with or without a ticket.
             branch = branch.after_wait(groups if peer_lost or session.prompt_lost else (), silent)
             self._require_recoverable(branch, error)
             context.avoid((load.prefill, load.decode))
@@ -246,8 +246,10 @@ class RequestRun:
 
 
 def _full_groups(full: frozenset[str], session: Session) -> frozenset[str]:
-    """Returns the decode groups to avoid after `session`: the groups that had no room, forgotten once every usable
-    group was tried."""
+    """Returns the decode groups to avoid after `session`, because they had no room.
+
+    If the session's group is already among them, every usable group was tried: the set then restarts with this group.
+    """
     if not session.no_room:
         return frozenset()
     name = session.decode.name

@@ -14,11 +14,11 @@ from transport.control import messages as m
 from transport.control.base import ControlChannel
 
 Receiver = Callable[[str, m.Message | PeerLostError], None]
-"""Called on the loop with a peer's address and its message, or with an error when the peer is lost."""
+"""Callback on the loop that receives a peer's address with its message, or with an error when the peer is lost."""
 ResponseInbox = asyncio.Queue["tuple[str, m.Message | PeerLostError]"]
 """Queue of the arguments of `Receiver` calls."""
 Listener = Callable[[m.Message | PeerLostError], None]
-"""Called on the loop with a peer's messages that belong to no request, or with an error when the peer is lost."""
+"""Callback on the loop that receives a peer's messages without a request, or an error when the peer is lost."""
 
 
 class ResponseDispatcher:
@@ -36,11 +36,11 @@ class ResponseDispatcher:
         self.dead: set[str] = set()
         """Peers that are dead; a peer that is silent may return."""
         self.changes = 0
-        """Changes of `lost` and `dead` so far."""
+        """Number of changes of `lost` and `dead` so far."""
         self.unclaimed = 0
         """Dropped messages: of ended requests, or of peers without a listener."""
         self._arrived: deque[Callable[[], None]] = deque()
-        """What the channel's thread passed over, in order. The loop is woken once for all of it."""
+        """Events from the channel's thread, in order; one wake-up of the loop serves all of them."""
         self._woken = False
         self._corked = False
         """Whether messages wait for the end of this iteration of the loop."""

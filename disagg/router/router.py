@@ -34,7 +34,7 @@ DRAIN_PAUSE_S = 0.05
 """Interval at which a draining group's requests are counted."""
 
 GroupsChanged = Callable[[Sequence[GroupInfo]], None]
-"""Receives the groups that take requests."""
+"""Callback for changes of the groups that take requests."""
 
 
 class Router:
@@ -65,7 +65,7 @@ class Router:
             self._decode_groups,
         )
         self._missing_since_s: dict[str, float] = {}
-        """When each role without a usable group was first found to have none."""
+        """Time since which each role is known to have no usable group."""
         self.recoveries: Counter[str] = Counter()
         """Recoveries of requests since the start, by `Loss`."""
         self._table = GroupTable(dispatcher, lambda: self.choose is prefix_aware)

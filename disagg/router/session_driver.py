@@ -47,12 +47,12 @@ class SessionDriver:
         self._opened = ExitStack()
         self._opened.enter_context(dispatcher.receiving(session.key, self._receive))
         self._held: list[tuple[str, m.Message | PeerLostError]] = []
-        """Messages that came while the session was neither run nor released."""
+        """Messages that arrived while neither `run` nor `release` was running."""
         self._ending: asyncio.Future[None] | None = None
-        """Done when the session is over, or has failed, while it is run or released."""
+        """Future that is done when the session is over or has failed; None unless `run` or `release` waits."""
         self._ended: list[SessionAction] = []
         self.reserving = asyncio.Event()
-        """Set when the first `Reserve` is sent, or the session has ended without."""
+        """Event that is set when the first `Reserve` is sent, or when the session has ended without sending one."""
 
     async def run(self) -> None:
         """Emits the answers. Raises the error that ended them. `release` must follow, also after an error."""

@@ -46,7 +46,7 @@ class SessionHandlers(ABC):
 
     prefill: GroupInfo
     decode: GroupInfo
-    """The same group as `prefill` if colocated."""
+    """The decode group; equal to `prefill` if colocated."""
     key: RequestKey
     prompt: TokenIds
     sampling: SamplingParams
@@ -54,7 +54,8 @@ class SessionHandlers(ABC):
     """Start of the request, for the report; same clock as `deadline_s` and each event's `now_s`."""
     deadline_s: float
     answers: list[Answer]
-    """Unfinished answers of the request. A session that continues one of several answers has only that one."""
+    """Unfinished answers that this session computes: all answers of the request, or the one that the session
+    continues."""
     report: SessionReport
     reserve_wait_s: float
     """Longest wait for room in the decode group; infinite: until the deadline."""
@@ -64,32 +65,34 @@ class SessionHandlers(ABC):
     after: RequestKey | None = None
     """Key of the failed session whose row and pages the decode group keeps for this session."""
     careful: bool = False
-    """Whether the prefill group gets the prompt with the ticket only. After a loss, a session that waits for room is
-    then not suspected when its prefill group dies, and an answer that has ended already needs no prefill group."""
+    """Whether the prompt goes to the prefill group only together with the ticket; set after a loss. A session that
+    waits for room is then not blamed for the death of its prefill group. An answer that has already ended needs no
+    prefill group."""
     phase: SessionPhase = SessionPhase.NEW
     involved: set[str] = field(default_factory=set)
     """Leaders that received the request, and so must release it."""
     unreleased: set[str] = field(default_factory=set)
     """Leaders that have not confirmed the release."""
     loss: Loss | None = None
-    """Set if the session failed and another session can continue the request."""
+    """Cause of the session's failure if another session can continue the request; None otherwise."""
     no_room: bool = False
-    """The session failed because the decode group had no room in time; another group may have some."""
+    """Whether the session failed because the decode group had no room in time; another group may have some."""
     unlinked: bool = False
-    """The session failed because its groups were not linked, or because the prefill group was lost before the decode
-    group had room."""
+    """Whether the session failed because its groups were not linked, or because the prefill group was lost before the
+    decode group had room."""
     prompt_lost: bool = False
-    """The prefill group was lost with the prompt, which it may have begun to compute."""
+    """Whether the prefill group was lost together with the prompt, which it may have begun to compute."""
     resumable: bool = False
-    """The decode group keeps this session's row and pages for a session whose `after` is this session's key."""
+    """Whether the decode group keeps this session's row and pages for a session whose `after` is this session's
+    key."""
     started_s: float = 0.0
     """Time of the start of this session."""
     _ticketed: bool = False
-    """The ticket is on its way to the prefill group."""
+    """Whether the ticket has been sent to the prefill group."""
     _answered: list[int] = field(init=False)
     """Tokens of the answer at the start of the session; empty with several answers."""
     decoded: bool = False
-    """The decode group has sent tokens: all KV has landed."""
+    """Whether the decode group has sent tokens, so that all KV has landed."""
     now_s: float = 0.0
 
     def __post_init__(self) -> None:
@@ -110,7 +113,7 @@ class SessionHandlers(ABC):
         ):
             # One network interruption is detected several times: by each data connection, and repeatedly by silence.
             self.unlinked, self.resumable = True, resumable
-            # The decode group may report the loss of the prefill group before the router notices it. A prefill group
+            # The decode group may report the loss of the prefill group before the router detects it. A prefill group
             # that refuses the prompt itself is alive.
             refused = prefill and isinstance(error, NotLinkedError)
             self.prompt_lost = self.prefill.leader.control_address in self.involved and not refused
@@ -229,7 +232,7 @@ class SessionHandlers(ABC):
         return self.fail(RequestTimeoutError(f"request {self.key} did not end before its deadline"))
 
     def release(self, _: None) -> list[SessionAction]:
-        """Asks every involved leader that is not lost to free the request; a lost leader owns nothing any more."""
+        """Sends `Release` to every involved leader that is not lost; a lost leader owns nothing any more."""
         self.report.ended_s = self._elapsed_s()
         self.unreleased = self.involved - self.lost
         release = m.Release(self.key, "the session ended")

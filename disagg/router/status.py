@@ -37,7 +37,7 @@ class GroupStatuses:
         self._statuses: dict[str, GroupStatus | None] = {}
         """Latest status by the leader's address; None before the first report."""
         self.changes = 0
-        """Changes of what `broken` returns so far, of any group; may count more."""
+        """Counter that increases at least whenever the result of `broken` changes for a group."""
 
     def renew(self, interval_s: float) -> None:
         """Sends a `Watch` to each leader, to be renewed after `interval_s`; drops the statuses of removed groups."""

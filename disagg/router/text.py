@@ -9,7 +9,8 @@ from typing import Any, Protocol
 from tokenizers.decoders import DecodeStream
 
 Decode = Callable[[Sequence[int]], str]
-"""Converts all tokens of an answer so far to text. With a `FastDecode`, the cost per new token is constant."""
+"""Function that converts all tokens of an answer so far to text. With a `FastDecode`, the cost per new token is
+constant."""
 
 REPLACEMENT = "\ufffd"
 
@@ -126,9 +127,9 @@ class TextStream:
         """Characters of `_held` in which stop strings are ignored."""
         self._held = ""
         self.text = ""
-        """All returned text."""
+        """All text that was returned so far."""
         self.stopped = False
-        """A stop string has occurred."""
+        """Whether a stop string has occurred."""
 
     def push(self, tokens: Sequence[int], last: bool = False) -> str:
         """Adds tokens; returns the text that is final now, all text if `last`."""

@@ -39,7 +39,7 @@ class Guarded(NamedTuple):
     listener: ListeningSocket
     purpose: str
     protection: str
-    """`API key`, `CURVE`, `TLS 1.3`, `Ray token`, `unix permissions`, `carries no data` or `nothing`."""
+    """Mechanism: `API key`, `CURVE`, `TLS 1.3`, `Ray token`, `unix permissions`, `carries no data` or `nothing`."""
 
     def __str__(self) -> str:
         one = self.listener

@@ -41,8 +41,8 @@ class ProbeReply(NamedTuple):
     """The reply of a server to a client without a key."""
 
     protocol: str
-    """`http`, `zmq`, `grpc` or `tls`; `unknown`: no reply, or a reply of an unknown protocol; `closed`: no server
-    listens."""
+    """Protocol: `http`, `zmq`, `grpc` or `tls`; `unknown`: no reply, or a reply of an unknown protocol; `closed`: no
+    server listens."""
     guarded: bool = False
     """Whether the server requires a key. For TLS, this is assumed."""
     mechanism: str = ""

@@ -21,7 +21,7 @@ KIND_STYLES: dict[Kind, tuple[str, str]] = {
 """Label and colour of each kind. Areas are stacked in the order of `KINDS`, the first one at the bottom."""
 PREEMPTED, EVICTED = ("preempted", "v", "#c2255c"), ("pages evicted", "|", "#5f3dc4")
 LIMIT_IS_FAR = 3.0
-"""A GPU limit above this multiple of the stack's height is shown as text, because its line would flatten the
+"""Multiple of the stack's height above which a GPU limit is shown as text, because its line would flatten the
 areas."""
 
 

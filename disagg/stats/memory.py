@@ -15,8 +15,9 @@ from disagg.core.config.groups import Role
 from disagg.core.status import GroupStatus, RankStatus, ServiceStatus
 
 Kind = Literal["weights", "kv_tokens", "kv_waste", "kv_cached", "kv_free", "transfer_used", "transfer_free"]
-"""`kv_tokens`: slots that hold tokens of requests; `kv_waste`: unused slots in the pages of requests; `kv_cached`:
-pages held by the prefix cache only. `transfer_`: the staging buffer of a prefill rank, the ring of a decode rank."""
+"""Kind of memory. `kv_tokens`: slots that hold tokens of requests. `kv_waste`: unused slots in the pages of requests.
+`kv_cached`: pages held by the prefix cache only. `transfer_`: the staging buffer of a prefill rank, the ring of a
+decode rank."""
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
@@ -57,7 +58,7 @@ class GroupMemory(msgspec.Struct, frozen=True):
 
 
 class Growth(msgspec.Struct, frozen=True):
-    """`count` events between the previous sample and the sample at `at_s`."""
+    """An increase of a total: `count` events between the previous sample and the sample at `at_s`."""
 
     at_s: float
     count: int

@@ -66,7 +66,7 @@ def _groups_table(groups: Iterable[GroupMemory]) -> Table:
 
 
 def _table(title: str, columns: Sequence[str], more: Sequence[str] = ()) -> Table:
-    """Returns an empty table: names in the first column, numbers in the others."""
+    """Returns an empty table: names in the first column, numbers in all further columns."""
     table = Table(
         title=f"\n{title}", title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0)
     )

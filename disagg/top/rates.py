@@ -15,7 +15,7 @@ from disagg.core.status import Path, ServiceStatus
 WINDOW_S = 5.0
 """Time that rates cover. Older samples are dropped; the latest of them is kept if it is the only other sample."""
 SAME_START_S = 2.0
-"""If the server's start times in two samples differ by more than this, the samples come from two processes."""
+"""Largest difference of the server's start times in two samples of the same process."""
 MOST_LINES = 16
 """Most flows in one table. If there are more, flows between the same two groups are summed."""
 

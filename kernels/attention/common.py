@@ -36,9 +36,9 @@ class AttentionParams:
     window_tokens: int | None = None
     """Sliding window: number of tokens that a token sees, including itself."""
     softcap: float | None = None
-    """Scores become `softcap * tanh(score / softcap)`."""
+    """Soft cap of the scores, which become `softcap * tanh(score / softcap)`."""
     sinks: torch.Tensor | None = None
-    """`[query heads]`: a score per head that counts in the denominator of each softmax and has no value vector."""
+    """Score per head that counts in the denominator of each softmax and has no value vector, `[query heads]`."""
     alibi_slopes: torch.Tensor | None = None
     """float32 `[query heads]`: ALiBi. `slope * (key position - query position)` is added to the product of
     query and key, before `scaling`."""

@@ -69,7 +69,7 @@ def kv_write(k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor, kv: LayerKV)
 
 
 def kv_write_reference(k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor, kv: LayerKV) -> None:
-    """`kv_write` in plain torch, on any device."""
+    """Computes `kv_write` in plain torch, on any device."""
     _check(k, v, slots, kv)
     for source, target, scales in ((k, kv.k, kv.k_scales), (v, kv.v, kv.v_scales)):
         source = torch.nn.functional.pad(source, (0, target.shape[2] - source.shape[2]))

@@ -28,15 +28,15 @@ class LayerKV:
     """K and V of one layer in a pool."""
 
     k: torch.Tensor
-    """`[slots, kv_heads, head_dim]`, the last axis contiguous; float, or quantized (uint8 for fp8, int8)."""
+    """K, `[slots, kv_heads, head_dim]`, the last axis contiguous; float, or quantized (uint8 for fp8, int8)."""
     v: torch.Tensor
-    """As `k`, with the same strides."""
+    """V in the layout of `k`, with the same strides."""
     dtype: torch.dtype
     """Type of K and V; for quantized values, the 8-bit type."""
     k_scales: torch.Tensor | None = None
     """bfloat16 `[slots, kv_heads]`: factors of the quantized K. None if K and V are not quantized."""
     v_scales: torch.Tensor | None = None
-    """As `k_scales`, with the same strides."""
+    """Factors of the quantized V, in the layout of `k_scales`, with the same strides."""
 
     @property
     def fp8(self) -> Any:

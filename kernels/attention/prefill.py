@@ -1,8 +1,8 @@
 """Prefill attention: many query tokens per sequence over the paged pool, which already holds their K and V.
 Causal.
 
-A program computes one KV head and a block of *rows*: query tokens x the query heads of that KV head, adjacent
-in `q`, so that K and V are read once for all of them. It processes first the tokens that all its rows see,
+A program computes one KV head and a block of *rows*: query tokens x the query heads of that KV head. Rows are
+adjacent in `q`, so that K and V are read once for all of them. It processes first the tokens that all its rows see,
 then those where some rows are masked; scores stay in registers (FlashAttention 2).
 
 A short prompt after a long cached prefix has too few blocks to fill the device. The tokens that a block sees are then
@@ -67,7 +67,7 @@ class PackedQueries:
     firsts: torch.Tensor
     """Index of the first query token in `q`."""
     starts: torch.Tensor
-    """Position of that token in its sequence, which equals the number of earlier tokens in the pool."""
+    """Position of the first query token in its sequence, which equals the number of earlier tokens in the pool."""
     counts: torch.Tensor
     """Number of query tokens."""
     most: int

@@ -40,7 +40,7 @@ class Splits:
     least_tokens: int
     """Minimum tokens of a split, except a sequence's last one; the exact size of fixed splits."""
     fixed: bool = False
-    """Splits begin at multiples of `least_tokens`, and no row's result depends on `most`."""
+    """Whether splits begin at multiples of `least_tokens`, so that no row's result depends on `most`."""
 
 
 def splits_of(programs: int, most_programs: int, max_tokens: int, least_tokens: int) -> Splits:
@@ -54,7 +54,8 @@ def fixed_splits(
 ) -> Splits:
     """Returns fixed splits of `tokens` for rows that see up to `max_tokens`.
 
-    With a `window`, the tokens may overlap one more split. Unless `parallel`, one program processes all splits.
+    A `window` may begin within a split, and so need one more split. Unless `parallel`, one program processes all
+    splits.
     """
     return Splits(-(-max_tokens // tokens) + window if parallel else 1, tokens, fixed=True)
 
@@ -125,8 +126,9 @@ def cut_context(  # type: ignore[no-untyped-def]
     FIXED: tl.constexpr,  # noqa: N803 - constexpr arguments are upper case throughout Triton
     BLOCK_TOKENS: tl.constexpr,  # noqa: N803
 ):
-    """Returns the token at which the first block starts, the token at which the first split starts, the tokens of a
-    split, and the number of splits."""
+    """Returns the start of the first block, the start of the first split, the tokens of a split, and the number of
+    splits.
+    """
     if FIXED:
         start = low // BLOCK_TOKENS * BLOCK_TOKENS
         first = low // least_tokens * least_tokens

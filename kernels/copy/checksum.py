@@ -47,7 +47,7 @@ class Origin(NamedTuple):
     token: int
     """Position in the prompt."""
     head: int
-    """KV head."""
+    """KV head in the model's numbering."""
 
 
 class Summer:
@@ -55,7 +55,7 @@ class Summer:
 
     def __init__(self, device: torch.device) -> None:
         self.parts = torch.zeros(_PARTS, dtype=torch.int64, device=device)
-        """int64 `[_PARTS]`, zero between launches."""
+        """Partial sums, int64 `[_PARTS]`, zero between launches."""
         self._compiled: dict[tuple[bool, bool], Any] = {}
         """Compiled kernels by Triton's specialization: whether a sum is subtracted, and the width of the
         seed."""
@@ -87,9 +87,10 @@ class Check:
     total: torch.Tensor
     """int64 `[1]`, on the copy's device or in pinned host memory: receives the sum and `seed`, minus `less`."""
     less: torch.Tensor | None = None
-    """int64 `[1]` on the copy's device."""
+    """Sum to subtract, int64 `[1]` on the copy's device."""
     seed: int = 0
-    """Added to the sum; 0 to 2^63 - 1. The seed distinguishes a message from zeros and from an earlier message."""
+    """Number that is added to the sum; 0 to 2^63 - 1. The seed distinguishes a message from zeros and from an earlier
+    message."""
 
     def __post_init__(self) -> None:
         _check_word("total", self.total)
@@ -124,7 +125,7 @@ class Check:
 
 
 NO_SIZES = (0, 0, 0)
-"""Replaces `Check.sizes` when no checksum is requested."""
+"""Value in place of `Check.sizes` when no checksum is requested."""
 
 
 def unit_bytes(head_bytes: int) -> int:
@@ -216,7 +217,7 @@ def _sum(units: torch.Tensor, mask: int, row: torch.Tensor, column: torch.Tensor
     """Returns the sum of `[rows, units]` with the keys of rows and units, int64 `[1]`. Torch's integers wrap
     like the kernels'.
 
-    Computed in parts that fit a core's cache, which is five times as fast.
+    The sum is computed in parts that fit a core's cache, which is five times as fast.
     """
     found = torch.zeros(1, dtype=torch.int64, device=units.device)
     step = max(1, _CACHED_UNITS // units.shape[1])

@@ -71,7 +71,7 @@ def gather(
     - slots: int32 or int64 `[tokens]` on the pool's device, each within the pool (not checked).
     - layers, heads: indices local to the pool.
     - out: uint8 on the pool's device, exactly the bytes of `[layer, plane, token, head, head_dim]`.
-    - check: also computes the checksum (`kernels.copy.checksum`); unchanged if there are no bytes.
+    - check: also computes the checksum (`kernels.copy.checksum`); its total is unchanged if there are no bytes.
 
     On CUDA: one launch on the current stream, two with `check`, no synchronization. The caller keeps pool,
     slots, out and the check's words alive and unchanged until an event recorded after this call has
@@ -94,7 +94,7 @@ def gather_reference(
     out: torch.Tensor,
     check: Check | None = None,
 ) -> None:
-    """`gather` in plain torch, on any device."""
+    """Computes `gather` in plain torch, on any device."""
     copy = plan_copy(pool, slots, layers, heads, out, "out", check)
     if copy is not None:
         _gather_torch(copy)

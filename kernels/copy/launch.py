@@ -40,7 +40,7 @@ SUMMED_TILE = Tile(warps=1)
 
 @dataclass(frozen=True, slots=True)
 class Launcher:
-    """`kernel(*tensors, *sizes, *constants, BLOCK_TOKENS, BLOCK_WORDS)`, over all planes, tokens and words.
+    """Runs `kernel(*tensors, *sizes, *constants, BLOCK_TOKENS, BLOCK_WORDS)` over all planes, tokens and words.
 
     Created and cached by `launcher`: values that are equal for all calls are computed once.
     """

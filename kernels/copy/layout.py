@@ -4,9 +4,9 @@ A pool is one contiguous tensor `[layers, planes, slots, heads, head_dim]`. A la
 one plane with both (quantized, with scales), or keys only. A segment in staging is contiguous bytes `[layer,
 plane, token, head, head_dim]`.
 
-The heads of one token are adjacent in both, so a copy consists of *rows*: for each plane and token,
-`len(heads) * head_dim` elements that are contiguous on both sides. Rows are moved as raw words, for any
-element type.
+The heads of one token are adjacent in both, so a copy consists of *rows*. A row has the `len(heads) * head_dim`
+elements of one plane and token, which are contiguous on both sides. Rows are moved as raw words, for any element
+type.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class Copy:
     pool: torch.Tensor
     """The whole pool, `[layers, planes, slots, heads, head_dim]`."""
     staged: torch.Tensor
-    """uint8 `[bytes of the segment]`."""
+    """Staging memory of the segment, uint8 `[bytes of the segment]`."""
     slots: torch.Tensor
-    """int32 or int64 `[tokens]`."""
+    """Slots of the tokens in the pool, int32 or int64 `[tokens]`."""
     layers: Span
     rows: Rows
     aligned: int

@@ -1,9 +1,8 @@
 """Pool to pool: writes head slices of one KV pool directly into another, over the link between the two GPUs.
 
-The destination may belong to another process (`transport.peer_memory`). It guards its pages with a *fence
-word* for each of its requests: the number of the writable ticket, or a number that no ticket has. The kernel
-reads the fence word on the device, in the launch that writes: a late launch for an ended request writes
-nothing.
+The destination may belong to another process (`transport.peer_memory`). The destination guards its pages with a
+*fence word* for each request: the number of the writable ticket, or a number that no ticket has. The kernel reads the
+fence word on the device, in the launch that writes: a late launch for an ended request writes nothing.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ def move(
     """Writes `source` to `target` if `fence`, int64 `[1]`, equals `ticket` at execution; else writes nothing.
 
     Both slices have the same numbers of layers, heads and tokens, element size and head_dim. `check` also
-    computes the checksum of the bytes read (`kernels.copy.checksum`); unchanged if there are no bytes.
+    computes the checksum of the bytes read (`kernels.copy.checksum`); its total is unchanged if there are no bytes.
 
     On CUDA: one launch on the current stream of the source's device, two with `check`, no synchronization.
     The caller keeps all tensors alive until an event recorded after this call has completed. Raises
@@ -89,7 +88,7 @@ def prepare_move(
 def move_reference(
     source: PoolSlice, target: PoolSlice, fence: torch.Tensor, ticket: int, check: Check | None = None
 ) -> None:
-    """`move` in plain torch, on any device; waits for the device."""
+    """Computes `move` in plain torch, on any device; waits for the device."""
     planned = _plan(source, target, fence, ticket, check)
     if planned is not None:
         _move_torch(planned)

@@ -69,7 +69,7 @@ def copy_pages(
 def copy_pages_reference(
     buffer: torch.Tensor, sources: torch.Tensor, destinations: torch.Tensor, page_size: int
 ) -> None:
-    """`copy_pages` in plain torch, on any device."""
+    """Computes `copy_pages` in plain torch, on any device."""
     plan = _plan(buffer, sources, destinations, page_size)
     if plan is not None:
         _copy_torch(plan)

@@ -69,7 +69,7 @@ def gather_quantized_reference(
     out: torch.Tensor,
     check: Check | None = None,
 ) -> None:
-    """`gather_quantized` in plain torch, on any device."""
+    """Computes `gather_quantized` in plain torch, on any device."""
     source = PoolSlice(pool, slots, layers, heads)
     target = _staged(source, dtype, out)
     if target is not None:

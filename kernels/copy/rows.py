@@ -26,12 +26,13 @@ class PoolSlice(NamedTuple):
     """A rectangle of a pool, read or written."""
 
     pool: torch.Tensor
-    """Contiguous `[layers, planes, slots, heads, head_dim]`; a plane is K, or V, or both."""
+    """The pool, contiguous `[layers, planes, slots, heads, head_dim]`; a plane is K, or V, or both."""
     slots: torch.Tensor
-    """int32 or int64 `[tokens]`, each within the pool (not checked); on the device that runs the kernel."""
+    """Slots of the tokens, int32 or int64 `[tokens]`, each within the pool (not checked); on the device that runs the
+    kernel."""
     layers: Span
     heads: Span
-    """Layers and heads are local to the pool."""
+    """KV heads of the rectangle. Layers and heads are local to the pool."""
 
     @property
     def head_bytes(self) -> int:
@@ -51,9 +52,9 @@ class Rows:
     row_bytes: int
     """Length of a row; 0 without heads."""
     token_bytes: int
-    """Distance between slots."""
+    """Distance between slots, in bytes."""
     plane_bytes: int
-    """Distance between planes."""
+    """Distance between planes, in bytes."""
     aligned: int
     """Largest power of two, at most 16, that divides all fields above and the tensor's storage offset in bytes."""
 

@@ -96,7 +96,7 @@ def scatter_reference(
     heads: Span,
     check: Check | None = None,
 ) -> None:
-    """`scatter` in plain torch, on any device."""
+    """Computes `scatter` in plain torch, on any device."""
     copy = plan_copy(pool, slots, layers, heads, staged, "staged", check)
     if copy is not None:
         _scatter_torch(copy)

@@ -13,8 +13,8 @@ from kernels.dispatch import backend
 
 
 def sum_rows(place: PoolSlice, check: Check) -> None:
-    """Sets the check's total from the bytes of `place`; reads only. The total is unchanged if there are no
-    bytes.
+    """Computes the check's total over the bytes of `place`, which stay unchanged. The total is unchanged if there are
+    no bytes.
 
     On CUDA: two launches on the current stream, no synchronization. The caller keeps pool, slots and the
     check's words alive until an event recorded after this call has completed. Raises ValueError (arguments)
@@ -30,7 +30,7 @@ def sum_rows(place: PoolSlice, check: Check) -> None:
 
 
 def sum_rows_reference(place: PoolSlice, check: Check) -> None:
-    """`sum_rows` in plain torch, on any device."""
+    """Computes `sum_rows` in plain torch, on any device."""
     rows = _checked(place)
     if rows.planes and rows.row_bytes and place.slots.shape[0]:
         _sum_torch(place, rows, check)

@@ -24,14 +24,14 @@ from kernels.layers.matmul_tiles import MatmulTile, by_descriptor, tile_of
 LIBRARY_ROWS = 1024
 _ALIGNMENT_BYTES = 16
 _LIBRARY_ALIGNMENT_BYTES = 256
-"""The library also selects kernels by alignment, up to this value."""
+"""Largest alignment that affects the library's choice of a kernel."""
 _library_agrees: dict[tuple[object, ...], bool] = {}
 """Whether the library's bits equal the kernel's, by device, by type, shape and alignment of the weight, and by
 presence of a bias."""
 
 
 class Linear:
-    """`x @ weight.T + bias` for one weight; not thread-safe. Keeps a reference to the weight, and allocates
+    """Computes `x @ weight.T + bias` for one weight; not thread-safe. Keeps a reference to the weight, and allocates
     no memory.
 
     - weight: float32, bfloat16 or float16 `[n, k]`, contiguous.

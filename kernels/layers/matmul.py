@@ -28,7 +28,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 GROUP_M = 8
 """Number of adjacent row blocks that share columns of `right` in the cache."""
 _APART = 32
-"""The reference starts each row at a multiple of this many elements: 64 bytes for 16-bit types."""
+"""Alignment of the rows of the reference, in elements: 64 bytes for 16-bit types."""
 _CHECKED_SHAPE = (300, 272, 1056)
 """Rows, columns and summed elements of the check. Most tiles do not divide them, and all tiles need many steps."""
 
@@ -97,7 +97,7 @@ def grouped_matmul(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor) 
 def matmul_reference(
     left: torch.Tensor, right: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """`matmul` in plain torch, on any device: each row is a separate product, in separate memory. Slow.
+    """Computes `matmul` in plain torch, on any device: each row is a separate product, in separate memory. Slow.
 
     The bits are equal to those of `torch.mm` with one row; the kernel's bits may differ.
     """

@@ -45,7 +45,7 @@ def rank_sum(parts: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def rank_sum_reference(parts: torch.Tensor, out: torch.Tensor) -> None:
-    """`rank_sum` in plain torch, on any device."""
+    """Computes `rank_sum` in plain torch, on any device."""
     _check(parts, out)
     _sum_torch(parts, out)
 

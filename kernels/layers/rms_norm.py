@@ -17,8 +17,8 @@ from kernels.dispatch import backend
 
 NormWeight = Literal["rounded_first", "in_float32", "one_plus"]
 NORM_WEIGHTS: tuple[NormWeight, ...] = get_args(NormWeight)
-"""How the weight is applied: to the normed row after rounding (Llama), to the float32 row before rounding (Olmo 2,
-gpt-oss), or to the float32 row before rounding as 1 + weight (Gemma)."""
+"""Ways to apply the weight: to the normed row after rounding (Llama); to the float32 row before rounding (Olmo 2,
+gpt-oss); as 1 + weight, to the float32 row before rounding (Gemma)."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_BLOCK = 16384
 """Longest row held in registers; a longer one is read twice."""
@@ -75,7 +75,7 @@ def add_rms_norm(
 
 
 def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float, how: NormWeight) -> torch.Tensor:
-    """`rms_norm` in plain torch, on any device, with the operations of transformers' models."""
+    """Computes `rms_norm` in plain torch, on any device, with the operations of transformers' models."""
     _check(x, weight, how)
     wide = x.float()
     normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)

@@ -79,7 +79,7 @@ def rotary(
 def rotary_reference(
     q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`rotary` in plain torch, on any device."""
+    """Computes `rotary` in plain torch, on any device."""
     why = misfit(q, k, cos, sin)
     if why:
         raise ValueError(why)

@@ -51,7 +51,7 @@ def row_sum(x: torch.Tensor) -> torch.Tensor:
 
 
 def row_sum_reference(x: torch.Tensor) -> torch.Tensor:
-    """`row_sum` in plain torch, on any device. Zeros appended to a row do not change the result."""
+    """Computes `row_sum` in plain torch, on any device. Zeros appended to a row do not change the result."""
     return pairwise_sum(x.float().movedim(-1, 0))
 
 

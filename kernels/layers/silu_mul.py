@@ -50,7 +50,7 @@ def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 
 
 def silu_mul_reference(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """`silu_mul` in plain torch, on any device."""
+    """Computes `silu_mul` in plain torch, on any device."""
     _check(gate, up)
     return torch.nn.functional.silu(gate) * up
 

@@ -1,9 +1,9 @@
 """A list of a row's likeliest tokens, which contains the result of most draws; parts of `kernels.sampling.draw`.
 
 The pass that finds a row's highest logit also keeps the highest logit of each lane; each lane reads a different part
-of the row. If a `share` of the lanes have a logit of at least some value, about `-lanes * ln(1 - share)` logits of
-the row have at least that value, for any distribution of logits. One more pass copies those logits to the list. No
-pass depends on the result of the search, and a draw whose token is in the list needs no further pass.
+of the row. If a `share` of the lanes has a logit of at least `x`, about `-lanes * ln(1 - share)` logits of the row
+are at least `x`, for any distribution. One more pass copies those logits to the list. No pass depends on the result
+of the search, and a draw whose token is in the list needs no further pass.
 """
 
 from __future__ import annotations
@@ -48,7 +48,10 @@ def list_candidates(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,  # noqa: N803
     LIST: tl.constexpr,  # noqa: N803
 ):
-    """Copies logits to the list, by index; returns their number, which may exceed the list, and the row's mass."""
+    """Copies the logits that are at least `least` to the list, in the order of indices.
+
+    Returns their number, which may exceed `LIST`, and the row's mass.
+    """
     count = 0
     masses = tl.zeros([BLOCK], tl.int64)
     for first in tl.range(0, vocab, BLOCK, num_stages=_STAGES):

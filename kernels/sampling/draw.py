@@ -61,9 +61,9 @@ class DrawParams:
     gaps: torch.Tensor
     """float32: largest kept distance to the highest logit (min-p); infinity disables min-p."""
     top_k: torch.Tensor
-    """int64; 0 disables top-k."""
+    """int64: number of likeliest tokens to keep; 0 disables top-k."""
     seeds: torch.Tensor
-    """int64."""
+    """int64: seed of each row's random number."""
     positions: torch.Tensor
     """int64: index of the drawn token in its answer. Seed and index select the random number."""
 
@@ -90,7 +90,9 @@ def scale_of(temperature: float) -> float:
 
 
 def gap_of(min_p: float, temperature: float) -> float:
-    """Returns the distance to the highest logit at which a token has `min_p` of the likeliest token's probability."""
+    """Returns the distance below the highest logit at which a token's probability is `min_p` times the likeliest
+    token's.
+    """
     return math.inf if min_p <= 0 else -math.log(min_p) * min(max(temperature, COLDEST), _HOTTEST)
 
 
@@ -148,7 +150,10 @@ def draw(logits: torch.Tensor, params: DrawParams) -> torch.Tensor:
 
 
 def draw_reference(logits: torch.Tensor, params: DrawParams) -> torch.Tensor:
-    """`draw` in plain torch, on any device, by a sort of each row. Slow; numpy's generator synchronizes a GPU."""
+    """Computes `draw` in plain torch, on any device, by a sort of each row.
+
+    Slow; numpy's generator synchronizes a GPU.
+    """
     params.check(logits)
     vocab = logits.shape[-1]
     best = logits.amax(dim=-1, keepdim=True)  # NaN is above all others

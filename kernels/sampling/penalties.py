@@ -1,7 +1,7 @@
 """Penalties on the tokens of a request's prompt and answer, and the counts of those tokens.
 
 Counts are int32 `[vocab]` per request: bit 0 is set for a token of the prompt, the other bits count its occurrences
-in the answer. Kernels find them by address, so requests join and leave batches without copies.
+in the answer. Kernels find the counts by address, so requests join and leave batches without copies.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kernels.attention.layer_kv import describe
 from kernels.dispatch import backend
 
 _COUNTED = tl.constexpr(2)
-"""Added to a token's count for each occurrence in the answer."""
+"""Increment of a token's count for each occurrence in the answer."""
 _BLOCK = 1024
 
 
@@ -92,7 +92,7 @@ def count_tokens(tokens: torch.Tensor, penalties: Penalties) -> None:
 
 
 def penalise_reference(logits: torch.Tensor, penalties: Penalties) -> None:
-    """`penalise` in plain torch, on any device."""
+    """Computes `penalise` in plain torch, on any device."""
     _check(logits, penalties)
     found = logits[penalties.rows]
     counts = torch.stack(list(penalties.counts))
@@ -105,7 +105,7 @@ def penalise_reference(logits: torch.Tensor, penalties: Penalties) -> None:
 
 
 def count_reference(tokens: torch.Tensor, penalties: Penalties) -> None:
-    """`count_tokens` in plain torch, on any device."""
+    """Computes `count_tokens` in plain torch, on any device."""
     for counts, token in zip(penalties.counts, tokens[penalties.rows, None], strict=True):
         counts.scatter_add_(0, token.clamp(min=0), torch.where(token >= 0, _COUNTED.value, 0).int())
 

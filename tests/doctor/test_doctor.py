@@ -58,7 +58,7 @@ def test_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
 def test_this_machine() -> None:
     """The real probes end, each with something to say; what they find depends on the machine."""
     findings = examine([probe for probe in all_probes() if probe is not doctor_network.probe_ucxx])
-    assert not [one for one in findings if "check itself broke" in one.mend]
+    assert not [one for one in findings if "check failed unexpectedly" in one.mend]
     assert {"python", "packages", "torch", "ray", "open files"} <= {one.name for one in findings}
     assert [one for one in findings if one.status != "ok" and not one.mend] == []
 
@@ -87,7 +87,7 @@ def test_names_that_clash() -> None:
 
     finding = only(doctor_host.probe_clashes(hidden, lambda name: False))
     assert (finding.name, finding.status) == ("package kernels", "fail")
-    assert "/usr/lib/kernels/__init__.py hides ours" in finding.detail
+    assert "/usr/lib/kernels/__init__.py hides disagg's package" in finding.detail
     assert "pip uninstall kernels" in finding.mend
 
     finding = only(doctor_host.probe_clashes(ours, lambda name: name == "transport"))
@@ -95,7 +95,7 @@ def test_names_that_clash() -> None:
     assert "a distribution named transport is installed" in finding.detail
 
     findings = doctor_host.probe_clashes(lambda name: None, lambda name: False)
-    assert {one.detail for one in findings} == {"ours is not importable"}
+    assert {one.detail for one in findings} == {"disagg's package is not importable"}
 
 
 def test_shared_memory(tmp_path: Path) -> None:

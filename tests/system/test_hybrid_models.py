@@ -86,5 +86,7 @@ def test_a_state_needs_no_room_of_the_pool(source: ModelSource, checkpoints: Che
     (prompt,) = random_prompts(60)
     with local_groups(config, source) as groups:
         (answer,) = groups.answers([prompt], SamplingParams(max_tokens=4))
-        assert groups.prefill[0].runner.spec.layout.state_bytes > 4 * groups.prefill[0].runner.pool.nbytes / 80
+        assert (
+            groups.prefill[0].runner.spec.layout.state_bytes > 4 * groups.prefill[0].runner.pool.nbytes / 80
+        )
     assert answer.tokens == checkpoints.greedy(source, prompt, 4)

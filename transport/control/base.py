@@ -14,17 +14,16 @@ from dataclasses import dataclass
 from transport.control.messages import Message
 
 Handler = Callable[[str, Message], None]
-"""Called as `handler(peer, message)` on the channel's own thread. It must not block, because the channel waits for
-it. Exceptions are logged and counted, and the channel continues."""
+"""Callback `handler(peer, message)` for received messages, on the channel's own thread. A handler must not block,
+because the channel waits for it. Exceptions are logged and counted, and the channel continues."""
 
 PeerLost = Callable[[str], None]
-"""Called as `on_peer_lost(peer)` on the channel's own thread: the peer died, restarted, or cannot be reached.
-No earlier message of the peer is delivered afterwards; a later `send` starts a new stream."""
+"""Callback `on_peer_lost(peer)`, on the channel's own thread: the peer died, restarted, or cannot be reached. No
+earlier message of the peer is delivered afterwards; a later `send` starts a new stream."""
 
 PeerMet = Callable[[str], None]
-"""Called as `on_peer_met(peer)` on the channel's own thread: a watched peer is reachable in both directions.
-
-Called once when the peer is first reached, and once more after each loss."""
+"""Callback `on_peer_met(peer)`, on the channel's own thread: a watched peer is reachable in both directions. The call
+comes when the peer is first reached, and once more after each loss."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +61,7 @@ class ControlChannel(ABC):
     """The control-plane endpoint of one process (in tests, of one rank)."""
 
     address: str
-    """`tcp://host:port`, or a name on an in-process hub; also this channel's name as a peer."""
+    """Address of this channel, also its name as a peer: `tcp://host:port`, or a name on an in-process hub."""
 
     @abstractmethod
     def start(

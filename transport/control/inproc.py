@@ -13,7 +13,7 @@ from transport.control.reliable import Envelope, ReliableOptions
 from transport.control.thread import ThreadedControl, encode_envelope
 
 Observer = Callable[[str, str, Message], None]
-"""`observer(source, destination, message)`, called once per message, at its first transmission."""
+"""Callback `observer(source, destination, message)`, called once per message, at its first transmission."""
 
 
 @dataclass(slots=True)

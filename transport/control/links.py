@@ -1,8 +1,8 @@
 """The dialing side of a ZMQ channel: one DEALER for each peer, with keys that the peer accepts.
 
-A link dials with the presented generation. After a failed handshake, it dials with the next valid one: the
-peer may have reloaded its keys earlier or later, or the kernel may have selected the peer's other listener.
-An established link keeps its generation until that generation is retired.
+A link dials with the presented generation. After a failed handshake, it dials with the next valid generation. The
+peer may have reloaded its keys earlier or later, or the kernel may have selected the peer's other listener. An
+established link keeps its generation until that generation is retired.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ class _Link:
     keys: ControlKeys
     dealer: zmq.Socket[bytes] | None = None
     monitor: zmq.Socket[bytes] | None = None
-    """Receives handshake events; open while the link could dial with another generation."""
+    """Socket for handshake events; open while the link could dial with another generation."""
     failures: int = 0
-    """Consecutive failed handshakes."""
+    """Number of consecutive failed handshakes."""
     dial_at_s: float = 0.0
 
     def drop(self) -> None:
-        """Closes the connection and discards its queue; reliable streams retransmit those messages."""
+        """Closes the connection and discards its queue; reliable streams retransmit the discarded messages."""
         self.unwatch()
         if self.dealer is not None:
             self.dealer.close()

@@ -4,10 +4,10 @@ A pure state machine: no threads, no sockets, time passed in. Each direction bet
 whose number grows even across restarts; its messages count from 1. A message is retransmitted until
 acknowledged. Acknowledgements are cumulative and piggyback on envelopes of the other direction.
 
-A peer is *lost* after too long a silence while it is watched or owes acknowledgements, or when it has
-forgotten this side (a new stream, or a reset). After a loss, no message of the old streams is delivered, and
-both directions start new streams. A watched peer is *met* when it names this side's stream, which proves that both
-directions work. If the network fails in one direction only, neither side therefore meets the other.
+A peer is *lost* after too long a silence, if the peer is watched or owes acknowledgements. A peer is lost too if it
+has forgotten this side, which a new stream or a reset shows. After a loss, no message of the old streams is
+delivered, and both directions start new streams. A watched peer is *met* when it names this side's stream, which
+proves that both directions work. If the network fails in one direction only, neither side therefore meets the other.
 
 The idea is TCP's: sequence numbers, resets, and an initial sequence number drawn from a clock, here the
 stream number. An envelope of an older stream is therefore recognised as stale, however late it arrives.
@@ -29,7 +29,7 @@ from disagg.core.errors import InvariantError
 
 PING, RESET = 1, 2
 ACK_DELAY_S = 0.1
-"""An acknowledgement waits this long for a message that carries it. One envelope acknowledges all until then."""
+"""Time that an acknowledgement waits for a message that carries it, while it collects further received messages."""
 FIRST_RESEND_S, LAST_RESEND_S = 0.3, 2.0
 RESEND_WINDOW = 128
 """Most messages retransmitted at once."""
@@ -40,10 +40,12 @@ MAX_EARLY = 4096
 """Most out-of-order messages that are buffered. Further ones are dropped, and retransmitted later."""
 MAX_PEERS = 4096
 IDLE_S = 60.0
-"""After this silence, an unwatched peer without unacknowledged messages may be dropped to make room for another."""
+"""Silence after which an unwatched peer without unacknowledged messages may be dropped to make room for another
+peer."""
 
 Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
-"""A stream or sequence number. Decoding bounds it: this side may count on from a number received in a reset."""
+"""A stream or sequence number. Decoding bounds the number, because this side may continue to count from a number
+received in a reset."""
 
 
 class Envelope(msgspec.Struct, frozen=True, array_like=True):
@@ -65,7 +67,7 @@ class Envelope(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True, slots=True)
 class ReliableOptions:
-    """Timeouts in seconds."""
+    """Timeouts of the reliable streams, in seconds."""
 
     peer_timeout_s: float = 10.0
     heartbeat_s: float = 1.0
@@ -115,7 +117,7 @@ class _StreamPeer:
     spoke_s: float = 0.0
     """Time of the last envelope to the peer."""
     look_at_s: float = math.inf
-    """When `tick` checks the peer next; no work for the peer is due earlier."""
+    """Time of the next check by `tick`; no work for the peer is due earlier."""
 
     @property
     def base(self) -> int:
@@ -132,7 +134,7 @@ class Reliable:
         """Streams of each peer."""
         self._ticked_s: float | None = None
         self._looks: list[tuple[float, int, _StreamPeer]] = []
-        """A heap of times to look at peers; those that are not their peer's `look_at_s` are void."""
+        """Heap of scheduled checks, as (time, peer). An entry is void if its time is not the peer's `look_at_s`."""
         self._look_numbers = itertools.count()
         self._past: dict[str, int] = {}
         """Latest ended stream of each source; that stream and older ones are rejected."""

@@ -24,10 +24,10 @@ Arguments = TypeVarTuple("Arguments")
 
 
 class TurnPace:
-    """Bounds the rate of a thread's turns under load: one turn then handles all frames that have arrived since.
+    """Limits the rate of a thread's turns under load, so that one turn handles the frames of a longer interval.
 
-    A burst of up to `burst` turns is never delayed, so a thread with less than a turn per `interval_s` does not wait.
-    For routers, which receive from many groups: a turn with its wake-up of the event loop costs more than a message.
+    Bursts of up to `burst` turns are not delayed, so a thread with less than a turn per `interval_s` never waits.
+    Routers use it: a turn wakes the event loop, which costs more than a message.
     """
 
     def __init__(self, interval_s: float = 0.001, burst: int = 8) -> None:
@@ -53,7 +53,7 @@ class ThreadedControl(ControlChannel):
         clock: Clock = time.monotonic,
         pace: TurnPace | None = None,
     ) -> None:
-        """`pace`: bounds the rate of the thread's turns; None: no bound."""
+        """`pace` limits the rate of the thread's turns; None: no limit."""
         self._pace = pace
         self.address, self._max_message_bytes, self._clock = address, max_message_bytes, clock
         self._streams = Reliable(address, options)
@@ -70,7 +70,8 @@ class ThreadedControl(ControlChannel):
         self._failing = False
         """Whether the latest turn of the thread failed."""
         self._waits = True
-        """Whether the thread waits, or will without looking for work and calls again; else nothing has to wake it."""
+        """Whether the thread waits, or is about to wait without another look for work. Only then must new work wake
+        it."""
         self._corked = False
         self._thread = threading.Thread(target=self._run, name=f"control-{address}", daemon=True)
         self._sent = self._delivered = self._bad_frames = self._handler_errors = self._lost = 0

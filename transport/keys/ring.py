@@ -30,7 +30,7 @@ class KeyState:
     accepted: tuple[str, ...]
     """All valid generations, `presented` first."""
     next_from_unix_s: float | None
-    """When the presented generation changes; None when no change is planned."""
+    """Time at which the presented generation changes; None when no change is planned."""
 
 
 class KeyRing:

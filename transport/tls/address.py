@@ -21,7 +21,7 @@ class Address(NamedTuple):
     host: str
     port: int
     unique: bytes
-    """`ID_BYTES` random bytes: a restarted process on the same port is another peer."""
+    """Random bytes, `ID_BYTES` of them: a restarted process on the same port is another peer."""
 
     def pack(self) -> bytes:
         """Returns the opaque bytes for `connect`."""

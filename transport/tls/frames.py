@@ -30,7 +30,7 @@ _FRAME = struct.Struct("<B7xQQQ")
 _HELLO = struct.Struct("<4sBB16sHH")
 _MAGIC = b"DTL1"
 REPLY_LANE = 0xFF
-"""`Hello.lane` of the reply connection."""
+"""Value of `Hello.lane` for the reply connection."""
 
 
 class Kind(enum.IntEnum):
@@ -71,7 +71,7 @@ class Hello(NamedTuple):
 
     lane: int
     channel: bytes
-    """16 random bytes."""
+    """Identifier of the channel, 16 random bytes."""
     source: bytes
     """The dialler's address."""
     destination: bytes

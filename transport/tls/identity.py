@@ -31,9 +31,11 @@ _LABEL = b"disagg transport tls identity v1"
 _SERIAL = 1
 _FROM = datetime.datetime(2000, 1, 1, tzinfo=datetime.UTC)
 _UNTIL = datetime.datetime(9999, 12, 31, tzinfo=datetime.UTC)
-"""Fixed dates: all processes derive identical certificates, and a wrong clock rejects no peer."""
+"""End of the certificates' validity. With fixed dates, all processes derive identical certificates, and a wrong clock
+rejects no peer."""
 _OP_ENABLE_KTLS = getattr(ssl, "OP_ENABLE_KTLS", 1 << 3)
-"""Defined by `ssl` from Python 3.12 on. OpenSSL 3 ignores it without kernel offload."""
+"""OpenSSL's option for kernel TLS, which `ssl` defines from Python 3.12 on. OpenSSL 3 ignores it without kernel
+offload."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +43,7 @@ class Identity:
     """The TLS identity derived from one generation of keys."""
 
     certificate: bytes
-    """DER."""
+    """The certificate in DER."""
     pem: bytes = field(repr=False)
     """The private key and the certificate."""
 

@@ -32,7 +32,7 @@ LANES_TIMEOUT_S = 10.0
 MAX_LANE_CONNECTIONS = 2 * MAX_LANES
 """A lane has one connection, and two during its renewal."""
 _CREDIT_MESSAGES, _CREDIT_BYTES = 64, 1 << 18
-"""The receiver returns credit to the sender once this much has accumulated."""
+"""Credit that the receiver accumulates before it returns the credit to the sender."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -32,8 +32,8 @@ _BACKLOG = 256
 _PAUSE_S = 0.05
 """Pause after an `accept` that failed for lack of file descriptors."""
 OnConnection = Callable[[Hello, TlsStream, FrameReader], None]
-"""Called with an authenticated connection and its hello; returns when the connection ends, and frees the
-stream. Raises `ProtocolError` for a refused connection, whose stream the listener frees."""
+"""Callback for an authenticated connection and its hello. The call returns when the connection ends, and frees the
+stream. Raises `ProtocolError` to refuse a connection, whose stream the listener then frees."""
 _EXPECTED = (OSError, ProtocolError, RuntimeError)
 """Errors caused by peers, or by a system without a free thread. Any other error is a bug."""
 
@@ -102,7 +102,7 @@ class TLSListener:
             except _EXPECTED as exc:
                 raw.close()
                 self._refuse(host, exc)
-            except Exception as exc:  # an error of one connection; the thread must go on for the next one
+            except Exception as exc:  # an error of one connection; the thread continues with the next one
                 log.exception("tls_fault", peer=host)
                 raw.close()
                 self._refuse(host, exc)

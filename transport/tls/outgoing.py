@@ -221,7 +221,8 @@ class OutgoingChannel(Channel):
     def take_fresh(self) -> TlsStream:
         """Returns the renewed reply connection, and waits until lane 0 has dialed it.
 
-        The peer can announce the new connection before the dialing thread has stored it in `fresh`.
+        The wait is needed because the peer can announce the connection before the dialing thread has stored it in
+        `fresh`.
         """
         with self.state.lock:
             self.work.wait_for(lambda: self.fresh is not None or self.ended, DIAL_TIMEOUT_S)

@@ -43,4 +43,4 @@ class SendPiece:
     offset: int
     nbytes: int
     read: Bytes | None = None
-    """Set when the piece is staged, outside the lock."""
+    """Function that returns the bytes of the piece; set when the piece is staged, outside the lock."""

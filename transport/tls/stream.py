@@ -21,7 +21,7 @@ BUFFER_BYTES = 1 << 18
 """Bytes encrypted, or read from the socket, at a time."""
 _KEEP_ALIVE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 4))
 _STALL_TIMEOUT_MS = 60_000
-"""A peer that accepts no bytes for this long is lost."""
+"""Time after which a peer that accepts no bytes is lost."""
 _TCP_ULP = 31
 _SOL_TLS, _TLS_TX, _CRYPTO_INFO_BYTES = 282, 1, 4
 

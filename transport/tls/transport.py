@@ -37,12 +37,14 @@ log = structlog.get_logger(__name__)
 FENCE_TIMEOUT_S = 10.0
 """Time within which all threads must stop using the memory of a disconnected peer's operations."""
 FENCE_WAIT_S = 0.02
-"""How long `disconnect` blocks until all threads have left. `progress` then waits for the remaining threads."""
+"""Longest time that `disconnect` blocks until all threads have left. `progress` then waits for the remaining
+threads."""
 _MOST_DEFAULT_LANES = 2
 MAX_CHANNELS_PER_PEER = 4
-"""A peer needs one channel; after a reconnect, its previous one may not have ended here yet."""
+"""Most channels of one peer. A peer needs one; after a reconnect, its previous channel may not have ended here
+yet."""
 MAX_CHANNELS = 4096
-"""Limit over all peers; equal to the control channel's limit on peers."""
+"""Most channels of all peers together; equal to the control channel's limit on peers."""
 UPKEEP_S = 1.0
 """Interval between checks of the valid keys."""
 
@@ -84,7 +86,7 @@ class TlsTransport(Transport):
         self.incoming: dict[bytes, IncomingChannel] = {}
         """Incoming channels by their random bytes."""
         self.outgoing: set[OutgoingChannel] = set()
-        """Outgoing channels; those of disconnected peers stay until they are quiet."""
+        """Outgoing channels; channels of disconnected peers stay until they are quiet."""
         self._closed = False
         self._fences: list[_TLSFence] = []
         self._upkeep_at_s = 0.0
@@ -318,7 +320,7 @@ class TlsTransport(Transport):
             return self.state.quiet.wait_for(lambda: all(one.quiet for one in channels), timeout_s)
 
     def _check_fences(self) -> None:
-        """Forgets proven fences. Raises `TransportError` for one that could not be proven in time."""
+        """Forgets proven fences. Raises `TransportError` for a fence that could not be proven in time."""
         with self.state.lock:
             self._fences = [fence for fence in self._fences if not all(one.quiet for one in fence.channels)]
         for fence in self._fences:

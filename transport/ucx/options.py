@@ -15,7 +15,7 @@ log = structlog.get_logger(__name__)
 
 SHM = Path("/dev/shm")
 SHM_LEAST_BYTES = 16 << 20
-"""UCX disables shared memory when less is free."""
+"""Free shared memory below which UCX does not use it."""
 
 # Receivers pull large messages, because a fenced sender must not be able to write. By default UCX may let the
 # sender write; such a write was observed after the receiver's fence (one H200, both ends in one process). UCX

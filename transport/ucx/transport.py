@@ -30,13 +30,13 @@ from transport.ucx.reach import Reach
 FENCE_TIMEOUT_S = 10.0
 """Time limit for UCX to end all accesses to the memory of a fenced peer's operations."""
 FENCE_WAIT_S = 0.02
-"""How long `disconnect` blocks until UCX has cancelled the operations. `progress` then continues a slow fence."""
+"""Longest time that `disconnect` blocks until UCX has cancelled the operations. `progress` then continues a slow
+fence."""
 _SCRATCH_BYTES = 64
 _KEPT_BYTES = 4096
 _KEPT = 1024
-"""Largest size and largest number of the host views whose ucxx arrays are cached.
-
-Small messages reuse their memory, so the cache helps them. Segments do not."""
+"""Limits of the cache of ucxx arrays: the largest size of a host view, and the number of views. Small messages reuse
+their memory, so the cache helps them; segments do not."""
 _PROGRESS_STEPS = 64
 """Most UCX progress calls in one call of `progress`: a steady stream of messages must not block the owner thread."""
 _MAX_IDLE_WAKEUPS = 100
@@ -44,7 +44,10 @@ _NAP_S = 0.0006
 
 
 class _CudaBytes:
-    """Exposes device memory by the CUDA array interface. torch's own takes longer than the rest of a send."""
+    """Exposes device memory by the CUDA array interface.
+
+    torch's own implementation takes longer than the rest of a send.
+    """
 
     __slots__ = ("__cuda_array_interface__",)
 

@@ -66,7 +66,7 @@ class Agreement:
 
 @dataclass(frozen=True)
 class Decisiveness:
-    """How close the reference's choices of tokens are. Close choices limit the agreement with any other system."""
+    """Margins of the reference's token choices. Small margins limit the agreement with any other system."""
 
     logit_std: float
     """Standard deviation of a step's logits over the vocabulary, averaged over the first steps of all
@@ -102,7 +102,7 @@ def tokens_equal(answer: Sequence[int], reference: Sequence[int]) -> int:
 
 
 def logit_errors(logits: torch.Tensor, reference: torch.Tensor) -> tuple[float, ...]:
-    """Returns the mean absolute difference at each step. Both are float32 `[prompts, steps, vocab]`."""
+    """Returns the mean absolute difference of the logits at each step; both are float32 `[prompts, steps, vocab]`."""
     return tuple((logits - reference).abs().mean(dim=(0, 2)).tolist())
 
 

@@ -1,10 +1,9 @@
 """Measures how long greedy answers from a quantized KV pool agree with those from an unquantized one, and the
 bytes saved.
 
-Every run uses one engine that prefills and decodes (`disagg.model.unsplit`), with the same model and the same
-prompts in the same steps; only the pool's type differs. A transfer moves the pool's bytes unchanged, so a
-disaggregated system gives the same answers. This benchmark does not cover systems in which only the decode groups
-are quantized (`decode.kv_dtype`).
+Every run uses one engine that prefills and decodes (`disagg.model.unsplit`), with the same model, prompts and steps;
+only the pool's type differs. A transfer moves the pool's bytes unchanged, so a disaggregated system gives the same
+answers. This benchmark does not cover systems in which only the decode groups are quantized (`decode.kv_dtype`).
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ class AgreementBench:
     seed: int
     """Seed of the prompts."""
     deterministic: bool = False
-    """See `ModelConfig.deterministic`."""
+    """Whether `model.deterministic` is set; see `ModelConfig.deterministic`."""
 
     def __post_init__(self) -> None:
         spec = self.source.spec(self.dtype)

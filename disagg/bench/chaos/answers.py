@@ -45,13 +45,13 @@ class AnswerFaults(msgspec.Struct, frozen=True):
     """Differences between a request's answers and those of the quiet run, as counts over all its answers."""
 
     wrong: int = 0
-    """Tokens that differ."""
+    """Number of tokens that differ."""
     missing: int = 0
-    """Tokens that never arrived; 0 for a failed request, whose answers end early."""
+    """Number of tokens that never arrived; 0 for a failed request, whose answers end early."""
     repeated: int = 0
-    """Tokens that arrived twice, or after the answer's end."""
+    """Number of tokens that arrived twice, or after the answer's end."""
     finishes: int = 0
-    """Answers whose finish reason differs."""
+    """Number of answers whose finish reason differs."""
     logprobs: int = 0
     """Tokens whose log-probabilities are missing, belong to another token, or were not requested."""
 

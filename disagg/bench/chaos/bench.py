@@ -39,8 +39,8 @@ def chaos_config(config: Config, deterministic: bool | None, faults: int) -> Con
 
     `deterministic`: None means true, also on a CPU. Without it, rounding depends on the rest of the batch, and may
     decide which of two tokens is drawn. If no model is configured, the small model of `with_model` is used, on the
-    CPU unless a device is set. The defaults of `cluster.restart_backoff_s` and `restart_tries` are changed: groups
-    are replaced at once, with one more try per fault, because a fault soon after a restart counts as a failed try.
+    CPU unless a device is set. Groups are replaced at once (`cluster.restart_backoff_s`), with one more try per fault
+    (`restart_tries`): a fault soon after a restart counts as a failed try.
     """
     replace = msgspec.structs.replace
     if not (config.model.path or config.model.random_init):

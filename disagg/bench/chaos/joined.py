@@ -28,7 +28,7 @@ JOIN_TIMEOUT_S = 20.0
 POLL_S = 0.05
 
 FindPids = Callable[[], dict[str, int]]
-"""Returns the process ids of the ranks on this host, by control address."""
+"""Function that returns the process ids of the ranks on this host, by control address."""
 
 
 class JoinedSystem(RoutedSystem):

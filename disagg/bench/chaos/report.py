@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 PAUSE_S = 0.25
 """Shortest time without an output that the report lists and the chart marks."""
 BEGINS_WITHIN_S = 1.0
-"""A pause counts as caused by a fault if it begins within this time after the fault. Outputs that were already on
-their way can arrive after the fault, so the pause can begin later."""
+"""Longest time from a fault to the start of a pause that counts as caused by the fault. Outputs that were already on
+their way can arrive after the fault, so the pause can start later."""
 EXAMPLES = 5
 """Most requests with differences that are printed."""
 
@@ -50,8 +50,8 @@ class FaultLine(msgspec.Struct, frozen=True):
     failed: int
     """Number of touched requests that failed before a later fault touched them."""
     pauses_s: list[float]
-    """For each touched request that this fault did not fail: its longest time without an output, of those in progress
-    at the fault or begun at most `BEGINS_WITHIN_S` later."""
+    """Longest time without an output, for each touched request that this fault did not fail. Pauses count if they are
+    in progress at the fault, or begin at most `BEGINS_WITHIN_S` later."""
 
 
 class RequestLine(msgspec.Struct, frozen=True):
@@ -71,7 +71,7 @@ class RequestLine(msgspec.Struct, frozen=True):
     """Begin and end of each pause: a time of at least `PAUSE_S` between two outputs."""
     prefill: str
     decode: str
-    """`prefill` and `decode`: the groups of the last try."""
+    """Decode group of the last try; `prefill` is its prefill group."""
     recoveries: list[str]
     """The cause of each recovery."""
     error: str
@@ -108,9 +108,9 @@ class ChaosFigures(msgspec.Struct, frozen=True):
     not_recovered: int
     """Number of faults after which full strength was not reached in time, or only after a forced kill."""
     recoveries: dict[str, int]
-    """Recoveries by cause."""
+    """Number of recoveries by cause."""
     faults: dict[str, int]
-    """Faults by kind."""
+    """Number of faults by kind."""
     seconds: float
 
 

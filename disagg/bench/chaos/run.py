@@ -21,7 +21,7 @@ POLL_S = 0.02
 """Interval at which the run checks the groups."""
 
 ReportLine = Callable[[str], None]
-"""Receives a line of progress."""
+"""Callback for a line of progress."""
 
 
 @dataclass(frozen=True)

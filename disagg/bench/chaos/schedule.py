@@ -11,7 +11,7 @@ from disagg.core.config.read import Role
 from disagg.core.errors import ConfigError
 
 FaultKind = Literal["kill", "stop", "hang"]
-"""`kill`: SIGKILL. `stop`: SIGSTOP, and SIGCONT after a time. `hang`: SIGSTOP for ever."""
+"""Kind of a fault. `kill`: SIGKILL. `stop`: SIGSTOP, and SIGCONT after a time. `hang`: SIGSTOP for ever."""
 FAULT_KINDS: tuple[FaultKind, ...] = get_args(FaultKind)
 ROLES: tuple[Role, ...] = get_args(Role)
 Name = TypeVar("Name", bound=str)
@@ -23,7 +23,7 @@ class PlannedFault(NamedTuple):
     """One fault of a schedule."""
 
     number: int
-    """Counts from 1."""
+    """Number of the fault, counted from 1."""
     kind: FaultKind
     share: float
     """In [0, 1): chooses the victim among the ranks that run then. 0 is the first rank; just below 1 is the last."""

@@ -21,7 +21,7 @@ FAILURE_PAUSE_S = 0.2
 """Pause of a stream after a failed request. Without it, thousands of requests would fail while the system rejects."""
 
 Generate = Callable[[str, ChaosRequest, str, SessionReport], AsyncGenerator[Output, None]]
-"""`generate(request_id, request, cache_salt, report)` streams the answers, as `Router.generate`."""
+"""Function `generate(request_id, request, cache_salt, report)`, which streams the answers, as `Router.generate`."""
 
 
 @dataclass(slots=True, eq=False)

@@ -92,7 +92,7 @@ class SupervisedSystem(RoutedSystem):
         )
 
     def groups(self) -> dict[str, str]:
-        """Returns the role of each group that the router uses and that the cluster has not lost, by name."""
+        """Returns the role of each group that the router uses and the cluster has not lost, by name."""
         up = {info.name for info in self._cluster.infos()}
         return {name: role for name, role in super().groups().items() if name in up}
 

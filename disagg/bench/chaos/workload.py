@@ -29,7 +29,7 @@ log-probabilities, penalties, and stop tokens that end an answer at a random pos
 
 @dataclass(frozen=True, slots=True)
 class ChaosRequest:
-    """One request of the set; each is sent once in the quiet run, and many times under faults."""
+    """One request of the set, which is sent once in the quiet run, and many times under faults."""
 
     index: int
     prompt: tuple[int, ...]

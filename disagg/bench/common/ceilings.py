@@ -14,7 +14,7 @@ from disagg.bench.common.report import Measurement, Result
 
 MIB = 1 << 20
 RAW_SIZES = tuple(MIB // 16 << 2 * step for step in range(7))
-"""64 KiB to 256 MiB."""
+"""Sizes of the measured messages: 64 KiB to 256 MiB."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Ceilings:
     nbytes: int
     """Bytes of one plain copy."""
     copies: tuple[Measurement, ...]
-    """Rates of copies within the device, and from it to a second device if there is one."""
+    """Rates of copies within the device, and to a second device if there is one."""
     raw: dict[int, Measurement]
     """UCX messages between two processes, by size in bytes."""
 

@@ -54,7 +54,7 @@ class NoisyPool:
         self._words[:, :, slots] = self._noise(request, len(slots))
 
     def take(self, request: int, slots: torch.Tensor) -> None:
-        """Checks and poisons the slots. Raises `InvariantError` unless they held exactly the request's noise."""
+        """Checks and poisons the slots. Raises `InvariantError` unless the slots held exactly the request's noise."""
         same = self._words[:, :, slots] == self._noise(request, len(slots))
         if not bool(same.all()):
             layer, side, token, head, _ = (int(i) for i in (~same).nonzero()[0])

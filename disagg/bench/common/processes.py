@@ -73,7 +73,7 @@ class Remote:
         return self.answer()
 
     def end(self) -> None:
-        """Asks the process to exit, and kills the process if it does not."""
+        """Requests the end of the process, and kills the process if it does not end."""
         self._pipe.close()
         self._process.join(END_TIMEOUT_S)
         if self._process.is_alive():

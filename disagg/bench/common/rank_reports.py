@@ -29,7 +29,7 @@ class RankReports:
             self._last_s: dict[str, float] = {}
 
     def note(self, message: m.Message) -> None:
-        """Counts a message. Any thread may call this."""
+        """Counts a message. Any thread may call this method."""
         now_s, kind = time.monotonic(), type(message).__name__
         with self._lock:
             self._counts[kind] += 1

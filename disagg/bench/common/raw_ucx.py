@@ -60,7 +60,7 @@ def _rate(sender: Remote, receiver: Remote, size: int, most_bytes: int, repeats:
 
 
 class RawEnd:
-    """One of the two processes."""
+    """One end of the measured connection, in its own process."""
 
     def __init__(self, cuda: bool, largest: int) -> None:
         self._ucx, self._array_type = load()

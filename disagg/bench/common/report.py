@@ -25,7 +25,7 @@ class Measurement:
 
     name: str
     unit: str
-    """`GB/s` (10^9 bytes per second), `us`, ..."""
+    """Unit of the values: `GB/s` (10^9 bytes per second), `us`, ..."""
     values: tuple[float, ...]
 
     @property
@@ -56,7 +56,7 @@ class Result:
     ceiling: Measurement | None = None
     """The hardware's ceiling in the same unit, measured in the same run; None for a latency."""
     labels: dict[str, Label] = field(default_factory=dict)
-    """The varied parameters."""
+    """Values of the varied parameters."""
     definition: str = ""
     """Exact definition of the figure; empty if the title is sufficient."""
     ours: Measurement | None = None

@@ -27,7 +27,7 @@ from disagg.model.load.source import ModelSource
 from disagg.model.runner import ModelRunner, RunnerOptions
 
 COPY_BYTES = 1 << 30
-"""Bytes of the plain copy that is the ceiling, on a GPU; on a CPU, a sixteenth of it."""
+"""Size of the plain copy on a GPU, whose rate is the ceiling. On a CPU, the copy has a sixteenth of this size."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,8 @@ class DecodeBench:
 
 
 def run(bench: DecodeBench, report_progress: Callable[[str], None] = lambda text: None) -> list[Result]:
-    """Measures the time of a step, its read rate relative to the copy rate, and tokens per second. With both
-    modes, also prefill steps and the slowdown of the deterministic mode."""
+    """Measures the time of a step, its read rate relative to the copy rate, and tokens per second. With both modes,
+    it measures prefill steps too, and the slowdown of the deterministic mode."""
     report_progress("device copy")
     nbytes = COPY_BYTES if bench.device.type == "cuda" else COPY_BYTES // 16
     ceiling = copy_rate(bench.device, bench.device, nbytes, bench.repeats)
@@ -212,8 +212,8 @@ def prepare(bench: DecodeBench, deterministic: bool = False) -> tuple[ModelRunne
 def check(runner: ModelRunner, batch: StepBatch) -> None:
     """Raises `InvariantError` unless, up to rounding, each request has the same logits in the step and alone.
 
-    For a deterministic runner they must be equal bit for bit. Otherwise their norms are compared: products of
-    another shape use another summation order, and random weights amplify the difference with the layers. bf16
+    For a deterministic runner they must be equal bit for bit. Otherwise their norms are compared, because products of
+    another shape use another summation order. Random weights amplify this difference from layer to layer. bf16
     differs by 5 % from float32 after 32 layers; another request's logits differ by 140 %.
     """
     with same_states(runner):

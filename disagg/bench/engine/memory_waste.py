@@ -80,15 +80,15 @@ def waste(
             Measurement("wasted", "%", lazy),
             Measurement("half a page each", "%", halves) if page_size > 1 else None,
             labels,
-            f"of slots taken in pages of {page_size}, those without a token, over all steps of {requests} requests "
-            "at a time. Ceiling: what last pages that are half full would waste; less is better",
+            f"share of the slots in allocated pages of {page_size} that hold no token, over all steps of {requests} "
+            "requests at a time. Ceiling: the share if each last page were half full; less is better",
         ),
         Result(
             "slots wasted, if all are reserved at the start",
             Measurement("wasted", "%", early),
             None,
             labels,
-            "the same requests, each with pages for its whole answer from its first step, its length being known",
+            "the same requests, if each reserved the pages of its whole answer at its first step",
         ),
     )
 

@@ -17,7 +17,7 @@ from disagg.model.batch import SequenceSlice, StepBatch
 from disagg.model.runner import ModelRunner
 
 _PRODUCT = 8192
-"""Rows, columns and summed elements of the matrix product that is the ceiling; on a CPU, a sixteenth of it."""
+"""Rows and columns of the square matrices whose product is the ceiling, on a GPU. On a CPU, a sixteenth of them."""
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,10 @@ class AnswerComparison:
     def __init__(self, client: HandoffClient, groups: HandoffGroups, sizes: Sizes) -> None:
         self._client, self._groups, self._sizes = client, groups, sizes
         self.tokens = 0
-        """Compared tokens; of an answer that differs, only those up to the first difference, because later
-        ones have another prefix."""
+        """Number of compared tokens. The comparison of an answer ends at its first difference: later tokens have
+        another prefix."""
         self.judged: list[Judged] = []
-        """The first difference of each answer that has one; rounding explains each."""
+        """First differences of the answers that differ; rounding explains each of them."""
 
     async def check(
         self, prompt: Sequence[int], tokens: Sequence[int], answer: Sequence[int], count: int

@@ -35,7 +35,7 @@ class RequestTransfer(NamedTuple):
     """One request's transfer, over all ranks."""
 
     whole: Window
-    """From the start of the first gather or write on a device to the last landing."""
+    """Interval from the start of the first gather or write on a device to the last landing."""
     moving_s: float
     """Time during which at least one segment was gathered, sent, received, scattered or written."""
     nbytes: int

@@ -197,8 +197,9 @@ class HandoffClient:
         """Returns the log-probabilities of the likeliest tokens after prompt and answer, computed by the
         split system.
 
-        If `answer` is not empty, a decode step computes them: the request hands over all tokens except the last one,
-        and a logit bias forces the last one as first generated token. Raises `DisaggError` if the bias is too small.
+        If `answer` is not empty, a decode step computes the log-probabilities. The request hands over all tokens
+        except the last one, which a logit bias forces as the first generated token. Raises `DisaggError` if the bias
+        is too small.
         """
         name = f"logprobs-{next(self._numbers)}"
         before, last = [*prompt, *answer[:-1]], answer[-1:]

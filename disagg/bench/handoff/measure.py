@@ -24,7 +24,7 @@ class HandOver:
     after_kv_s: float
     """Transfer time after the last layer's KV was written."""
     prefill_sending_s: float
-    """From the start of the first chunk to the end of the last one, on the device."""
+    """Time from the start of the first chunk to the end of the last one, on the device."""
     prefill_only_s: float
     split_s: tuple[float, float]
     """Seconds from the request to its first and to its second token, disaggregated."""

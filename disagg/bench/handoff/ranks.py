@@ -84,7 +84,8 @@ class TimedRank(RankNode[Any, Any, Any]):
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments)
         self.computing = threading.Lock()
-        """Held during a forward pass: a follower may finish its last pass after its leader has replied."""
+        """Lock that is held during a forward pass: a follower may finish its last pass after its leader has
+        replied."""
         self._device_clock = DeviceClock(self.runner.device)
         self._moments: list[tuple[Moment, Moment, Moment, int]] = []
         self._pages: dict[RequestKey, list[int]] = {}
@@ -153,11 +154,11 @@ class TimedRank(RankNode[Any, Any, Any]):
 
 
 class TimedPrefillRank(TimedRank, PrefillRank):
-    """See `TimedRank`."""
+    """A prefill rank with the records of `TimedRank`."""
 
 
 class TimedDecodeRank(TimedRank, DecodeRank):
-    """See `TimedRank`."""
+    """A decode rank with the records of `TimedRank`."""
 
 
 class TimedHost(RankHost):

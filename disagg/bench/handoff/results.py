@@ -13,7 +13,7 @@ _PERCENTS = (50, 99)
 _BESIDE = {
     "quiet": "nothing beside it",
     "prefill": "the prefill group computing a prompt that it does not send beside it",
-    "arriving": "another request's KV arriving in this group (first receive's or write's begin to last landing)",
+    "arriving": "another request's KV arriving in this group (start of the first receive or write to last landing)",
 }
 
 
@@ -73,7 +73,7 @@ def _transfer(found: HandoffMeasurements, ceiling: Measurement) -> Iterator[Line
         "transfer, whole",
         "ms",
         lambda one: 1e3 * one.moved.whole.seconds,
-        "from the begin of the first gather to the end of the last landing; while it streams, most of it is compute",
+        "from the start of the first gather to the end of the last landing; compute takes most of this time",
     )
     rates = (one.moved.nbytes / one.moved.moving_s / 1e9 for one in found.handovers)
     definition = "bytes landed, over the time in which at least one segment was moving"
@@ -86,8 +86,8 @@ def _landed(found: HandoffMeasurements, labels: dict[str, Label]) -> Iterator[Li
     tokens, bf16_bytes = int(labels["tokens"]), int(labels["bf16_bytes"])
     landed_bytes = [one.moved.nbytes for one in found.handovers]
     definition = (
-        f"bytes of segments that landed, each as long as the transport said, for a token of the prompt, KV in "
-        f"{labels['kv_dtype']}; heads that several decode ranks hold count on each"
+        f"bytes of landed segments, by the lengths that the transport reported, per prompt token, KV in "
+        f"{labels['kv_dtype']}; a head that several decode ranks hold counts on each"
     )
     figure = _figure("transfer", "B/token", (nbytes / tokens for nbytes in landed_bytes))
     yield "transfer, landed", figure, None, definition
@@ -96,13 +96,15 @@ def _landed(found: HandoffMeasurements, labels: dict[str, Label]) -> Iterator[Li
 
 
 def _prefill(found: HandoffMeasurements) -> Iterator[Line]:
-    whole = "from the first chunk's begin to the last one's end on the device, over all ranks"
+    whole = "from the start of the first chunk to the end of the last chunk on the device, over all ranks"
     times = {
         "sending": ([one.prefill_sending_s for one in found.handovers], f"{whole}; its KV is sent meanwhile"),
         "only": ([one.prefill_only_s for one in found.handovers], f"{whole}; same prompt, nothing is sent"),
     }
     slower = [one.prefill_sending_s / one.prefill_only_s for one in found.handovers]
-    definition = "prefill while sending over prefill only, of the same prompt on the same ranks"
+    definition = (
+        "prefill time while sending, divided by prefill-only time, of the same prompt on the same ranks"
+    )
     yield "prefill, sending / only", _figure("prefill", "x", slower), None, definition
     for name, (seconds, definition) in times.items():
         yield f"prefill, {name}", _figure("prefill", "ms", (1e3 * s for s in seconds)), None, definition
@@ -146,12 +148,12 @@ def _first_tokens(found: HandoffMeasurements) -> Iterator[Line]:
             (
                 "split",
                 split,
-                "from the request's begin at the router to the token's arrival there; nothing else is served",
+                "from the request's start at the router to the token's arrival there; no other request is served",
             ),
             (
                 "unsplit",
                 unsplit,
-                "the prefill group's engine with the same chunks, called directly, which decodes too: no router",
+                "the prefill group's engine prefills the same chunks and decodes, called directly, without a router",
             ),
         ):
             figure = _figure("latency", "ms", (1e3 * s for s in seconds))
@@ -159,18 +161,18 @@ def _first_tokens(found: HandoffMeasurements) -> Iterator[Line]:
 
 
 def _compared(found: HandoffMeasurements) -> Iterator[Line]:
-    definition = "of the split system's answers, beside the unsplit engine's; all are equal"
+    definition = "tokens of the split system's answers, compared with the unsplit engine's; all are equal"
     if found.judged:
         worst = worst_of(found.judged)
         definition = (
-            f"of the split system's answers, beside the unsplit engine's, each up to its first difference: "
-            f"{len(found.judged)} of them differ, only where rounding decides. There log-probabilities behind the "
-            f"same tokens differ by {worst.difference:.2g} at most (rounding explains {worst.explained:.2g}), those "
-            f"of the two tokens by {worst.gap:.2g} ({2 * worst.explained:.2g})"
+            f"tokens of the split system's answers, compared with the unsplit engine's up to the first difference: "
+            f"{len(found.judged)} answers differ, only where rounding decides. There, log-probabilities after "
+            f"the same prefix differ by {worst.difference:.2g} at most (rounding explains {worst.explained:.2g}); "
+            f"those of the two tokens differ by {worst.gap:.2g} ({2 * worst.explained:.2g})"
         )
     yield "answers, tokens compared", _figure("answers", "tokens", [found.compared_tokens]), None, definition
     share = 100 * (1 - len(found.judged) / found.compared_tokens)
-    yield "answers, equal tokens", _figure("answers", "%", [share]), None, "of those compared"
+    yield "answers, equal tokens", _figure("answers", "%", [share]), None, "share of the compared tokens"
 
 
 def _figure(name: str, unit: str, values: Iterable[float]) -> Measurement:

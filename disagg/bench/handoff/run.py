@@ -1,8 +1,8 @@
 """Measures the hand-over of requests from prefill to decode, with a real model on real ranks; checks every answer.
 
-Each rank is a process; this process is their router. Each prompt is served by the disaggregated system (split), by
-the prefill group without a transfer, and by one engine on the prefill group's ranks that prefills and decodes
-(unsplit).
+Each rank is a process; this process is their router. Each prompt is served three times: by the disaggregated system
+(split), by the prefill group without a transfer, and by an engine that prefills and decodes on the prefill group's
+ranks (unsplit).
 """
 
 from __future__ import annotations

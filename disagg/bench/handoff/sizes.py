@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 ReportProgress = Callable[[str], None]
-"""Called with a description of the current measurement."""
+"""Callback with a description of the current measurement."""
 
 
 @dataclass(frozen=True)

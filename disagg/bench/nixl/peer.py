@@ -20,7 +20,8 @@ from staging.routes import plan_routes
 from staging.shards import make_shards
 
 MOST_S = 60.0
-"""Time limit for one transfer, and for all repeats of one way. A slower measurement is ended; the report says so."""
+"""Time limit for one transfer, and for all repeats of one way of creating descriptors. A slower measurement is ended,
+which the report states."""
 _HOW = {
     "prepared": "descriptors chosen from lists of all pages that were prepared once",
     "built": "descriptors built for the request",
@@ -191,7 +192,7 @@ def _definition(bench: TransferBench, pair: Pair, found: NixlResult) -> str:
     if len(found.moved) < bench.repeats:
         note += f"; {len(found.moved)} of {bench.repeats} repeats, by time"
     return (
-        "one source rank writes what one destination rank needs, until it sees that all is written; "
+        "one source rank writes the KV that one destination rank needs, until the source sees the last completion; "
         f"{_HOW[found.way]}{note}"
     )
 

@@ -50,7 +50,7 @@ class NixlOptions:
     name: str
     shard: Shard
     part: Shard
-    """The layers and heads that both ranks hold; these are moved."""
+    """The layers and heads that both ranks hold, and that the transfer moves."""
     layout: KVLayout
     page_size: int
     pool_slots: int
@@ -71,7 +71,7 @@ class PeerInfo:
     memory: PoolMemory
     page_size: int
     slots: Array
-    """`[tokens]`: slots of the request."""
+    """Slots of the request, `[tokens]`."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class NixlTransfer:
     descriptors_s: float
     """Time until NIXL had its descriptors."""
     transfer_s: float
-    """Time from then on until the source saw the completion of all writes. Excludes `descriptors_s`."""
+    """Time after `descriptors_s`, until the source saw the completion of all writes."""
     descriptors: int
 
 

@@ -14,7 +14,7 @@ from disagg.core.errors import InvariantError, TransportError
 
 T = TypeVar("T")
 OPENING = 64
-"""Streams that are being opened at once."""
+"""Number of streams that are opened at once."""
 _TOKEN = b'"text":"'
 """Bytes that occur exactly once in each event with a token, because no answer contains a quotation mark."""
 _END = b"\r\n0\r\n\r\n"

@@ -61,7 +61,7 @@ class SimulatedStream:
 
 @dataclass(slots=True)
 class _Owners:
-    """The decode leader of each request, where the prefill leader starts the request's stream."""
+    """The decode leader of each request, by which a prefill leader starts the request's stream."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     decode: dict[RequestKey, SimulatedLeader] = field(default_factory=dict)
@@ -77,7 +77,7 @@ class SimulatedLeader:
         self._shared = shared
         self.streams: dict[RequestKey, SimulatedStream] = {}
         self._prompts: dict[RequestKey, TokenIds] = {}
-        """Prompts whose tickets have not come."""
+        """Prompts whose tickets have not arrived yet."""
         self._watchers: set[str] = set()
         layout = KVLayout(2, 2, 16, "bfloat16")
         rank = RankInfo(0, Shard(0, Span(0, 2), Span(0, 2)), self._control.address, b"", 0, 0, 16, 1 << 24)

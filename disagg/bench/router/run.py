@@ -141,7 +141,7 @@ def _point(
 
 
 class CpuWindow:
-    """CPU seconds of a process since the creation of this object, less those of an idle process."""
+    """CPU seconds of a process since the creation of this object, less the CPU seconds of an idle process."""
 
     def __init__(self, pid: int, idle_share: float = 0.0) -> None:
         self._pid, self._idle_share = pid, idle_share

@@ -29,11 +29,12 @@ class RequestResult(msgspec.Struct, frozen=True, kw_only=True):
     requested_input_tokens: int | None
     requested_output_tokens: int
     input_tokens: int | None
-    """From the `usage` field of the reply, like `output_tokens`; None if the server sent none."""
+    """Number of prompt tokens, from the reply's `usage` field like `output_tokens`; None if the server sent no such
+    field."""
     output_tokens: int | None
     finish_reason: str | None
     kind: str
-    """`ok`, or the kind of failure: `http 500`, `disconnect`, `token count`, ..."""
+    """Outcome: `ok`, or the kind of failure: `http 500`, `disconnect`, `token count`, ..."""
     problem: str
     """Description of the failure."""
 

@@ -17,8 +17,8 @@ from disagg.bench.serve.workload import WorkloadRequest
 from disagg.core.errors import DisaggError
 
 _KEEP_ALIVE_S = 2.0
-"""Must be shorter than a server's keep-alive (uvicorn: 5 s). Otherwise a request could use a connection that the
-server is closing, and would be counted as a disconnect."""
+"""Keep-alive of the client, which must be shorter than a server's (uvicorn: 5 s). Otherwise a request could use a
+connection that the server is closing, and would be counted as a disconnect."""
 _ERROR_BYTES = 1 << 16
 """Most bytes read of an error body."""
 
@@ -26,8 +26,8 @@ _ERROR_BYTES = 1 << 16
 class ServeClient:
     """Sends requests to one endpoint, each on its own connection. Use with `async with`.
 
-    Each running request has its own `httpx.AsyncClient`: the cost of a shared pool per request grows with the square
-    of its connections (httpcore 1.0), and a hundred connections delayed the client.
+    Each running request has its own `httpx.AsyncClient`: with a shared pool, the cost of a request grows with the
+    square of the connections (httpcore 1.0).
     """
 
     def __init__(self, url: str, api_key: str | None, chat: bool, timeout_s: float, clock: RunClock) -> None:

@@ -23,9 +23,10 @@ WARM_REQUESTS = 4
 """Warm-up requests per rank."""
 
 Serve = Callable[[Config, float], AbstractContextManager[str]]
-"""`serve(config, request_timeout_s)`: runs a server for the duration of the block, and yields its URL."""
+"""Context manager `serve(config, request_timeout_s)`: runs a server for the duration of the block, and yields its
+URL."""
 ReportProgress = Callable[[str, LoadProgress | None, int | None], None]
-"""`report_progress(what, counts, total)`: the current phase and its progress."""
+"""Callback `report_progress(what, counts, total)` with the current phase and its progress."""
 
 
 @dataclass(frozen=True)

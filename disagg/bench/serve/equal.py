@@ -49,7 +49,7 @@ class Equality(msgspec.Struct, frozen=True):
 
     prompts: int
     tokens: int
-    """Number of tokens of the first server."""
+    """Number of tokens in the first server's answers."""
     differences: list[Difference]
     rounding: str = ""
     """Text that compares the difference with rounding, from `disagg.bench.serve.judge`; empty if not computed."""
@@ -126,7 +126,7 @@ async def _request_one(http: httpx.AsyncClient, url: str, request: WorkloadReque
 
 
 def _id(token: str) -> int:
-    """Returns 5 for `token_id:5`."""
+    """Returns the number in `token_id:NUMBER`."""
     return int(token.removeprefix("token_id:"))
 
 

@@ -13,7 +13,8 @@ from disagg.reference.answers import judge_answers, tokens_must_be_equal
 
 
 def judge(systems: Systems, answers: Sequence[Answers], equal: Equality) -> Equality:
-    """Returns `equal`; sets `rounding` and `within_rounding` if answers differ and rounding may be the cause.
+    """Returns the comparison `equal`, with `rounding` and `within_rounding` set if answers differ and rounding may be
+    the cause.
 
     `answers`: the answers of each system, in the order of `systems`. Call this after both systems have ended, because
     it uses one of their devices.

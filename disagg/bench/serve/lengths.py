@@ -15,7 +15,7 @@ SHAREGPT_LIKE = {"--input-tokens": "lognormal:161,1.4,2048", "--output-tokens": 
 paper, figure 11) give for ShareGPT. The spreads and the limit are this project's choice."""
 
 UNLIMITED_TOKENS = 1 << 40
-"""Larger than any model's context."""
+"""Length limit above any model's context."""
 
 _FIXED = re.compile(r"(\d+)")
 _UNIFORM = re.compile(r"(\d+)-(\d+)")

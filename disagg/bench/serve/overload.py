@@ -22,7 +22,7 @@ from disagg.bench.serve.summary import Spread, spread
 
 OK, BUSY = 200, 429
 _LONGEST_S = 120.0
-"""Time limit for a reply."""
+"""Longest wait for a reply."""
 
 
 @dataclass(frozen=True)

@@ -35,8 +35,10 @@ class Slo(msgspec.Struct, frozen=True):
     """Limit for the mean time per token after the first, like DistServe's TPOT (Zhong et al., 2024)."""
 
     def met_by(self, row: RequestResult) -> bool:
-        """Returns whether a answer met the SLO. If the answer has no token, its end counts as TTFT. With fewer
-        than two tokens, the ITL limit is met."""
+        """Returns whether an answer met the SLO. If the answer has no token, its end counts as TTFT.
+
+        With fewer than two tokens, the ITL limit is met.
+        """
         first_s = row.latency_s if row.ttft_s is None else row.ttft_s
         kept_first = self.ttft_s is None or first_s <= self.ttft_s
         return kept_first and (self.itl_s is None or row.token_s is None or row.token_s <= self.itl_s)
@@ -52,7 +54,7 @@ class Summary(msgspec.Struct, frozen=True):
     errors: dict[str, int]
     """All other failures and failed checks, by kind."""
     seconds: float
-    """From the first send to the end of the last request."""
+    """Time from the first send to the end of the last request."""
     most_running: int
     ttft_s: Spread | None
     itl_s: Spread | None

@@ -12,7 +12,7 @@ import numpy as np
 
 from disagg.bench.serve.lengths import Lengths
 
-# Streams of random numbers besides that of the arrivals, 0: each is independent of draws from the others.
+# Numbers of the random streams; the arrivals use stream 0. Draws from one stream do not affect another one.
 _REQUESTS, _PREFIXES, _PROBE = 1, 2, 3
 _TEXT = (
     "time year people way day man thing woman life child world school state family student group country problem "
@@ -33,7 +33,7 @@ class WorkloadRequest(msgspec.Struct, frozen=True):
     """Most tokens of the answer; exact with `ignore_eos`."""
     ignore_eos: bool
     body: bytes
-    """JSON."""
+    """The request's body as JSON."""
 
 
 @dataclass(frozen=True)

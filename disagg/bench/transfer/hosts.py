@@ -152,7 +152,8 @@ class DecodeHost(BenchRank):
         self._settle()
 
     def check(self, pages: Sequence[Sequence[int]], tokens: int) -> None:
-        """Poisons the pool again. Raises `InvariantError` unless it held the requests' noise and nothing else."""
+        """Poisons the pool again. Raises `InvariantError` unless the pool held the requests' noise and nothing
+        else."""
         for request, owned in enumerate(pages):
             self._noisy.take(request, self._slots(owned, tokens))
         self._noisy.check_untouched()

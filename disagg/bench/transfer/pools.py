@@ -37,7 +37,7 @@ class TransferBench:
 
     layout: KVLayout
     tokens: tuple[int, ...]
-    """Request sizes."""
+    """Request sizes, in tokens."""
     in_flight: int
     """Number of requests in flight in the back-to-back rounds."""
     repeats: int
@@ -47,7 +47,7 @@ class TransferBench:
     prefill_page_size: int = 16
     decode_page_size: int = 16
     config: Config = field(default_factory=Config)
-    """Only the sections `transfer`, `transport` and `control` are used."""
+    """Configuration, of which only the sections `transfer`, `transport` and `control` are used."""
 
     def __post_init__(self) -> None:
         check_layout(self.layout)

@@ -229,7 +229,7 @@ class TcpEnd(_End):
         self._connection = socket.socket()
 
     def address(self) -> int:
-        """Returns the port."""
+        """Returns this end's port, for `connect` of the other end."""
         return self._port
 
     def connect(self, port: int) -> None:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class HandoffModelFlags:
-    """The model and its groups."""
+    """Flags for the model and its groups."""
 
     model: CheckpointFlag = None
     random_init: Annotated[
@@ -57,7 +57,7 @@ class HandoffModelFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class HandoffSizeFlags:
-    """Sizes of the measured requests, and of the requests that decode at the same time."""
+    """Flags for the sizes of the measured requests, and of the requests that decode at the same time."""
 
     tokens: Annotated[
         int | None, typer.Option("--tokens", min=1, help="Tokens of a prompt [8192; 512 on a CPU].")

@@ -58,7 +58,7 @@ class KernelRun:
     """A chosen benchmark."""
 
     measure: Callable[[Callable[[str], None]], Sequence[Result]]
-    """Runs the benchmark. The argument is called with a description of the current measurement."""
+    """Function that runs the benchmark. Its argument is called with a description of the current measurement."""
     name: str
     """Part of the names of the result files."""
     title: str

@@ -71,7 +71,7 @@ class LoadFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class PromptFlags:
-    """Prompts and answers."""
+    """Flags for prompts and answers."""
 
     input_tokens: Annotated[
         str,
@@ -132,7 +132,7 @@ class PromptFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class LimitFlags:
-    """Limits of an answer's latency."""
+    """Flags for limits of an answer's latency."""
 
     slo_ttft_s: Annotated[
         float | None, typer.Option("--slo-ttft-s", help="Goodput: limit of the time to the first token.")

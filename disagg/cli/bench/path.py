@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class PathFlags:
-    """Sizes and kind of the path, as in the sections `transfer` and `transport` of the configuration."""
+    """Flags for sizes and kind of the path, as in the sections `transfer` and `transport` of the configuration."""
 
     layer_groups: Annotated[
         int, typer.Option("--layer-groups", min=1, help="Most layer groups, as transfer.layer_groups.")

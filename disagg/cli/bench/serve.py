@@ -30,7 +30,7 @@ _URL = "http://127.0.0.1:8000/v1"
 
 @dataclass(frozen=True, kw_only=True)
 class TargetFlags:
-    """The server under load."""
+    """Flags for the server under load."""
 
     url: Annotated[
         str | None, typer.Option("--url", help=f"Base URL of the API [{_URL}].", show_default=False)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class PoolFlags:
-    """The two groups and their KV pools."""
+    """Flags for the two groups and their KV pools."""
 
     prefill_tp: Annotated[int, typer.Option("--prefill-tp", min=1, help="Sending ranks.")] = 1
     decode_tp: Annotated[int, typer.Option("--decode-tp", min=1, help="Receiving ranks.")] = 1

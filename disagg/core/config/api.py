@@ -14,7 +14,7 @@ class ApiConfig(Section, frozen=True):
     host: str = "127.0.0.1"
     """Address to listen on. 0.0.0.0 accepts other machines and needs API keys."""
     port: int = 8000
-    """0 takes a free port, which is logged."""
+    """Port to listen on; 0 takes a free port, which is logged."""
     workers: int = 1
     """Number of router processes that share the port. Each has an equal share of `max_running`, `max_queued`,
     `max_connections` and `max_connections_per_address`."""
@@ -24,18 +24,18 @@ class ApiConfig(Section, frozen=True):
     """File of API keys, one per line; the variable DISAGG_API_KEYS adds keys. Without any key, clients need none, and
     `host` must be a loopback address."""
     allow_no_key: bool = False
-    """Allow a `host` other than loopback without API keys."""
+    """Whether a `host` other than loopback is allowed without API keys."""
     max_running: int = 0
     """Largest number of running requests; answers to one prompt that are computed together count as one. 0: the
     sum of `max_requests` over the groups that decode, updated when groups join or leave."""
     max_queued: int = 256
     """Queue limit in answers; further requests are rejected at once (429)."""
     max_queue_s: float = 10.0
-    """A queued request should start within this time, estimated from the recent completion rate; otherwise further
-    requests are rejected. Closed-loop clients, which send one request after another, are exempt."""
+    """Time within which a queued request should start, estimated from the recent completion rate. If it would take
+    longer, further requests are rejected. Closed-loop clients, which send one request after another, are exempt."""
     max_slowdown: float = 1.5
-    """Under overload (full queue, arrivals clearly above completions), queued requests are rejected with 429 too.
-    Admission then keeps the median latency below this multiple of an idle server's; 0: no such limit."""
+    """Limit of the median latency under overload, as a multiple of an idle server's; 0: no such limit. To keep it,
+    queued requests are rejected too (429). Overload: the queue is full, and arrivals clearly exceed completions."""
     request_timeout_s: float = 120.0
     """Time limit of a request, from its headers to its last token; a client may set a lower one."""
     drain_timeout_s: float = 30.0
@@ -44,16 +44,16 @@ class ApiConfig(Section, frozen=True):
     """Limit of open connections. At the limit, the server accepts a new connection by closing the one that has been
     idle longest; if none is idle, the reply is 503."""
     max_connections_per_address: int = 512
-    """The same limit per client address (IPv6: /64 network). Behind a proxy all clients have the proxy's address: set
-    the limit to `max_connections` there, and limit clients in the proxy."""
+    """Limit of open connections per client address (IPv6: /64 network). Behind a proxy all clients have the proxy's
+    address: set the limit to `max_connections` there, and limit clients in the proxy."""
     idle_timeout_s: int = 30
     """Time after which a connection without a request is closed."""
     header_timeout_s: float = 10.0
-    """Time limit for receiving a request line and its headers, counted for the first request from the connect.
-    Exceeding it is answered with 408."""
+    """Time limit for receiving a request line and its headers. For a connection's first request, the time begins with
+    the connection. On a timeout, the reply is 408."""
     body_timeout_s: float = 10.0
-    """Time limit for receiving a request's body, extended by received bytes (`min_body_bytes_per_s`). Exceeding it is
-    answered with 408."""
+    """Time limit for receiving a request's body, extended by received bytes (`min_body_bytes_per_s`). On a timeout,
+    the reply is 408."""
     min_body_bytes_per_s: int = 16 * KIB
     """Body bytes that extend `body_timeout_s` by one second, up to `request_timeout_s`."""
     max_body_bytes: int = 4096 * KIB
@@ -92,7 +92,9 @@ class ApiConfig(Section, frozen=True):
         for limit in ("max_running", "max_connections", "max_connections_per_address"):
             value = getattr(self, limit)
             shared = value >= self.workers or (limit == "max_running" and value == 0)
-            self._needs(shared, limit, f"at least api.workers ({self.workers}), which share it")
+            self._needs(
+                shared, limit, f"at least api.workers ({self.workers}), because the workers share this limit"
+            )
         self._at_least(1024, "max_header_bytes")
         self._positive("request_timeout_s", "max_queue_s", "header_timeout_s", "body_timeout_s")
         self._needs(self.max_slowdown == 0 or self.max_slowdown >= 1, "max_slowdown", "0, or from 1")

@@ -48,14 +48,14 @@ class ClusterConfig(Section, frozen=True):
     """Placement of groups, and replacement of dead ones (not in `demo` and `generate`)."""
 
     mode: Mode = "split"
-    """split: prefill and decode groups; colocated: groups of both roles, as a baseline."""
+    """Kinds of groups. split: prefill and decode groups; colocated: groups of both roles, as a baseline."""
     ray: str = "local"
-    """`local`: start Ray on this machine; `auto` or `host:port`: use a running cluster."""
+    """Ray to use. `local`: start Ray on this machine. `auto` or `host:port`: use a running cluster."""
     name: str = "disagg"
     """Name of the set of groups that `launch` runs on a running Ray cluster; each concurrent `launch` there needs its
     own. When a `launch` was killed, a new `launch` with the same name adopts the groups."""
     adopt_timeout_s: float = 600.0
-    """How long groups on a running Ray cluster continue to serve after their `launch` was killed. Groups that no new
+    """Time that groups on a running Ray cluster continue to serve after their `launch` was killed. Groups that no new
     `launch` adopts within this time end. Must exceed `hang_timeout_s`. 0: groups end with their `launch`."""
     restart: bool = True
     """Whether `launch` and `serve` replace a dead group."""
@@ -66,8 +66,8 @@ class ClusterConfig(Section, frozen=True):
     start_timeout_s: float = 900.0
     """Time for all ranks of a group to load the model, warm up and record graphs."""
     hang_timeout_s: float = 15.0
-    """A group is killed when the process of one of its ranks has not responded for this time. A stopped process
-    (SIGSTOP) does not respond."""
+    """Time without a response of a rank's process, after which its group is killed. A stopped process (SIGSTOP) does
+    not respond."""
     step_timeout_s: float = 0.0
     """Minimum time limit of one step. A step that exceeds both this limit and ten times the longest earlier step
     fails its group, which is then replaced. 0: 30 s on a GPU, 300 s on a CPU."""
@@ -97,19 +97,20 @@ class RouterConfig(Section, frozen=True):
     """How routers choose the groups of a request, how long requests wait, and how lost requests recover."""
 
     policy: PolicyName = "prefix_aware"
-    """How a router chooses among several groups of a role. prefix_aware: by queued tokens and prefix cache hits, and
-    a decode group by the hash of the session name if the request has one; least_loaded: by load; round_robin: in
-    rotation. Routers receive KV events every `metrics.interval_s`."""
+    """Rule by which a router chooses among several groups of a role. round_robin: in rotation. least_loaded: by load.
+    prefix_aware: by queued tokens and prefix cache hits; a request with a session name gets its decode group by the
+    hash of the name. Routers receive KV events every `metrics.interval_s`."""
     request_timeout_s: float = 120.0
     reserve_wait_s: float = 2.0
-    """How long a request waits in the queue of a full decode group before the router tries another group. If only one
-    decode group is up, the request waits there until the request's time limit."""
+    """Longest wait of a request in the queue of a full decode group, before the router tries another group. If only
+    one decode group is up, the request waits there until the request's time limit."""
     max_recoveries: int = 3
-    """How often a request whose groups are lost may continue on others, within its time limit. 0: it fails."""
+    """Number of times that a request whose groups are lost may continue on other groups, within its time limit. 0:
+    the request fails."""
     recoveries_per_s: float = 100.0
     """Rate limit of recoveries per router, with a burst of one second's worth; further recoveries are delayed."""
     group_wait_s: float = 60.0
-    """How long a request waits while no group of a required role is up, within the request's time limit."""
+    """Longest wait of a request while no group of a required role is up, within the request's time limit."""
 
     def __post_init__(self) -> None:
         self._one_of("policy", PolicyName)

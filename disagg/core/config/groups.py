@@ -50,7 +50,7 @@ class GroupConfig(Section, frozen=True):
     """Prompt tokens of one prefill step (chunked prefill). In a decode group: tokens recomputed per step after a
     preemption. In a colocated group: tokens of prompts and answers per step. 0: 2048 on a GPU, 256 on a CPU."""
     graphs: bool = True
-    """Record decode steps and short prefill steps as CUDA graphs if the model supports it."""
+    """Whether to record decode steps and short prefill steps as CUDA graphs, if the model supports it."""
     prefix_cache: bool = True
     """Whether to keep KV in unused pages for later requests with the same prefix. Prefill groups cache prompts;
     decode and colocated groups cache prompts and answers. A hit saves computation; in a decode group a hit saves
@@ -118,8 +118,11 @@ class GroupConfig(Section, frozen=True):
 
     @property
     def initial_pool_tokens(self) -> int:
-        """Size of the pool on a CPU, or on a GPU before its memory is measured: `pool_tokens` if set, else the larger
-        of `CPU_POOL_TOKENS` and `max_context_tokens`, rounded up to whole pages."""
+        """Size of the pool on a CPU, or on a GPU before its memory is measured.
+
+        The size is `pool_tokens` if set. Otherwise it is the larger of `CPU_POOL_TOKENS` and `max_context_tokens`,
+        rounded up to whole pages.
+        """
         least = max(CPU_POOL_TOKENS, self.max_context_tokens)
         return self.pool_tokens or -(-least // self.page_size) * self.page_size
 
@@ -142,11 +145,11 @@ class BatchingConfig(GroupConfig, frozen=True):
 
     @property
     def decode_batch(self) -> int:
-        """`max_batch`, but at most `max_requests`."""
+        """Largest number of answers in one step: `max_batch`, but at most `max_requests`."""
         return min(self.max_batch or self.max_requests, self.max_requests)
 
     def sized(self, device: str) -> Self:
-        """As `GroupConfig.sized`."""
+        """See `GroupConfig.sized`."""
         found = super().sized(device)
         return msgspec.structs.replace(found, max_batch=self.max_batch or found.max_requests)
 
@@ -163,8 +166,9 @@ class DecodeConfig(BatchingConfig, frozen=True):
     watermark: float = 0.01
     """Fraction of a group's pages that admission keeps free for running requests."""
     async_steps: bool | None = None
-    """Launch a step before the host has read the tokens of the previous one, so that the GPU does not wait for the
-    host. None: on a GPU only. On a CPU a step ends at its launch, so its tokens would be sent one step later."""
+    """Whether to launch a step before the host has read the tokens of the previous one, so that the GPU does not wait
+    for the host. None: on a GPU only. On a CPU a step ends at its launch, so its tokens would be sent one step
+    later."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

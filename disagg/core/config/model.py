@@ -27,9 +27,10 @@ class ModelConfig(Section, frozen=True):
     """Type of stored and transferred KV. auto: the model's type. The 8-bit types have a scale per head and token:
     half of the memory and the traffic, with slightly different answers."""
     fused: bool = True
-    """On a GPU: use Triton kernels for the norms, rotary embeddings and gated MLPs that their registries name."""
+    """Whether norms, rotary embeddings and gated MLPs that the registries of fused layers name use Triton kernels on
+    a GPU."""
     deterministic: bool = False
-    """Makes a request's logits bitwise independent of the batch and the group: fixed tile and split sizes, one
+    """Whether a request's logits are bitwise independent of the batch and the group: fixed tile and split sizes, one
     order of sums. Some per cent slower. Linked groups must have the same value."""
 
     def __post_init__(self) -> None:

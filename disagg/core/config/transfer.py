@@ -36,7 +36,7 @@ class TransferConfig(Section, frozen=True):
     """Bandwidth between two ranks, also used to choose the number of layer groups. 0: measured; without a measurement
     350e9 (NVLink 4)."""
     lease_timeout_s: float = 30.0
-    """Time limit for granting and writing a ring lease. On a timeout the request fails, and the lease is freed behind
+    """Time limit for granting and writing a ring lease. On a timeout the request fails, and the lease is freed after
     a fence."""
     watermark_interval_s: float = 0.25
     """Interval at which a decode rank repeats its latest watermark (the ring position up to which space is free)."""
@@ -106,16 +106,17 @@ class TransportConfig(Section, frozen=True):
     """Backend of the data path."""
 
     backend: TransportName = "auto"
-    """auto: UCX over shared memory on one host (a loopback `control.host`). Between hosts: UCX over RDMA, else UCX
-    over TCP on a trusted network, else tls. ucx: the same without tls. tls: always TLS over TCP."""
+    """Transport between ranks. auto: UCX over shared memory on one host (a loopback `control.host`). Between hosts:
+    UCX over RDMA, else UCX over TCP on a trusted network, else tls. ucx: the same without tls. tls: always TLS over
+    TCP."""
     tls_lanes: int = 0
     """Connections per peer over which the TLS transport spreads a large message; each uses a core while sending. 0:
     half of the process's cores, from 1 to 2."""
     trusted_network: bool = False
-    """Allows UCX over TCP between hosts. UCX's TCP is neither authenticated nor encrypted: a machine that reaches
-    its port can read and write the memory of the rank."""
+    """Whether UCX over TCP between hosts is allowed. UCX's TCP is neither authenticated nor encrypted: a machine that
+    reaches its port can read and write the memory of the rank."""
     peer_memory: bool = True
-    """Let prefill ranks write directly to a decode rank's pool if they can map it; otherwise KV goes through
+    """Whether prefill ranks write directly to a decode rank's pool if they can map it. Otherwise KV goes through
     staging."""
 
     def __post_init__(self) -> None:

@@ -72,9 +72,10 @@ class Adapter:
     """The changes that a model family needs so that it can be served."""
 
     adapt: Callable[[Any, StepInputs], None]
-    """Changes a new model in place. The model is on the meta device, and was built with `eager` attention."""
+    """Function that changes a new model in place. The model is on the meta device, and was built with `eager`
+    attention."""
     refused: Callable[[Any], str] = lambda config: ""
-    """Returns the reason why a configuration of the family is unsupported; empty if supported."""
+    """Function that returns the reason why a configuration of the family is unsupported; empty if supported."""
     plan: Mapping[str, str] = field(default_factory=dict)
     """Tensor-parallel plan, if transformers has none for the family; see `base_model_tp_plan`."""
 

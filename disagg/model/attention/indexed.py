@@ -66,8 +66,8 @@ def index_step(
 def _pieces(one: SequenceSlice) -> Iterator[tuple[Span, int]]:
     """Yields each span of positions that is scored together, with its number of keys, as in `generate()`.
 
-    A prompt is scored as a whole, and an answer token by token, even in a recomputation, because the choice of
-    `torch.topk` among equal scores depends on these shapes.
+    A prompt is scored as a whole, and an answer token by token, even in a recomputation. The choice of `torch.topk`
+    among equal scores depends on these shapes.
     """
     prompt = one.prompt_tokens or one.stop
     if one.start < prompt:

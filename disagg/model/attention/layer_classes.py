@@ -28,7 +28,8 @@ class AttentionClass:
 
 
 Make = Callable[[AttentionClass, MHATokenToKVPool, LayerHook | None, bool], AttentionContext]
-"""Creates a step's context for one layer class. The last argument is whether the context writes K and V."""
+"""Function that creates a step's context for one layer class. The last argument is whether the context writes K and
+V."""
 
 
 class ClassedStep:

@@ -1,7 +1,7 @@
 """Records the attention calls of a model for one token before any request.
 
-The recorded calls are compared with the configuration. A model is refused at start if its attention differs, for
-example by shared K and V, attention outside of `paged_attention`, or windows that exist only in a mask.
+The recorded calls are compared with the configuration. A model is refused at start if its attention differs. Examples
+are shared K and V, attention outside of `paged_attention`, and windows that exist only in a mask.
 """
 
 from __future__ import annotations

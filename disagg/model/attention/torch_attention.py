@@ -16,8 +16,8 @@ SCORES_PER_BLOCK = 1 << 26  # elements of one block of scores [heads, queries, k
 class HeadMap:
     """The map from a rank's query heads to its KV heads.
 
-    Global query head `q` reads KV head `q * kv_heads // q_heads`. If all KV heads of the rank have equally many query
-    heads, K and V are used unchanged; otherwise K and V are expanded to one KV head per query head.
+    Global query head `q` reads KV head `q * kv_heads // q_heads`. K and V are used unchanged if all KV heads of the
+    rank have equally many query heads. Otherwise they are expanded to one KV head per query head.
     """
 
     def __init__(self, queries: Span, heads: Span, q_heads: int, kv_heads: int, device: torch.device) -> None:
@@ -107,8 +107,9 @@ def _weights(
 ) -> torch.Tensor:
     """Returns the softmax of `scores` over the visible keys.
 
-    These broadcast to the shape of `scores`: the positions `queries` and `keys`; parameters per query head, reshaped
-    to `heads_shape`; and `chosen`, bool, which limits the visible keys."""
+    The other arguments broadcast to the shape of `scores`: the positions `queries` and `keys`, and parameters per
+    query head, reshaped to `heads_shape`. `chosen`, bool, limits the visible keys.
+    """
     dtype = scores.dtype
     if params.alibi_slopes is not None:
         scores = scores.float() + _alibi(
@@ -124,7 +125,7 @@ def _weights(
     if params.sinks is None:
         return torch.softmax(scores, dim=-1).to(dtype)
     sinks = params.sinks.float().view(heads_shape).expand(*scores.shape[:-1], 1)
-    # The sink comes first: its place in the sum must not depend on padding behind the keys.
+    # The sink comes first: its place in the sum must not depend on padding after the keys.
     return torch.softmax(torch.cat([sinks, scores], dim=-1), dim=-1)[..., 1:].to(dtype)
 
 

@@ -21,8 +21,8 @@ T = TypeVar("T")
 def lost_rank(rank: int, size: int, timeout_s: float) -> PeerLostError:
     """Returns the error that rank `rank` of `size` raises for another rank that is lost or late."""
     return PeerLostError(
-        f"rank {rank} of {size}: a rank of the group is gone or did not come within {timeout_s} s; the group must "
-        f"be built again"
+        f"rank {rank} of {size}: a rank of the group is lost, or did not enter the operation within {timeout_s} s; "
+        "start the group again"
     )
 
 

@@ -1,7 +1,8 @@
 """Rendezvous of the ranks of one host: a unix socket in a private directory, removed after the rendezvous.
 
-Rank 0 listens, and every other rank connects to rank 0. Rank 0 then sends one end of a socket pair to each of two
-ranks, for every two other ranks, and the descriptor of the shared memory to every rank. No socket listens afterwards.
+Rank 0 listens, and every other rank connects to rank 0. Rank 0 then connects each pair of other ranks: it sends each
+of the two ranks one end of a socket pair. It sends the descriptor of the shared memory to every rank. No socket
+listens afterwards.
 """
 
 from __future__ import annotations
@@ -16,11 +17,10 @@ from typing import NamedTuple
 
 _NAME = "meet"
 _HELLO = struct.Struct("=II")
-"""First message of a connecting rank: its rank and the size of its group."""
+"""First message of a connecting rank: the number of the rank, and the size of its group."""
 _WELCOME = struct.Struct("=II")
-"""Message that carries a file descriptor: the rank at the other end of this socket, or 0 if the descriptor is the
-shared memory; then the size of the shared memory in bytes.
-"""
+"""Message that carries a file descriptor. The fields are the rank at the other end of the socket, and the size of the
+shared memory in bytes. Rank 0 means that the descriptor is the shared memory."""
 _CREDENTIALS = struct.Struct("3i")
 """The kernel's `struct ucred`: process, user, group."""
 _RETRY_S = 0.01
@@ -83,7 +83,7 @@ def _host(path: Path, size: int, memory_bytes: int, until_s: float) -> Meeting:
 
 
 def _admit(guest: socket.socket, peers: dict[int, socket.socket], size: int, until_s: float) -> None:
-    """Adds the connection to `peers` if it comes from an expected rank of this user; closes it otherwise."""
+    """Adds the connection to `peers` if an expected rank of this user has connected; closes it otherwise."""
     try:
         guest.settimeout(_left(until_s))
         rank, its_size = _HELLO.unpack(_receive(guest, _HELLO.size))

@@ -19,8 +19,9 @@ from disagg.model.collective.base import lost_rank
 from disagg.model.collective.ordered import all_reduce_in_order
 
 LOCAL_ONLY = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_RAS_ENABLE": "0"}
-"""Restricts NCCL's sockets to loopback and disables its status service (`localhost:28028`), which has no
-authentication. NCCL's bootstrap port requires a random 64-bit number, which the ranks exchange through the store."""
+"""Environment variables that restrict NCCL's sockets to loopback and disable its status service (`localhost:28028`),
+which has no authentication. NCCL's bootstrap port requires a random 64-bit number, which the ranks exchange through
+the store."""
 
 dist: Any = torch.distributed  # its stubs lack the stores and the backends
 
@@ -33,7 +34,7 @@ class NcclCollective:
     def __init__(
         self, *, rank: int, size: int, directory: Path, timeout_s: float = 60.0, deterministic: bool = False
     ) -> None:
-        """Joins the group on the current device; returns when all ranks have.
+        """Joins the group on the current device; returns when all ranks have joined.
 
         `directory` is the same for all ranks and private to the user (`disagg.core.folders.private_folder`). It holds
         the ranks' store (a file, no port), which NCCL may read while the group exists; the caller removes it

@@ -14,7 +14,7 @@ import torch
 from kernels.layers.rank_sum import rank_sum
 
 GATHER_BYTES = 512 << 10
-"""Tensors up to this size use one all-gather; larger ones use all-to-all and all-gather, which send fewer bytes."""
+"""Largest tensor that uses one all-gather. Larger ones use all-to-all and all-gather, which send fewer bytes."""
 
 
 def all_reduce_in_order(group: Any, tensor: torch.Tensor, size: int) -> None:

@@ -1,9 +1,9 @@
 """The collective of ranks of one host that do not each have their own GPU: data in shared memory, unix sockets to
 synchronize.
 
-In an all-reduce, each rank writes its data to its part of the memory, waits until every rank has written, and adds
-all parts in rank order. One exchange of messages per all-reduce is enough, because calls use the two halves of the
-memory alternately: a rank writes to a half again only after the exchange of the next call, which every rank enters
+In an all-reduce, each rank writes its data to its part of the memory. When every rank has written, each rank adds all
+parts in rank order. One exchange of messages per all-reduce is enough, because calls use the two halves of the memory
+alternately. A rank writes to a half again only after the exchange of the next call. Every rank enters this exchange
 after it has read the half.
 """
 
@@ -70,7 +70,7 @@ class SharedCollective:
         self._rounds = dict.fromkeys(self._peers, 0)
         """Exchanges that each other rank has entered."""
         self._busy = threading.Lock()
-        """Held during use of the sockets, which `close` on another thread frees afterwards."""
+        """Lock that is held during use of the sockets, which `close` on another thread frees afterwards."""
         self._closed = False
 
     def all_reduce(self, tensor: torch.Tensor) -> None:

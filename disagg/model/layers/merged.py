@@ -27,7 +27,7 @@ class MergedProjections:
         self.weight = torch.cat([layer.weight.data for layer in layers])
         self.bias = None if layers[0].bias is None else torch.cat([layer.bias.data for layer in layers])
         self.product: Callable[[torch.Tensor], torch.Tensor] | None = None
-        """Replaces torch's product with weight and bias, if set."""
+        """Product with weight and bias that replaces torch's; None: torch's product."""
         self._sizes = [layer.weight.shape[0] for layer in layers]
         start = 0
         for layer, size in zip(layers, self._sizes, strict=True):

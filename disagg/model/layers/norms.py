@@ -16,7 +16,7 @@ class NormForm:
     """The formula of a norm class."""
 
     weight: NormWeight
-    """How the weight is applied, and whether values are rounded before; see `kernels.layers.rms_norm`."""
+    """Way to apply the weight and to round; one of `kernels.layers.rms_norm.NORM_WEIGHTS`."""
     epsilon: str
     """Name of the attribute that holds the epsilon."""
 
@@ -75,7 +75,7 @@ NORMS = by_name(
         """,
     ),
 )
-"""Forms by class name."""
+"""Forms of norms by class name."""
 
 
 class FusedNorm:

@@ -1,8 +1,8 @@
 """Decoder layers that add residuals in the same launch as the following norm, as in vLLM and SGLang.
 
-A pre-norm layer has two residual additions, and each is followed by a norm: the first one by the layer's second norm,
-the second one by the first norm of the next layer. `FusedNorm.add` returns the sum, and stores the sum's norm for the
-next call of the norm.
+A pre-norm layer has two residual additions, each followed by a norm. The layer's second norm follows the first
+addition; the first norm of the next layer follows the second addition. `FusedNorm.add` returns the sum, and stores
+the sum's norm for the next call of the norm.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Forwards of attention modules whose rotary embeddings run in the kernel `rotary`.
 
 An attention class of transformers rotates queries and keys in the middle of its forward, so the whole forward of a
-registered class is replaced by one of this file: projections, rotary kernel, cache, transformers' attention
-interface, output projection.
+registered class is replaced. The forwards of this file consist of projections, rotary kernel, cache, transformers'
+attention interface, and output projection.
 """
 
 from __future__ import annotations
@@ -129,8 +129,9 @@ def _hy_v4(
     past_key_values: Any = None,
     **named: Any,
 ) -> tuple[torch.Tensor, Any, torch.Tensor]:
-    """Computes sparse attention to the positions that an indexer chose. Also returns these positions, which layers
-    without an indexer reuse.
+    """Computes sparse attention to the positions that an indexer chose.
+
+    The result includes these positions, which layers without an indexer reuse.
     """
     position_ids, chosen = named.pop("position_ids", None), named.pop("prev_topk_indices", None)
     queries = module.q_a_layernorm(module.q_a_proj(hidden_states))
@@ -180,7 +181,7 @@ class OwnForward:
 
     forward: Callable[..., Any]
     fits: Callable[[Any], bool] = lambda module: True
-    """Returns whether `forward` can replace the forward of this module."""
+    """Function that returns whether `forward` can replace the forward of this module."""
 
 
 OWN_FORWARDS = by_name(

@@ -69,11 +69,11 @@ class AttentionForm:
 
     project: Project = projections.plain
     cos_sin: Callable[[Any, dict[str, Any], Heads], CosSin | None] = _given_cos_sin
-    """Returns cos and sin of a call from its keyword arguments; None if the layer does not rotate."""
+    """Function that returns cos and sin of a call from its keyword arguments; None if the layer does not rotate."""
     after_rotation: Callable[[Any, Heads, dict[str, Any]], Heads] = _no_change
-    """Changes the heads after the rotation."""
+    """Function that changes the heads after the rotation."""
     named: Callable[[Any], dict[str, Any]] = lambda module: {}
-    """Returns the keyword arguments of the attention call, without the scaling."""
+    """Function that returns the keyword arguments of the attention call, without the scaling."""
     outputs: tuple[str, ...] = ("o_proj",)
     """Names of the modules that process the attention's output, in order."""
     cache: str = "past_key_values"
@@ -81,7 +81,8 @@ class AttentionForm:
     casts: bool = False
     """Whether rotated queries and keys, which have the type of cos and sin, are converted back to their own type."""
     fits: Callable[[Any], bool] = lambda module: True
-    """Returns whether the form describes this module; modules of one class may differ by configuration."""
+    """Function that returns whether the form describes this module; modules of one class may differ by
+    configuration."""
 
 
 _LLAMA = AttentionForm()
@@ -223,4 +224,4 @@ ROTARY_ATTENTION = by_name(
     ),
     (AttentionForm(projections.gated(projections.laguna_gate), named=_own_window), "laguna.LagunaAttention"),
 )
-"""Forms by class name."""
+"""Forms of attention by class name."""

@@ -215,7 +215,7 @@ def _rms_norm(
 def _topk(
     x: torch.Tensor, k: int, dim: int = -1, largest: bool = True, *unused: bool, **also_unused: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Like `torch.topk`, but of equal values chooses the first ones; `torch.topk` may choose any."""
+    """Works like `torch.topk`, but of equal values chooses the first ones; `torch.topk` may choose any."""
     values, indices = torch.sort(x, dim=dim, descending=largest, stable=True)
     return values.narrow(dim, 0, k), indices.narrow(dim, 0, k)
 
@@ -229,7 +229,7 @@ def _sort(
 def _index_add_(
     x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor, *, alpha: float = 1
 ) -> torch.Tensor:
-    """Like `index_add_`, but adds in the order of `index`; torch's order is not fixed on a GPU."""
+    """Works like `index_add_`, but adds in the order of `index`; torch's order is not fixed on a GPU."""
     x.transpose(0, dim).index_put_((index,), alpha * source.transpose(0, dim), accumulate=True)
     return x
 
@@ -271,8 +271,8 @@ ON_CPU: dict[str, Callable[..., Any]] = {
     "softplus": _softplus,
     "log1p": _log1p,
 }
-"""Operations replaced on a CPU only: there, torch rounds the last elements of a tensor differently from the
-others."""
+"""Operations replaced on a CPU only: there, torch rounds the last elements of a tensor differently from its other
+elements."""
 
 REPLACED: dict[str, Callable[..., Any]] = {
     "linear": _linear,

@@ -21,7 +21,7 @@ class _Biases(NamedTuple):
     places: torch.Tensor
     """int64 `[m]`: distinct indices into the flat logits."""
     values: torch.Tensor
-    """float32 `[m]`."""
+    """Bias at each place, float32 `[m]`."""
 
 
 class _BarredTokens(NamedTuple):
@@ -34,7 +34,7 @@ class _BarredTokens(NamedTuple):
     least_tokens: torch.Tensor
     """int64 `[m]`: number of answer tokens from which on the token at the place is allowed."""
     by_row: dict[int, int]
-    """`min_tokens` of each row with forbidden tokens."""
+    """Value of `min_tokens` for each row with forbidden tokens."""
 
 
 class Adjustments:

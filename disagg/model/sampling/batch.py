@@ -95,7 +95,8 @@ class Sampler:
         """Launches the sampling of one token per row of `logits` (float32 `[len(rows), vocab]`, any device).
 
         The tokens are counted for penalties, so rows must not share a history. Does not synchronize. The next step of
-        the same rows may be launched before the host has read the tokens; `SamplingRow.ahead_tokens` counts these.
+        the same rows may be launched before the host has read the tokens; `SamplingRow.ahead_tokens` counts the
+        unread tokens.
         """
         vocab, device = logits.shape[-1], logits.device
         if self.batch is None or not self.batch.fits(rows, vocab, device):

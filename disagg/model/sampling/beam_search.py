@@ -43,7 +43,7 @@ class BeamSearch:
         self._beams, self._wanted = sampling.beams, sampling.n
         self._max_tokens, self._penalty = sampling.max_tokens, sampling.length_penalty
         self._early = sampling.early_stopping if sampling.beams > 1 else True
-        """With one beam the search is greedy: the first end token ends the answer."""
+        """Early stopping of the search. With one beam always True: the first end token ends the answer."""
         self._ending = frozenset(ending)
         self._running: list[tuple[int, ...]] = [()]
         self._whole: list[Hypothesis] = []

@@ -83,5 +83,5 @@ def likeliest(
 
 def _candidates(pairs: Sequence[tuple[float, float]], vocab: int) -> list[Candidate] | RequestError:
     if not math.isfinite(pairs[0][0]):  # NaN is above all others
-        return RequestError("the model gave no finite logits; the request cannot go on")
+        return RequestError("the model gave no finite logits; the request cannot continue")
     return [Candidate(score, *divmod(int(index), vocab)) for score, index in pairs]

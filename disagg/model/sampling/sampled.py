@@ -20,7 +20,7 @@ class Chosen(NamedTuple):
 
     token: int
     logprobs: TokenLogprobs | None
-    """None unless requested."""
+    """Log-probabilities at this position; None unless requested."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class SampledTokens:
     def __init__(self, tokens: torch.Tensor, logits: torch.Tensor, wanted: LogprobRows | None) -> None:
         """Launches the copies to the host. `logits`: the model's own, float32 `[n, vocab]`, unchanged."""
         self.tokens = tokens
-        """int64 `[n]` on the device of the logits; -1 for a row of bad logits."""
+        """Token of each row, int64 `[n]` on the device of the logits; -1 for a row of bad logits."""
         self._host = HostCopy(tokens)
         self._wanted = wanted
         self._logprobs = wanted.launch(logits, tokens) if wanted is not None else None
@@ -88,5 +88,5 @@ def _chosen(row: int, token: int, logprobs: TokenLogprobs | None) -> Chosen | Re
     if token >= 0:
         return Chosen(token, logprobs)
     return RequestError(
-        f"the model gave no finite logits for row {row} of the batch; the request cannot go on"
+        f"the model gave no finite logits for row {row} of the batch; the request cannot continue"
     )

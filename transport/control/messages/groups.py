@@ -15,7 +15,8 @@ from transport.control.messages.base import Message
 
 
 class Watch(Message, frozen=True):
-    """Router -> leader: send group reports; the router renews this within `interval_s`. 0 stops the reports."""
+    """Router -> leader: send group reports; the router renews the request within `interval_s`. 0 stops the
+    reports."""
 
     interval_s: Annotated[float, msgspec.Meta(ge=0, le=3600)]
     prefixes: Literal["none", "events", "all"] = "none"
@@ -29,7 +30,7 @@ class CacheDigest(Message, frozen=True):
     group: Label
     digest: Digest
     switch_tokens: Count = 0
-    """See `disagg.core.prefixes.PrefixKey.of`."""
+    """Length beyond which prompts use other rotary embeddings; see `disagg.core.prefixes.PrefixKey.of`."""
 
 
 class GroupReport(Message, frozen=True):

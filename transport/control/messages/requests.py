@@ -22,20 +22,20 @@ class Reserve(Message, frozen=True):
     """Time left for the whole request; relative, because host clocks differ."""
     prefill_group: str
     cache_salt: str = ""
-    """Only prompts with the same salt share cached KV."""
+    """Salt of the prompt: only prompts with the same salt share cached KV."""
     answered: list[Count] = msgspec.field(default_factory=list)
-    """Tokens that a lost group has already generated. If there are any, the request has one sequence. Their KV is
-    transferred behind the prompt's."""
+    """Tokens that a lost group has already generated; their KV is transferred after the prompt's. If there are any,
+    the request has one sequence."""
     after: RequestKey | None = None
     """The earlier attempt in this group whose row, pages and landed KV this attempt takes over."""
     wait_s: Seconds = 0.0
-    """How long the request may wait for a row and pages; after that, the leader replies `Failed` (busy)."""
+    """Longest wait of the request for a row and pages; after that, the leader replies `Failed` (busy)."""
 
 
 class Reserved(Message, frozen=True):
     """Decode leader -> router: the row and the pages are reserved.
 
-    Router -> prefill leader: the KV of the prompt, which came with `Prefill`, is wanted at this ticket.
+    Router -> prefill leader: send the prompt's KV to this ticket; the prompt itself came with `Prefill`.
     """
 
     key: RequestKey
@@ -62,12 +62,13 @@ class Prefill(Message, frozen=True):
     prompt: TokenIds
     sampling: SamplingParams
     ticket: Ticket | None
-    """None: `Reserved` follows with the ticket. A prompt may be computed before, its KV is sent after."""
+    """The request's ticket; None if it follows in `Reserved`. The prompt may be computed before that; its KV is sent
+    afterwards."""
     deadline_s: Seconds
     cache_salt: str = ""
-    """Only prompts with the same salt share cached KV."""
+    """Salt of the prompt: only prompts with the same salt share cached KV."""
     answered: list[Count] = msgspec.field(default_factory=list)
-    """Tokens of the answer so far; see `Reserve`. The prefill group computes their KV like the prompt's."""
+    """Tokens of the answer so far; see `Reserve`. The prefill group computes their KV together with the prompt's."""
 
 
 class Prefilled(Message, frozen=True):

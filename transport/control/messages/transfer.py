@@ -1,6 +1,6 @@
 """Transfer of KV: messages between prefill ranks and decode ranks.
 
-Messages up to `ProbeEnded` are active messages (`transport.active_messages`); the others use the control channel.
+Messages up to `ProbeEnded` are active messages (`transport.active_messages`); later ones use the control channel.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class LinkBroken(Message, frozen=True):
     """Rank -> peer rank: the data connection between them is broken; the sender has fenced the receiver."""
 
     answer: bool = False
-    """True if this message is itself the reply. Every message with False is answered by one with True."""
+    """True if this message is itself the reply. A message with False is always answered by a message with True."""
 
 
 class Linked(Message, frozen=True):
