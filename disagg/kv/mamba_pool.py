@@ -76,6 +76,7 @@ class MambaPool:
         for form in self.forms:
             key = (form.place.kind, form.shape, form.dtype)
             self._at.append((numbers[key], groups[key].index(form)))
+        self._indices = {form.place: at for form, at in zip(self.forms, self._at, strict=True)}
         for (_, shape, dtype), members in groups.items():
             self.buffers.append(torch.empty(len(members), slots, *shape, dtype=dtype, device=self.device))
 
@@ -88,6 +89,11 @@ class MambaPool:
     def states(self, slot: int) -> States:
         """Returns the state in `slot`: views `[1, *shape]` of the pool."""
         return self._views(slot, 1)
+
+    def at(self, place: StatePlace) -> torch.Tensor:
+        """Returns the states of all slots at a place: a view `[slots, *shape]` of the pool."""
+        buffer, at = self._indices[place]
+        return self.buffers[buffer][at]
 
     @contextmanager
     def batch(self, slots: Sequence[int]) -> Iterator[States]:

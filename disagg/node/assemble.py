@@ -104,6 +104,7 @@ def make_runner(
             attention=config.model.attention,
             fused=config.model.fused,
             deterministic=config.model.deterministic,
+            recurrent_kernels=config.model.recurrent_kernels,
         ),
         collective=collective,
         device=device,

@@ -113,6 +113,12 @@ class RowStates:
                 yield cache
                 cache.require_bound(states)
 
+    def prepare(self, ones: Sequence[SequenceSlice]) -> None:
+        """Makes the rows' slots hold the states before the slices, for a step that uses the pool itself (`step`)."""
+        with torch.inference_mode():
+            for one in ones:
+                self._prepare(one)
+
     def _prepare(self, one: SequenceSlice) -> None:
         """Clears the row's slot at position 0. If the slot lacks the request's state, reads it from the request's
         pages.
