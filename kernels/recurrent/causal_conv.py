@@ -150,33 +150,32 @@ def causal_conv_kernel(  # type: ignore[no-untyped-def]
 ):
     index, block = tl.program_id(0), tl.program_id(2)
     count, ready = tl.load(counts + index), tl.load(begun + index) != 0
-    if block * BLOCK_TOKENS < count:
-        channel = tl.program_id(1) * BLOCK_CHANNELS + tl.arange(0, BLOCK_CHANNELS)
-        inside = channel < channels
-        first = tl.load(firsts + index).to(tl.int64)  # int64 before any product
-        x += first * x_stride + channel
-        out += first * out_stride + channel
-        state += tl.load(slots + index).to(tl.int64) * state_slot_stride + channel * state_channel_stride
-        for token in range(block * BLOCK_TOKENS, tl.minimum(count, (block + 1) * BLOCK_TOKENS)):
-            total = tl.zeros([BLOCK_CHANNELS], tl.float32)
-            for tap in tl.static_range(TAPS):
-                # All loads and stores of a channel are the same thread's, which keeps their order.
-                place = token + (tap - TAPS + 1)
-                new = tl.load(x + place * x_stride, mask=inside & (place >= 0), other=0.0).to(tl.float32)
-                held = inside & (place < 0) & ready
-                old = tl.load(state + (WINDOW + place), mask=held, other=0.0).to(tl.float32)
-                factor = tl.load(weight + channel * TAPS + tap, mask=inside, other=0.0).to(tl.float32)
-                total += (new + old) * factor
-            if bias is not None:
-                total += tl.load(bias + channel, mask=inside, other=0.0).to(tl.float32)
-            if SILU:
-                total = total / (1.0 + tl.exp(-total))
-            tl.store(out + token * out_stride, total.to(out.dtype.element_ty), mask=inside)
-        if block == 0:
-            for at in tl.static_range(WINDOW):
-                place = count + (at - WINDOW)  # reads lie behind all earlier writes
-                new = tl.load(x + place * x_stride, mask=inside & (place >= 0), other=0.0)
-                held = inside & (place < 0) & ready
-                old = tl.load(state + (WINDOW + place), mask=held, other=0.0)
-                value = tl.where(place >= 0, new.to(tl.float32), old.to(tl.float32))
-                tl.store(state + at, value.to(state.dtype.element_ty), mask=inside)
+    channel = tl.program_id(1) * BLOCK_CHANNELS + tl.arange(0, BLOCK_CHANNELS)
+    inside = channel < channels
+    first = tl.load(firsts + index).to(tl.int64)  # int64 before any product
+    x += first * x_stride + channel
+    out += first * out_stride + channel
+    state += tl.load(slots + index).to(tl.int64) * state_slot_stride + channel * state_channel_stride
+    for token in range(block * BLOCK_TOKENS, tl.minimum(count, (block + 1) * BLOCK_TOKENS)):
+        total = tl.zeros([BLOCK_CHANNELS], tl.float32)
+        for tap in tl.static_range(TAPS):
+            place = token + (tap - TAPS + 1)
+            new = tl.load(x + place * x_stride, mask=inside & (place >= 0), other=0.0).to(tl.float32)
+            held = inside & (place < 0) & ready
+            old = tl.load(state + (WINDOW + place), mask=held, other=0.0).to(tl.float32)
+            factor = tl.load(weight + channel * TAPS + tap, mask=inside, other=0.0).to(tl.float32)
+            total += (new + old) * factor
+        if bias is not None:
+            total += tl.load(bias + channel, mask=inside, other=0.0).to(tl.float32)
+        if SILU:
+            total = total / (1.0 + tl.exp(-total))
+        tl.store(out + token * out_stride, total.to(out.dtype.element_ty), mask=inside)
+    inside &= (block == 0) & (count > 0)
+    for at in tl.static_range(WINDOW):
+        place = count + (at - WINDOW)
+        new = tl.load(x + place * x_stride, mask=inside & (place >= 0), other=0.0)
+        held = inside & (place < 0) & ready
+        old = tl.load(state + (WINDOW + place), mask=held, other=0.0)
+        value = tl.where(place >= 0, new.to(tl.float32), old.to(tl.float32))
+        tl.debug_barrier()  # all threads have read this place of the old window; later reads lie behind it
+        tl.store(state + at, value.to(state.dtype.element_ty), mask=inside)

@@ -189,11 +189,11 @@ def _one_token(tokens: Sequence[torch.Tensor], held: torch.Tensor) -> tuple[torc
 def _one_chunk(tokens: Sequence[torch.Tensor], held: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Computes tokens `[heads, tokens, ...]` of a sequence from the state `held`, `[heads, key_dim, value_dim]`."""
     q, k, v, decay, beta = tokens
-    levels = decay.cumsum(1)  # [heads, tokens, 1 or key_dim]
+    levels = decay.double().cumsum(1)  # [heads, tokens, 1 or key_dim]; their differences need the digits
 
     def products(x: torch.Tensor) -> torch.Tensor:
         """Returns the products of x with the keys of the same and earlier tokens, decayed since those tokens."""
-        pairs = levels[:, :, None] - levels[:, None]
+        pairs = (levels[:, :, None] - levels[:, None]).float()
         earlier = torch.ones(pairs.shape[1:3], dtype=torch.bool, device=x.device).tril()
         pairs = pairs.masked_fill(~earlier[..., None], -torch.inf).exp()
         return (
@@ -202,11 +202,11 @@ def _one_chunk(tokens: Sequence[torch.Tensor], held: torch.Tensor) -> tuple[torc
             else torch.einsum("hik,hjk,hijk->hij", x, k, pairs)
         )
 
-    since_start = levels.exp()
+    since_start = levels.float().exp()
     wanted = (v - (k * since_start) @ held) * beta
     changes = torch.linalg.solve_triangular(products(k * beta), wanted, upper=False, unitriangular=True)
     found = (q * since_start) @ held + products(q) @ changes
-    to_end = (levels[:, -1:] - levels).exp()
+    to_end = (levels[:, -1:] - levels).float().exp()
     return found, held * since_start[:, -1, :, None] + (k * to_end).mT @ changes
 
 
@@ -251,36 +251,35 @@ def gated_delta_kernel(  # type: ignore[no-untyped-def]
 ):
     index, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     count = tl.load(counts + index)
-    if count > 0:
-        value = tl.program_id(2) * BLOCK_VALUES + tl.arange(0, BLOCK_VALUES)
-        element = tl.arange(0, BLOCK_KEYS)
-        inside, within = value < value_dim, element < KEY_DIM
-        first = tl.load(firsts + index).to(tl.int64)  # int64 before any product
-        key_head = head // heads_per_key
-        q += first * q_token_stride + key_head * q_head_stride + element
-        k += first * k_token_stride + key_head * k_head_stride + element
-        v += first * v_token_stride + head * v_head_stride + value
-        out += first * out_token_stride + head * out_head_stride + value
-        decay += first * decay_token_stride + head * decay_head_stride
-        beta += first * beta_token_stride + head * beta_head_stride
-        both = within[:, None] & inside[None, :]
-        state += tl.load(slots + index).to(tl.int64) * state_slot_stride
-        state += (head * KEY_DIM + element)[:, None] * value_dim + value[None, :]
-        held = tl.load(state, mask=both & (tl.load(begun + index) != 0), other=0.0).to(tl.float32)
-        for token in range(count):
-            query = tl.load(q + token * q_token_stride, mask=within, other=0.0).to(tl.float32)
-            key = tl.load(k + token * k_token_stride, mask=within, other=0.0).to(tl.float32)
-            query *= scaling / tl.sqrt(tl.sum(query * query, axis=0) + _EPSILON)
-            key *= 1.0 / tl.sqrt(tl.sum(key * key, axis=0) + _EPSILON)
-            wanted = tl.load(v + token * v_token_stride, mask=inside, other=0.0).to(tl.float32)
-            share = tl.load(beta + token * beta_token_stride).to(tl.float32)
-            if PER_ELEMENT:
-                level = tl.load(decay + token * decay_token_stride + element, mask=within, other=0.0)
-                held *= tl.exp(level.to(tl.float32))[:, None]
-            else:
-                held *= tl.exp(tl.load(decay + token * decay_token_stride).to(tl.float32))
-            change = (wanted - tl.sum(held * key[:, None], axis=0)) * share
-            held += key[:, None] * change[None, :]
-            found = tl.sum(held * query[:, None], axis=0)
-            tl.store(out + token * out_token_stride, found.to(out.dtype.element_ty), mask=inside)
-        tl.store(state, held.to(state.dtype.element_ty), mask=both)
+    value = tl.program_id(2) * BLOCK_VALUES + tl.arange(0, BLOCK_VALUES)
+    element = tl.arange(0, BLOCK_KEYS)
+    inside, within = value < value_dim, element < KEY_DIM
+    first = tl.load(firsts + index).to(tl.int64)  # int64 before any product
+    key_head = head // heads_per_key
+    q += first * q_token_stride + key_head * q_head_stride + element
+    k += first * k_token_stride + key_head * k_head_stride + element
+    v += first * v_token_stride + head * v_head_stride + value
+    out += first * out_token_stride + head * out_head_stride + value
+    decay += first * decay_token_stride + head * decay_head_stride
+    beta += first * beta_token_stride + head * beta_head_stride
+    both = within[:, None] & inside[None, :]
+    state += tl.load(slots + index).to(tl.int64) * state_slot_stride
+    state += (head * KEY_DIM + element)[:, None] * value_dim + value[None, :]
+    held = tl.load(state, mask=both & (tl.load(begun + index) != 0), other=0.0).to(tl.float32)
+    for token in range(count):
+        query = tl.load(q + token * q_token_stride, mask=within, other=0.0).to(tl.float32)
+        key = tl.load(k + token * k_token_stride, mask=within, other=0.0).to(tl.float32)
+        query *= scaling / tl.sqrt(tl.sum(query * query, axis=0) + _EPSILON)
+        key *= 1.0 / tl.sqrt(tl.sum(key * key, axis=0) + _EPSILON)
+        wanted = tl.load(v + token * v_token_stride, mask=inside, other=0.0).to(tl.float32)
+        share = tl.load(beta + token * beta_token_stride).to(tl.float32)
+        if PER_ELEMENT:
+            level = tl.load(decay + token * decay_token_stride + element, mask=within, other=0.0)
+            held *= tl.exp(level.to(tl.float32))[:, None]
+        else:
+            held *= tl.exp(tl.load(decay + token * decay_token_stride).to(tl.float32))
+        change = (wanted - tl.sum(held * key[:, None], axis=0)) * share
+        held += key[:, None] * change[None, :]
+        found = tl.sum(held * query[:, None], axis=0)
+        tl.store(out + token * out_token_stride, found.to(out.dtype.element_ty), mask=inside)
+    tl.store(state, held.to(state.dtype.element_ty), mask=both & (count > 0))

@@ -237,12 +237,13 @@ def _in_chunks(
         span = slice(first, first + _CHUNK_TOKENS)
         inputs = (x[span] * steps[span][..., None]).transpose(0, 1)  # [heads, tokens, channels]
         keys, queries = b[span].transpose(0, 1), c[span].transpose(0, 1)  # [heads, tokens, size]
-        levels = (steps[span] * a).cumsum(0).t()  # [heads, tokens]
-        decays = (levels[:, :, None] - levels[:, None]).exp().tril()
+        levels = (steps[span] * a).double().cumsum(0).t()  # [heads, tokens]
+        decays = (levels[:, :, None] - levels[:, None]).float().exp().tril()  # differences of long sums
+        rest = (levels[:, -1:] - levels).float().exp()[..., None]
+        levels = levels.float()
         own = (queries @ keys.mT * decays) @ inputs
         earlier = (queries * levels.exp()[..., None]) @ held.mT
         found[span] = (own + earlier).transpose(0, 1)
-        rest = (levels[:, -1:] - levels).exp()[..., None]
         held = held * levels[:, -1].exp()[:, None, None] + (inputs * rest).mT @ keys
     return found, held
 
@@ -298,43 +299,42 @@ def state_space_kernel(  # type: ignore[no-untyped-def]
 ):
     index, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     count = tl.load(counts + index)
-    if count > 0:
-        channel = tl.program_id(2) * BLOCK_CHANNELS + tl.arange(0, BLOCK_CHANNELS)
-        element = tl.arange(0, BLOCK_SIZE)
-        inside, within = channel < channels, element < SIZE
-        first = tl.load(firsts + index).to(tl.int64)  # int64 before any product
-        x += first * x_token_stride + head * x_head_stride + channel
-        out += first * out_token_stride + head * out_head_stride + channel
-        group = head // heads_per_group
-        b += first * b_token_stride + group * b_group_stride + element
-        c += first * c_token_stride + group * c_group_stride + element
-        dt += first * dt_token_stride + head * dt_head_stride
-        both = inside[:, None] & within[None, :]
-        tile = (head * channels + channel)[:, None] * SIZE + element[None, :]
-        state += tl.load(slots + index).to(tl.int64) * state_slot_stride + tile
-        held = tl.load(state, mask=both & (tl.load(begun + index) != 0), other=0.0).to(tl.float32)
+    channel = tl.program_id(2) * BLOCK_CHANNELS + tl.arange(0, BLOCK_CHANNELS)
+    element = tl.arange(0, BLOCK_SIZE)
+    inside, within = channel < channels, element < SIZE
+    first = tl.load(firsts + index).to(tl.int64)  # int64 before any product
+    x += first * x_token_stride + head * x_head_stride + channel
+    out += first * out_token_stride + head * out_head_stride + channel
+    group = head // heads_per_group
+    b += first * b_token_stride + group * b_group_stride + element
+    c += first * c_token_stride + group * c_group_stride + element
+    dt += first * dt_token_stride + head * dt_head_stride
+    both = inside[:, None] & within[None, :]
+    tile = (head * channels + channel)[:, None] * SIZE + element[None, :]
+    state += tl.load(slots + index).to(tl.int64) * state_slot_stride + tile
+    held = tl.load(state, mask=both & (tl.load(begun + index) != 0), other=0.0).to(tl.float32)
+    if PER_CHANNEL:
+        rates = tl.load(a + tile, mask=both, other=0.0).to(tl.float32)
+        added = tl.load(dt_bias + head * channels + channel, mask=inside, other=0.0).to(tl.float32)
+    else:
+        rates = tl.load(a + head).to(tl.float32)
+        added = tl.load(dt_bias + head).to(tl.float32)
+    if D_PER_CHANNEL:
+        skip = tl.load(d + head * channels + channel, mask=inside, other=0.0).to(tl.float32)
+    else:
+        skip = tl.load(d + head).to(tl.float32)
+    for token in range(count):
+        inputs = tl.load(x + token * x_token_stride, mask=inside, other=0.0).to(tl.float32)
+        keys = tl.load(b + token * b_token_stride, mask=within, other=0.0).to(tl.float32)
+        queries = tl.load(c + token * c_token_stride, mask=within, other=0.0).to(tl.float32)
         if PER_CHANNEL:
-            rates = tl.load(a + tile, mask=both, other=0.0).to(tl.float32)
-            added = tl.load(dt_bias + head * channels + channel, mask=inside, other=0.0).to(tl.float32)
+            raw = tl.load(dt + token * dt_token_stride + channel, mask=inside, other=0.0)
         else:
-            rates = tl.load(a + head).to(tl.float32)
-            added = tl.load(dt_bias + head).to(tl.float32)
-        if D_PER_CHANNEL:
-            skip = tl.load(d + head * channels + channel, mask=inside, other=0.0).to(tl.float32)
-        else:
-            skip = tl.load(d + head).to(tl.float32)
-        for token in range(count):
-            inputs = tl.load(x + token * x_token_stride, mask=inside, other=0.0).to(tl.float32)
-            keys = tl.load(b + token * b_token_stride, mask=within, other=0.0).to(tl.float32)
-            queries = tl.load(c + token * c_token_stride, mask=within, other=0.0).to(tl.float32)
-            if PER_CHANNEL:
-                raw = tl.load(dt + token * dt_token_stride + channel, mask=inside, other=0.0)
-            else:
-                raw = tl.load(dt + token * dt_token_stride)
-            step = _softplus(raw.to(tl.float32) + added)
-            step = tl.minimum(tl.maximum(step, least_dt), most_dt)
-            held *= tl.exp((step[:, None] if PER_CHANNEL else step) * rates)
-            held += (step * inputs)[:, None] * keys[None, :]
-            found = tl.sum(held * queries[None, :], axis=1) + skip * inputs
-            tl.store(out + token * out_token_stride, found.to(out.dtype.element_ty), mask=inside)
-        tl.store(state, held.to(state.dtype.element_ty), mask=both)
+            raw = tl.load(dt + token * dt_token_stride)
+        step = _softplus(raw.to(tl.float32) + added)
+        step = tl.minimum(tl.maximum(step, least_dt), most_dt)
+        held *= tl.exp((step[:, None] if PER_CHANNEL else step) * rates)
+        held += (step * inputs)[:, None] * keys[None, :]
+        found = tl.sum(held * queries[None, :], axis=1) + skip * inputs
+        tl.store(out + token * out_token_stride, found.to(out.dtype.element_ty), mask=inside)
+    tl.store(state, held.to(state.dtype.element_ty), mask=both & (count > 0))

@@ -28,6 +28,11 @@ ATTENTION = (
 )
 LAYERS = ("kernels/layers/test_small_layers.py", "kernels/layers/test_rank_sum.py")
 SAMPLING = ("kernels/sampling/test_draw.py", "kernels/sampling/test_penalties.py")
+RECURRENT = (
+    "kernels/recurrent/test_causal_conv.py",
+    "kernels/recurrent/test_state_space.py",
+    "kernels/recurrent/test_gated_delta.py",
+)
 MODELS = (
     "model/attention/test_attention_kernels.py::test_greedy_equals_generate",
     "model/attention/test_attention_kernels.py::test_a_quantized_pool_gives_what_the_torch_path_gives",
@@ -49,7 +54,7 @@ SWEEPS = (
     ("tests", "marked"),
     [
         pytest.param(
-            (*COPIES, *LAYERS, *ATTENTION, *SAMPLING, *MODELS, *BENCHMARKS),
+            (*COPIES, *LAYERS, *ATTENTION, *SAMPLING, *RECURRENT, *MODELS, *BENCHMARKS),
             "not slow and not gpu",
             id="all kernels",
         ),
