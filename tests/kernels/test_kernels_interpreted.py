@@ -32,6 +32,7 @@ RECURRENT = (
     "kernels/recurrent/test_causal_conv.py",
     "kernels/recurrent/test_state_space.py",
     "kernels/recurrent/test_gated_delta.py",
+    "model/recurrent/test_packed_steps.py::test_the_kernels_give_the_tokens_of_generate",
 )
 MODELS = (
     "model/attention/test_attention_kernels.py::test_greedy_equals_generate",
@@ -54,10 +55,11 @@ SWEEPS = (
     ("tests", "marked"),
     [
         pytest.param(
-            (*COPIES, *LAYERS, *ATTENTION, *SAMPLING, *RECURRENT, *MODELS, *BENCHMARKS),
+            (*COPIES, *LAYERS, *ATTENTION, *SAMPLING, *MODELS, *BENCHMARKS),
             "not slow and not gpu",
             id="all kernels",
         ),
+        pytest.param(RECURRENT, "not slow and not gpu", id="recurrent kernels"),
         pytest.param(SWEEPS, "slow and not gpu", id="rest of the sweeps", marks=pytest.mark.slow),
     ],
 )
