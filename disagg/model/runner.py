@@ -199,13 +199,14 @@ class ModelRunner:
     @property
     def recordable(self) -> bool:
         """Whether steps can be recorded as CUDA graphs, because the host makes no decision within a step."""
-        fixed = self.attention_kernels and not self._parts and not self._ropes
+        fixed = self.attention_kernels and not self._in_parts and not self._ropes
         return fixed and self.device.type == "cuda" and self.collective.recordable
 
     @property
-    def _parts(self) -> bool:
-        """Whether recurrent layers need a model call for each prompt, with transformers' cache."""
-        return self.states is not None and self._packed is None
+    def _in_parts(self) -> bool:
+        """Whether recurrent layers need several model calls for a step: they are not registered, or sums must not
+        depend on other sequences."""
+        return self.states is not None and (self._packed is None or self.deterministic)
 
     @property
     def recorded(self) -> bool:
@@ -306,7 +307,7 @@ class ModelRunner:
                 for layer in range(self.pool.layers):
                     on_layer(layer)
             return found
-        if self.states is None or (self._packed is not None and not self.deterministic):
+        if self.states is None or not self._in_parts:
             return self._forward(batch, on_layer, 1, None)
         if self._packed is not None:
             return self._one_by_one(batch, on_layer)
