@@ -492,7 +492,7 @@ class ModelRunner:
 
     def _pack(self, sample: StateCache) -> None:
         """Lets registered recurrent modules use the pool of states, and completes `spec`."""
-        packed = PackedStates(self._options.recurrent_kernels)
+        packed = PackedStates(self._options.recurrent_kernels, self.device)
         if pack_recurrent(self.model, [place for place, _ in sample.states()], packed):
             self._packed = packed
             self.spec = msgspec.structs.replace(self.spec, any_chunks=True)

@@ -33,6 +33,7 @@ RECURRENT = (
     "kernels/recurrent/test_state_space.py",
     "kernels/recurrent/test_gated_delta.py",
     "model/recurrent/test_packed_steps.py::test_the_kernels_give_the_tokens_of_generate",
+    "model/recurrent/test_packed_steps.py::test_decode_steps_need_no_host",
 )
 MODELS = (
     "model/attention/test_attention_kernels.py::test_greedy_equals_generate",

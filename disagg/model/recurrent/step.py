@@ -19,7 +19,7 @@ from disagg.model.batch import SequenceSlice, StepBatch
 from kernels.dispatch import Backend
 from kernels.recurrent.causal_conv import causal_conv
 from kernels.recurrent.gated_delta import gated_delta
-from kernels.recurrent.slices import PackedSlices, Slice
+from kernels.recurrent.slices import PackedSlices, Slice, uses_triton
 from kernels.recurrent.state_space import StateSpace, state_space
 
 UNBOUNDED = (0.0, float("inf"))
@@ -80,8 +80,9 @@ def decode_step(rows: torch.Tensor) -> RecurrentStep:
 class PackedStates:
     """The states and the current step, for registered modules. One object per model, owned by the compute thread."""
 
-    def __init__(self, how: Backend) -> None:
-        """`how`: see `ModelConfig.recurrent_kernels`."""
+    def __init__(self, how: Backend, device: torch.device) -> None:
+        """`how`: see `ModelConfig.recurrent_kernels`. Raises ConfigError if the device has no such kernels."""
+        uses_triton(how, device)
         self._how = how
         self._pool: MambaPool | None = None
         self._step: RecurrentStep | None = None

@@ -14,10 +14,11 @@ from plain_greedy import plain_greedy
 from slow_parameters import sampled
 from transformers import AutoModelForCausalLM
 
-from disagg.core.errors import InvariantError
+from disagg.core.errors import ConfigError, InvariantError
 from disagg.core.types import SamplingParams, Span
 from disagg.kv.mamba_pool import StatePlace
 from disagg.model.batch import SequenceSlice, StepBatch
+from disagg.model.graphs import Agreed, DecodeGraphs
 from disagg.model.recurrent.registry import RECURRENT, pack_recurrent
 from disagg.model.recurrent.step import PackedStates, decode_step, step_of
 from disagg.model.runner import ModelRunner
@@ -62,6 +63,54 @@ def test_the_kernels_give_the_tokens_of_generate(name: str, tmp_path: Path) -> N
     runner = make_runner(directory, recurrent_kernels="triton", attention="torch", fused=False)
     found = generate_unsplit(runner, own, PARAMS, chunk_tokens=5)
     assert found == [plain_greedy(plain, prompt, TOKENS) for prompt in own]
+
+
+class LaunchedGraphs(DecodeGraphs):
+    """Decode steps as they are recorded: padded, with inputs on the device only; launched instead of replayed."""
+
+    recorded = True
+
+    def record(self, agreed: Agreed) -> None:
+        pass
+
+    def run(self, batch: StepBatch) -> torch.Tensor:
+        numbers = torch.tensor(self.step_numbers(4, batch.sequences))
+        return self._compute(numbers, 128)[: len(batch.sequences)]
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="the interpreter of Triton is off")
+@pytest.mark.parametrize(("name", "how"), [("qwen3-next", "triton"), ("jamba", "triton"), ("lfm2", "torch")])
+def test_decode_steps_need_no_host(
+    name: str, how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = save(HYBRIDS[name](), tmp_path)
+    monkeypatch.setattr("disagg.model.attention.kernel_step.unsupported", lambda *sizes: "")
+    monkeypatch.setattr("disagg.model.runner.DecodeGraphs", LaunchedGraphs)
+    monkeypatch.setattr(ModelRunner, "recordable", True)
+    runner = make_runner(directory, recurrent_kernels=how, attention="triton", fused=False)
+    runner.record(4)
+    assert runner.recorded
+    plain, own = load_plain(directory), prompts()[:2]
+    found = generate_unsplit(runner, own, PARAMS, chunk_tokens=5)
+    assert found == [plain_greedy(plain, prompt, TOKENS) for prompt in own]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("how", ["torch", "triton"])
+@pytest.mark.parametrize("name", KINDS)
+def test_recorded_steps_give_the_tokens_of_generate(name: str, how: str, tmp_path: Path) -> None:
+    directory = save((HYBRIDS | MORE_HYBRIDS)[name](), tmp_path)
+    runner = make_runner(directory, device="cuda:0", recurrent_kernels=how)
+    runner.record(4)
+    plain, own = load_plain(directory), prompts()
+    expected = [plain_greedy(plain, prompt, TOKENS) for prompt in own]
+    assert generate_unsplit(runner, own, PARAMS, chunk_tokens=13) == expected
+
+
+@pytest.mark.skipif(INTERPRETED, reason="Triton runs here")
+def test_kernels_that_do_not_run_are_refused_at_start(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"model\.recurrent_kernels = triton"):
+        make_runner(save(HYBRIDS["lfm2"](), tmp_path), recurrent_kernels="triton")
 
 
 def test_a_mixed_step_is_one_model_call(tmp_path: Path) -> None:
@@ -130,7 +179,7 @@ def test_prompts_and_answers_are_told_apart() -> None:
 
 def test_models_with_other_states_or_activations_stay_as_they_are() -> None:
     config = HYBRIDS["lfm2"]()
-    model, states = AutoModelForCausalLM.from_config(config), PackedStates("torch")
+    model, states = AutoModelForCausalLM.from_config(config), PackedStates("torch", CPU)
     places = [StatePlace(layer, 0, "conv") for layer in (0, 2)]
     assert not pack_recurrent(model, [*places, StatePlace(1, 0, "conv")], states)
     assert not pack_recurrent(model, [*places, StatePlace(2, 0, "recurrent")], states)
