@@ -33,7 +33,7 @@ class DecodeAdmission:
 
         1 with a recurrent state, which sequences cannot share.
         """
-        if self._options.state_tokens or self._options.chunks.whole:
+        if self._options.chunks.recurrent or self._options.chunks.whole:
             return 1
         return min(self._options.max_batch, self._kv_manager.rows)
 
@@ -61,12 +61,13 @@ class DecodeAdmission:
         except DisaggError:
             self.drop(resumption)
             raise
-        landing = begin_tokens + self._options.state_tokens
         begin = prefix.extended(answered) if prefix is not None else None
+        landing = begin_tokens if self._options.has_kv else 1  # a page, for direct writes
         block_table, have_tokens = self._block_table(landing, sampling.sequences, begin, resumption)
         age = next(self._ages)
-        tokens = Span(have_tokens if self._options.has_kv else begin_tokens, landing)
-        missing = tuple(block_table.pages[tokens.start // self._kv_manager.page_size :])
+        tokens = Span(have_tokens if self._options.has_kv else begin_tokens, begin_tokens)
+        first_page = tokens.start // self._kv_manager.page_size if self._options.has_kv else 0
+        missing = tuple(block_table.pages[first_page:])
         number, group = age % TICKET_NUMBERS, self._options.group
         request = DecodeRequest(
             key,
@@ -78,7 +79,6 @@ class DecodeAdmission:
             prefill_group,
             deadline_s,
             sequences=[],
-            holds_state=self._options.state_tokens > 0,
             prefix=prefix,
         )
         for number in range(sampling.sequences):
@@ -135,19 +135,12 @@ class DecodeAdmission:
     def require_fits(self, prompt_tokens: int, sampling: SamplingParams, answered_tokens: int = 0) -> None:
         """Raises `InvalidRequestError` or `PromptTooLongError` unless the request fits when it is alone."""
         self._require_sequences(prompt_tokens, sampling)
-        total, state_tokens = prompt_tokens + sampling.max_tokens, self._options.state_tokens
+        total = prompt_tokens + sampling.max_tokens
         if total > self._max_tokens:
             raise PromptTooLongError(
                 f"prompt of {prompt_tokens} and answer of up to {sampling.max_tokens} tokens do not fit the decode "
                 f"group, which takes {self._max_tokens} in all: raise decode.max_context_tokens or "
                 f"decode.pool_tokens, or shorten them"
-            )
-        begin_tokens = prompt_tokens + answered_tokens
-        if begin_tokens + state_tokens > self._kv_manager.capacity_tokens:
-            raise PromptTooLongError(
-                f"prompt of {begin_tokens} tokens, with the {state_tokens} that its recurrent state takes, "
-                f"does not fit the decode group's pool of {self._kv_manager.capacity_tokens}: "
-                f"raise decode.pool_tokens, or shorten it"
             )
 
     def _require_sequences(self, prompt_tokens: int, sampling: SamplingParams) -> None:

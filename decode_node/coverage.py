@@ -20,12 +20,16 @@ class Coverage:
     """
 
     def __init__(self, routes: tuple[Route, ...], tokens: Span, layout: KVLayout) -> None:
+        """`tokens`: those of the ticket. A recurrent state, if `layout` has one, follows them."""
         self._routes, self._tokens, self._layout = routes, tokens, layout
-        self._next = {route: [tokens.start] * len(route.layers) for route in routes}
+        moved = {route: layout.moved_tokens(route.layers, tokens) for route in routes}
+        self._next = {route: [moved[route].start] * len(route.layers) for route in routes}
         self._from: Counter[int] = Counter()
         for route in routes:
-            self._from[route.src_rank] += self._bytes(route.layers, route.heads, tokens)
+            self._from[route.src_rank] += self._bytes(route.layers, route.heads, moved[route])
         self.total_bytes = self._from.total()
+        kv = [route for route in routes if not layout.is_state(route.layers)]
+        self._kv_bytes = sum(self._bytes(route.layers, route.heads, tokens) for route in kv)
 
     def bytes_from(self, src_rank: int) -> int:
         """Returns the bytes that one source rank sends in total."""
@@ -39,7 +43,8 @@ class Coverage:
             raise ProtocolError(f"{segment} has {segment.nbytes} bytes, its route needs {nbytes}")
         rows = segment.layers.shift(-route.layers.start)
         ahead = self._next[route]
-        if not self._tokens.covers(segment.tokens) or any(ahead[row] != segment.tokens.start for row in rows):
+        tokens = self._layout.moved_tokens(segment.layers, self._tokens)
+        if not tokens.covers(segment.tokens) or any(ahead[row] != segment.tokens.start for row in rows):
             raise ProtocolError(f"{segment} overlaps an earlier one or leaves a gap")
         for row in rows:
             ahead[row] = segment.tokens.stop
@@ -52,17 +57,19 @@ class Coverage:
         return any(ahead[row] < segment.tokens.start for row in segment.layers.shift(-route.layers.start))
 
     def whole_tokens(self, segments: Iterable[Segment]) -> int:
-        """Returns the number of tokens, from the first one on, that `segments` cover in all layers and heads.
+        """Returns the number of tokens, from the first one on, whose KV `segments` cover in all layers and heads.
 
         `segments` do not overlap.
         """
         count = len(self._tokens)
         changes = np.zeros(count + 1, np.int64)
         for segment in segments:
+            if self._layout.is_state(segment.layers):
+                continue
             token_bytes = segment.nbytes // len(segment.tokens)
             changes[segment.tokens.start - self._tokens.start] += token_bytes
             changes[segment.tokens.stop - self._tokens.start] -= token_bytes
-        missing = np.flatnonzero(np.cumsum(changes[:count]) * count != self.total_bytes)
+        missing = np.flatnonzero(np.cumsum(changes[:count]) * count != self._kv_bytes)
         return int(missing[0]) if len(missing) else count
 
     def _route_of(self, segment: Segment) -> Route:

@@ -23,7 +23,7 @@ from decode_node.receive_state import (
 from decode_node.written import WrittenSegments
 from disagg.core.state_table import StateMachine
 from disagg.core.types import RequestKey, Segment, Shard, Ticket
-from disagg.kv.pool import KVPool
+from disagg.kv.transfer_pools import TransferPools
 from disagg.node.device import DeviceEvent
 from disagg.node.sums import Word
 from kernels.copy.rows import PoolSlice
@@ -105,6 +105,8 @@ class IncomingTransfer:
     ticket: Ticket
     slots: torch.Tensor
     """Slot of each position of `ticket.tokens`, int32 `[len(ticket.tokens)]`, on the pool's device."""
+    state_slot: torch.Tensor
+    """Slot of the recurrent state, int32 `[1]`, on the pool's device."""
     coverage: Coverage
     sources: dict[int, SourceRank]
     """Prefill ranks that send to this rank, by rank number."""
@@ -181,13 +183,14 @@ class IncomingTransfer:
                 yield item
 
 
-def pool_slice(segment: Segment, incoming: IncomingTransfer, shard: Shard, pool: KVPool) -> PoolSlice:
+def pool_slice(segment: Segment, incoming: IncomingTransfer, shard: Shard, pool: TransferPools) -> PoolSlice:
     """Returns the segment's rows in `pool`, which belongs to the rank that owns `shard`."""
     number = shard.part_of(segment.layers)
-    part, tokens = shard.parts[number], segment.tokens.shift(-incoming.ticket.tokens.start)
+    part, tokens = shard.all_parts[number], segment.tokens.shift(-incoming.ticket.tokens.start)
+    slots = incoming.slots[tokens.start : tokens.stop]
     return PoolSlice(
-        pool.parts[number].buffer,
-        incoming.slots[tokens.start : tokens.stop],
+        pool.buffers[number],
+        slots if number < len(shard.parts) else incoming.state_slot,
         segment.layers.shift(-part.layers.start),
         segment.heads.shift(-part.heads.start),
     )

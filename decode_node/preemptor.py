@@ -205,7 +205,7 @@ class Preemptor:
             tokens = [sequence.known_tokens - 1 for sequence in sequences]
             victim.layout = self._kv_manager.layout(victim.block_tables, tokens)
             self._vacate(victim)
-            victim.holds_state, victim.residency = False, Residency.OUT
+            victim.residency = Residency.OUT
             self.counts.recomputed += 1
             return 0
         victim.layout = self._kv_manager.layout(

@@ -75,7 +75,6 @@ class DecodeRank(RankNode[DecodeConfig, DecodeLeader, SegmentReceiver]):
             preemption=group.preemption,
             watermark=group.watermark,
             block_pages=self._block_pages(),
-            state_tokens=spec.state_tokens,
             has_kv=spec.has_attention,
         )
         scheduler = DecodeScheduler(kv_manager, options)
@@ -88,7 +87,7 @@ class DecodeRank(RankNode[DecodeConfig, DecodeLeader, SegmentReceiver]):
         context = ReceiverContext(
             rank=self.rank,
             shard=self.runner.shard,
-            pool=self.runner.pool,
+            pool=self.runner.transfer_pools,
             transport=transport,
             address=self.control.address,
             lane=self.lane,

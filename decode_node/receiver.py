@@ -16,6 +16,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import torch
+
 from decode_node.coverage import Coverage
 from decode_node.incoming import IncomingSegment, IncomingTransfer, SourceRank
 from decode_node.landing import Landing
@@ -149,6 +151,7 @@ class SegmentReceiver:
     def _make_incoming(self, message: m.OpenReceive, link: Link) -> IncomingTransfer:
         ticket = message.ticket
         slots = self._queue.upload(slots_of(message.pages, self._options.page_size, ticket.tokens))
+        row = self._queue.upload(torch.tensor([ticket.row], dtype=torch.int32))
         coverage = Coverage(link.to_rank(self._rank), ticket.tokens, link.decode.layout)
         sources = {
             source.rank: SourceRank(
@@ -156,7 +159,7 @@ class SegmentReceiver:
             )
             for source in link.sources_of(self._rank)
         }
-        return IncomingTransfer(ticket, slots, coverage, sources)
+        return IncomingTransfer(ticket, slots, row, coverage, sources)
 
     def close(self, message: m.CloseTransfer) -> None:
         """Ends a request; `RankClosed` follows when nothing can be written for it any more."""

@@ -143,8 +143,6 @@ class DecodeRequest:
     """Time limit of the request, on the leader's clock."""
     sequences: list[Sequence]
     """Sequences that hold pages. One of them has the ticket's row, at first the first one."""
-    holds_state: bool
-    """True while a recurrent state follows the KV of the prompt: until the first step has read the state."""
     prefix: PrefixKey | None = None
     """Key of the prompt in the prefix cache; None: its pages are not cached."""
     search: BeamSearch | None = None
@@ -193,7 +191,7 @@ class DecodeRequest:
     def step_decides(self) -> bool:
         """True when the outcome of a step in flight decides how the next step of the request is planned."""
         drawn_on_host = self.sampling.beams > 0 or self.sequences[0].history is not None
-        return drawn_on_host or self.again or self.holds_state
+        return drawn_on_host or self.again
 
     @property
     def left_tokens(self) -> int:

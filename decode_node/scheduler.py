@@ -141,7 +141,6 @@ class DecodeScheduler:
         """
         requests = list(dict.fromkeys(one.request for one in self._planner.commit(plan)))
         for request in requests:
-            self._free_state(request)
             self._planner.move_back(request)
             self._settle(request)
         return requests
@@ -180,14 +179,6 @@ class DecodeScheduler:
         request.held = False
         self._settle(request)
 
-    def _free_state(self, request: DecodeRequest) -> None:
-        """Gives the pages of the recurrent state to the answer: each rank has read the state in the first step."""
-        if request.holds_state:
-            request.holds_state = False
-            (one,) = request.sequences  # `max_sequences`
-            self._kv_manager.shrink(one.block_table, one.computed_tokens if self._options.has_kv else 0)
-            del one.published_pages[len(one.block_table.pages) :]
-
     def _settle(self, request: DecodeRequest) -> None:
         if request.in_step or request.copying or request.held or not request.closing:
             return
@@ -212,8 +203,6 @@ class DecodeScheduler:
         """Returns the remains of a settled request for its successor, with whole pages of landed KV."""
         landed_tokens = min(request.landed_tokens.values())
         have, size = request.ticket.tokens.start + landed_tokens, self._kv_manager.page_size
-        if self._options.state_tokens or not self._options.has_kv:
-            have = 0  # a recurrent state is sent whole
         if request.layout is not None:
             have = 0  # preempted: its pages are others, and may lack KV
         # The successor computes at least the last token.

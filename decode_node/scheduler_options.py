@@ -32,7 +32,5 @@ class SchedulerOptions:
     """Share of the pages that an admission leaves free."""
     block_pages: int = 1
     """Pages in one host block; see `HostBlocks`."""
-    state_tokens: int = 0
-    """Tokens whose pages a recurrent state takes when it lands; the answer takes these pages over. 0 without one."""
     has_kv: bool = True
-    """False for a model without attention: only the recurrent state lands, and answers need no pages."""
+    """False for a model without attention: only the recurrent state lands, and a request has a single page."""

@@ -59,7 +59,7 @@ class PeerWrites:
         if self.fences is None:
             return
         try:
-            pools = tuple(offer(part.buffer) for part in self._pool.parts)
+            pools = tuple(map(offer, self._pool.buffers))
             words = offer(self.fences.words)
         except TransportError as exc:
             log.info("pool_not_offered", peer=peer, why=str(exc), how="KV comes through the ring")

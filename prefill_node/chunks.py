@@ -75,7 +75,7 @@ class Chunks:
     def _plan(self, outgoing: OutgoingTransfer, part: StepPart, positions: Span) -> None:
         if outgoing.stopped:
             return
-        tokens = positions.intersect(outgoing.ticket.tokens)
+        tokens = positions.intersect(Span(outgoing.ticket.tokens.start, outgoing.end))
         segments = self._cut(outgoing, tokens)
         outgoing.planned_to = max(outgoing.planned_to, tokens.stop)
         written: list[tuple[list[OutgoingSegment], RankInfo]] = []
@@ -125,11 +125,13 @@ class Chunks:
         self._mover.pump()
 
     def _cut(self, outgoing: OutgoingTransfer, tokens: Span) -> Sequence[Segment]:
-        link = outgoing.link
+        link, stop = outgoing.link, outgoing.ticket.tokens.stop
         peers = link.destinations_of(self._rank)
         unstaged = {peer.rank: NO_LIMIT for peer in peers if peer.control_address in outgoing.direct}
+        if tokens.start >= stop:
+            return self._cutter.cut_state(link, tokens, unstaged, first_index=len(outgoing.items))
         segments = self._cutter.cut(link, tokens, unstaged, first_index=len(outgoing.items))
-        if link.checked and unstaged and tokens.stop == outgoing.ticket.tokens.stop:
+        if link.checked and unstaged and tokens.stop == stop:
             return cut_tails(segments, unstaged, CHECKED_TAIL_BYTES)
         return segments
 

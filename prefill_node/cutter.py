@@ -25,6 +25,8 @@ class Cutter:
         self._staging_bytes, self._segment_bytes = staging_bytes, segment_bytes
         self.groups: tuple[Span, ...] = shard_groups(shard, groups)
         """The finest layer groups of a chunk."""
+        self.state_groups = tuple(part.layers for part in shard.states)
+        """A group for each class of recurrent states."""
         self._most = max(min(groups, len(part.layers)) for part in shard.parts)
         self._groups_of = tuple(shard_groups(shard, count) for count in range(1, self._most + 1))
         self._wire = wire
@@ -62,11 +64,23 @@ class Cutter:
 
         `unstaged`: largest segment, in bytes, of each decode rank that needs no staging.
         """
-        return plan_segments(
-            link.from_rank(self._rank),
-            link.decode.layout,
-            tokens,
-            self.groups_for(len(tokens), link),
-            self.limits[link.decode.name] | unstaged,
-            first_index=first_index,
-        )
+        return self._cut(link, tokens, self.groups_for(len(tokens), link), unstaged, first_index)
+
+    def cut_state(
+        self, link: Link, position: Span, unstaged: dict[int, int], first_index: int
+    ) -> tuple[Segment, ...]:
+        """Returns the segments of the recurrent state at `position`; see `cut`."""
+        return self._cut(link, position, self.state_groups, unstaged, first_index)
+
+    def _cut(
+        self,
+        link: Link,
+        tokens: Span,
+        groups: tuple[Span, ...],
+        unstaged: dict[int, int],
+        first_index: int,
+    ) -> tuple[Segment, ...]:
+        states, layout = groups == self.state_groups, link.decode.layout
+        routes = [one for one in link.from_rank(self._rank) if layout.is_state(one.layers) == states]
+        limits = self.limits[link.decode.name] | unstaged
+        return plan_segments(routes, layout, tokens, groups, limits, first_index=first_index)

@@ -11,7 +11,7 @@ import torch
 from disagg.core.errors import ProtocolError, TransportError
 from disagg.core.types import KVLayout, Segment, Shard, Span, Ticket
 from disagg.kv.pages import pages_for, slots_of
-from disagg.kv.pool import KVPool
+from disagg.kv.transfer_pools import TransferPools
 from disagg.node.sums import Sums
 from kernels.copy.checksum import Check
 from kernels.copy.move import prepare_move
@@ -33,7 +33,7 @@ class OpenPool:
     """A decode rank's pool, mapped into this process. The mapping lives as long as this object."""
 
     pools: tuple[torch.Tensor, ...]
-    """`[layers, planes, slots, heads, head_dim]`, one for each class of layers."""
+    """`[layers, planes, slots, heads, head_dim]` for each of `KVLayout.all_classes`."""
     fences: torch.Tensor
     """int64 `[rows]`."""
     quantized: torch.dtype | None = None
@@ -49,9 +49,10 @@ class OpenPool:
         check: Check | None,
     ) -> Callable[[], None]:
         """Returns the launch of the write of `segment` from `source`; `shard` is the decode rank's."""
-        target = _slice(self.pools, target_slots, segment, shard)
+        target = slice_of(self.pools, target_slots, segment, shard)
         fence = self.fences[ticket.row : ticket.row + 1]
-        return _prepare(source, target, self.quantized, fence, ticket.number, check)
+        state = shard.part_of(segment.layers) >= len(shard.parts)
+        return _prepare(source, target, None if state else self.quantized, fence, ticket.number, check)
 
 
 def check_ticket(ticket: Ticket, link: Link, pools: list[OpenPool]) -> None:
@@ -59,12 +60,14 @@ def check_ticket(ticket: Ticket, link: Link, pools: list[OpenPool]) -> None:
     page_size = link.decode.page_size
     if len(ticket.pages) < pages_for(ticket.tokens.stop, page_size) - ticket.tokens.start // page_size:
         raise ProtocolError(f"ticket {ticket.number}: {len(ticket.pages)} pages do not hold its tokens")
+    kv_classes = len(link.decode.layout.classes)
     for pool in pools:
-        pages = min(part.shape[2] for part in pool.pools) // page_size
+        pages = min(part.shape[2] for part in pool.pools[:kv_classes]) // page_size
         if not 0 < min(ticket.pages) <= max(ticket.pages) < pages:
             raise ProtocolError(f"ticket {ticket.number}: a page is outside the pool's {pages}")
-        if not 0 <= ticket.row < pool.fences.shape[0]:
-            raise ProtocolError(f"ticket {ticket.number}: row {ticket.row} is none of {pool.fences.shape[0]}")
+        rows = min([pool.fences.shape[0], *(part.shape[2] for part in pool.pools[kv_classes:])])
+        if not 0 <= ticket.row < rows:
+            raise ProtocolError(f"ticket {ticket.number}: row {ticket.row} is none of {rows}")
 
 
 def target_slots(ticket: Ticket, page_size: int) -> torch.Tensor:
@@ -82,26 +85,29 @@ def quantized_dtype(link: Link) -> torch.dtype | None:
 
 
 def check_pool(opened: OpenPool, layout: KVLayout, shard: Shard, dtype: torch.dtype) -> None:
-    """Raises `TransportError` unless a pool has the shape of its rank's shard, and elements stored as `dtype`."""
-    if len(opened.pools) != len(shard.parts):
-        raise TransportError(f"its pool has {len(opened.pools)} classes of layers, not {len(shard.parts)}")
-    for pool, part, one in zip(opened.pools, shard.parts, layout.classes, strict=True):
-        shape = pool.shape
-        expected = (len(part.layers), one.planes, len(part.heads), one.head_bytes // dtype.itemsize)
-        if (shape[0], shape[1], *shape[3:]) != expected or pool.dtype != dtype:
-            raise TransportError(f"its pool is {list(shape)} of {pool.dtype}, not {expected} of {dtype}")
+    """Raises `TransportError` unless a pool has the shape of its rank's shard, and KV elements stored as `dtype`."""
+    if len(opened.pools) != len(shard.all_parts):
+        raise TransportError(
+            f"its pool has {len(opened.pools)} classes of layers and states, not {len(shard.all_parts)}"
+        )
+    for number, (pool, part, one) in enumerate(
+        zip(opened.pools, shard.all_parts, layout.all_classes, strict=True)
+    ):
+        shape, stored = pool.shape, dtype if number < len(shard.parts) else torch.uint8
+        expected = (len(part.layers), one.planes, len(part.heads), one.head_bytes // stored.itemsize)
+        if (shape[0], shape[1], *shape[3:]) != expected or pool.dtype != stored:
+            raise TransportError(f"its pool is {list(shape)} of {pool.dtype}, not {expected} of {stored}")
 
 
-def local_slice(pool: KVPool, slots: torch.Tensor, segment: Segment, shard: Shard) -> PoolSlice:
-    """Returns the slice of this rank's own pool that holds a segment."""
-    tokens: Span = segment.tokens
-    buffers = [part.buffer for part in pool.parts]
-    return _slice(buffers, slots[tokens.start : tokens.stop], segment, shard)
+def slice_of(
+    buffers: Sequence[torch.Tensor], slots: torch.Tensor, segment: Segment, shard: Shard
+) -> PoolSlice:
+    """Returns the slice of a rank's pools that holds a segment; `slots`: the slot of each of its positions.
 
-
-def _slice(buffers: Sequence[torch.Tensor], slots: torch.Tensor, segment: Segment, shard: Shard) -> PoolSlice:
+    `shard` is the rank's, and `buffers` are its `TransferPools.buffers`.
+    """
     number = shard.part_of(segment.layers)
-    part = shard.parts[number]
+    part = shard.all_parts[number]
     return PoolSlice(
         buffers[number],
         slots,
@@ -124,7 +130,12 @@ def _prepare(
 
 
 def warm(
-    routes: tuple[Route, ...], target: Shard, pool: KVPool, source: Shard, link: Link, sums: Sums | None
+    routes: tuple[Route, ...],
+    target: Shard,
+    pool: TransferPools,
+    source: Shard,
+    link: Link,
+    sums: Sums | None,
 ) -> None:
     """Compiles the writes to a rank that owns `target`, for every row width of the routes. Writes nothing.
 
@@ -132,11 +143,13 @@ def warm(
     """
     if pool.device.type != "cuda":
         return
+    layout = link.decode.layout
     for own, its, mine, one in zip(
-        pool.parts, target.parts, source.parts, link.decode.layout.classes, strict=True
+        pool.buffers, target.all_parts, source.all_parts, layout.all_classes, strict=True
     ):
         heads = {route.heads for route in routes if mine.layers.covers(route.layers)}
-        _warm(heads, its, own.buffer, mine, one, quantized_dtype(link), sums)
+        quantized = None if layout.is_state(mine.layers) else quantized_dtype(link)
+        _warm(heads, its, own, mine, one, quantized, sums)
     torch.cuda.synchronize(pool.device)
 
 

@@ -138,7 +138,6 @@ class PrefillLeader(Leader):
             message.sampling,
             router,
             self._clock() + message.deadline_s,
-            self._spec.state_tokens,
             answered=message.answered,
         )
         try:
@@ -176,10 +175,10 @@ class PrefillLeader(Leader):
     def _require_right_ticket(self, request: PrefillRequest, ticket: Ticket) -> None:
         if ticket.group not in self.decode_leaders:
             raise NotLinkedError(f"decode group {ticket.group!r} is not linked to this prefill group")
-        if ticket.tokens.stop != request.end_tokens:
+        if ticket.tokens.stop != request.total_tokens:
             raise RequestError(
-                f"the ticket of {request.key} ends at {ticket.tokens.stop}: a prompt of {request.total_tokens} "
-                f"tokens needs {request.state_tokens} more for its recurrent state"
+                f"the ticket of {request.key} ends at {ticket.tokens.stop}, but its prompt and its answer so far "
+                f"have {request.total_tokens} tokens"
             )
 
     def _admit(self) -> None:
@@ -191,7 +190,8 @@ class PrefillLeader(Leader):
         block_table = request.block_table
         assert block_table is not None, "an admitted request holds its memory"
         begun = request.planned_tokens > block_table.cached_tokens
-        self._to_ranks(m.OpenSend(request.key, ticket, block_table.pages, request.reservation, begun))
+        pages, row = block_table.pages, block_table.row
+        self._to_ranks(m.OpenSend(request.key, ticket, pages, request.reservation, begun, row))
 
     def _hand_over(self, request: PrefillRequest, ticket: Ticket, first: First) -> None:
         settled = [] if first.scores else first.tokens

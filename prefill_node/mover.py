@@ -15,7 +15,7 @@ from disagg.node.device import DeviceQueue, is_done
 from disagg.node.sums import Sums
 from kernels.copy.gather import gather
 from kernels.copy.quantize import gather_quantized
-from prefill_node.direct import local_slice, quantized_dtype
+from prefill_node.direct import quantized_dtype, slice_of
 from prefill_node.leases import Leases
 from prefill_node.options import SenderContext
 from prefill_node.outgoing import OutgoingSegment
@@ -162,13 +162,14 @@ class SegmentMover:
             self.launch(item)
 
     def _gather(self, item: OutgoingSegment) -> None:
-        source = local_slice(self._pool, item.outgoing.slots, item.segment, self._shard)
-        quantized, message = quantized_dtype(item.outgoing.link), self._space.view(item)
+        outgoing, segment = item.outgoing, item.segment
+        source = slice_of(self._pool.buffers, outgoing.slots_of(segment), segment, self._shard)
+        quantized, message = quantized_dtype(outgoing.link), self._space.view(item)
         check = None
         if self._sums is not None:
-            check = self._sums.check(item.segment, item.outgoing.ticket.number, trailer(message))
-        out = message[: item.segment.nbytes]
-        if quantized is None:
+            check = self._sums.check(segment, outgoing.ticket.number, trailer(message))
+        out = message[: segment.nbytes]
+        if quantized is None or outgoing.link.decode.layout.is_state(segment.layers):
             gather(*source, out, check)
         else:
             gather_quantized(*source, quantized, out, check)

@@ -103,10 +103,14 @@ class OutgoingTransfer:
     link: Link
     slots: torch.Tensor
     """Slot of each position of the prompt, int32 `[ticket.tokens.stop]`, on the pool's device."""
+    state_slot: torch.Tensor
+    """Slot of the recurrent state, int32 `[1]`, on the pool's device."""
     direct: dict[str, OpenPool] = field(default_factory=dict)
     """Pools of the peers that this ticket's segments are written to; other peers receive them through their rings."""
     target_slots: torch.Tensor | None = None
     """Slot of each position of the ticket in those pools, int32 `[len(ticket.tokens)]`."""
+    target_state_slot: torch.Tensor | None = None
+    """Slot of the recurrent state in those pools, int32 `[1]`."""
     items: dict[tuple[int, int], OutgoingSegment] = field(default_factory=dict)
     """Segments by (destination rank, segment index)."""
     planned_to: int = 0
@@ -152,9 +156,29 @@ class OutgoingTransfer:
         return self._machine.state in CLOSE_REQUESTED
 
     @property
+    def end(self) -> int:
+        """End of the positions to send: that of the prompt, or behind the recurrent state, which follows it."""
+        return self.ticket.tokens.stop + bool(self.link.decode.layout.states)
+
+    def slots_of(self, segment: Segment) -> torch.Tensor:
+        """Returns the slots of the segment's positions in this rank's pools."""
+        if self.link.decode.layout.is_state(segment.layers):
+            return self.state_slot
+        return self.slots[segment.tokens.start : segment.tokens.stop]
+
+    def target_slots_of(self, segment: Segment) -> torch.Tensor:
+        """Returns the slots of the segment's positions in the pools that are written directly."""
+        if self.link.decode.layout.is_state(segment.layers):
+            assert self.target_state_slot is not None, "the ticket was opened for writes"
+            return self.target_state_slot
+        assert self.target_slots is not None, "the ticket was opened for writes"
+        at = segment.tokens.shift(-self.ticket.tokens.start)
+        return self.target_slots[at.start : at.stop]
+
+    @property
     def whole(self) -> bool:
         """True when every position of the ticket has been cut and every segment was sent."""
-        cut = self.left == 0 and self.planned_to >= self.ticket.tokens.stop
+        cut = self.left == 0 and self.planned_to >= self.end
         return cut and self.sent == len(self.items)
 
     @property
@@ -165,7 +189,7 @@ class OutgoingTransfer:
     @property
     def all_computing(self) -> bool:
         """True when every position of the ticket has been cut and all their layers are queued on the device."""
-        return self.uncomputed == 0 and self.planned_to >= self.ticket.tokens.stop
+        return self.uncomputed == 0 and self.planned_to >= self.end
 
     @property
     def sent(self) -> int:

@@ -16,8 +16,8 @@ from prefill_node.direct import (
     OpenPool,
     check_pool,
     check_ticket,
-    local_slice,
     quantized_dtype,
+    slice_of,
     target_slots,
     warm,
 )
@@ -99,20 +99,19 @@ class PeerPools:
         if outgoing.direct:
             check_ticket(ticket, link, list(outgoing.direct.values()))
             outgoing.target_slots = queue.upload(target_slots(ticket, link.decode.page_size))
+            outgoing.target_state_slot = queue.upload(torch.tensor([ticket.row], dtype=torch.int32))
 
     def prepare(self, items: Sequence[OutgoingSegment], pool: OpenPool, shard: Shard) -> None:
         """Prepares the launches of direct writes before the compute is done. `shard` is the decode rank's."""
         outgoing = items[0].outgoing
-        assert outgoing.target_slots is not None, "the ticket was opened for writes"
         for item in items:
-            source = local_slice(self._pool, outgoing.slots, item.segment, self._shard)
-            at = item.segment.tokens.shift(-outgoing.ticket.tokens.start)
-            target = outgoing.target_slots[at.start : at.stop]
-            check = None
+            segment, check = item.segment, None
+            source = slice_of(self._pool.buffers, outgoing.slots_of(segment), segment, self._shard)
+            target = outgoing.target_slots_of(segment)
             if self._sums is not None:
                 item.word = self._sums.take()
-                check = self._sums.check(item.segment, outgoing.ticket.number, item.word.memory)
-            item.write = pool.prepare(item.segment, outgoing.ticket, source, target, shard, check)
+                check = self._sums.check(segment, outgoing.ticket.number, item.word.memory)
+            item.write = pool.prepare(segment, outgoing.ticket, source, target, shard, check)
 
     def _open_pool(self, peer: str, offer: m.PoolOffer) -> None:
         if self._disabled_reason:
@@ -128,6 +127,6 @@ class PeerPools:
         opened = OpenPool(pools, open_memory(offer.fences, device), quantized)
         self._open[peer] = opened
         check_pool(
-            opened, link.decode.layout, shard, torch.uint8 if quantized else self._pool.parts[0].storage_dtype
+            opened, link.decode.layout, shard, torch.uint8 if quantized else self._pool.buffers[0].dtype
         )
         log.info("pool_opened", peer=peer, how="this rank's kernels write into the pool directly")

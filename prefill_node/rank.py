@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import ClassVar
 
@@ -61,7 +61,7 @@ class PrefillRank(RankNode[PrefillConfig, PrefillLeader, SegmentSender]):
         context = SenderContext(
             self.rank,
             self.runner.shard,
-            self.runner.pool,
+            self.runner.transfer_pools,
             transport,
             self.control,
             self.to_leader,
@@ -101,21 +101,20 @@ class PrefillRank(RankNode[PrefillConfig, PrefillLeader, SegmentSender]):
     def step(self, plan: StepPlan) -> None:
         """Computes a plan. Leases are requested before the step, to be granted when the first layers are computed.
 
-        Cached positions are sent before their prompt's first chunk. The recurrent state, of a model that caches no
-        prefixes, follows the last chunk.
+        Cached positions are sent before their prompt's first chunk. The recurrent state follows the last chunk.
         """
         for key, reservation in plan.dropped:
             self.transfer_loop.post(partial(self.agent.drop_early, key, reservation))
         if not plan.work:
             return
         self._send_cached(plan)
-        state_tokens = self.runner.spec.state_tokens
-        ended = [work for work in plan.work if state_tokens and work.last]
+        state_spans = self.runner.spec.layout.state_spans
+        ended = [work for work in plan.work if state_spans and work.last]
         chunk, state = StepPart(plan.step, Part.CHUNK), StepPart(plan.step, Part.STATE)
         for work in plan.work:
             self._plan_chunk(chunk, work, work.span)
         for work in ended:
-            self._plan_chunk(state, work, Span(work.span.stop, work.span.stop + state_tokens))
+            self._plan_chunk(state, work, Span(work.span.stop, work.span.stop + 1))
         parts, ends = self.runner.shard.parts, {group.stop for group in self.agent.groups}
 
         def on_layer(layer: int) -> None:
@@ -126,9 +125,8 @@ class PrefillRank(RankNode[PrefillConfig, PrefillLeader, SegmentSender]):
 
         with self.timeline.span("compute", self.lane):
             logits = self._forward(plan, on_layer)
-            if ended:
-                self._store_states(ended)
-                self._layers_ready(state, self._all_layers)
+            for layers in state_spans if ended else ():
+                self._layers_ready(state, layers)
             if self.leader is not None:
                 self.leader.commit(plan, logits)
 
@@ -141,11 +139,6 @@ class PrefillRank(RankNode[PrefillConfig, PrefillLeader, SegmentSender]):
         for work in cached:
             self._plan_chunk(part, work, Span(0, work.start))
         self._layers_ready(part, self._all_layers)
-
-    def _store_states(self, ended: Sequence[Work]) -> None:
-        assert self.runner.states is not None, "a model with state tokens has states"
-        for work in ended:
-            self.runner.states.store(work.row, work.span.stop)
 
     def _plan_chunk(self, part: StepPart, work: Work, positions: Span) -> None:
         chunk = PlannedChunk(part, work.key, work.reservation, positions, work.early)

@@ -31,8 +31,6 @@ class PrefillRequest:
     router: str
     deadline_s: float
     """Time limit of the request, on the leader's clock."""
-    state_tokens: int = 0
-    """Tokens behind the prompt whose slots its recurrent state takes."""
     prefix: PrefixKey | None = None
     """Key of prompt and answer so far in the prefix cache; None: all is computed, and not cached."""
     answered: Sequence[int] = ()
@@ -72,11 +70,6 @@ class PrefillRequest:
     def total_tokens(self) -> int:
         """Length of the prompt and of the answer so far."""
         return len(self.prompt) + len(self.answered)
-
-    @property
-    def end_tokens(self) -> int:
-        """Tokens to reserve: prompt, answer so far, recurrent state."""
-        return self.total_tokens + self.state_tokens
 
     @property
     def is_early(self) -> bool:

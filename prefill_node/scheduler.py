@@ -76,12 +76,6 @@ class PrefillScheduler:
                 f"prompt of {request.total_tokens} tokens does not fit the prefill group, which takes up to "
                 f"{self._max_tokens}: raise prefill.max_context_tokens or prefill.pool_tokens, or shorten it"
             )
-        if request.end_tokens > self._kv_manager.capacity_tokens:
-            raise PromptTooLongError(
-                f"prompt of {request.total_tokens} tokens, with the {request.state_tokens} that its recurrent state "
-                f"takes, does not fit the prefill group's pool of {self._kv_manager.capacity_tokens}: raise "
-                f"prefill.pool_tokens, or shorten it"
-            )
         self.requests[request.key] = request
 
     def give_ticket(self, request: PrefillRequest, ticket: Ticket) -> bool:
@@ -207,7 +201,7 @@ class PrefillScheduler:
 
     def _reserve(self, request: PrefillRequest) -> bool:
         """Reserves row and pages; False, changing nothing, if either is short."""
-        request.block_table = self._kv_manager.reserve(request.end_tokens, request.prefix)
+        request.block_table = self._kv_manager.reserve(request.total_tokens, request.prefix)
         if request.block_table is None:
             return False
         request.planned_tokens = request.block_table.cached_tokens
@@ -239,7 +233,7 @@ class PrefillScheduler:
 
     def _rest_tokens(self, request: PrefillRequest) -> int:
         if request.rest_tokens is None:  # only once: the lookup of a long prompt takes time
-            request.rest_tokens = request.end_tokens - self._kv_manager.cached_tokens(request.prefix)
+            request.rest_tokens = request.total_tokens - self._kv_manager.cached_tokens(request.prefix)
         return request.rest_tokens
 
     def _drop(self, request: PrefillRequest) -> None:
@@ -302,4 +296,4 @@ class PrefillScheduler:
 def _uncached_tokens(request: PrefillRequest) -> int:
     """Returns the tokens of a request's memory that no cached prefix provides, 0 without memory."""
     table = request.block_table
-    return request.end_tokens - table.cached_tokens if table is not None else 0
+    return request.total_tokens - table.cached_tokens if table is not None else 0

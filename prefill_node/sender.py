@@ -10,6 +10,8 @@ StagingSpace      the holders of staging
 
 from __future__ import annotations
 
+import torch
+
 from disagg.core.errors import NotLinkedError, TransportError
 from disagg.core.status import Path, RankStatus
 from disagg.core.types import RequestKey, Span
@@ -150,8 +152,9 @@ class SegmentSender:
         try:
             slots = slots_of(message.pages, self._page_size, Span(0, ticket.tokens.stop))
             uploaded = self.queue.upload(slots)
+            row = self.queue.upload(torch.tensor([message.row], dtype=torch.int32))
             outgoing = OutgoingTransfer(
-                message.key, ticket, message.reservation, link, uploaded, planned_to=ticket.tokens.start
+                message.key, ticket, message.reservation, link, uploaded, row, planned_to=ticket.tokens.start
             )
             self._pools.aim(outgoing, self.queue)
         except Exception as exc:  # noqa: BLE001 - whatever it is ends this request and no other

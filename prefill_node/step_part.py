@@ -16,7 +16,7 @@ class Part(enum.Enum):
     CACHED = "cached"
     """The positions before a prompt's first chunk, by a prefix cache hit."""
     STATE = "state"
-    """The recurrent state behind a prompt's last position."""
+    """The recurrent state after a prompt's last position; its position is the next one."""
 
 
 class StepPart(NamedTuple):

@@ -26,7 +26,7 @@ def layer_groups(layers: Span, count: int) -> tuple[Span, ...]:
 
 
 def shard_groups(shard: Shard, count: int) -> tuple[Span, ...]:
-    """Returns the `layer_groups` of each class of the shard's layers, one class after the other."""
+    """Returns the `layer_groups` of each class of the shard's KV layers, one class after the other."""
     return tuple(group for part in shard.parts for group in layer_groups(part.layers, count))
 
 

@@ -60,8 +60,8 @@ def plan_routes(src: Sequence[Shard], dst: Sequence[Shard]) -> tuple[Route, ...]
             raise ValueError(f"a {side} rank appears twice: {[shard.rank for shard in shards]}")
     load = {shard.rank: 0 for shard in src}
     routes: list[Route] = []
-    for number in range(max((len(shard.parts) for shard in (*src, *dst)), default=0)):
-        routes += _plan_class([s.parts[number] for s in src], [d.parts[number] for d in dst], load)
+    for number in range(max((len(shard.all_parts) for shard in (*src, *dst)), default=0)):
+        routes += _plan_class([s.all_parts[number] for s in src], [d.all_parts[number] for d in dst], load)
     return tuple(sorted(routes))
 
 

@@ -37,6 +37,7 @@ def _compared(ours: GroupInfo, theirs: GroupInfo) -> Iterator[tuple[str, object,
     yield "KV heads", ours.layout.kv_heads, theirs.layout.kv_heads
     yield "head size", ours.layout.head_dim, theirs.layout.head_dim
     yield "other classes of layers", ours.layout.more, theirs.layout.more
+    yield "recurrent state", ours.layout.states, theirs.layout.states
     if ours.layout.quantized or not theirs.layout.quantized:
         yield "element type", ours.layout.dtype, theirs.layout.dtype
     yield "transport", ours.transport, theirs.transport

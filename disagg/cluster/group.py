@@ -99,7 +99,7 @@ def group_info(group: Group, config: Config) -> GroupInfo:
 
 def _context_tokens(group: Group, config: GroupConfig) -> int:
     pool_tokens = min(started.pool_tokens for started in group.started)
-    return min(config.context_limit(group.spec.context_tokens), pool_tokens - group.spec.state_tokens)
+    return min(config.context_limit(group.spec.context_tokens), pool_tokens)
 
 
 def _fingerprint_of(group: Group) -> str:

@@ -81,11 +81,25 @@ class LayerClass(msgspec.Struct, frozen=True):
     """False for the index keys of sparse attention: one key per head and token, no V."""
 
 
+class StateClass(msgspec.Struct, frozen=True):
+    """Tensors of a recurrent state with the same shape and dtype; see `disagg.kv.mamba_pool`.
+
+    For a transfer each tensor counts as a layer, and a request's whole state as one token.
+    """
+
+    layers: int
+    """Number of tensors."""
+    heads: int
+    """Parts of a tensor that different ranks can send."""
+    head_bytes: int
+
+
 class KVLayout(msgspec.Struct, frozen=True):
-    """Shape of a model's whole KV cache, before the split over ranks.
+    """Shape of a model's whole KV cache, before the split over ranks, and of a request's recurrent state.
 
     Layers with different heads form different *classes*. The cache numbers layers class by class in the order of
-    `classes`, and within a class in the model's order, so a span of layers of one class is one rectangle.
+    `classes`, and within a class in the model's order, so a span of layers of one class is one rectangle. The tensors
+    of a recurrent state have the numbers after the last layer of the KV cache.
     """
 
     layers: int
@@ -98,10 +112,12 @@ class KVLayout(msgspec.Struct, frozen=True):
     more: tuple[LayerClass, ...] = ()
     """Further classes."""
     has_v: bool = True
+    states: tuple[StateClass, ...] = ()
+    """Recurrent state of a request. Empty for a model without recurrent layers; set by a runner."""
 
     @property
     def classes(self) -> tuple[KVLayout, ...]:
-        """Each class as a separate layout."""
+        """Each class of the KV cache as a separate layout."""
         if not self.more:
             return (self,)
         others = (KVLayout(c.layers, c.kv_heads, c.head_dim, self.dtype, has_v=c.has_v) for c in self.more)
@@ -109,15 +125,46 @@ class KVLayout(msgspec.Struct, frozen=True):
 
     @property
     def spans(self) -> tuple[Span, ...]:
-        """Range of the layers of each class."""
-        ends = tuple(accumulate((one.layers for one in self.more), initial=self.layers))
-        return tuple(Span(start, stop) for start, stop in pairwise((0, *ends)))
+        """Range of the layers of each class of the KV cache."""
+        return self._spans(self.layers, *(one.layers for one in self.more))
+
+    @property
+    def kv_layers(self) -> int:
+        """Layers of the KV cache."""
+        return self.layers + sum(one.layers for one in self.more)
+
+    @property
+    def state_spans(self) -> tuple[Span, ...]:
+        """Range of the numbers of each state class's tensors."""
+        return self._spans(self.kv_layers, *(one.layers for one in self.states))[1:]
+
+    @property
+    def all_classes(self) -> tuple[KVLayout, ...]:
+        """`classes`, then each state class as a layout of bytes."""
+        states = (KVLayout(c.layers, c.heads, c.head_bytes, "uint8", has_v=False) for c in self.states)
+        return (*self.classes, *states)
 
     def class_of(self, layers: Span) -> KVLayout:
-        """Returns the class of `layers`, which must be layers of one class."""
-        if not self.more:
+        """Returns the class of `layers`, which must be layers, or state tensors, of one class."""
+        if not (self.more or self.states):
             return self
-        return next(one for one, span in zip(self.classes, self.spans, strict=True) if layers.start in span)
+        spans = (*self.spans, *self.state_spans)
+        return next(one for one, span in zip(self.all_classes, spans, strict=True) if layers.start in span)
+
+    def is_state(self, layers: Span) -> bool:
+        """Returns whether `layers`, of one class, are tensors of a recurrent state."""
+        return layers.start >= self.kv_layers
+
+    def moved_tokens(self, layers: Span, tokens: Span) -> Span:
+        """Returns the positions that a ticket for `tokens` transfers in `layers`, which are of one class.
+
+        A recurrent state is the state after `tokens`, and counts as the position behind them.
+        """
+        return Span(tokens.stop, tokens.stop + 1) if self.is_state(layers) else tokens
+
+    @staticmethod
+    def _spans(*counts: int) -> tuple[Span, ...]:
+        return tuple(Span(start, stop) for start, stop in pairwise((0, *accumulate(counts))))
 
     @property
     def planes(self) -> int:
@@ -143,11 +190,16 @@ class KVLayout(msgspec.Struct, frozen=True):
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one token: all heads of all layers."""
+        """Bytes of one token's KV: all heads of all layers."""
         return sum(one.layers * one.kv_heads * one.cell_bytes for one in self.classes)
 
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of a request's recurrent state; 0 without one."""
+        return sum(one.layers * one.heads * one.head_bytes for one in self.states)
+
     def token_bytes_of(self, shard: Shard) -> int:
-        """Returns the bytes of one token on the rank that owns `shard`."""
+        """Returns the bytes of one token's KV on the rank that owns `shard`."""
         each = zip(shard.parts, self.classes, strict=True)
         return sum(len(part.layers) * len(part.heads) * one.cell_bytes for part, one in each)
 
@@ -161,24 +213,35 @@ class Shard(msgspec.Struct, frozen=True):
     heads: Span
     more: tuple[Shard, ...] = ()
     """The rank's layers and heads of each further class."""
+    states: tuple[Shard, ...] = ()
+    """The rank's part of each class of state tensors."""
 
     @classmethod
     def of_classes(cls, rank: int, layout: KVLayout, heads_of: Callable[[int], Span]) -> Shard:
-        """Returns a shard of all layers, with the heads `heads_of(kv_heads)` of each class."""
+        """Returns a shard of all layers, with the heads `heads_of(kv_heads)` of each class, and of whole states."""
         spans = zip(layout.spans, layout.classes, strict=True)
         first, *more = (cls(rank, layers, heads_of(one.kv_heads)) for layers, one in spans)
-        return cls(rank, first.layers, first.heads, tuple(more))
+        states = zip(layout.state_spans, layout.states, strict=True)
+        whole = tuple(cls(rank, layers, Span(0, one.heads)) for layers, one in states)
+        return cls(rank, first.layers, first.heads, tuple(more), whole)
 
     @property
     def parts(self) -> tuple[Shard, ...]:
-        """The shard split by class: one shard for each class."""
-        return (Shard(self.rank, self.layers, self.heads), *self.more) if self.more else (self,)
+        """The shard's KV split by class: one shard for each class."""
+        return (
+            (Shard(self.rank, self.layers, self.heads), *self.more) if self.more or self.states else (self,)
+        )
+
+    @property
+    def all_parts(self) -> tuple[Shard, ...]:
+        """`parts`, then the shard of each state class, in the order of `KVLayout.all_classes`."""
+        return (*self.parts, *self.states)
 
     def part_of(self, layers: Span) -> int:
-        """Returns the index of the class of global `layers`, which must be layers of one class."""
-        if not self.more:
+        """Returns the index in `all_parts` of the class of global `layers`, which must be of one class."""
+        if not (self.more or self.states):
             return 0
-        return next(number for number, part in enumerate(self.parts) if part.layers.covers(layers))
+        return next(number for number, part in enumerate(self.all_parts) if part.layers.covers(layers))
 
 
 class SamplingParams(msgspec.Struct, frozen=True):
@@ -312,10 +375,11 @@ class Ticket(msgspec.Struct, frozen=True):
     number: int
     group: str
     tokens: Span
-    """Positions to transfer: the prompt after the decode group's prefix cache hit, then those of a recurrent state,
-    if the model has one."""
+    """Positions to transfer: the prompt after the decode group's prefix cache hit. Empty for a model without
+    attention. The recurrent state after them is transferred too, if the model has one (`KVLayout.states`)."""
     row: int = -1
-    """Row on every decode rank; also the index of the fence word that a writer's kernel checks."""
+    """Row on every decode rank: the slot of the recurrent state, and the index of the fence word that a writer's
+    kernel checks."""
     pages: tuple[int, ...] = ()
     """Pages of those positions on every decode rank. Earlier pages are shared, so writers do not receive them."""
 
@@ -323,7 +387,8 @@ class Ticket(msgspec.Struct, frozen=True):
 class Segment(msgspec.Struct, frozen=True):
     """One unit of transfer, contiguous in staging as `[layer, plane, token, head, head_dim]`.
 
-    `layers` and `heads` are global, the layers of one class. `index` is unique per (ticket, source rank,
+    `layers` and `heads` are global, the layers of one class. Tensors of a recurrent state have one position, the one
+    behind the prompt. `index` is unique per (ticket, source rank,
     destination rank).
     """
 
@@ -338,4 +403,4 @@ class Segment(msgspec.Struct, frozen=True):
 
 CHECKSUM_BYTES = 8
 """Size of a segment's checksum; `staging.trailer` defines its position."""
-PROTOCOL_VERSION = 15
+PROTOCOL_VERSION = 16

@@ -90,8 +90,6 @@ def _prefill(
             piece = tuple(prompt[span.start : span.stop])
             logits = runner.forward(StepBatch((SequenceSlice(row, span.start, piece, len(prompt)),)))
         firsts.append(int(logits[-1].argmax()))
-        if runner.states is not None:
-            runner.states.store(row, len(prompt))
     return runner, firsts
 
 
@@ -104,7 +102,8 @@ def _give_slots(runner: ModelRunner, number: int) -> int:
 
 
 def _hand_over(prefill: ModelRunner, decode: ModelRunner) -> None:
-    """Copies the KV of a prefill rank's heads, in all slots, into the decode rank's pool."""
+    """Copies the KV of a prefill rank's heads, in all slots, and its states into the decode rank's pools."""
     shard = shard_of(prefill.spec.layout, prefill.collective.rank, prefill.collective.size)
-    for part, source, target in zip(shard.parts, prefill.pool.parts, decode.pool.parts, strict=True):
-        target.buffer[:, :, :, part.heads.start : part.heads.stop] = source.buffer
+    buffers = zip(prefill.transfer_pools.buffers, decode.transfer_pools.buffers, strict=True)
+    for part, (source, target) in zip(shard.all_parts, buffers, strict=True):
+        target[:, :, :, part.heads.start : part.heads.stop] = source

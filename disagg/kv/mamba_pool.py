@@ -11,6 +11,7 @@ tensor of the pool, however many layers the model has.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -18,6 +19,7 @@ from typing import NamedTuple
 import torch
 
 from disagg.core.errors import InvariantError
+from disagg.core.types import StateClass
 
 
 class StatePlace(NamedTuple):
@@ -70,9 +72,7 @@ class MambaPool:
         """Contiguous `[places, slots, *shape]`, one for each kind, shape and dtype."""
         self._at: list[tuple[int, int]] = []
         """Of each form: the index of its buffer, and of its place in the buffer."""
-        groups: dict[tuple[str, tuple[int, ...], torch.dtype], list[StateForm]] = {}
-        for form in self.forms:
-            groups.setdefault((form.place.kind, form.shape, form.dtype), []).append(form)
+        groups = _groups(self.forms)
         numbers = {key: number for number, key in enumerate(groups)}
         for form in self.forms:
             key = (form.place.kind, form.shape, form.dtype)
@@ -120,6 +120,14 @@ class MambaPool:
         for buffer, new in zip(self.buffers, gathered, strict=True):
             buffer.index_copy_(1, index, new)
 
+    def byte_views(self) -> list[torch.Tensor]:
+        """Returns a uint8 view `[places, 1, slots, heads, head_bytes]` of each buffer; see `state_classes`."""
+        classes = state_classes(self.forms)
+        return [
+            buffer.view(-1).view(torch.uint8).view(one.layers, 1, self.slots, one.heads, one.head_bytes)
+            for buffer, one in zip(self.buffers, classes, strict=True)
+        ]
+
     def statistics(self) -> MambaPoolStatistics:
         """Returns the sizes of the pool."""
         nbytes = sum(buffer.nbytes for buffer in self.buffers)
@@ -144,3 +152,25 @@ class MambaPool:
     def _require(self, slot: int) -> None:
         if not 0 <= slot < self.slots:
             raise InvariantError(f"recurrent states: slot {slot} is not one of 0..{self.slots - 1}")
+
+
+def state_classes(forms: Sequence[StateForm]) -> tuple[StateClass, ...]:
+    """Returns a class for each buffer of a `MambaPool` of `forms`, in the same order.
+
+    A state of three or more dimensions has a part for each index of the first one, which are its heads.
+    """
+    found = []
+    for (_, shape, dtype), members in _groups(forms).items():
+        heads = shape[0] if len(shape) > 2 else 1
+        found.append(StateClass(len(members), heads, math.prod(shape) * dtype.itemsize // heads))
+    return tuple(found)
+
+
+def _groups(
+    forms: Sequence[StateForm],
+) -> dict[tuple[str, tuple[int, ...], torch.dtype], list[StateForm]]:
+    """Returns the forms of each kind, shape and dtype."""
+    groups: dict[tuple[str, tuple[int, ...], torch.dtype], list[StateForm]] = {}
+    for form in forms:
+        groups.setdefault((form.place.kind, form.shape, form.dtype), []).append(form)
+    return groups

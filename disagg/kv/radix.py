@@ -4,13 +4,15 @@ A radix tree over whole pages of token ids, as in SGLang's RadixAttention (Zheng
 of blocks with chained hashes instead. An edge is a run of pages whose tokens are compared by one memory comparison.
 The cost of a match therefore grows with the number of forks on its path, not of pages, and hash collisions cannot
 occur. Block hashes are kept only for routers (`disagg.core.prefixes`).
+
+For hybrid models a node may also have a *state*: a snapshot of the recurrent layers after the node's last token, in
+a slot of `MambaPool`, as in SGLang's Mamba radix cache. A prompt can continue only from a state, so a match then ends
+at one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
 
 from disagg.core.config.groups import EvictionName
 from disagg.core.errors import InvariantError
@@ -18,40 +20,11 @@ from disagg.core.prefixes import Digest, PrefixKey
 from disagg.core.tokens import TOKEN_BYTES
 from disagg.kv.event_log import KVEventLog, unit_tokens_for
 from disagg.kv.eviction import LeafQueue
+from disagg.kv.node_states import NodeStates
 from disagg.kv.pages import TokenToKVPoolAllocator
 from disagg.kv.radix_node import Node, block_hashes_in, common_pages
-
-
-class Match(NamedTuple):
-    """The longest cached prefix of a prompt. The cache owns the pages; see `RadixCache`."""
-
-    node: Node
-    """Node for `lock` and `unlock`."""
-    pages: list[int]
-    tokens: int
-    """Number of tokens in `pages`; all pages are full."""
-    queried_tokens: int
-    """Number of tokens of the prompt."""
-
-
-@dataclass(frozen=True, slots=True)
-class RadixStatistics:
-    """Current content of the cache, and counts since its construction."""
-
-    cached_pages: int
-    locked_pages: int
-    """Cached pages that cannot be evicted now."""
-    nodes: int
-    """Number of nodes, not counting roots."""
-    salts: int
-    """Number of salts that have cached pages or locks."""
-    hits: int
-    """Number of requests passed to `count` that hit at least one page."""
-    misses: int
-    hit_tokens: int
-    queried_tokens: int
-    """Prompt tokens of all requests passed to `count`, hits and misses."""
-    evicted_pages: int
+from disagg.kv.radix_values import Match, RadixStatistics
+from disagg.kv.state_slots import StateSlots
 
 
 class RadixCache:
@@ -60,17 +33,33 @@ class RadixCache:
     Ownership: `insert` adds the cache's own references to new pages, which eviction drops; the caller's references
     stay with the caller. `match` adds none. A request that reads matched pages adds its own references (`KVSequence`,
     or the allocator's `share`) and locks the node, so its pages are not evicted. The request unlocks and frees once.
+
+    State slots: the caller of `alloc_state` owns the slot until `attach_state`, which passes it to the cache, or
+    `free_state`. Evicting the page at a node's end frees the node's state. Pages without a state below them on their
+    path serve no match; of these, leaves without state are evicted before other leaves.
+
+    KV events report pages, not states. A router may therefore overestimate the hit of a group with states, which
+    affects only its choice of the group.
     """
 
     def __init__(
-        self, allocator: TokenToKVPoolAllocator, policy: EvictionName = "lru", unit_tokens: int | None = None
+        self,
+        allocator: TokenToKVPoolAllocator,
+        policy: EvictionName = "lru",
+        unit_tokens: int | None = None,
+        states: StateSlots | None = None,
     ) -> None:
-        """`unit_tokens`: tokens of a hashed block, whole pages; None: by the size of the pool."""
+        """`unit_tokens`: tokens of a hashed block, whole pages; None: by the size of the pool.
+
+        `states`: slots for the states of a hybrid model; None: the model has no states, and matches need none.
+        """
         self._allocator = allocator
         self._page_size = allocator.page_size
         self._page_bytes = allocator.page_size * TOKEN_BYTES
         self._roots: dict[str, Node] = {}
         self._leaves = LeafQueue(policy)
+        self._needs_state = states is not None
+        self._states = NodeStates(states or StateSlots(0, 0))
         self.kv_events = KVEventLog(unit_tokens or unit_tokens_for(allocator.pages, allocator.page_size))
         """KV events for routers; only the cache changes them."""
         self._unit_pages = self.kv_events.unit_tokens // allocator.page_size
@@ -85,16 +74,27 @@ class RadixCache:
     def match(self, key: PrefixKey, max_tokens: int | None = None) -> Match:
         """Returns the longest cached prefix in whole pages, at most `max_tokens` tokens.
 
-        A caller that needs the logits of the last token passes the prompt's length less one. The match is valid until
-        the next `insert` or `evict`, longer if locked.
+        With states the match is the longest prefix that ends at a state, even if more KV is cached. A caller that
+        needs the logits of the last token passes the prompt's length less one. The match is valid until the next
+        `insert`, `evict`, `alloc_state` or `attach_state`, longer if locked.
         """
-        limit = key.tokens if max_tokens is None else min(key.tokens, max_tokens)
-        root = self._roots.get(key.salt) or Node(None, key.salt)
-        node, pages = self._walk(root, key.data, limit // self._page_size * self._page_bytes)
+        if not self._needs_state:
+            return self.match_kv(key, max_tokens)
+        node, pages = self._latest_state(self._root(key), key.data, self._stop(key, max_tokens))
+        return Match(node, pages, len(pages) * self._page_size, key.tokens, node.state)
+
+    def match_kv(self, key: PrefixKey, max_tokens: int | None = None) -> Match:
+        """Returns the longest cached prefix as `match` does, but by KV alone, for a reader that needs no state."""
+        node, pages = self._walk(self._root(key), key.data, self._stop(key, max_tokens))
         return Match(node, pages, len(pages) * self._page_size, key.tokens)
 
-    def lock(self, node: Node) -> None:
-        """Locks all pages from the root to the node's end until `unlock`. O(depth)."""
+    def lock(self, node: Node, *, state: bool = True) -> None:
+        """Locks all pages from the root to the node's end until `unlock`. O(depth).
+
+        `state`: also locks the node's own state, not those of its ancestors.
+        """
+        if state:
+            self._states.lock(node)
         above: Node | None = node
         while above is not None:
             if not above.locks:
@@ -102,10 +102,12 @@ class RadixCache:
             above.locks += 1
             above = above.parent
 
-    def unlock(self, node: Node) -> None:
-        """Reverts one `lock`. Raises ValueError, changing nothing, if the node is not locked."""
-        if not node.locks:
+    def unlock(self, node: Node, *, state: bool = True) -> None:
+        """Reverts one `lock` with the same `state`. Raises ValueError, changing nothing, if there was none."""
+        if not (node.state_locks if state else node.locks):
             raise ValueError("this node is not locked: lock it first, unlock it once")
+        if state:
+            self._states.unlock(node)
         above: Node | None = node
         while above is not None:
             above.locks -= 1
@@ -136,7 +138,7 @@ class RadixCache:
                 f"{len(pages)} pages for a prompt of {key.tokens} tokens: give the "
                 f"{key.tokens // self._page_size} that it fills"
             )
-        root = self._roots.get(key.salt) or Node(None, key.salt)
+        root = self._root(key)
         node, _ = self._walk(root, key.data, len(pages) * self._page_bytes)
         added = list(pages[node.end :])
         if not added:
@@ -144,6 +146,45 @@ class RadixCache:
         self._allocator.share(added)
         self._roots[key.salt] = root
         return self._add_leaf(node, key, added)
+
+    def alloc_state(self) -> int | None:
+        """Returns a state slot, which the caller owns until `attach_state` or `free_state`. O(log nodes), amortized.
+
+        Evicts the state of a node if no slot is free: the least recently used one, states of inner nodes before those
+        of leaves. Returns None if all slots are locked or held by callers. The pages of the node stay.
+        """
+        slot = self._states.alloc()
+        if slot is None and (node := self._states.evict()) is not None:
+            self._leaves.push(node)
+            slot = self._states.alloc()
+        return slot
+
+    def free_state(self, slot: int) -> None:
+        """Frees a slot of `alloc_state`. Raises ValueError, changing nothing, if the caller does not own it."""
+        self._states.release(slot)
+
+    def attach_state(self, key: PrefixKey, tokens: int, slot: int) -> bool:
+        """Caches the state in `slot`, that after the first `tokens` tokens of `key`, and takes the slot over.
+
+        If the pages of that prefix are not all cached, or the prefix has a state already, frees the slot and returns
+        False; the present state counts as used. Raises ValueError, changing nothing, if `tokens` is not a positive
+        multiple of the page size within the prompt, or the caller does not own the slot.
+        """
+        if not 0 < tokens <= key.tokens or tokens % self._page_size:
+            raise ValueError(
+                f"a state after {tokens} of {key.tokens} tokens cannot be cached: its position must be a positive "
+                f"multiple of the page size {self._page_size} within the prompt"
+            )
+        self._states.require_held(slot)
+        node, pages = self._walk(self._root(key), key.data, self._stop(key, tokens))
+        if len(pages) * self._page_size == tokens:
+            if node.state is None:
+                self._states.attach(node, slot, self._clock)
+                self._leaves.push(node)
+                return True
+            node.state_used = self._clock
+        self._states.release(slot)
+        return False
 
     def evict(self, pages: int) -> int:
         """Evicts cached pages in policy order until `pages` are free; returns how many became free.
@@ -171,6 +212,11 @@ class RadixCache:
             hit_tokens=self._hit_tokens,
             queried_tokens=self._queried_tokens,
             evicted_pages=self._evicted_pages,
+            cached_states=self._states.cached,
+            locked_states=self._states.locked,
+            held_states=self._states.held,
+            free_states=self._states.free,
+            evicted_states=self._states.evicted,
         )
 
     def pages(self) -> list[int]:
@@ -178,7 +224,10 @@ class RadixCache:
         return [page for root in self._roots.values() for node in _below(root) for page in node.pages]
 
     def check(self) -> None:
-        """Raises InvariantError unless tree, counters, eviction queue and block hashes agree. O(cached tokens)."""
+        """Raises InvariantError unless tree, counters, eviction queues, block hashes and states agree.
+
+        O(cached tokens).
+        """
         nodes = [node for root in self._roots.values() for node in _below(root)]
         block_hashes = [block_hash for node in nodes for block_hash in node.block_hashes]
         broken = [
@@ -189,7 +238,7 @@ class RadixCache:
                 "pages": sum(len(node.pages) for node in nodes) == self._cached_pages,
                 "references": all(self._allocator.readers(page) for node in nodes for page in node.pages),
                 "locks": sum(len(node.pages) for node in nodes if node.locks) == self._locked_pages,
-                "leaves": self._leaves.sound([node for node in nodes if node.evictable]),
+                "leaves": self._leaves.sound(nodes),
                 "block hashes": len(block_hashes) == len(self.kv_events.held)
                 and set(block_hashes) == self.kv_events.held,
             }.items()
@@ -198,6 +247,16 @@ class RadixCache:
         if broken:
             tree = [(node.salt, node.start, node.pages, node.locks, len(node.children)) for node in nodes]
             raise InvariantError(f"prefix cache: {', '.join(broken)}; {self.statistics()}; {tree}")
+        self._states.check(nodes)
+
+    def _root(self, key: PrefixKey) -> Node:
+        """Returns the root of the key's salt, a new one if nothing is cached with that salt."""
+        return self._roots.get(key.salt) or Node(None, key.salt)
+
+    def _stop(self, key: PrefixKey, max_tokens: int | None) -> int:
+        """Returns the length in `key.data` of the whole pages within `max_tokens`."""
+        limit = key.tokens if max_tokens is None else min(key.tokens, max_tokens)
+        return limit // self._page_size * self._page_bytes
 
     def _walk(self, node: Node, data: bytes, stop: int) -> tuple[Node, list[int]]:
         """Descends along the cached prefix of `data[:stop]`, whole pages; splits a node that matches only in part.
@@ -221,6 +280,32 @@ class RadixCache:
             node = child
         return node, pages
 
+    def _latest_state(self, root: Node, data: bytes, stop: int) -> tuple[Node, list[int]]:
+        """Descends like `_walk`, splitting nothing, to the deepest node with a state, else to the root.
+
+        Marks only that node's state, and the nodes of its path, as used. Returns the node and the pages of the path.
+        """
+        page_bytes, at = self._page_bytes, 0
+        path: list[Node] = []
+        useful, node = 0, root
+        while at < stop:
+            child = node.children.get(data[at : at + page_bytes])
+            if child is None or at + len(child.edge) > stop or not data.startswith(child.edge, at):
+                break
+            path.append(child)
+            at += len(child.edge)
+            node = child
+            if node.state is not None:
+                useful = len(path)
+        self._clock += 1
+        pages: list[int] = []
+        for node in path[:useful]:
+            node.used = self._clock
+            pages += node.pages
+        found = path[useful - 1] if useful else root
+        found.state_used = self._clock
+        return found, pages
+
     def _add_leaf(self, parent: Node, key: PrefixKey, pages: list[int]) -> Node:
         start, stop = parent.end * self._page_bytes, (parent.end + len(pages)) * self._page_bytes
         leaf = Node(parent, key.salt, key.data[start:stop], pages)
@@ -231,10 +316,12 @@ class RadixCache:
         self._cached_pages += len(pages)
         self._nodes += 1
         self._leaves.push(leaf)
+        self._states.children_changed(parent)
         return leaf
 
     def _cut(self, leaf: Node, pages: int) -> int:
-        """Evicts the last `pages` pages of a leaf; returns how many became free."""
+        """Evicts the last `pages` pages of a leaf, and its state; returns how many pages became free."""
+        self._states.drop(leaf)
         keep = len(leaf.pages) - pages
         first = leaf.first_page(self._page_bytes)
         freed = self._allocator.free(leaf.pages[keep:])
@@ -246,10 +333,13 @@ class RadixCache:
         del leaf.block_hashes[block_hashes:]
         self._cached_pages -= pages
         self._evicted_pages += pages
-        if not keep:
+        if keep:
+            self._leaves.push(leaf)
+        else:
             assert leaf.parent is not None, "a root has no pages and is never cut"
             del leaf.parent.children[first]
             self._nodes -= 1
+            self._states.children_changed(leaf.parent)
             self._loose(leaf.parent)
         return freed
 

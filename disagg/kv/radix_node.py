@@ -20,8 +20,10 @@ class Node:
         "locks",
         "pages",
         "parent",
-        "queued",
         "salt",
+        "state",
+        "state_locks",
+        "state_used",
         "used",
     )
 
@@ -45,8 +47,12 @@ class Node:
         """Prefix cache hits."""
         self.used = self.born = 0
         """Times of the latest use and of the insertion, on the cache's logical clock."""
-        self.queued = False
-        """Whether the eviction queue has an entry for this node."""
+        self.state: int | None = None
+        """Slot of the recurrent state after exactly the tokens from the root to the end; None without one."""
+        self.state_locks = 0
+        """Number of locks of this node's own state, included in `locks`."""
+        self.state_used = 0
+        """Time of the latest attachment or match of the state."""
 
     @property
     def start(self) -> int:
@@ -57,6 +63,11 @@ class Node:
     def evictable(self) -> bool:
         """Whether the last page can be evicted: no lock and no child."""
         return not self.locks and not self.children and bool(self.pages)
+
+    @property
+    def state_evictable(self) -> bool:
+        """Whether the node has a state that is not locked."""
+        return self.state is not None and not self.state_locks
 
     def first_page(self, page_bytes: int) -> bytes:
         """Returns the key of this node in `parent.children`."""

@@ -38,7 +38,7 @@ class PromptChunks:
         With `deterministic`, models with recurrent layers need fixed chunks. Other models do not: their row-by-row
         operations give the same bits for any chunks.
         """
-        recurrent = spec.state_tokens > 0
+        recurrent = spec.has_state
         fixed = deterministic and recurrent
         return PromptChunks(chunk_tokens, spec.whole_prompts, recurrent, fixed, single=spec.any_chunks)
 

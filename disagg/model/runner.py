@@ -16,9 +16,10 @@ import torch
 from disagg.core.config.read import AttentionName
 from disagg.core.errors import ConfigError, UnsupportedModelError
 from disagg.core.ports import Collective, LayerHook
-from disagg.kv.mamba_pool import MambaPool
+from disagg.kv.mamba_pool import MambaPool, state_classes
 from disagg.kv.pool import KVPool, MHATokenToKVPool, make_pool, whole_pages
 from disagg.kv.req_to_token import ReqToTokenPool
+from disagg.kv.transfer_pools import TransferPools
 from disagg.model.attention.indexed import index_step, wrap_indexers
 from disagg.model.attention.kernel_step import KernelStep, use_kernels
 from disagg.model.attention.layer_classes import AttentionClass, ClassedStep, Make
@@ -57,7 +58,6 @@ from disagg.model.recurrent.request_cache import StateCache, make_cache
 from disagg.model.recurrent.state import (
     PoolLayers,
     RowStates,
-    StateMover,
     ignores_state,
     recurrent_parts,
 )
@@ -135,6 +135,7 @@ class ModelRunner:
                 f"max_tokens {options.max_tokens} is beyond the model's context of {self.spec.context_tokens} tokens"
             )
         self.shard = shard_of(self.spec.layout, collective.rank, collective.size)
+        """The rank's part of KV and recurrent states; the latter is known after a trial step."""
         self.model, sharding = build_model(source, self.spec, collective, self.device, options.dtype)
         self._whole_attention = sharding.whole_attention
         self.held_whole = set(sharding.whole)
@@ -151,6 +152,7 @@ class ModelRunner:
         self._packed: PackedStates | None = None
         """The states in packed steps. None without registered recurrent modules."""
         self._config, self._sample = source.config, self._probe(probe)
+        self.shard = shard_of(self.spec.layout, collective.rank, collective.size)
         self.attention_kernels = self._use_attention_kernels(probe)
         """Whether attention runs in the Triton kernels, not in torch."""
         if self.deterministic:
@@ -159,9 +161,7 @@ class ModelRunner:
             log.info(
                 "small_layers_fused", model=self.spec.architecture, merged=merged, **small_layers.summary()
             )
-        self.req_to_token = ReqToTokenPool(
-            options.rows, options.max_tokens + self.spec.state_tokens, self.device
-        )
+        self.req_to_token = ReqToTokenPool(options.rows, options.max_tokens, self.device)
         self.pool, self.states = self._memory()
         self.sampled = SampledTokenBuffer(options.rows, collective, self.device)
         """Tokens of the previous step, to which a step may refer."""
@@ -272,14 +272,18 @@ class ModelRunner:
         pool = make_pool(self.spec.layout, self.shard, slots, self.kv_dtype, self.device)
         if self._sample is None:
             return pool, None
-        assert isinstance(pool, MHATokenToKVPool), "a model with state has one class of layers"
-        mover = StateMover(self._sample, pool, self.spec, self.collective)
-        trash_row = self.req_to_token.trash_row
-        states = MambaPool(self._sample.forms(), trash_row + 1, self.device)
-        states.clear(trash_row)
+        states = MambaPool(
+            self._sample.forms(), self.req_to_token.rows + 1, self.device
+        )  # one for the trash row
+        states.clear(self.req_to_token.trash_row)
         if self._packed is not None:
             self._packed.use(states)
-        return pool, RowStates(self._config, mover, states, self.req_to_token, self.spec.state_tokens)
+        return pool, RowStates(self._config, states)
+
+    @property
+    def transfer_pools(self) -> TransferPools:
+        """The memory that transfers read and write."""
+        return TransferPools.of(self.pool, self.states.pool if self.states is not None else None)
 
     def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copies pages of the pool, given as (source, destination), with the result of copying one by one.
@@ -298,8 +302,6 @@ class ModelRunner:
         """
         if not batch.sequences:
             raise ValueError("a step needs at least one sequence")
-        if self._packed is not None and self.states is not None:
-            self.states.prepare(batch.sequences)
         if self._graphs is not None and self._recording_fits(self._graphs, batch):
             require_fits(batch, self.req_to_token)
             found = self._graphs.run(batch)
@@ -484,9 +486,8 @@ class ModelRunner:
                 )
             if cache is not None and recurrent:
                 cache.require(self.spec.architecture, recurrent)
-                self.spec = msgspec.structs.replace(
-                    self.spec, state_tokens=-(-cache.nbytes // self.spec.layout.token_bytes)
-                )
+                layout = msgspec.structs.replace(self.spec.layout, states=state_classes(cache.forms()))
+                self.spec = msgspec.structs.replace(self.spec, layout=layout)
                 self._pack(cache)
         return cache if recurrent else None
 

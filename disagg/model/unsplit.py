@@ -112,7 +112,7 @@ class _Engine:
 
     def _require_fits(self, request: _Request) -> None:
         total = len(request.prompt) + request.params.max_tokens
-        longest = self._runner.req_to_token.max_tokens - self._runner.spec.state_tokens
+        longest = self._runner.req_to_token.max_tokens
         room = min(longest, self._allocator.free_pages * self._runner.page_size)
         require_one_rope(self._runner.spec, len(request.prompt), request.params.max_tokens)
         if not request.prompt or total > room:

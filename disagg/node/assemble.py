@@ -85,14 +85,10 @@ def make_collective(rank: int, size: int, rendezvous: Rendezvous, deterministic:
 def make_runner(
     config: Config, group: GroupConfig, source: ModelSource, collective: Collective, device: torch.device
 ) -> ModelRunner:
-    """Returns the rank's model with a KV pool of `initial_pool_tokens` and one trash page.
-
-    Raises `ConfigError` if the transfer would quantize KV and the model has a recurrent state: the state is
-    transferred like KV but cannot be quantized.
-    """
+    """Returns the rank's model with a KV pool of `initial_pool_tokens` and one trash page."""
     dtype = resolve_dtype(config.model.dtype, source, device)
     context_tokens = source.spec(dtype).context_tokens
-    runner = ModelRunner(
+    return ModelRunner(
         source,
         RunnerOptions(
             dtype=dtype,
@@ -109,10 +105,3 @@ def make_runner(
         collective=collective,
         device=device,
     )
-    kv_dtypes = {resolve_kv_dtype(config, kind, dtype) for kind in config.kinds.values()}
-    if runner.states is not None and len(kv_dtypes) > 1:
-        raise ConfigError(
-            "prefill.kv_dtype and decode.kv_dtype differ, but the model has a recurrent state, which moves as KV "
-            "does and cannot be quantized: set both the same"
-        )
-    return runner

@@ -11,7 +11,7 @@ import structlog
 import torch
 
 from disagg.core.ports import LayerHook
-from disagg.core.types import RequestKey, Span
+from disagg.core.types import Span
 from disagg.kv.pages import slots_of
 from disagg.model.batch import SequenceSlice, StepBatch
 from disagg.node.plan import StepPlan, Work
@@ -32,7 +32,6 @@ class StepExecutor:
 
     def __init__(self, runner: ModelRunner, rows: int) -> None:
         self._runner = runner
-        self._of_row: list[tuple[RequestKey, int] | None] = [None] * rows
         # The leader allocates rows for all ranks, so every row counts as used here from the start.
         for _ in range(rows):
             runner.req_to_token.alloc()
@@ -46,17 +45,10 @@ class StepExecutor:
         return self._runner.forward(StepBatch(slices), on_layer)
 
     def _update_rows(self, works: Sequence[Work]) -> None:
-        """Writes the slots of new pages to the request-to-token table, in one copy.
-
-        Also clears the recurrent state that a row's former request left.
-        """
+        """Writes the slots of new pages to the request-to-token table, in one copy."""
         runner, size = self._runner, self._runner.page_size
         places: list[tuple[int, int, torch.Tensor]] = []
         for work in works:
-            if self._of_row[work.row] != (work.key, work.reservation):
-                self._of_row[work.row] = (work.key, work.reservation)
-                if runner.states is not None:
-                    runner.states.forget(work.row)
             if work.pages:
                 start = work.first_page * size
                 room = Span(0, min(len(work.pages) * size, runner.req_to_token.max_tokens - start))

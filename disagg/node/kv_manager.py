@@ -8,6 +8,11 @@ References to a request's pages, by their interval, with their owner and the cal
                             references, or `vacate`, after which `refill` allocates new pages
     [fork, release)         each fork of a request references the shared pages; `release` of the fork drops them
     [keep, evicted)         the prefix cache references each full page that it adds; eviction drops the reference
+
+State slots of hybrid models, by their interval, with their owner:
+
+    [alloc_state, keep)     the caller; `free_state` ends the interval too
+    [keep, evicted)         the prefix cache, or nobody if `keep` finds no use for the state
 """
 
 from __future__ import annotations
@@ -23,9 +28,11 @@ from disagg.core.prefixes import PrefixKey
 from disagg.kv.event_log import KVEventLog
 from disagg.kv.page_values import PageCopy, PageStatistics
 from disagg.kv.pages import TRASH_PAGE, TokenToKVPoolAllocator, pages_for
-from disagg.kv.radix import RadixCache, RadixStatistics
+from disagg.kv.radix import RadixCache
 from disagg.kv.radix_node import Node
+from disagg.kv.radix_values import Match, RadixStatistics
 from disagg.kv.sequence import KVSequence
+from disagg.kv.state_slots import StateSlots
 
 
 class Layout(NamedTuple):
@@ -50,6 +57,12 @@ class BlockTable:
     """Tokens of the prefix cache hit: full pages, shared with the cache."""
     node: Node | None = field(default=None, repr=False)
     """Node of the prefix cache that is locked for this sequence."""
+    state: int | None = None
+    """Slot of the cached state after `cached_tokens` tokens; the first step copies it to the row.
+
+    Valid while the block table locks its node with the state: from `reserve` to `keep`, `vacate` or `release`. None
+    for an empty hit, a hit by KV alone and a fork.
+    """
 
     @property
     def pages(self) -> list[int]:
@@ -77,12 +90,21 @@ class KVManager:
     """Allocates rows and pages. Not thread-safe: the leader's lock guards it. Page 0 is the trash page."""
 
     def __init__(
-        self, *, pool_tokens: int, page_size: int, rows: int, eviction: EvictionName | None = None
+        self,
+        *,
+        pool_tokens: int,
+        page_size: int,
+        rows: int,
+        eviction: EvictionName | None = None,
+        states: StateSlots | None = None,
     ) -> None:
-        """`eviction`: policy of the prefix cache; None: no prefix cache."""
+        """`eviction`: policy of the prefix cache; None: no prefix cache.
+
+        `states`: slots for cached states of a hybrid model, unused without a prefix cache.
+        """
         self.allocator = TokenToKVPoolAllocator(pool_tokens // page_size + 1, page_size)
         """Pages of the pool; only the KV manager allocates and frees."""
-        self.cache = RadixCache(self.allocator, eviction) if eviction else None
+        self.cache = RadixCache(self.allocator, eviction, states=states) if eviction else None
         """The prefix cache; None without one."""
         self._rows = rows
         self._free_rows = list(range(rows - 1, -1, -1))
@@ -128,22 +150,23 @@ class KVManager:
         return self.allocator.free_pages + (self.cache.evictable_pages if self.cache is not None else 0)
 
     def reserve(
-        self, tokens: int, prompt: PrefixKey | None = None, spare_pages: int = 0
+        self, tokens: int, prompt: PrefixKey | None = None, spare_pages: int = 0, *, kv_only: bool = False
     ) -> BlockTable | None:
         """Allocates a row and pages for `tokens` tokens; None, changing nothing, if rows or pages are short.
 
         With `prompt` the block table begins with the longest cached prefix, which never includes the prompt's last
-        token. `spare_pages` pages must remain free.
+        token. `spare_pages` pages must remain free. For a hybrid model the prefix ends at a cached state, which
+        `BlockTable.state` names and the block table locks; with `kv_only`, for a group that receives the state with
+        the rest of the prompt, the prefix needs no state.
         """
         if not self._free_rows:
             return None
         block_table, hit = BlockTable(self._free_rows[-1], KVSequence(self.allocator)), None
         if self.cache is not None and prompt is not None:
-            hit = self.cache.match(prompt, prompt.tokens - 1)
-            self.cache.lock(hit.node)
-            block_table = BlockTable(
-                block_table.row, KVSequence(self.allocator, hit.pages), hit.tokens, hit.node
-            )
+            hit = self._match(self.cache, prompt, kv_only)
+            self.cache.lock(hit.node, state=hit.state is not None)
+            sequence = KVSequence(self.allocator, hit.pages)
+            block_table = BlockTable(block_table.row, sequence, hit.tokens, hit.node, hit.state)
         need = pages_for(tokens, self.page_size) - len(block_table.pages)
         if need + spare_pages > self.free_pages or not self._make_room(need):
             block_table.sequence.free()
@@ -157,11 +180,28 @@ class KVManager:
             self.cache.count(hit)
         return block_table
 
-    def cached_tokens(self, prompt: PrefixKey | None) -> int:
-        """Returns the tokens of the cached prefix with which a block table of `prompt` would begin."""
+    def cached_tokens(self, prompt: PrefixKey | None, *, kv_only: bool = False) -> int:
+        """Returns the tokens of the cached prefix with which a block table of `prompt` would begin; see `reserve`."""
         if self.cache is None or prompt is None:
             return 0
-        return self.cache.match(prompt, prompt.tokens - 1).tokens
+        return self._match(self.cache, prompt, kv_only).tokens
+
+    def _match(self, cache: RadixCache, prompt: PrefixKey, kv_only: bool) -> Match:
+        match = cache.match_kv if kv_only else cache.match
+        return match(prompt, prompt.tokens - 1)
+
+    def alloc_state(self) -> int | None:
+        """Returns a state slot, owned by the caller until `keep` or `free_state`, or None if all are in use.
+
+        See `RadixCache.alloc_state`.
+        """
+        return self.cache.alloc_state() if self.cache is not None else None
+
+    def free_state(self, slot: int) -> None:
+        """Frees a slot of `alloc_state`. Raises ValueError, changing nothing, if the caller does not own it."""
+        if self.cache is None:
+            raise ValueError(f"state slot {slot} is not allocated: the group has no prefix cache")
+        self.cache.free_state(slot)
 
     def pass_on(
         self, block_table: BlockTable, kept_tokens: int, tokens: int, spare_pages: int = 0
@@ -188,15 +228,24 @@ class KVManager:
             return False
         return self.cache.evict(short) == short
 
-    def keep(self, block_table: BlockTable, prompt: PrefixKey) -> None:
-        """Adds the full pages of `prompt` to the prefix cache. Their KV must have been computed."""
+    def keep(
+        self, block_table: BlockTable, prompt: PrefixKey, states: Sequence[tuple[int, int]] = ()
+    ) -> None:
+        """Adds the full pages of `prompt` to the prefix cache. Their KV must have been computed.
+
+        `states`: (tokens, slot) of each state to cache: the state after the first `tokens` tokens, whole pages. The
+        cache takes the slots over and frees those of positions that have a state already. `BlockTable.state` becomes
+        None: the cached states, also the one that the request began with, can be evicted while the request runs.
+        """
         if self.cache is None:
             return
         pages = block_table.pages[: prompt.tokens // self.page_size]
-        before, block_table.node = block_table.node, self.cache.insert(prompt, pages)
-        self.cache.lock(block_table.node)
-        if before is not None:
-            self.cache.unlock(before)
+        node = self.cache.insert(prompt, pages)
+        self.cache.lock(node, state=False)
+        self._unlock(block_table)
+        block_table.node = node
+        for tokens, slot in states:
+            self.cache.attach_state(prompt, tokens, slot)
 
     def fork(self, block_table: BlockTable) -> BlockTable | None:
         """Returns a fork of the sequence with its own row and the same pages; None if no row is free."""
@@ -214,9 +263,9 @@ class KVManager:
         self._read_cached(block_table, other)
 
     def _read_cached(self, block_table: BlockTable, other: BlockTable) -> None:
-        """Locks the cached prefix of `other` for `block_table` too."""
+        """Locks the cached prefix of `other` for `block_table` too, but not its state: the row is a copy."""
         if self.cache is not None and other.node is not None:
-            self.cache.lock(other.node)
+            self.cache.lock(other.node, state=False)
         block_table.cached_tokens, block_table.node = other.cached_tokens, other.node
 
     def grow(self, block_tables: Sequence[BlockTable]) -> list[PageCopy] | None:
@@ -277,9 +326,14 @@ class KVManager:
 
     def _forget(self, block_table: BlockTable) -> None:
         """Unlocks the cached prefix of the sequence."""
+        self._unlock(block_table)
+        block_table.cached_tokens = 0
+
+    def _unlock(self, block_table: BlockTable) -> None:
+        """Unlocks the block table's node, and the node's state if the block table locks it."""
         if self.cache is not None and block_table.node is not None:
-            self.cache.unlock(block_table.node)
-        block_table.node, block_table.cached_tokens = None, 0
+            self.cache.unlock(block_table.node, state=block_table.state is not None)
+        block_table.node = block_table.state = None
 
     def statistics(self) -> KVManagerStatistics:
         """Returns the current counts."""
@@ -289,7 +343,8 @@ class KVManager:
     def check(self, requests: Sequence[Sequence[BlockTable]]) -> None:
         """Raises `InvariantError` unless each row and page in use belongs to exactly one of `requests`.
 
-        `requests`: the block tables of each request. Only cached pages may belong to several requests.
+        `requests`: the block tables of each request. Only cached pages may belong to several requests. The state of
+        a block table must be its node's.
         """
         self.allocator.check()
         cached: list[int] = []
@@ -307,6 +362,7 @@ class KVManager:
             and all(count == 1 for page, count in owners.items() if page not in shared)
             and all(self.allocator.readers(page) == count for page, count in references.items())
             and self.allocator.statistics().references == references.total()
+            and all(h.state is None or (h.node is not None and h.node.state == h.state) for h in block_tables)
         )
         if not sound:
             raise InvariantError(

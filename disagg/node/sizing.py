@@ -47,7 +47,7 @@ class MemoryBudget:
     transfer_bytes: int
     """Ring of a decode rank, or staging buffer of a prefill rank."""
     state_bytes: int
-    """Recurrent state of `max_requests` requests."""
+    """Pool of recurrent states."""
     library_bytes: int
 
     @property
@@ -106,13 +106,13 @@ def measure(runner: ModelRunner, config: Config, group: GroupConfig, role: str) 
     free_bytes, total_bytes = cuda.mem_get_info(device)
     outside_bytes = total_bytes - free_bytes - cuda.memory_reserved(device)
     transfer_bytes = transfer_bytes_of(config.transfer.sized(total_bytes), role)
-    token_bytes = pool_bytes // runner.pool.slots
+    state_bytes = runner.states.pool.statistics().nbytes if runner.states is not None else 0
     return MemoryBudget(
         limit_bytes=int(total_bytes * group.mem_fraction),
-        weights_bytes=held_bytes - pool_bytes,
+        weights_bytes=held_bytes - pool_bytes - state_bytes,
         work_bytes=int(work_bytes * WORK_MARGIN),
         transfer_bytes=transfer_bytes,
-        state_bytes=group.max_requests * runner.spec.state_tokens * token_bytes,
+        state_bytes=state_bytes,
         library_bytes=min(max(outside_bytes, LIBRARY_BYTES[0]), LIBRARY_BYTES[1]),
     )
 
@@ -166,7 +166,7 @@ def gigabytes(nbytes: int) -> str:
 def run_largest(runner: ModelRunner, group: GroupConfig) -> None:
     """Runs the longest prompt's last chunk on the trash page, with a full decode batch if the group decodes."""
     table = runner.req_to_token
-    longest = table.max_tokens - runner.spec.state_tokens
+    longest = table.max_tokens
     chunks = PromptChunks.of(runner.spec, group.chunk_tokens)
     sizes = [longest if chunks.whole else min(chunks.largest_tokens, longest)]
     sizes += [1] * min(group.decode_batch, group.max_requests - 1)

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
+import msgspec
 import structlog
 import torch
 
@@ -20,6 +21,7 @@ from disagg.core.ports import Clock
 from disagg.core.types import KVLayout, Shard, Span
 from disagg.kv.pages import slots_of
 from disagg.kv.pool import KVPool, MHATokenToKVPool
+from disagg.kv.transfer_pools import TransferPools
 from disagg.model.spec.model_spec import rank_token_bytes
 from disagg.node.device import DeviceEvent, DeviceQueue, wait_for
 from disagg.node.host_slabs import HostSlabs
@@ -102,9 +104,9 @@ class Swapper:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="swap", initializer=partial(_use, device))
         if self.host.blocks:
             with self._queue.use():
-                warm_copies(
-                    tuple(Route(0, 0, p.layers, p.heads) for p in shard.parts), shard, pool, sums=None
-                )
+                routes = tuple(Route(0, 0, part.layers, part.heads) for part in shard.parts)
+                without_states = msgspec.structs.replace(shard, states=())
+                warm_copies(routes, without_states, TransferPools.of(pool, None), sums=None)
 
     def order(self, swap: Swap, after: DeviceEvent) -> None:
         """Queues a copy that starts after the event `after` of the compute stream. Never blocks.

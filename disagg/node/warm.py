@@ -8,7 +8,7 @@ import torch
 
 from disagg.core.types import SamplingParams, Shard, Span, quantized_row_bytes
 from disagg.kv.pages import TRASH_PAGE
-from disagg.kv.pool import KVPool, MHATokenToKVPool
+from disagg.kv.transfer_pools import TransferPools
 from disagg.model.batch import SequenceSlice, StepBatch
 from disagg.model.sampling.batch import Sampler
 from disagg.model.sampling.penalties import SamplingRow, history_of
@@ -68,11 +68,12 @@ def warm_sampling(vocab_tokens: int, device: torch.device) -> None:
 def warm_copies(
     routes: tuple[Route, ...],
     shard: Shard,
-    pool: KVPool,
+    pool: TransferPools,
     sums: Sums | None,
     quantized: torch.dtype | None = None,
 ) -> None:
-    """Compiles gather and scatter for each row width of the routes, or only the quantizing gather if `quantized`.
+    """Compiles gather and scatter for each row width of the routes, or for KV only the quantizing gather if
+    `quantized`.
 
     If `sums` is given, the checksum kernels are compiled too. The launches use the trash page and scratch memory,
     because the ring may be in use. Gather and scatter run with slots aligned and unaligned to 16 bytes, which Triton
@@ -80,30 +81,30 @@ def warm_copies(
     """
     if pool.device.type != "cuda":
         return
-    for part, of_class in zip(shard.parts, pool.parts, strict=True):
+    for number, (part, buffer) in enumerate(zip(shard.all_parts, pool.buffers, strict=True)):
         own = {r.heads.shift(-part.heads.start) for r in routes if part.layers.covers(r.layers)}
-        _warm_copies(own, of_class, sums, quantized)
+        _warm_copies(own, buffer, sums, quantized if number < len(shard.parts) else None)
     torch.cuda.synchronize(pool.device)
 
 
 def _warm_copies(
-    rows: set[Span], pool: MHATokenToKVPool, sums: Sums | None, quantized: torch.dtype | None
+    rows: set[Span], pool: torch.Tensor, sums: Sums | None, quantized: torch.dtype | None
 ) -> None:
-    slots = torch.zeros(TOKENS, dtype=torch.int32, device=pool.buffer.device)
+    slots = torch.zeros(TOKENS, dtype=torch.int32, device=pool.device)
     layer = Span(0, 1)
-    word = torch.zeros(1, dtype=torch.int64, device=pool.buffer.device)
+    word = torch.zeros(1, dtype=torch.int64, device=pool.device)
     check = sums.any_check(word) if sums is not None else None
     minus = sums.any_check(word, less=word) if sums is not None else None
     for heads in rows:
         if quantized is not None:
-            nbytes = len(heads) * quantized_row_bytes(pool.head_dim)  # of one token in one layer
-            scratch = torch.empty(nbytes, dtype=torch.uint8, device=pool.buffer.device)
-            gather_quantized(pool.buffer, slots[:1], layer, heads, quantized, scratch, check)
+            nbytes = len(heads) * quantized_row_bytes(pool.shape[4])  # of one token in one layer
+            scratch = torch.empty(nbytes, dtype=torch.uint8, device=pool.device)
+            gather_quantized(pool, slots[:1], layer, heads, quantized, scratch, check)
             continue
-        nbytes = segment_bytes(pool.buffer, 1, layer, heads)
-        scratch = torch.empty(nbytes, dtype=torch.uint8, device=pool.buffer.device)
+        nbytes = segment_bytes(pool, 1, layer, heads)
+        scratch = torch.empty(nbytes, dtype=torch.uint8, device=pool.device)
         for first in (0, 1):
-            gather(pool.buffer, slots[first : first + 1], layer, heads, scratch, check)
-            scatter(scratch, pool.buffer, slots[first : first + 1], layer, heads, minus)
+            gather(pool, slots[first : first + 1], layer, heads, scratch, check)
+            scatter(scratch, pool, slots[first : first + 1], layer, heads, minus)
             if check is not None:
-                sum_rows(PoolSlice(pool.buffer, slots[first : first + 1], layer, heads), check)
+                sum_rows(PoolSlice(pool, slots[first : first + 1], layer, heads), check)

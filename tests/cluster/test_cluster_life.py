@@ -28,7 +28,7 @@ from transport.keys.curve import KeySet, make_keys
 from transport.keys.ring import KeyRing
 
 TIMEOUT_S = 10.0
-SPEC = SimpleNamespace(layout=KVLayout(2, 2, 8, "float32"), context_tokens=512, state_tokens=0)
+SPEC = SimpleNamespace(layout=KVLayout(2, 2, 8, "float32"), context_tokens=512)
 
 
 @dataclass(eq=False)

@@ -189,27 +189,6 @@ def test_what_is_being_copied_is_freed_when_the_copy_has_ended(place: Residency)
     scheduler.check()
 
 
-def test_a_state_that_nobody_has_read_goes_with_its_pages() -> None:
-    scheduler = make(44, 3, state_tokens=8, chunks=PromptChunks(4))
-    one, two = start(scheduler, 1, 12, 20), start(scheduler, 2, 12, 20)
-    two.landed_ranks.clear()
-    while scheduler.statistics().memory.pages.free_pages or only(one).block_table.tokens < 24:
-        step(scheduler)
-    two.landed_ranks.add(0)
-    assert step(scheduler) == {"r1"}
-    assert two.residency is Residency.OUT, "before its first step"
-    scheduler.close(one)
-    scheduler.rank_closed(one, 0)
-    while two.again:
-        plan = scheduler.next_step()
-        assert plan is not None
-        scheduler.commit(plan)
-        assert only(two).block_table.tokens == only(two).known_tokens - 1, (
-            "all that is computed again has its place"
-        )
-    scheduler.check()
-
-
 @pytest.mark.parametrize("max_batch", [1, 2])
 def test_who_waits_for_pages_does_not_take_the_turn_of_the_oldest(max_batch: int) -> None:
     scheduler = make(40, 3, max_batch=max_batch)

@@ -18,6 +18,7 @@ from disagg.core.errors import ProtocolError, TransportError
 from disagg.core.timeline import Timeline
 from disagg.core.types import GroupInfo, KVLayout, RankInfo, RequestKey, Segment, Shard, Span, Ticket
 from disagg.kv.pool import MHATokenToKVPool
+from disagg.kv.transfer_pools import TransferPools
 from disagg.node.links import make_link
 from staging.shards import make_shards
 from transport.base import Arrival, Operation, OperationState
@@ -80,7 +81,7 @@ class ReceiverMachine(RuleBasedStateMachine):
             ReceiverContext(
                 0,
                 shard,
-                pool,
+                TransferPools.of(pool, None),
                 transport,
                 "decode-0",
                 "decode r0",

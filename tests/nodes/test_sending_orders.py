@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from disagg.core.errors import TransportError
 from disagg.core.state_table import StateMachine
 from disagg.core.timeline import Timeline
-from disagg.core.types import RequestKey, Segment, Span, Ticket
+from disagg.core.types import KVLayout, RequestKey, Segment, Span, Ticket
 from disagg.node.device import DeviceQueue
 from prefill_node.exposed import Exposed
 from prefill_node.flows import Flow
@@ -37,6 +37,7 @@ STAGING_BYTES = 1024
 MESSAGE_BYTES = 512
 STAGED, DIRECT = "decode-0", "decode-1"
 NOTHING: Any = torch.empty(0)
+LINK: Any = SimpleNamespace(decode=SimpleNamespace(layout=KVLayout(1, 1, 8, "float32")))
 LAUNCH_FAILS = 9
 KINDS = [0] * 8 + [1] * 6 + [2] * 6 + [3] * 2 + [4] * 2 + [5, 6, 7]
 """Kinds of events, as `Sender.step` numbers them, by how often each occurs."""
@@ -110,7 +111,7 @@ class Sender:
     def open(self) -> None:
         number = len(self.all)
         ticket = Ticket(RequestKey(f"r{number}"), number, "decode", Span(0, 8))
-        outgoing = OutgoingTransfer(ticket.key, ticket, 0, NOTHING, NOTHING, planned_to=8)
+        outgoing = OutgoingTransfer(ticket.key, ticket, 0, LINK, NOTHING, NOTHING, planned_to=8)
         for rank, peer in enumerate((STAGED, DIRECT)):
             write = self.launch if peer == DIRECT else None
             segments = [Segment(i, 0, rank, Span(0, 1), Span(0, 1), Span(0, 8), 256) for i in (0, 1)]

@@ -6,6 +6,7 @@ compares: a byte that is missing, stale or of another request raises `AssertionE
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -14,8 +15,10 @@ import torch
 from disagg.core.ports import LayerHook
 from disagg.core.sampling import sampling_of
 from disagg.core.types import KVLayout, LayerClass, SamplingParams, Shard
+from disagg.kv.mamba_pool import MambaPool, StateForm, StatePlace, state_classes
 from disagg.kv.pool import MHATokenToKVPool, make_pool
 from disagg.kv.req_to_token import ReqToTokenPool
+from disagg.kv.transfer_pools import TransferPools
 from disagg.model.batch import StepBatch
 from disagg.model.page_copies import copy_in_order
 from disagg.model.sampled_tokens import token_of
@@ -29,12 +32,18 @@ VOCAB = 64
 HEAD_DIM = 4
 DIGITS_HEAD_DIM = 8
 """Of heads that int8 has exactly: smaller numbers, more of them."""
+STATE_FORMS = tuple(
+    StateForm(StatePlace(layer, 0, kind), shape, torch.float32)
+    for layer in range(2)
+    for kind, shape in (("conv", (3, 2)), ("recurrent", (3, 2, 2)))
+)
+"""State tensors of a request, of a model with a recurrent state."""
 
 
 def fake_spec(
     layers: int,
     kv_heads: int,
-    state_tokens: int = 0,
+    states: bool = False,
     *,
     head_dim: int = HEAD_DIM,
     kv_dtype: str = "float32",
@@ -42,12 +51,13 @@ def fake_spec(
 ) -> ModelSpec:
     """What ranks must know of the model. In int8 heads must have `DIGITS_HEAD_DIM`.
 
-    `more`: layers and KV heads of other classes of layers.
+    `states`: with a recurrent state. `more`: layers and KV heads of other classes of layers.
     """
     others = tuple(LayerClass(*sizes, head_dim) for sizes in more)
     layout = KVLayout(layers, kv_heads, head_dim, kv_dtype, others)
-    spec = ModelSpec("Fake", layout, 12, layout.head_dim, layout.head_dim, VOCAB, 256, ())
-    return msgspec.structs.replace(spec, state_tokens=state_tokens)
+    if states:
+        layout = msgspec.structs.replace(layout, states=state_classes(STATE_FORMS))
+    return ModelSpec("Fake", layout, 12, layout.head_dim, layout.head_dim, VOCAB, 256, ())
 
 
 def state_of(tokens: Sequence[int]) -> int:
@@ -155,9 +165,14 @@ class FakeRunner:
         self.pool = make_pool(spec.layout, self.shard, slots, getattr(torch, spec.layout.dtype))
         self.pool.poison()
         self.weights_bytes = 0
-        self.req_to_token = ReqToTokenPool(rows, spec.context_tokens + spec.state_tokens)
-        self.states = FakeStates(self) if spec.state_tokens else None
+        self.req_to_token = ReqToTokenPool(rows, spec.context_tokens)
+        self.states = FakeStates(self) if spec.has_state else None
         self.between_layers: Callable[[], None] = lambda: None
+
+    @property
+    def transfer_pools(self) -> TransferPools:
+        """See `ModelRunner.transfer_pools`."""
+        return TransferPools.of(self.pool, self.states.pool if self.states is not None else None)
 
     def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
         """On the compute stream, as `forward`: done when it is launched, and others act before the step goes on."""
@@ -166,9 +181,8 @@ class FakeRunner:
 
     def forward(self, batch: StepBatch, on_layer: LayerHook | None = None) -> torch.Tensor:
         """float32 `[sequences, VOCAB]`."""
-        for one in batch.sequences:
-            if self.states is not None:
-                self.states.follow(one.row, one.start, one.stop)
+        for one in batch.sequences if self.states is not None else ():
+            self.states.check(one.row, one.start)
         for part, pool, layer in self._layers():
             for one in batch.sequences:
                 tokens = torch.tensor([self.sampled.resolve(token) for token in one.tokens])
@@ -178,6 +192,8 @@ class FakeRunner:
             if on_layer is not None:
                 on_layer(part.layers.start + layer)
             self.between_layers()
+        for one in batch.sequences if self.states is not None else ():
+            self.states.write(one.row, one.stop)
         return torch.stack([fake_logits(self.context(one.row, one.stop)) for one in batch.sequences])
 
     def context(self, row: int, stop: int) -> list[int]:
@@ -201,42 +217,30 @@ class FakeRunner:
 
 
 class FakeStates:
-    """Stands in for `RowStates`: a request's state is a number that all of its prompt decides."""
+    """Stands in for `RowStates`: every element of a request's state depends on all of its tokens."""
 
     def __init__(self, runner: FakeRunner) -> None:
         self._runner = runner
-        self._known: dict[int, int] = {}
-        """By row, the position behind which each state is."""
-
-    def follow(self, row: int, start: int, stop: int) -> None:
-        """A step goes on at `start`: from the beginning, from the row's own state, or from the one in the pool."""
-        if start > 0 and row not in self._known:
-            self.check(row, start)
-        elif start > 0:
-            assert self._known[row] == start, (
-                f"row {row}: its state is behind {self._known[row]}, not {start}"
-            )
-        self._known[row] = stop
-
-    def store(self, row: int, position: int) -> None:
-        """Writes it behind the prompt."""
-        assert self._known.pop(row) == position
-        slots, state = self._place(row, position)
-        self._runner.pool.parts[0].buffer[:, :, slots] = state
+        self.pool = MambaPool(STATE_FORMS, runner.req_to_token.rows)
+        for buffer in self.pool.buffers:
+            buffer.fill_(torch.nan)
 
     def check(self, row: int, position: int) -> None:
-        """It is there, every element of it."""
-        slots, state = self._place(row, position)
-        assert torch.equal(self._runner.pool.parts[0].buffer[:, :, slots], state), (
-            f"row {row}: its state is wrong"
-        )
+        """The row's state is that behind `position`, unless the request begins there."""
+        for (place, found), wanted in zip(self.pool.states(row), self._wanted(row, position), strict=True):
+            assert position == 0 or torch.equal(found[0], wanted), (
+                f"row {row}: {place} is wrong at {position}"
+            )
 
-    def forget(self, row: int) -> None:
-        """Another request begins at `row`."""
-        self._known.pop(row, None)
+    def write(self, row: int, position: int) -> None:
+        """The row's state becomes that behind `position`."""
+        for (_, state), wanted in zip(self.pool.states(row), self._wanted(row, position), strict=True):
+            state[0] = wanted
 
-    def _place(self, row: int, position: int) -> tuple[torch.Tensor, torch.Tensor]:
-        positions = torch.arange(position, position + self._runner.spec.state_tokens)
-        slots = self._runner.req_to_token.table[row, position : int(positions[-1]) + 1].long()
-        number = next_token(self._runner.context(row, position))
-        return slots, kv_of(torch.full_like(positions, number), positions, self._runner.shard)
+    def _wanted(self, row: int, position: int) -> list[torch.Tensor]:
+        number = state_of(self._runner.context(row, position))
+        counts = [math.prod(form.shape) for form in STATE_FORMS]
+        return [
+            ((torch.arange(count) * 7 + tensor * 31 + number) % 1009).float().view(form.shape)
+            for tensor, (count, form) in enumerate(zip(counts, STATE_FORMS, strict=True))
+        ]

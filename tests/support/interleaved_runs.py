@@ -150,10 +150,10 @@ def run(
     crowded = "crowded" in what
     config = config_of(choose, seed % 2 == 1, crowded)
     decode = msgspec.structs.replace(config.decode, kv_dtype=kv_dtype)
-    state_tokens = seed // 2 % 2 * 7 if kv_dtype == "model" else 0  # a state cannot be quantized
-    more = ((2, 1), (4, 5)) if seed % 3 == 0 and not state_tokens else ()
+    states = seed // 2 % 2 == 1
+    more = ((2, 1), (4, 5)) if seed % 3 == 0 and not states else ()
     simulation = Simulation(
-        msgspec.structs.replace(config, decode=decode), seed, patch, state_tokens=state_tokens, more=more
+        msgspec.structs.replace(config, decode=decode), seed, patch, states=states, more=more
     )
     add_faults(simulation, what, choose)
     if "damage" in what:

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from disagg.core.config.read import Config
-from disagg.kv.radix import RadixStatistics
+from disagg.kv.radix_values import RadixStatistics
 
 
 def with_caches(config: Config, **roles: bool) -> Config:

@@ -79,7 +79,7 @@ class Simulation:
         seed: int,
         patch: pytest.MonkeyPatch,
         kv_heads: int = 3,
-        state_tokens: int = 0,
+        states: bool = False,
         more: tuple[tuple[int, int], ...] = (),
     ) -> None:
         """`more`: see `fake_spec`."""
@@ -109,7 +109,7 @@ class Simulation:
             self._group(
                 cls,
                 group,
-                fake_spec(3, kv_heads, state_tokens, head_dim=head_dim, kv_dtype=kv_dtype, more=more),
+                fake_spec(3, kv_heads, states, head_dim=head_dim, kv_dtype=kv_dtype, more=more),
             )
             for cls, group, kv_dtype in (
                 (PrefillRank, config.prefill, "float32"),
@@ -120,8 +120,8 @@ class Simulation:
         patch.setattr("prefill_node.peer_pools.open_memory", self._open_memory)
         for rank in self.ranks.values():
             rank.link(self.groups[rank.role == "prefill"])
-        pools = {n: rank.runner.pool.parts for n, rank in self.ranks.items()}
-        at = {p.buffer.data_ptr(): self.devices[n] for n, parts in pools.items() for p in parts}
+        pools = {n: rank.runner.transfer_pools.buffers for n, rank in self.ranks.items()}
+        at = {buffer.data_ptr(): self.devices[n] for n, buffers in pools.items() for buffer in buffers}
         late_kernels(at, patch)
         self._weights: dict[str, float] = {}
 

@@ -124,11 +124,11 @@ def test_sharing_under_a_pool_that_is_too_small_with_aborts(
     assert found.evicted_pages > 0
 
 
-@pytest.mark.parametrize(("state_tokens", "caches"), [(0, True), (7, False)])
+@pytest.mark.parametrize(("states", "caches"), [(False, True), (True, False)])
 def test_models_with_a_recurrent_state_have_none(
-    state_tokens: int, caches: bool, monkeypatch: pytest.MonkeyPatch
+    states: bool, caches: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    simulation = Simulation(small_config(), 0, monkeypatch, state_tokens=state_tokens)
+    simulation = Simulation(small_config(), 0, monkeypatch, states=states)
     memory = simulation.ranks["prefill-0"].statistics()["leader"].memory
     assert (memory.cache is not None) == caches
 

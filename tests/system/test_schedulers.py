@@ -257,15 +257,15 @@ class DecodeMachine(RuleBasedStateMachine):
     @initialize(
         preemption=st.sampled_from(["auto", "recompute", "swap"]),
         blocks=st.sampled_from([0, 3, 20]),
-        state_tokens=st.sampled_from([0, 6]),
+        recurrent=st.booleans(),
         whole_prompts=st.booleans(),
         fixed=st.booleans(),
         ahead=st.sampled_from([0, 1]),
     )
     def begin(
-        self, preemption: Any, blocks: int, state_tokens: int, whole_prompts: bool, fixed: bool, ahead: int
+        self, preemption: Any, blocks: int, recurrent: bool, whole_prompts: bool, fixed: bool, ahead: int
     ) -> None:
-        whole_prompts, state_tokens = (False, 0) if self.eviction else (whole_prompts, state_tokens)
+        whole_prompts, recurrent = (False, False) if self.eviction else (whole_prompts, recurrent)
         self.kv_manager = KVManager(pool_tokens=64, page_size=4, rows=4, eviction=self.eviction)
         self.scheduler = DecodeScheduler(
             self.kv_manager,
@@ -275,12 +275,11 @@ class DecodeMachine(RuleBasedStateMachine):
                 max_batch=3,
                 max_context_tokens=40,
                 first_ticket=(1 << 32) - 2,
-                chunks=PromptChunks(5, whole_prompts, state_tokens > 0, fixed),
+                chunks=PromptChunks(5, whole_prompts, recurrent, fixed),
                 rates=CostEstimates(1e3, 1e4),
                 steps_ahead=ahead,
                 preemption=preemption,
                 block_pages=2,
-                state_tokens=state_tokens,
             ),
         )
         self.scheduler.join(blocks)
@@ -293,8 +292,8 @@ class DecodeMachine(RuleBasedStateMachine):
             return pages
 
         self.kv_manager.allocator.unused.take = emptied  # type: ignore[method-assign]
-        self.whole_prompts, self.state_tokens = whole_prompts, state_tokens
-        self.fixed = fixed and state_tokens > 0
+        self.whole_prompts, self.recurrent = whole_prompts, recurrent
+        self.fixed = fixed and recurrent
         self.ahead = ahead
 
     def requests(self) -> list[DecodeRequest]:
@@ -312,7 +311,7 @@ class DecodeMachine(RuleBasedStateMachine):
         sequences = min(sequences, self.scheduler.max_sequences)
         kind = {"beams": sequences} if beams else {"n": sequences}
         sampling = SamplingParams(max_tokens=answer, **kind)
-        landing, prefix = tokens + self.state_tokens, PrefixKey.of(range(tokens))
+        prefix = PrefixKey.of(range(tokens))
         waits = any(r.residency in (Residency.LEAVING, Residency.OUT) for r in self.live())
         most_pages = tokens // 4 + sequences * (-(-(tokens + answer) // 4) - tokens // 4)
         try:
@@ -333,7 +332,7 @@ class DecodeMachine(RuleBasedStateMachine):
             assert not waits, "who was preempted comes back first"
             assert request.ticket.number not in self.numbers
             assert request.block_tables[0].row == request.ticket.row
-            assert len(request.pages()) == -(-landing // 4), "what is received, and no more"
+            assert len(request.pages()) == -(-tokens // 4), "what is received, and no more"
             assert all(block_table.pages == request.pages() for block_table in request.block_tables), (
                 "by all of them"
             )
@@ -342,7 +341,7 @@ class DecodeMachine(RuleBasedStateMachine):
             cached = request.block_tables[0].cached_tokens
             assert cached < tokens
             assert cached == 0 or self.eviction
-            assert request.ticket.tokens == Span(cached, landing)
+            assert request.ticket.tokens == Span(cached, tokens)
             assert list(request.ticket.pages) == request.pages()[cached // 4 :], "no page that is cached"
             self.numbers.add(request.ticket.number)
 
@@ -431,7 +430,7 @@ class DecodeMachine(RuleBasedStateMachine):
                 )
         assert len(works) <= 3
         again = sum(len(work.tokens) for work in works if work.span.stop < self.known(work))
-        assert again <= 5 + len(works) * (self.state_tokens > 0) or self.whole_prompts
+        assert again <= 5 + len(works) * self.recurrent or self.whole_prompts
         for request, sequence, samples in stepped:
             if samples and not request.sampling.beams:
                 self.drawn.setdefault(sequence, []).append(self.token())
@@ -479,7 +478,7 @@ class DecodeMachine(RuleBasedStateMachine):
         else:
             assert work.tokens == known[work.start : work.span.stop]
         prompt_tokens = len(request.prompt)
-        if self.state_tokens:
+        if self.recurrent:
             assert work.span.stop <= prompt_tokens or len(work.tokens) == 1, (
                 "answers token by token, as at first"
             )
@@ -488,7 +487,7 @@ class DecodeMachine(RuleBasedStateMachine):
             spans = PromptChunks(5, self.whole_prompts, True, True).spans(prompt_tokens)
             assert work.span in list(spans), "as if it were alone"
         if self.whole_prompts:
-            assert work.span.stop >= (prompt_tokens if self.state_tokens else len(known) - 1)
+            assert work.span.stop >= (prompt_tokens if self.recurrent else len(known) - 1)
         table = self.tables.setdefault(work.row, [])
         if work.like >= 0:
             assert work.like != work.row

@@ -18,6 +18,7 @@ from disagg.bench.common.ranks import BenchRank, RankOptions
 from disagg.core.errors import TransportError
 from disagg.core.timeline import Timeline
 from disagg.core.types import RequestKey, Span
+from disagg.kv.transfer_pools import TransferPools
 from disagg.node.device import DeviceEvent, record_event
 from prefill_node.flows import SenderStatistics
 from prefill_node.options import SenderContext, SenderOptions
@@ -116,7 +117,7 @@ class PrefillHost(BenchRank):
         context = SenderContext(
             options.rank,
             self._shard,
-            self._pool,
+            TransferPools.of(self._pool, None),
             self._transport,
             self._control,
             self._to_leader,
@@ -163,7 +164,7 @@ class DecodeHost(BenchRank):
         context = ReceiverContext(
             rank=self._options.rank,
             shard=self._shard,
-            pool=self._pool,
+            pool=TransferPools.of(self._pool, None),
             transport=self._transport,
             address=self._control.address,
             lane=f"{self.role} r{self._options.rank}",

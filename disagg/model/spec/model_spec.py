@@ -11,9 +11,10 @@ from disagg.core.types import QUANTIZED_DTYPES, KVLayout, LayerClass, Shard, Spa
 from disagg.model.spec.layer_types import attention_layers, recurrent_layers, setting, unknown_types
 from disagg.model.spec.shapes import HeadShape, LayerPlace, plan_cache, unknown_indexers
 
-# A model without attention has no KV, but its state is transferred in a KV pool. Large heads need few tokens for it.
-_STATE_HEADS = 8
-_STATE_HEAD_DIM = 1024
+_NO_KV_HEAD_DIM = 8
+"""Head size of the KV pool of a model without attention, in which nothing is stored."""
+_NO_KV_QUERY_HEADS = 240
+"""Query heads assumed for such a model: a number that groups of any usual size divide."""
 _NO_LIMIT_TOKENS = 1 << 20
 """Context length of a model that specifies none and whose memory does not depend on a request's length."""
 _BLOOM_TOKENS = 2048
@@ -39,9 +40,6 @@ class ModelSpec(msgspec.Struct, frozen=True):
     """Tokens that end an answer."""
     rope_switch_tokens: int = 0
     """Length beyond which requests use another rotary embedding (`longrope`); 0 if the embedding does not change."""
-    state_tokens: int = 0
-    """Size of a request's recurrent state, in units of one token's KV; 0 without a state. Set only in a runner's
-    spec."""
     whole_prompts: bool = False
     """Whether a prompt must be computed in one step. Set only in a runner's spec."""
     any_chunks: bool = False
@@ -59,7 +57,7 @@ class ModelSpec(msgspec.Struct, frozen=True):
         It is disabled for recurrent layers, because their state exists only after the whole prompt, and for sparse
         layers, because in transformers their choice among tokens with equal scores depends on the prompt's length.
         """
-        if self.state_tokens or self.whole_prompts:
+        if self.has_state or self.whole_prompts:
             return "its recurrent state is not stored per token"
         if not all(one.has_v for one in self.layout.classes):
             return "the choice of its sparse layers depends on the prompt's length"
@@ -67,8 +65,13 @@ class ModelSpec(msgspec.Struct, frozen=True):
 
     @property
     def has_attention(self) -> bool:
-        """Whether the model has attention layers. If not, its pool only holds recurrent states during a transfer."""
+        """Whether the model has attention layers. If not, its KV pool stays unused."""
         return self.k_dim > 0
+
+    @property
+    def has_state(self) -> bool:
+        """Whether requests have a recurrent state. Valid in a runner's spec only."""
+        return bool(self.layout.states)
 
     @property
     def attention_layers(self) -> int:
@@ -124,8 +127,8 @@ def spec_from_config(config: Any, kv_dtype: str) -> ModelSpec:
             )
         layout = KVLayout(layers, first.kv_heads, max(first.k_dim, first.v_dim), kv_dtype, more)
     else:
-        first, others, places = HeadShape(_STATE_HEADS, _STATE_HEADS, 0, 0), [], ()
-        layout = KVLayout(1, _STATE_HEADS, _STATE_HEAD_DIM, kv_dtype)
+        first, others, places = HeadShape(_NO_KV_QUERY_HEADS, 1, 0, 0), [], ()
+        layout = KVLayout(1, 1, _NO_KV_HEAD_DIM, kv_dtype)
     return ModelSpec(
         architecture=architecture_of(config),
         layout=layout,

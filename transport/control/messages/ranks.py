@@ -24,6 +24,8 @@ class OpenSend(Message, frozen=True):
     """Reservation of `pages`; see `disagg.node.plan.Work`."""
     begun: bool = False
     """Whether steps before this message computed KV in `pages`, which is sent too."""
+    row: Count = 0
+    """Row of the request, which is also the slot of its recurrent state."""
 
 
 class RankSent(Message, frozen=True):

@@ -1,0 +1,32 @@
+"""The memory of one rank that transfers read and write: the KV pool, and the pool of recurrent states."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from disagg.kv.mamba_pool import MambaPool
+from disagg.kv.pool import KVPool
+
+
+class TransferPools(NamedTuple):
+    """Pools of one rank as the copy kernels address them."""
+
+    kv: KVPool
+    buffers: tuple[torch.Tensor, ...]
+    """Contiguous `[layers, planes, slots, heads, head_dim]` for each of `KVLayout.all_classes`.
+
+    The slots of a recurrent state's buffers are rows of requests; its elements are bytes.
+    """
+
+    @classmethod
+    def of(cls, kv: KVPool, states: MambaPool | None) -> TransferPools:
+        """Returns the pools of a rank; `states` is None for a model without recurrent layers."""
+        own = (part.buffer for part in kv.parts)
+        return cls(kv, (*own, *(states.byte_views() if states is not None else ())))
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the memory."""
+        return self.kv.device
