@@ -4,8 +4,9 @@ The size of a state does not depend on the length of its request. All states are
 tensors `[places, slots, ...]`, one for each kind, shape and dtype, as in SGLang's `MambaPool`. A *place* is one state
 tensor of one layer. A request's state is the same slot of all tensors.
 
-Steps read and write the pool in place if their slots are consecutive (a single sequence always is). Other batches are
-gathered and scattered, with two launches for each tensor of the pool, however many layers the model has.
+Packed steps read and write the pool in place, by slot (`at`). Steps through transformers' cache do so if their slots
+are consecutive (a single sequence always is). Other batches are gathered and scattered, with two launches for each
+tensor of the pool, however many layers the model has.
 """
 
 from __future__ import annotations
@@ -76,6 +77,7 @@ class MambaPool:
         for form in self.forms:
             key = (form.place.kind, form.shape, form.dtype)
             self._at.append((numbers[key], groups[key].index(form)))
+        self._indices = {form.place: at for form, at in zip(self.forms, self._at, strict=True)}
         for (_, shape, dtype), members in groups.items():
             self.buffers.append(torch.empty(len(members), slots, *shape, dtype=dtype, device=self.device))
 
@@ -88,6 +90,11 @@ class MambaPool:
     def states(self, slot: int) -> States:
         """Returns the state in `slot`: views `[1, *shape]` of the pool."""
         return self._views(slot, 1)
+
+    def at(self, place: StatePlace) -> torch.Tensor:
+        """Returns the states of all slots at a place: a view `[slots, *shape]` of the pool."""
+        buffer, at = self._indices[place]
+        return self.buffers[buffer][at]
 
     @contextmanager
     def batch(self, slots: Sequence[int]) -> Iterator[States]:

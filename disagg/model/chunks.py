@@ -16,7 +16,8 @@ class PromptChunks:
     Recurrent layers have one formula for several tokens and another for a single token after a state. In transformers
     the two can differ: Zamba 2 and Nemotron-H bound the time step in the first formula only. `generate()` uses the
     first formula for prompts and the second one for answers. With `recurrent`, a chunk therefore has at least two
-    tokens, and is extended by one token if a single token would remain after it.
+    tokens, and is extended by one token if a single token would remain after it. Registered recurrent modules
+    (`disagg.model.recurrent.registry`) choose the formula by position, so they need no such rule (`single`).
     """
 
     chunk_tokens: int
@@ -27,6 +28,8 @@ class PromptChunks:
     fixed: bool = False
     """Whether chunks end only at multiples of `chunk_tokens`. A step then computes a whole chunk or none, and a
     prompt's chunks then do not depend on other requests."""
+    single: bool = False
+    """Whether a chunk may have one token even with `recurrent`."""
 
     @staticmethod
     def of(spec: ModelSpec, chunk_tokens: int, *, deterministic: bool = False) -> PromptChunks:
@@ -36,7 +39,8 @@ class PromptChunks:
         operations give the same bits for any chunks.
         """
         recurrent = spec.has_state
-        return PromptChunks(chunk_tokens, spec.whole_prompts, recurrent, fixed=deterministic and recurrent)
+        fixed = deterministic and recurrent
+        return PromptChunks(chunk_tokens, spec.whole_prompts, recurrent, fixed, single=spec.any_chunks)
 
     def take(self, start: int, stop: int, room_tokens: int, *, must: bool) -> int:
         """Returns how many tokens of a prompt's `start .. stop` fit in `room_tokens`; 0 postpones the chunk.
@@ -51,9 +55,9 @@ class PromptChunks:
             return left
         size = self._border(start) - start if self.fixed else max(room_tokens, 1)
         size = min(left, size)
-        if self.recurrent and size == 1 < left:
+        if self._pairs and size == 1 < left:
             size = 2 if must else 0
-        if self.recurrent and left - size == 1:
+        if self._pairs and left - size == 1:
             size = left
         return size if must or not self.fixed or size <= room_tokens else 0
 
@@ -72,7 +76,7 @@ class PromptChunks:
         """Returns whether a prompt of `total` tokens may have a chunk border at `stop`, the one before at `start`."""
         if self.whole or (self.fixed and self._border(stop - 1) != stop):
             return False
-        return not self.recurrent or min(stop - start, total - stop) > 1
+        return not self._pairs or min(stop - start, total - stop) > 1
 
     def spans(self, tokens: int) -> Iterator[Span]:
         """Returns the chunks of a prompt of `tokens` tokens that shares no step with other requests."""
@@ -85,9 +89,14 @@ class PromptChunks:
     @property
     def largest_tokens(self) -> int:
         """Largest number of tokens in a chunk, unless chunks are whole prompts."""
-        return max(self.chunk_tokens, 2) + 1 if self.recurrent else self.chunk_tokens
+        return max(self.chunk_tokens, 2) + 1 if self._pairs else self.chunk_tokens
+
+    @property
+    def _pairs(self) -> bool:
+        """Whether a chunk has at least two tokens, if the prompt has."""
+        return self.recurrent and not self.single
 
     def _border(self, start: int) -> int:
         """Returns where a fixed chunk that begins at `start` ends, if the prompt is long enough."""
-        size = max(self.chunk_tokens, 2) if self.recurrent else self.chunk_tokens
+        size = max(self.chunk_tokens, 2) if self._pairs else self.chunk_tokens
         return (start // size + 1) * size

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -53,6 +53,7 @@ from disagg.model.load.build import build_model
 from disagg.model.load.source import ModelSource
 from disagg.model.page_copies import copy_in_order
 from disagg.model.piecewise import SEQUENCES, PiecewiseGraphs, piece_sizes
+from disagg.model.recurrent.registry import pack_recurrent
 from disagg.model.recurrent.request_cache import StateCache, make_cache
 from disagg.model.recurrent.state import (
     PoolLayers,
@@ -60,12 +61,13 @@ from disagg.model.recurrent.state import (
     ignores_state,
     recurrent_parts,
 )
+from disagg.model.recurrent.step import PackedStates, RecurrentStep, decode_step, is_answer, step_of
 from disagg.model.sampled_tokens import SampledTokenBuffer
 from disagg.model.spec.layer_types import attention_layers, recurrent_layers
 from disagg.model.spec.model_spec import shard_of
 from disagg.model.tensor_parallel import query_spans
 from kernels.attention.prefill import PackedQueries
-from kernels.dispatch import backend
+from kernels.dispatch import Backend, backend
 from kernels.layers.matmul import require_same_bits
 
 log = structlog.get_logger(__name__)
@@ -97,6 +99,8 @@ class RunnerOptions:
     """Slots for cached recurrent states, of a model with recurrent layers."""
     cached_states_bytes: int | None = None
     """Largest size of these slots."""
+    recurrent_kernels: Backend = "torch"
+    """See `ModelConfig.recurrent_kernels`."""
 
 
 class ModelRunner:
@@ -149,6 +153,8 @@ class ModelRunner:
         forward = inspect.signature(self.model.forward)
         self._cache_name = "cache_params" if "cache_params" in forward.parameters else "past_key_values"
         probe = ShapeProbe()
+        self._packed: PackedStates | None = None
+        """The states in packed steps. None without registered recurrent modules."""
         self._config, self._sample = source.config, self._probe(probe)
         self.shard = shard_of(self.spec.layout, collective.rank, collective.size)
         self.attention_kernels = self._use_attention_kernels(probe)
@@ -197,8 +203,14 @@ class ModelRunner:
     @property
     def recordable(self) -> bool:
         """Whether steps can be recorded as CUDA graphs, because the host makes no decision within a step."""
-        fixed = self.attention_kernels and self.states is None and not self._ropes
+        fixed = self.attention_kernels and not self._in_parts and not self._ropes
         return fixed and self.device.type == "cuda" and self.collective.recordable
+
+    @property
+    def _in_parts(self) -> bool:
+        """Whether recurrent layers need several model calls for a step: they are not registered, or sums must not
+        depend on other sequences."""
+        return self.states is not None and (self._packed is None or self.deterministic)
 
     @property
     def recorded(self) -> bool:
@@ -211,7 +223,12 @@ class ModelRunner:
         self._record(DecodeGraphs, self._decode, batch_sizes(largest), limits)
 
     def record_chunks(self, chunk_tokens: int) -> None:
-        """Records short prefill steps of up to `chunk_tokens` tokens if `recordable`, on all ranks together."""
+        """Records short prefill steps of up to `chunk_tokens` tokens if `recordable`, on all ranks together.
+
+        Not for recurrent layers: a recording does not know which tokens are an answer's.
+        """
+        if self.states is not None:
+            return
         limits = (self.req_to_token.max_tokens,)
         self._record(ChunkGraphs, self._chunk, chunk_sizes(chunk_tokens), limits)
 
@@ -221,7 +238,7 @@ class ModelRunner:
         A step may have up to `decodes` one-token sequences. These graphs are used for steps that fit no other
         recording. All ranks of a group record together.
         """
-        if self._agreed(self.recordable):
+        if self._agreed(self.recordable and self.states is None):
             sizes, sequences = piece_sizes(chunk_tokens), decodes + SEQUENCES
             compute = partial(self._run, cache=None)
             self._pieces = PiecewiseGraphs(compute, sizes, sequences, self.spec.vocab_size, self.device)
@@ -261,6 +278,9 @@ class ModelRunner:
             return pool, None
         slots = self.req_to_token.rows + 1 + self._cached_states()  # one for the trash row
         states = MambaPool(self._sample.forms(), slots, self.device)
+        states.clear(self.req_to_token.trash_row)
+        if self._packed is not None:
+            self._packed.use(states)
         return pool, RowStates(self._config, states)
 
     def _cached_states(self) -> int:
@@ -292,15 +312,17 @@ class ModelRunner:
         """
         if not batch.sequences:
             raise ValueError("a step needs at least one sequence")
-        if self._graphs is not None and self._graphs.takes(batch):
+        if self._graphs is not None and self._recording_fits(self._graphs, batch):
             require_fits(batch, self.req_to_token)
             found = self._graphs.run(batch)
             if on_layer is not None:
                 for layer in range(self.pool.layers):
                     on_layer(layer)
             return found
-        if self.states is None:
+        if self.states is None or not self._in_parts:
             return self._forward(batch, on_layer, 1, None)
+        if self._packed is not None:
+            return self._one_by_one(batch, on_layer)
         logits: dict[int, torch.Tensor] = {}
         parts = recurrent_parts(batch, each_alone=self.deterministic)
         for number, part in enumerate(parts):
@@ -312,6 +334,16 @@ class ModelRunner:
                 found = self._forward(StepBatch(ones), hook, len(ones), cache)
             logits.update(zip(part, found, strict=True))
         return torch.stack([logits[index] for index in range(len(batch.sequences))])
+
+    def _recording_fits(self, graphs: StepGraphs, batch: StepBatch) -> bool:
+        """Returns whether a recorded step computes the batch. Recurrent layers need tokens of answers only."""
+        return graphs.takes(batch) and (self.states is None or all(map(is_answer, batch.sequences)))
+
+    def _one_by_one(self, batch: StepBatch, on_layer: LayerHook | None) -> torch.Tensor:
+        """Computes each sequence in a model call of its own, so that sums do not depend on the others."""
+        ones, last = [StepBatch((one,)) for one in batch.sequences], len(batch.sequences) - 1
+        hooks = (on_layer if number == last else None for number in range(len(ones)))
+        return torch.cat([self._forward(one, hook, 1, None) for one, hook in zip(ones, hooks, strict=True)])
 
     def _use_row_wise(self, dtype: torch.dtype) -> None:
         """Replaces linear layers by kernels with a fixed summation order; enables `RowWise` if other operations sum.
@@ -360,14 +392,16 @@ class ModelRunner:
             ids = self.sampled.resolve(ids)
         if self._pieces is not None and self._pieces.takes(batch):
             return self._pieces.run(ids, positions, index.last, context)
-        return self._run(ids, positions, index.last if cache is None else 1, context, cache)
+        recurrent = step_of(batch, self.device) if self._packed is not None else None
+        return self._run(ids, positions, index.last if cache is None else 1, context, cache, recurrent)
 
     def _decode(self, numbers: torch.Tensor, max_tokens: int) -> torch.Tensor:
         """Runs a step of one token per request, with inputs on the device only; see `graphs.Compute`."""
         ids, positions, rows = numbers.view(3, -1)
         slots = self.req_to_token.table[rows, positions].long()
         context = self._kernel_step(one_token_each(rows, positions), slots, max_tokens=max_tokens)
-        return self._run(self.sampled.resolve(ids)[None], positions[None], 0, context, None)
+        step = decode_step(rows) if self._packed is not None else None
+        return self._run(self.sampled.resolve(ids)[None], positions[None], 0, context, None, step)
 
     def _chunk(self, numbers: torch.Tensor, _: int) -> torch.Tensor:
         """Runs a step of several tokens per request, with inputs on the device only; see `graphs.ChunkGraphs`."""
@@ -413,12 +447,17 @@ class ModelRunner:
         last: torch.Tensor | int,
         context: AttentionContext,
         cache: StateCache | None,
+        step: RecurrentStep | None = None,
     ) -> torch.Tensor:
         more: dict[str, Any] = {}
+        recurrent: AbstractContextManager[None] = nullcontext()
+        if self._packed is not None and step is not None:
+            cache = make_cache(self._config)  # holds no states, but tells `PoolLayers` the layer
+            recurrent = self._packed.during(step)
         if cache is not None:
             context = PoolLayers(context, cache, attention_layers(self.model.config))
             more[self._cache_name] = cache
-        with torch.inference_mode(), self._row_wise or nullcontext():
+        with torch.inference_mode(), self._row_wise or nullcontext(), recurrent:
             output = self.model(
                 input_ids=ids,
                 position_ids=positions,
@@ -458,12 +497,19 @@ class ModelRunner:
             if cache is not None and recurrent:
                 cache.require(self.spec.architecture, recurrent)
                 layout = msgspec.structs.replace(self.spec.layout, states=state_classes(cache.forms()))
-                self.spec = msgspec.structs.replace(
-                    self.spec,
-                    layout=layout,
-                    whole_prompts=ignores_state(partial(self._look, ShapeProbe()), config),
-                )
+                self.spec = msgspec.structs.replace(self.spec, layout=layout)
+                self._pack(cache)
         return cache if recurrent else None
+
+    def _pack(self, sample: StateCache) -> None:
+        """Lets registered recurrent modules use the pool of states, and completes `spec`."""
+        packed = PackedStates(self._options.recurrent_kernels, self.device)
+        if pack_recurrent(self.model, [place for place, _ in sample.states()], packed):
+            self._packed = packed
+            self.spec = msgspec.structs.replace(self.spec, any_chunks=True)
+        else:
+            whole = ignores_state(partial(self._look, ShapeProbe()), self.model.config)
+            self.spec = msgspec.structs.replace(self.spec, whole_prompts=whole)
 
     def _look(self, probe: ShapeProbe, cache: StateCache | None, tokens: int = 1) -> torch.Tensor:
         ids = upload([0] * tokens, self.device)[None]

@@ -105,6 +105,7 @@ def make_runner(
             deterministic=config.model.deterministic,
             cached_states=_cached_states(group, device),
             cached_states_bytes=int(memory_bytes(device) * CACHED_STATES_SHARE) or None,
+            recurrent_kernels=config.model.recurrent_kernels,
         ),
         collective=collective,
         device=device,

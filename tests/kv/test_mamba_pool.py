@@ -100,3 +100,16 @@ def test_a_pool_needs_slots_and_states() -> None:
     for forms, slots in ((FORMS, 0), ([], 3)):
         with pytest.raises(ValueError, match="needs slots and states"):
             MambaPool(forms, slots)
+
+
+def test_a_place_has_the_states_of_all_slots() -> None:
+    pool = MambaPool(FORMS, 3)
+    for slot in range(3):
+        write(pool.states(slot), 0, values(slot))
+    for number, form in enumerate(FORMS):
+        held = pool.at(form.place)
+        assert torch.equal(held, torch.stack([values(slot)[number] for slot in range(3)]))
+    pool.at(FORMS[1].place)[2].zero_()
+    assert not pool.states(2)[1][1].any()
+    with pytest.raises(KeyError):
+        pool.at(StatePlace(1, 0, "conv"))

@@ -8,6 +8,7 @@ from disagg.core.config.section import Section
 
 DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
 AttentionName = Literal["auto", "torch", "triton"]
+RecurrentName = Literal["torch", "triton"]
 KVDTypeName = Literal["auto", "int8", "float8_e4m3fn", "float8_e5m2"]
 
 
@@ -29,6 +30,9 @@ class ModelConfig(Section, frozen=True):
     fused: bool = True
     """Whether norms, rotary embeddings and gated MLPs that the registries of fused layers name use Triton kernels on
     a GPU."""
+    recurrent_kernels: RecurrentName = "torch"
+    """Implementation of convolutions, state spaces and delta rules. triton needs a GPU; only models whose recurrent
+    modules are registered use the choice."""
     deterministic: bool = False
     """Whether a request's logits are bitwise independent of the batch and the group: fixed tile and split sizes, one
     order of sums. Some per cent slower. Linked groups must have the same value."""
@@ -37,6 +41,7 @@ class ModelConfig(Section, frozen=True):
         self._one_of("dtype", DTypeName)
         self._one_of("attention", AttentionName)
         self._one_of("kv_dtype", KVDTypeName)
+        self._one_of("recurrent_kernels", RecurrentName)
         self._at_least(0, "seed")
         self._needs(
             not (self.path and self.random_init),

@@ -42,6 +42,9 @@ class ModelSpec(msgspec.Struct, frozen=True):
     """Length beyond which requests use another rotary embedding (`longrope`); 0 if the embedding does not change."""
     whole_prompts: bool = False
     """Whether a prompt must be computed in one step. Set only in a runner's spec."""
+    any_chunks: bool = False
+    """Whether recurrent layers compute a prompt exactly in chunks of any size, also of one token. Set only in a
+    runner's spec."""
     more: tuple[HeadShape, ...] = ()
     """Heads of the other layer classes."""
     places: tuple[LayerPlace, ...] = ()

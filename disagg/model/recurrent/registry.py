@@ -1,0 +1,82 @@
+"""The recurrent modules of transformers that compute packed steps (`step`), by class.
+
+Models with other recurrent modules are computed by transformers' own code, in parts (`state.recurrent_parts`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from disagg.kv.mamba_pool import StatePlace
+from disagg.model.layers.class_names import by_name, class_name
+from disagg.model.recurrent import gated_delta, mamba1, mamba2, short_conv
+from disagg.model.recurrent.step import PackedStates
+
+Compute = Callable[[Any, PackedStates, torch.Tensor], torch.Tensor]
+"""Returns a module's output for the tokens `[T, hidden_size]` of a packed step."""
+
+
+@dataclass(frozen=True)
+class RecurrentForm:
+    """How the modules of a class are computed."""
+
+    compute: Compute
+    kinds: tuple[str, ...] = ("conv", "recurrent")
+    """Kinds of the states that a module has."""
+
+
+RECURRENT = by_name(
+    (
+        RecurrentForm(mamba2.mamba2),
+        """
+        bamba.BambaMixer granitemoehybrid.GraniteMoeHybridMambaLayer mamba2.Mamba2Mixer
+        nemotron_h.NemotronHMamba2Mixer zamba2.Zamba2MambaMixer
+        """,
+    ),
+    (RecurrentForm(mamba2.falcon_h1), "falcon_h1.FalconH1Mixer"),
+    (RecurrentForm(mamba1.mamba), "falcon_mamba.FalconMambaMixer jamba.JambaMambaMixer mamba.MambaMixer"),
+    (RecurrentForm(mamba1.zamba), "zamba.ZambaMambaMixer"),
+    (RecurrentForm(gated_delta.qwen3_next), "qwen3_next.Qwen3NextGatedDeltaNet"),
+    (
+        RecurrentForm(gated_delta.qwen3_5),
+        "qwen3_5.Qwen3_5GatedDeltaNet qwen3_5_moe.Qwen3_5MoeGatedDeltaNet",
+    ),
+    (RecurrentForm(gated_delta.olmo_hybrid), "olmo_hybrid.OlmoHybridGatedDeltaNet"),
+    (RecurrentForm(gated_delta.kimi_linear), "kimi_linear.KimiLinearDeltaAttention"),
+    (RecurrentForm(gated_delta.bailing), "bailing_hybrid.BailingHybridDeltaAttention"),
+    (
+        RecurrentForm(short_conv.short_conv, ("conv",)),
+        "lfm2.Lfm2ShortConv lfm2_moe.Lfm2MoeShortConv lfm3.Lfm3ShortConv",
+    ),
+)
+"""Forms by class name."""
+
+
+def pack_recurrent(model: Any, places: Sequence[StatePlace], states: PackedStates) -> bool:
+    """If registered modules have all states of a model (`places`), replaces their `forward`. Returns whether it did.
+
+    The replaced modules ignore the model's cache: they use `states`.
+    """
+    found = [(module, form) for module in model.modules() if (form := RECURRENT.get(class_name(module)))]
+    known = [StatePlace(module.layer_idx, 0, kind) for module, form in found for kind in form.kinds]
+    if sorted(known) != sorted(places) or not all(_has_silu(module) for module, _ in found):
+        return False
+    for module, form in found:
+        module.forward = partial(_forward, form.compute, module, states)
+    return True
+
+
+def _forward(
+    compute: Compute, module: Any, states: PackedStates, hidden_states: torch.Tensor, *_: Any, **__: Any
+) -> torch.Tensor:
+    return compute(module, states, hidden_states[0])[None]
+
+
+def _has_silu(module: Any) -> bool:
+    """Returns whether SiLU follows the module's convolution. Short convolutions have no activation."""
+    return getattr(module, "activation", "silu") in ("silu", "swish")

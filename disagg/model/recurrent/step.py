@@ -1,0 +1,158 @@
+"""Recurrent layers of a packed step: any mixture of prompt chunks and answer tokens, `[1, T]`, in one model call.
+
+The registered modules (`registry`) read and write the states in `MambaPool` in place, by slot. The slot of a request
+is its row. A prompt's tokens use the formula for several tokens and an answer's tokens the formula for a single
+token, as in `generate()`, wherever the prompt is cut into chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+
+from disagg.core.errors import InvariantError
+from disagg.kv.mamba_pool import MambaPool, StatePlace
+from disagg.model.batch import SequenceSlice, StepBatch
+from kernels.dispatch import Backend
+from kernels.recurrent.causal_conv import causal_conv
+from kernels.recurrent.gated_delta import gated_delta
+from kernels.recurrent.slices import PackedSlices, Slice, uses_triton
+from kernels.recurrent.state_space import StateSpace, state_space
+
+UNBOUNDED = (0.0, float("inf"))
+
+
+@dataclass(frozen=True)
+class RecurrentStep:
+    """The slices of a step: those of prompts, and single tokens of answers. None if there are none."""
+
+    prompts: PackedSlices | None
+    answers: PackedSlices | None
+
+    def each(self) -> Iterator[PackedSlices]:
+        """Yields the slices that are computed together."""
+        yield from (slices for slices in (self.prompts, self.answers) if slices is not None)
+
+
+def is_answer(one: SequenceSlice) -> bool:
+    """Returns whether a slice is a token of an answer. With an unknown prompt length, a single later token is one."""
+    if one.prompt_tokens:
+        return one.start >= one.prompt_tokens
+    return one.start > 0 and len(one.tokens) == 1
+
+
+def step_of(batch: StepBatch, device: torch.device) -> RecurrentStep:
+    """Returns the slices of a batch. Raises InvariantError for a slice with more than one token of an answer."""
+    prompts: list[Slice] = []
+    answers: list[tuple[int, int]] = []
+    first = 0
+    for one in batch.sequences:
+        count = len(one.tokens)
+        answer_tokens = count if is_answer(one) else max(0, one.stop - (one.prompt_tokens or one.stop))
+        if answer_tokens > 1 or 0 < answer_tokens < count:
+            raise InvariantError(
+                f"row {one.row}: recurrent layers compute an answer token by token, not tokens {one.start} to "
+                f"{one.stop - 1} after a prompt of {one.prompt_tokens}"
+            )
+        if is_answer(one):
+            answers.append((one.row, first))
+        else:
+            prompts.append(Slice(one.row, first, count, one.start > 0))
+        first += count
+    return RecurrentStep(
+        PackedSlices.of(prompts, device) if prompts else None, _singles(answers, device) if answers else None
+    )
+
+
+def _singles(answers: list[tuple[int, int]], device: torch.device) -> PackedSlices:
+    slices = PackedSlices.of([Slice(row, first, 1, True) for row, first in answers], device)
+    return replace(slices, host=None)
+
+
+def decode_step(rows: torch.Tensor) -> RecurrentStep:
+    """Returns the slices of a step of one answer token for each of `rows` (int64), without synchronization."""
+    return RecurrentStep(None, PackedSlices.single(rows, torch.arange(len(rows), device=rows.device)))
+
+
+class PackedStates:
+    """The states and the current step, for registered modules. One object per model, owned by the compute thread."""
+
+    def __init__(self, how: Backend, device: torch.device) -> None:
+        """`how`: see `ModelConfig.recurrent_kernels`. Raises ConfigError if the device has no such kernels."""
+        uses_triton(how, device)
+        self._how = how
+        self._pool: MambaPool | None = None
+        self._step: RecurrentStep | None = None
+
+    def use(self, pool: MambaPool) -> None:
+        """Makes `pool` the memory of all later steps."""
+        self._pool = pool
+
+    @contextmanager
+    def during(self, step: RecurrentStep) -> Iterator[None]:
+        """Inside the block, the model computes `step`."""
+        self._step = step
+        try:
+            yield
+        finally:
+            self._step = None
+
+    def conv(
+        self, layer: int, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, silu: bool
+    ) -> torch.Tensor:
+        """Returns the causal convolution of a layer, `[T, channels]`. `weight`: that of a depthwise `nn.Conv1d`."""
+        state, out = self._state(layer, "conv"), torch.empty_like(x)
+        for slices in self._current.each():
+            causal_conv(x, weight.squeeze(1), bias, state, slices, out, silu=silu, how=self._how)
+        return out
+
+    def state_space(
+        self,
+        layer: int,
+        x: torch.Tensor,
+        dt: torch.Tensor,
+        b: torch.Tensor,
+        c: torch.Tensor,
+        parameters: StateSpace,
+    ) -> torch.Tensor:
+        """Returns the output of a layer's state space; see `kernels.recurrent.state_space`.
+
+        The bounds of the time step in `parameters` apply to prompts only.
+        """
+        state, out = self._state(layer, "recurrent"), torch.empty_like(x)
+        state = state.view(len(state), *x.shape[1:], b.shape[2])
+        step, unbounded = self._current, replace(parameters, dt_limit=UNBOUNDED)
+        if step.prompts is not None:
+            state_space(x, dt, b, c, parameters, state, step.prompts, out, how=self._how)
+        if step.answers is not None:
+            state_space(x, dt, b, c, unbounded, state, step.answers, out, how=self._how)
+        return out
+
+    def gated_delta(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        decay: torch.Tensor,
+        beta: torch.Tensor,
+    ) -> torch.Tensor:
+        """Returns the output of a layer's gated delta rule; see `kernels.recurrent.gated_delta`."""
+        state, out = self._state(layer, "recurrent"), torch.empty_like(v)
+        for slices in self._current.each():
+            gated_delta(q, k, v, decay, beta, state, slices, out, how=self._how)
+        return out
+
+    @property
+    def _current(self) -> RecurrentStep:
+        if self._step is None:
+            raise InvariantError("a recurrent module was called outside of a step")
+        return self._step
+
+    def _state(self, layer: int, kind: str) -> torch.Tensor:
+        if self._pool is None:
+            raise InvariantError("a recurrent module was called before its states were allocated")
+        return self._pool.at(StatePlace(layer, 0, kind))
