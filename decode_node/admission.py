@@ -31,9 +31,10 @@ class DecodeAdmission:
     def max_sequences(self) -> int:
         """Sequences of one request at most: a step computes them together, and each needs a row.
 
-        1 with a recurrent state, which sequences cannot share.
+        1 where prompts cannot be cut anywhere: sequences that are recomputed share their prompt's beginning, up to
+        any position, and its recurrent state.
         """
-        if self._options.chunks.recurrent or self._options.chunks.whole:
+        if not self._options.chunks.anywhere:
             return 1
         return min(self._options.max_batch, self._kv_manager.rows)
 
@@ -85,9 +86,10 @@ class DecodeAdmission:
             table = self._kv_manager.fork(block_table) if number else block_table
             assert table is not None, "a row is free for each sequence"
             own = sampling_of(sampling, number)
-            request.sequences.append(
-                Sequence(number, own, table, request.prompt, begin_tokens, list(answered))
-            )
+            one = Sequence(number, own, table, request.prompt, begin_tokens, list(answered))
+            if number and self._options.chunks.recurrent:
+                one.state_source = block_table.row
+            request.sequences.append(one)
         return request
 
     def drop(self, resumption: Resumption) -> None:
@@ -148,7 +150,7 @@ class DecodeAdmission:
             name = "beams" if sampling.beams else "n"
             raise InvalidRequestError(
                 f"{name} = {sampling.sequences} is not allowed; this group computes up to {self.max_sequences} "
-                f"sequences of one request (decode.max_batch, decode.max_requests; 1 with a recurrent state)"
+                f"sequences of one request (decode.max_batch, decode.max_requests; 1 for prompts that cannot be cut)"
             )
         size, pool_tokens = self._kv_manager.page_size, self._kv_manager.capacity_tokens
         fitting = sequences_that_fit(prompt_tokens, sampling.max_tokens, pool_tokens, size)

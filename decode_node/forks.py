@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from decode_node.request import DecodeRequest, Residency, Sequence, common_pages
+from decode_node.scheduler_options import SchedulerOptions
 from disagg.model.sampling.beam_search import Candidate
 from disagg.node.kv_manager import KVManager
 
@@ -12,8 +13,9 @@ from disagg.node.kv_manager import KVManager
 class Forks:
     """Forks and frees sequences between steps. Pure: no threads, no clocks, no I/O."""
 
-    def __init__(self, kv_manager: KVManager, ranks: int) -> None:
-        self._kv_manager, self._ranks = kv_manager, ranks
+    def __init__(self, kv_manager: KVManager, options: SchedulerOptions) -> None:
+        self._kv_manager, self._ranks = kv_manager, options.ranks
+        self._recurrent = options.chunks.recurrent
 
     def branch(self, request: DecodeRequest, beams: list[Candidate]) -> None:
         """Replaces the request's sequences by `beams`, in this order; `beam.parent` indexes the old sequences.
@@ -40,6 +42,9 @@ class Forks:
     def _refork(self, unused: Sequence, parent: Sequence) -> Sequence:
         self._kv_manager.refork(unused.block_table, parent.block_table)
         unused.computed_tokens = parent.computed_tokens
+        if self._recurrent:
+            pending = parent.state_source >= 0
+            unused.state_source = parent.state_source if pending else parent.block_table.row
         del unused.published_pages[common_pages(unused.published_pages, unused.block_table.pages) :]
         return unused
 
@@ -60,6 +65,10 @@ class Forks:
             self.cache(request, [sequence])
             request.sequences.remove(sequence)
             if sequence.block_table.row == request.ticket.row:  # the ticket keeps its row until it is closed
+                if self._recurrent:  # forks may still copy the state of this row
+                    self._kv_manager.vacate(sequence.block_table)
+                    request.kept_row = sequence.block_table
+                    continue
                 heir = request.sequences[0]
                 rows = heir.block_table.row, sequence.block_table.row
                 sequence.block_table.row, heir.block_table.row = rows

@@ -26,7 +26,8 @@ from disagg.core.errors import InvariantError
 from disagg.core.types import RequestKey
 from disagg.kv.host_blocks import HostBlocks
 from disagg.kv.page_values import PageCopy
-from disagg.node.kv_manager import BlockTable, KVManager
+from disagg.kv.pages import pages_for
+from disagg.node.kv_manager import BlockTable, KVManager, Layout
 from disagg.node.plan import Swap
 
 
@@ -208,6 +209,8 @@ class Preemptor:
             tokens = [sequence.known_tokens - 1 for sequence in sequences]
             victim.layout = self._kv_manager.layout(victim.block_tables, tokens)
             self._vacate(victim)
+            for sequence in sequences:
+                sequence.state_source, sequence.awaits_state, sequence.state_heirs = -1, False, []
             victim.residency = Residency.OUT
             self.counts.recomputed += 1
             return 0
@@ -235,7 +238,25 @@ class Preemptor:
             shared = sum(number < known_pages for number in numbers)
             known_pages += len(numbers) - shared
             sequence.computed_tokens = min(tokens, shared * self._kv_manager.page_size)
+        if self._options.chunks.recurrent:
+            self._pass_states(request, request.layout)
         request.residency, request.again = Residency.RESIDENT, request.left_tokens > 0
+
+    def _pass_states(self, request: DecodeRequest, layout: Layout) -> None:
+        """Lets each sequence that shares recomputed tokens receive its recurrent state from the one computing them.
+
+        The pages that a sequence shares with earlier ones are a prefix of the pages of one of these.
+        """
+        pages = [numbers for _, numbers in layout.sequences]
+        for index, sequence in enumerate(request.sequences):
+            count = pages_for(sequence.computed_tokens, self._kv_manager.page_size)
+            if count == 0:
+                continue
+            source = next(at for at, numbers in enumerate(pages) if numbers[:count] == pages[index][:count])
+            sequence.awaits_state = True
+            heirs = request.sequences[source].state_heirs
+            heirs.append((sequence.computed_tokens, sequence))
+            heirs.sort(key=lambda heir: heir[0])
 
     def _kind(self, victim: DecodeRequest) -> Kind:
         """Returns the cheaper kind of preemption. Answer tokens that forks share count once for each fork."""

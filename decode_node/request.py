@@ -63,6 +63,12 @@ class Sequence:
     """Tokens that steps in flight compute, and sample: behind `computed_tokens` and behind `tokens`."""
     work_index: int = 0
     """Index of its work item in the plan of the latest step that computes it."""
+    state_source: int = -1
+    """Row whose recurrent state a fork's row copies before its first step; -1: none."""
+    awaits_state: bool = False
+    """During recomputation: another sequence computes the tokens that both share, and gives its state there."""
+    state_heirs: list[tuple[int, Sequence]] = field(default_factory=list, repr=False)
+    """During recomputation: positions, ascending, at which another sequence receives the recurrent state."""
 
     @property
     def known_tokens(self) -> int:
@@ -166,6 +172,11 @@ class DecodeRequest:
     """The attempt that takes over row and pages once the request is settled."""
     kept: BlockTable | None = None
     """First block table of the request, from its settlement to the admission of its successor."""
+    kept_row: BlockTable | None = None
+    """The ticket's row without pages, if the sequence that had it has ended and others have not.
+
+    Only with recurrent states: otherwise another sequence takes the row over.
+    """
     landed_tokens: dict[int, int] = field(default_factory=dict)
     """Number of the ticket's first tokens whose KV has landed, by rank that has closed."""
     steps: int = 0
@@ -200,8 +211,13 @@ class DecodeRequest:
 
     @property
     def block_tables(self) -> list[BlockTable]:
-        """Block tables of its sequences."""
+        """Block tables of the request's sequences."""
         return [sequence.block_table for sequence in self.sequences]
+
+    @property
+    def held_tables(self) -> list[BlockTable]:
+        """All block tables of the request: those of the sequences, and `kept_row`."""
+        return self.block_tables + ([self.kept_row] if self.kept_row is not None else [])
 
     @property
     def copying(self) -> bool:

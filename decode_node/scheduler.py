@@ -69,7 +69,7 @@ class DecodeScheduler:
         self.requests: dict[RequestKey, DecodeRequest] = {}
         self.preemptor = Preemptor(kv_manager, self.requests, options)
         self._admission = DecodeAdmission(kv_manager, options, self.preemptor)
-        self._forks = Forks(kv_manager, options.ranks)
+        self._forks = Forks(kv_manager, options)
         self._planner = StepPlanner(options, self.requests, self.preemptor, self._forks)
 
     def join(self, host_blocks: int) -> None:
@@ -186,7 +186,7 @@ class DecodeScheduler:
             resident = request.residency is Residency.RESIDENT
             self.preemptor.drop(request)
             self._forks.cache(request, request.sequences)
-            kept, *others = request.block_tables
+            kept, *others = request.held_tables
             for block_table in others:
                 self._kv_manager.release(block_table)
             if request.successor is not None and resident:
@@ -243,5 +243,5 @@ class DecodeScheduler:
 
     def check(self) -> None:
         """Raises `InvariantError` unless rows, pages and host blocks belong to exactly the requests."""
-        self._kv_manager.check([request.block_tables for request in self.requests.values()])
+        self._kv_manager.check([request.held_tables for request in self.requests.values()])
         self.preemptor.check()

@@ -23,7 +23,7 @@ from decode_node.preemptor import Preemptor
 from decode_node.request import DecodeRequest, Sequence
 from decode_node.scheduler_options import SchedulerOptions
 from disagg.core.types import RequestKey
-from disagg.node.plan import StepPlan, Work
+from disagg.node.plan import StateCopy, StepPlan, Work
 
 _ONE = [1]
 """Token counts of a request with one sequence that is not recomputed."""
@@ -52,6 +52,10 @@ class StepPlanner:
         self._max_batch, self._chunks = options.max_batch, options.chunks
         self._steps_ahead = options.steps_ahead
         self._step = 0
+        self._state_copies: list[StateCopy] = []
+        """Of the plan in work: copies of recurrent states to forks, before the step."""
+        self._state_gifts: list[StateCopy] = []
+        """Of the plan in work: copies of recurrent states to other sequences' rows, after the step."""
         self._in_flight: deque[list[Stepped]] = deque()
         """Work items of the steps that are planned and not committed, oldest first, in the order of their plans."""
 
@@ -68,6 +72,7 @@ class StepPlanner:
         """
         if self.in_flight > self._steps_ahead:
             return None
+        self._state_copies, self._state_gifts = [], []
         stepped, work = self._planned()
         swaps = self._preemptor.take_orders()
         if not work and not swaps:
@@ -76,7 +81,8 @@ class StepPlanner:
         if work:
             self._in_flight.append(stepped)
         shared = self._steps_ahead > 0 and any(one.samples for one in stepped)
-        return StepPlan(self._step, work, swaps, self._preemptor.take_copies(), shared)
+        copies, given = self._state_copies, self._state_gifts
+        return StepPlan(self._step, work, swaps, self._preemptor.take_copies(), shared, copies, given)
 
     def stepped(self, plan: StepPlan) -> list[Stepped]:
         """Returns the work items of the latest plan."""
@@ -171,10 +177,13 @@ class StepPlanner:
         """
         counts: list[int] = []
         for sequence in sequences:
-            left = sequence.left_tokens - 1
-            start = sequence.computed_tokens
+            left = 0 if sequence.awaits_state else sequence.left_tokens - 1
+            start, stop = sequence.computed_tokens, sequence.computed_tokens + left
+            if sequence.state_heirs:
+                stop = min(stop, sequence.state_heirs[0][0])
+            prompt = min(len(sequence.prompt), stop)
             count = self._chunks.take_behind(
-                start, len(sequence.prompt), start + left, budget_tokens, must=must and not any(counts)
+                start, prompt, stop, budget_tokens, must=must and not any(counts)
             )
             budget_tokens = budget_tokens - count if count == left else 0
             counts.append(count)
@@ -202,6 +211,18 @@ class StepPlanner:
                     like,
                 )
             )
+            self._move_states(sequence, sequence.computed_tokens + count)
             sequence.work_index = len(stepped)
             sequence.ahead_tokens += not request.again
             stepped.append(Stepped(request, sequence, not request.again))
+
+    def _move_states(self, sequence: Sequence, stop: int) -> None:
+        """Plans the copies of recurrent states before and after the step that computes `sequence` up to `stop`."""
+        row = sequence.block_table.row
+        if sequence.state_source >= 0:
+            self._state_copies.append(StateCopy(sequence.state_source, row))
+            sequence.state_source = -1
+        while sequence.state_heirs and sequence.state_heirs[0][0] == stop:
+            _, heir = sequence.state_heirs.pop(0)
+            self._state_gifts.append(StateCopy(row, heir.block_table.row))
+            heir.awaits_state = False

@@ -72,6 +72,11 @@ class PromptChunks:
             return min(1, stop - start) if must or room_tokens > 0 else 0
         return self.take(start, prompt_tokens, room_tokens, must=must)
 
+    @property
+    def anywhere(self) -> bool:
+        """Whether a chunk may end at any position of a prompt."""
+        return not (self.whole or self.fixed or self._pairs)
+
     def may_end(self, start: int, stop: int, total: int) -> bool:
         """Returns whether a prompt of `total` tokens may have a chunk border at `stop`, the one before at `start`."""
         if self.whole or (self.fixed and self._border(stop - 1) != stop):

@@ -45,19 +45,22 @@ def fake_spec(
     kv_heads: int,
     states: bool = False,
     *,
+    any_chunks: bool = False,
     head_dim: int = HEAD_DIM,
     kv_dtype: str = "float32",
     more: tuple[tuple[int, int], ...] = (),
 ) -> ModelSpec:
     """What ranks must know of the model. In int8 heads must have `DIGITS_HEAD_DIM`.
 
-    `states`: with a recurrent state. `more`: layers and KV heads of other classes of layers.
+    `states`: with a recurrent state; `any_chunks`: whether prompts may be cut anywhere nevertheless. `more`: layers
+    and KV heads of other classes of layers.
     """
     others = tuple(LayerClass(*sizes, head_dim) for sizes in more)
     layout = KVLayout(layers, kv_heads, head_dim, kv_dtype, others)
     if states:
         layout = msgspec.structs.replace(layout, states=state_classes(STATE_FORMS))
-    return ModelSpec("Fake", layout, 12, layout.head_dim, layout.head_dim, VOCAB, 256, ())
+    spec = ModelSpec("Fake", layout, 12, layout.head_dim, layout.head_dim, VOCAB, 256, ())
+    return msgspec.structs.replace(spec, any_chunks=any_chunks)
 
 
 def state_of(tokens: Sequence[int]) -> int:

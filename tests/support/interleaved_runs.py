@@ -153,7 +153,12 @@ def run(
     states = seed // 2 % 2 == 1
     more = ((2, 1), (4, 5)) if seed % 3 == 0 and not states else ()
     simulation = Simulation(
-        msgspec.structs.replace(config, decode=decode), seed, patch, states=states, more=more
+        msgspec.structs.replace(config, decode=decode),
+        seed,
+        patch,
+        states=states,
+        any_chunks=seed % 4 == 3,
+        more=more,
     )
     add_faults(simulation, what, choose)
     if "damage" in what:

@@ -80,6 +80,7 @@ class Simulation:
         patch: pytest.MonkeyPatch,
         kv_heads: int = 3,
         states: bool = False,
+        any_chunks: bool = False,
         more: tuple[tuple[int, int], ...] = (),
     ) -> None:
         """`more`: see `fake_spec`."""
@@ -109,7 +110,15 @@ class Simulation:
             self._group(
                 cls,
                 group,
-                fake_spec(3, kv_heads, states, head_dim=head_dim, kv_dtype=kv_dtype, more=more),
+                fake_spec(
+                    3,
+                    kv_heads,
+                    states,
+                    any_chunks=any_chunks,
+                    head_dim=head_dim,
+                    kv_dtype=kv_dtype,
+                    more=more,
+                ),
             )
             for cls, group, kv_dtype in (
                 (PrefillRank, config.prefill, "float32"),

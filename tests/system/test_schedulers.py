@@ -25,7 +25,7 @@ from disagg.model.chunks import PromptChunks
 from disagg.model.sampled_tokens import token_of
 from disagg.model.sampling.beam_search import Candidate
 from disagg.node.kv_manager import KVManager
-from disagg.node.plan import StepPlan, Swap, Work
+from disagg.node.plan import StateCopy, StepPlan, Swap, Work
 from prefill_node.request import PrefillRequest
 from prefill_node.scheduler import PrefillScheduler
 
@@ -251,21 +251,23 @@ class DecodeMachine(RuleBasedStateMachine):
         """Ordered, and the ranks that have not done them."""
         self.kv: dict[int, tuple[int, ...]] = {}
         """For each slot, the tokens up to the one whose KV stands there."""
+        self.states: dict[int, tuple[int, ...]] = {}
+        """For each row, the tokens whose recurrent state it has."""
         self.host: dict[int, list[dict[int, tuple[int, ...]]]] = {}
         """The same for each block of host memory and its pages, by offset."""
 
     @initialize(
         preemption=st.sampled_from(["auto", "recompute", "swap"]),
         blocks=st.sampled_from([0, 3, 20]),
-        recurrent=st.booleans(),
+        recurrent=st.sampled_from(["", "pairs", "anywhere"]),
         whole_prompts=st.booleans(),
         fixed=st.booleans(),
         ahead=st.sampled_from([0, 1]),
     )
     def begin(
-        self, preemption: Any, blocks: int, recurrent: bool, whole_prompts: bool, fixed: bool, ahead: int
+        self, preemption: Any, blocks: int, recurrent: str, whole_prompts: bool, fixed: bool, ahead: int
     ) -> None:
-        whole_prompts, recurrent = (False, False) if self.eviction else (whole_prompts, recurrent)
+        whole_prompts, recurrent = (False, "") if self.eviction else (whole_prompts, recurrent)
         self.kv_manager = KVManager(pool_tokens=64, page_size=4, rows=4, eviction=self.eviction)
         self.scheduler = DecodeScheduler(
             self.kv_manager,
@@ -275,7 +277,7 @@ class DecodeMachine(RuleBasedStateMachine):
                 max_batch=3,
                 max_context_tokens=40,
                 first_ticket=(1 << 32) - 2,
-                chunks=PromptChunks(5, whole_prompts, recurrent, fixed),
+                chunks=PromptChunks(5, whole_prompts, bool(recurrent), fixed, single=recurrent == "anywhere"),
                 rates=CostEstimates(1e3, 1e4),
                 steps_ahead=ahead,
                 preemption=preemption,
@@ -292,8 +294,8 @@ class DecodeMachine(RuleBasedStateMachine):
             return pages
 
         self.kv_manager.allocator.unused.take = emptied  # type: ignore[method-assign]
-        self.whole_prompts, self.recurrent = whole_prompts, recurrent
-        self.fixed = fixed and recurrent
+        self.whole_prompts, self.recurrent, self.pairs = whole_prompts, bool(recurrent), recurrent == "pairs"
+        self.fixed = fixed and self.recurrent
         self.ahead = ahead
 
     def requests(self) -> list[DecodeRequest]:
@@ -361,6 +363,7 @@ class DecodeMachine(RuleBasedStateMachine):
         request.landed_ranks |= ranks
         if not whole and len(request.landed_ranks) == RANKS:
             self.write(request.sequences[0], range(request.ticket.tokens.start, len(request.prompt)))
+            self.states[request.ticket.row] = tuple(request.prompt)
 
     def write(self, sequence: Sequence, positions: Iterable[int]) -> None:
         known = (*sequence.prompt, *sequence.tokens, *self.drawn.get(sequence, ()))
@@ -407,11 +410,13 @@ class DecodeMachine(RuleBasedStateMachine):
         stepped = self.scheduler.stepped(plan) if plan is not None and works else []
         for copy in plan.copies if plan is not None else ():
             self.copy_page(*copy)
+        self.copy_states(plan.state_copies if plan is not None else [])
         for work, one in zip(works, stepped, strict=True):
             self.computes_what_is_missing(work, *one)
             self.write(one.sequence, range(work.start, work.span.stop))
         for work, one in zip(works, stepped, strict=True):
             self.reads_its_own(one.sequence, range(work.span.stop))
+        self.copy_states(plan.state_saves if plan is not None else [])
         self.whole_groups_compute(stepped)
         for copy in plan.copies if plan is not None else ():
             written = {
@@ -439,6 +444,11 @@ class DecodeMachine(RuleBasedStateMachine):
         for work, one in zip(works, stepped, strict=True):
             pages = one.sequence.block_table.pages[: -(-work.span.stop // 4)]
             self.used[one.sequence, work.start] = list(pages)
+
+    def copy_states(self, copies: list[StateCopy]) -> None:
+        """All at once."""
+        assert len({copy.destination for copy in copies}) == len(copies)
+        self.states |= {copy.destination: self.states[copy.source] for copy in copies}
 
     def known(self, work: Work) -> int:
         """Tokens of the sequence that a planned work computes."""
@@ -479,10 +489,13 @@ class DecodeMachine(RuleBasedStateMachine):
             assert work.tokens == known[work.start : work.span.stop]
         prompt_tokens = len(request.prompt)
         if self.recurrent:
+            found = () if work.start == 0 else self.states[work.row]
+            assert found == tuple(known[: work.start]), "its state is that of the tokens before"
+            self.states[work.row] = tuple(known[: work.span.stop])
             assert work.span.stop <= prompt_tokens or len(work.tokens) == 1, (
                 "answers token by token, as at first"
             )
-            assert work.start >= prompt_tokens or len(work.tokens) > 1 or prompt_tokens == 1
+            assert not self.pairs or work.start >= prompt_tokens or len(work.tokens) > 1 or prompt_tokens == 1
         if self.fixed and work.start < prompt_tokens:
             spans = PromptChunks(5, self.whole_prompts, True, True).spans(prompt_tokens)
             assert work.span in list(spans), "as if it were alone"
@@ -744,20 +757,20 @@ def test_requests_beyond_the_batch_take_turns() -> None:
     assert sorted(served) == sorted([key_of(n) for n in range(5)] * 2)
 
 
-def test_a_prompt_that_must_not_be_cut_is_computed_in_one_step_and_keeps_room_for_its_state() -> None:
+def test_a_prompt_that_must_not_be_cut_is_computed_in_one_step() -> None:
     kv_manager = KVManager(pool_tokens=64, page_size=4, rows=3)
     scheduler = PrefillScheduler(
         kv_manager, ranks=1, chunks=PromptChunks(7, whole=True), max_context_tokens=40, max_waiting=3
     )
     for number, tokens in enumerate((5, 20, 3)):
-        ticket = Ticket(key_of(number), number, "decode", Span(0, tokens + 8))
-        request = PrefillRequest(key_of(number), list(range(tokens)), SamplingParams(), "router", 0.0, 8)
+        ticket = Ticket(key_of(number), number, "decode", Span(0, tokens))
+        request = PrefillRequest(key_of(number), list(range(tokens)), SamplingParams(), "router", 0.0)
         scheduler.submit(request)
         scheduler.give_ticket(request, ticket)
     assert [len(request.block_table.pages) for request in scheduler.admit() if request.block_table] == [
-        4,
-        7,
-        3,
+        2,
+        5,
+        1,
     ]
     first, second = scheduler.next_step(), scheduler.next_step()
     assert first is not None
