@@ -77,11 +77,9 @@ class PromptChunks:
         """Whether a chunk may end at any position of a prompt."""
         return not (self.whole or self.fixed or self._pairs)
 
-    def may_end(self, start: int, stop: int, total: int) -> bool:
-        """Returns whether a prompt of `total` tokens may have a chunk border at `stop`, the one before at `start`."""
-        if self.whole or (self.fixed and self._border(stop - 1) != stop):
-            return False
-        return not self._pairs or min(stop - start, total - stop) > 1
+    def may_end(self, stop: int) -> bool:
+        """Returns whether a chunk may end at `stop`, wherever it begins and the prompt ends."""
+        return not (self.whole or self._pairs) and (not self.fixed or self._border(stop - 1) == stop)
 
     def spans(self, tokens: int) -> Iterator[Span]:
         """Returns the chunks of a prompt of `tokens` tokens that shares no step with other requests."""

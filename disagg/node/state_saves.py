@@ -31,6 +31,8 @@ class SavedStates:
     """Positions at which a chunk ends and the state is saved, ascending, behind the planned tokens."""
     slots: list[tuple[int, int]] = field(default_factory=list)
     """Tokens and slot of each saved state. The request owns the slots."""
+    answer: tuple[int, int] | None = None
+    """The one of `slots` with the latest state of the answer."""
     source: int | None = None
     """Slot of the prefix cache hit's state, until a plan copies it to the row."""
 
@@ -45,7 +47,7 @@ class StateSaves:
         self._kv_manager, self._chunks = kv_manager, chunks
         page = kv_manager.page_size
         self._interval = max(1, interval_tokens // page) * page
-        self._near = max(page, self._interval // NEAR_SHARE)
+        self._near = max(page, self._interval // NEAR_SHARE // page * page)
         self.copies: list[StateCopy] = []
         """For the next plan: copies that precede its step."""
         self.saves: list[StateCopy] = []
@@ -65,7 +67,7 @@ class StateSaves:
         found, before = [], start
         for border in [*range((start // self._interval + 1) * self._interval, last, self._interval), last]:
             near = border - before < (self._near if border == last else page)
-            if not near and self._chunks.may_end(before, border, total):
+            if not near and self._chunks.may_end(border):
                 found.append(border)
                 before = border
         return found
@@ -87,6 +89,24 @@ class StateSaves:
                 self.saves.append(StateCopy(row, slot))
                 saved.slots.append((stop, slot))
 
+    def answered(self, saved: SavedStates, row: int, stop: int) -> None:
+        """Notes a token of an answer in the next plan, at `stop - 1`, for a group that computes answers too.
+
+        The latest state at a multiple of the smallest distance replaces the one before.
+        """
+        if not self._kv_manager.caches_states or stop % self._near or not self._chunks.may_end(stop):
+            return
+        if saved.answer is not None:
+            saved.slots.remove(saved.answer)
+            slot: int | None = saved.answer[1]
+        else:
+            slot = self._kv_manager.alloc_state()
+        if slot is None:
+            return
+        self.saves.append(StateCopy(row, slot))
+        saved.answer = (stop, slot)
+        saved.slots.append(saved.answer)
+
     def take_copies(self) -> list[StateCopy]:
         """Returns the copies that precede the next plan's step, once."""
         copies, self.copies = self.copies, []
@@ -99,13 +119,16 @@ class StateSaves:
 
     def keep(self, saved: SavedStates, block_table: BlockTable, prefix: PrefixKey) -> None:
         """Caches the request's computed prefix and its states, whose slots the cache takes over."""
-        states, saved.slots = saved.slots, []
+        states = [one for one in saved.slots if one[0] <= prefix.tokens]
+        for _, slot in saved.slots[len(states) :]:  # of a token that was computed, and then dropped
+            self._kv_manager.free_state(slot)
+        saved.slots, saved.answer = [], None
         self._kv_manager.keep(block_table, prefix, states)
 
     def drop(self, saved: SavedStates) -> None:
         """Frees the slots of states that were not cached."""
         for _, slot in saved.slots:
             self._kv_manager.free_state(slot)
-        saved.slots = []
+        saved.slots, saved.answer = [], None
         saved.source = None
         saved.borders.clear()

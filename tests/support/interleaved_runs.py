@@ -150,10 +150,11 @@ def run(
     crowded = "crowded" in what
     config = config_of(choose, seed % 2 == 1, crowded)
     decode = msgspec.structs.replace(config.decode, kv_dtype=kv_dtype)
+    prefill = msgspec.structs.replace(config.prefill, state_interval_tokens=8)
     states = seed // 2 % 2 == 1
     more = ((2, 1), (4, 5)) if seed % 3 == 0 and not states else ()
     simulation = Simulation(
-        msgspec.structs.replace(config, decode=decode),
+        msgspec.structs.replace(config, prefill=prefill, decode=decode),
         seed,
         patch,
         states=states,

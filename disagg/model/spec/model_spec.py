@@ -57,8 +57,8 @@ class ModelSpec(msgspec.Struct, frozen=True):
         It is disabled for recurrent layers that compute a prompt in one step only, and for sparse layers, because in
         transformers their choice among tokens with equal scores depends on the prompt's length.
         """
-        if self.whole_prompts:
-            return "its prompts are computed as a whole"
+        if self.has_state and not self.any_chunks:
+            return "its recurrent layers cannot continue a prompt anywhere"
         if not all(one.has_v for one in self.layout.classes):
             return "the choice of its sparse layers depends on the prompt's length"
         return ""

@@ -1,0 +1,177 @@
+"""Models with recurrent layers: cached beginnings, several answers, beams, and preemption of all of these."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import pytest
+from architectures import HYBRIDS, MORE_HYBRIDS, save
+from local_groups import (
+    Answered,
+    Checkpoints,
+    LocalGroups,
+    ask,
+    colocated_config,
+    local_groups,
+    random_prompts,
+    small_config,
+)
+from slow_parameters import sampled
+
+from disagg.core.config.read import Config
+from disagg.core.sampling import sampling_of
+from disagg.core.types import SamplingParams
+from disagg.model.load.source import ModelSource
+from disagg.router.router import Router
+
+TOKENS = 12
+MODELS = [*HYBRIDS, *(name for name in MORE_HYBRIDS if name != "minimax")]
+"""MiniMax uses transformers' own cache class, whose prompts cannot be cut anywhere: one answer a request."""
+SIZES = [((1, 1), (4, 16)), ((2, 1), (8, 4)), ((1, 2), (16, 8)), ((3, 2), (4, 4))]
+"""`tp` and page size of both groups."""
+MOST = [((2, 1), (8, 4)), ((1, 2), (16, 8))]
+
+
+@pytest.fixture(scope="module")
+def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ModelSource:
+    return ModelSource.from_directory(
+        save((HYBRIDS | MORE_HYBRIDS)[request.param](), tmp_path_factory.mktemp(request.param))
+    )
+
+
+def one_size_each(source: str, sizes: tuple[tuple[int, int], tuple[int, int]]) -> bool:
+    own = MODELS.index(source) % len(MOST)
+    return source in HYBRIDS and sizes in MOST and MOST.index(sizes) == own
+
+
+def with_states(config: Config, interval_tokens: int = 16, cached_states: int = 12) -> Config:
+    """A configuration that caches states of short prompts."""
+    prefill = msgspec.structs.replace(
+        config.prefill, state_interval_tokens=interval_tokens, cached_states=cached_states
+    )
+    return msgspec.structs.replace(config, prefill=prefill)
+
+
+def one_by_one(groups: LocalGroups, prompts: Sequence[list[int]], tokens: int = TOKENS) -> list[list[int]]:
+    async def work(router: Router) -> list[list[int]]:
+        sampling = SamplingParams(max_tokens=tokens)
+        return [(await ask(router, f"r{i}", prompt, sampling)).tokens for i, prompt in enumerate(prompts)]
+
+    answers: list[list[int]] = groups.serve(work)
+    return answers
+
+
+def all_at_once(groups: LocalGroups, asked: Sequence[tuple[list[int], SamplingParams]]) -> list[Answered]:
+    async def work(router: Router) -> Any:
+        return await asyncio.gather(*(ask(router, f"r{i}", *one) for i, one in enumerate(asked)))
+
+    answers: list[Answered] = groups.serve(work)
+    return answers
+
+
+def conversation(seed: int = 2) -> list[list[int]]:
+    """Prompts that begin alike: turns of a conversation, the same prompt twice, and one that leaves early."""
+    (text,) = random_prompts(150, seed=seed)
+    (other,) = random_prompts(40, seed=seed + 1)
+    return [text[:70], text[:110], text[:110], text[:150], text[:40] + other, text[:70] + other]
+
+
+@pytest.mark.parametrize(
+    ("source", "sizes"), sampled(itertools.product(MODELS, SIZES), one_size_each), indirect=["source"]
+)
+def test_tokens_behind_a_cached_beginning_are_those_of_generate(
+    source: ModelSource, sizes: tuple[tuple[int, int], tuple[int, int]], checkpoints: Checkpoints
+) -> None:
+    tp, pages = sizes
+    config = with_states(small_config(*tp, prefill_page=pages[0], decode_page=pages[1]))
+    prompts = conversation()
+    with local_groups(config, source) as groups:
+        answers = one_by_one(groups, prompts)
+        cache = groups.prefill[0].statistics()["leader"].memory.cache
+    assert answers == [checkpoints.greedy(source, prompt, TOKENS) for prompt in prompts]
+    assert cache.hits >= 4
+    assert cache.hit_tokens >= 64 + 96 + 96 + 32
+    assert cache.cached_states > 0
+    assert cache.held_states == 0
+
+
+@pytest.mark.parametrize("source", ["qwen3-next", "falcon-h1"], indirect=True)
+def test_states_are_evicted_and_prompts_computed_again(source: ModelSource, checkpoints: Checkpoints) -> None:
+    config = with_states(small_config(prefill_page=4), cached_states=2)
+    prompts = [*conversation(), *conversation(8), *conversation()]
+    with local_groups(config, source) as groups:
+        answers = one_by_one(groups, prompts, 4)
+        cache = groups.prefill[0].statistics()["leader"].memory.cache
+    assert answers == [checkpoints.greedy(source, prompt, 4) for prompt in prompts]
+    assert cache.evicted_states > 4
+    assert cache.hits > 2
+
+
+@pytest.mark.parametrize("source", ["lfm2", "zamba2"], indirect=True)
+def test_a_colocated_group_caches_states(source: ModelSource, checkpoints: Checkpoints) -> None:
+    config = colocated_config()
+    section = msgspec.structs.replace(
+        config.colocated, state_interval_tokens=16, cached_states=16, page_size=4
+    )
+    prompts = conversation()
+    with local_groups(msgspec.structs.replace(config, colocated=section), source) as groups:
+        answers = one_by_one(groups, prompts)
+        cache = groups.groups["colocated"][0].statistics()["leader"].memory.cache
+    assert answers == [checkpoints.greedy(source, prompt, TOKENS) for prompt in prompts]
+    assert cache.hits >= 4
+    assert cache.held_states == 0
+
+
+@pytest.mark.parametrize(
+    ("source", "sizes"), sampled(itertools.product(MODELS, SIZES), one_size_each), indirect=["source"]
+)
+def test_answers_and_beams_share_the_prompt(
+    source: ModelSource, sizes: tuple[tuple[int, int], tuple[int, int]], checkpoints: Checkpoints
+) -> None:
+    tp, pages = sizes
+    config = with_states(small_config(*tp, prefill_page=pages[0], decode_page=pages[1]))
+    prompts = random_prompts(37, 50, 3, 18, seed=3)
+    drawn = SamplingParams(max_tokens=TOKENS, temperature=1.3, seed=5, min_tokens=TOKENS, n=4)
+    beams = SamplingParams(max_tokens=TOKENS, beams=3, n=2)
+    alone = [msgspec.structs.replace(sampling_of(drawn, number), n=1) for number in range(4)]
+    asked = [(prompts[0], drawn), (prompts[1], SamplingParams(max_tokens=TOKENS, n=2))]
+    asked += [(prompts[2], beams), (prompts[3], beams)]
+    with local_groups(config, source) as groups:
+        found = [answer.report.answers for answer in all_at_once(groups, asked)]
+        single = all_at_once(groups, [(prompts[0], one) for one in alone])
+    assert found[0] == [answer.tokens for answer in single]
+    assert len(set(map(tuple, found[0]))) > 1
+    assert found[1] == [checkpoints.greedy(source, prompts[1], TOKENS)] * 2
+    assert found[2:] == [checkpoints.beams(source, prompt, beams) for prompt in prompts[2:]]
+
+
+@pytest.mark.parametrize("way", ["recompute", "swap"])
+@pytest.mark.parametrize(
+    "source", sampled(MODELS, lambda source: source in ("qwen3-next", "lfm2", "falcon-h1")), indirect=True
+)
+def test_preempted_answers_and_beams_go_on(source: ModelSource, way: str, checkpoints: Checkpoints) -> None:
+    config = small_config(2, 1, prefill_page=4, decode_page=4, pool_tokens=144)
+    decode = msgspec.structs.replace(
+        config.decode, preemption=way, swap_bytes=4 << 20, chunk_tokens=11, watermark=0.0
+    )
+    prefill = msgspec.structs.replace(config.prefill, pool_tokens=1024)
+    config = with_states(msgspec.structs.replace(config, decode=decode, prefill=prefill))
+    prompts = random_prompts(21, 14, 30, 17, 9, seed=6)
+    several = SamplingParams(max_tokens=24, n=2, ignore_eos=True)
+    beams = SamplingParams(max_tokens=18, beams=2, n=2, ignore_eos=True)
+    one = SamplingParams(max_tokens=30, ignore_eos=True)
+    asked = list(zip(prompts, [several, beams, one, beams, one], strict=True))
+    with local_groups(config, source) as groups:
+        found = [answer.report.answers for answer in all_at_once(groups, asked)]
+        counts = groups.decode[0].statistics()["leader"]
+    assert counts.recomputed_total if way == "recompute" else counts.swapped_total
+    for (prompt, sampling), answers in zip(asked, found, strict=True):
+        if sampling.beams:
+            assert answers == checkpoints.beams(source, prompt, sampling)
+            continue
+        wanted = checkpoints.greedy(source, prompt, sampling.max_tokens)
+        assert [answer[: len(wanted)] for answer in answers] == [wanted] * sampling.n
