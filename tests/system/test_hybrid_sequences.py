@@ -99,6 +99,16 @@ def test_tokens_behind_a_cached_beginning_are_those_of_generate(
     assert cache.held_states == 0
 
 
+@pytest.mark.parametrize("tp", [(1, 1), (2, 1)], ids=str)
+@pytest.mark.parametrize("source", ["qwen3-next", "falcon-h1", "mamba2"], indirect=True)
+def test_a_hand_over_has_the_bytes_of_kv_and_state(source: ModelSource, tp: tuple[int, int]) -> None:
+    with local_groups(small_config(*tp), source) as groups:
+        spec = groups.prefill[0].runner.spec
+        (answer,) = groups.answers([random_prompts(37)[0]], SamplingParams(max_tokens=4))
+    kv_bytes = 37 * spec.layout.token_bytes if spec.has_attention else 0
+    assert answer.report.nbytes == kv_bytes + spec.layout.state_bytes
+
+
 @pytest.mark.parametrize("source", ["qwen3-next", "falcon-h1"], indirect=True)
 def test_states_are_evicted_and_prompts_computed_again(source: ModelSource, checkpoints: Checkpoints) -> None:
     config = with_states(small_config(prefill_page=4), cached_states=2)
