@@ -174,7 +174,7 @@ def test_a_lost_peer_ends_it_at_once() -> None:
     ends.prober.lost("somebody else")
     assert not ends.ended
     ends.prober.lost("decode")
-    assert "gone" in ends.ended[0].why
+    assert "lost" in ends.ended[0].why
     ends.leave()
     ends.transports[1].disconnect("prefill")
     ends.receiver.lost("prefill")

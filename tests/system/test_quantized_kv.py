@@ -6,16 +6,12 @@ from pathlib import Path
 
 import msgspec
 import pytest
-import torch
 from architectures import HYBRIDS, save
 from local_groups import Checkpoints, local_groups, random_prompts, small_config
 
 from disagg.core.config.read import ModelConfig
-from disagg.core.errors import ConfigError
 from disagg.core.types import SamplingParams
-from disagg.model.collective.base import SingleCollective
 from disagg.model.load.source import ModelSource
-from disagg.node.assemble import make_runner
 from disagg.reference.answers import reference_answers
 
 TOKENS = 6
@@ -66,9 +62,15 @@ def test_kv_that_is_quantized_on_its_way(
     assert (written > 0) == peer_memory
 
 
-def test_a_recurrent_state_is_not_quantized_on_its_way(tmp_path: Path) -> None:
-    source = ModelSource.from_directory(save(HYBRIDS["falcon-h1"](), tmp_path))
-    config = small_config()
+def test_a_recurrent_state_is_not_quantized_on_its_way(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    """Prompts so short that 8 bits of K and V do not matter, and the state does."""
+    source = ModelSource.from_directory(save(HYBRIDS["lfm2"](), tmp_path))
+    config = small_config(2, 1)
     config = msgspec.structs.replace(config, decode=msgspec.structs.replace(config.decode, kv_dtype="int8"))
-    with pytest.raises(ConfigError, match=r"prefill\.kv_dtype and decode\.kv_dtype differ"):
-        make_runner(config, config.decode, source, SingleCollective(), torch.device("cpu"))
+    (prompt,) = random_prompts(30)
+    with local_groups(config, source) as groups:
+        (answer,) = groups.answers([prompt], SamplingParams(max_tokens=6))
+        spec, decode = groups.prefill[0].runner.spec, groups.decode[0].runner.spec
+    assert decode.layout.states == spec.layout.states
+    assert answer.report.nbytes == 30 * decode.layout.token_bytes + spec.layout.state_bytes
+    assert answer.tokens == checkpoints.greedy(source, prompt, 6)

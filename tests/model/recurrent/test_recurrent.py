@@ -56,7 +56,7 @@ def test_chunked_and_split_answers_are_those_of_generate(name: str, tmp_path: Pa
         assert any_chunks == (name not in OF_TRANSFORMERS)
 
 
-@pytest.mark.parametrize(("writers", "readers"), [(1, 4), (4, 1), (3, 2)])
+@pytest.mark.parametrize(("writers", "readers"), [(1, 4), (4, 1), (4, 2)])
 def test_a_state_is_the_same_on_the_other_side(writers: int, readers: int, tmp_path: Path) -> None:
     """Each rank that reads a state gets all of it, once, from ranks that share the work."""
     directory = save(HYBRIDS["qwen3-next"](), tmp_path)  # 2 KV heads: some ranks hold the same one
@@ -94,7 +94,7 @@ def test_a_state_is_the_same_on_the_other_side(writers: int, readers: int, tmp_p
         state = [tensor for _, tensor in runner.states.pool.states(0)]
         assert all(torch.equal(one, other) for one, other in zip(state, written[0][1], strict=True))
     assert sum(sent) == readers * layout.state_bytes
-    assert min(sent) > 0
+    assert writers == 1 or max(sent) < sum(sent)
 
 
 def test_answers_go_on_together_and_prompts_alone() -> None:
