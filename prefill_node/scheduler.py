@@ -262,9 +262,7 @@ class PrefillScheduler:
             start, stop = request.planned_tokens, request.total_tokens
             if request.closing or start == stop:
                 continue
-            stop = self._states.stop(request.states, stop)
-            prompt_stop = min(len(request.prompt), stop)
-            take = self._chunks.take_behind(start, prompt_stop, stop, budget, must=not work)
+            take = self._chunks.take_behind(start, len(request.prompt), stop, budget, must=not work)
             if take == 0:
                 return False  # first come, first served: a shorter request does not overtake
             work.append(self._chunk(request, take))
@@ -279,7 +277,7 @@ class PrefillScheduler:
         request.planned_tokens += take
         request.in_step = True
         request.began_early |= not request.admitted
-        self._states.planned(request.states, request.block_table.row, request.planned_tokens)
+        saves = self._states.planned(request.states, request.block_table.row, request.planned_tokens)
         return Work(
             request.key,
             request.reservation,
@@ -290,6 +288,7 @@ class PrefillScheduler:
             request.block_table.pages if start == request.block_table.cached_tokens else [],
             last=request.planned_tokens == request.total_tokens,
             early=not request.admitted,
+            saves=saves,
         )
 
     def _settle(self, request: PrefillRequest) -> None:

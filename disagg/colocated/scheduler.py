@@ -231,8 +231,7 @@ class ColocatedScheduler:
             if request.closing or not request.started or start == whole:
                 continue
             prompt_tokens = len(request.prompt)
-            stop = self._states.stop(request.states, whole)
-            take = self._chunks.take_behind(start, min(prompt_tokens, stop), stop, left_tokens, must=not work)
+            take = self._chunks.take_behind(start, prompt_tokens, whole, left_tokens, must=not work)
             if take == 0:
                 break  # first come, first served
             request.planned_tokens += take
@@ -249,8 +248,8 @@ class ColocatedScheduler:
         request.in_step = True
         pages = request.block_table.pages if start == request.block_table.cached_tokens else []
         number, row = request.ticket.number, request.block_table.row
-        self._states.planned(request.states, row, start + len(tokens))
-        return Work(request.key, number, row, start, tokens, len(request.prompt), pages)
+        saves = self._states.planned(request.states, row, start + len(tokens))
+        return Work(request.key, number, row, start, tokens, len(request.prompt), pages, saves=saves)
 
     def _settle(self, request: ColocatedRequest) -> None:
         if not request.closing or request.in_step or request.block_table is None:

@@ -31,6 +31,9 @@ class SequenceSlice:
     tokens: tuple[int, ...]
     prompt_tokens: int = 0
     """Length of the request's whole prompt, on which some rotary embeddings depend. 0: the prompt ends at `stop`."""
+    saves: tuple[tuple[int, int], ...] = ()
+    """Positions within the slice, ascending, with a slot each: the recurrent state before the position's token is
+    saved there. Only for prompts of models whose recurrent modules are registered."""
 
     @property
     def stop(self) -> int:

@@ -40,7 +40,8 @@ class StepExecutor:
         """Returns the logits of each work item's last token, float32 `[len(plan.work), vocab]`."""
         self._update_rows(plan.work)
         slices = tuple(
-            SequenceSlice(work.row, work.start, tuple(work.tokens), work.prompt_tokens) for work in plan.work
+            SequenceSlice(work.row, work.start, tuple(work.tokens), work.prompt_tokens, tuple(work.saves))
+            for work in plan.work
         )
         self._copy_states(plan.state_copies)
         logits = self._runner.forward(StepBatch(slices), on_layer)

@@ -38,6 +38,8 @@ class Work(msgspec.Struct, frozen=True, array_like=True):
     """Whether this is the last chunk of a prompt (or of a prompt and its answer so far, in a recomputation)."""
     early: bool = False
     """Whether a prefill group has no ticket for the request yet."""
+    saves: list[tuple[int, int]] = []
+    """Positions inside of the span, ascending, with the slots that receive the recurrent state there."""
 
     @property
     def span(self) -> Span:

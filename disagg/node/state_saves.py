@@ -1,12 +1,11 @@
 """Chooses the positions of a prompt whose recurrent state is cached, and moves the slots of these states.
 
-A step ends a prompt's chunk at such a position; the row's state is then copied to a slot of its own. The prefix cache
+At such a position, which may be inside of a chunk, the row's state is copied to a slot of its own. The prefix cache
 takes the slots when the prompt is computed (`KVManager.keep`). As in SGLang's Mamba radix cache, states are cached at
 page borders only, because the cache's keys are whole pages.
 
 Positions are multiples of an interval, and the last page border of the prompt, from which the next turn of a
-conversation continues. A chunk that ends at such a border costs a step, so a border that is close behind the state
-before it is left out.
+conversation continues. A border that is close behind the state before it is left out: it saves little computation.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ class SavedStates:
     """States of one request, from its reservation until they are cached or dropped."""
 
     borders: deque[int] = field(default_factory=deque)
-    """Positions at which a chunk ends and the state is saved, ascending, behind the planned tokens."""
+    """Positions at which the state is saved, ascending, behind the planned tokens."""
     slots: list[tuple[int, int]] = field(default_factory=list)
     """Tokens and slot of each saved state. The request owns the slots."""
     answer: tuple[int, int] | None = None
@@ -72,22 +71,26 @@ class StateSaves:
                 before = border
         return found
 
-    @staticmethod
-    def stop(saved: SavedStates, stop: int) -> int:
-        """Returns where the next chunk ends at the latest: at the next position to save, or at `stop`."""
-        return min(stop, saved.borders[0]) if saved.borders else stop
+    def planned(self, saved: SavedStates, row: int, stop: int) -> list[tuple[int, int]]:
+        """Notes a chunk of the next plan that ends at `stop`: the copies before and behind it.
 
-    def planned(self, saved: SavedStates, row: int, stop: int) -> None:
-        """Notes a chunk of the next plan that ends at `stop`: the copy before it, and the copy behind it."""
+        Returns the positions inside of the chunk at which the state is saved, with their slots.
+        """
         if saved.source is not None:
             self.copies.append(StateCopy(saved.source, row))
             saved.source = None
-        if saved.borders and saved.borders[0] == stop:
-            saved.borders.popleft()
+        inside: list[tuple[int, int]] = []
+        while saved.borders and saved.borders[0] <= stop:
+            border = saved.borders.popleft()
             slot = self._kv_manager.alloc_state()
-            if slot is not None:
+            if slot is None:
+                continue
+            saved.slots.append((border, slot))
+            if border == stop:
                 self.saves.append(StateCopy(row, slot))
-                saved.slots.append((stop, slot))
+            else:
+                inside.append((border, slot))
+        return inside
 
     def answered(self, saved: SavedStates, row: int, stop: int) -> None:
         """Notes a token of an answer in the next plan, at `stop - 1`, for a group that computes answers too.

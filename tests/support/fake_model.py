@@ -196,6 +196,10 @@ class FakeRunner:
                 on_layer(part.layers.start + layer)
             self.between_layers()
         for one in batch.sequences if self.states is not None else ():
+            for position, slot in one.saves:
+                assert one.start < position < one.stop <= max(one.prompt_tokens, one.stop)
+                self.states.write(one.row, position)
+                self.states.pool.copy([one.row], [slot])
             self.states.write(one.row, one.stop)
         return torch.stack([fake_logits(self.context(one.row, one.stop)) for one in batch.sequences])
 

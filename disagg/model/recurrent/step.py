@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
 from disagg.core.errors import InvariantError
 from disagg.kv.mamba_pool import MambaPool, StatePlace
-from disagg.model.batch import SequenceSlice, StepBatch
+from disagg.model.batch import SequenceSlice, StepBatch, upload
 from kernels.dispatch import Backend
 from kernels.recurrent.causal_conv import causal_conv
 from kernels.recurrent.gated_delta import gated_delta
@@ -25,16 +26,38 @@ from kernels.recurrent.state_space import StateSpace, state_space
 UNBOUNDED = (0.0, float("inf"))
 
 
+class Continued(NamedTuple):
+    """Slices of prompts behind positions whose states are saved."""
+
+    rows: torch.Tensor
+    """int64 `[n]`: rows whose states are saved before the slices are computed."""
+    slots: torch.Tensor
+    """int64 `[n]`: slots that receive these states."""
+    slices: PackedSlices
+
+
 @dataclass(frozen=True)
 class RecurrentStep:
     """The slices of a step: those of prompts, and single tokens of answers. None if there are none."""
 
     prompts: PackedSlices | None
     answers: PackedSlices | None
+    continued: tuple[Continued, ...] = ()
+    """Later slices of the same prompts, in the order in which they are computed."""
 
-    def each(self) -> Iterator[PackedSlices]:
-        """Yields the slices that are computed together."""
-        yield from (slices for slices in (self.prompts, self.answers) if slices is not None)
+    def of_prompts(self, state: torch.Tensor) -> Iterator[PackedSlices]:
+        """Yields the slices of prompts that are computed together. Saves states of `state` between them."""
+        if self.prompts is not None:
+            yield self.prompts
+        for rows, slots, slices in self.continued:
+            state.index_copy_(0, slots, state.index_select(0, rows))
+            yield slices
+
+    def each(self, state: torch.Tensor) -> Iterator[PackedSlices]:
+        """Yields all slices that are computed together; see `of_prompts`."""
+        yield from self.of_prompts(state)
+        if self.answers is not None:
+            yield self.answers
 
 
 def is_answer(one: SequenceSlice) -> bool:
@@ -46,7 +69,8 @@ def is_answer(one: SequenceSlice) -> bool:
 
 def step_of(batch: StepBatch, device: torch.device) -> RecurrentStep:
     """Returns the slices of a batch. Raises InvariantError for a slice with more than one token of an answer."""
-    prompts: list[Slice] = []
+    rounds: list[list[Slice]] = []
+    saves: list[list[tuple[int, int]]] = []
     answers: list[tuple[int, int]] = []
     first = 0
     for one in batch.sequences:
@@ -60,11 +84,34 @@ def step_of(batch: StepBatch, device: torch.device) -> RecurrentStep:
         if is_answer(one):
             answers.append((one.row, first))
         else:
-            prompts.append(Slice(one.row, first, count, one.start > 0))
+            for number, piece in enumerate(_pieces(one, first)):
+                if number == len(rounds):
+                    rounds.append([])
+                    saves.append([])
+                rounds[number].append(piece)
+                if number:
+                    saves[number].append((one.row, one.saves[number - 1][1]))
         first += count
     return RecurrentStep(
-        PackedSlices.of(prompts, device) if prompts else None, _singles(answers, device) if answers else None
+        PackedSlices.of(rounds[0], device) if rounds else None,
+        _singles(answers, device) if answers else None,
+        tuple(_continued(pieces, saved, device) for pieces, saved in zip(rounds[1:], saves[1:], strict=True)),
     )
+
+
+def _pieces(one: SequenceSlice, first: int) -> Iterator[Slice]:
+    """Yields the parts of a prompt's slice between the positions whose states are saved."""
+    start = one.start
+    for stop in (*(position for position, _ in one.saves), one.stop):
+        if not start < stop <= one.stop:
+            raise InvariantError(f"row {one.row}: no state can be saved at {stop} of {one.start}..{one.stop}")
+        yield Slice(one.row, first + start - one.start, stop - start, start > 0)
+        start = stop
+
+
+def _continued(pieces: list[Slice], saved: list[tuple[int, int]], device: torch.device) -> Continued:
+    rows, slots = upload([number for pair in zip(*saved, strict=True) for number in pair], device).view(2, -1)
+    return Continued(rows, slots, PackedSlices.of(pieces, device))
 
 
 def _singles(answers: list[tuple[int, int]], device: torch.device) -> PackedSlices:
@@ -105,7 +152,7 @@ class PackedStates:
     ) -> torch.Tensor:
         """Returns the causal convolution of a layer, `[T, channels]`. `weight`: that of a depthwise `nn.Conv1d`."""
         state, out = self._state(layer, "conv"), torch.empty_like(x)
-        for slices in self._current.each():
+        for slices in self._current.each(state):
             causal_conv(x, weight.squeeze(1), bias, state, slices, out, silu=silu, how=self._how)
         return out
 
@@ -125,8 +172,8 @@ class PackedStates:
         state, out = self._state(layer, "recurrent"), torch.empty_like(x)
         state = state.view(len(state), *x.shape[1:], b.shape[2])
         step, unbounded = self._current, replace(parameters, dt_limit=UNBOUNDED)
-        if step.prompts is not None:
-            state_space(x, dt, b, c, parameters, state, step.prompts, out, how=self._how)
+        for slices in step.of_prompts(state):
+            state_space(x, dt, b, c, parameters, state, slices, out, how=self._how)
         if step.answers is not None:
             state_space(x, dt, b, c, unbounded, state, step.answers, out, how=self._how)
         return out
@@ -142,7 +189,7 @@ class PackedStates:
     ) -> torch.Tensor:
         """Returns the output of a layer's gated delta rule; see `kernels.recurrent.gated_delta`."""
         state, out = self._state(layer, "recurrent"), torch.empty_like(v)
-        for slices in self._current.each():
+        for slices in self._current.each(state):
             gated_delta(q, k, v, decay, beta, state, slices, out, how=self._how)
         return out
 
