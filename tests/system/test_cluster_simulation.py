@@ -52,6 +52,12 @@ def test_any_faults(first: int) -> None:
     assert struck == set(KINDS), f"only these faults struck: {struck}"
 
 
+@pytest.mark.parametrize("first", sampled(range(0, 1000, AT_ONCE), lambda first: first < AT_ONCE))
+def test_any_faults_of_groups_with_recurrent_states(first: int) -> None:
+    runs = [simulate(seed, Scale(states=True)) for seed in range(first, first + AT_ONCE)]
+    assert outcomes(runs)["done"] > AT_ONCE
+
+
 def test_a_cut_in_one_direction() -> None:
     """For most of a minute: the side that receives does not take the other as met, and requests wait."""
     run = simulate(5012, first_fault="cut")

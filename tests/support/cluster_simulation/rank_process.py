@@ -59,8 +59,8 @@ class RankProcess(Process):
             transport=transport,
             clock=world.loop.time,
         )
-        for part in runner.pool.parts:
-            world.devices[part.buffer.data_ptr()] = self.device
+        for buffer in runner.transfer_pools.buffers:
+            world.devices[buffer.data_ptr()] = self.device
         self.rank.on_broken = partial(world.directory.rank_broke, self)
         self._replace_threads()
 

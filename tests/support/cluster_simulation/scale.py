@@ -30,6 +30,8 @@ class Scale:
     faults: int = 4
     least: float = 0.0
     """Share of these numbers that each seed has at least."""
+    states: bool = False
+    """Whether the model has a recurrent state."""
 
     def draw(self, choose: random.Random, most: int) -> int:
         """Returns a number up to `most`, which is one of the numbers above."""

@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 from fake_model import fake_spec
 from simulated_memory import Device, late_kernels
@@ -41,6 +42,9 @@ class World:
         self.fabric = SimulatedFabric(loop, seed, self.network)
         self.options = ReliableOptions(peer_timeout_s=PEER_TIMEOUT_S, heartbeat_s=1.0)
         self.config = draw_config(self.choose)
+        if scale.states:
+            prefill = msgspec.structs.replace(self.config.prefill, state_interval_tokens=8)
+            self.config = msgspec.structs.replace(self.config, prefill=prefill)
         self.metrics_s = self.config.metrics.interval_s
         self.devices: dict[int, Device] = {}
         """By the address of their pools."""
@@ -78,7 +82,7 @@ class World:
 
     def spec_of(self, role: str) -> ModelSpec:
         """The same model for all."""
-        return fake_spec(LAYERS, KV_HEADS)
+        return fake_spec(LAYERS, KV_HEADS, self.scale.states, any_chunks=True)
 
     def keep(self, task: asyncio.Task[Any]) -> None:
         """Its error ends the simulation."""
