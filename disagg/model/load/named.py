@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import GraniteMoeHybridConfig, LlamaConfig, MistralConfig, Qwen3Config
+from transformers import GraniteMoeHybridConfig, LlamaConfig, MistralConfig, NemotronHConfig, Qwen3Config
 
 from disagg.core.errors import ConfigError
 
@@ -67,6 +67,11 @@ _MISTRAL = {
 }
 
 
+_NEMOTRON_LAYERS = {"M": "linear_attention", "-": "mlp", "*": "full_attention"}
+_NEMOTRON_H_8B = "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-"
+"""Layers of Nemotron-H 8B, whose other values are the defaults of its configuration."""
+
+
 def _granite_hybrid(hidden: int, mlp: int, layers: int, attention: range, heads: int) -> dict[str, Any]:
     """Returns the values of a Granite 4 hybrid without experts: Mamba 2 layers, some replaced by `attention`."""
     kinds = ["attention" if layer in attention else "mamba" for layer in range(layers)]
@@ -126,6 +131,13 @@ _MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
             "logits_scaling": 8.0,
             "bos_token_id": 100257,
             "eos_token_id": 100257,
+        },
+    ),
+    "nemotron-h-8b": (
+        NemotronHConfig,
+        {
+            "layers_block_type": [_NEMOTRON_LAYERS[letter] for letter in _NEMOTRON_H_8B],
+            "max_position_embeddings": 8192,
         },
     ),
     "tiny-llama": (LlamaConfig, {**_TINY, "num_key_value_heads": 4}),
