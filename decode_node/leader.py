@@ -66,7 +66,7 @@ class DecodeLeader(AdmittingLeader):
 
     @property
     def max_sequences(self) -> int:
-        """Most sequences of one request."""
+        """Largest number of sequences of one request."""
         return min(self._scheduler.max_sequences, MAX_SEQUENCES)
 
     def sample(self, plan: StepPlan, logits: torch.Tensor) -> SampledStep:

@@ -265,7 +265,7 @@ class SamplingParams(msgspec.Struct, frozen=True):
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     min_tokens: int = 0
-    """Least tokens before an EOS token, stop token or stop string may end the answer."""
+    """Number of tokens before which no EOS token, stop token or stop string ends the answer."""
     min_p: float = 0.0
     """Drops tokens less probable than this fraction of the most probable token; 0 is off."""
     presence_penalty: float = 0.0
