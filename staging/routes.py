@@ -48,9 +48,9 @@ def plan_routes(src: Sequence[Shard], dst: Sequence[Shard]) -> tuple[Route, ...]
     the number of cells of the busiest source (`balanced_quotas`). The choice is made in runs of layers, so
     that another replica adds few segments, and depends on the arguments only.
 
-    Sources that share more than one head do not occur with tensor and pipeline parallelism. For them each run
-    is rounded to whole layers: a source may exceed the minimum by that many heads, once for each set of
-    sources it belongs to.
+    With tensor and pipeline parallelism, sources share at most one head. For sources that share more heads, each run
+    is rounded to whole layers. A source may then exceed the minimum by the number of shared heads, once for each set
+    of sources that contains it.
 
     Sorted by (source, destination, layers, heads). Raises HandshakeError when no source holds a destination's
     cell, ValueError when a rank appears twice on one side.
