@@ -249,7 +249,7 @@ class SegmentReceiver:
         return source is not None and source.writes and source.state is not SourceState.LOST
 
     def on_operation(self, operation: Operation) -> None:
-        """Handles an operation that has ended: of a segment, a notification, an active message or a probe."""
+        """Handles the end of an operation: of a segment, a notification, an active message or a probe."""
         if isinstance(operation.context, IncomingSegment):
             self._landing.ended(operation.context, operation)
         elif not (self._messages.ended(operation) or self._probes.ended(operation)):

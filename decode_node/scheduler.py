@@ -73,7 +73,7 @@ class DecodeScheduler:
         self._planner = StepPlanner(options, self.requests, self.preemptor, self._forks)
 
     def join(self, host_blocks: int) -> None:
-        """Sets the blocks of host memory that each rank of the complete group has at least."""
+        """Sets the number of host memory blocks: the smallest number that a rank of the complete group has."""
         self.preemptor.host = HostBlocks(host_blocks, self.preemptor.host.block_pages)
 
     # --- admission
@@ -197,7 +197,7 @@ class DecodeScheduler:
             del self.requests[request.key]
 
     def drop(self, resumption: Resumption) -> None:
-        """Frees the row and pages that a settled request passed on; for a successor that is not reserved."""
+        """Frees the row and pages that a settled request passed on, because the successor is not admitted."""
         self._admission.drop(resumption)
 
     def resumption(self, request: DecodeRequest, answered: Tokens[int]) -> Resumption:

@@ -129,7 +129,7 @@ class IncomingTickets:
     # --- active messages that could not be sent
 
     def grant_failed(self, peer: str, message: m.LeaseGrant, error: TransportError) -> None:
-        """Fails the transfer of an undelivered grant: without the grant, the source sends no segment."""
+        """Fails the transfer whose lease grant was not delivered: without the grant, the source sends no segment."""
         incoming = self.open.get(message.ticket)
         if incoming is not None:
             self.fail(incoming, error)

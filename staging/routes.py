@@ -115,8 +115,8 @@ def _pieces(span: Span, bounds: Sequence[int]) -> Iterator[tuple[int, Span]]:
 
 
 def _deal(quota_of: Mapping[int, int], pieces: list[_ShardPiece], routes: list[Route]) -> None:
-    """Distributes pieces over the ranks of `quota_of`, which all hold them: laid end to end and cut at the
-    quotas."""
+    """Distributes `pieces` over the ranks of `quota_of`, each of which holds all pieces. The pieces are laid end to
+    end and cut at the quotas."""
     holders, quotas = list(quota_of), list(quota_of.values())
     turn, last = 0, len(holders) - 1
     for piece in pieces:

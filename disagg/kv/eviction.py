@@ -19,7 +19,7 @@ ORDERS: dict[EvictionName, Callable[[Node], Order]] = {
 """Sort key of a node, by policy. The node with the lowest key is evicted first; keys never decrease."""
 
 _FEW_ENTRIES = 64
-"""A heap of fewer entries is not worth a clean-up."""
+"""Smallest number of entries for which a heap is cleaned of outdated entries."""
 
 
 class NodeQueue:

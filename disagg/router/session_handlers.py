@@ -232,7 +232,8 @@ class SessionHandlers(ABC):
         return self.fail(RequestTimeoutError(f"request {self.key} did not end before its deadline"))
 
     def release(self, _: None) -> list[SessionAction]:
-        """Sends `Release` to every involved leader that is not lost; a lost leader owns nothing any more."""
+        """Sends `Release` to every involved leader that is not lost; a lost leader holds no resources of the
+        request."""
         self.report.ended_s = self._elapsed_s()
         self.unreleased = self.involved - self.lost
         release = m.Release(self.key, "the session ended")

@@ -34,8 +34,8 @@ HIGH_WATER_MARK = 20000
 streams."""
 RECEIVE_BATCH = 512
 MAX_STRAY_PEERS = 64
-"""Largest number of connections kept to addresses without an open stream. This side has sent such an address a reset
-and nothing else."""
+"""Largest number of connections kept to addresses without an open stream. Such an address has been sent a reset
+only."""
 _ADDRESS = re.compile(r"tcp://[^/:@;]+:\d{1,5}")
 _WILDCARDS = ("*", "", "::", "[::]")
 ENVELOPE_BYTES = 4096
