@@ -210,9 +210,9 @@ class SegmentSender:
             self._mover.on_damaged(item)
 
     def on_verified(self, peer: str, message: m.TransferVerified) -> None:
-        """Marks the peer's part of tickets as verified. Arrives as an active message or by the control channel.
+        """Marks the peer's part of tickets as verified. A second message changes nothing.
 
-        A second message changes nothing.
+        The message arrives as an active message, over the control channel, or both.
         """
         self.tickets.on_verified(peer, message)
 
