@@ -29,10 +29,10 @@ class DecodeAdmission:
 
     @property
     def max_sequences(self) -> int:
-        """Sequences of one request at most: a step computes them together, and each needs a row.
+        """Largest number of sequences of one request. A step computes them together, and each sequence needs a row.
 
-        1 where prompts cannot be cut anywhere: sequences that are recomputed share their prompt's beginning, up to
-        any position, and its recurrent state.
+        The number is 1 if a prompt cannot be cut at every position: recomputed sequences share tokens up to an
+        arbitrary position, and the recurrent state there.
         """
         if not self._options.chunks.anywhere:
             return 1
@@ -98,7 +98,8 @@ class DecodeAdmission:
             self._kv_manager.release(resumption.block_table)
 
     def _passed_on(self, tokens: int, sequences: int, resumption: Resumption) -> BlockTable | None:
-        """Returns the block table of the earlier attempt, for `tokens` tokens; None without one, or without room.
+        """Returns the block table of the earlier attempt, for `tokens` tokens; None if there is none, or if pages are
+        short.
 
         While a preempted request waits for pages, the block table gets no further page.
         """

@@ -28,7 +28,7 @@ CLAIM_S = 0.5
 
 
 class Claim(NamedTuple):
-    """An attempt that waits until the request's earlier attempt has given up its row and pages."""
+    """An attempt that waits until the request's earlier attempt has released its row and pages."""
 
     old: DecodeRequest
     message: m.Reserve

@@ -20,7 +20,7 @@ class Coverage:
     """
 
     def __init__(self, routes: tuple[Route, ...], tokens: Span, layout: KVLayout) -> None:
-        """`tokens`: those of the ticket. A recurrent state, if `layout` has one, follows them."""
+        """`tokens`: positions of the ticket. A recurrent state, if `layout` has one, follows these positions."""
         self._routes, self._tokens, self._layout = routes, tokens, layout
         moved = {route: layout.moved_tokens(route.layers, tokens) for route in routes}
         self._next = {route: [moved[route].start] * len(route.layers) for route in routes}
@@ -50,7 +50,7 @@ class Coverage:
             ahead[row] = segment.tokens.stop
 
     def is_early(self, segment: Segment) -> bool:
-        """Returns whether another segment of its route must come first. Raises `ProtocolError` for a segment on no
+        """Returns whether an earlier segment of the same route is missing. Raises `ProtocolError` for a segment on no
         route."""
         route = self._route_of(segment)
         ahead = self._next[route]

@@ -63,7 +63,7 @@ class Landing:
             self._scatter(item)
 
     def poll(self) -> None:
-        """Lands the segments whose scatter is done. Needed only while something is `scattering`."""
+        """Lands the segments whose scatter is done. The caller polls while `scattering` is not empty."""
         while self.scattering and is_done(self.scattering[0].scattered):
             item = self.scattering.popleft()
             self._record("scatter", item)

@@ -66,7 +66,7 @@ class DecodeLeader(AdmittingLeader):
 
     @property
     def max_sequences(self) -> int:
-        """Most sequences of one request."""
+        """Largest number of sequences of one request."""
         return min(self._scheduler.max_sequences, MAX_SEQUENCES)
 
     def sample(self, plan: StepPlan, logits: torch.Tensor) -> SampledStep:
@@ -242,7 +242,7 @@ class DecodeLeader(AdmittingLeader):
                 sequence.tokens.append(token)
 
     def _sound(self, request: DecodeRequest, first: m.FirstTokens) -> bool:
-        """Returns whether the first tokens are of the right number and all in the vocabulary.
+        """Returns whether the request has the expected number of first tokens, all in the vocabulary.
 
         The next step needs both.
         """

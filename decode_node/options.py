@@ -34,7 +34,8 @@ class ReceiverOptions:
 
     @staticmethod
     def of(config: Config, *, page_size: int, rows: int) -> ReceiverOptions:
-        """Returns the options from `config`, whose `transfer` is sized. `rows`: most requests that run at once."""
+        """Returns the options from `config`, whose `transfer` is sized. `rows`: largest number of requests that run
+        at once."""
         transfer = config.transfer
         return ReceiverOptions(
             page_size=page_size,

@@ -1,7 +1,7 @@
-"""Receives the messages with which a prefill rank measures the wire, into the ring while no request uses the ring.
+"""Receives a prefill rank's wire probe: timed messages into the ring, while no request uses the ring.
 
-The bytes are not read. The probe is over when the prefill rank has ended the probe, is lost, or takes too long. The
-region is then freed as soon as no receive into the region is under way.
+The bytes are not read. The probe is over when the prefill rank ends the probe, is lost, or takes too long. The
+probe's ring region is then freed once no receive writes it.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class ProbeReceiver:
         self._send(peer, m.ProbeAnswer(request.number, socket.gethostname(), self._device, refused))
 
     def on_ended(self, peer: str, message: m.ProbeEnded) -> None:
-        """Ends the probe: no more messages come."""
+        """Ends the probe: no further message of the probe arrives."""
         probe = self._probe
         if probe is not None and (probe.peer, probe.number) == (peer, message.number):
             self._close(probe)

@@ -58,7 +58,7 @@ class DecodeRank(RankNode[DecodeConfig, DecodeLeader, SegmentReceiver]):
             done=self._swapped,
             clock=self.clock,
         )
-        """Copies of pages to host memory; its orders come from the compute thread."""
+        """Copies pages to host memory and back, as the compute thread orders."""
 
     def _make_leader(self, kv_manager: KVManager) -> DecodeLeader:
         group, spec = self.group_config, self.runner.spec

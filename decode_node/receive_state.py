@@ -1,6 +1,6 @@
-"""State machines of the receiving side: for each segment, each source rank of a transfer, and each transfer.
+"""State machines of the receiving side: one for each segment, each source rank of a transfer, and each transfer.
 
-The tables in this file list every transition; `disagg.core.state_table` moves by them.
+The tables in this file list every transition; `disagg.core.state_table` applies them.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ class SegmentEvent(enum.Enum):
     """Event of a segment that is received through the ring."""
 
     ARRIVED = "arrived"
-    """A message of the expected size is here."""
+    """A message of the expected size has arrived for a writable lease."""
     REJECTED = "rejected"
     """A message arrived before its lease was writable, or with a wrong size."""
     CANCELLED = "cancelled"
     """The source has ended or is fenced, and did not send the segment."""
     RECEIVED = "received"
-    """The receive has ended; the request goes on."""
+    """The receive has ended, and the request still needs the segment."""
     RECEIVED_VOID = "received void"
-    """The receive has ended; the request is over."""
+    """The receive has ended, but the request has failed or is closing."""
     RECEIVE_FAILED = "receive failed"
     LAUNCH_FAILED = "launch failed"
     """The scatter could not be launched."""
@@ -54,7 +54,7 @@ class SourceState(enum.Enum):
 
     SENDING = "sending"
     STOPPING = "stopping"
-    """`StopSending` is sent; `SenderEnded` has not come."""
+    """`StopSending` was sent; `SenderEnded` has not arrived."""
     ENDED = "ended"
     """The rank sends nothing more, and has listed the segments that it sent."""
     LOST = "lost"
@@ -69,22 +69,22 @@ class SourceEvent(enum.Enum):
     END = "end"
     """`SenderEnded` has arrived."""
     LOSE = "lose"
-    """The rank is gone."""
+    """The rank is lost: it died or was cut off."""
 
 
 class ReceiveTransferState(enum.Enum):
     """State of one ticket's transfer into this rank."""
 
     RECEIVING = "receiving"
-    """KV is missing, and the request goes on."""
+    """KV is missing, and the request continues."""
     LANDED = "landed"
     """All KV is in its pages, and all checksums match."""
     FAILED = "failed"
     """The leader has received `RankFailed`; nothing more is scattered."""
     CLOSING = "closing"
-    """The leader ended the request; ring regions or writers may be left."""
+    """The leader ended the request. Ring regions may still be leased, and writers may still write."""
     CLOSED = "closed"
-    """Nothing can be written for the ticket any more."""
+    """No rank can write the ticket's pages."""
 
 
 class ReceiveTransferEvent(enum.Enum):
@@ -103,10 +103,10 @@ class Action(enum.Enum):
     """Action that follows an event."""
 
     COUNT_LANDED = "count landed"
-    """Add the segment's bytes to its transfer's."""
+    """Add the segment's size to the transfer's landed bytes."""
     FREE_LEASE = "free lease"
     AWAIT_AGAIN = "await again"
-    """Expect the segment a second time, in the same lease."""
+    """Wait for the second sending of the segment, in the same lease."""
     SEND_STOP = "send stop"
     """Send `StopSending` to the source rank."""
     REPORT_LANDED = "report landed"

@@ -2,13 +2,13 @@
 
 The agent passes each event of the transfer thread to its parts; `decode_node.build` connects them:
 
-    IncomingTickets   open transfers, and the reports of their ends
-    ReceiveRing       leases for segments, and watermarks
-    Landing           received into the ring, scattered into pages
-    PeerWrites        written into the pool by prefill ranks: offers, fences, completion notifications
-    Verifier          checksums of written segments
-    Repairs           damaged segments, requested again
-    ProbeReceiver     messages that measure the wire
+    IncomingTickets   opens, reports and closes the transfer of each ticket
+    ReceiveRing       leases ring space to segments, and sends watermarks
+    Landing           receives segments into the ring, and scatters them into pages
+    PeerWrites        lets prefill ranks write into the pool: offers, fences, completion notifications
+    Verifier          verifies the checksums of segments that prefill ranks wrote into the pool
+    Repairs           requests damaged segments again
+    ProbeReceiver     receives the messages of wire probes
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class SegmentReceiver:
     # --- messages of the leader
 
     def open(self, message: m.OpenReceive) -> None:
-        """Opens a ticket: segments may come from now on. A repeated message is answered again."""
+        """Opens a ticket: this rank then accepts the ticket's segments. A repeated message is answered again."""
         ticket = message.ticket
         link = self._links.get(message.prefill_group)
         if link is None:
@@ -162,7 +162,7 @@ class SegmentReceiver:
         return IncomingTransfer(ticket, slots, row, coverage, sources)
 
     def close(self, message: m.CloseTransfer) -> None:
-        """Ends a request; `RankClosed` follows when nothing can be written for it any more."""
+        """Ends a request; `RankClosed` follows when no rank can write the request's pages."""
         incoming = self._tickets.open.get(message.ticket)
         if incoming is None:
             self._tickets.closed(message.key, message.ticket)
@@ -180,13 +180,13 @@ class SegmentReceiver:
     # --- messages of prefill ranks
 
     def on_pool_refused(self, peer: str, message: m.PoolRefused) -> None:
-        """Handles a peer that cannot open the pool: its KV comes through the ring, for tickets made from now on."""
+        """Handles a peer that cannot open the pool: later tickets receive the peer's KV through the ring."""
         self._writes.on_refused(peer, message)
 
     def on_sender_ended(self, peer: str, message: m.SenderEnded) -> None:
-        """Handles a source that sends nothing more: segments that it did not send are dropped.
+        """Handles the end of a source rank's sending: drops the segments that the rank has not sent.
 
-        The prefill group reports the reason to the router, which then releases the request here too.
+        The prefill group reports the reason to the router. The router then sends `Release` to this group too.
         """
         incoming = self._tickets.open.get(message.ticket)
         source = incoming.sources.get(message.src_rank) if incoming is not None else None
@@ -198,7 +198,8 @@ class SegmentReceiver:
         self._tickets.maybe_closed(incoming)
 
     def on_peer_lost(self, peer: str) -> None:
-        """Handles a lost prefill rank: fences it, then frees the regions that only it could have written."""
+        """Handles a lost prefill rank: fences it, then frees the ring regions that only the lost rank could have
+        written."""
         for name, link in list(self._links.items()):
             if peer in {rank.control_address for rank in link.prefill.ranks}:
                 del self._links[name]
@@ -248,7 +249,7 @@ class SegmentReceiver:
         return source is not None and source.writes and source.state is not SourceState.LOST
 
     def on_operation(self, operation: Operation) -> None:
-        """Handles an operation that has ended: of a segment, a notification, an active message or a probe."""
+        """Handles the end of an operation: of a segment, a notification, an active message or a probe."""
         if isinstance(operation.context, IncomingSegment):
             self._landing.ended(operation.context, operation)
         elif not (self._messages.ended(operation) or self._probes.ended(operation)):
@@ -312,7 +313,8 @@ class SegmentReceiver:
     def check(self) -> None:
         """Raises `InvariantError` unless each lease and each checksum word has its owner.
 
-        Leases belong to segments under way and to a probe; words to launched scatters and sums.
+        A lease belongs to a segment under way or to a probe. A checksum word belongs to a launched scatter or to the
+        checksum of a written segment.
         """
         self._ring.check(self._probes.lease)
         words = len(self._landing.scattering) + len(self._verifier.under_way)

@@ -48,7 +48,7 @@ class Sequence:
     prompt: array[int] = field(repr=False)
     """The request's prompt."""
     computed_tokens: int
-    """Positions whose KV is in its pages, or in the request's blocks."""
+    """Number of positions whose KV is in the sequence's pages, or in the request's host blocks."""
     tokens: list[int] = field(default_factory=list)
     """Tokens of the answer so far; the prefill group samples the first token."""
     score: float = 0.0
@@ -56,19 +56,21 @@ class Sequence:
     history: TokenHistory | None = None
     """Token counts for penalties, used by the compute thread. None without penalties."""
     published_pages: list[int] = field(default_factory=list, repr=False)
-    """Pages as the ranks have them in their request-to-token tables."""
+    """Pages of the sequence that the ranks have in their request-to-token tables."""
     ended: bool = False
     """True when no further step computes the sequence; its pages are freed once no step uses them."""
     ahead_tokens: int = 0
-    """Tokens that steps in flight compute, and sample: behind `computed_tokens` and behind `tokens`."""
+    """Number of tokens that steps in flight compute after `computed_tokens`, and sample after `tokens`."""
     work_index: int = 0
-    """Index of its work item in the plan of the latest step that computes it."""
+    """Index of the sequence's work item in the plan of the latest step that computes the sequence."""
     state_source: int = -1
     """Row whose recurrent state a fork's row copies before its first step; -1: none."""
     awaits_state: bool = False
-    """During recomputation: another sequence computes the tokens that both share, and gives its state there."""
+    """During recomputation: whether another sequence computes the shared tokens, and then passes on its recurrent
+    state."""
     state_heirs: list[tuple[int, Sequence]] = field(default_factory=list, repr=False)
-    """During recomputation: positions, ascending, at which another sequence receives the recurrent state."""
+    """During recomputation: ascending positions, each with a sequence that receives this sequence's recurrent state
+    there."""
 
     @property
     def known_tokens(self) -> int:
@@ -90,12 +92,13 @@ class Sequence:
         return token_of(self.work_index) if self.ahead_tokens else self.tokens[-1]
 
     def next_tokens(self, count: int) -> list[int]:
-        """Returns the `count` tokens behind the computed ones."""
+        """Returns the `count` tokens that follow the computed ones."""
         start = self.computed_tokens
         return tokens_at(self.prompt, self.tokens, start, start + count)
 
     def begin_like(self, other: Sequence) -> bool:
-        """Returns whether its new row begins as a copy of `other`'s; if so, publishes the common pages."""
+        """Returns whether this sequence's new row begins as a copy of the row of `other`; if so, publishes the common
+        pages."""
         if self.published_pages or other is self:
             return False
         pages = self.block_table.pages
@@ -103,7 +106,7 @@ class Sequence:
         return bool(self.published_pages)
 
     def publish_pages(self) -> tuple[int, list[int]]:
-        """Returns the pages that are new to the ranks, behind the index of the first one, and marks them published.
+        """Returns the index of the first page that is new to the ranks, and all new pages; marks them published.
 
         At most the last published page can differ: it was shared and not full (copy on write).
         """
@@ -125,11 +128,11 @@ class Resumption:
     answered: Tokens[int] = ()
     """Tokens of the answer so far."""
     block_table: BlockTable | None = None
-    """Row and pages of the earlier attempt in this group, passed to the new request; None: none are left."""
+    """Row and pages of the earlier attempt in this group, passed to the new request; None if they were freed."""
     kept_tokens: int = 0
-    """The first tokens whose KV is complete in `block_table`: whole pages."""
+    """Number of leading tokens whose KV is complete in `block_table`; they fill whole pages."""
     only_kept: bool = False
-    """True when other requests wait for room: without `block_table` this request must wait behind them."""
+    """True when other requests wait for rows or pages: without `block_table` this request must queue after them."""
 
 
 @dataclass(slots=True, eq=False)
@@ -139,22 +142,22 @@ class DecodeRequest:
     key: RequestKey
     ticket: Ticket
     age: int
-    """Number of its ticket in the order of admission: smaller is older."""
+    """Number of the ticket in the order of admission: an older request has a smaller number."""
     prompt: array[int]
-    """Kept for recomputation."""
+    """Tokens of the prompt, kept for recomputation."""
     sampling: SamplingParams
     router: str
     prefill_group: str
     deadline_s: float
     """Time limit of the request, on the leader's clock."""
     sequences: list[Sequence]
-    """Sequences that hold pages. One of them has the ticket's row, at first the first one."""
+    """Sequences that hold pages. One of them has the ticket's row; initially this is the first sequence."""
     prefix: PrefixKey | None = None
-    """Key of the prompt in the prefix cache; None: its pages are not cached."""
+    """Key of the prompt in the prefix cache; None if the prompt's pages are not cached."""
     search: BeamSearch | None = None
     """None unless the request is a beam search."""
     begun: bool = False
-    """True once the first tokens have come from the prefill group."""
+    """True once the first tokens have arrived from the prefill group."""
     again: bool = False
     """True during recomputation, in which no new token is sampled."""
     some_ended: bool = False
@@ -163,24 +166,24 @@ class DecodeRequest:
     blocks: list[int] = field(default_factory=list)
     """Host blocks: from the copy out until the copy back has ended, or the request is settled."""
     layout: Layout | None = None
-    """How its sequences shared the pages that they gave up; None unless it was preempted."""
+    """How the sequences shared their pages before the preemption; None unless the request is preempted."""
     swapped_ranks: set[int] = field(default_factory=set)
-    """Ranks that have ended the copy under way."""
+    """Ranks that have completed the running copy to or from host memory."""
     held: bool = False
-    """The request is closing, but keeps row and pages for another attempt: the prefill group was lost."""
+    """Whether the closing request keeps row and pages for another attempt, because the prefill group was lost."""
     successor: RequestKey | None = None
-    """The attempt that takes over row and pages once the request is settled."""
+    """Key of the attempt that takes over row and pages once this request is settled."""
     kept: BlockTable | None = None
     """First block table of the request, from its settlement to the admission of its successor."""
     kept_row: BlockTable | None = None
-    """The ticket's row without pages, if the sequence that had it has ended and others have not.
+    """The ticket's row without pages, if the sequence in that row has ended before other sequences.
 
-    Only with recurrent states: otherwise another sequence takes the row over.
-    """
+    Only with recurrent states: otherwise another sequence takes the row over."""
     landed_tokens: dict[int, int] = field(default_factory=dict)
-    """Number of the ticket's first tokens whose KV has landed, by rank that has closed."""
+    """Number of the ticket's leading tokens whose KV has landed, by rank; only ranks that have sent `RankClosed`."""
     steps: int = 0
-    """Number of steps in flight that compute the request; none of its pages may be freed unless 0."""
+    """Number of steps in flight that compute the request. The request's pages may be freed only when the number is 0.
+    """
     closing: bool = False
     release_requested: bool = False
     """True when the router waits for `Released`."""
@@ -211,19 +214,19 @@ class DecodeRequest:
 
     @property
     def block_tables(self) -> list[BlockTable]:
-        """Block tables of the request's sequences."""
+        """Block table of each of `sequences`, in order, without `kept_row`."""
         return [sequence.block_table for sequence in self.sequences]
 
     @property
     def held_tables(self) -> list[BlockTable]:
-        """All block tables of the request: those of the sequences, and `kept_row`."""
+        """All block tables of the request: `block_tables`, then `kept_row` if there is one."""
         return self.block_tables + ([self.kept_row] if self.kept_row is not None else [])
 
     @property
     def copying(self) -> bool:
-        """True while ranks copy between its pages and its host blocks: neither may be freed."""
+        """True while ranks copy between the request's pages and its host blocks: neither may be freed."""
         return self.residency in (Residency.LEAVING, Residency.RETURNING)
 
     def pages(self) -> list[int]:
-        """Returns the distinct pages of its sequences, in the order in which `Layout` numbers them."""
+        """Returns the distinct pages of all sequences, in the order in which `Layout` numbers them."""
         return list(dict.fromkeys(page for one in self.sequences for page in one.block_table.pages))

@@ -1,8 +1,8 @@
-"""A decode rank's ring: grants leases for the segments that will come, and sends watermarks when space gets free.
+"""A decode rank's ring: grants leases for announced segments, and sends watermarks when space becomes free.
 
-A region is used again only when nothing can write it any more. One case is that the receive has ended and the scatter
-is done. In the other case there is no receive, because the sender has reported that no send follows, or is fenced. A
-probe takes and frees its own region (`decode_node.probe`).
+A region is reused only when neither a receive nor a kernel can access it. Usually the receive has ended and the
+scatter is done. A region without a receive is freed when its sender has reported that no send follows, or is fenced.
+A probe takes and frees its own region (`decode_node.probe`).
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ Owners of a request's row, pages and host blocks, and the code that frees them:
                            frees the pages of an ended sequence earlier, between steps
     [settled, evicted)     the prefix cache, where there is one: full pages whose KV is complete; see
                            `disagg.node.kv_manager`. Other requests share them from `reserve` on, read-only: their
-                           tickets begin behind these pages
+                           tickets begin after these pages
     [lost, resumed)        the request is closing and `held`: its prefill group was lost. Another attempt, the
                            `successor`, takes over row and pages when no segment can land any more; or `unhold` ends
                            the hold
@@ -73,7 +73,7 @@ class DecodeScheduler:
         self._planner = StepPlanner(options, self.requests, self.preemptor, self._forks)
 
     def join(self, host_blocks: int) -> None:
-        """Sets the blocks of host memory that each rank of the complete group has at least."""
+        """Sets the number of host memory blocks: the smallest number that a rank of the complete group has."""
         self.preemptor.host = HostBlocks(host_blocks, self.preemptor.host.block_pages)
 
     # --- admission
@@ -150,7 +150,8 @@ class DecodeScheduler:
         self._forks.branch(request, beams)
 
     def end(self, request: DecodeRequest, sequence: Sequence) -> bool:
-        """Marks a sequence that has its last token. Returns whether it was the last one: the request ends then."""
+        """Marks a sequence that has its last token. Returns whether the request has no other running sequence; the
+        request then ends."""
         return self._forks.end(request, sequence)
 
     def swapped(self, request: DecodeRequest, rank: int) -> None:
@@ -168,7 +169,7 @@ class DecodeScheduler:
         return True
 
     def rank_closed(self, request: DecodeRequest, rank: int, landed_tokens: int = 0) -> None:
-        """Records that nothing can land in the request's pages on that rank any more, and how many tokens have
+        """Records that nothing can land in the request's pages on a rank from now on, and how many tokens have
         landed."""
         request.closed_ranks.add(rank)
         request.landed_tokens[rank] = landed_tokens
@@ -196,7 +197,7 @@ class DecodeScheduler:
             del self.requests[request.key]
 
     def drop(self, resumption: Resumption) -> None:
-        """Frees the row and pages that a settled request passed on; for a successor that is not reserved."""
+        """Frees the row and pages that a settled request passed on, because the successor is not admitted."""
         self._admission.drop(resumption)
 
     def resumption(self, request: DecodeRequest, answered: Tokens[int]) -> Resumption:

@@ -17,7 +17,7 @@ class SchedulerOptions:
     """The group's name."""
     ranks: int
     max_batch: int
-    """Sequences in one step at most."""
+    """Largest number of sequences in one step."""
     max_context_tokens: int
     first_ticket: int
     """Number of the first ticket."""

@@ -1,7 +1,7 @@
 """The tickets that a decode rank receives for, and the reports when a transfer has landed, failed or closed.
 
 landed   all bytes are in their pages and all checksums match: `Landed` to the leader, `TransferVerified` to sources
-failed   an error came first: `RankFailed` to the leader, once; it answers with `CloseTransfer`
+failed   an error occurred before: `RankFailed` to the leader, once; the leader replies with `CloseTransfer`
 closed   the leader closed the transfer, no ring region is held and no writer can write: `RankClosed` to the leader,
          which frees the pages
 """
@@ -81,11 +81,11 @@ class IncomingTickets:
         self._context.to_leader(message)
 
     def closed(self, key: RequestKey, number: int, landed_tokens: int = 0) -> None:
-        """Reports to the leader that nothing can land for the ticket any more, and how many tokens have landed."""
+        """Reports to the leader that no further segment of the ticket can land, and how many tokens have landed."""
         self._context.to_leader(m.RankClosed(key, number, self._context.rank, landed_tokens))
 
     def maybe_closed(self, incoming: IncomingTransfer) -> None:
-        """Closes a closing transfer once nothing can be written for it any more."""
+        """Closes a closing transfer once no rank can write the ticket's pages."""
         if incoming.state is not ReceiveTransferState.CLOSING:
             return
         if any(incoming.leased()) or incoming.unproven_writers():
@@ -129,7 +129,7 @@ class IncomingTickets:
     # --- active messages that could not be sent
 
     def grant_failed(self, peer: str, message: m.LeaseGrant, error: TransportError) -> None:
-        """Fails the transfer of an undelivered grant: without the grant, the source sends no segment."""
+        """Fails the transfer whose lease grant was not delivered: without the grant, the source sends no segment."""
         incoming = self.open.get(message.ticket)
         if incoming is not None:
             self.fail(incoming, error)

@@ -1,9 +1,9 @@
 """Prefill ranks that write straight into this rank's pool: offers, fences and completion notifications.
 
-A write cannot be cancelled. A ticket's pages are therefore freed only when each of its writers is proven to write no
-more. There are three proofs. All segments of the writer have landed. Or the writer has ended, and the notifications
-of all its launched writes have arrived. Or `quarantine_s` has passed, after which its launched writes have ended.
-Later launches find the fence word closed.
+A write cannot be cancelled. A ticket's pages are therefore freed only when each writer provably writes no more. Any
+of three conditions proves this. First, all segments of the writer have landed. Second, the writer has ended, and the
+notifications of all its launched writes have arrived. Third, `quarantine_s` has passed since the writer ended or was
+lost: its launched writes have ended, and a lost writer's later launches find the fence word closed.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class PeerWrites:
     # --- offers and fences
 
     def offer(self, peer: str) -> None:
-        """Lets a prefill rank write to the pool, for tickets made from now on."""
+        """Offers the pool to a prefill rank for direct writes; later tickets use the offer."""
         if self.fences is None:
             return
         try:
@@ -73,7 +73,7 @@ class PeerWrites:
         return peer in self.peers
 
     def on_refused(self, peer: str, message: m.PoolRefused) -> None:
-        """Handles a peer that cannot open the pool: its KV comes through the ring, for tickets made from now on.
+        """Handles a peer that cannot open the pool: later tickets receive the peer's KV through the ring.
 
         Open tickets stay as they are: an earlier offer may still be in use.
         """
@@ -144,7 +144,7 @@ class PeerWrites:
     def notification_ended(self, operation: Operation) -> None:
         """Handles a notification whose receive has ended.
 
-        Even if it failed, the writer writes no more of the segment.
+        Even after a failed receive, the writer has ended its write of the segment.
         """
         incoming = self._notifications.ended(operation)
         if not isinstance(incoming, IncomingTransfer):

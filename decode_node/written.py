@@ -65,7 +65,7 @@ class WrittenSegments:
         return bool(self._owed)
 
     def forgive(self) -> None:
-        """Forgets the notifications that are owed."""
+        """Stops waiting for the notifications that ended sources still owe."""
         self._owed.clear()
 
     def debtors(self) -> set[int]:

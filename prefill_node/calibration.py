@@ -26,10 +26,10 @@ from staging.wire import MIB, PROBE_LIMIT_S, Wire, best_segment_bytes
 
 ANSWER_S = PROBE_LIMIT_S + 5.0
 """Longest wait for a probe's result. The transfer thread's own limit is shorter, so only a blocked thread exceeds
-this one."""
+`ANSWER_S`."""
 _COPIES_S = 80e-6
-"""Cost of a segment's gather and scatter on a GPU, host work included. The cost is the whole cost of a segment
-(docs/performance.md) less the cost of its message. The probe does not measure it."""
+"""Cost of a segment's gather and scatter on a GPU, host work included, which the probe does not measure. Computed as
+a segment's total cost (docs/performance.md) less the cost of its message."""
 OVERRIDE = (
     "set transfer.segment_overhead_s, wire_bytes_per_s, max_segment_bytes; or transfer.calibrate=off, always"
 )

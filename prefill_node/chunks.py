@@ -22,8 +22,8 @@ from staging.planner import cut_tails
 from staging.trailer import message_bytes
 
 CHECKED_TAIL_BYTES = 64 << 20
-"""Largest segment at the end of a prompt that is written directly with checksums. The decode rank verifies a segment
-when all of it is written, and nothing overlaps the verification of the last one."""
+"""Size to which a prompt's last segment is cut, for direct writes with checksums. The decode rank verifies a complete
+segment, and no later write overlaps the verification of the last segment."""
 
 
 class Chunks:
@@ -44,12 +44,12 @@ class Chunks:
         self._uncomputed: dict[StepPart, list[OutgoingSegment]] = {}
         """Segments whose layers are not computed."""
         self.early = EarlyChunks()
-        """Chunks whose tickets have not come."""
+        """Chunks whose tickets have not arrived."""
 
     def plan(self, chunk: PlannedChunk) -> None:
         """Cuts a chunk; requests leases and prepares direct writes. An early chunk waits for its ticket.
 
-        Chunks of an earlier reservation of the request's pages are ignored, as are those of a refused ticket.
+        Ignores chunks of an earlier reservation of the request's pages, and chunks of a refused ticket.
         """
         outgoing = self._tickets.open.get(chunk.key)
         if outgoing is None and chunk.early:

@@ -36,7 +36,7 @@ class Cutter:
         """Bytes of the largest segment, by decode group and destination rank."""
 
     def link(self, link: Link) -> None:
-        """Adds a decode group as a destination of chunks; keeps its measured wire.
+        """Adds a decode group as a destination of chunks; the group's measured wire, if any, stays in use.
 
         Raises `ConfigError` when staging is too small for one token of one layer.
         """

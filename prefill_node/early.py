@@ -1,6 +1,6 @@
-"""Chunks that are computed before their ticket has come, while the destination of their KV is still unknown.
+"""Chunks that are computed before their ticket has arrived, while the destination of their KV is still unknown.
 
-The KV of a request without a ticket stays in its pages, with an event for each layer group. When the ticket opens,
+The KV of a request without a ticket stays in its pages, with an event for each layer group. When the ticket arrives,
 `prefill_node.chunks` cuts the chunks and sends the layers computed so far. Layers of a running step follow when they
 are computed.
 """

@@ -1,7 +1,7 @@
 """Moves computed segments: by a gather into staging and a send, or by one write into the decode rank's pool.
 
-No deadlock: only segments that the destination can receive *now* take staging, so each holder of staging progresses
-by itself. The oldest lease of a ring is always writable, and its segment waits for compute alone, which never waits
+No deadlock: only segments that the destination can receive *now* take staging, so no holder of staging waits for
+another one. The oldest lease of a ring is always writable, and its segment waits for compute alone, which never waits
 for the network.
 """
 

@@ -27,7 +27,7 @@ class SenderOptions:
     segment_bytes: int
     """Largest segment, until the wire has been measured."""
     groups: int
-    """Most layer groups in which a chunk is sent."""
+    """Largest number of layer groups in which a chunk is sent."""
     peer_memory: bool
     """Whether KV may be written directly into pools of decode ranks."""
     checksum: bool

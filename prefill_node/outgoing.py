@@ -157,7 +157,7 @@ class OutgoingTransfer:
 
     @property
     def end(self) -> int:
-        """End of the positions to send: that of the prompt, or behind the recurrent state, which follows it."""
+        """End of the positions to send: the prompt's end, or one more if a recurrent state follows the prompt."""
         return self.ticket.tokens.stop + bool(self.link.decode.layout.states)
 
     def slots_of(self, segment: Segment) -> torch.Tensor:
@@ -188,7 +188,8 @@ class OutgoingTransfer:
 
     @property
     def all_computing(self) -> bool:
-        """True when every position of the ticket has been cut and all their layers are queued on the device."""
+        """True when all positions of the ticket have been cut into segments, whose layers are all queued on the
+        device."""
         return self.uncomputed == 0 and self.planned_to >= self.end
 
     @property

@@ -132,7 +132,8 @@ class PrefillRank(RankNode[PrefillConfig, PrefillLeader, SegmentSender]):
                 self.leader.commit(plan, logits)
 
     def _send_cached(self, plan: StepPlan) -> None:
-        """Sends the cached positions of the plan's prompts, behind the steps on the device that computed them."""
+        """Sends the cached positions of the plan's prompts, after the steps that computed them have ended on the
+        device."""
         cached = [work for work in plan.work if work.pages and work.start]
         if not cached:
             return

@@ -19,7 +19,7 @@ class First(NamedTuple):
     tokens: list[int]
     scores: list[float]
     logprobs: list[TokenLogprobs]
-    """One for each token, where the request has `logprobs`."""
+    """One entry for each token if the request has `logprobs`, else empty."""
 
 
 @dataclass(slots=True, eq=False)
@@ -44,24 +44,25 @@ class PrefillRequest:
     reservation: int = 0
     """Number of the block table: unique for the life of the prefill group."""
     admitted: bool = False
-    """The ranks have received `OpenSend`, so its end needs `CloseTransfer`."""
+    """Whether the ranks have received `OpenSend`, so that the end of the request needs `CloseTransfer`."""
     rest_tokens: int | None = None
     """Tokens that no cached prefix provided when the request was first considered for an early start."""
     began_early: bool = False
-    """A step has computed part of the reservation without a ticket."""
+    """Whether a step has computed part of the reservation before the ticket arrived."""
     planned_tokens: int = 0
     in_step: bool = False
-    """A running step computes the request: its pages must not be freed."""
+    """Whether a running step computes the request, so that its pages must not be freed."""
     computed: bool = False
     first: First | None = None
-    """Sampled before the ticket came, and sent when it comes."""
+    """First tokens that were sampled before the ticket arrived; sent when the ticket arrives."""
     closing: bool = False
     release_requested: bool = False
-    """The router waits for `Released`."""
+    """Whether the router waits for `Released`."""
     router_lost: bool = False
-    """The router is lost and sends no `Release`: the leader closes the request when its KV is sent or unwanted."""
+    """Whether the router is lost and sends no `Release`. The leader then closes the request when its KV is sent or
+    unwanted."""
     unwanted: bool = False
-    """The decode group has stopped the transfer."""
+    """Whether the decode group has stopped the transfer."""
     sent_ranks: set[int] = field(default_factory=set)
     closed_ranks: set[int] = field(default_factory=set)
     nbytes: int = 0

@@ -84,7 +84,7 @@ class SendTransferEvent(enum.Enum):
     ALL_SENT = "all sent"
     """The last segment was sent, and was verified where that is required."""
     STOP = "stop"
-    """The decode side gave the ticket up, or a fault ends the request."""
+    """The decode side has cancelled the ticket, or a fault ends the request."""
     CLOSE = "close"
     """The leader sent `CloseTransfer`."""
     DRAINED = "drained"

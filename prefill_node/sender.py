@@ -1,11 +1,11 @@
 """The transfer agent of a prefill rank: sends its KV, segment by segment, while the prompt is still being computed.
 
-OutgoingTickets   open tickets and their endings
-Chunks            chunks in computation, cut into segments by the Cutter
-Leases            leases of decode ranks' rings, and their watermarks
-PeerPools         pools of decode ranks that are written directly
-SegmentMover      gather and send, or direct write, of computed segments
-StagingSpace      the holders of staging
+OutgoingTickets   opens, reports and closes the transfer of each ticket
+Chunks            cuts chunks into segments with the Cutter, and tracks which layers are computed
+Leases            requests ring space of decode ranks, and receives their watermarks
+PeerPools         maps pools of decode ranks for direct writes
+SegmentMover      gathers and sends computed segments, or writes them directly
+StagingSpace      assigns staging regions to segments
 """
 
 from __future__ import annotations
@@ -82,7 +82,8 @@ class SegmentSender:
             options.segment_bytes,
             options.wire,
         )
-        """Used by `prefill_node.calibration` on the transfer thread, as `prober` is."""
+        """Cuts chunks into segments for each destination. `prefill_node.calibration` sets its wire, on the transfer
+        thread."""
         self.groups = self.cutter.groups
         """The finest layer groups of a chunk; the compute thread records an event after each."""
         self.tickets = OutgoingTickets(context, self.space, self._exposed, self._sums)
@@ -116,7 +117,7 @@ class SegmentSender:
     def link(self, link: Link) -> None:
         """Connects to the decode ranks that this rank sends to. Raises `ConfigError`, `TransportError`.
 
-        A second call, after a lost rank has come back, keeps the measured wire and the other ranks' rings.
+        A second call, after a lost rank has returned, keeps the measured wire and the other ranks' rings.
         """
         self.cutter.link(link)
         for peer in link.destinations_of(self._rank):
@@ -172,7 +173,7 @@ class SegmentSender:
         self._mover.pump()
 
     def drop_early(self, key: RequestKey, reservation: int) -> None:
-        """Drops what is left of the chunks that a request had before its ticket: the reservation has ended."""
+        """Drops the chunks that a request had before its ticket, because the reservation has ended."""
         self._chunks.drop_early(key, reservation)
 
     def layers_ready(self, part: StepPart, layers: Span, event: DeviceEvent) -> None:
@@ -180,9 +181,8 @@ class SegmentSender:
         self._chunks.layers_ready(part, layers, event)
 
     def close(self, message: m.CloseTransfer) -> None:
-        """Ends the transfer of a finished request: `RankClosed` follows when the device reads none of its pages any
-        more.
-        """
+        """Ends the transfer of a finished request: `RankClosed` follows when the device no longer reads the request's
+        pages."""
         self.tickets.close(message)
         self._mover.pump()
 
@@ -196,12 +196,12 @@ class SegmentSender:
             self._pools.keep(peer, offer)
 
     def on_stop_sending(self, peer: str, message: m.StopSending) -> None:
-        """Stops a ticket that the decode side gave up; the peer always receives `SenderEnded`."""
+        """Stops a ticket that the decode side has cancelled; the peer always receives `SenderEnded`."""
         self.tickets.on_stop_sending(peer, message)
         self._mover.pump()
 
     def on_send_again(self, peer: str, message: m.SendAgain) -> None:
-        """Sends a segment that arrived damaged again. A repeated request changes nothing."""
+        """Resends a segment that arrived damaged. A repeated request changes nothing."""
         outgoing = self.tickets.find(message.key, message.ticket)
         item = outgoing.items.get((message.dst_rank, message.segment)) if outgoing is not None else None
         if item is None or item.peer != peer or item.damaged:
@@ -210,9 +210,9 @@ class SegmentSender:
             self._mover.on_damaged(item)
 
     def on_verified(self, peer: str, message: m.TransferVerified) -> None:
-        """Marks the peer's part of tickets as verified. Arrives as an active message or by the control channel.
+        """Marks the peer's part of tickets as verified. A second message changes nothing.
 
-        Both may arrive: the second one changes nothing.
+        The message arrives as an active message, over the control channel, or both.
         """
         self.tickets.on_verified(peer, message)
 

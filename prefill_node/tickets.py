@@ -70,9 +70,8 @@ class OutgoingTickets:
                 self._advance(outgoing, SendTransferEvent.ALL_SENT)
 
     def close(self, message: m.CloseTransfer) -> None:
-        """Ends the transfer of a finished request: `RankClosed` follows when the device reads none of its pages any
-        more.
-        """
+        """Ends the transfer of a finished request: `RankClosed` follows when the device no longer reads the request's
+        pages."""
         outgoing = self.open.get(message.key)
         if outgoing is None:
             self._to_leader(m.RankClosed(message.key, message.ticket, self._rank))
@@ -83,7 +82,7 @@ class OutgoingTickets:
         self._close_if_drained(outgoing)
 
     def on_verified(self, peer: str, message: m.TransferVerified) -> None:
-        """Marks the peer's part of these tickets as verified: none of its segments is sent again."""
+        """Marks the peer's part of these tickets as verified: no segment of this part is sent again."""
         for key, number in message.tickets:
             outgoing = self.find(key, number)
             if outgoing is None:
@@ -93,7 +92,7 @@ class OutgoingTickets:
             self.report_if_sent(outgoing)
 
     def on_stop_sending(self, peer: str, message: m.StopSending) -> None:
-        """Stops a ticket that the decode side gave up; the peer always receives `SenderEnded`."""
+        """Stops a ticket that the decode side has cancelled; the peer always receives `SenderEnded`."""
         outgoing = self.find(message.key, message.ticket)
         if outgoing is None:
             self.stale += 1

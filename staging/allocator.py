@@ -61,7 +61,7 @@ class RingStatistics:
     waited: int
     """Number of leases that were not writable when assigned."""
     skipped_bytes: int
-    """Bytes skipped so that no lease wraps, without alignment."""
+    """Bytes skipped so that no lease wraps, not counting bytes skipped for alignment."""
 
 
 def is_writable(end: int, watermark: int, size_bytes: int) -> bool:
@@ -88,7 +88,7 @@ class StagingAllocator:
         self.size_bytes = size_bytes
         self.alignment_bytes = alignment_bytes
         self.head = 0
-        """Position behind the newest lease. Callers only read this and the next four."""
+        """End position of the newest lease. Callers only read this attribute and the next four."""
         self._next_id = 0
         self.order: deque[Lease] = deque()
         """Leases in the order of assignment; freed leases are dropped at the front."""

@@ -33,7 +33,7 @@ def shard_groups(shard: Shard, count: int) -> tuple[Span, ...]:
 def group_count(nbytes: int, most: int, overhead_s: float, bytes_per_s: float) -> int:
     """Returns the best number of layer groups (at most `most`) for a chunk of `nbytes` to one destination.
 
-    The exposed time is that of the last group on the wire, `nbytes / bytes_per_s / count`; each group adds
+    The exposed time is the time of the last group on the wire, `nbytes / bytes_per_s / count`; each group adds
     `overhead_s`. The sum is smallest at the square root of their quotient, so small chunks use one group.
     """
     if overhead_s <= 0:

@@ -48,9 +48,9 @@ def plan_routes(src: Sequence[Shard], dst: Sequence[Shard]) -> tuple[Route, ...]
     the number of cells of the busiest source (`balanced_quotas`). The choice is made in runs of layers, so
     that another replica adds few segments, and depends on the arguments only.
 
-    Sources that share more than one head do not occur with tensor and pipeline parallelism. For them each run
-    is rounded to whole layers: a source may exceed the minimum by that many heads, once for each set of
-    sources it belongs to.
+    With tensor and pipeline parallelism, sources share at most one head. For sources that share more heads, each run
+    is rounded to whole layers. A source may then exceed the minimum by the number of shared heads, once for each set
+    of sources that contains it.
 
     Sorted by (source, destination, layers, heads). Raises HandshakeError when no source holds a destination's
     cell, ValueError when a rank appears twice on one side.
@@ -115,8 +115,8 @@ def _pieces(span: Span, bounds: Sequence[int]) -> Iterator[tuple[int, Span]]:
 
 
 def _deal(quota_of: Mapping[int, int], pieces: list[_ShardPiece], routes: list[Route]) -> None:
-    """Distributes pieces over the ranks of `quota_of`, which all hold them: laid end to end and cut at the
-    quotas."""
+    """Distributes `pieces` over the ranks of `quota_of`, each of which holds all pieces. The pieces are laid end to
+    end and cut at the quotas."""
     holders, quotas = list(quota_of), list(quota_of.values())
     turn, last = 0, len(holders) - 1
     for piece in pieces:

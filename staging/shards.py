@@ -45,8 +45,8 @@ def make_shards(layers: int, kv_heads: int, tp: int, pp: int = 1) -> tuple[Shard
 
 
 def layout_shards(layout: KVLayout, tp: int, pp: int = 1) -> tuple[Shard, ...]:
-    """Returns `make_shards` for every class of layers. Raises ConfigError if several classes meet pipeline
-    stages."""
+    """Returns `make_shards` for every class of layers. Raises ConfigError for several classes of layers together with
+    pipeline stages."""
     if not layout.more:
         return make_shards(layout.layers, layout.kv_heads, tp, pp)
     if tp < 1 or pp != 1:

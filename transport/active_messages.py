@@ -35,7 +35,7 @@ Handler = Callable[[str, Any], None]
 
 
 MAX_HELD_BYTES = 1 << 20
-"""Most bytes of messages held for one peer that is not linked yet; a message beyond the limit is dropped."""
+"""Limit of the bytes held for one peer that is not linked yet; a message beyond the limit is dropped."""
 
 
 @dataclass(slots=True, eq=False)

@@ -101,7 +101,8 @@ class OperationTracker:
         self._waiting.update(arrivals)
 
     def consume(self, arrival: Arrival) -> None:
-        """Raises `ValueError` unless the arrival was handed out here and not yet consumed."""
+        """Records that the caller receives or discards `arrival`. Raises `ValueError` unless `hand_out` recorded it,
+        and for a second call."""
         if arrival not in self._waiting:
             raise ValueError(f"{arrival} was received or discarded before, or belongs to another transport")
         self._waiting.remove(arrival)

@@ -138,7 +138,7 @@ class _Routes:
         return _json(merged_status(await self._reports()))
 
     async def _reports(self) -> list[WorkerReport]:
-        """Returns the reports of all workers, this one first."""
+        """Returns the reports of all workers, this worker first."""
         others = await self._siblings.reports()
         return [self._service.report(), *others]
 

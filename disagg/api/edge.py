@@ -24,7 +24,7 @@ from disagg.core.errors import BusyError
 log = structlog.get_logger(__name__)
 
 OPEN = frozenset({"/", "/health", "/ready", "/metrics"})
-"""Paths without an API key."""
+"""Paths that need no API key."""
 OFTEN = OPEN | {"/status"}
 """Frequently polled paths, logged at level debug."""
 ANSWERING = frozenset({"/v1/completions", "/v1/chat/completions"})

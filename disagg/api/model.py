@@ -21,7 +21,7 @@ T = TypeVar("T")
 SHORT_CHARACTERS = 1024
 """Longest text that is encoded on the event loop. Takes under 1 ms, about as long as waking a thread."""
 SHORT_MESSAGES = 16
-"""Most messages of a conversation that is rendered on the event loop."""
+"""Largest number of messages in a conversation that is rendered on the event loop."""
 _BYTE = re.compile("<0x([0-9A-F]{2})>")
 
 

@@ -59,7 +59,7 @@ class Supervisor:
         self._work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._missing: list[_Missing] = []
         self._history: dict[str, tuple[int, float]] = {}
-        """Per replacement group: the attempts before it, and the time at which it came up."""
+        """Per replacement group: the attempts before it, and the time at which the group began to serve."""
         self._announcing = threading.Lock()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="supervisor", daemon=True)

@@ -159,7 +159,7 @@ class ColocatedLeader(ReservingLeader):
         self._send(one.router, m.Reserved(request.key, request.ticket))
 
     def _prefill(self, router: str, message: m.Prefill) -> None:
-        """Starts a reserved request, whose prompt came with `Reserve`; ignores an outdated ticket."""
+        """Starts a reserved request, whose prompt was received with `Reserve`; ignores an outdated ticket."""
         request, ticket = self._scheduler.requests.get(message.key), message.ticket
         if request and ticket and request.router == router and request.ticket.number == ticket.number:
             request.started = True

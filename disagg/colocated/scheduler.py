@@ -74,7 +74,7 @@ class ColocatedStatistics:
     """Counts of the scheduler at one moment."""
 
     reserved: int
-    """Requests whose `Prefill` has not come."""
+    """Requests whose `Prefill` has not arrived."""
     prefilling: int
     decoding: int
     closing: int

@@ -63,8 +63,8 @@ def check_split(source: ModelSource, placement: Placement) -> None:
 
 
 def limit_tokens(config: Config, source: ModelSource) -> int:
-    """Returns the most tokens that a prompt and its answer may have together. The model and every group limit
-    them."""
+    """Returns the largest number of tokens that a prompt and its answer may have together. The model and every group
+    limit them."""
     context = source.spec(torch.float32).context_tokens
     return min(kind.context_limit(context) for kind in config.kinds.values())
 

@@ -46,7 +46,7 @@ class TimelineStatistics(msgspec.Struct, frozen=True):
     recorded: int
     """Number of spans ever recorded."""
     dropped: int
-    """Oldest spans that were overwritten before `drain`."""
+    """Number of spans that newer ones overwrote before `drain`."""
 
 
 class Timeline:

@@ -98,8 +98,8 @@ class KVLayout(msgspec.Struct, frozen=True):
     """Shape of a model's whole KV cache, before the split over ranks, and of a request's recurrent state.
 
     Layers with different heads form different *classes*. The cache numbers layers class by class in the order of
-    `classes`, and within a class in the model's order, so a span of layers of one class is one rectangle. The tensors
-    of a recurrent state have the numbers after the last layer of the KV cache.
+    `classes`, and within a class in the model's order, so consecutive layers of one class form one rectangle. The
+    tensors of a recurrent state have the numbers after the last layer of the KV cache.
     """
 
     layers: int
@@ -110,7 +110,7 @@ class KVLayout(msgspec.Struct, frozen=True):
     dtype: str
     """Element type of all classes."""
     more: tuple[LayerClass, ...] = ()
-    """Further classes."""
+    """Layer classes after the first one, which the fields `layers`, `kv_heads`, `head_dim` and `has_v` describe."""
     has_v: bool = True
     states: tuple[StateClass, ...] = ()
     """Recurrent state of a request. Empty for a model without recurrent layers; set by a runner."""
@@ -140,7 +140,7 @@ class KVLayout(msgspec.Struct, frozen=True):
 
     @property
     def all_classes(self) -> tuple[KVLayout, ...]:
-        """`classes`, then each state class as a layout of bytes."""
+        """`classes`, then a layout for each state class, whose elements are bytes."""
         states = (KVLayout(c.layers, c.heads, c.head_bytes, "uint8", has_v=False) for c in self.states)
         return (*self.classes, *states)
 
@@ -158,7 +158,7 @@ class KVLayout(msgspec.Struct, frozen=True):
     def moved_tokens(self, layers: Span, tokens: Span) -> Span:
         """Returns the positions that a ticket for `tokens` transfers in `layers`, which are of one class.
 
-        A recurrent state is the state after `tokens`, and counts as the position behind them.
+        A recurrent state is the state after `tokens`, and counts as the position that follows `tokens`.
         """
         return Span(tokens.stop, tokens.stop + 1) if self.is_state(layers) else tokens
 
@@ -218,7 +218,8 @@ class Shard(msgspec.Struct, frozen=True):
 
     @classmethod
     def of_classes(cls, rank: int, layout: KVLayout, heads_of: Callable[[int], Span]) -> Shard:
-        """Returns a shard of all layers, with the heads `heads_of(kv_heads)` of each class, and of whole states."""
+        """Returns a shard with all layers, the heads `heads_of(kv_heads)` of each class, and the whole recurrent
+        state."""
         spans = zip(layout.spans, layout.classes, strict=True)
         first, *more = (cls(rank, layers, heads_of(one.kv_heads)) for layers, one in spans)
         states = zip(layout.state_spans, layout.states, strict=True)
@@ -265,7 +266,7 @@ class SamplingParams(msgspec.Struct, frozen=True):
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     min_tokens: int = 0
-    """Least tokens before an EOS token, stop token or stop string may end the answer."""
+    """Number of tokens before which no EOS token, stop token or stop string ends the answer."""
     min_p: float = 0.0
     """Drops tokens less probable than this fraction of the most probable token; 0 is off."""
     presence_penalty: float = 0.0
@@ -387,8 +388,8 @@ class Ticket(msgspec.Struct, frozen=True):
 class Segment(msgspec.Struct, frozen=True):
     """One unit of transfer, contiguous in staging as `[layer, plane, token, head, head_dim]`.
 
-    `layers` and `heads` are global, the layers of one class. Tensors of a recurrent state have one position, the one
-    behind the prompt. `index` is unique per (ticket, source rank,
+    `layers` and `heads` are numbered within the whole model; all `layers` are of one class. A tensor of a recurrent
+    state has one position, which follows the prompt's last position. `index` is unique per (ticket, source rank,
     destination rank).
     """
 

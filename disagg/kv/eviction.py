@@ -19,7 +19,7 @@ ORDERS: dict[EvictionName, Callable[[Node], Order]] = {
 """Sort key of a node, by policy. The node with the lowest key is evicted first; keys never decrease."""
 
 _FEW_ENTRIES = 64
-"""A heap of fewer entries is not worth a clean-up."""
+"""Smallest number of entries for which a heap is cleaned of outdated entries."""
 
 
 class NodeQueue:
@@ -79,7 +79,7 @@ class NodeQueue:
 
 
 class LeafQueue:
-    """Order in which pages are evicted: evictable leaves without a state first, then those with one.
+    """Order in which pages are evicted: evictable leaves without a state first, then evictable leaves with a state.
 
     Pages after the last state of their path serve no match of a hybrid model, and a leaf without a state has only
     such pages. In a cache without states no leaf has one, and the policy alone decides.
@@ -104,9 +104,11 @@ class LeafQueue:
 
 
 class StateQueue:
-    """Order in which states are evicted: those of inner nodes first, then those of leaves, each by latest use.
+    """Order in which states are evicted: states of inner nodes first, then states of leaves; within both, the least
+    recently used first.
 
-    Pages of a leaf without state serve no match any more; below an inner node another state usually remains.
+    A leaf that loses its state serves no further match. An inner node still does, because a descendant usually has a
+    state.
     """
 
     def __init__(self) -> None:
@@ -116,7 +118,7 @@ class StateQueue:
     def push(self, node: Node) -> None:
         """Adds a node if its state is evictable and not queued yet.
 
-        Call it when the node gets a state, loses its last lock, gets its first child or loses the last one.
+        Call it when the node gets a state, loses its last lock, gets its first child or loses its last child.
         """
         (self._inner if node.children else self._leaves).push(node)
 

@@ -21,7 +21,7 @@ class NodeStates:
         """Node of each attached slot."""
         self._queue = StateQueue()
         self.locked = self.evicted = 0
-        """Number of states that cannot be evicted now, and of those evicted so far."""
+        """Number of states that cannot be evicted now, and number of states evicted so far."""
 
     @property
     def cached(self) -> int:
@@ -88,7 +88,8 @@ class NodeStates:
             self._queue.push(node)
 
     def children_changed(self, node: Node) -> None:
-        """Queues the node's state by its new rank, inner node or leaf."""
+        """Queues the node's state again after the node became an inner node or a leaf, which changes the eviction
+        order."""
         self._queue.push(node)
 
     def check(self, nodes: list[Node]) -> None:

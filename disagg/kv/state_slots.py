@@ -36,7 +36,7 @@ class StateSlots:
         return len(self._free)
 
     def alloc(self) -> int | None:
-        """Returns a free slot, the one freed last, or None if all are in use."""
+        """Returns the free slot that was freed last; None if all slots are in use."""
         if not self._free:
             return None
         slot = self._free.pop()
@@ -44,13 +44,13 @@ class StateSlots:
         return slot
 
     def free(self, slot: int) -> None:
-        """Frees a slot. Raises ValueError, changing nothing, if it is free already or not one of the slots."""
+        """Frees a slot. Raises ValueError, changing nothing, if the slot is free or not managed by this allocator."""
         self.require(slot)
         self._used.remove(slot)
         self._free.append(slot)
 
     def is_allocated(self, slot: int) -> bool:
-        """Returns whether the slot is one of the slots and in use."""
+        """Returns whether this allocator manages the slot, and the slot is in use."""
         return slot in self._used
 
     def require(self, slot: int) -> None:

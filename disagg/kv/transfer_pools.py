@@ -17,8 +17,7 @@ class TransferPools(NamedTuple):
     buffers: tuple[torch.Tensor, ...]
     """Contiguous `[layers, planes, slots, heads, head_dim]` for each of `KVLayout.all_classes`.
 
-    The slots of a recurrent state's buffers are rows of requests; its elements are bytes.
-    """
+    The slots of a recurrent state's buffers are rows of requests; the elements are bytes."""
 
     @classmethod
     def of(cls, kv: KVPool, states: MambaPool | None) -> TransferPools:

@@ -78,7 +78,7 @@ class PromptChunks:
         return not (self.whole or self.fixed or self._pairs)
 
     def may_end(self, stop: int) -> bool:
-        """Returns whether a chunk may end at `stop`, wherever it begins and the prompt ends."""
+        """Returns whether a chunk may end at `stop`, for any start of the chunk and any length of the prompt."""
         return not (self.whole or self._pairs) and (not self.fixed or self._border(stop - 1) == stop)
 
     def spans(self, tokens: int) -> Iterator[Span]:

@@ -25,7 +25,7 @@ from disagg.model.graphs import CAPTURE_MODE, Agreed, cuda, record_each
 from kernels.attention.common import AttentionParams
 
 SEQUENCES = 64
-"""Most prompts of a recorded step."""
+"""Largest number of prompts in a recorded step."""
 FIRST_TOKENS, LAST_TOKENS = 256, 2048
 """Smallest and largest recording, in tokens. Smaller steps would not be faster, because they read the same weights.
 Longer steps need no graph: their kernels take longer to run than to launch."""
@@ -118,7 +118,7 @@ class PiecewiseGraphs:
     def __init__(
         self, compute: Compute, sizes: Sequence[int], sequences: int, vocab_size: int, device: torch.device
     ) -> None:
-        """`sizes`: recorded sizes in tokens, ascending. `sequences`: most sequences of a step."""
+        """`sizes`: recorded sizes in tokens, ascending. `sequences`: largest number of sequences in a step."""
         self._compute, self._sizes, self._sequences = compute, tuple(sizes), sequences
         self._vocab_size, self._device = vocab_size, device
         self._recordings: dict[int, _Recording] = {}

@@ -47,8 +47,7 @@ class Judged(NamedTuple):
     difference: float
     """Root mean square over the compared tokens, in nats."""
     gap: float
-    """Nats by which the likeliest token exceeds `token`, in the engine in which this gap is larger.
-    """
+    """Nats by which the likeliest token exceeds `token`, in the engine in which this gap is larger."""
     explained: float
     """The largest `difference` that rounding explains. For `gap` twice as much is allowed, because a gap involves two
     tokens.

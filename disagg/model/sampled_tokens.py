@@ -20,7 +20,7 @@ class SampledTokenBuffer:
     """Tokens of the latest step of a rank. Owned by the thread that runs steps; never synchronizes."""
 
     def __init__(self, rows: int, collective: Collective, device: torch.device) -> None:
-        """`rows`: most tokens of one step."""
+        """`rows`: largest number of tokens of one step."""
         self._collective = collective
         self._tokens = torch.zeros(rows, dtype=torch.int64, device=device)  # recorded steps read this address
 

@@ -1,8 +1,8 @@
 """Base of the leaders that reserve a row and pages for requests, and queue requests for which none are free.
 
-Queued requests are admitted whenever rows or pages may have become free. This happens when a request has freed its
-memory, a copy to host memory has ended, a queued request has left, or a step has ended (before the next step is
-planned). The leader's lock is held.
+Queued requests are admitted whenever rows or pages may have become free. There are four such events: a request frees
+its memory, a copy to host memory ends, a queued request leaves, and a step ends (before the next step is planned).
+The leader's lock is held.
 """
 
 from __future__ import annotations

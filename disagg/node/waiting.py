@@ -71,7 +71,8 @@ class WaitingQueue:
         return self._queues[router][key] if router is not None else None
 
     def add(self, request: WaitingRequest) -> None:
-        """Queues a request after its router's other requests. The queue must not be `full` or contain it already."""
+        """Queues a request after its router's other requests. The queue must not be `full`, and must not contain the
+        request."""
         key = request.reserve.key
         assert not self.full, "the caller refuses further requests"
         assert key not in self._routers, "a request waits once"

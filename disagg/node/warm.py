@@ -72,8 +72,8 @@ def warm_copies(
     sums: Sums | None,
     quantized: torch.dtype | None = None,
 ) -> None:
-    """Compiles gather and scatter for each row width of the routes, or for KV only the quantizing gather if
-    `quantized`.
+    """Compiles gather and scatter for each row width of the routes. With `quantized`, compiles only the quantizing
+    gather for KV.
 
     If `sums` is given, the checksum kernels are compiled too. The launches use the trash page and scratch memory,
     because the ring may be in use. Gather and scatter run with slots aligned and unaligned to 16 bytes, which Triton

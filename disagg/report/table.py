@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 TEXT_LIMIT = 60
-"""Most characters of an answer that are shown."""
+"""Largest number of an answer's characters that are shown."""
 
 
 class RequestReport(msgspec.Struct, frozen=True, kw_only=True):

@@ -26,7 +26,7 @@ OTHER_COLOR = "#868e96"
 STRIP_SHARE = 0.22
 """Share of a bar's height for the strip of the request."""
 ROWS_PER_KIND = 3
-"""Most rows for overlapping spans of one kind and rank; further spans share the last row."""
+"""Largest number of rows for overlapping spans of one kind and rank; further spans share the last row."""
 
 
 class _Row(NamedTuple):

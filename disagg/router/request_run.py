@@ -193,8 +193,8 @@ class RequestRun:
     def _recover(
         self, branch: Branch, session: Session, load: SessionLoad, error: DisaggError
     ) -> tuple[list[Branch], float]:
-        """Returns the branches that are still to compute, and the pause before they start. Raises `error`, or the
-        reason why the request is given up."""
+        """Returns the branches that are still to compute, and the pause before they start. Raises `error`, or an
+        error with the reason why the request is not recovered."""
         request, context = self.request, self.context
         groups = {session.prefill.name, session.decode.name}
         peer_lost = session.loss in (Loss.PREFILL, Loss.DECODE)

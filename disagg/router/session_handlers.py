@@ -83,8 +83,8 @@ class SessionHandlers(ABC):
     prompt_lost: bool = False
     """Whether the prefill group was lost together with the prompt, which it may have begun to compute."""
     resumable: bool = False
-    """Whether the decode group keeps this session's row and pages for a session whose `after` is this session's
-    key."""
+    """Whether the decode group keeps this session's row and pages for the next session, which names this session in
+    `after`."""
     started_s: float = 0.0
     """Time of the start of this session."""
     _ticketed: bool = False
@@ -135,7 +135,7 @@ class SessionHandlers(ABC):
     def send_reserve(self, _: None) -> list[SessionAction]:
         """Sends `Reserve` to the decode group and, unless `careful`, the prompt to the prefill group.
 
-        The prefill group may begin before its ticket comes. A colocated group gets the prompt with `Reserve`.
+        The prefill group may begin before the ticket arrives. A colocated group gets the prompt with `Reserve`.
         """
         self.started_s = self.now_s
         left_s = self.left_s(self.now_s)
@@ -232,7 +232,8 @@ class SessionHandlers(ABC):
         return self.fail(RequestTimeoutError(f"request {self.key} did not end before its deadline"))
 
     def release(self, _: None) -> list[SessionAction]:
-        """Sends `Release` to every involved leader that is not lost; a lost leader owns nothing any more."""
+        """Sends `Release` to every involved leader that is not lost; a lost leader holds no resources of the
+        request."""
         self.report.ended_s = self._elapsed_s()
         self.unreleased = self.involved - self.lost
         release = m.Release(self.key, "the session ended")

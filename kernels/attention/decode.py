@@ -34,14 +34,15 @@ from kernels.attention.splits import (
 )
 
 _PROGRAMS_PER_MULTIPROCESSOR = 64
-"""Most programs per multiprocessor that splits may create. The grid fits the longest context, so most end at once."""
+"""Largest number of programs per multiprocessor when contexts are split. The grid fits the longest context, so most
+programs end at once."""
 _LEAST_SPLIT_TOKENS = (64, 1024, 4096)
 """Minimum tokens of a split, by load: one sequence, almost enough sequences to fill the device, or enough
 sequences."""
 _MANY_PROGRAMS = 6
 """Number of programs per multiprocessor from which small tiles are faster, because more programs run at a time."""
 _MAX_GROUP_ROWS = {torch.float32: 16}
-"""Most query heads of one program, by type (64 for 16-bit types); further heads use further programs."""
+"""Largest number of query heads of one program, by type (64 for 16-bit types); further heads use further programs."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,7 +43,8 @@ from kernels.attention.splits import (
 _LEAST_SPLIT_TOKENS = 256
 """Minimum split: fewer tokens do not justify a second kernel."""
 _MOST_PARTIALS_BYTES = 256 << 20
-"""Most memory for partial results of fixed splits. The profile of the largest step does not include this memory."""
+"""Limit of the memory for partial results of fixed splits. The profile of the largest step does not include this
+memory."""
 SPARE_SHARED_BYTES = 2048
 """Shared memory reserved for exchanges between threads, in addition to the tiles."""
 

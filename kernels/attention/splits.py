@@ -35,8 +35,8 @@ class Splits:
     """How contexts are split, independent of their lengths."""
 
     most: int
-    """Most splits of one sequence that programs process in parallel. With 1, one program processes the whole context;
-    it processes fixed splits one after the other."""
+    """Largest number of splits of one sequence that programs process in parallel. With 1, one program processes the
+    whole context, and processes fixed splits one after the other."""
     least_tokens: int
     """Minimum tokens of a split, except a sequence's last one; the exact size of fixed splits."""
     fixed: bool = False

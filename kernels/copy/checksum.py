@@ -105,12 +105,12 @@ class Check:
         return 2 * self.origin.layer, self.origin.token, self.origin.head * units
 
     def finish(self) -> None:
-        """Finishes the sum, after the launch that added to the parts."""
+        """Launches the computation of `total`, after a copy kernel has added its sums to the summer's parts."""
         self.summer.finish(self.total, self.less, self.seed)
 
     def sum_words(self, words: torch.Tensor, head_bytes: int) -> None:
-        """Sets `total` from rows as words, contiguous `[layers, planes, tokens, words of a row]`, in plain
-        torch."""
+        """Sets `total` to the checksum of rows, given as words: contiguous `[layers, planes, tokens, words of a
+        row]`. In plain torch."""
         layers, planes, tokens, _ = words.shape
         unit = unit_bytes(head_bytes)
         first_plane, first_token, first_unit = self.sizes(planes, head_bytes)

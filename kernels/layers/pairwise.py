@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 MOST_TERMS = 1 << 20
-"""Most products in memory at a time: 4 MiB in float32, which caches hold."""
+"""Largest number of products in memory at a time: 4 MiB in float32, which caches hold."""
 
 
 def pairwise_sum(x: torch.Tensor) -> torch.Tensor:

@@ -22,8 +22,8 @@ PeerLost = Callable[[str], None]
 earlier message of the peer is delivered afterwards; a later `send` starts a new stream."""
 
 PeerMet = Callable[[str], None]
-"""Callback `on_peer_met(peer)`, on the channel's own thread: a watched peer is reachable in both directions. The call
-comes when the peer is first reached, and once more after each loss."""
+"""Callback `on_peer_met(peer)`, on the channel's own thread: a watched peer is reachable in both directions. The
+callback runs when the peer is first reached, and once more after each loss."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,12 +32,12 @@ ACK_DELAY_S = 0.1
 """Time that an acknowledgement waits for a message that carries it, while it collects further received messages."""
 FIRST_RESEND_S, LAST_RESEND_S = 0.3, 2.0
 RESEND_WINDOW = 128
-"""Most messages retransmitted at once."""
+"""Largest number of messages retransmitted at once."""
 MAX_UNACKNOWLEDGED = 65536
 MAX_UNACKNOWLEDGED_BYTES = 256 << 20
-"""Most unacknowledged bytes per peer. A peer that exceeds this limit, or `MAX_UNACKNOWLEDGED`, is lost."""
+"""Limit of the unacknowledged bytes per peer. A peer that exceeds this limit, or `MAX_UNACKNOWLEDGED`, is lost."""
 MAX_EARLY = 4096
-"""Most out-of-order messages that are buffered. Further ones are dropped, and retransmitted later."""
+"""Largest number of out-of-order messages that are buffered. Further ones are dropped, and retransmitted later."""
 MAX_PEERS = 4096
 IDLE_S = 60.0
 """Silence after which an unwatched peer without unacknowledged messages may be dropped to make room for another

@@ -30,10 +30,12 @@ from transport.keys.ring import AnyKeys, as_ring
 log = structlog.get_logger(__name__)
 
 HIGH_WATER_MARK = 20000
-"""Most frames that ZMQ queues for a peer. Further frames are dropped, and retransmitted by the reliable streams."""
+"""Largest number of frames that ZMQ queues for a peer. Further frames are dropped, and retransmitted by the reliable
+streams."""
 RECEIVE_BATCH = 512
 MAX_STRAY_PEERS = 64
-"""Most connections kept to addresses without an open stream, which only received a reset."""
+"""Largest number of connections kept to addresses without an open stream. Such an address has been sent a reset
+only."""
 _ADDRESS = re.compile(r"tcp://[^/:@;]+:\d{1,5}")
 _WILDCARDS = ("*", "", "::", "[::]")
 ENVELOPE_BYTES = 4096

@@ -1,1 +1,1 @@
-"""The cluster's CURVE keys: made, stored, followed and rotated."""
+"""The cluster's CURVE keys: their creation, file, rotation, and reload in running processes."""

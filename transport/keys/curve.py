@@ -1,7 +1,7 @@
 """CURVE keys of a cluster: only processes that hold them may join.
 
 `ControlKeys` is one generation. `KeySet` holds the generations that are valid together during a rotation.
-`transport.keys.file` stores a set, `transport.keys.ring` follows it while a process runs.
+`transport.keys.file` stores a set in a file; in a running process, `transport.keys.ring` reloads the changed file.
 """
 
 from __future__ import annotations

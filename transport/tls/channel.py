@@ -28,7 +28,8 @@ class Channel(ABC):
         """`label` names the peer in errors and logs."""
         self.on_end: Callable[[], None] = lambda: None
         self.on_quiet: Callable[[], None] = lambda: None
-        """Callbacks after the first and the second step of the shutdown, called with the lock held."""
+        """Callbacks of the shutdown, called with the lock held: `on_end` when `ended` becomes true, `on_quiet` when
+        `quiet` does."""
         self.state, self.peer_address, self.label = state, peer_address, label
         self.error: PeerLostError | None = None
         """The error that ended the channel; None while the channel is open."""

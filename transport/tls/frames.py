@@ -22,7 +22,8 @@ PIECE_BYTES = 1 << 20
 """Piece size of larger messages, which use rendezvous: the sender waits for CLEAR, and a piece may use any lane."""
 WINDOW_MESSAGES = 4096
 WINDOW_BYTES = 8 << 20
-"""Most messages, and most eager bytes, that a receiver buffers for one sender. The sender queues the rest."""
+"""Limits of the messages and of the eager bytes that a receiver buffers for one sender. The sender queues the rest.
+"""
 MAX_LANES = MAX_TLS_LANES
 _MAX_MESSAGE_BYTES = 1 << 40
 _READ_BYTES = 1 << 14

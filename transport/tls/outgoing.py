@@ -43,7 +43,7 @@ _BATCH_BYTES = 1 << 15
 RENEW_INTERVAL_S = 10.0
 """Interval between renewals after a change of keys: the peer may not present the new keys yet."""
 RENEW_BYTES = 256 << 30
-"""Most bytes encrypted with one key; RFC 8446 limits AES-GCM to 2^24.5 records, about 388 GB."""
+"""Limit of the bytes encrypted with one key; RFC 8446 limits AES-GCM to 2^24.5 records, about 388 GB."""
 
 
 class OutgoingChannel(Channel):

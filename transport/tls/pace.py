@@ -9,7 +9,7 @@ BURST = 512
 """Connections that an address may open at once: all ranks of a large host dial together, several times each."""
 CONNECTIONS_PER_S = 100.0
 MAX_ADDRESSES = 4096
-"""Most addresses remembered; the address that dialled longest ago is dropped first."""
+"""Largest number of remembered addresses; the address that dialled longest ago is dropped first."""
 
 
 class ConnectionPace:

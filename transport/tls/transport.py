@@ -41,10 +41,10 @@ FENCE_WAIT_S = 0.02
 threads."""
 _MOST_DEFAULT_LANES = 2
 MAX_CHANNELS_PER_PEER = 4
-"""Most channels of one peer. A peer needs one; after a reconnect, its previous channel may not have ended here
-yet."""
+"""Largest number of channels of one peer. A peer needs one; after a reconnect, the peer's previous channel may not
+have ended here yet."""
 MAX_CHANNELS = 4096
-"""Most channels of all peers together; equal to the control channel's limit on peers."""
+"""Largest number of channels of all peers together; equal to the control channel's limit on peers."""
 UPKEEP_S = 1.0
 """Interval between checks of the valid keys."""
 

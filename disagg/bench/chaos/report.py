@@ -26,7 +26,7 @@ BEGINS_WITHIN_S = 1.0
 """Longest time from a fault to the start of a pause that counts as caused by the fault. Outputs that were already on
 their way can arrive after the fault, so the pause can start later."""
 EXAMPLES = 5
-"""Most requests with differences that are printed."""
+"""Largest number of requests with differences that the report prints."""
 
 
 class FaultLine(msgspec.Struct, frozen=True):

@@ -43,7 +43,7 @@ class Ceilings:
 
 
 def ceiling_bytes(cuda: bool) -> int:
-    """Returns the bytes of a plain copy. One measurement of the wire moves at most as many."""
+    """Returns the bytes of a plain copy. One measurement of the wire moves at most the same number of bytes."""
     return 1024 * MIB if cuda else 32 * MIB
 
 

@@ -42,7 +42,7 @@ class RankOptions:
     page_size: int
     pool_slots: int
     rows: int
-    """Most requests in a round."""
+    """Largest number of requests in a round."""
     config: Config
     keys: ControlKeys
     cuda: bool

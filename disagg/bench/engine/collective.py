@@ -19,7 +19,7 @@ from disagg.core.errors import ConfigError, InvariantError
 from disagg.core.folders import private_folder
 
 _CALLS_BYTES = 32 << 20
-"""Most bytes that all calls of one measurement reduce together."""
+"""Limit of the bytes that all calls of one measurement reduce together."""
 _MOST_CALLS = 200
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

@@ -14,8 +14,8 @@ from disagg.bench.handoff.sizes import ReportProgress, Sizes
 from disagg.core.errors import DisaggError
 
 TRIES = 8
-"""Most tries per round. On a busy machine, one phase may last longer than all decoding; the next try continues with
-the next phase."""
+"""Largest number of tries per round. On a busy machine, one phase may last longer than all decoding; the next try
+continues with the next phase."""
 
 
 @dataclass

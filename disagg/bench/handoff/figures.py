@@ -94,11 +94,11 @@ class Sorted(NamedTuple):
     """Seconds of decode steps, by concurrent activity."""
 
     quiet: list[float]
-    """Steps without concurrent activity."""
+    """Durations of steps without concurrent activity."""
     prefill: list[float]
-    """Steps during which the prefill group computed a prompt without sending it."""
+    """Durations of steps during which the prefill group computed a prompt without sending its KV."""
     arriving: list[float]
-    """Steps during which another request's KV arrived."""
+    """Durations of steps during which another request's KV arrived."""
 
 
 def sort_steps(

@@ -78,7 +78,7 @@ async def _hand_over(
 ) -> HandOver:
     """Serves one prompt disaggregated, prefill-only and unsplit, and returns the times.
 
-    `sends_first`: whether the disaggregated run comes before the prefill-only run.
+    `sends_first`: whether the disaggregated run precedes the prefill-only run.
     """
     if not sends_first:
         only, alone = await _alone(client, groups, prompt)

@@ -33,7 +33,7 @@ def run(bench: KernelBench, report_progress: Callable[[str], None] = lambda text
 
 
 class _Sums:
-    """Measures copies with rows of one width."""
+    """Measures copies with and without checksums, for rows of one width."""
 
     def __init__(self, bench: KernelBench, case: CopyCase, row_bytes: int, copy: Measurement) -> None:
         self._bench, self._case, self._row_bytes, self._copy = bench, case, row_bytes, copy

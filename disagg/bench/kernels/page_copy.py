@@ -84,8 +84,8 @@ def _measure(bench: PageCopyBench, row_bytes: int, ceiling: Measurement) -> Resu
 
 
 def check(before: torch.Tensor, after: torch.Tensor, order: torch.Tensor, page_size: int) -> None:
-    """Raises `InvariantError` unless the first half of the pages in `order` is unchanged and the second half
-    equals it."""
+    """Raises `InvariantError` unless the first half of the pages in `order` is unchanged and the second half equals
+    the first half."""
     paged = (len(before), 2, -1, page_size * before.shape[4])
     old, new = before.view(paged), after.view(paged)
     sources, destinations = order.to(before.device).view(2, -1)

@@ -43,7 +43,7 @@ class PoolMemory:
         return len(self.shard.heads) * self.head_bytes
 
     def planes(self, part: Shard) -> Array:
-        """Returns `[layers * sides]`: address of slot 0 of `part`'s heads, for each of its layers' planes."""
+        """Returns `[layers * sides]`: the address of slot 0 of `part`'s heads, in each plane of each layer."""
         first_head = part.heads.start - self.shard.heads.start
         layers = np.arange(part.layers.start, part.layers.stop) - self.shard.layers.start
         planes = (layers[:, None] * self.sides + np.arange(self.sides)).ravel()

@@ -64,7 +64,8 @@ class RouterBench:
 
 @dataclass
 class RouterPoint:
-    """Figures of one combination of streams and groups: CPU time in microseconds, less that of an idle router."""
+    """Figures of one combination of streams and groups: CPU time in microseconds, less the CPU time of an idle
+    router."""
 
     streams: int
     groups: int

@@ -20,7 +20,7 @@ _KEEP_ALIVE_S = 2.0
 """Keep-alive of the client, which must be shorter than a server's (uvicorn: 5 s). Otherwise a request could use a
 connection that the server is closing, and would be counted as a disconnect."""
 _ERROR_BYTES = 1 << 16
-"""Most bytes read of an error body."""
+"""Largest number of bytes read from an error's body."""
 
 
 class ServeClient:

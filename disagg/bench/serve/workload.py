@@ -30,7 +30,7 @@ class WorkloadRequest(msgspec.Struct, frozen=True):
     input_tokens: int | None
     """Exact number of tokens; None for text, whose tokens only the server can count."""
     output_tokens: int
-    """Most tokens of the answer; exact with `ignore_eos`."""
+    """Limit of the answer's tokens; with `ignore_eos` their exact number."""
     ignore_eos: bool
     body: bytes
     """The request's body as JSON."""

@@ -95,7 +95,7 @@ class PrefillHost(BenchRank):
             self._planned.append(self._steps)
 
     def _compute(self, count: int) -> None:
-        """Marks the next requests as computed, and requests leases for as many more."""
+        """Marks the next requests as computed, and requests leases for the same number of requests after them."""
         for _ in range(count):
             if not self._planned:
                 self._plan(1)

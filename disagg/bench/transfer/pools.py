@@ -60,7 +60,7 @@ class TransferBench:
 
     @property
     def ceiling_bytes(self) -> int:
-        """Bytes of a plain copy. One measurement of the wire moves at most as many."""
+        """Bytes of a plain copy. One measurement of the wire moves at most the same number of bytes."""
         return ceiling_bytes(self.cuda)
 
     def cases(self) -> tuple[TransferRound, ...]:

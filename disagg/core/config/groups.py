@@ -56,7 +56,8 @@ class GroupConfig(Section, frozen=True):
     decode and colocated groups cache prompts and answers. A hit saves computation; in a decode group a hit saves
     transfer. With recurrent layers a hit ends at a cached state."""
     state_interval_tokens: int = 1024
-    """Distance of the positions of a prompt whose recurrent state is cached, beside the one at the prompt's end."""
+    """Distance between two positions of a prompt at which the recurrent state is cached. The state at the prompt's
+    end is cached too."""
     cached_states: int | None = None
     """Recurrent states that a prefill or colocated group caches. None: by memory on a GPU; twice `max_requests` on a
     CPU."""

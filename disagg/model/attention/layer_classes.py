@@ -33,7 +33,8 @@ V."""
 
 
 class ClassedStep:
-    """Context of a step: delegates each layer to the context of its class, with its index in that class's pool."""
+    """Context of a step: passes each layer's call to the context of the layer's class, with the layer's index in the
+    pool of this class."""
 
     def __init__(
         self,
@@ -64,5 +65,6 @@ class ClassedStep:
 
 
 def _behind(on_layer: LayerHook | None, start: int) -> LayerHook | None:
-    """Returns a layer hook for one class, which adds `start`, the class's first layer in the cache, to the layer."""
+    """Returns a layer hook for one class, which adds `start`, the class's first layer in the cache, to the layer's
+    index."""
     return None if on_layer is None else lambda layer: on_layer(start + layer)

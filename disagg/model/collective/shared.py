@@ -29,7 +29,8 @@ PART_BYTES = 1 << 20
 """Size of a rank's part in one sum. Larger tensors need several sums."""
 _TOKEN = b"."
 _TOKENS = 64
-"""Most bytes of one read from a socket. No rank is more than one exchange ahead, so one read drains the socket."""
+"""Largest number of bytes of one read from a socket. No rank is more than one exchange ahead, so one read drains the
+socket."""
 
 
 class SharedCollective:

@@ -26,7 +26,7 @@ VERSION = 1
 CACHED_BYTES = 64 << 20
 """Smallest file whose hash is cached. Hashing a smaller file takes milliseconds."""
 MAX_FILES = 4096
-"""Most entries in the cache; the oldest are dropped."""
+"""Largest number of entries in the cache; the oldest are dropped."""
 THREADS = 8
 PIECE_BYTES = 4 << 20
 

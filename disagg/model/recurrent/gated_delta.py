@@ -12,7 +12,8 @@ from disagg.model.recurrent.step import PackedStates
 
 
 def qwen3_next(module: Any, states: PackedStates, hidden: torch.Tensor) -> torch.Tensor:
-    """Returns the module's output for the tokens `hidden`, `[T, hidden_size]`. Two projections hold all inputs."""
+    """Returns the module's output for the tokens `hidden`, `[T, hidden_size]`. Two projections compute all inputs of
+    the delta rule."""
     parts = module.fix_query_key_value_ordering(
         module.in_proj_qkvz(hidden)[None], module.in_proj_ba(hidden)[None]
     )

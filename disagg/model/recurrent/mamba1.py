@@ -1,7 +1,7 @@
 """Mamba-1 modules of transformers in packed steps (Falcon Mamba, Jamba, Mamba, Zamba).
 
-transformers' selective scan ignores the state of a prompt's earlier chunks, so it needs whole prompts. This one does
-not.
+transformers' selective scan ignores the state of a prompt's earlier chunks, so it needs whole prompts. The scan in
+this file supports chunks.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The cache object of a step that is passed to transformers' models. It gives them only the recurrent states.
+"""The cache object of a step that is passed to transformers' models. It contains only the recurrent states.
 
 The cache returns K and V unchanged to the model, whose attention writes them to the paged pool.
 """
@@ -94,7 +94,8 @@ class StateCache(Cache):  # type: ignore[misc]
         return sum(tensor.nbytes for _, tensor in self.states())
 
     def require(self, architecture: str, layers: tuple[int, ...]) -> None:
-        """Raises a one-line UnsupportedModelError unless each of the recurrent `layers` stores its state here."""
+        """Raises a one-line UnsupportedModelError unless each of the recurrent `layers` stores its state in this
+        cache."""
         missing = set(layers) - {place.layer for place, _ in self.states()}
         if missing:
             raise UnsupportedModelError(
@@ -104,7 +105,7 @@ class StateCache(Cache):  # type: ignore[misc]
     def bind(self, states: States, *, begun: bool) -> None:
         """Makes `states` the memory of this cache: the model reads them, and writes its new states into them.
 
-        `begun`: whether they are those after earlier tokens; otherwise they are zero.
+        `begun`: whether the states follow earlier tokens; otherwise they are zero.
         """
         for place, tensor in states:
             layer = self.layers[place.layer]

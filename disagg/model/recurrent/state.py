@@ -1,7 +1,7 @@
 """Recurrent state (convolutions, state space models, linear attention) of running requests.
 
-The states of all requests are in a `MambaPool`. A step gives a batch of them to transformers' models in the form of a
-cache (`request_cache`), whose tensors are those of the pool.
+The states of all requests are in a `MambaPool`. A step passes a batch of states to transformers' models as a cache
+object (`request_cache`), whose tensors lie in the pool.
 
 Every rank holds the whole state of its requests. A transfer writes the state into the slot of the request's row.
 """
@@ -51,7 +51,8 @@ class RowStates:
 
     @contextmanager
     def of(self, ones: Sequence[SequenceSlice]) -> Iterator[StateCache]:
-        """Yields the states before the slices to the block, as one batch. The states after the block are kept.
+        """Yields the states before the slices to the block, as one batch. Afterwards the pool holds the states that
+        the block computed.
 
         Raises InvariantError when the block has replaced a state's memory, as with another shape.
         """
@@ -69,9 +70,9 @@ class RowStates:
 def recurrent_parts(batch: StepBatch, *, each_alone: bool = False) -> list[list[int]]:
     """Groups the sequences that recurrent layers can compute together.
 
-    All sequences of which the step computes one token, not the first, form one group; every other sequence is a group
-    of its own. `each_alone` separates all sequences, so that sums do not depend on the batch. Raises InvariantError
-    for a chunk of a single prompt token after earlier tokens, which `PromptChunks` never produces.
+    Sequences of which the step computes one token after the first token form one group. Every other sequence is a
+    group of its own. `each_alone` separates all sequences, so that sums do not depend on the batch. Raises
+    InvariantError for a chunk of a single prompt token after earlier tokens, which `PromptChunks` never produces.
     """
     single = [i for i, one in enumerate(batch.sequences) if one.start > 0 and len(one.tokens) == 1]
     for one in (batch.sequences[i] for i in single):

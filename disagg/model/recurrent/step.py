@@ -1,8 +1,8 @@
 """Recurrent layers of a packed step: any mixture of prompt chunks and answer tokens, `[1, T]`, in one model call.
 
 The registered modules (`registry`) read and write the states in `MambaPool` in place, by slot. The slot of a request
-is its row. A prompt's tokens use the formula for several tokens and an answer's tokens the formula for a single
-token, as in `generate()`, wherever the prompt is cut into chunks.
+is its row. As in `generate()`, prompt tokens are computed with the formula for several tokens, and answer tokens with
+the formula for a single token. The boundaries of chunks do not change the formula.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ class Continued(NamedTuple):
 
 @dataclass(frozen=True)
 class RecurrentStep:
-    """The slices of a step: those of prompts, and single tokens of answers. None if there are none."""
+    """Slices of a step: chunks of prompts, and single tokens of answers. Each field is None if the step has no such
+    slice."""
 
     prompts: PackedSlices | None
     answers: PackedSlices | None
@@ -61,7 +62,8 @@ class RecurrentStep:
 
 
 def is_answer(one: SequenceSlice) -> bool:
-    """Returns whether a slice is a token of an answer. With an unknown prompt length, a single later token is one."""
+    """Returns whether a slice is a token of an answer. If the prompt length is unknown, a single token after the
+    first position counts as an answer's token."""
     if one.prompt_tokens:
         return one.start >= one.prompt_tokens
     return one.start > 0 and len(one.tokens) == 1
@@ -150,7 +152,8 @@ class PackedStates:
     def conv(
         self, layer: int, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, silu: bool
     ) -> torch.Tensor:
-        """Returns the causal convolution of a layer, `[T, channels]`. `weight`: that of a depthwise `nn.Conv1d`."""
+        """Returns the causal convolution of a layer, `[T, channels]`. `weight`: the weight of a depthwise
+        `nn.Conv1d`."""
         state, out = self._state(layer, "conv"), torch.empty_like(x)
         for slices in self._current.each(state):
             causal_conv(x, weight.squeeze(1), bias, state, slices, out, silu=silu, how=self._how)

@@ -32,7 +32,7 @@ class _BarredTokens(NamedTuple):
     rows: torch.Tensor
     """int64 `[m]`: row of each place."""
     least_tokens: torch.Tensor
-    """int64 `[m]`: number of answer tokens from which on the token at the place is allowed."""
+    """int64 `[m]`: length of the answer, in tokens, from which on the token at each place is allowed."""
     by_row: dict[int, int]
     """Value of `min_tokens` for each row with forbidden tokens."""
 

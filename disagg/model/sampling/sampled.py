@@ -30,9 +30,9 @@ class LogprobRows:
     counts: dict[int, int]
     """Number of requested likeliest tokens, by row."""
     index: torch.Tensor
-    """int64 `[m]`: the rows."""
+    """int64 `[m]`: the rows in `counts`, on the device."""
     most: int
-    """Largest of the counts, at most the vocabulary."""
+    """Largest of `counts`, but at most the size of the vocabulary."""
 
     @classmethod
     def of(cls, params: Sequence[SamplingParams], vocab: int, device: torch.device) -> LogprobRows | None:

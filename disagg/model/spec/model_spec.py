@@ -14,7 +14,7 @@ from disagg.model.spec.shapes import HeadShape, LayerPlace, plan_cache, unknown_
 _NO_KV_HEAD_DIM = 8
 """Head size of the KV pool of a model without attention, in which nothing is stored."""
 _NO_KV_QUERY_HEADS = 240
-"""Query heads assumed for such a model: a number that groups of any usual size divide."""
+"""Number of query heads assumed for a model without attention, divisible by all usual numbers of ranks."""
 _NO_LIMIT_TOKENS = 1 << 20
 """Context length of a model that specifies none and whose memory does not depend on a request's length."""
 _BLOOM_TOKENS = 2048
@@ -54,8 +54,8 @@ class ModelSpec(msgspec.Struct, frozen=True):
     def cache_refused(self) -> str:
         """Why the prefix cache is disabled for the model; empty if enabled. Valid in a runner's spec only.
 
-        It is disabled for recurrent layers that compute a prompt in one step only, and for sparse layers, because in
-        transformers their choice among tokens with equal scores depends on the prompt's length.
+        It is disabled for recurrent layers that must compute a prompt in one step. It is also disabled for sparse
+        layers: in transformers, their choice among tokens with equal scores depends on the prompt's length.
         """
         if self.has_state and not self.any_chunks:
             return "its recurrent layers cannot continue a prompt anywhere"

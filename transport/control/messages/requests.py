@@ -35,7 +35,7 @@ class Reserve(Message, frozen=True):
 class Reserved(Message, frozen=True):
     """Decode leader -> router: the row and the pages are reserved.
 
-    Router -> prefill leader: send the prompt's KV to this ticket; the prompt itself came with `Prefill`.
+    Router -> prefill leader: send the prompt's KV to this ticket; the prompt itself was sent with `Prefill`.
     """
 
     key: RequestKey

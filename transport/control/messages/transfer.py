@@ -100,7 +100,7 @@ class PoolOffer(Message, frozen=True):
 
     dst_rank: Rank
     pools: tuple[MemoryHandle, ...]
-    """The pool of each class of layers, then that of each class of recurrent states."""
+    """The pool of each layer class, then the pool of each class of recurrent states."""
     fences: MemoryHandle
 
 
