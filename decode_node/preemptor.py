@@ -243,9 +243,9 @@ class Preemptor:
         request.residency, request.again = Residency.RESIDENT, request.left_tokens > 0
 
     def _pass_states(self, request: DecodeRequest, layout: Layout) -> None:
-        """Lets each sequence that shares recomputed tokens receive its recurrent state from the one computing them.
+        """Plans for each sequence with shared recomputed tokens from which sequence it receives its recurrent state.
 
-        The pages that a sequence shares with earlier ones are a prefix of the pages of one of these.
+        The pages that a sequence shares with earlier sequences are a prefix of one earlier sequence's pages.
         """
         pages = [numbers for _, numbers in layout.sequences]
         for index, sequence in enumerate(request.sequences):

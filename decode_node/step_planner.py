@@ -53,9 +53,9 @@ class StepPlanner:
         self._steps_ahead = options.steps_ahead
         self._step = 0
         self._state_copies: list[StateCopy] = []
-        """Of the plan in work: copies of recurrent states to forks, before the step."""
+        """Copies of recurrent states to forks before the step, in the plan under construction."""
         self._state_gifts: list[StateCopy] = []
-        """Of the plan in work: copies of recurrent states to other sequences' rows, after the step."""
+        """Copies of recurrent states to other sequences' rows after the step, in the plan under construction."""
         self._in_flight: deque[list[Stepped]] = deque()
         """Work items of the steps that are planned and not committed, oldest first, in the order of their plans."""
 

@@ -1,4 +1,4 @@
-"""The recurrent states of one rank: convolution windows, states of state space models, of linear attention.
+"""The recurrent states of one rank: windows of convolutions, and states of state space models and linear attention.
 
 The size of a state does not depend on the length of its request. All states are therefore allocated once, in a few
 tensors `[places, slots, ...]`, one for each kind, shape and dtype, as in SGLang's `MambaPool`. A *place* is one state
@@ -37,7 +37,7 @@ class StateForm(NamedTuple):
 
     place: StatePlace
     shape: tuple[int, ...]
-    """Without the dimension of the batch."""
+    """Shape of the tensor without the batch dimension."""
     dtype: torch.dtype
 
 
@@ -71,7 +71,7 @@ class MambaPool:
         self.buffers: list[torch.Tensor] = []
         """Contiguous `[places, slots, *shape]`, one for each kind, shape and dtype."""
         self._at: list[tuple[int, int]] = []
-        """Of each form: the index of its buffer, and of its place in the buffer."""
+        """For each form: the index of its buffer, and of its place within the buffer."""
         groups = _groups(self.forms)
         numbers = {key: number for number, key in enumerate(groups)}
         for form in self.forms:
@@ -100,8 +100,8 @@ class MambaPool:
     def batch(self, slots: Sequence[int]) -> Iterator[States]:
         """Yields the states of several slots as one batch; changes of these tensors are changes of the pool.
 
-        A batch of other than consecutive slots is a copy, which is written back at the end of the block unless it
-        raises. No slot may occur twice. Queued on the current stream, without synchronization.
+        If the slots are not consecutive, the batch is a copy, which is written back at the end of the block unless
+        the block raises. No slot may occur twice. Queued on the current stream, without synchronization.
         """
         if len(set(slots)) != len(slots) or not slots:
             raise InvariantError(f"a batch of recurrent states needs different slots: {list(slots)}")
@@ -121,7 +121,9 @@ class MambaPool:
             buffer.index_copy_(1, index, new)
 
     def copy(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
-        """Copies slots, all at once: a slot may be a source and a destination. Two launches a buffer, no waiting.
+        """Copies all slots at once, so a slot may be both a source and a destination.
+
+        Two launches per buffer, no synchronization.
 
         Raises InvariantError for a slot outside of the pool, or a destination that occurs twice.
         """

@@ -19,7 +19,8 @@ from disagg.node.kv_manager import BlockTable, KVManager
 from disagg.node.plan import StateCopy
 
 NEAR_SHARE = 8
-"""The last page border needs an eighth of the interval between it and the previous state."""
+"""Divisor of the interval: the last page border is saved if it is at least 1/8 of the interval after the previous
+state."""
 
 
 @dataclass(slots=True, eq=False)
@@ -27,11 +28,11 @@ class SavedStates:
     """States of one request, from its reservation until they are cached or dropped."""
 
     borders: deque[int] = field(default_factory=deque)
-    """Positions at which the state is saved, ascending, behind the planned tokens."""
+    """Positions, ascending and after the planned tokens, at which the state is saved."""
     slots: list[tuple[int, int]] = field(default_factory=list)
-    """Tokens and slot of each saved state. The request owns the slots."""
+    """(tokens, slot) of each saved state. The request owns the slots."""
     answer: tuple[int, int] | None = None
-    """The one of `slots` with the latest state of the answer."""
+    """Entry of `slots` with the latest state of the answer."""
     source: int | None = None
     """Slot of the prefix cache hit's state, until a plan copies it to the row."""
 
@@ -48,9 +49,9 @@ class StateSaves:
         self._interval = max(1, interval_tokens // page) * page
         self._near = max(page, self._interval // NEAR_SHARE // page * page)
         self.copies: list[StateCopy] = []
-        """For the next plan: copies that precede its step."""
+        """Copies of states that precede the step of the next plan."""
         self.saves: list[StateCopy] = []
-        """For the next plan: copies that follow its step."""
+        """Copies of states that follow the step of the next plan."""
 
     def begin(self, block_table: BlockTable, total_tokens: int) -> SavedStates:
         """Returns the record of a request whose first `total_tokens` tokens will be computed as a prompt."""
@@ -72,7 +73,7 @@ class StateSaves:
         return found
 
     def planned(self, saved: SavedStates, row: int, stop: int) -> list[tuple[int, int]]:
-        """Notes a chunk of the next plan that ends at `stop`: the copies before and behind it.
+        """Records a chunk of the next plan that ends at `stop`, with the state copies before and after it.
 
         Returns the positions inside of the chunk at which the state is saved, with their slots.
         """
@@ -93,9 +94,9 @@ class StateSaves:
         return inside
 
     def answered(self, saved: SavedStates, row: int, stop: int) -> None:
-        """Notes a token of an answer in the next plan, at `stop - 1`, for a group that computes answers too.
+        """Records an answer's token in the next plan, at position `stop - 1`; for groups that compute answers too.
 
-        The latest state at a multiple of the smallest distance replaces the one before.
+        The latest state at a multiple of the smallest distance replaces the previous one.
         """
         if not self._kv_manager.caches_states or stop % self._near or not self._chunks.may_end(stop):
             return
