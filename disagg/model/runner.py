@@ -53,7 +53,7 @@ from disagg.model.load.build import build_model
 from disagg.model.load.source import ModelSource
 from disagg.model.page_copies import copy_in_order
 from disagg.model.piecewise import SEQUENCES, PiecewiseGraphs, piece_sizes
-from disagg.model.recurrent.registry import pack_recurrent
+from disagg.model.recurrent.registry import bounds_prompts, pack_recurrent
 from disagg.model.recurrent.request_cache import StateCache, make_cache
 from disagg.model.recurrent.state import (
     PoolLayers,
@@ -511,7 +511,8 @@ class ModelRunner:
         packed = PackedStates(self._options.recurrent_kernels, self.device)
         if pack_recurrent(self.model, [place for place, _ in sample.states()], packed):
             self._packed = packed
-            self.spec = msgspec.structs.replace(self.spec, any_chunks=True)
+            differ = self.deterministic or bounds_prompts(self.model)
+            self.spec = msgspec.structs.replace(self.spec, any_chunks=True, answers_differ=differ)
         else:
             whole = ignores_state(partial(self._look, ShapeProbe()), self.model.config)
             self.spec = msgspec.structs.replace(self.spec, whole_prompts=whole)

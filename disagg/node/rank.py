@@ -358,6 +358,8 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
         reason = spec.cache_refused
         if self.role == "decode" and not spec.has_attention:
             reason = "a decode group receives its recurrent states, and it has no KV"
+        if self.role == "decode" and spec.has_state and self.config.model.deterministic:
+            reason = "the bits of its KV depend on where the prefill group ends a prompt's last chunk"
         if group.prefix_cache and reason:
             log.info("no_prefix_cache", group=self.name, model=spec.architecture, why=reason)
         states = None
