@@ -111,6 +111,16 @@ def test_states_are_evicted_and_prompts_computed_again(source: ModelSource, chec
     assert cache.hits > 2
 
 
+@pytest.mark.parametrize("source", ["lfm2"], indirect=True)
+def test_without_room_for_states_there_is_no_cache(source: ModelSource, checkpoints: Checkpoints) -> None:
+    """Prompts would be cut where states are cached, and pages kept that no prompt can use."""
+    prompts = conversation()[:3]
+    with local_groups(with_states(small_config(), cached_states=0), source) as groups:
+        answers = one_by_one(groups, prompts, 4)
+        assert groups.prefill[0].statistics()["leader"].memory.cache is None
+    assert answers == [checkpoints.greedy(source, prompt, 4) for prompt in prompts]
+
+
 @pytest.mark.parametrize("source", ["lfm2", "zamba2"], indirect=True)
 def test_a_colocated_group_caches_states(source: ModelSource, checkpoints: Checkpoints) -> None:
     config = colocated_config()
