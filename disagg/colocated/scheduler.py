@@ -221,7 +221,8 @@ class ColocatedScheduler:
     def _next_token(self, request: ColocatedRequest) -> Work:
         position = len(request.prompt) + len(request.tokens) - 1
         work = self._work(request, position, request.tokens[-1:])
-        self._states.answered(request.states, work.row, work.span.stop)
+        if request.prefix is not None and not request.prefix.prompt_only:
+            self._states.answered(request.states, work.row, work.span.stop)
         return work
 
     def _prompts(self, left_tokens: int) -> list[Work]:

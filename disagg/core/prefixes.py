@@ -32,9 +32,14 @@ class PrefixKey:
     salt: str = ""
     """Salt of the prompt. Prompts with different salts share no KV: tenants cannot detect each other's prompts by
     timing."""
+    prompt_only: bool = False
+    """Whether the key never covers an answer, because the KV and states of an answer differ from those of the same
+    tokens in a prompt."""
 
     @classmethod
-    def of(cls, tokens: Sequence[int], salt: str = "", switch_tokens: int = 0) -> PrefixKey:
+    def of(
+        cls, tokens: Sequence[int], salt: str = "", switch_tokens: int = 0, *, prompt_only: bool = False
+    ) -> PrefixKey:
         """Packs `tokens`. Raises ValueError for a token id beyond 31 bits.
 
         `switch_tokens`: prompts longer than this use other rotary embeddings (`longrope`), so they share no KV with
@@ -42,7 +47,7 @@ class PrefixKey:
         """
         if switch_tokens:
             salt = f"{'long' if len(tokens) > switch_tokens else 'short'} {salt}"
-        return cls(pack_tokens(tokens).tobytes(), salt)
+        return cls(pack_tokens(tokens).tobytes(), salt, prompt_only)
 
     @property
     def tokens(self) -> int:
@@ -50,12 +55,17 @@ class PrefixKey:
         return len(self.data) // TOKEN_BYTES
 
     def extended(self, tokens: Sequence[int]) -> PrefixKey:
-        """Returns the key of this prompt followed by `tokens`, with the same salt."""
-        return PrefixKey(self.data + pack_tokens(tokens).tobytes(), self.salt) if tokens else self
+        """Returns the key of this prompt followed by the answer `tokens`, with the same salt.
+
+        If `prompt_only`, returns the key itself.
+        """
+        if self.prompt_only or not tokens:
+            return self
+        return PrefixKey(self.data + pack_tokens(tokens).tobytes(), self.salt)
 
     def shortened(self, tokens: int) -> PrefixKey:
         """Returns the key of the first `tokens` tokens, with the same salt."""
-        return PrefixKey(self.data[: tokens * TOKEN_BYTES], self.salt)
+        return PrefixKey(self.data[: tokens * TOKEN_BYTES], self.salt, self.prompt_only)
 
     def block_hashes(self, unit_tokens: int, first_tokens: int = 0) -> list[int]:
         """Returns the hash of each prefix of `k * unit_tokens` tokens that is longer than `first_tokens`."""

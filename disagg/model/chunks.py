@@ -81,6 +81,10 @@ class PromptChunks:
         """Returns whether a chunk may end at `stop`, for any start of the chunk and any length of the prompt."""
         return not (self.whole or self._pairs) and (not self.fixed or self._border(stop - 1) == stop)
 
+    def settled_tokens(self, tokens: int) -> int:
+        """Returns how many of a prompt's first `tokens` tokens are in chunks that a longer prompt has too."""
+        return self._border(tokens) - self._size if self.fixed else tokens
+
     def spans(self, tokens: int) -> Iterator[Span]:
         """Returns the chunks of a prompt of `tokens` tokens that shares no step with other requests."""
         start = 0
@@ -101,5 +105,9 @@ class PromptChunks:
 
     def _border(self, start: int) -> int:
         """Returns where a fixed chunk that begins at `start` ends, if the prompt is long enough."""
-        size = max(self.chunk_tokens, 2) if self._pairs else self.chunk_tokens
-        return (start // size + 1) * size
+        return (start // self._size + 1) * self._size
+
+    @property
+    def _size(self) -> int:
+        """Tokens of a fixed chunk."""
+        return max(self.chunk_tokens, 2) if self._pairs else self.chunk_tokens

@@ -53,7 +53,7 @@ from disagg.model.load.build import build_model
 from disagg.model.load.source import ModelSource
 from disagg.model.page_copies import copy_in_order
 from disagg.model.piecewise import SEQUENCES, PiecewiseGraphs, piece_sizes
-from disagg.model.recurrent.registry import pack_recurrent
+from disagg.model.recurrent.registry import bounds_prompts, pack_recurrent
 from disagg.model.recurrent.request_cache import StateCache, make_cache
 from disagg.model.recurrent.state import (
     PoolLayers,
@@ -166,7 +166,7 @@ class ModelRunner:
                 "small_layers_fused", model=self.spec.architecture, merged=merged, **small_layers.summary()
             )
         self.req_to_token = ReqToTokenPool(options.rows, options.max_tokens, self.device)
-        self.pool, self.states = self._memory()
+        self.pool, self.states = self._make_pool(), self._make_states()
         self.sampled = SampledTokenBuffer(options.rows, collective, self.device)
         """Tokens of the previous step, to which a step may refer."""
         self._graphs: StepGraphs | None = None
@@ -263,25 +263,30 @@ class ModelRunner:
             self._graphs, self._pieces = recorded
 
     def resize(self, pool_tokens: int) -> None:
-        """Frees the pool and allocates one of `pool_tokens` slots. Call this before any request has a row."""
+        """Frees the KV pool and allocates one of `pool_tokens` slots. Call this before any request has a row.
+
+        The recurrent states keep their memory: their number does not depend on the KV pool.
+        """
         unused = self.req_to_token.statistics().used_rows == 0 and self._graphs is None
         assert unused, "a pool is replaced before anything uses it"
         self.pages = whole_pages(pool_tokens, self.page_size)
-        del self.pool, self.states
-        self.pool, self.states = self._memory()
+        del self.pool
+        self.pool = self._make_pool()
 
-    def _memory(self) -> tuple[KVPool, RowStates | None]:
-        """Returns a new KV pool, and the recurrent states by row (None for a model without recurrent layers)."""
+    def _make_pool(self) -> KVPool:
         slots = self.pages * self.page_size
-        pool = make_pool(self.spec.layout, self.shard, slots, self.kv_dtype, self.device)
+        return make_pool(self.spec.layout, self.shard, slots, self.kv_dtype, self.device)
+
+    def _make_states(self) -> RowStates | None:
+        """Returns the recurrent states by row; None for a model without recurrent layers."""
         if self._sample is None:
-            return pool, None
+            return None
         slots = self.req_to_token.rows + 1 + self._cached_states()  # one for the trash row
         states = MambaPool(self._sample.forms(), slots, self.device)
         states.clear(self.req_to_token.trash_row)
         if self._packed is not None:
             self._packed.use(states)
-        return pool, RowStates(self._config, states)
+        return RowStates(self._config, states)
 
     def _cached_states(self) -> int:
         """Returns the number of slots for cached recurrent states, the same on GPUs of the same kind."""
@@ -506,7 +511,8 @@ class ModelRunner:
         packed = PackedStates(self._options.recurrent_kernels, self.device)
         if pack_recurrent(self.model, [place for place, _ in sample.states()], packed):
             self._packed = packed
-            self.spec = msgspec.structs.replace(self.spec, any_chunks=True)
+            differ = self.deterministic or bounds_prompts(self.model)
+            self.spec = msgspec.structs.replace(self.spec, any_chunks=True, answers_differ=differ)
         else:
             whole = ignores_state(partial(self._look, ShapeProbe()), self.model.config)
             self.spec = msgspec.structs.replace(self.spec, whole_prompts=whole)

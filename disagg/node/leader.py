@@ -254,7 +254,8 @@ class Leader(ABC):
         For models with other rotary embeddings for long prompts, long and short prompts have different keys: their KV
         differs.
         """
-        return PrefixKey.of(prompt, salt, self._spec.rope_switch_tokens)
+        spec = self._spec
+        return PrefixKey.of(prompt, salt, spec.rope_switch_tokens, prompt_only=spec.answers_differ)
 
     def _status(self) -> GroupStatus:
         assert self._group is not None, "a leader is used after join"

@@ -358,14 +358,18 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
         reason = spec.cache_refused
         if self.role == "decode" and not spec.has_attention:
             reason = "a decode group receives its recurrent states, and it has no KV"
-        if group.prefix_cache and reason:
-            log.info("no_prefix_cache", group=self.name, model=spec.architecture, why=reason)
+        if self.role == "decode" and spec.has_state and self.config.model.deterministic:
+            reason = "the bits of its KV depend on where the prefill group ends a prompt's last chunk"
         states = None
         if (
             self.runner.states is not None and self.role != "decode"
         ):  # a decode group receives each prompt's state
             first = group.max_requests + 1  # behind the slots of the rows and the trash row
             states = StateSlots(first, self.runner.states.pool.slots - first)
+            if not states.count and not reason:  # no hit would be possible
+                reason = f"there is no room for a cached recurrent state ({self.role}.cached_states)"
+        if group.prefix_cache and reason:
+            log.info("no_prefix_cache", group=self.name, model=spec.architecture, why=reason)
         return KVManager(
             states=states,
             pool_tokens=self._pool_tokens(),

@@ -122,7 +122,11 @@ class StateSaves:
         return saves
 
     def keep(self, saved: SavedStates, block_table: BlockTable, prefix: PrefixKey) -> None:
-        """Caches the request's computed prefix and its states, whose slots the cache takes over."""
+        """Caches the request's computed prefix and its states, whose slots the cache takes over.
+
+        Of fixed chunks, only whole ones are cached: the bits of KV depend on the chunk.
+        """
+        prefix = prefix.shortened(self._chunks.settled_tokens(prefix.tokens))
         states = [one for one in saved.slots if one[0] <= prefix.tokens]
         for _, slot in saved.slots[len(states) :]:  # of a token that was computed, and then dropped
             self._kv_manager.free_state(slot)

@@ -121,6 +121,16 @@ def test_states_are_evicted_and_prompts_computed_again(source: ModelSource, chec
     assert cache.hits > 2
 
 
+@pytest.mark.parametrize("source", ["lfm2"], indirect=True)
+def test_without_room_for_states_there_is_no_cache(source: ModelSource, checkpoints: Checkpoints) -> None:
+    """Prompts would be cut where states are cached, and pages kept that no prompt can use."""
+    prompts = conversation()[:3]
+    with local_groups(with_states(small_config(), cached_states=0), source) as groups:
+        answers = one_by_one(groups, prompts, 4)
+        assert groups.prefill[0].statistics()["leader"].memory.cache is None
+    assert answers == [checkpoints.greedy(source, prompt, 4) for prompt in prompts]
+
+
 @pytest.mark.parametrize("source", ["lfm2", "zamba2"], indirect=True)
 def test_a_colocated_group_caches_states(source: ModelSource, checkpoints: Checkpoints) -> None:
     config = colocated_config()
@@ -185,3 +195,66 @@ def test_preempted_answers_and_beams_go_on(source: ModelSource, way: str, checkp
             continue
         wanted = checkpoints.greedy(source, prompt, sampling.max_tokens)
         assert [answer[: len(wanted)] for answer in answers] == [wanted] * sampling.n
+
+
+def turns(groups: LocalGroups, tokens: int) -> list[tuple[list[int], Answered]]:
+    """Prompts and answers of conversations: each prompt holds the one before, its answer, and new tokens."""
+
+    async def work(router: Router) -> list[tuple[list[int], Answered]]:
+        found = []
+        for number, start in enumerate(random_prompts(21, 36, 17, seed=4)):
+            prompt = start
+            for turn in range(3):
+                sampling = SamplingParams(max_tokens=tokens, ignore_eos=True, logprobs=1)
+                answer = await ask(router, f"c{number}t{turn}", prompt, sampling)
+                found.append((prompt, answer))
+                prompt = [*prompt, *answer.tokens, 7, 11 + turn]
+        return found
+
+    answers: list[tuple[list[int], Answered]] = groups.serve(work)
+    return answers
+
+
+def conversing(mode: str) -> Config:
+    """A configuration for `turns`."""
+    if mode == "split":
+        return with_states(small_config(prefill_page=4, decode_page=4))
+    config = colocated_config()
+    section = msgspec.structs.replace(
+        config.colocated, state_interval_tokens=16, cached_states=16, page_size=4
+    )
+    return msgspec.structs.replace(config, colocated=section)
+
+
+@pytest.mark.parametrize("mode", ["split", "colocated"])
+@pytest.mark.parametrize("source", ["zamba2", "nemotron-h", "falcon-h1"], indirect=True)
+def test_a_turn_after_an_answer_has_the_tokens_of_generate(
+    source: ModelSource, mode: str, checkpoints: Checkpoints
+) -> None:
+    """Zamba 2 and Nemotron-H compute an answer's tokens with another formula than the same tokens of a prompt."""
+    with local_groups(conversing(mode), source) as groups:
+        found = turns(groups, 20)
+    for prompt, answer in found:
+        wanted = checkpoints.greedy(source, prompt, 20)
+        assert answer.tokens[: len(wanted)] == wanted
+
+
+@pytest.mark.parametrize("mode", ["split", "colocated"])
+@pytest.mark.parametrize("source", ["qwen3-next"], indirect=True)
+def test_a_turn_has_the_same_bits_from_the_cache_with_model_deterministic(
+    source: ModelSource, mode: str
+) -> None:
+    config = conversing(mode)
+    model = msgspec.structs.replace(config.model, dtype="float32", deterministic=True)
+    config = msgspec.structs.replace(config, model=model)
+    roles = ["prefill", "decode"] if mode == "split" else ["colocated"]
+    sections = {role: msgspec.structs.replace(getattr(config, role), chunk_tokens=8) for role in roles}
+    config = msgspec.structs.replace(config, **sections)
+    with local_groups(config, source) as groups:
+        found = turns(groups, 20)
+        cache = groups.groups[roles[0]][0].statistics()["leader"].memory.cache
+    assert cache.hits > 0
+    without = {role: msgspec.structs.replace(one, prefix_cache=False) for role, one in sections.items()}
+    with local_groups(msgspec.structs.replace(config, **without), source) as groups:
+        anew = turns(groups, 20)
+    assert [one.logprobs for _, one in found] == [one.logprobs for _, one in anew]

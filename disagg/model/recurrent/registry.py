@@ -15,7 +15,7 @@ import torch
 from disagg.kv.mamba_pool import StatePlace
 from disagg.model.layers.class_names import by_name, class_name
 from disagg.model.recurrent import gated_delta, mamba1, mamba2, short_conv
-from disagg.model.recurrent.step import PackedStates
+from disagg.model.recurrent.step import UNBOUNDED, PackedStates
 
 Compute = Callable[[Any, PackedStates, torch.Tensor], torch.Tensor]
 """Returns a module's output for the tokens `[T, hidden_size]` of a packed step."""
@@ -69,6 +69,12 @@ def pack_recurrent(model: Any, places: Sequence[StatePlace], states: PackedState
     for module, form in found:
         module.forward = partial(_forward, form.compute, module, states)
     return True
+
+
+def bounds_prompts(model: Any) -> bool:
+    """Returns whether a module bounds the time step of a prompt's tokens, but not of an answer's (Zamba 2)."""
+    limits = (getattr(module, "time_step_limit", None) for module in model.modules())
+    return any(limit is not None and tuple(limit) != UNBOUNDED for limit in limits)
 
 
 def _forward(

@@ -45,6 +45,9 @@ class ModelSpec(msgspec.Struct, frozen=True):
     any_chunks: bool = False
     """Whether recurrent layers compute a prompt exactly in chunks of any size, also of one token. Set only in a
     runner's spec."""
+    answers_differ: bool = False
+    """Whether a token of an answer leaves another state, by more than rounding, than the same token of a prompt, or,
+    with `ModelConfig.deterministic`, other bits. Set only in a runner's spec."""
     more: tuple[HeadShape, ...] = ()
     """Heads of the other layer classes."""
     places: tuple[LayerPlace, ...] = ()

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from disagg.core.errors import ConfigError, InvariantError
 from disagg.core.types import SamplingParams, Span
-from disagg.kv.mamba_pool import StatePlace
+from disagg.kv.mamba_pool import MambaPool, StatePlace
 from disagg.model.batch import SequenceSlice, StepBatch
 from disagg.model.graphs import Agreed, DecodeGraphs
 from disagg.model.recurrent.registry import RECURRENT, pack_recurrent
@@ -157,6 +157,18 @@ def test_a_step_of_device_inputs_is_that_of_the_host(tmp_path: Path) -> None:
     for name in ("slots", "firsts", "counts", "begun"):
         assert torch.equal(getattr(host.answers, name), getattr(device.answers, name)[:2])
     assert host.answers.host is device.answers.host is None
+
+
+def test_another_kv_pool_needs_no_second_memory_of_states(tmp_path: Path) -> None:
+    """On a GPU the new KV pool fills the memory: nothing is left for a second pool of states."""
+    runner = make_runner(save(HYBRIDS["falcon-h1"](), tmp_path))
+    made: list[int] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MambaPool, "__init__", lambda *_: made.append(1))
+        runner.resize(2 * runner.pool.slots)
+    prompt = prompts()[0]
+    assert not made
+    assert generate_unsplit(runner, [prompt], PARAMS) == [plain_greedy(load_plain(tmp_path), prompt, TOKENS)]
 
 
 def test_prompts_and_answers_are_told_apart() -> None:
