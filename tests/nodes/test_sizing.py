@@ -164,7 +164,7 @@ def test_the_largest_step_of_each_role(group: GroupConfig, largest: list[tuple[i
     seen: list[tuple[int, int]] = []
     runner: Any = SimpleNamespace(
         req_to_token=ReqToTokenPool(3, 96),
-        spec=SimpleNamespace(has_state=False, whole_prompts=False),
+        spec=SimpleNamespace(has_state=False, whole_prompts=False, any_chunks=False),
         states=None,
         forward=lambda batch: seen.extend((one.start, len(one.tokens)) for one in batch.sequences),
     )
