@@ -103,6 +103,7 @@ def make_runner(
             attention=config.model.attention,
             fused=config.model.fused,
             deterministic=config.model.deterministic,
+            section=group.role,
             cached_states=_cached_states(group, device),
             cached_states_bytes=int(memory_bytes(device) * CACHED_STATES_SHARE) or None,
             recurrent_kernels=config.model.recurrent_kernels,

@@ -74,10 +74,11 @@ def fill_memory(runner: ModelRunner, config: Config, group: GroupConfig, role: s
     tokens = _least(own_tokens, runner.collective, runner.device)
     least_tokens = runner.req_to_token.max_tokens if group.max_context_tokens else group.page_size
     if tokens < least_tokens:
+        states = f", {role}.max_requests or {role}.cached_states" if budget.state_bytes else ""
         raise ConfigError(
             f"{role}: only {tokens} tokens of KV cache fit ({describe(budget)}), less than one request of "
             f"{least_tokens} tokens: raise {role}.mem_fraction ({group.mem_fraction:g}) or "
-            f"{role}.tp, or lower {role}.max_context_tokens"
+            f"{role}.tp, or lower {role}.max_context_tokens{states}"
         )
     try:
         runner.resize(tokens + group.page_size)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 import msgspec
 
@@ -24,6 +24,8 @@ EvictionName = Literal["lru", "lfu", "fifo"]
 class GroupConfig(Section, frozen=True):
     """Settings of every role; code that serves all roles takes this type. A group of ranks holds one model."""
 
+    role: ClassVar[Role]
+    """Role of the groups, and name of the section."""
     groups: int = 1
     """Number of groups."""
     tp: int | None = None
@@ -130,6 +132,8 @@ class GroupConfig(Section, frozen=True):
 class PrefillConfig(GroupConfig, frozen=True):
     """Groups that compute prompts."""
 
+    role = "prefill"
+
 
 class BatchingConfig(GroupConfig, frozen=True):
     """Base of the roles that decode."""
@@ -157,6 +161,7 @@ class BatchingConfig(GroupConfig, frozen=True):
 class DecodeConfig(BatchingConfig, frozen=True):
     """Groups that receive the KV of prompts and compute answers."""
 
+    role = "decode"
     preemption: Preemption = "auto"
     """Preemption of requests: recompute their KV, or swap it to host memory (recompute if that is full). auto: the
     faster one."""
@@ -187,3 +192,5 @@ class DecodeConfig(BatchingConfig, frozen=True):
 
 class ColocatedConfig(BatchingConfig, frozen=True):
     """Groups that compute prompts and answers, in the same steps."""
+
+    role = "colocated"
