@@ -43,7 +43,7 @@ class GroupConfig(Section, frozen=True):
     Unused if `pool_tokens` is set."""
     max_requests: int = 0
     """Largest number of requests that hold KV pages; in a decode group each answer and each beam counts as a request.
-    0: 256 on a GPU, 32 on a CPU."""
+    With recurrent layers each has memory for its state from the start. 0: 256 on a GPU, 32 on a CPU."""
     max_context_tokens: int = 0
     """Largest sum of prompt and answer. 0: the model's context (on a CPU at most 4096), or the pool's size if
     smaller."""
@@ -60,8 +60,8 @@ class GroupConfig(Section, frozen=True):
     state_interval_tokens: int = 1024
     """Distance of the positions of a prompt whose recurrent state is cached, beside the one at the prompt's end."""
     cached_states: int | None = None
-    """Recurrent states that a prefill or colocated group caches. None: by memory on a GPU; twice `max_requests` on a
-    CPU."""
+    """Recurrent states that a prefill or colocated group with `prefix_cache` caches, at most a tenth of a GPU's
+    memory. None: four times `max_requests` on a GPU, twice on a CPU."""
     eviction: EvictionName = "lru"
     """Eviction policy of the prefix cache: least recently used, least frequently used, oldest."""
 
