@@ -45,14 +45,15 @@ def make_shards(layers: int, kv_heads: int, tp: int, pp: int = 1) -> tuple[Shard
 
 
 def layout_shards(layout: KVLayout, tp: int, pp: int = 1) -> tuple[Shard, ...]:
-    """Returns `make_shards` for every class of layers. Raises ConfigError for several classes of layers together with
-    pipeline stages."""
-    if not layout.more:
+    """Returns `make_shards` for every class of layers, with whole recurrent states on each rank.
+
+    Raises ConfigError if several classes or states meet pipeline stages.
+    """
+    if not (layout.more or layout.states):
         return make_shards(layout.layers, layout.kv_heads, tp, pp)
     if tp < 1 or pp != 1:
-        raise ConfigError(
-            f"a model whose layers differ in their heads needs tp >= 1 and pp = 1; got tp = {tp} and pp = {pp}"
-        )
+        kind = "whose layers differ in their heads" if layout.more else "with recurrent layers"
+        raise ConfigError(f"a model {kind} needs tp >= 1 and pp = 1; got tp = {tp} and pp = {pp}")
     return tuple(
         Shard.of_classes(rank, layout, partial(head_span, tp=tp, tp_rank=rank)) for rank in range(tp)
     )

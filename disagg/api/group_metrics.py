@@ -52,11 +52,19 @@ GROUP = (
     Series("disagg_kv_pages_cached", "pages_cached", "Pages held by the prefix cache alone"),
     Series("disagg_kv_tokens_held", "tokens_held", "Tokens stored in the used pages"),
     Series("disagg_kv_evicted_pages", "evicted_pages_total", "Pages evicted from the prefix cache"),
+    Series(
+        "disagg_state_slots", "state_slots", "Slots for recurrent states of requests; 0 without such layers"
+    ),
+    Series("disagg_state_slots_used", "state_slots_used", "State slots of requests that have a row"),
+    Series("disagg_state_cache_slots", "cached_state_slots", "Slots for states of the prefix cache"),
+    Series("disagg_state_cached", "cached_states", "States held by the prefix cache, or saved for it"),
+    Series("disagg_state_evicted", "evicted_states_total", "States evicted from the prefix cache"),
     Series("disagg_preemptions", "preemptions_total", "Preempted requests"),
 )
 RANK = (
     Series("disagg_weights_bytes", "weights_bytes", "Parameters and buffers of the model"),
     Series("disagg_kv_pool_bytes", "kv_bytes", "Size of the KV pool"),
+    Series("disagg_state_pool_bytes", "state_bytes", "Size of the pool of recurrent states"),
     Series("disagg_device_bytes", "device_bytes", "GPU memory that the rank may use; 0 on a CPU"),
     Series("disagg_staging_bytes", "staging_bytes", "Size of the staging buffer", "prefill"),
     Series("disagg_staging_used_bytes", "staging_used_bytes", "Staging held by segments", "prefill"),

@@ -120,9 +120,10 @@ def _plan_request(options: PlanOptions) -> PlanRequest:
     from disagg.plan.transfer import PlanRequest
 
     size = parse_bytes(options.ring_bytes)
-    computed, layout = _layouts(options)
+    computed, layout, has_kv = _layouts(options)
     return PlanRequest(
         layout=layout,
+        has_kv=has_kv,
         computed_dtype=computed.dtype if computed != layout else "",
         prefill_tp=options.prefill_tp,
         decode_tp=options.decode_tp,
@@ -135,8 +136,8 @@ def _plan_request(options: PlanOptions) -> PlanRequest:
     )
 
 
-def _layouts(options: PlanOptions) -> tuple[KVLayout, KVLayout]:
-    """Returns the KV layouts of the prefill and the decode group."""
+def _layouts(options: PlanOptions) -> tuple[KVLayout, KVLayout, bool]:
+    """Returns the KV layouts of the prefill and the decode group, and whether KV is sent."""
     shape = options.shape
     if shape.model is not None or shape.random_init is not None:
         return _model_layouts(options)
@@ -151,13 +152,13 @@ def _layouts(options: PlanOptions) -> tuple[KVLayout, KVLayout]:
     computed = KVLayout(
         layers=shape.layers, kv_heads=shape.kv_heads, head_dim=options.head_dim, dtype=options.dtype
     )
-    return computed, msgspec.structs.replace(computed, dtype=options.decode_kv_dtype or options.dtype)
+    return computed, msgspec.structs.replace(computed, dtype=options.decode_kv_dtype or options.dtype), True
 
 
-def _model_layouts(options: PlanOptions) -> tuple[KVLayout, KVLayout]:
-    """Returns the model's KV layouts in both groups; with `--gpu-memory-gb`, also prints the memory plan."""
+def _model_layouts(options: PlanOptions) -> tuple[KVLayout, KVLayout, bool]:
+    """Returns `_layouts` of the model; with `--gpu-memory-gb`, also prints the memory plan."""
     from disagg.core.config.read import load_config
-    from disagg.plan.memory import memory_lines, model_layouts, plan_memory
+    from disagg.plan.memory import memory_lines, plan_memory, planned_model
 
     shape = options.shape
     settings = {
@@ -170,7 +171,10 @@ def _model_layouts(options: PlanOptions) -> tuple[KVLayout, KVLayout]:
     config = load_config(overrides={name: value for name, value in settings.items() if value is not None})
     if options.gpu_memory_gb:
         print("\n".join(memory_lines(plan_memory(config, int(options.gpu_memory_gb * 1e9)))))
-    return model_layouts(config)
+    model = planned_model(config)
+    if model.unknown_state:
+        print(f"{model.unknown_state}; this plan leaves the state out")
+    return model.prefill.layout, model.decode.layout, model.prefill.has_attention
 
 
 def keys(
@@ -233,14 +237,17 @@ def _routes_table(answer: Any) -> Any:
     from disagg.plan.transfer import describe_bytes
 
     table = Table()
-    for name in ("from", "to", "layers", "KV heads", "bytes", "segments"):
+    layout = answer.request.layout
+    for name in ("from", "to", "layers", "heads", "bytes", "segments"):
         table.add_column(name, justify="right")
     for total in answer.routes:
         route = total.route
         table.add_row(
             f"prefill r{route.src_rank}",
             f"decode r{route.dst_rank}",
-            str(route.layers),
+            f"states {route.layers.shift(-layout.kv_layers)}"
+            if layout.is_state(route.layers)
+            else str(route.layers),
             str(route.heads),
             describe_bytes(total.nbytes),
             str(total.segments),

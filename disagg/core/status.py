@@ -44,6 +44,8 @@ class RankStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     """Parameters and buffers of the model."""
     kv_bytes: Count = 0
     """KV pool without the trash page."""
+    state_bytes: Count = 0
+    """Pool of recurrent states without the trash slot; 0 for a model without recurrent layers."""
     device_bytes: Count = 0
     """Memory of the GPU that the rank may use; 0 on a CPU."""
     staging_bytes: Count = 0
@@ -85,6 +87,15 @@ class GroupStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     tokens_held: Count = 0
     """Tokens in the used pages; the remaining slots are internal fragmentation."""
     evicted_pages_total: Count = 0
+    state_slots: Count = 0
+    """Slots for recurrent states of requests; 0 for a model without recurrent layers, as for the fields below."""
+    state_slots_used: Count = 0
+    """State slots of requests that have a row."""
+    cached_state_slots: Count = 0
+    """Further state slots, for states that the prefix cache keeps."""
+    cached_states: Count = 0
+    """States in these slots, including those that running prompts have saved for the cache."""
+    evicted_states_total: Count = 0
     preemptions_total: Count = 0
     tokens_total: Count = 0
     """Tokens processed. Prefill: prompt tokens computed. Decode: tokens generated. Colocated: both together."""

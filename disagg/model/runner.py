@@ -13,7 +13,7 @@ import msgspec
 import structlog
 import torch
 
-from disagg.core.config.read import AttentionName
+from disagg.core.config.read import AttentionName, Role
 from disagg.core.errors import ConfigError, UnsupportedModelError
 from disagg.core.ports import Collective, LayerHook
 from disagg.kv.mamba_pool import MambaPool, state_classes
@@ -58,6 +58,7 @@ from disagg.model.recurrent.request_cache import StateCache, make_cache
 from disagg.model.recurrent.state import (
     PoolLayers,
     RowStates,
+    cached_states,
     ignores_state,
     recurrent_parts,
 )
@@ -87,6 +88,8 @@ class RunnerOptions:
     """Largest number of requests that can have a block table row at the same time."""
     max_tokens: int
     """Most tokens of one request, prompt and answer together."""
+    section: Role = "prefill"
+    """Section of the configuration that errors name."""
     kv_dtype: torch.dtype | None = None
     """Type of the stored KV; None: `dtype`."""
     attention: AttentionName = "auto"
@@ -278,22 +281,29 @@ class ModelRunner:
         return make_pool(self.spec.layout, self.shard, slots, self.kv_dtype, self.device)
 
     def _make_states(self) -> RowStates | None:
-        """Returns the recurrent states by row; None for a model without recurrent layers."""
+        """Returns the recurrent states by row; None for a model without recurrent layers.
+
+        Raises ConfigError if they do not fit the device.
+        """
         if self._sample is None:
             return None
-        slots = self.req_to_token.rows + 1 + self._cached_states()  # one for the trash row
-        states = MambaPool(self._sample.forms(), slots, self.device)
+        requests = self.req_to_token.rows
+        cached = cached_states(self.spec, self._options.cached_states, self._options.cached_states_bytes)
+        slots = requests + 1 + cached  # one for the trash row
+        try:
+            states = MambaPool(self._sample.forms(), slots, self.device)
+        except RuntimeError as exc:  # torch.OutOfMemoryError; on a CPU the base class
+            section, each = self._options.section, self.spec.layout.state_bytes
+            or_cached = f" or {section}.cached_states ({cached})" if cached else ""
+            raise ConfigError(
+                f"recurrent states of {requests} requests and {cached} cached states do not fit {self.device}: "
+                f"{slots} slots of {each:,} bytes are {slots * each:,} bytes; "
+                f"lower {section}.max_requests ({requests}){or_cached}"
+            ) from exc
         states.clear(self.req_to_token.trash_row)
         if self._packed is not None:
             self._packed.use(states)
         return RowStates(self._config, states)
-
-    def _cached_states(self) -> int:
-        """Returns the number of slots for cached recurrent states, the same on GPUs of the same kind."""
-        count, limit_bytes = self._options.cached_states, self._options.cached_states_bytes
-        if limit_bytes is not None:
-            count = min(count, limit_bytes // self.spec.layout.state_bytes)
-        return count
 
     @property
     def transfer_pools(self) -> TransferPools:

@@ -103,7 +103,8 @@ def make_runner(
             attention=config.model.attention,
             fused=config.model.fused,
             deterministic=config.model.deterministic,
-            cached_states=_cached_states(group, device),
+            section=group.role,
+            cached_states=wanted_states(group, device),
             cached_states_bytes=int(memory_bytes(device) * CACHED_STATES_SHARE) or None,
             recurrent_kernels=config.model.recurrent_kernels,
         ),
@@ -112,7 +113,7 @@ def make_runner(
     )
 
 
-def _cached_states(group: GroupConfig, device: torch.device) -> int:
+def wanted_states(group: GroupConfig, device: torch.device) -> int:
     """Returns how many recurrent states the group caches at most; decode groups receive states and cache none."""
     if isinstance(group, DecodeConfig) or not group.prefix_cache:
         return 0

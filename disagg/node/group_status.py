@@ -24,6 +24,10 @@ def group_status(name: str, role: Role, scheduled: Scheduled, reports: Reports, 
     """Returns the status of the group `name`; `broken` is the reason why the group cannot serve, or empty."""
     pages, cache = scheduled.memory.pages, scheduled.memory.cache
     alone = cache.cached_pages - cache.locked_pages if cache is not None else 0
+    # Ranks report a state pool only for models with recurrent layers. There each row has a state slot.
+    has_states = any(rank.state_bytes for rank in reports.ranks)
+    rows = scheduled.memory.rows if has_states else 0
+    cached_states = cache.cached_states + cache.held_states if cache is not None and has_states else 0
     return GroupStatus(
         name,
         role,
@@ -37,6 +41,11 @@ def group_status(name: str, role: Role, scheduled: Scheduled, reports: Reports, 
         pages_cached=alone,
         tokens_held=pages.used_tokens - alone * pages.page_size,
         evicted_pages_total=cache.evicted_pages if cache is not None else 0,
+        state_slots=rows,
+        state_slots_used=rows - scheduled.memory.free_rows if has_states else 0,
+        cached_state_slots=cached_states + cache.free_states if cache is not None and has_states else 0,
+        cached_states=cached_states,
+        evicted_states_total=cache.evicted_states if cache is not None else 0,
         cached_tokens_total=cache.hit_tokens if cache is not None else 0,
         preemptions_total=scheduled.preemptions,
         tokens_total=reports.tokens,

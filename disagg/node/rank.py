@@ -33,7 +33,7 @@ from disagg.node.leader import Leader
 from disagg.node.links import Link
 from disagg.node.plan import StepPlan
 from disagg.node.rank_peers import RankPeers
-from disagg.node.sizing import device_limit_bytes, pool_bytes
+from disagg.node.sizing import device_limit_bytes, pool_bytes, state_bytes
 from disagg.node.step_watch import FACTOR as STEP_FACTOR
 from disagg.node.step_watch import StepWatch
 from disagg.node.transfer_loop import LoopCallbacks, TransferLoop
@@ -99,6 +99,7 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
         self._memory = {
             "weights_bytes": runner.weights_bytes,
             "kv_bytes": pool_bytes(runner),
+            "state_bytes": state_bytes(runner),
             "device_bytes": device_limit_bytes(runner.device, group_config),
         }
         self.kv_manager = self._make_kv_manager() if rank == 0 else None

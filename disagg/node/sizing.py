@@ -74,10 +74,11 @@ def fill_memory(runner: ModelRunner, config: Config, group: GroupConfig, role: s
     tokens = _least(own_tokens, runner.collective, runner.device)
     least_tokens = runner.req_to_token.max_tokens if group.max_context_tokens else group.page_size
     if tokens < least_tokens:
+        states = f", {role}.max_requests or {role}.cached_states" if budget.state_bytes else ""
         raise ConfigError(
             f"{role}: only {tokens} tokens of KV cache fit ({describe(budget)}), less than one request of "
             f"{least_tokens} tokens: raise {role}.mem_fraction ({group.mem_fraction:g}) or "
-            f"{role}.tp, or lower {role}.max_context_tokens"
+            f"{role}.tp, or lower {role}.max_context_tokens{states}"
         )
     try:
         runner.resize(tokens + group.page_size)
@@ -128,7 +129,7 @@ def describe(budget: MemoryBudget) -> str:
         "weights": budget.weights_bytes,
         "steps": budget.work_bytes,
         "transfer": budget.transfer_bytes,
-        "recurrent state": budget.state_bytes,
+        "states": budget.state_bytes,
         "CUDA": budget.library_bytes,
         "KV": max(0, budget.kv_bytes),
     }
@@ -137,8 +138,13 @@ def describe(budget: MemoryBudget) -> str:
 
 
 def describe_pool(runner: ModelRunner) -> str:
-    """Returns text like `KV 52.9 GB = 403,344 tokens`."""
-    return f"KV {gigabytes(pool_bytes(runner))} = {pool_tokens(runner):,} tokens"
+    """Returns text like `KV 52.9 GB = 403,344 tokens, states 1.2 GB = 256 requests + 512 cached`."""
+    found = f"KV {gigabytes(pool_bytes(runner))} = {pool_tokens(runner):,} tokens"
+    if runner.states is None:
+        return found
+    requests = runner.req_to_token.rows
+    cached = runner.states.pool.slots - 1 - requests
+    return f"{found}, states {gigabytes(state_bytes(runner))} = {requests:,} requests + {cached:,} cached"
 
 
 def pool_tokens(runner: ModelRunner) -> int:
@@ -150,6 +156,14 @@ def pool_bytes(runner: ModelRunner) -> int:
     """Returns the size of the KV pool without its trash page."""
     pool = runner.pool
     return pool.nbytes // pool.slots * pool_tokens(runner)
+
+
+def state_bytes(runner: ModelRunner) -> int:
+    """Returns the size of the pool of recurrent states without its trash slot; 0 without recurrent layers."""
+    if runner.states is None:
+        return 0
+    statistics = runner.states.pool.statistics()
+    return statistics.nbytes - statistics.slot_bytes
 
 
 def device_limit_bytes(device: torch.device, group: GroupConfig) -> int:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import msgspec
+
 from disagg.core.errors import ConfigError
 from disagg.core.types import Shard
 from disagg.plan.transfer import RouteTotal, TransferPlan, describe_bytes, describe_span
@@ -19,12 +21,18 @@ EMPTY_COLOR, TEXT_COLOR = "#f1f3f5", "#343a40"
 
 def draw_plan(plan: TransferPlan, path: str | os.PathLike[str]) -> None:
     """Writes the plan as a PNG. Each bar is a rank. Its cells are the model's KV heads; the rank's heads are
-    coloured.
+    coloured. Routes of recurrent states are in the title only.
 
-    Raises `ConfigError` for a layout with several classes of layers.
+    Raises `ConfigError` for a layout with several classes of layers, or a model without KV.
     """
-    if plan.request.layout.more:
-        raise ConfigError("the layers of this model differ in their heads: its plan is printed, not drawn")
+    layout = plan.request.layout
+    if layout.more or not plan.request.has_kv:
+        why = "the layers of this model differ in their heads" if layout.more else "this model has no KV"
+        raise ConfigError(f"{why}: its plan is printed, not drawn")
+    state_bytes = plan.state_bytes
+    plan = msgspec.structs.replace(
+        plan, routes=tuple(total for total in plan.routes if not layout.is_state(total.route.layers))
+    )
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -46,7 +54,7 @@ def draw_plan(plan: TransferPlan, path: str | os.PathLike[str]) -> None:
             [BAR_WIDTH, LABEL_X - 0.08], [source_y[source], outlet], color=colors[source], linewidth=1.6
         )
         _arrow(axes, total, (outlet, inlet), colors[source])
-    _frame(axes, plan, height)
+    _frame(axes, plan, height, state_bytes)
     figure.savefig(path, dpi=130)
 
 
@@ -147,7 +155,7 @@ def _arrow(axes: Any, total: RouteTotal, ends: tuple[float, float], color: Any) 
     )
 
 
-def _frame(axes: Any, plan: TransferPlan, height: float) -> None:
+def _frame(axes: Any, plan: TransferPlan, height: float, state_bytes: int) -> None:
     request, layout = plan.request, plan.request.layout
     sides = (
         (0.0, "prefill", request.prefill_tp, request.prefill_pp),
@@ -156,10 +164,11 @@ def _frame(axes: Any, plan: TransferPlan, height: float) -> None:
     for x, role, tp, pp in sides:
         name = f"{role}, TP {tp}" + (f" x PP {pp}" if pp > 1 else "")
         axes.text(x, -0.15, name, fontsize=12, fontweight="bold", color=TEXT_COLOR)
+    state = f", then {describe_bytes(state_bytes)} of recurrent state" if state_bytes else ""
     axes.set_title(
         f"{request.tokens} tokens, {layout.layers} layers x {layout.kv_heads} KV heads x {layout.head_dim} "
         f"({layout.dtype}): {describe_bytes(plan.nbytes)} in {plan.segments} segments, "
-        f"{plan.control_messages} control messages",
+        f"{plan.control_messages} control messages{state}",
         fontsize=12,
         loc="left",
     )

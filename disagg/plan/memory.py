@@ -5,18 +5,36 @@ A running rank measures the memory that a step needs (`disagg.node.sizing`). Thi
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import msgspec
 import torch
 
 from disagg.core.config.read import Config, GroupConfig, Role
+from disagg.core.errors import UnsupportedModelError
 from disagg.core.types import KVLayout
 from disagg.model.collective.base import ThreadCollective
 from disagg.model.load.build import weights_bytes
 from disagg.model.load.source import ModelSource
+from disagg.model.recurrent.planned import with_state
+from disagg.model.recurrent.state import cached_states
 from disagg.model.spec.layer_types import setting
 from disagg.model.spec.model_spec import ModelSpec, rank_token_bytes
-from disagg.node.assemble import make_source, resolve_dtype, resolve_kv_dtype
-from disagg.node.sizing import LIBRARY_BYTES, SAMPLER_COPIES, MemoryBudget, describe, transfer_bytes_of
+from disagg.node.assemble import (
+    CACHED_STATES_SHARE,
+    make_source,
+    resolve_dtype,
+    resolve_kv_dtype,
+    wanted_states,
+)
+from disagg.node.sizing import (
+    LIBRARY_BYTES,
+    SAMPLER_COPIES,
+    MemoryBudget,
+    describe,
+    transfer_bytes_of,
+)
+from disagg.plan.transfer import describe_bytes
 
 
 class PlannedMemory(msgspec.Struct, frozen=True):
@@ -30,17 +48,47 @@ class PlannedMemory(msgspec.Struct, frozen=True):
     """KV bytes of one token on the rank with the largest weights."""
     pool_tokens: int
     max_context_tokens: int
+    max_requests: int
+    request_state_bytes: int
+    """Recurrent state of one request; 0 without recurrent layers."""
+    cached_states: int
+    """States that the prefix cache keeps."""
 
 
-def model_layouts(config: Config) -> tuple[KVLayout, KVLayout]:
-    """Returns the KV layouts of the configured model on GPUs, first of the prefill groups, then of the decode groups.
+class PlannedModel(NamedTuple):
+    """The configured model on GPUs."""
+
+    prefill: ModelSpec
+    decode: ModelSpec
+    unknown_state: str
+    """Why the size of the recurrent state is unknown and counted as 0; empty if known."""
+
+
+def planned_model(config: Config) -> PlannedModel:
+    """Returns the model's specs with the KV of the prefill and of the decode groups, and the state of a request.
 
     KV crosses the wire in the layout of the decode groups.
     """
     source = make_source(config)
     dtype = resolve_dtype(config.model.dtype, source, torch.device("cuda"))
     first, then = (resolve_kv_dtype(config, group, dtype) for group in (config.prefill, config.decode))
-    return source.spec(first).layout, source.spec(then).layout
+    prefill, unknown = _with_state(source, source.spec(first), dtype)
+    layout = msgspec.structs.replace(source.spec(then).layout, states=prefill.layout.states)
+    return PlannedModel(prefill, msgspec.structs.replace(prefill, layout=layout), unknown)
+
+
+def model_layouts(config: Config) -> tuple[KVLayout, KVLayout]:
+    """Returns the layouts of `planned_model`, of the prefill groups and of the decode groups."""
+    model = planned_model(config)
+    return model.prefill.layout, model.decode.layout
+
+
+def _with_state(source: ModelSource, spec: ModelSpec, dtype: torch.dtype) -> tuple[ModelSpec, str]:
+    """Returns the spec with the state of a request, and why the state is unknown."""
+    try:
+        return with_state(source, spec, dtype), ""
+    except UnsupportedModelError as exc:
+        return spec, str(exc)
 
 
 def plan_memory(config: Config, gpu_memory_bytes: int) -> list[PlannedMemory]:
@@ -56,7 +104,7 @@ def plan_memory(config: Config, gpu_memory_bytes: int) -> list[PlannedMemory]:
             group,
             role,
             source,
-            source.spec(resolve_kv_dtype(config, group, dtype)),
+            _with_state(source, source.spec(resolve_kv_dtype(config, group, dtype)), dtype)[0],
             dtype,
             gpu_memory_bytes,
         )
@@ -65,7 +113,7 @@ def plan_memory(config: Config, gpu_memory_bytes: int) -> list[PlannedMemory]:
 
 
 def memory_lines(groups: list[PlannedMemory]) -> list[str]:
-    """Returns one line of text for each kind of group."""
+    """Returns one line of text for each kind of group, and one for its recurrent states if it has any."""
     lines = []
     for group in groups:
         requests = group.pool_tokens // group.max_context_tokens
@@ -76,7 +124,18 @@ def memory_lines(groups: list[PlannedMemory]) -> list[str]:
             if group.pool_tokens
             else f"{group.role}, {ranks} {describe(group.budget)}: no room for a KV cache; use more ranks"
         )
+        if group.request_state_bytes:
+            lines.append(_states_line(group))
     return lines
+
+
+def _states_line(group: PlannedMemory) -> str:
+    cached = f" + {group.cached_states:,} cached ({group.role}.cached_states)" if group.cached_states else ""
+    return (
+        f"{group.role}, recurrent states: {describe_bytes(group.budget.state_bytes)} on each rank = "
+        f"{group.max_requests:,} requests ({group.role}.max_requests){cached} + 1 for padding, "
+        f"{describe_bytes(group.request_state_bytes)} each"
+    )
 
 
 def _group(
@@ -92,6 +151,8 @@ def _group(
     ranks = group.ranks
     token_bytes = rank_token_bytes(spec.layout, ranks)
     transfer = config.transfer.sized(gpu_memory_bytes)
+    limit_bytes = int(gpu_memory_bytes * CACHED_STATES_SHARE)
+    cached = cached_states(spec, wanted_states(group, torch.device("cuda")), limit_bytes)
     budget = MemoryBudget(
         limit_bytes=int(gpu_memory_bytes * group.mem_fraction),
         weights_bytes=max(
@@ -100,13 +161,23 @@ def _group(
         ),
         work_bytes=_work_bytes(source.config, spec, group, dtype),
         transfer_bytes=transfer_bytes_of(transfer, role),
-        state_bytes=0,
+        state_bytes=(group.max_requests + 1 + cached) * spec.layout.state_bytes,
         library_bytes=LIBRARY_BYTES[0],
     )
     tokens = group.pool_tokens or budget.pool_tokens(token_bytes, group.page_size)
     limit = group.context_limit(spec.context_tokens)
     longest = min(limit, tokens) if tokens else limit
-    return PlannedMemory(role, ranks, budget, token_bytes, tokens, longest)
+    return PlannedMemory(
+        role,
+        ranks,
+        budget,
+        token_bytes,
+        tokens,
+        longest,
+        group.max_requests,
+        spec.layout.state_bytes,
+        cached,
+    )
 
 
 def _work_bytes(model: object, spec: ModelSpec, group: GroupConfig, dtype: torch.dtype) -> int:

@@ -21,6 +21,8 @@ class PlanRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Layout of the KV in the decode groups and on the wire."""
     computed_dtype: str = ""
     """Element type of the prefill groups' KV when the sender quantizes; empty when KV is sent unchanged."""
+    has_kv: bool = True
+    """False for a model without attention: only its recurrent state is sent."""
     prefill_tp: int
     decode_tp: int
     prefill_pp: int = 1
@@ -40,7 +42,7 @@ class PlanRequest(msgspec.Struct, frozen=True, kw_only=True):
                 f"KV in {self.computed_dtype} cannot be sent as {layout.dtype}: KV is sent unchanged, or "
                 "quantized from floats to one of " + ", ".join(QUANTIZED_DTYPES)
             )
-        others = ("layout", "computed_dtype")
+        others = ("layout", "computed_dtype", "has_kv")
         values = {name: getattr(self, name) for name in self.__struct_fields__ if name not in others}
         names = ("layers", "kv_heads", "head_dim")
         sizes = [(name, getattr(one, name)) for one in layout.classes for name in names]
@@ -77,8 +79,13 @@ class TransferPlan(msgspec.Struct, frozen=True):
 
     @property
     def nbytes(self) -> int:
-        """Bytes on the wire."""
+        """Bytes on the wire, KV and recurrent state."""
         return sum(total.nbytes for total in self.routes)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of recurrent state on the wire: the whole state for each decode rank."""
+        return sum(total.nbytes for total in self.routes if self.request.layout.is_state(total.route.layers))
 
     @property
     def segments(self) -> int:
@@ -94,10 +101,15 @@ class TransferPlan(msgspec.Struct, frozen=True):
     def control_messages(self) -> int:
         """Control messages between prefill and decode ranks, in both directions, while the ring has room.
 
-        Each pair exchanges one `LeaseRequest` and one `LeaseGrant` per chunk, independent of pages and heads. A full
-        ring adds at most one `Watermark` per segment.
+        Each pair exchanges one `LeaseRequest` and one `LeaseGrant` per chunk, independent of pages and heads, and for
+        a recurrent state. A full ring adds at most one `Watermark` per segment.
         """
-        return 2 * self.pairs * self.chunks
+        return 2 * sum(map(self._leases, (False, True)))
+
+    def _leases(self, state: bool) -> int:
+        """Returns the leases of all pairs for chunks of KV, or for the state."""
+        routes = [one.route for one in self.routes if self.request.layout.is_state(one.route.layers) == state]
+        return len({(one.src_rank, one.dst_rank) for one in routes}) * (1 if state else self.chunks)
 
 
 def compute_plan(request: PlanRequest) -> TransferPlan:
@@ -105,20 +117,31 @@ def compute_plan(request: PlanRequest) -> TransferPlan:
     layout = request.layout
     sources = layout_shards(layout, request.prefill_tp, request.prefill_pp)
     destinations = layout_shards(layout, request.decode_tp, request.decode_pp)
-    routes = plan_routes(sources, destinations)
-    full, rest = divmod(request.tokens, request.chunk_tokens)
-    totals = []
-    for route in routes:
-        whole = _segments(request, route, sources[route.src_rank], min(request.chunk_tokens, request.tokens))
-        last = _segments(request, route, sources[route.src_rank], rest)
-        totals.append(
-            RouteTotal(
-                route,
-                nbytes=full * _bytes(whole) + _bytes(last),
-                segments=full * len(whole) + len(last),
-            )
-        )
+    totals = [
+        _state_total(request, route)
+        if layout.is_state(route.layers)
+        else _kv_total(request, route, sources[route.src_rank])
+        for route in plan_routes(sources, destinations)
+        if request.has_kv or layout.is_state(route.layers)
+    ]
     return TransferPlan(request, sources, destinations, tuple(totals))
+
+
+def _kv_total(request: PlanRequest, route: Route, source: Shard) -> RouteTotal:
+    full, rest = divmod(request.tokens, request.chunk_tokens)
+    whole = _segments(request, route, source, min(request.chunk_tokens, request.tokens))
+    last = _segments(request, route, source, rest)
+    return RouteTotal(
+        route, nbytes=full * _bytes(whole) + _bytes(last), segments=full * len(whole) + len(last)
+    )
+
+
+def _state_total(request: PlanRequest, route: Route) -> RouteTotal:
+    """Returns the total of a route of state tensors, which follow the last chunk as one position."""
+    position = request.layout.moved_tokens(route.layers, Span(0, request.tokens))
+    limits = {route.dst_rank: request.max_segment_bytes}
+    segments = plan_segments([route], request.layout, position, [route.layers], limits)
+    return RouteTotal(route, _bytes(segments), len(segments))
 
 
 def _segments(request: PlanRequest, route: Route, source: Shard, tokens: int) -> tuple[Segment, ...]:
@@ -151,14 +174,21 @@ def describe_span(what: str, span: Span) -> str:
 def plan_lines(plan: TransferPlan) -> list[str]:
     """Returns the plan as lines of text: the heads and layers of each rank, and the totals."""
     request, layout = plan.request, plan.request.layout
-    lines = [_side("prefill", plan.sources, layout), _side("decode", plan.destinations, layout)]
+    shown = request.has_kv
+    lines = [_side("prefill", plan.sources, layout, shown), _side("decode", plan.destinations, layout, shown)]
     lines += [
         f"{request.tokens} tokens in {plan.chunks} chunks, each in {request.layer_groups} layer groups: "
         f"{describe_bytes(plan.nbytes)} in {plan.segments} segments of at most "
         f"{describe_bytes(request.max_segment_bytes)}",
         f"{plan.control_messages} control messages between the ranks = 2 x {plan.pairs} pairs of ranks x "
-        f"{plan.chunks} chunks",
+        f"{_leased(plan)}",
     ]
+    if layout.states:
+        lines.append(
+            f"a request hands over {describe_bytes(plan.nbytes)} = "
+            f"{describe_bytes(plan.nbytes - plan.state_bytes)} of KV + {describe_bytes(plan.state_bytes)} of "
+            f"recurrent state, {describe_bytes(layout.state_bytes)} to each decode rank"
+        )
     if request.computed_dtype:
         computed = msgspec.structs.replace(layout, dtype=request.computed_dtype)
         share = layout.token_bytes / computed.token_bytes
@@ -172,9 +202,18 @@ def plan_lines(plan: TransferPlan) -> list[str]:
     return lines
 
 
-def _side(role: str, shards: tuple[Shard, ...], layout: KVLayout) -> str:
+def _leased(plan: TransferPlan) -> str:
+    """Returns text like `32 chunks`, `(32 chunks + 1 state)` or `1 state`."""
+    chunks = f"{plan.chunks} chunks" if plan.request.has_kv else ""
+    state = "1 state" if plan.request.layout.states else ""
+    return f"({chunks} + {state})" if chunks and state else chunks or state
+
+
+def _side(role: str, shards: tuple[Shard, ...], layout: KVLayout, has_kv: bool) -> str:
     """Returns a line for each rank and class of layers, such as 'r1 [..##] heads 2-3, layers 0-31'."""
     lines = [f"{role}, {len(shards)} rank{'s' * (len(shards) > 1)}"]
+    if not has_kv:
+        return f"{lines[0]}: no attention, so no KV; each rank has the whole recurrent state"
     for shard in shards:
         for part, one in zip(shard.parts, layout.classes, strict=True):
             bar = "".join("#" if head in part.heads else "." for head in range(one.kv_heads))

@@ -15,6 +15,9 @@ KIND_STYLES: dict[Kind, tuple[str, str]] = {
     "kv_waste": ("KV waste", "#e03131"),
     "kv_cached": ("KV cached", "#74c0fc"),
     "kv_free": ("KV free", "#e7f5ff"),
+    "state_used": ("states of requests", "#2f9e44"),
+    "state_cached": ("states cached", "#8ce99a"),
+    "state_free": ("state slots free", "#ebfbee"),
     "transfer_used": ("staging or ring in use", "#f08c00"),
     "transfer_free": ("staging or ring free", "#ffe8cc"),
 }

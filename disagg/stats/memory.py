@@ -14,10 +14,21 @@ import msgspec
 from disagg.core.config.groups import Role
 from disagg.core.status import GroupStatus, RankStatus, ServiceStatus
 
-Kind = Literal["weights", "kv_tokens", "kv_waste", "kv_cached", "kv_free", "transfer_used", "transfer_free"]
+Kind = Literal[
+    "weights",
+    "kv_tokens",
+    "kv_waste",
+    "kv_cached",
+    "kv_free",
+    "state_used",
+    "state_cached",
+    "state_free",
+    "transfer_used",
+    "transfer_free",
+]
 """Kind of memory. `kv_tokens`: slots that hold tokens of requests. `kv_waste`: unused slots in the pages of requests.
-`kv_cached`: pages held by the prefix cache only. `transfer_`: the staging buffer of a prefill rank, the ring of a
-decode rank."""
+`kv_cached`: pages held by the prefix cache only. `state_`: recurrent states of requests, of the prefix cache, and
+free slots. `transfer_`: the staging buffer of a prefill rank, the ring of a decode rank."""
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
@@ -43,6 +54,13 @@ class GroupMemory(msgspec.Struct, frozen=True):
     waste_tokens: int
     cached_tokens: int
     free_tokens: int
+    state_slots: int
+    """Slots for recurrent states of requests; 0 without recurrent layers, as for the fields below."""
+    state_slots_used: int
+    cached_state_slots: int
+    """Slots for states of the prefix cache."""
+    cached_states: int
+    evicted_states_total: int
     evicted_pages_total: int
     preemptions_total: int
     ranks: tuple[RankMemory, ...]
@@ -106,19 +124,38 @@ def group_memory(group: GroupStatus) -> GroupMemory:
         tokens["kv_waste"],
         tokens["kv_cached"],
         tokens["kv_free"],
+        group.state_slots,
+        group.state_slots_used,
+        group.cached_state_slots,
+        group.cached_states,
+        group.evicted_states_total,
         group.evicted_pages_total,
         group.preemptions_total,
-        tuple(_rank_memory(rank, tokens, pool_tokens) for rank in group.ranks),
+        tuple(_rank_memory(rank, tokens, pool_tokens, _state_slots(group)) for rank in group.ranks),
     )
 
 
-def _rank_memory(rank: RankStatus, tokens: Mapping[Kind, int], pool_tokens: int) -> RankMemory:
+def _state_slots(group: GroupStatus) -> dict[Kind, int]:
+    """Returns the state slots of each kind."""
+    slots, used = group.state_slots + group.cached_state_slots, group.state_slots_used
+    return {
+        "state_used": used,
+        "state_cached": group.cached_states,
+        "state_free": slots - used - group.cached_states,
+    }
+
+
+def _rank_memory(
+    rank: RankStatus, tokens: Mapping[Kind, int], pool_tokens: int, state_slots: Mapping[Kind, int]
+) -> RankMemory:
     token_bytes = rank.kv_bytes // max(1, pool_tokens)
+    slot_bytes = rank.state_bytes // max(1, sum(state_slots.values()))
     transfer_bytes = rank.staging_bytes + rank.ring_bytes
     transfer_used_bytes = rank.staging_used_bytes + rank.ring_used_bytes
     kinds: dict[Kind, int] = {
         "weights": rank.weights_bytes,
         **{kind: count * token_bytes for kind, count in tokens.items()},
+        **{kind: count * slot_bytes for kind, count in state_slots.items()},
         "transfer_used": transfer_used_bytes,
         "transfer_free": transfer_bytes - transfer_used_bytes,
     }

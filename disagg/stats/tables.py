@@ -15,18 +15,22 @@ from disagg.top.words import part_words, plain
 
 
 def tables(groups: Sequence[GroupMemory]) -> RenderableType:
-    """Returns a table of the ranks, in bytes, and a table of the groups, in tokens."""
+    """Returns a table of the ranks, in bytes, one of the groups, in tokens, and one of their recurrent states if any
+    has states."""
     if not groups:
         return Text("no group has reported its memory yet", style="yellow")
-    return Group(_ranks_table([rank for group in groups for rank in group.ranks]), _groups_table(groups))
+    found = [_ranks_table([rank for group in groups for rank in group.ranks]), _groups_table(groups)]
+    stateful = [group for group in groups if group.state_slots]
+    return Group(*found, *([_states_table(stateful)] if stateful else []))
 
 
 def _ranks_table(ranks: Sequence[RankMemory]) -> Table:
     limited = any(rank.device_bytes for rank in ranks)
+    stateful = any(_state_bytes(rank) for rank in ranks)
     table = _table(
         "Memory of each rank",
         ("rank", "weights", "KV used", "waste", "cached", "free", "transfer", "in use"),
-        ("of its GPU",) if limited else (),
+        (*(("states", "in use") if stateful else ()), *(("of its GPU",) if limited else ())),
     )
     for rank in ranks:
         kinds = rank.kinds
@@ -40,9 +44,20 @@ def _ranks_table(ranks: Sequence[RankMemory]) -> Table:
             describe_bytes(transfer_bytes),
             part_words(kinds["transfer_used"], transfer_bytes),
         ]
+        if stateful:
+            state_bytes = _state_bytes(rank)
+            cells += [
+                describe_bytes(state_bytes),
+                part_words(kinds["state_used"] + kinds["state_cached"], state_bytes),
+            ]
         cells += [describe_bytes(rank.device_bytes)] if limited else []
         table.add_row(Text(plain(rank.name)), *cells)
     return table
+
+
+def _state_bytes(rank: RankMemory) -> int:
+    kinds = rank.kinds
+    return kinds["state_used"] + kinds["state_cached"] + kinds["state_free"]
 
 
 def _groups_table(groups: Iterable[GroupMemory]) -> Table:
@@ -60,6 +75,22 @@ def _groups_table(groups: Iterable[GroupMemory]) -> Table:
             group.free_tokens,
             group.preemptions_total,
             group.evicted_pages_total,
+        )
+        table.add_row(Text(plain(group.name)), *(f"{count:,}" for count in counts))
+    return table
+
+
+def _states_table(groups: Iterable[GroupMemory]) -> Table:
+    table = _table(
+        "State slots of each group", ("group", "requests", "used", "cache", "cached", "states evicted")
+    )
+    for group in groups:
+        counts = (
+            group.state_slots,
+            group.state_slots_used,
+            group.cached_state_slots,
+            group.cached_states,
+            group.evicted_states_total,
         )
         table.add_row(Text(plain(group.name)), *(f"{count:,}" for count in counts))
     return table

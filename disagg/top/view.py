@@ -104,13 +104,24 @@ def _table(title: str, *columns: str) -> Table:
 
 def _groups_table(status: ServiceStatus, growing: ServiceRates, wide: bool) -> Table:
     sizes = ("ranks", "pages") if wide else ()
+    stateful = any(group.state_slots for group in status.groups)
     columns = ("run", "wait", "tok/s", "busy", "used", "cached", "waste", "buffers")
-    table = _table("Groups", "group", "state", *sizes, *columns)
+    last = ("states",) if stateful else ()
+    table = _table("Groups", "group", "state", *sizes, *columns, *last)
     for group in status.groups:
         cells: list[Text | str] = [Text(plain(group.name)), _state(group, status.draining)]
         cells += [str(len(group.ranks)), str(group.pages)] if wide else []
-        table.add_row(*cells, *_group_cells(group, growing.groups[group.name]))
+        cells += _group_cells(group, growing.groups[group.name])
+        table.add_row(*cells, *((_states(group),) if stateful else ()))
     return table
+
+
+def _states(group: GroupStatus) -> str:
+    """Returns the state slots in use of all: of requests, then of the prefix cache; '-' without states."""
+    if not group.state_slots:
+        return "-"
+    cached = f" + {group.cached_states}/{group.cached_state_slots}" if group.cached_state_slots else ""
+    return f"{group.state_slots_used}/{group.state_slots}{cached}"
 
 
 def _group_cells(group: GroupStatus, rate: GroupRate) -> list[str]:

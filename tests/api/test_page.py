@@ -15,7 +15,7 @@ from api_server import ApiServer, body, until
 from browser import CHROMIUM, WHY_SKIPPED, Browser, Tab
 from msgspec.structs import replace
 from page_server import PageServer
-from status_pictures import service
+from status_pictures import service, with_states
 
 from disagg.core.status import GroupStatus, RankStatus, ServiceStatus
 from disagg.plan.transfer import describe_bytes
@@ -115,6 +115,22 @@ def test_numbers_of_a_server_that_works(browser: Browser, server: PageServer) ->
     until(lambda: server.looks > looks + 1), "it looks by itself"
     look(tab)
     assert texts(tab, "#about") != before
+    no_trouble(tab, server)
+
+
+def test_states_of_recurrent_layers(browser: Browser, server: PageServer) -> None:
+    tab = shown(browser, server)
+    assert not tab.value("[...document.querySelectorAll('.slots')].some((e) => e.offsetParent)")
+    prefill, decode, _ = service(1.0).groups
+    only_rows = replace(with_states(decode), cached_state_slots=0, cached_states=0)
+    server.shape = {"groups": (with_states(prefill), only_rows)}
+    look(tab)
+    assert "20 of 40 states · 8 of 32 cached · 72 MiB" in texts(tab, "#prefill p")
+    assert "20 of 40 states · 72 MiB" in texts(tab, "#decode p")
+    widths = tab.value(
+        "[...document.querySelectorAll('#prefill .slots > i')].map((e) => parseFloat(e.style.width))"
+    )
+    assert [round(width, 2) for width in widths] == [27.78, 11.11]
     no_trouble(tab, server)
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -107,6 +108,14 @@ def test_too_little_for_one_request_is_refused(monkeypatch: pytest.MonkeyPatch) 
     ) as caught:
         fill(monkeypatch, Runner(), 20 * GB + 131072 * 4000)
     assert "\n" not in str(caught.value)
+
+
+def test_states_that_leave_no_room_name_their_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    full = dataclasses.replace(budget(120 * GB), state_bytes=110 * GB)
+    monkeypatch.setattr(sizing, "measure", lambda *_: full)
+    lower = "or lower prefill.max_context_tokens, prefill.max_requests or prefill.cached_states"
+    with pytest.raises(ConfigError, match=rf"states 110\.0.*{lower}$"):
+        fill_memory(cast(Any, Runner()), Config(), PrefillConfig(tp=1), "prefill")
 
 
 def test_an_automatic_context_takes_a_pool_smaller_than_the_models_context(

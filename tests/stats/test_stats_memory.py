@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 from msgspec.structs import replace
 from rich.console import Console
-from status_pictures import MIB, service
+from status_pictures import MIB, service, with_states
 
 from disagg.core.status import GroupStatus, RankStatus, ServiceStatus
 from disagg.stats.draw import KIND_STYLES, draw_memory
@@ -44,11 +44,19 @@ def test_every_slot_is_of_one_kind() -> None:
         "kv_waste": 9 * KIB,
         "kv_cached": 50 * KIB,
         "kv_free": 70 * KIB,
+        "state_used": 0,
+        "state_cached": 0,
+        "state_free": 0,
         "transfer_used": 0,
         "transfer_free": 64 * KIB,
     }
     assert (second.kinds["transfer_used"], second.kinds["transfer_free"]) == (16 * KIB, 48 * KIB)
     assert found.kind_bytes("kv_tokens") == 142 * KIB
+
+
+def test_states_are_used_cached_or_free() -> None:
+    kinds = group_memory(with_states(decode_group())).ranks[1].kinds
+    assert (kinds["state_used"], kinds["state_cached"], kinds["state_free"]) == (20 * MIB, 8 * MIB, 44 * MIB)
 
 
 def test_numbers_of_different_moments_never_fall_below_nothing() -> None:
@@ -109,6 +117,13 @@ def test_tables_say_it_in_bytes_and_in_tokens() -> None:
     assert shown() == ["no group has reported its memory yet"]
 
 
+def test_tables_show_states_of_models_that_have_them() -> None:
+    lines = shown(with_states(decode_group()), replace(decode_group(), name="other"))
+    assert "decode r1 300 KiB 0 B - 0 B 200 KiB 64 KiB 25% 72 MiB 39%" in lines
+    assert "decode 40 20 32 8 7" in lines
+    assert not any("state" in line for line in shown(decode_group()))
+
+
 def test_names_in_tables_command_no_terminal() -> None:
     lines = shown(replace(decode_group(), name="\x1b[2J[red]x"))
     assert "\x1b" not in "".join(lines)
@@ -159,7 +174,8 @@ def test_a_chart_for_each_group_with_an_area_for_each_kind(tmp_path: Path, drawn
     assert (area.x0, area.x1) == (0, 5)
     assert [list(line.get_xdata()) for line in decode.lines[1:]] == [[4.0, 5.0]]
     labels = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert labels == [*(label for label, _ in KIND_STYLES.values()), "preempted (2)"]
+    shown = [label for kind, (label, _) in KIND_STYLES.items() if not kind.startswith("state")]
+    assert labels == [*shown, "preempted (2)"], "no states"
 
 
 @pytest.mark.parametrize(("device_bytes", "dashed"), [(MIB, 1), (1 << 36, 0)])

@@ -52,6 +52,20 @@ def service(
     return replace(status, **fields)
 
 
+def with_states(group: GroupStatus) -> GroupStatus:
+    """The group of a model with recurrent layers: 40 state slots of 1 MiB, 20 in use, 8 cached of 32."""
+    ranks = tuple(replace(rank, state_bytes=72 * MIB) for rank in group.ranks)
+    return replace(
+        group,
+        ranks=ranks,
+        state_slots=40,
+        state_slots_used=20,
+        cached_state_slots=32,
+        cached_states=8,
+        evicted_states_total=7,
+    )
+
+
 def answers(unix_s: float) -> tuple[RecentAnswer, ...]:
     """One for each ending, one that runs and one that waits; newest first."""
     done = RecentAnswer(

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from pathlib import Path
 
+import msgspec
 import pytest
 import torch
+from architectures import HYBRIDS, save
 from local_groups import Checkpoints, LocalGroups, ask, local_groups, random_prompts, small_config
 from transformers import AutoModelForCausalLM
 
 from disagg.core.status import GroupStatus
 from disagg.core.types import SamplingParams
+from disagg.model.load.source import ModelSource
 from disagg.router.router import Router
 from transport.control import messages as m
 from transport.control.inproc import InprocControl
@@ -92,6 +96,9 @@ def test_what_is_told_is_what_happened(checkpoints: Checkpoints, tp: tuple[int, 
         slots = group.pages * group.page_size
         assert sum(rank.kv_bytes for rank in group.ranks) == slots * layout.token_bytes
         assert not any(rank.device_bytes for rank in group.ranks), "nothing is set on a CPU"
+        assert not any((group.state_slots, group.cached_state_slots, group.ranks[0].state_bytes)), (
+            "no such layers"
+        )
     used = [r.staging_used_bytes for r in prefill.ranks] + [r.ring_used_bytes for r in decode.ranks]
     assert not any(used)
     assert not any(rank.faults_total for group in (prefill, decode) for rank in group.ranks)
@@ -106,6 +113,40 @@ def test_ranks_tell_what_weights_they_hold(checkpoints: Checkpoints) -> None:
     whole_bytes = sum(tensor.nbytes for tensor in {one.data_ptr(): one for one in tensors}.values())
     assert [rank.weights_bytes for rank in decode.ranks] == [whole_bytes]
     assert all(whole_bytes / 2 < rank.weights_bytes < whole_bytes for rank in prefill.ranks)
+
+
+def test_states_of_recurrent_layers_are_told_while_they_are_held(tmp_path: Path) -> None:
+    source = ModelSource.from_directory(save(HYBRIDS["lfm2"](), tmp_path))
+    config = small_config(2, 1, metrics_interval_s=INTERVAL_S)
+    prefill = msgspec.structs.replace(config.prefill, state_interval_tokens=16, cached_states=5)
+    config = msgspec.structs.replace(config, prefill=prefill)
+    with local_groups(config, source) as groups:
+        state_bytes = groups.prefill_info.layout.state_bytes
+
+        async def work(router: Router) -> None:
+            sampling = SamplingParams(max_tokens=60, ignore_eos=True)
+            running = asyncio.create_task(ask(router, "r", random_prompts(90)[0], sampling))
+            await until(lambda: any(g.role == "decode" and g.tokens_total for g in router.groups()))
+            decode = router.groups()[1]
+            assert (decode.state_slots, decode.state_slots_used) == (config.decode.max_requests, 1)
+            assert (decode.cached_state_slots, decode.cached_states) == (0, 0), "it receives states"
+            assert [r.state_bytes for r in decode.ranks] == [config.decode.max_requests * state_bytes]
+            await running
+            await asyncio.gather(
+                *(ask(router, f"r{i}", random_prompts(90, seed=i)[0], sampling) for i in (5, 6))
+            )
+            await until(
+                lambda: idle(router.groups()) and not any(g.state_slots_used for g in router.groups())
+            )
+            first = router.groups()[0]
+            assert (first.state_slots, first.cached_state_slots) == (config.prefill.max_requests, 5)
+            assert 0 < first.cached_states <= 5
+            assert first.evicted_states_total > 0
+            assert [r.state_bytes for r in first.ranks] == [
+                (config.prefill.max_requests + 5) * state_bytes
+            ] * 2
+
+        groups.serve(work)
 
 
 def test_a_small_ring_is_waited_for(checkpoints: Checkpoints) -> None:

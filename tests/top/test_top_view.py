@@ -15,7 +15,7 @@ from api_server import ApiServer
 from msgspec.structs import replace
 from rich.console import Console
 from scripted_server import ScriptedServer
-from status_pictures import service
+from status_pictures import service, with_states
 
 from disagg.cli import app as cli
 from disagg.core.status import ServiceStatus
@@ -74,6 +74,18 @@ def test_states_of_groups() -> None:
     assert "broken: rank 1 is gone" in " ".join(row(shown, "prefill  "))
     assert row(shown, "decode  ")[1] == "drains"
     assert row(shown, "decode-2  ")[1] == "silent"
+
+
+def test_states_of_recurrent_layers() -> None:
+    now = service(10.0)
+    assert not any("states" in line for line in lines(now))
+    prefill, decode, second = now.groups
+    only_rows = replace(with_states(decode), cached_state_slots=0, cached_states=0)
+    shown = lines(replace(now, groups=(with_states(prefill), only_rows, second)))
+    assert " ".join(row(shown, "group  ")).endswith("buffers states")
+    assert " ".join(row(shown, "prefill  ")).endswith(" 20/40 + 8/32")
+    assert row(shown, "decode  ")[-1] == "20/40"
+    assert row(shown, "decode-2  ")[-1] == "-"
 
 
 def test_nothing_is_up() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 import msgspec
 
@@ -24,6 +24,8 @@ EvictionName = Literal["lru", "lfu", "fifo"]
 class GroupConfig(Section, frozen=True):
     """Settings of every role; code that serves all roles takes this type. A group of ranks holds one model."""
 
+    role: ClassVar[Role]
+    """Role of the groups, and name of the section."""
     groups: int = 1
     """Number of groups."""
     tp: int | None = None
@@ -41,7 +43,7 @@ class GroupConfig(Section, frozen=True):
     Unused if `pool_tokens` is set."""
     max_requests: int = 0
     """Largest number of requests that hold KV pages; in a decode group each answer and each beam counts as a request.
-    0: 256 on a GPU, 32 on a CPU."""
+    With recurrent layers each has memory for its state from the start. 0: 256 on a GPU, 32 on a CPU."""
     max_context_tokens: int = 0
     """Largest sum of prompt and answer. 0: the model's context (on a CPU at most 4096), or the pool's size if
     smaller."""
@@ -59,8 +61,8 @@ class GroupConfig(Section, frozen=True):
     """Distance between two positions of a prompt at which the recurrent state is cached. The state at the prompt's
     end is cached too."""
     cached_states: int | None = None
-    """Recurrent states that a prefill or colocated group caches. None: by memory on a GPU; twice `max_requests` on a
-    CPU."""
+    """Recurrent states that a prefill or colocated group with `prefix_cache` caches, at most a tenth of a GPU's
+    memory. None: four times `max_requests` on a GPU, twice on a CPU."""
     eviction: EvictionName = "lru"
     """Eviction policy of the prefix cache: least recently used, least frequently used, oldest."""
 
@@ -131,6 +133,8 @@ class GroupConfig(Section, frozen=True):
 class PrefillConfig(GroupConfig, frozen=True):
     """Groups that compute prompts."""
 
+    role = "prefill"
+
 
 class BatchingConfig(GroupConfig, frozen=True):
     """Base of the roles that decode."""
@@ -158,6 +162,7 @@ class BatchingConfig(GroupConfig, frozen=True):
 class DecodeConfig(BatchingConfig, frozen=True):
     """Groups that receive the KV of prompts and compute answers."""
 
+    role = "decode"
     preemption: Preemption = "auto"
     """Preemption of requests: recompute their KV, or swap it to host memory (recompute if that is full). auto: the
     faster one."""
@@ -188,3 +193,5 @@ class DecodeConfig(BatchingConfig, frozen=True):
 
 class ColocatedConfig(BatchingConfig, frozen=True):
     """Groups that compute prompts and answers, in the same steps."""
+
+    role = "colocated"

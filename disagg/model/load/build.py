@@ -64,6 +64,12 @@ def weights_bytes(source: ModelSource, spec: ModelSpec, collective: Collective, 
     return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
 
 
+def empty_model(source: ModelSource, spec: ModelSpec, dtype: torch.dtype) -> Any:
+    """Returns the whole model on the meta device: shapes without memory. Raises UnsupportedModelError."""
+    with _BUILD_LOCK:
+        return _empty_model(source, spec, dtype).eval()
+
+
 def _empty_model(source: ModelSource, spec: ModelSpec, dtype: torch.dtype) -> Any:
     config = copy.deepcopy(source.config)
     config.use_cache = False

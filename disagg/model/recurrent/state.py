@@ -19,6 +19,7 @@ from disagg.kv.mamba_pool import MambaPool
 from disagg.model.attention.paged import AttentionContext
 from disagg.model.batch import SequenceSlice, StepBatch
 from disagg.model.recurrent.request_cache import StateCache, make_cache
+from disagg.model.spec.model_spec import ModelSpec
 from kernels.attention.common import AttentionParams
 
 
@@ -65,6 +66,15 @@ class RowStates:
                 cache.bind(states, begun=ones[0].start > 0)
                 yield cache
                 cache.require_bound(states)
+
+
+def cached_states(spec: ModelSpec, count: int, limit_bytes: int | None) -> int:
+    """Returns how many of `count` slots for cached states a rank has: those in `limit_bytes`, none without a prefix
+    cache. The number is the same on GPUs of the same kind.
+    """
+    if not spec.has_state or spec.cache_refused:
+        return 0
+    return count if limit_bytes is None else min(count, limit_bytes // spec.layout.state_bytes)
 
 
 def recurrent_parts(batch: StepBatch, *, each_alone: bool = False) -> list[list[int]]:
