@@ -335,6 +335,8 @@ class RankInfo(msgspec.Struct, frozen=True):
     """Largest number of answers or beams of one request; set on a leader."""
     pool_tokens: int = 0
     """Size of the rank's KV pool in tokens; the same on all ranks of a group."""
+    state_slots: int = 0
+    """Slots for recurrent states of requests and of the prefix cache; 0 without recurrent layers."""
 
 
 class GroupInfo(msgspec.Struct, frozen=True):

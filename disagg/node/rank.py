@@ -179,6 +179,9 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
             self._swap_blocks(),
             self.leader.max_sequences if self.leader is not None else 1,
             self._pool_tokens(),
+            self.runner.states.pool.slots - 1
+            if self.runner.states is not None
+            else 0,  # without the trash slot
         )
 
     def join(self, group: GroupInfo) -> None:

@@ -144,7 +144,8 @@ def describe_pool(runner: ModelRunner) -> str:
         return found
     requests = runner.req_to_token.rows
     cached = runner.states.pool.slots - 1 - requests
-    return f"{found}, states {gigabytes(state_bytes(runner))} = {requests:,} requests + {cached:,} cached"
+    and_cached = f" + {cached:,} cached" if cached else ""
+    return f"{found}, states {gigabytes(state_bytes(runner))} = {requests:,} requests{and_cached}"
 
 
 def pool_tokens(runner: ModelRunner) -> int:

@@ -9,6 +9,7 @@ from rich.table import Table
 
 from disagg.core.config.read import BatchingConfig, Config, GroupConfig
 from disagg.core.types import GroupInfo
+from disagg.plan.transfer import describe_bytes
 
 
 class ChosenSetting(NamedTuple):
@@ -71,7 +72,18 @@ def _of_kind(
     if isinstance(given, BatchingConfig) and isinstance(group, BatchingConfig):
         reason = "set" if given.max_batch else "max_requests"
         rows.append(ChosenSetting(f"{role}.max_batch", f"{group.max_batch}", reason))
-    return rows
+    return rows + _of_states(role, group, infos[0])
+
+
+def _of_states(role: str, group: GroupConfig, info: GroupInfo) -> list[ChosenSetting]:
+    """Returns a row for the memory of recurrent states, which the settings in its reason determine."""
+    slots, each = max((rank.state_slots for rank in info.ranks), default=0), info.layout.state_bytes
+    if not slots:
+        return []
+    cached = slots - group.max_requests
+    value = f"{slots:,} of {describe_bytes(each)}, {describe_bytes(slots * each)} on each rank"
+    reason = f"{role}.max_requests" + (f" + {cached:,} {role}.cached_states" if cached else "")
+    return [ChosenSetting(f"{role} recurrent states", value, reason)]
 
 
 def _of_transfer(given: Config, groups: Sequence[GroupInfo]) -> list[ChosenSetting]:

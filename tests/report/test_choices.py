@@ -11,7 +11,7 @@ from disagg.core.config.read import (
     PrefillConfig,
     TransferConfig,
 )
-from disagg.core.types import GroupInfo, KVLayout
+from disagg.core.types import GroupInfo, KVLayout, RankInfo, Shard, Span, StateClass
 from disagg.report.choices import choices, choices_table
 
 
@@ -55,3 +55,21 @@ def test_set_sizes_are_called_so() -> None:
     automatic = {name for name, (_, reason) in found.items() if reason != "set"}
     assert automatic == {"transport", "longest prompt and answer"}
     assert found["transfer.checksum"] == ("on", "set")
+
+
+def with_states(group: GroupInfo, slots: int) -> GroupInfo:
+    layout = msgspec.structs.replace(group.layout, states=(StateClass(4, 8, 32 << 10),))
+    rank = RankInfo(0, Shard(0, Span(0, 2), Span(0, 2)), "", b"", state_slots=slots)
+    return msgspec.structs.replace(group, layout=layout, ranks=(rank,))
+
+
+def test_memory_of_recurrent_states() -> None:
+    infos = [with_states(info("prefill", 64), 256 + 1024), with_states(info("decode", 64), 256)]
+    found = as_dict(Config(), "cuda", infos, 256)
+    assert found["prefill recurrent states"] == (
+        "1,280 of 1 MiB, 1.25 GiB on each rank",
+        "prefill.max_requests + 1,024 prefill.cached_states",
+    )
+    assert found["decode recurrent states"] == ("256 of 1 MiB, 256 MiB on each rank", "decode.max_requests")
+    others = as_dict(Config(), "cuda", [info("prefill", 64), info("decode", 64)], 256)
+    assert not any("states" in name for name in others)

@@ -45,6 +45,7 @@ def test_the_bytes_of_states_are_described(tmp_path: Path) -> None:
     runner = make_runner(save(HYBRIDS["lfm2"](), tmp_path / "lfm2"), cached_states=1500)
     assert state_bytes(runner) == 1503 * runner.spec.layout.state_bytes == 1503 * 1536
     assert describe_pool(runner).endswith(" = 368 tokens, states 2.3 MB = 3 requests + 1,500 cached")
+    assert describe_pool(make_runner(tmp_path / "lfm2")).endswith("states 0.0 MB = 3 requests")
 
 
 def test_a_model_without_prefix_cache_has_no_slots_for_it(tmp_path: Path) -> None:
