@@ -1,4 +1,4 @@
-"""`disagg doctor`, `plan`, `keys` and `version`: commands that start no server."""
+"""`disagg doctor`, `plan`, `keys`, `version` and the flags of `disagg` itself: commands that start no server."""
 
 from __future__ import annotations
 
@@ -156,8 +156,8 @@ def _layouts(options: PlanOptions) -> tuple[KVLayout, KVLayout]:
 
 def _model_layouts(options: PlanOptions) -> tuple[KVLayout, KVLayout]:
     """Returns the model's KV layouts in both groups; with `--gpu-memory-gb`, also prints the memory plan."""
+    from disagg.commands.early import check_model
     from disagg.core.config.read import load_config
-    from disagg.plan.memory import memory_lines, model_layouts, plan_memory
 
     shape = options.shape
     settings = {
@@ -168,6 +168,9 @@ def _model_layouts(options: PlanOptions) -> tuple[KVLayout, KVLayout]:
         "decode.kv_dtype": options.decode_kv_dtype,
     }
     config = load_config(overrides={name: value for name, value in settings.items() if value is not None})
+    check_model(config.model)
+    from disagg.plan.memory import memory_lines, model_layouts, plan_memory  # imports torch
+
     if options.gpu_memory_gb:
         print("\n".join(memory_lines(plan_memory(config, int(options.gpu_memory_gb * 1e9)))))
     return model_layouts(config)
@@ -225,6 +228,21 @@ def version() -> None:
     from disagg import __version__
 
     print(f"disagg {__version__}")
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        version()
+        raise typer.Exit
+
+
+def common(
+    show_version: Annotated[
+        bool,
+        typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True),
+    ] = False,
+) -> None:
+    """Disaggregated LLM serving: prefill on one group of ranks, move the KV cache, decode on another."""
 
 
 def _routes_table(answer: Any) -> Any:
