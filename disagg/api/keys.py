@@ -7,7 +7,9 @@ from collections.abc import MutableMapping
 from pathlib import Path
 
 from disagg.api.errors import ApiError
+from disagg.core.config.read import ApiConfig
 from disagg.core.errors import ConfigError
+from transport.hosts import is_loopback
 
 VARIABLE = "DISAGG_API_KEYS"
 
@@ -28,6 +30,18 @@ def load_api_keys(file: str | None, env: MutableMapping[str, str]) -> tuple[byte
         if not (key.isascii() and key.isprintable() and " " not in key):
             raise ConfigError("an API key may contain only printable ASCII characters without blanks")
     return tuple(key.encode() for key in keys)
+
+
+def require_api_keys(config: ApiConfig, env: MutableMapping[str, str]) -> tuple[bytes, ...]:
+    """Returns the API keys as `load_api_keys`. Raises `ConfigError` if there is no key and other machines can reach
+    the address, unless `api.allow_no_key` is set."""
+    keys = load_api_keys(config.key_file, env)
+    if not (keys or is_loopback(config.host) or config.allow_no_key):
+        raise ConfigError(
+            f"api.host = {config.host!r} lets other machines connect, and there is no API key: give "
+            f"--api-key-file or {VARIABLE}, or serve without keys with --set api.allow_no_key=true"
+        )
+    return keys
 
 
 def check_key(keys: tuple[bytes, ...], header: bytes | None) -> None:

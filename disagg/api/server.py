@@ -14,8 +14,6 @@ from starlette.types import ASGIApp
 
 from disagg.api.connections import bounded_http, check_file_limit
 from disagg.api.service import Service
-from disagg.core.config.read import ApiConfig
-from disagg.core.errors import ConfigError
 
 log = structlog.get_logger(__name__)
 
@@ -23,33 +21,6 @@ BACKLOG = 4096
 """Connections that the kernel queues until the event loop accepts them; `net.core.somaxconn` limits the number."""
 LAST_BYTES_S = 5
 """Time after the end of the last answers to send their remaining bytes; then connections are closed."""
-
-
-def bind(config: ApiConfig, *, shared: bool = False) -> socket.socket:
-    """Returns a bound socket that does not listen: the kernel refuses connections until `serve` listens.
-
-    `shared`: other processes bind the port, too. Raises `ConfigError` when the address cannot be used. The caller
-    closes the socket, or passes it to `serve`.
-    """
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        # The protocol number is set, because asyncio disables Nagle's delay (40 ms per reply) only for explicit TCP.
-        listener = socket.socket(family, kind, protocol)
-    except OSError as exc:
-        raise ConfigError(f"api.host = {config.host!r} is not an address of this machine: {exc}") from exc
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if shared:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        listener.bind(address)
-    except OSError as exc:
-        listener.close()
-        raise ConfigError(
-            f"cannot listen on {config.host}:{config.port}: {exc.strerror}; choose another --port or --host"
-        ) from exc
-    return listener
 
 
 async def serve(

@@ -25,6 +25,7 @@ from disagg.cli import stats as cli_stats
 from disagg.cli import tools as cli_tools
 from disagg.cli import top as cli_top
 from disagg.cli.bench import app as cli_bench
+from disagg.cli.hints import advice, flags, flags_of_commands
 from disagg.core.errors import DisaggError
 
 app = typer.Typer(
@@ -34,7 +35,9 @@ app = typer.Typer(
     # Plain help is instant; rich is imported by the commands that draw tables.
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.callback()(cli_tools.common)
 app.command("demo")(cli_run.demo)
 app.command("generate")(cli_run.generate)
 app.command("serve")(cli_serve.serve)
@@ -52,7 +55,6 @@ app.add_typer(cli_bench.app, name="bench")
 # Typer's error for a wrong command line. Depending on its version the class lives in click or in typer's copy of
 # click; its subclass `BadParameter` has a public name in both.
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
-
 
 _INTERRUPTED = 130
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -72,7 +74,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
         print(f"disagg: {_one_line(str(exc))}", file=sys.stderr)
         return exc.exit_code
     except _UsageError as exc:
-        print(f"disagg: {_usage(exc)}", file=sys.stderr)
+        print(f"disagg: {_usage(exc, words)}", file=sys.stderr)
         return 2
     except BrokenPipeError:
         # The reader (`| head`) has closed the pipe; with stderr open the interpreter would report it again at exit.
@@ -108,10 +110,16 @@ def _forget_output() -> None:
     sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 - lives until the process ends
 
 
-def _usage(exc: Exception) -> str:
+def _usage(exc: Exception, words: Sequence[str]) -> str:
     context = getattr(exc, "ctx", None)
     message = exc.format_message() if hasattr(exc, "format_message") else str(exc)
     where = context.command_path if context is not None else "disagg"
+    flag = getattr(exc, "option_name", None)
+    if flag is not None and hasattr(exc, "possibilities") and context is not None:
+        if not flag.startswith("--"):  # of `-tp`, the parser names only `-t`
+            flag = next((word for word in words if word.startswith(flag)), flag)
+        hint = advice(flag, flags(context.command), flags_of_commands(context.find_root().command))
+        message = f"No such option: {flag}" + (f"; {hint}" if hint else "")
     return _one_line(message).rstrip(".") + f" (see {where} --help)"
 
 

@@ -23,6 +23,15 @@ class Sets:
     """Function that converts the flag's value to the settings' value; None: the two are equal."""
 
 
+_DTYPES = {
+    "half": "float16",
+    "fp16": "float16",
+    "bf16": "bfloat16",
+    "float": "float32",
+    "fp32": "float32",
+}
+"""Other servers' names of types, which `--dtype` accepts too."""
+
 ModelFlag = Annotated[
     str | None,
     typer.Option("--model", metavar="DIR", help="Folder of a Hugging Face checkpoint."),
@@ -36,7 +45,7 @@ RandomInitFlag = Annotated[
 DTypeFlag = Annotated[
     str | None,
     typer.Option("--dtype", help="auto, float32, bfloat16 or float16.", show_default=False),
-    Sets(("model.dtype",)),
+    Sets(("model.dtype",), convert=lambda name: _DTYPES.get(name, name)),
 ]
 DeterministicFlag = Annotated[
     bool | None,

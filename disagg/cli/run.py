@@ -22,6 +22,7 @@ from disagg.cli.flags import (
 )
 from disagg.cli.options import with_options
 from disagg.cli.settings import configuration
+from disagg.commands.early import check_run
 from disagg.commands.run_options import RunOptions, demo_prompts
 from disagg.core.collection import collection_paused
 from disagg.core.errors import DisaggError
@@ -100,6 +101,7 @@ def demo(options: DemoOptions) -> None:
         deterministic=options.deterministic,
     )
     config = configuration(options.source, options)
+    check_run(config)
     _runner().run_demo(config, run)
 
 
@@ -117,6 +119,7 @@ def generate(options: GenerateOptions) -> None:
     )
     run = RunOptions(prompts=tuple(options.prompt or ()), sampling=sampling)
     config = configuration(options.source, options)
+    check_run(config)
     _runner().run_generate(config, run)
 
 

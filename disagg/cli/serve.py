@@ -10,6 +10,7 @@ import typer
 from disagg.cli.flags import ClusterFlags, JoinFlag, Sets
 from disagg.cli.options import with_options
 from disagg.cli.settings import configuration
+from disagg.commands.early import check_serve
 from disagg.core.collection import collection_paused
 from disagg.core.errors import ConfigError
 
@@ -18,6 +19,9 @@ from disagg.core.errors import ConfigError
 class ServeOptions:
     """Flags of `disagg serve`."""
 
+    folder: Annotated[
+        str | None, typer.Argument(metavar="[DIR]", help="The model's folder, as --model DIR.")
+    ] = None
     cluster: ClusterFlags
     host: Annotated[
         str | None,
@@ -54,13 +58,19 @@ class ServeOptions:
 @with_options(ServeOptions)
 def serve(options: ServeOptions) -> None:
     """Serve a model over HTTP, with OpenAI's API, until SIGINT or SIGTERM."""
-    config = configuration(options.cluster.source, options)
+    given = options.cluster.weights
+    if options.folder is not None and (given.model is not None or given.random_init is not None):
+        other = "--model" if given.model is not None else "--random-init"
+        raise ConfigError(f"{options.folder} and {other}: give the model once")
+    extra = {} if options.folder is None else {"model.path": options.folder}
+    config = configuration(options.cluster.source, options, extra)
     if options.join is not None and options.cluster.ray is not None:
         raise ConfigError("--join and --ray: --join uses running groups, --ray places new ones; omit one")
     if options.join is not None and options.cluster.colocated:
         raise ConfigError(
             "--join and --colocated: `disagg launch` sets the mode of the groups; omit --colocated"
         )
+    check_serve(config, options.join)
     # The module imports torch and transformers.
     if options.join is None:
         with collection_paused():

@@ -1,4 +1,4 @@
-"""`disagg doctor`, `plan`, `keys` and `version`: commands that start no server."""
+"""`disagg doctor`, `plan`, `keys`, `version` and the flags of `disagg` itself: commands that start no server."""
 
 from __future__ import annotations
 
@@ -157,8 +157,8 @@ def _layouts(options: PlanOptions) -> tuple[KVLayout, KVLayout, bool]:
 
 def _model_layouts(options: PlanOptions) -> tuple[KVLayout, KVLayout, bool]:
     """Returns `_layouts` of the model; with `--gpu-memory-gb`, also prints the memory plan."""
+    from disagg.commands.early import check_model
     from disagg.core.config.read import load_config
-    from disagg.plan.memory import memory_lines, plan_memory, planned_model
 
     shape = options.shape
     settings = {
@@ -169,6 +169,9 @@ def _model_layouts(options: PlanOptions) -> tuple[KVLayout, KVLayout, bool]:
         "decode.kv_dtype": options.decode_kv_dtype,
     }
     config = load_config(overrides={name: value for name, value in settings.items() if value is not None})
+    check_model(config.model)
+    from disagg.plan.memory import memory_lines, plan_memory, planned_model  # imports torch
+
     if options.gpu_memory_gb:
         print("\n".join(memory_lines(plan_memory(config, int(options.gpu_memory_gb * 1e9)))))
     model = planned_model(config)
@@ -229,6 +232,21 @@ def version() -> None:
     from disagg import __version__
 
     print(f"disagg {__version__}")
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        version()
+        raise typer.Exit
+
+
+def common(
+    show_version: Annotated[
+        bool,
+        typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True),
+    ] = False,
+) -> None:
+    """Disaggregated LLM serving: prefill on one group of ranks, move the KV cache, decode on another."""
 
 
 def _routes_table(answer: Any) -> Any:

@@ -15,7 +15,7 @@ import torch
 import uvloop
 
 from disagg.api.app import make_app
-from disagg.api.keys import VARIABLE, load_api_keys
+from disagg.api.keys import require_api_keys
 from disagg.api.model import ServedModel
 from disagg.api.server import serve
 from disagg.api.service import Service
@@ -24,7 +24,6 @@ from disagg.api.workers import Siblings
 from disagg.commands.local import limit_tokens
 from disagg.core.collection import collect_requests_only
 from disagg.core.config.read import ApiConfig, Config
-from disagg.core.errors import ConfigError
 from disagg.core.types import PROTOCOL_VERSION, GroupInfo
 from disagg.model.load.tokenizer import load_tokenizer
 from disagg.node.assemble import make_source
@@ -66,13 +65,8 @@ class Stop:
 
 def api_keys(config: ApiConfig) -> tuple[bytes, ...]:
     """Returns the API keys. Raises `ConfigError` if there is no key and other machines can reach the address."""
-    keys = load_api_keys(config.key_file, os.environ)
+    keys = require_api_keys(config, os.environ)
     if not keys and not is_loopback(config.host):
-        if not config.allow_no_key:
-            raise ConfigError(
-                f"api.host = {config.host!r} lets other machines connect, and there is no API key: give "
-                f"--api-key-file or {VARIABLE}, or serve without keys with --set api.allow_no_key=true"
-            )
         log.warning(
             "no_api_key", host=config.host, means="every client that reaches this address may use the model"
         )

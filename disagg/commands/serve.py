@@ -15,7 +15,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, context
 import structlog
 from rich.console import Console
 
-from disagg.api.server import bind
+from disagg.api.listener import bind
 from disagg.api.tracing import traced
 from disagg.api.workers import Share, Siblings
 from disagg.cluster.directory import Directory, directory_host

@@ -59,7 +59,7 @@ def _run(pipe: Connection, settings: WorkerSettings) -> None:
 
     import structlog
 
-    from disagg.api.server import bind
+    from disagg.api.listener import bind
     from disagg.api.tracing import traced
     from disagg.api.workers import Share, Siblings
     from disagg.cluster.keys import join_keys

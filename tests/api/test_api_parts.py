@@ -15,9 +15,9 @@ from disagg.api.body import to_struct
 from disagg.api.errors import ApiError
 from disagg.api.fields import CompletionBody
 from disagg.api.keys import load_api_keys
+from disagg.api.listener import bind
 from disagg.api.metrics import Metrics
 from disagg.api.model import ServedModel
-from disagg.api.server import bind
 from disagg.core.config.read import ApiConfig, load_config
 from disagg.core.errors import BusyError, ConfigError, RequestTimeoutError
 from disagg.core.sampling import derived_seed

@@ -29,6 +29,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     monkeypatch.setitem(sys.modules, "disagg.commands.demo", demo)
     for name in [name for name in __import__("os").environ if name.startswith("DISAGG_")]:
         monkeypatch.delenv(name)
+    monkeypatch.setattr("disagg.cli.run.check_run", lambda config: None)  # the model's folder does not exist
     return made
 
 

@@ -37,6 +37,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         fake = ModuleType(f"disagg.commands.{module}")
         fake.__dict__.update(names)
         monkeypatch.setitem(sys.modules, fake.__name__, fake)
+    monkeypatch.setattr("disagg.cli.launch.check_launch", lambda config: None)
+    monkeypatch.setattr("disagg.cli.serve.check_serve", lambda config, directory: None)
     for name in [name for name in os.environ if name.startswith("DISAGG_")]:
         monkeypatch.delenv(name)
     return calls

@@ -16,8 +16,9 @@ from fake_generator import FakeGenerator
 from prometheus_client.parser import text_string_to_metric_families
 
 from disagg.api.app import make_app
+from disagg.api.listener import bind
 from disagg.api.model import SHORT_CHARACTERS, ServedModel
-from disagg.api.server import bind, serve
+from disagg.api.server import serve
 from disagg.api.service import Service
 from disagg.api.tracing import Tracing
 from disagg.core.config.read import ApiConfig

@@ -125,7 +125,7 @@ def test_sharing_under_a_pool_that_is_too_small_with_aborts(
 
 
 def test_prefill_groups_cache_recurrent_states(monkeypatch: pytest.MonkeyPatch) -> None:
-    simulation = Simulation(small_config(), 0, monkeypatch, states=True)
+    simulation = Simulation(small_config(), 0, monkeypatch, states=True, any_chunks=True)
     slots = {
         name: simulation.ranks[name].statistics()["leader"].memory.cache.free_states
         for name in ("prefill-0", "decode-0")

@@ -38,6 +38,23 @@ def reading(path: Path, mend: str = AGAIN, error: type[ConfigError] = ConfigErro
         raise error(f"{path} cannot be used: {_reason(exc)}; {mend}") from exc
 
 
+def require_checkpoint(directory: Path) -> None:
+    """Raises `ConfigError` unless `directory` has a config.json of JSON and complete weights."""
+    require_config(directory)
+    weight_files(directory)
+
+
+def require_config(directory: Path) -> None:
+    """Raises `ConfigError` unless `directory` has a config.json that contains a JSON object."""
+    if not directory.is_dir():
+        hub = not directory.is_absolute() and len(directory.parts) == 2
+        remedy = "; models are not downloaded: give the folder of a checkpoint on this machine" if hub else ""
+        raise ConfigError(f"no such model directory: {directory}{remedy}")
+    if not (directory / "config.json").is_file():
+        raise ConfigError(f"{directory} has no config.json; it is not a model checkpoint")
+    read_json_object(directory / "config.json")
+
+
 def read_json_object(path: Path) -> dict[str, Any]:
     """Returns the JSON object in a file. Accepts `Infinity` and `NaN`, which some checkpoints contain.
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import GraniteMoeHybridConfig, LlamaConfig, MistralConfig, NemotronHConfig, Qwen3Config
-
 from disagg.core.errors import ConfigError
 
 _LLAMA31_ROPE = {
@@ -91,13 +89,13 @@ def _granite_hybrid(hidden: int, mlp: int, layers: int, attention: range, heads:
     }
 
 
-_MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
+_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-3.1-8b": (
-        LlamaConfig,
+        "LlamaConfig",
         {**_LLAMA3, **_shape(4096, 14336, 32, 32, 8, 128), "rope_parameters": _LLAMA31_ROPE},
     ),
     "llama-3.2-1b": (
-        LlamaConfig,
+        "LlamaConfig",
         {
             **_LLAMA3,
             **_shape(2048, 8192, 16, 32, 8, 64),
@@ -106,16 +104,16 @@ _MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
         },
     ),
     "qwen3-8b": (
-        Qwen3Config,
+        "Qwen3Config",
         {**_QWEN3, **_shape(4096, 12288, 36, 32, 8, 128), "tie_word_embeddings": False},
     ),
     "qwen3-0.6b": (
-        Qwen3Config,
+        "Qwen3Config",
         {**_QWEN3, **_shape(1024, 3072, 28, 16, 8, 128), "tie_word_embeddings": True},
     ),
-    "mistral-7b": (MistralConfig, {**_MISTRAL, **_shape(4096, 14336, 32, 32, 8, 128)}),
+    "mistral-7b": ("MistralConfig", {**_MISTRAL, **_shape(4096, 14336, 32, 32, 8, 128)}),
     "granite-4.0-h-micro": (
-        GraniteMoeHybridConfig,
+        "GraniteMoeHybridConfig",
         {
             **_granite_hybrid(2048, 8192, 40, range(5, 40, 10), 64),
             "vocab_size": 100352,
@@ -134,16 +132,16 @@ _MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
         },
     ),
     "nemotron-h-8b": (
-        NemotronHConfig,
+        "NemotronHConfig",
         {
             "layers_block_type": [_NEMOTRON_LAYERS[letter] for letter in _NEMOTRON_H_8B],
             "max_position_embeddings": 8192,
         },
     ),
-    "tiny-llama": (LlamaConfig, {**_TINY, "num_key_value_heads": 4}),
-    "tiny-qwen3": (Qwen3Config, {**_TINY, "num_key_value_heads": 2}),
+    "tiny-llama": ("LlamaConfig", {**_TINY, "num_key_value_heads": 4}),
+    "tiny-qwen3": ("Qwen3Config", {**_TINY, "num_key_value_heads": 2}),
     "tiny-granite-h": (
-        GraniteMoeHybridConfig,
+        "GraniteMoeHybridConfig",
         {
             **_TINY,
             **_granite_hybrid(96, 100, 4, range(1, 4, 2), 12),
@@ -153,19 +151,25 @@ _MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
             "max_position_embeddings": 1024,
         },
     ),
-    "tiny-mistral": (MistralConfig, {**_TINY, "num_key_value_heads": 6, "sliding_window": 32}),
+    "tiny-mistral": ("MistralConfig", {**_TINY, "num_key_value_heads": 6, "sliding_window": 32}),
 }
 
 NAMES = tuple(_MODELS)
 """Names that `named_config` accepts."""
 
 
+def require_named(name: str) -> None:
+    """Raises ConfigError for an unknown architecture, without importing transformers."""
+    if name.lower() not in _MODELS:
+        raise ConfigError(f"unknown architecture {name!r}; choose one of {', '.join(NAMES)}")
+
+
 def named_config(name: str) -> Any:
     """Returns the transformers configuration of a named architecture. Raises ConfigError for an unknown name."""
-    try:
-        cls, values = _MODELS[name.lower()]
-    except KeyError:
-        raise ConfigError(f"unknown architecture {name!r}; choose one of {', '.join(NAMES)}") from None
-    config = cls(**values)
-    config.architectures = [cls.__name__.replace("Config", "ForCausalLM")]
+    import transformers
+
+    require_named(name)
+    class_name, values = _MODELS[name.lower()]
+    config = getattr(transformers, class_name)(**values)
+    config.architectures = [class_name.replace("Config", "ForCausalLM")]
     return config

@@ -16,7 +16,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from disagg.core.errors import ConfigError, UnsupportedModelError
 from disagg.kv.pool import dtype_name
-from disagg.model.load.checkpoint_files import AGAIN, read_json_object, reading, weight_files
+from disagg.model.load.checkpoint_files import (
+    AGAIN,
+    read_json_object,
+    reading,
+    require_config,
+    weight_files,
+)
 from disagg.model.load.composite import text_name, text_part
 from disagg.model.load.fingerprint import weights_digest
 from disagg.model.load.named import named_config
@@ -45,10 +51,7 @@ class ModelSource:
     def from_directory(cls, path: str | Path) -> ModelSource:
         """Returns the source of a Hugging Face checkpoint. Raises a one-line ConfigError or UnsupportedModelError."""
         directory = Path(path)
-        if not directory.is_dir():
-            raise ConfigError(f"no such model directory: {directory}")
-        if not (directory / "config.json").is_file():
-            raise ConfigError(f"{directory} has no config.json; it is not a model checkpoint")
+        require_config(directory)
         config = _read_config(directory)
         require_supported(config)
         weight_files(directory)  # raises without weights
@@ -123,7 +126,6 @@ def load_pretrained(directory: Path, dtype: torch.dtype | str) -> Any:
 
 def _read_config(directory: Path) -> Any:
     path = directory / "config.json"
-    read_json_object(path)
     with reading(path, "repair it, or use a model that this transformers knows", UnsupportedModelError):
         config = AutoConfig.from_pretrained(directory, local_files_only=True)
         if type(config) in AutoModelForCausalLM._model_mapping:

@@ -1,0 +1,77 @@
+"""Checks of a command's input that need neither torch nor transformers, whose imports take seconds.
+
+The command line calls them before it imports a command's module. The command repeats each check where it uses the
+input, because files and ports may change in between.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from disagg.core.config.read import Config, ControlConfig, ModelConfig
+from disagg.model.load.checkpoint_files import require_checkpoint
+from disagg.model.load.named import require_named
+
+
+def check_model(config: ModelConfig) -> None:
+    """Raises `ConfigError` for an incomplete checkpoint or an unknown architecture."""
+    if config.path:
+        require_checkpoint(Path(config.path))
+    elif config.random_init:
+        require_named(config.random_init)
+
+
+def check_run(config: Config) -> None:
+    """Checks the input of `disagg demo` and `disagg generate`: model, key file, port of the control channel."""
+    check_model(config.model)
+    _check_key_file(config.control)
+    _check_control_ports(config.control, [config.control.router_port])
+
+
+def check_launch(config: Config) -> None:
+    """Checks the input of `disagg launch`, as `check_run` does, with the port of the directory."""
+    from disagg.cluster.keys import launch_keys
+
+    launch_keys(config.control)
+    check_model(config.model)
+    _check_control_ports(config.control, [config.control.directory_port])
+
+
+def check_serve(config: Config, directory: str | None) -> None:
+    """Checks the input of `disagg serve`: API keys, control keys, model, and all ports.
+
+    `directory`: address of the directory to join, if any.
+    """
+    from disagg.api.keys import require_api_keys
+    from disagg.api.listener import bind
+    from disagg.cluster.directory import directory_host
+    from disagg.cluster.keys import join_keys
+
+    require_api_keys(config.api, dict(os.environ))
+    if directory is None:
+        _check_key_file(config.control)
+    else:
+        directory_host(directory, config.control)
+        join_keys(config.control, directory, os.environ)
+    check_model(config.model)
+    bind(config.api).close()
+    first = config.control.router_port
+    _check_control_ports(config.control, list(range(first, first + config.api.workers)) if first else [])
+
+
+def _check_key_file(config: ControlConfig) -> None:
+    from transport.keys.file import load_keys
+
+    if config.key_file:
+        load_keys(config.key_file)
+
+
+def _check_control_ports(config: ControlConfig, ports: list[int]) -> None:
+    """Raises `ConfigError` if the control channel cannot listen on one of `ports`; 0 is always free."""
+    from transport.control.zmq import make_control
+    from transport.keys.curve import make_keys
+
+    for port in ports:
+        if port:
+            make_control(config, make_keys(), port).close()
