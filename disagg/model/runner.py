@@ -282,7 +282,13 @@ class ModelRunner:
         if self._sample is None:
             return None
         slots = self.req_to_token.rows + 1 + self._cached_states()  # one for the trash row
-        states = MambaPool(self._sample.forms(), slots, self.device)
+        try:
+            states = MambaPool(self._sample.forms(), slots, self.device)
+        except torch.OutOfMemoryError as exc:
+            raise ConfigError(
+                f"{slots} recurrent states of {self.spec.layout.state_bytes} bytes do not fit the GPU beside the "
+                f"weights: lower max_requests ({self.req_to_token.rows}) or cached_states of the group"
+            ) from exc
         states.clear(self.req_to_token.trash_row)
         if self._packed is not None:
             self._packed.use(states)

@@ -159,6 +159,16 @@ def test_a_step_of_device_inputs_is_that_of_the_host(tmp_path: Path) -> None:
     assert host.answers.host is device.answers.host is None
 
 
+def test_states_that_do_not_fit_the_gpu_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise torch.OutOfMemoryError
+
+    directory = save(HYBRIDS["falcon-h1"](), tmp_path)
+    monkeypatch.setattr(MambaPool, "__init__", full)
+    with pytest.raises(ConfigError, match="lower max_requests"):
+        make_runner(directory)
+
+
 def test_another_kv_pool_needs_no_second_memory_of_states(tmp_path: Path) -> None:
     """On a GPU the new KV pool fills the memory: nothing is left for a second pool of states."""
     runner = make_runner(save(HYBRIDS["falcon-h1"](), tmp_path))
