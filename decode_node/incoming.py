@@ -105,8 +105,8 @@ class IncomingTransfer:
     ticket: Ticket
     slots: torch.Tensor
     """Slot of each position of `ticket.tokens`, int32 `[len(ticket.tokens)]`, on the pool's device."""
-    state_slot: torch.Tensor
-    """Slot of the recurrent state, int32 `[1]`, on the pool's device."""
+    state_slot: torch.Tensor | None
+    """Slot of the recurrent state, int32 `[1]`, on the pool's device; None for a model without one."""
     coverage: Coverage
     sources: dict[int, SourceRank]
     """Prefill ranks that send to this rank, by rank number."""
@@ -188,9 +188,12 @@ def pool_slice(segment: Segment, incoming: IncomingTransfer, shard: Shard, pool:
     number = shard.part_of(segment.layers)
     part, tokens = shard.all_parts[number], segment.tokens.shift(-incoming.ticket.tokens.start)
     slots = incoming.slots[tokens.start : tokens.stop]
+    if number >= len(shard.parts):
+        assert incoming.state_slot is not None, "the model has recurrent states"
+        slots = incoming.state_slot
     return PoolSlice(
         pool.buffers[number],
-        slots if number < len(shard.parts) else incoming.state_slot,
+        slots,
         segment.layers.shift(-part.layers.start),
         segment.heads.shift(-part.heads.start),
     )

@@ -151,7 +151,9 @@ class SegmentReceiver:
     def _make_incoming(self, message: m.OpenReceive, link: Link) -> IncomingTransfer:
         ticket = message.ticket
         slots = self._queue.upload(slots_of(message.pages, self._options.page_size, ticket.tokens))
-        row = self._queue.upload(torch.tensor([ticket.row], dtype=torch.int32))
+        row = None
+        if link.decode.layout.states:
+            row = self._queue.upload(torch.tensor([ticket.row], dtype=torch.int32))
         coverage = Coverage(link.to_rank(self._rank), ticket.tokens, link.decode.layout)
         sources = {
             source.rank: SourceRank(

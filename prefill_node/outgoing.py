@@ -103,8 +103,8 @@ class OutgoingTransfer:
     link: Link
     slots: torch.Tensor
     """Slot of each position of the prompt, int32 `[ticket.tokens.stop]`, on the pool's device."""
-    state_slot: torch.Tensor
-    """Slot of the recurrent state, int32 `[1]`, on the pool's device."""
+    state_slot: torch.Tensor | None
+    """Slot of the recurrent state, int32 `[1]`, on the pool's device; None for a model without one."""
     direct: dict[str, OpenPool] = field(default_factory=dict)
     """Pools of the peers that this ticket's segments are written to; other peers receive them through their rings."""
     target_slots: torch.Tensor | None = None
@@ -163,6 +163,7 @@ class OutgoingTransfer:
     def slots_of(self, segment: Segment) -> torch.Tensor:
         """Returns the slots of the segment's positions in this rank's pools."""
         if self.link.decode.layout.is_state(segment.layers):
+            assert self.state_slot is not None, "the model has recurrent states"
             return self.state_slot
         return self.slots[segment.tokens.start : segment.tokens.stop]
 

@@ -99,7 +99,8 @@ class PeerPools:
         if outgoing.direct:
             check_ticket(ticket, link, list(outgoing.direct.values()))
             outgoing.target_slots = queue.upload(target_slots(ticket, link.decode.page_size))
-            outgoing.target_state_slot = queue.upload(torch.tensor([ticket.row], dtype=torch.int32))
+            if link.decode.layout.states:
+                outgoing.target_state_slot = queue.upload(torch.tensor([ticket.row], dtype=torch.int32))
 
     def prepare(self, items: Sequence[OutgoingSegment], pool: OpenPool, shard: Shard) -> None:
         """Prepares the launches of direct writes before the KV is computed; `shard`: the decode rank's shard."""

@@ -153,7 +153,9 @@ class SegmentSender:
         try:
             slots = slots_of(message.pages, self._page_size, Span(0, ticket.tokens.stop))
             uploaded = self.queue.upload(slots)
-            row = self.queue.upload(torch.tensor([message.row], dtype=torch.int32))
+            row = None
+            if link.decode.layout.states:
+                row = self.queue.upload(torch.tensor([message.row], dtype=torch.int32))
             outgoing = OutgoingTransfer(
                 message.key, ticket, message.reservation, link, uploaded, row, planned_to=ticket.tokens.start
             )
