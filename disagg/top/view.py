@@ -112,16 +112,20 @@ def _groups_table(status: ServiceStatus, growing: ServiceRates, wide: bool) -> T
         cells: list[Text | str] = [Text(plain(group.name)), _state(group, status.draining)]
         cells += [str(len(group.ranks)), str(group.pages)] if wide else []
         cells += _group_cells(group, growing.groups[group.name])
-        table.add_row(*cells, *((_states(group),) if stateful else ()))
+        table.add_row(*cells, *((_states(group, wide),) if stateful else ()))
     return table
 
 
-def _states(group: GroupStatus) -> str:
-    """Returns the state slots in use of all: of requests, then of the prefix cache; '-' without states."""
-    if not group.state_slots:
-        return "-"
-    cached = f" + {group.cached_states}/{group.cached_state_slots}" if group.cached_state_slots else ""
-    return f"{group.state_slots_used}/{group.state_slots}{cached}"
+def _states(group: GroupStatus, wide: bool) -> str:
+    """Returns the state slots in use: of requests, then of the prefix cache; '-' without states.
+
+    Counts like `20/40 + 8/32`, or shares in a narrow terminal.
+    """
+    pools = [(group.state_slots_used, group.state_slots), (group.cached_states, group.cached_state_slots)]
+    shown = [(used, slots) for used, slots in pools if slots]
+    if wide:
+        return " + ".join(f"{used}/{slots}" for used, slots in shown) or "-"
+    return "+".join(part_words(used, slots) for used, slots in shown) or "-"
 
 
 def _group_cells(group: GroupStatus, rate: GroupRate) -> list[str]:

@@ -86,6 +86,9 @@ def test_states_of_recurrent_layers() -> None:
     assert " ".join(row(shown, "prefill  ")).endswith(" 20/40 + 8/32")
     assert row(shown, "decode  ")[-1] == "20/40"
     assert row(shown, "decode-2  ")[-1] == "-"
+    narrow = lines(replace(now, groups=(with_states(prefill), only_rows, second)), width=80)
+    assert "…" not in "".join(narrow)
+    assert [row(narrow, name)[-1] for name in ("prefill  ", "decode  ")] == ["50%+25%", "50%"]
 
 
 def test_nothing_is_up() -> None:
