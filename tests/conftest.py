@@ -35,6 +35,7 @@ RAY = (
     "tests/cluster/test_killed.py",
     "tests/system/served/",
     "tests/system/test_user_faults_real.py",
+    "tests/system/test_readme_real.py",
     "tests/cluster/test_ray_local.py",
 )
 """Tests that start Ray. One worker runs them one after another: two Rays at once would starve two cores."""

@@ -112,7 +112,7 @@ async def parse_completion(raw: bytes, model: ServedModel, config: ApiConfig) ->
     """Parses a body of `/v1/completions`. Raises an `ApiError` for an invalid one."""
     body = to_struct(decode_object(raw), CompletionBody, OFF)
     check_model(body.model, model)
-    _check_limits(body, config)
+    _check_limits(body, model, config)
     prompts = await _prompts(body.prompt, model, config)
     max_tokens = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
     request = _request(body, prompts, "prompt", max_tokens, body.logprobs, model)
@@ -123,7 +123,7 @@ async def parse_chat(raw: bytes, model: ServedModel, config: ApiConfig) -> Gener
     """Parses a body of `/v1/chat/completions`. Raises an `ApiError` for an invalid one."""
     body = to_struct(decode_object(raw), ChatBody, OFF)
     check_model(body.model, model)
-    _check_limits(body, config)
+    _check_limits(body, model, config)
     if body.top_logprobs is not None and not body.logprobs:
         raise bad("top_logprobs", "top_logprobs needs logprobs: true")
     prompt = await model.render(conversation(body.messages))
@@ -185,7 +185,7 @@ async def _prompts(prompt: str | list[Any], model: ServedModel, config: ApiConfi
     )
 
 
-def _check_limits(body: AnswerBody, config: ApiConfig) -> None:
+def _check_limits(body: AnswerBody, model: ServedModel, config: ApiConfig) -> None:
     check_number("n", body.n, 1, config.max_n)
     if body.best_of is not None:
         check_number("best_of", body.best_of, body.n, config.max_n)
@@ -207,6 +207,8 @@ def _check_limits(body: AnswerBody, config: ApiConfig) -> None:
             raise bad(
                 name, f"{name} has {len(values)} entries; the limit is {config.max_stop} (api.max_stop)"
             )
+    if _stop(body):
+        model.require_tokenizer("stop")
     if any(len(text) > STOP_CHARACTERS for text in _stop(body)):
         raise bad("stop", f"stop contains a text of more than {STOP_CHARACTERS} characters")
     if len(body.cache_salt) > SALT_CHARACTERS:

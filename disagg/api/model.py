@@ -15,7 +15,7 @@ import msgspec
 
 from disagg.api.errors import bad
 from disagg.core.tokens import TokenIds, pack_tokens
-from disagg.router.text import REPLACEMENT, decode_with
+from disagg.router.text import REPLACEMENT, Decode, IdDecode, decode_with
 
 T = TypeVar("T")
 SHORT_CHARACTERS = 1024
@@ -33,11 +33,12 @@ class ServedModel:
     """
 
     def __init__(self, name: str, tokenizer: Any, *, context_tokens: int, vocab_tokens: int) -> None:
+        """`tokenizer`: None for a model without one, which takes and returns token ids only."""
         self.name, self.context_tokens, self.vocab_tokens = name, context_tokens, vocab_tokens
         self.created_s = int(time.time())
         self._tokens: Any = list[Annotated[int, msgspec.Meta(ge=0, lt=vocab_tokens)]]
-        self.decode = decode_with(tokenizer)
-        """Decodes an answer to text, without special tokens such as the end token."""
+        self.decode: Decode = IdDecode() if tokenizer is None else decode_with(tokenizer)
+        """Decodes an answer to text, without special tokens such as the end token; to ids without a tokenizer."""
         self._tokenizer, self._encoder = tokenizer, copy.deepcopy(tokenizer)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
 
@@ -45,8 +46,23 @@ class ServedModel:
         """Ends the thread."""
         self._thread.shutdown(wait=True, cancel_futures=True)
 
+    def require_tokenizer(self, param: str) -> None:
+        """Raises a 400 that names `param`, which has text, if the model has no tokenizer."""
+        if self._tokenizer is None:
+            raise bad(
+                param,
+                f"{param} is text, and the model {self.name} has no tokenizer: send prompt as a list of token ids "
+                f"to /v1/completions (stop_token_ids instead of stop), or add the tokenizer's files to the model's "
+                f"folder and restart the server",
+                "no_tokenizer",
+            )
+
     async def encode(self, text: str, special: bool = True) -> list[int]:
-        """Returns the tokens of `text`; with `special`, including the tokenizer's special tokens around it."""
+        """Returns the tokens of `text`; with `special`, including the tokenizer's special tokens around it.
+
+        Raises a 400 without a tokenizer.
+        """
+        self.require_tokenizer("prompt")
         if len(text) <= SHORT_CHARACTERS:
             return encode_text(self._tokenizer, text, special)
         return await self._in_thread(encode_text, self._encoder, text, special)
@@ -54,8 +70,9 @@ class ServedModel:
     async def render(self, messages: Sequence[dict[str, Any]], generation_prompt: bool = True) -> list[int]:
         """Returns the tokens of a conversation in the checkpoint's chat template.
 
-        Raises a 400 without a template, or if the template rejects the messages.
+        Raises a 400 without a tokenizer or template, or if the template rejects the messages.
         """
+        self.require_tokenizer("messages")
         if not self._encoder.chat_template:
             raise bad(
                 "messages",
@@ -68,7 +85,9 @@ class ServedModel:
         return await self._in_thread(_render, self._encoder, messages, generation_prompt)
 
     def spell(self, tokens: Sequence[int]) -> str:
-        """Returns the text of tokens, including special tokens."""
+        """Returns the text of tokens, including special tokens; their ids without a tokenizer."""
+        if self._tokenizer is None:
+            return self.decode(tokens)
         return str(self._tokenizer.decode(list(tokens)))
 
     def token_bytes(self, token: int) -> bytes:

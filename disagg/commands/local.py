@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
+import tempfile
 from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 
@@ -32,6 +33,10 @@ from transport.hosts import is_loopback, own_host
 from transport.keys.ring import AnyKeys
 
 CACHE = Path("~/.cache/disagg")
+TINY_CHAT = "tiny-chat"
+"""Folder and name of the model without `--model`."""
+_MADE = "models-1"
+"""Folder of made models; another number for other files, so that older ones are not used."""
 NAMESPACE = "disagg-launch"
 """Prefix of the Ray namespaces of groups that outlive their launch."""
 TOKEN_BYTES = 16
@@ -41,15 +46,26 @@ def with_model(config: Config, progress: Progress) -> Config:
     """Returns the configuration with a model: the configured one, or a tiny checkpoint in the cache folder."""
     if config.model.path or config.model.random_init:
         return config
+    directory = CACHE.expanduser() / _MADE / TINY_CHAT
+    made = (directory / "tokenizer.json").is_file()
+    progress(
+        f"no --model given: {'using' if made else 'making'} the small chat model {TINY_CHAT} with random weights in "
+        f"{directory}"
+    )
+    if not made:
+        _make_tiny_chat(directory)
+    return msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, path=str(directory)))
+
+
+def _make_tiny_chat(directory: Path) -> None:
+    """Makes the checkpoint in another folder and renames that, so that no process reads half of it."""
     from disagg.model.load.tiny import make_tiny_checkpoint
 
-    directory = CACHE.expanduser() / "tiny-llama-1"
-    if not (directory / "tokenizer.json").is_file():
-        progress(f"no --model given: making a small Llama with random weights in {directory}")
-        make_tiny_checkpoint(directory)
-    else:
-        progress(f"no --model given: using the small Llama with random weights in {directory}")
-    return msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, path=str(directory)))
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=directory.parent) as folder:
+        made = make_tiny_checkpoint(Path(folder) / TINY_CHAT)
+        with contextlib.suppress(OSError):  # another process was faster
+            made.rename(directory)
 
 
 def check_split(source: ModelSource, placement: Placement) -> None:

@@ -25,7 +25,7 @@ from disagg.commands.local import limit_tokens
 from disagg.core.collection import collect_requests_only
 from disagg.core.config.read import ApiConfig, Config
 from disagg.core.types import PROTOCOL_VERSION, GroupInfo
-from disagg.model.load.tokenizer import load_tokenizer
+from disagg.model.load.tokenizer import has_tokenizer, load_tokenizer
 from disagg.node.assemble import make_source
 from disagg.router.follow import joined
 from disagg.router.response_dispatcher import ResponseDispatcher
@@ -83,9 +83,17 @@ def served_model(config: Config) -> ServedModel:
     """Returns name, tokenizer and limits of the configured model. The caller closes it."""
     source = make_source(config)
     name = config.api.model_name or (source.directory.resolve().name if source.directory else source.name)
+    tokenizer = load_tokenizer(source) if has_tokenizer(source) else None
+    if tokenizer is None:
+        log.warning(
+            "no_tokenizer",
+            folder=source.name,
+            means="prompts must be token ids, and answers are token ids; text is refused",
+            remedy="copy the model's tokenizer files (tokenizer.json) to the folder",
+        )
     return ServedModel(
         name,
-        load_tokenizer(source),
+        tokenizer,
         context_tokens=limit_tokens(config, source),
         vocab_tokens=source.spec(torch.float32).vocab_size,
     )

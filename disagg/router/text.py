@@ -9,8 +9,8 @@ from typing import Any, Protocol
 from tokenizers.decoders import DecodeStream
 
 Decode = Callable[[Sequence[int]], str]
-"""Function that converts all tokens of an answer so far to text. With a `FastDecode`, the cost per new token is
-constant."""
+"""Function that converts all tokens of an answer so far to text. With a `FastDecode` or an `IdDecode`, the cost
+per new token is constant."""
 
 REPLACEMENT = "\ufffd"
 
@@ -34,6 +34,21 @@ class FastDecode:
     def pieces(self) -> Pieces:
         """Returns the incremental decoder of one answer."""
         return _StreamedPieces(self, self._tokenizer, self._special)
+
+
+class IdDecode:
+    """Decodes for a model without a tokenizer: the text of an answer is its token ids, such as ` 17 4 256`.
+
+    Immutable: any number of answers may share it.
+    """
+
+    def __call__(self, tokens: Sequence[int]) -> str:
+        """Returns the text of a whole answer."""
+        return "".join(f" {token}" for token in tokens)
+
+    def pieces(self) -> Pieces:
+        """Returns the incremental decoder of one answer."""
+        return _IdPieces(self)
 
 
 def decode_with(tokenizer: Any) -> Decode:
@@ -90,6 +105,19 @@ class _StreamedPieces:
         return self._stream.step(self._tokenizer, self._waiting)
 
 
+class _IdPieces:
+    """The text of an id is final at once."""
+
+    def __init__(self, decode: IdDecode) -> None:
+        self._decode = decode
+
+    def push(self, tokens: Sequence[int]) -> str:
+        return self._decode(tokens)
+
+    def rest(self) -> str:
+        return ""
+
+
 class _WholePieces:
     """Decodes the whole answer again for each token, with any `Decode`."""
 
@@ -119,7 +147,7 @@ class TextStream:
     """
 
     def __init__(self, decode: Decode, stop: Sequence[str] = (), min_tokens: int = 0) -> None:
-        self._pieces = decode.pieces() if isinstance(decode, FastDecode) else _WholePieces(decode)
+        self._pieces = decode.pieces() if isinstance(decode, FastDecode | IdDecode) else _WholePieces(decode)
         self._stop = tuple(s for s in stop if s)
         self._early_tokens = min_tokens
         """Remaining tokens in whose text stop strings are ignored."""

@@ -51,6 +51,7 @@ class ApiServer:
         self,
         *keys: str,
         template: str | None = TEMPLATE,
+        with_tokenizer: bool = True,
         send_buffer_bytes: int = 0,
         tracing: Tracing | None = None,
         **settings: Any,
@@ -62,7 +63,9 @@ class ApiServer:
         self._config = ApiConfig(port=0, **{"max_running": 256, **settings})
         tokenizer = byte_tokenizer()
         tokenizer.chat_template = template
-        self.model = ServedModel("tiny", tokenizer, context_tokens=CONTEXT_TOKENS, vocab_tokens=VOCAB_SIZE)
+        self._with_tokenizer = with_tokenizer
+        chosen = tokenizer if with_tokenizer else None
+        self.model = ServedModel("tiny", chosen, context_tokens=CONTEXT_TOKENS, vocab_tokens=VOCAB_SIZE)
         self.thread = threading.Thread(target=lambda: asyncio.run(self._main()), name="api-server")
         self._up = threading.Event()
         self.log = LogLines()
@@ -73,9 +76,8 @@ class ApiServer:
             self._patches.enter_context(patch(f"disagg.api.{module}.log", self.log))
         self.thread.start()
         assert self._up.wait(20), "the server did not come up"
-        self.run(
-            self.model.encode("x" * (SHORT_CHARACTERS + 1))
-        )  # starts the tokenizer's thread, which is the server's and no test's
+        if self._with_tokenizer:  # starts the tokenizer's thread, which is the server's and no test's
+            self.run(self.model.encode("x" * (SHORT_CHARACTERS + 1)))
         self.client = httpx.Client(base_url=self.url, timeout=20, trust_env=False)
         return self
 

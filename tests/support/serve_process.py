@@ -85,9 +85,12 @@ class Served(Command):
 
 @contextmanager
 def command(
-    folder: Path, arguments: Sequence[str], environment: Mapping[str, str] | None = None
+    folder: Path,
+    arguments: Sequence[str],
+    environment: Mapping[str, str] | None = None,
+    cwd: Path = ROOT,
 ) -> Iterator[Command]:
-    """A `disagg` command with an empty home. The block's end ends it and its processes.
+    """A `disagg` command with an empty home, in the folder `cwd`. The block's end ends it and its processes.
 
     The command inherits this process' environment without Ray's settings; `environment` is added.
     """
@@ -100,8 +103,8 @@ def command(
             stdout=output,
             stderr=output,
             start_new_session=True,
-            cwd=ROOT,
-            env={**inherited, "HOME": str(home), **(environment or {})},
+            cwd=cwd,
+            env={**inherited, "PYTHONPATH": str(ROOT), "HOME": str(home), **(environment or {})},
         )
     try:
         yield Command(process, log, home, set())

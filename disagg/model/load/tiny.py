@@ -29,6 +29,12 @@ SPECIALS = ("<|bos|>", "<|eos|>", "<|pad|>")
 BOS_ID, EOS_ID, PAD_ID = BYTES, BYTES + 1, BYTES + 2
 VOCAB_SIZE = BYTES + len(SPECIALS)
 
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}<{{ message.role }}>\n{{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>\n{% endif %}"
+)
+"""Chat template of the tokenizer: a line with the role, then the message."""
+
 _CONFIGS: dict[str, Any] = {
     "llama": LlamaConfig,
     "qwen3": Qwen3Config,
@@ -39,9 +45,10 @@ ARCHITECTURES = tuple(_CONFIGS)
 
 
 def byte_tokenizer(vocab_size: int = VOCAB_SIZE) -> PreTrainedTokenizerFast:
-    """Returns a tokenizer with one token per byte plus `SPECIALS`; ids 0..255 are the bytes themselves.
+    """Returns a tokenizer with one token per byte plus `SPECIALS`, and a chat template.
 
-    In a larger vocabulary, no text is encoded to the higher ids. They are decoded to their numbers, such as ` 12345`.
+    The ids 0..255 are the bytes themselves. In a larger vocabulary, no text is encoded to the higher ids. They are
+    decoded to their numbers, such as ` 12345`.
     """
     alphabet = _byte_alphabet()
     vocabulary = {character: byte for byte, character in alphabet.items()}
@@ -57,6 +64,7 @@ def byte_tokenizer(vocab_size: int = VOCAB_SIZE) -> PreTrainedTokenizerFast:
         bos_token=bos,
         eos_token=eos,
         pad_token=pad,
+        chat_template=CHAT_TEMPLATE,
         clean_up_tokenization_spaces=False,
     )
 
@@ -79,8 +87,9 @@ class TinySizes:
 def make_tiny_checkpoint(
     directory: str | Path, architecture: str = "llama", *, seed: int = 0, **sizes: Any
 ) -> Path:
-    """Writes config, safetensors weights (float32) and tokenizer to `directory` and returns `directory`.
+    """Writes a checkpoint to `directory` and returns `directory`.
 
+    The files are config, safetensors weights (float32), and a tokenizer with a chat template.
     `sizes`: fields of `TinySizes`, to override its defaults. Greedy answers are printable ASCII and end by length
     only. Raises ConfigError for an unknown architecture, or for a sliding window in an architecture without windows.
     """
