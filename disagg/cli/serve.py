@@ -8,9 +8,9 @@ from typing import Annotated
 import typer
 
 from disagg.cli.flags import ClusterFlags, JoinFlag, Sets
+from disagg.cli.imports import heavy_imports
 from disagg.cli.options import with_options
 from disagg.cli.settings import configuration
-from disagg.core.collection import collection_paused
 from disagg.core.errors import ConfigError
 
 
@@ -63,12 +63,12 @@ def serve(options: ServeOptions) -> None:
         )
     # The module imports torch and transformers.
     if options.join is None:
-        with collection_paused():
+        with heavy_imports():
             from disagg.commands.serve import run_serve
 
         run_serve(config)
     else:
-        with collection_paused():
+        with heavy_imports():
             from disagg.commands.serve import run_serve_joined
 
         run_serve_joined(config, options.join)
