@@ -76,6 +76,11 @@ class PrivateRay:
         children = psutil.Process().children()
         self._servers = {one.name(): one for one in children if one.name() in SERVERS}
 
+    @property
+    def logs(self) -> Path:
+        """Folder of Ray's logs, with the output of each rank."""
+        return self._folder / "r" / "session_latest" / "logs"
+
     def failure(self) -> str:
         """Returns which of Ray's servers has ended; empty while all run."""
         for name, server in self._servers.items():

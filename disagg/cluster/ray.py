@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any, NamedTuple, cast
 
 from disagg.cluster.adoption import Claimant
+from disagg.cluster.causes import OomCounters, cause_of_death
 from disagg.cluster.group import Group, group_order
 from disagg.cluster.lifecycle import Cluster
 from disagg.cluster.local_ray import (
@@ -69,7 +70,7 @@ class RayRanks:
     """Implements `disagg.cluster.ranks.Ranks` with Ray actors. Needs a connection to Ray."""
 
     def __init__(self, private: PrivateRay | None = None) -> None:
-        self._private = private
+        self._private, self._oom_counters = private, OomCounters()
 
     def place(
         self,
@@ -130,9 +131,12 @@ class RayRanks:
             raise DisaggError(f"a rank did not answer within {timeout_s:g} s") from exc
         except ray.exceptions.OutOfMemoryError as exc:
             raise DisaggError(
-                "the machine ran out of memory and Ray killed a rank: choose a smaller model, or lower "
-                "pool_tokens of its groups and transfer.ring_bytes"
+                "the machine ran out of memory and Ray's memory monitor killed a rank: choose a smaller model, or "
+                "lower pool_tokens of its groups and transfer.ring_bytes"
             ) from exc
+        except ray.exceptions.ActorDiedError as exc:
+            logs = self._private.logs if self._private is not None else None
+            raise DisaggError(cause_of_death(str(exc), logs, self._oom_counters)) from exc
         except ray.exceptions.RayError as exc:
             raise DisaggError(f"a rank's process died: {str(exc).splitlines()[0]}") from exc
         return results

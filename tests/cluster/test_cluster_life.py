@@ -512,7 +512,7 @@ def test_a_launch_that_lost_its_groups_to_another_one_ends_and_leaves_them(
     assert failed.wait(TIMEOUT_S)
     cluster.stop()
     assert (ranks.killed, ranks.taken_down) == ([], ["decode-2"])
-    with pytest.raises(DisaggError, match="another launch has adopted the group, which goes on"):
+    with pytest.raises(DisaggError, match="another launch has adopted the group, which continues"):
         raise_failure(cluster)
 
 
