@@ -146,7 +146,7 @@ class _Routes:
         self, request: Request, generation: GenerationRequest, writer_class: type[Writer]
     ) -> Response:
         exchange = exchange_of(request)
-        writer = writer_class(generation, self._model, exchange.key)
+        writer = writer_class(generation, self._model, exchange.request_id)
         start = partial(self._service.start, generation, exchange)
         if generation.stream:
             return EventStream(start, writer, exchange)
@@ -172,12 +172,12 @@ def _json(value: object, status: int = 200) -> Response:
 
 async def _on_api_error(request: Request, exc: Exception) -> Response:
     assert isinstance(exc, ApiError), "registered for that class"
-    return error_response(exc)
+    return _refused(request, exc)
 
 
 async def _on_error(request: Request, exc: Exception) -> Response:
     assert isinstance(exc, DisaggError), "registered for that class"
-    return error_response(api_error(exc))
+    return _refused(request, api_error(exc))
 
 
 async def _on_http_error(request: Request, exc: Exception) -> Response:
@@ -185,8 +185,15 @@ async def _on_http_error(request: Request, exc: Exception) -> Response:
     route = f"{request.method} {request.url.path}"
     message = f"there is no route {route}" if exc.status_code in (404, 405) else str(exc.detail)
     code = {404: "not_found", 405: "method_not_allowed"}.get(exc.status_code)
-    return error_response(ApiError(exc.status_code, message, code=code, headers=dict(exc.headers or {})))
+    return _refused(request, ApiError(exc.status_code, message, code=code, headers=dict(exc.headers or {})))
 
 
 async def _on_bug(request: Request, exc: Exception) -> Response:
-    return error_response(ApiError(500, "internal error; the server's log has its details", code="internal"))
+    error = ApiError(500, "internal error; the server's log has its details", code="internal")
+    return _refused(request, error)
+
+
+def _refused(request: Request, error: ApiError) -> Response:
+    """Returns the response, and records the reason for the log."""
+    exchange_of(request).reason = error.message
+    return error_response(error)

@@ -13,7 +13,7 @@ import structlog
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from disagg.api.errors import CLIENT_GONE, ApiError, api_error
-from disagg.api.exchange import SESSION, STATE, TIMEOUT, Exchange, request_id, session_id, timeout_s
+from disagg.api.exchange import SESSION, STATE, TIMEOUT, Exchange, exchange_for, session_id, timeout_s
 from disagg.api.keys import check_key
 from disagg.api.metrics import Metrics
 from disagg.api.responses import error_response
@@ -27,7 +27,10 @@ OPEN = frozenset({"/", "/health", "/ready", "/metrics"})
 """Paths that need no API key."""
 OFTEN = OPEN | {"/status"}
 """Frequently polled paths, logged at level debug."""
-ANSWERING = frozenset({"/v1/completions", "/v1/chat/completions"})
+ID_PREFIXES = {"/v1/completions": "cmpl-", "/v1/chat/completions": "chatcmpl-"}
+"""First characters of the ids that this server makes, which are also the `id` of the reply, by path."""
+ANSWERING = frozenset(ID_PREFIXES)
+MAX_REASON_CHARS = 500
 REFUSALS_S = 1.0
 """Shortest interval between two log lines with the number of rejected requests."""
 OUTCOMES = {CLIENT_GONE: "aborted", 408: "timeout", 429: "busy", 503: "unavailable", 504: "timeout"}
@@ -52,7 +55,8 @@ class Edge:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = dict(scope["headers"])
-        exchange = Exchange(request_id(headers.get(b"x-request-id")), self._config.request_timeout_s)
+        prefix = ID_PREFIXES.get(scope["path"], "")
+        exchange = exchange_for(headers.get(b"x-request-id"), prefix, self._config.request_timeout_s)
         scope["state"] = {STATE: exchange}
         if self._tracing is not None and scope["path"] in ANSWERING:
             exchange.trace = self._tracing.begin(headers, scope["path"], exchange.request_id)
@@ -76,10 +80,10 @@ class Edge:
             exchange.timeout_s = timeout_s(headers.get(TIMEOUT.encode()), exchange.timeout_s)
             exchange.session = session_id(headers.get(SESSION.encode()))
             await self._app(scope, receive, send_with_id)
-        except ApiError as error:
+        except (ApiError, BusyError) as exc:
+            error = api_error(exc) if isinstance(exc, BusyError) else exc
+            exchange.reason = error.message
             await error_response(error)(scope, receive, send_with_id)
-        except BusyError as error:
-            await error_response(api_error(error))(scope, receive, send_with_id)
         except Exception:
             log.exception("request_failed", request_id=exchange.request_id, path=scope["path"])
         finally:
@@ -113,6 +117,7 @@ class Edge:
             status=status,
             outcome=outcome,
             seconds=round(time.monotonic() - exchange.arrived_s, 4),
+            **({"reason": _plain(exchange.reason)} if exchange.reason else {}),
             **({"client": _client(scope)} if refused else {}),
             **exchange.words,
         )
@@ -130,6 +135,11 @@ def _client(scope: Scope) -> str:
     """Returns the client's address; the rate of log lines is limited for each address."""
     client = scope.get("client")
     return str(client[0]) if client else "unknown"
+
+
+def _plain(message: str) -> str:
+    """Returns the message as one line of printable characters; it may repeat bytes of the request."""
+    return "".join(one if one.isprintable() else " " for one in message)[:MAX_REASON_CHARS]
 
 
 def _outcome(status: int) -> str:

@@ -27,11 +27,13 @@ class Exchange:
     """State of one HTTP request, created by `edge.Edge` and filled by the routes."""
 
     request_id: str
-    """The client's `x-request-id` if valid, else a new id."""
+    """Id in the log, the reply's `id` and its header `x-request-id`: the client's id if valid, else a new one."""
+    key: str
+    """Unique prefix of the names of the request's sessions; starts with `request_id`."""
     timeout_s: float
     arrived_s: float = field(default_factory=time.monotonic)
-    key: str = field(default_factory=random_id)
-    """Unique name of the request's sessions and reply, not chosen by the client."""
+    reason: str = ""
+    """Message of the error that ended the request; empty without one."""
     ended: int = 0
     """Status for logs and metrics if it differs from the sent status, as for a broken stream; else 0."""
     session: str = ""
@@ -54,9 +56,16 @@ def exchange_of(request: Request) -> Exchange:
     return exchange
 
 
-def request_id(given: bytes | None) -> str:
-    """Returns `given` if it is safe to echo and log, else a new id."""
-    return given.decode() if given and _ID.fullmatch(given) else random_id()
+def exchange_for(given_id: bytes | None, prefix: str, timeout_s: float) -> Exchange:
+    """Returns a new exchange. Its id is `given_id` if that is safe to echo and log, else `prefix` and a random id.
+
+    Clients may repeat an id, so a random part follows it in the names of the sessions.
+    """
+    random = random_id()
+    if given_id and _ID.fullmatch(given_id):
+        request_id = given_id.decode()
+        return Exchange(request_id, f"{request_id}.{random}", timeout_s)
+    return Exchange(prefix + random, prefix + random, timeout_s)
 
 
 def session_id(given: bytes | None) -> str:

@@ -155,7 +155,7 @@ class EventStream(_AwaitedSink, Response):
         if not isinstance(self._error, DisaggError):
             raise self._error
         failed = api_error(self._error)
-        self._exchange.ended = failed.status
+        self._exchange.ended, self._exchange.reason = failed.status, failed.message
         return b"data: " + failed.body() + b"\n\n"
 
 

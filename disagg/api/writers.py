@@ -30,11 +30,10 @@ class Writer(ABC):
 
     kind: str
     chunk_kind: str
-    prefix: str
 
     def __init__(self, request: GenerationRequest, model: ServedModel, request_id: str) -> None:
         self._request, self._model = request, model
-        self._id = f"{self.prefix}-{request_id}"
+        self._id = request_id
         self._created_s = int(time.time())
         self._speller = Speller(model)
         self._texts = [""] * request.answers
@@ -126,7 +125,7 @@ class Writer(ABC):
 class ChatWriter(Writer):
     """Writer of `/v1/chat/completions`: chunks with the role, then text, then `finish_reason`."""
 
-    kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
+    kind, chunk_kind = "chat.completion", "chat.completion.chunk"
 
     def __init__(self, request: GenerationRequest, model: ServedModel, request_id: str) -> None:
         super().__init__(request, model, request_id)
@@ -158,7 +157,7 @@ class ChatWriter(Writer):
 class CompletionWriter(Writer):
     """Writer of `/v1/completions`: text chunks, the last one with `finish_reason`."""
 
-    kind, chunk_kind, prefix = "text_completion", "text_completion", "cmpl"
+    kind, chunk_kind = "text_completion", "text_completion"
 
     def __init__(self, request: GenerationRequest, model: ServedModel, request_id: str) -> None:
         super().__init__(request, model, request_id)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import gc
+import multiprocessing
 import os
 import sys
 import traceback
@@ -26,6 +27,7 @@ from disagg.cli import tools as cli_tools
 from disagg.cli import top as cli_top
 from disagg.cli.bench import app as cli_bench
 from disagg.cli.hints import advice, flags, flags_of_commands
+from disagg.commands.signals import INTERRUPTED
 from disagg.core.errors import DisaggError
 
 app = typer.Typer(
@@ -56,7 +58,7 @@ app.add_typer(cli_bench.app, name="bench")
 # click; its subclass `BadParameter` has a public name in both.
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
-_INTERRUPTED = 130
+
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -69,7 +71,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except typer.Exit as exc:
         return exc.exit_code
     except (KeyboardInterrupt, typer.Abort):
-        code = _INTERRUPTED
+        code = INTERRUPTED
     except DisaggError as exc:
         print(f"disagg: {_one_line(str(exc))}", file=sys.stderr)
         return exc.exit_code
@@ -91,7 +93,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except Exception:  # noqa: BLE001 - the boundary: an unforeseen error is shown with its traceback
         traceback.print_exc()
         return 1
-    if code == _INTERRUPTED:  # newer versions of typer return the exit code
+    if code == INTERRUPTED:  # newer versions of typer return the exit code
         print("disagg: interrupted", file=sys.stderr)
     return code if isinstance(code, int) else 0
 
@@ -99,8 +101,20 @@ def run(arguments: Sequence[str] | None = None) -> int:
 def main() -> None:
     """Entry point of the `disagg` script."""
     code = run()
+    if code == INTERRUPTED:
+        _exit_at_once(code)
     gc.freeze()  # the interpreter's last collections would visit all of torch and transformers: 2 s of a core
     sys.exit(code)
+
+
+def _exit_at_once(code: int) -> None:
+    """Ends the process without finalizers: a half-started Ray could crash in them, or replace the exit code."""
+    for child in multiprocessing.active_children():
+        child.kill()
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)
 
 
 def _forget_output() -> None:

@@ -20,11 +20,11 @@ from disagg.cli.flags import (
     Sets,
     TransferFlags,
 )
+from disagg.cli.imports import heavy_imports
 from disagg.cli.options import with_options
 from disagg.cli.settings import configuration
 from disagg.commands.early import check_run
 from disagg.commands.run_options import RunOptions, demo_prompts
-from disagg.core.collection import collection_paused
 from disagg.core.errors import DisaggError
 from disagg.core.types import SamplingParams
 
@@ -127,7 +127,7 @@ def _runner() -> ModuleType:
     """Imports `disagg.commands.demo` and returns it. The import is late because it loads torch, Ray and
     transformers."""
     try:
-        with collection_paused():
+        with heavy_imports():
             return importlib.import_module("disagg.commands.demo")
     except ModuleNotFoundError as exc:
         if exc.name != "disagg.commands.demo":

@@ -8,10 +8,10 @@ from typing import Annotated
 import typer
 
 from disagg.cli.flags import ClusterFlags, JoinFlag, Sets
+from disagg.cli.imports import heavy_imports
 from disagg.cli.options import with_options
 from disagg.cli.settings import configuration
 from disagg.commands.early import check_serve
-from disagg.core.collection import collection_paused
 from disagg.core.errors import ConfigError
 
 
@@ -73,12 +73,12 @@ def serve(options: ServeOptions) -> None:
     check_serve(config, options.join)
     # The module imports torch and transformers.
     if options.join is None:
-        with collection_paused():
+        with heavy_imports():
             from disagg.commands.serve import run_serve
 
         run_serve(config)
     else:
-        with collection_paused():
+        with heavy_imports():
             from disagg.commands.serve import run_serve_joined
 
         run_serve_joined(config, options.join)

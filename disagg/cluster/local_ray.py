@@ -10,9 +10,11 @@ import contextlib
 import os
 import secrets
 import shutil
+import signal
 import stat
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -73,6 +75,11 @@ class PrivateRay:
         """Finds Ray's servers among the children of this process. Call this after Ray has started."""
         children = psutil.Process().children()
         self._servers = {one.name(): one for one in children if one.name() in SERVERS}
+
+    @property
+    def logs(self) -> Path:
+        """Folder of Ray's logs, with the output of each rank."""
+        return self._folder / "r" / "session_latest" / "logs"
 
     def failure(self) -> str:
         """Returns which of Ray's servers has ended; empty while all run."""
@@ -136,6 +143,23 @@ def session_folder() -> Iterator[Path]:
             log.warning("ray_logs_kept", folder=str(outer), reason="the cluster ended with an error")
         else:
             shutil.rmtree(outer, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def handlers_kept() -> Iterator[None]:
+    """Restores the signal handlers at the end of the block, in which `ray.init` replaces the one of SIGTERM.
+
+    Ray's handler exits with the number of the signal; within the block it raises `KeyboardInterrupt` instead.
+    """
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    except SystemExit as exc:
+        raise KeyboardInterrupt from exc
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
 
 def ensure_token() -> None:

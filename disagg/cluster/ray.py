@@ -14,9 +14,17 @@ from functools import partial
 from typing import Any, NamedTuple, cast
 
 from disagg.cluster.adoption import Claimant
+from disagg.cluster.causes import OomCounters, cause_of_death
 from disagg.cluster.group import Group, group_order
 from disagg.cluster.lifecycle import Cluster
-from disagg.cluster.local_ray import PrivateRay, ensure_token, guarded, loopback_env, session_folder
+from disagg.cluster.local_ray import (
+    PrivateRay,
+    ensure_token,
+    guarded,
+    handlers_kept,
+    loopback_env,
+    session_folder,
+)
 from disagg.cluster.placement import GroupPlacement, Placement
 from disagg.cluster.ranks import CALL_TIMEOUT_S, Call
 from disagg.cluster.start import Progress
@@ -62,7 +70,7 @@ class RayRanks:
     """Implements `disagg.cluster.ranks.Ranks` with Ray actors. Needs a connection to Ray."""
 
     def __init__(self, private: PrivateRay | None = None) -> None:
-        self._private = private
+        self._private, self._oom_counters = private, OomCounters()
 
     def place(
         self,
@@ -123,9 +131,12 @@ class RayRanks:
             raise DisaggError(f"a rank did not answer within {timeout_s:g} s") from exc
         except ray.exceptions.OutOfMemoryError as exc:
             raise DisaggError(
-                "the machine ran out of memory and Ray killed a rank: choose a smaller model, or lower "
-                "pool_tokens of its groups and transfer.ring_bytes"
+                "the machine ran out of memory and Ray's memory monitor killed a rank: choose a smaller model, or "
+                "lower pool_tokens of its groups and transfer.ring_bytes"
             ) from exc
+        except ray.exceptions.ActorDiedError as exc:
+            logs = self._private.logs if self._private is not None else None
+            raise DisaggError(cause_of_death(str(exc), logs, self._oom_counters)) from exc
         except ray.exceptions.RayError as exc:
             raise DisaggError(f"a rank's process died: {str(exc).splitlines()[0]}") from exc
         return results
@@ -248,7 +259,8 @@ def local_ray(ranks: int) -> Iterator[PrivateRay]:
         ensure_token()
         # A Ray CPU is a slot for one rank, not a core: ranks share the cores of a small machine.
         cpus = max(ranks + 1, os.cpu_count() or 1)
-        ray.init(address="local", num_cpus=cpus, include_dashboard=False, _temp_dir=str(folder), **_QUIET)
+        with handlers_kept(), _own_session():
+            ray.init(address="local", num_cpus=cpus, include_dashboard=False, _temp_dir=str(folder), **_QUIET)
         private.started()
         try:
             yield private
@@ -269,7 +281,8 @@ def existing_ray(address: str, spans_hosts: bool, namespace: str | None = None) 
     ray = _import_ray()
     try:
         _check_reachable(address)
-        ray.init(address=address, namespace=namespace, **_QUIET)
+        with handlers_kept():
+            ray.init(address=address, namespace=namespace, **_QUIET)
     except (OSError, ValueError, RuntimeError, ray.exceptions.RayError) as exc:
         raise ConfigError(
             f"no Ray cluster to join at {address!r}: {str(exc).strip().splitlines()[0]} (cluster.ray, RAY_ADDRESS; "
@@ -286,6 +299,23 @@ def existing_ray(address: str, spans_hosts: bool, namespace: str | None = None) 
         yield RayResources(int(found.get("CPU", 0)), int(found.get("GPU", 0)))
     finally:
         ray.shutdown()  # for a joined cluster, this closes the connection only
+
+
+@contextlib.contextmanager
+def _own_session() -> Iterator[None]:
+    """Puts the processes that Ray starts within the block, and their children, into sessions of their own.
+
+    A supervisor or a terminal sends a signal to the whole process group of the command. Ray's servers would end
+    before the ranks, and calls to them would block for a minute. Ray has no option for this.
+    """
+    from ray._private import services
+
+    popen = services.ConsolePopen
+    services.ConsolePopen = partial(popen, start_new_session=True)
+    try:
+        yield
+    finally:
+        services.ConsolePopen = popen
 
 
 def _check_reachable(address: str) -> None:

@@ -13,7 +13,7 @@ from disagg.cluster.keys import launch_keys, published
 from disagg.cluster.supervisor import supervised
 from disagg.commands.failure import raise_failure
 from disagg.commands.local import placed_cluster, with_model
-from disagg.commands.signals import handlers_restored, ignore_signals, on_signal
+from disagg.commands.signals import END_S, ignore_signals, on_signal, start_interruptible
 from disagg.core.config.read import Config
 from disagg.core.log import configure
 from disagg.sockets.guards import log_own_sockets
@@ -25,6 +25,8 @@ GROWTH = 2
 """Capacity of a private Ray, as a multiple of the groups at the start. `disagg scale` uses the remaining capacity."""
 
 
+OUTLIVING_END_S = 30.0
+"""Time from a signal during the start to a forced exit, on a Ray cluster where groups would outlive the command."""
 REMEDY = "remove the cause; `disagg scale` tries again at once"
 
 
@@ -42,7 +44,7 @@ def run_launch(config: Config) -> None:
     keys = launch_keys(config.control, os.environ if outlives else None)
     config = with_model(config, console.print)
     stop, stop_now = threading.Event(), threading.Event()
-    with handlers_restored():
+    with start_interruptible(OUTLIVING_END_S if outlives else END_S):
         directory = Directory(make_control(config.control, keys, config.control.directory_port))
         directory.start()
         try:

@@ -33,7 +33,7 @@ from disagg.commands.router_server import (
     serve_router,
     served_model,
 )
-from disagg.commands.signals import SIGNALS, handlers_restored, ignore_signals
+from disagg.commands.signals import SIGNALS, ignore_signals, start_interruptible
 from disagg.commands.workers import run_workers
 from disagg.core.config.read import Config
 from disagg.core.log import configure
@@ -60,7 +60,7 @@ def run_serve(config: Config) -> None:
     console = Console(stderr=True)
     keys = api_keys(config.api)
     config = with_model(config, console.print)
-    with handlers_restored(), traced(config.metrics) as tracing, bind(config.api) as listener:
+    with start_interruptible(), traced(config.metrics) as tracing, bind(config.api) as listener:
         model = served_model(config)
         try:
             with console.status("starting") as status, local_cluster(config, status.update) as cluster:
@@ -82,7 +82,7 @@ def run_serve_joined(config: Config, directory: str) -> None:
     directory_host(directory, config.control)  # rejects a malformed address first
     control_keys = join_keys(config.control, directory, os.environ)
     config = with_model(config, Console(stderr=True).print)
-    with handlers_restored(), bind(config.api) as listener:
+    with start_interruptible(), bind(config.api) as listener:
         if config.api.workers > 1:
             run_loop(run_workers(config, directory, listener))
             return
@@ -102,7 +102,7 @@ def _serve_with_workers(config: Config) -> None:
     api_keys(config.api)  # rejects bad keys before the cluster starts
     config = with_model(config, console.print)
     with (
-        handlers_restored(),
+        start_interruptible(),
         bind(config.api) as listener,
         _announced_cluster(config, console) as (cluster, directory),
     ):

@@ -11,6 +11,7 @@ import pytest
 from api_server import CONTEXT_TOKENS, ApiServer, body, until
 from prometheus_client.parser import text_string_to_metric_families
 
+from disagg.core.errors import DisaggError
 from disagg.core.sampling import derived_seed
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -45,7 +46,7 @@ def test_a_completion(server: ApiServer) -> None:
     request_id, prompt, sampling = server.generator.calls[-1]
     assert prompt == list(b"hi")
     assert sampling.temperature == 1.0, "OpenAI's default"
-    assert f"cmpl-{request_id}" == reply.json()["id"] + "-0"
+    assert request_id == reply.json()["id"] + "-0"
 
 
 def test_a_completion_has_16_tokens_by_default(server: ApiServer) -> None:
@@ -322,6 +323,64 @@ def test_every_request_is_a_line_in_the_log_without_its_text(server: ApiServer) 
         "tokens": 3,
     }
     assert (refused["status"], refused["outcome"]) == (404, "refused")
+    assert refused["reason"] == "there is no route GET /nope"
+
+
+@pytest.mark.parametrize("given", ["mine", None])
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("path", "prefix"), [(COMPLETIONS, "cmpl-"), (CHAT, "chatcmpl-")])
+def test_log_reply_header_and_sessions_have_one_id(
+    server: ApiServer, path: str, prefix: str, stream: bool, given: str | None
+) -> None:
+    server.log.lines.clear()
+    fields = body(path, max_tokens=2, stream=stream)
+    reply = server.client.post(path, json=fields, headers={"x-request-id": given} if given else {})
+    chunks = events(reply.text) if stream else [reply.json()]
+    [line] = until(lambda: server.log.lines)
+    ids = {chunk["id"] for chunk in chunks if isinstance(chunk, dict)}
+    assert ids == {reply.headers["x-request-id"]} == {line["request_id"]}
+    [found] = ids
+    assert found == given or (given is None and re.fullmatch(prefix + "[0-9a-f]{32}", found))
+    assert server.generator.calls[-1][0].startswith(found)
+    assert server.client.get("/status").json()["recent"][0]["id"].startswith(found)
+
+
+def test_running_requests_may_have_the_same_id(server: ApiServer) -> None:
+    for _ in range(2):
+        server.client.post(
+            COMPLETIONS, json=body(COMPLETIONS, max_tokens=1), headers={"x-request-id": "same"}
+        )
+    first, second = (call[0] for call in server.generator.calls[-2:])
+    assert first != second
+
+
+@pytest.mark.parametrize(
+    ("fields", "headers", "reason"),
+    [
+        ({"max_tokens": 0}, {}, "max_tokens"),
+        ({"tools": [{}]}, {}, "tools"),
+        ({"model": "a\nb\x1b[31m"}, {}, "the model 'a\\nb\\x1b[31m' is not served here"),
+        ({}, {"x-request-timeout-s": "soon"}, "x-request-timeout-s: 'soon' is not a number"),
+    ],
+)
+def test_a_refused_request_is_logged_with_the_reason(
+    server: ApiServer, fields: dict[str, Any], headers: dict[str, str], reason: str
+) -> None:
+    server.log.lines.clear()
+    reply = server.client.post(COMPLETIONS, json=body(COMPLETIONS, **fields), headers=headers)
+    [line] = until(lambda: server.log.lines)
+    assert line["reason"] == reply.json()["error"]["message"]
+    assert reason in line["reason"]
+    assert line["reason"].isprintable()
+
+
+def test_a_broken_stream_is_logged_with_the_reason(server: ApiServer) -> None:
+    server.log.lines.clear()
+    server.set(error=DisaggError("no group left"), fail_after=1)
+    server.ask(max_tokens=3, stream=True)
+    [line] = until(lambda: server.log.lines)
+    server.set(error=None)
+    assert (line["outcome"], line["reason"]) == ("error", "no group left")
 
 
 def test_metrics() -> None:

@@ -26,7 +26,7 @@ class Client:
     """The server's side of one connection, and the engine's side of one answer."""
 
     def __init__(self) -> None:
-        self.exchange = Exchange("r", 30.0)
+        self.exchange = Exchange("r", "r", 30.0)
         self.body: list[bytes] = []
         self.direct = 0
         """Writes past the task."""

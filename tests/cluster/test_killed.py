@@ -17,6 +17,7 @@ from disagg.model.load.tiny import make_tiny_checkpoint
 
 TIMEOUT_S = 60.0
 GONE_S = 10.0
+START_END_S = 3.0
 HANG_S = 8.0
 STOPPED_S = 5.0
 """A stop that costs time only."""
@@ -93,6 +94,39 @@ def test_without_its_gcs_a_launch_ends_with_status_1(tmp_path: Path) -> None:
     with command(tmp_path, ["launch", *flags, "--set", "control.directory_port=0"]) as launched:
         launched.logged("(launched)")
         ends_without(launched, "gcs_server")
+
+
+def test_a_signal_to_the_process_group_ends_the_server_in_order(tmp_path: Path) -> None:
+    with serve_process(tmp_path, "--workers", "2", prefill_tp=1) as served:
+        family = served.family()
+        groups = {os.getpgid(one.pid) for one in family if one.name() in ("gcs_server", "raylet")}
+        assert served.process.pid not in groups, "Ray must not receive the signals of the command's group"
+        began_s = time.monotonic()
+        os.killpg(served.process.pid, signal.SIGTERM)
+        assert served.process.wait(TIMEOUT_S) == 0
+        assert time.monotonic() - began_s < GONE_S
+        until_gone(family, GONE_S)
+        log = served.log.read_text()
+        assert "GCS" not in log
+        assert "Traceback" not in log
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=str)
+def test_a_signal_while_ray_starts_ends_the_command(tmp_path: Path, number: signal.Signals) -> None:
+    checkpoint = make_tiny_checkpoint(tmp_path / "tiny", layers=2, hidden=96, head_dim=8, mlp=96)
+    with command(
+        tmp_path, ["serve", "--model", str(checkpoint), "--device", "cpu", "--port", "0"]
+    ) as starting:
+        until(lambda: any(one.name() == "gcs_server" for one in starting.family()))
+        family = starting.family()
+        os.killpg(starting.process.pid, number)
+        began_s = time.monotonic()
+        assert starting.process.wait(TIMEOUT_S) == 130
+        assert time.monotonic() - began_s < START_END_S
+        until_gone(family, GONE_S)
+        log = starting.log.read_text()
+        assert log.endswith("disagg: interrupted\n")
+        assert "Traceback" not in log
 
 
 @pytest.mark.slow
