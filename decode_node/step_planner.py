@@ -7,8 +7,8 @@ sample. Plans that depend on the outcome of that step wait for its commit:
     a sequence that ends with the token in flight     is not planned, if the length ends it; if the token does, the
                                                       planned step computes one token too many, which is dropped
     its pages                                         stay until no step in flight computes the request
-    beams, penalties, recomputation, a landed         their request is planned again once its step is committed; all
-    recurrent state                                   of them together, so that they do not split into two batches
+    beams, penalties, recomputation                   their request is planned again once its step is committed; all
+                                                      of them together, so that they do not split into two batches
     preemption, or no room for a token                nothing is planned before the step is committed
 """
 

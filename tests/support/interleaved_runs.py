@@ -158,7 +158,7 @@ def run(
         seed,
         patch,
         states=states,
-        any_chunks=seed % 4 == 3,
+        any_chunks=seed % 3 != 2,
         more=more,
     )
     add_faults(simulation, what, choose)
@@ -171,7 +171,7 @@ def run(
     if crowded:
         left, kill_at = 7, choose.randrange(5000, 15000)
     prompts, answers = (range(1, 17), [70]) if crowded else (range(1, 60), [1, 5, 30])
-    often = 0.03 if seed % 8 > 1 else 0.006 / pace  # the rarer ones find the cached KV of ended requests
+    often = 0.03 if seed % 6 > 1 else 0.006 / pace  # the rarer ones find the cached KV of ended requests
     requests: list[SimulatedRequest] = []
     for step in range(kill_at + 200 if STRIKES & set(what.split()) else pace * STEPS):
         if left and choose.random() < often:

@@ -21,6 +21,7 @@ from disagg.core.errors import BusyError, PromptTooLongError
 from disagg.core.prefixes import PrefixKey
 from disagg.core.tokens import pack_tokens
 from disagg.core.types import RequestKey, SamplingParams, Span, Ticket
+from disagg.kv.state_slots import StateSlots
 from disagg.model.chunks import PromptChunks
 from disagg.model.sampled_tokens import token_of
 from disagg.model.sampling.beam_search import Candidate
@@ -41,12 +42,19 @@ class PrefillMachine(RuleBasedStateMachine):
     """Rows and pages in use are tracked here on their own, from what the scheduler hands out."""
 
     eviction: ClassVar[EvictionName | None] = None
+    chunks: ClassVar[PromptChunks] = PromptChunks(7)
 
     def __init__(self) -> None:
         super().__init__()
-        kv_manager = KVManager(pool_tokens=64, page_size=4, rows=3, eviction=self.eviction)
+        slots = StateSlots(4, 2) if self.chunks.recurrent else None  # the slots of rows, and the trash row's
+        kv_manager = KVManager(pool_tokens=64, page_size=4, rows=3, eviction=self.eviction, states=slots)
         self.scheduler = PrefillScheduler(
-            kv_manager, ranks=RANKS, chunks=PromptChunks(7), max_context_tokens=40, max_waiting=3
+            kv_manager,
+            ranks=RANKS,
+            chunks=self.chunks,
+            max_context_tokens=40,
+            max_waiting=3,
+            state_interval_tokens=8,
         )
         self.count = 0
         self.plan: StepPlan | None = None
@@ -140,6 +148,10 @@ class PrefillMachine(RuleBasedStateMachine):
                 assert work.early == (request.ticket is None)
                 if work.early:
                     self.early.add(key)
+            self.compute(self.plan)
+
+    def compute(self, plan: StepPlan) -> None:
+        """What the step does with recurrent states, if the model has any."""
 
     def write(self, work: Work, pages: list[int]) -> None:
         """Reads what is there of the prompt, and writes the chunk behind it."""
@@ -222,6 +234,37 @@ class CachingPrefillMachine(PrefillMachine):
     """The same with a prefix cache: what it hands out as cached holds the KV of just these tokens."""
 
     eviction = "lru"
+
+
+class CachingStatesMachine(CachingPrefillMachine):
+    """The same for a model with recurrent layers: each chunk begins with the state after the tokens before it."""
+
+    chunks = PromptChunks(7, recurrent=True, single=True)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.states: dict[int, tuple[int, ...]] = {}
+        """For each slot, the tokens that its state is behind; of a `wrong` request none."""
+
+    def compute(self, plan: StepPlan) -> None:
+        """Copies states, computes the chunks and copies states."""
+        self.states |= {one.destination: self.states[one.source] for one in plan.state_copies}
+        for work in plan.work:
+            prompt = tuple(self.scheduler.requests[work.key].prompt)
+            wrong = work.key in self.wrong and self.states.get(work.row) == ()
+            assert work.start == 0 or wrong or self.states[work.row] == prompt[: work.start]
+            self.states[work.row] = () if work.key in self.wrong else prompt[: work.span.stop]
+        destinations = [one.destination for one in plan.state_saves]
+        assert len(set(destinations)) == len(destinations)
+        self.states |= {one.destination: self.states[one.source] for one in plan.state_saves}
+
+    @invariant()
+    def each_state_slot_has_an_owner(self) -> None:
+        memory = self.scheduler.statistics().memory.cache
+        assert memory is not None
+        assert memory.held_states == sum(len(request.states.slots) for request in self.requests())
+        used = memory.cached_states + memory.held_states
+        assert used + memory.free_states == 2
 
 
 def written_by(work: Work, one: Stepped) -> list[int]:
@@ -716,6 +759,8 @@ TestPrefill = PrefillMachine.TestCase
 TestPrefill.settings = STEPS
 TestCachingPrefill = CachingPrefillMachine.TestCase
 TestCachingPrefill.settings = STEPS
+TestCachingStates = CachingStatesMachine.TestCase
+TestCachingStates.settings = STEPS
 TestDecode = DecodeMachine.TestCase
 TestDecode.settings = STEPS
 TestCachingDecode = CachingDecodeMachine.TestCase
