@@ -20,7 +20,7 @@ class ServeOptions:
     """Flags of `disagg serve`."""
 
     folder: Annotated[
-        str | None, typer.Argument(metavar="[DIR]", help="The model's folder, as --model DIR.")
+        str | None, typer.Argument(metavar="DIR", help="The model's folder, as --model DIR.")
     ] = None
     cluster: ClusterFlags
     host: Annotated[

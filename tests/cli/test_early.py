@@ -63,6 +63,9 @@ COMMANDS = [
     "generate hello",
     "demo",
     "plan --prefill-tp 1 --decode-tp 1",
+    "bench handoff",
+    "bench agreement",
+    "bench chaos",
 ]
 
 
@@ -79,6 +82,16 @@ def test_a_model_that_is_not_there(command: str, tmp_path: Path) -> None:
         (lambda model: (model / "model.safetensors").write_bytes(b""), "model.safetensors has no complete"),
         (lambda model: (model / "model.safetensors").write_bytes(weights(b"1")), "model.safetensors has"),
         (lambda model: (model / "model.safetensors").unlink(), "has no weights"),
+        (
+            lambda model: (model / "model.safetensors.index.json").write_text(
+                '{"weight_map": {"a": "gone"}}'
+            ),
+            "model.safetensors.index.json names the missing file gone",
+        ),
+        (
+            lambda model: (model / "model.safetensors").rename(model / "pytorch_model.bin"),
+            "pytorch_model.bin is no weight file of torch",
+        ),
     ],
 )
 def test_a_model_that_is_broken(change: Change, said: str, model: Path, tmp_path: Path) -> None:

@@ -9,9 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import load_file, save_file
 
 WEIGHTS = "model.safetensors"
+TORCH_WEIGHTS = "pytorch_model.bin"
 INDEX = "model.safetensors.index.json"
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 
@@ -88,6 +90,30 @@ def split(folder: Path) -> None:
     (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": places}))
 
 
+def torch_file(folder: Path) -> None:
+    """Torch's own format instead of safetensors."""
+    torch.save(load_file(folder / WEIGHTS), folder / TORCH_WEIGHTS)
+    (folder / WEIGHTS).unlink()
+
+
+def torch_index(folder: Path) -> None:
+    """The index names a second shard that is not there."""
+    names = torch.load(folder / TORCH_WEIGHTS, weights_only=True)
+    places = dict.fromkeys(names, "pytorch_model-00002-of-00002.bin")
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": places}))
+
+
+def other_names(file: str) -> Break:
+    """A whole shard lacks one of the weights that the index names."""
+
+    def do(folder: Path) -> None:
+        tensors = load_file(folder / file)
+        tensors.pop(min(tensors))
+        save_file(tensors, folder / file)
+
+    return do
+
+
 def then(*breaks: Break) -> Break:
     """One after the other."""
     return lambda folder: [one(folder) for one in breaks]
@@ -129,6 +155,17 @@ AT_SOURCE: dict[str, tuple[Break, str]] = {
     "an index of another kind": (then(split, write(INDEX, b"[]")), INDEX),
     "an index without a map": (then(split, write(INDEX, b"{}")), "no weight_map"),
     "an index that is a broken link": (then(split, link(INDEX)), INDEX),
+    "a page of a proxy": (write(WEIGHTS, b"<html>Not found</html>" * 100), f"{WEIGHTS} has no complete"),
+    "an empty torch file": (
+        then(torch_file, write(TORCH_WEIGHTS, b"")),
+        f"{TORCH_WEIGHTS} is no weight file of torch: the file is empty",
+    ),
+    "a cut torch file": (then(torch_file, cut(TORCH_WEIGHTS, 100_000)), "the file is truncated"),
+    "another torch file": (then(torch_file, write(TORCH_WEIGHTS, b"x" * 999)), "the file has another format"),
+    "a missing torch shard": (
+        then(torch_file, torch_index),
+        "pytorch_model.bin.index.json names the missing file pytorch_model-00002-of-00002.bin",
+    ),
     "cut config": (cut("config.json", 60), "config.json"),
     "empty config": (write("config.json", b""), "config.json"),
     "config of bytes": (write("config.json", b"\xff\xfe\x00"), "config.json"),
@@ -175,8 +212,11 @@ AT_BUILD: dict[str, tuple[Break, str]] = {
         without_weight("model.layers.1.mlp.up_proj.weight"),
         "no weight named model.layers.1.mlp.up_proj.weight",
     ),
+    "a shard without a weight": (then(split, other_names(SECOND)), "has no weight named "),
+    "a head without a width": (setting("head_dim", 0), "transformers cannot build it"),
+    "a negative vocabulary": (setting("vocab_size", -1), "transformers cannot build it"),
     "a broken torch file": (
-        then(remove(WEIGHTS), write("pytorch_model.bin", b"PK\x03\x04junk")),
+        then(remove(WEIGHTS), write(TORCH_WEIGHTS, b"\x80\x02junk")),
         "cannot be used",
     ),
 }

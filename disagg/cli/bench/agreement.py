@@ -18,6 +18,8 @@ from disagg.cli.bench.common import (
 )
 from disagg.cli.flags import ComparedDeterministicFlag
 from disagg.cli.options import with_options
+from disagg.commands.early import check_model
+from disagg.core.config.read import ModelConfig
 from disagg.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -73,6 +75,7 @@ def agreement(options: AgreementOptions) -> None:
     With random weights, the likeliest tokens are nearly equal. Use --model for the results of a trained model.
     """
     gain = _gain(options)
+    check_model(ModelConfig(path=options.model))
     from disagg.bench.agreement.report import (
         agreement_json,
         agreement_lines,

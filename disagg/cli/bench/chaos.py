@@ -15,6 +15,7 @@ from disagg.cli.bench.load import check_positive
 from disagg.cli.flags import ClusterFlags, JoinFlag, Sets
 from disagg.cli.options import flag_values, with_options
 from disagg.cli.settings import configuration
+from disagg.commands.early import check_model
 from disagg.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -123,6 +124,7 @@ def chaos(options: ChaosOptions) -> None:
     """
     schedule = options.faults.schedule()
     config = configuration(options.cluster.source, options)
+    check_model(config.model)
     _check_join(options)
     from disagg.bench.chaos.bench import chaos_config, run_bench, run_joined_bench
     from disagg.bench.chaos.chart import write_chaos_chart

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import Annotated, Any, cast
 
 import typer
 
@@ -20,9 +20,8 @@ from disagg.cli.bench.common import (
 from disagg.cli.bench.path import PathFlags
 from disagg.cli.flags import ComparedDeterministicFlag
 from disagg.cli.options import with_options
-
-if TYPE_CHECKING:
-    from disagg.core.config.read import Config
+from disagg.commands.early import check_model
+from disagg.core.config.read import Config, ModelConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +107,8 @@ def handoff(options: HandoffFlags) -> None:
     the benchmark compares both sides' logits after the same tokens. With 8-bit KV in the decode group only, the first
     token of each answer is compared, and the moved bytes are compared with the prefill group's KV after quantization.
     """
-    from disagg.bench.handoff.run import HandoffBench, HandoffOptions, run
+    check_model(ModelConfig(path=options.weights.model))
+    from disagg.bench.handoff.run import HandoffBench, HandoffOptions, run  # imports torch
 
     device = device_of(options.device)
     cuda = device.type == "cuda"
@@ -135,8 +135,6 @@ def handoff(options: HandoffFlags) -> None:
 
 
 def _config(options: HandoffFlags, device: Any) -> Config:
-    from disagg.core.config.read import Config, ModelConfig
-
     weights, cuda = options.weights, device.type == "cuda"
     default = "llama-3.1-8b" if cuda and not weights.model else None
     model = ModelConfig(

@@ -80,7 +80,9 @@ def _empty_model(source: ModelSource, spec: ModelSpec, dtype: torch.dtype) -> An
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=implementation)
-    except (KeyError, ValueError, AttributeError, TypeError) as exc:
+    except MemoryError:
+        raise
+    except Exception as exc:  # values that no model has: negative or missing sizes
         raise UnsupportedModelError(f"{spec.architecture} is not supported: {_why_not_built(exc)}") from exc
     if adapter is not None:
         model.config._attn_implementation = ATTENTION_NAME  # this implementation needs no mask

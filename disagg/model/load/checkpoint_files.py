@@ -6,6 +6,7 @@ The checks read names, sizes and headers but no weights, so a broken checkpoint 
 from __future__ import annotations
 
 import json
+import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +18,9 @@ from disagg.core.errors import ConfigError, DisaggError
 
 AGAIN = "download or copy the checkpoint again"
 INDEX = "model.safetensors.index.json"
+TORCH_INDEX = "pytorch_model.bin.index.json"
+_ZIP, _PICKLE = b"PK\x03\x04", b"\x80"
+"""First bytes of torch's files."""
 _LENGTH_BYTES = 8
 _MAX_HEADER_BYTES = 100_000_000
 """Limit of a header's size in the safetensors library."""
@@ -34,6 +38,8 @@ def reading(path: Path, mend: str = AGAIN, error: type[ConfigError] = ConfigErro
         yield
     except (DisaggError, MemoryError):
         raise
+    except PermissionError as exc:
+        raise error(f"{exc.filename or path} cannot be read by this user: change its mode or owner") from exc
     except Exception as exc:
         raise error(f"{path} cannot be used: {_reason(exc)}; {mend}") from exc
 
@@ -46,13 +52,19 @@ def require_checkpoint(directory: Path) -> None:
 
 def require_config(directory: Path) -> None:
     """Raises `ConfigError` unless `directory` has a config.json that contains a JSON object."""
-    if not directory.is_dir():
-        hub = not directory.is_absolute() and len(directory.parts) == 2
-        remedy = "; models are not downloaded: give the folder of a checkpoint on this machine" if hub else ""
-        raise ConfigError(f"no such model directory: {directory}{remedy}")
-    if not (directory / "config.json").is_file():
-        raise ConfigError(f"{directory} has no config.json; it is not a model checkpoint")
-    read_json_object(directory / "config.json")
+    with reading(directory):
+        if not directory.is_dir():
+            raise ConfigError(f"no such model directory: {directory}{_download_remedy(directory)}")
+        if not (directory / "config.json").is_file():
+            raise ConfigError(f"{directory} has no config.json; it is not a model checkpoint")
+        read_json_object(directory / "config.json")
+
+
+def _download_remedy(directory: Path) -> str:
+    """Returns what helps if `directory` looks like the name of a model on a hub, ORGANIZATION/MODEL."""
+    if directory.is_absolute() or len(directory.parts) != 2:
+        return ""
+    return "; models are not downloaded: give the folder of a checkpoint on this machine"
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
@@ -71,28 +83,30 @@ def read_json_object(path: Path) -> dict[str, Any]:
 def weight_files(directory: Path) -> list[Path]:
     """Returns the checkpoint's complete weight files, sorted: safetensors if present, else torch's.
 
-    Raises `ConfigError` if there are no weights, a shard of the index is missing, or a safetensors file is damaged.
+    Raises `ConfigError` if there are no weights, a shard of the index is missing, or a file is damaged.
     """
-    _check_index(directory)
-    for pattern in ("*.safetensors", "*.bin"):
-        files = sorted(directory.glob(pattern))
-        for file in files:
-            _require_file(file)
-            if file.suffix == ".safetensors":
-                _check_safetensors(file)
-        if files:
-            return files
-    raise ConfigError(f"{directory} has no weights (*.safetensors or *.bin); {AGAIN}")
+    with reading(directory):
+        for pattern, index, check in (
+            ("*.safetensors", INDEX, _check_safetensors),
+            ("*.bin", TORCH_INDEX, _check_torch),
+        ):
+            _check_index(directory / index)
+            files = sorted(directory.glob(pattern))
+            for file in files:
+                _require_file(file)
+                check(file)
+            if files:
+                return files
+        raise ConfigError(f"{directory} has no weights (*.safetensors or *.bin); {AGAIN}")
 
 
-def _check_index(directory: Path) -> None:
-    path = directory / INDEX
+def _check_index(path: Path) -> None:
     if not (path.exists() or path.is_symlink()):
         return
     shards = read_json_object(path).get("weight_map")
     if not (isinstance(shards, dict) and all(isinstance(name, str) for name in shards.values())):
         raise ConfigError(f"{path} has no weight_map from weights to files; {AGAIN}")
-    missing = sorted(name for name in set(shards.values()) if not (directory / name).exists())
+    missing = sorted(name for name in set(shards.values()) if not (path.parent / name).exists())
     if missing:
         raise ConfigError(f"{path} names the missing file {missing[0]} ({len(missing)} missing); {AGAIN}")
 
@@ -123,6 +137,21 @@ def _check_safetensors(path: Path) -> None:
         raise ConfigError(
             f"{path} has {size_bytes} bytes instead of {expected_bytes}: the file is incomplete or damaged; {AGAIN}"
         )
+
+
+def _check_torch(path: Path) -> None:
+    """Raises `ConfigError` unless the file is a whole zip archive, torch's format, or a pickle, its older format.
+
+    A truncated pickle shows only when it is loaded. Files of other names may have any format: none is loaded.
+    """
+    if not path.name.startswith("pytorch_model"):
+        return
+    with reading(path), path.open("rb") as file:
+        begin = file.read(len(_ZIP))
+        if begin.startswith(_PICKLE) or zipfile.is_zipfile(path):
+            return
+    why = "is truncated" if begin == _ZIP else "has another format" if begin else "is empty"
+    raise ConfigError(f"{path} is no weight file of torch: the file {why}; {AGAIN}")
 
 
 def _reason(exc: Exception) -> str:

@@ -19,7 +19,10 @@ _SAMPLE = "A b 1."
 def has_tokenizer(source: ModelSource) -> bool:
     """Returns whether the source has any file of a tokenizer, complete or not. Random weights have a tokenizer."""
     directory = source.directory
-    return directory is None or any(_present(directory, name) for name in (*_FILES, *_VOCABULARIES))
+    if directory is None:
+        return True
+    with reading(directory, _MEND):
+        return any(_present(directory, name) for name in (*_FILES, *_VOCABULARIES))
 
 
 def load_tokenizer(source: ModelSource) -> Any:

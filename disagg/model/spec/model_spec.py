@@ -183,7 +183,7 @@ def eos_ids(value: int | list[int] | None) -> tuple[int, ...]:
 def architecture_of(config: Any) -> str:
     """Returns the model class named in the configuration, else the model type."""
     names = getattr(config, "architectures", None)
-    return str(names[0] if names else config.model_type)
+    return str(names[0] if names and isinstance(names, list) else config.model_type)
 
 
 def require_supported(config: Any) -> None:

@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import pickle
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from broken_checkpoints import AT_BUILD, AT_SOURCE, AT_SPEC, AT_TOKENIZER, Break, split
+from broken_checkpoints import (
+    AT_BUILD,
+    AT_SOURCE,
+    AT_SPEC,
+    AT_TOKENIZER,
+    TORCH_WEIGHTS,
+    Break,
+    split,
+    torch_file,
+)
 
 from disagg.core.config.section import FieldError
 from disagg.core.errors import ConfigError, DisaggError, error_classes
 from disagg.model.collective.base import SingleCollective
 from disagg.model.load.build import build_model
-from disagg.model.load.checkpoint_files import read_json_object, reading, weight_files
+from disagg.model.load.checkpoint_files import read_json_object, reading, require_checkpoint, weight_files
 from disagg.model.load.source import ModelSource
 from disagg.model.load.tiny import make_tiny_checkpoint
 from disagg.model.load.tokenizer import load_tokenizer
@@ -90,6 +101,31 @@ def test_a_whole_checkpoint_in_shards_is_taken(folder: Path) -> None:
     spec = source.spec(torch.float32)
     build_model(source, spec, SingleCollective(), torch.device("cpu"), torch.float32)
     assert load_tokenizer(source)("hello")["input_ids"]
+
+
+def test_a_whole_checkpoint_of_torch_is_taken(folder: Path) -> None:
+    torch_file(folder)
+    assert [file.name for file in weight_files(folder)] == [TORCH_WEIGHTS]
+
+
+@pytest.mark.parametrize("name", ["", "config.json", "model.safetensors"])
+def test_what_the_user_may_not_read_is_named(
+    folder: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Root may read everything, so the system's answer is replaced."""
+    denied, stat = folder / name, Path.stat
+
+    def denying(path: Path, **more: bool) -> os.stat_result:
+        if path == denied:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return stat(path, **more)
+
+    monkeypatch.setattr(Path, "stat", denying)
+    monkeypatch.setattr(Path, "is_dir", lambda path: bool(path.stat()))
+    monkeypatch.setattr(Path, "is_file", lambda path: bool(path.stat()))
+    with pytest.raises(ConfigError) as raised:
+        require_checkpoint(folder)
+    one_line(raised, f"{denied} cannot be read by this user")
 
 
 def test_infinity_is_json_enough(tmp_path: Path) -> None:
