@@ -117,7 +117,11 @@ def generate(options: GenerateOptions) -> None:
         seed=flags.seed,
         stop=tuple(flags.stop or ()),
     )
-    run = RunOptions(prompts=tuple(options.prompt or ()), sampling=sampling)
+    run = RunOptions(
+        prompts=tuple(options.prompt or ()),
+        sampling=sampling,
+        prompts_from='as an argument: disagg generate --model DIR "PROMPT"',
+    )
     config = configuration(options.source, options)
     check_run(config)
     _runner().run_generate(config, run)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Annotated
 
 import typer
@@ -35,4 +36,5 @@ def top(
         if once:
             show_once(client, interval_s, console())
         else:
-            watch(client, interval_s, console())
+            with contextlib.suppress(KeyboardInterrupt):
+                watch(client, interval_s, console())

@@ -120,15 +120,25 @@ class Cluster:
             self.groups = (*self.groups, group)
         return group
 
+    def check_room(self, role: Role, more: int) -> None:
+        """Raises `ConfigError` if this cluster lacks the role, or cannot have room for `more` groups of it."""
+        if role not in self.placement.kinds:
+            raise ConfigError(
+                f"this cluster has no {role} groups, only {' and '.join(self.placement.kinds)} (cluster.mode)"
+            )
+        where = self.placement.kinds[role]
+        if more > 0 and more > (room := self._ranks.room(where)):
+            raise ConfigError(
+                f"{more} more {role} groups need {more * where.tp} ranks, and Ray has room for {room} such groups: "
+                f"lower the count, or add nodes; a private Ray (no --ray) has room for twice the groups of its start"
+            )
+
     def add_group(self, role: Role, progress: Progress) -> Group:
         """Places, starts and links one more group, under a new name.
 
         Raises as `start`, and `ConfigError` for a role that this cluster lacks; a failed group is taken down.
         """
-        if role not in self.placement.kinds:
-            raise ConfigError(
-                f"this cluster has no {role} groups, only {' and '.join(self.placement.kinds)} (cluster.mode)"
-            )
+        self.check_room(role, 0)
         group = self.place(role, progress)
         try:
             self._bring_up([group], progress)

@@ -35,6 +35,9 @@ class Ranks(Protocol):
         Raises `ConfigError` when the resources do not become free in time, or as soon as `given_up()` is true.
         """
 
+    def room(self, where: GroupPlacement) -> int:
+        """Returns the largest number of further groups with this placement that free resources may suffice for."""
+
     def survivors(self, placement: Placement) -> list[Group]:
         """Returns the groups of launches with the same `cluster.name`, sorted by name, including incomplete groups.
 

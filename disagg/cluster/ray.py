@@ -106,6 +106,14 @@ class RayRanks:
             actors.append(options.remote(rank, config, keys, name, owner, release))
         return Group(name, role, where, actors, placed)
 
+    def room(self, where: GroupPlacement) -> int:
+        """Sums the free resources of all nodes, although a group needs a node with room for all of its ranks."""
+        cpus, gpus = _free()
+        groups = int(cpus) // where.tp
+        if where.gpus_per_rank:
+            groups = min(groups, int(gpus / (where.gpus_per_rank * where.tp) + 1e-6))
+        return groups
+
     def survivors(self, placement: Placement) -> list[Group]:
         """Finds the groups by the names of actors and placement groups in the namespace of `existing_ray`."""
         import ray
@@ -197,11 +205,20 @@ def _reserve(name: str, where: GroupPlacement, outlives: bool, given_up: Callabl
             break
     if not here:
         ray.util.remove_placement_group(placed)
+        cpus, gpus = _free()
         raise ConfigError(
             f"the Ray cluster has no room for the {name} group: it needs {where.tp} x {bundle} on one node, "
-            f"free are {ray.available_resources()}"
+            f"free are {cpus:g} CPUs and {gpus:g} GPUs"
         )
     return placed
+
+
+def _free() -> tuple[float, float]:
+    """Returns the free CPUs and GPUs of the Ray cluster."""
+    import ray
+
+    free = ray.available_resources()
+    return float(free.get("CPU", 0)), float(free.get("GPU", 0))
 
 
 def _reservation(group: str) -> str:

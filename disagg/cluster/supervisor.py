@@ -160,6 +160,7 @@ class Supervisor:
         done(error)
 
     def _scale_to(self, role: Role, count: int) -> None:
+        self._cluster.check_room(role, count - len(self._of(role)))
         self._missing = [missing for missing in self._missing if missing.role != role]
         while len(groups := self._of(role)) != count:
             if self._stopping.is_set():

@@ -56,10 +56,13 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Value of `model.deterministic` for a run whose tokens are compared. `disagg.reference.answers.comparable`
     resolves None."""
 
+    prompts_from: str = "with --prompt TEXT"
+    """How the command takes prompts, for its errors."""
+
     def __post_init__(self) -> None:
         if not self.prompts:
-            raise ConfigError("no prompt: give at least one with --prompt")
+            raise ConfigError(f"no prompt: give at least one {self.prompts_from}")
         for number, prompt in enumerate(self.prompts, 1):
             if not prompt.strip():
-                raise ConfigError(f"prompt {number} is empty: give text with --prompt")
+                raise ConfigError(f"prompt {number} is empty: give text {self.prompts_from}")
         check_sampling(self.sampling)

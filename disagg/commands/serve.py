@@ -36,6 +36,7 @@ from disagg.commands.router_server import (
 from disagg.commands.signals import SIGNALS, ignore_signals, start_interruptible
 from disagg.commands.workers import run_workers
 from disagg.core.config.read import Config
+from disagg.core.errors import ConfigError
 from disagg.core.log import configure
 from disagg.node.rank import SWITCH_INTERVAL_S
 from disagg.report.choices import choices, choices_table
@@ -76,12 +77,18 @@ def run_serve(config: Config) -> None:
 
 
 def run_serve_joined(config: Config, directory: str) -> None:
-    """Runs `run_serve` with the groups of the directory at `directory`, `tcp://HOST:PORT`."""
+    """Runs `run_serve` with the groups of the directory at `directory`, `tcp://HOST:PORT`.
+
+    Raises `ConfigError` without a model: the router needs its tokenizer, and accepts groups of this model only.
+    """
     configure(config.log)
     keys = api_keys(config.api)
     directory_host(directory, config.control)  # rejects a malformed address first
+    if not (config.model.path or config.model.random_init):
+        raise ConfigError(
+            "--join needs the model of the groups: give --model DIR, as for their `disagg launch`"
+        )
     control_keys = join_keys(config.control, directory, os.environ)
-    config = with_model(config, Console(stderr=True).print)
     with start_interruptible(), bind(config.api) as listener:
         if config.api.workers > 1:
             run_loop(run_workers(config, directory, listener))

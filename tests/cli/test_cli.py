@@ -127,7 +127,7 @@ BAD_INPUT = [
     ("demo --max-tokens 0", "max_tokens = 0 is not allowed; it must be at least 1"),
     ("demo --model /a --random-init b", "it must be left out when model.path is given"),
     ("demo --frobnicate", "No such option: --frobnicate"),
-    ("generate", "no prompt: give at least one with --prompt"),
+    ("generate", "no prompt: give at least one as an argument: disagg generate --model DIR"),
     ("generate hi  ", "prompt 2 is empty"),
     (
         "generate a --temperature -1",

@@ -107,6 +107,15 @@ def test_an_open_address_needs_keys(
     fails(capsys, ["serve", "--host", host, *join], f"api.host = '{host}'", "--api-key-file", "allow_no_key")
 
 
+def test_a_joined_server_needs_a_model(capsys: pytest.CaptureFixture[str]) -> None:
+    fails(
+        capsys,
+        ["serve", "--port", "0", "--join", "tcp://127.0.0.1:9"],
+        "--join needs the model",
+        "--model DIR",
+    )
+
+
 def test_an_open_address_with_keys_or_on_purpose(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -84,6 +84,7 @@ class FakeRanks:
     def __init__(self) -> None:
         self.calls: list[str] = []
         self.failing = ""
+        self.free_groups = 3
         self.slow: set[str] = set()
         """Ranks that never start."""
         self.failed = ""
@@ -161,6 +162,9 @@ class FakeRanks:
 
     def take_down(self, group: Group) -> None:
         self.taken_down.append(group.name)
+
+    def room(self, where: GroupPlacement) -> int:
+        return self.free_groups
 
     def failure(self) -> str:
         return self.failed
@@ -523,3 +527,14 @@ def test_a_stop_of_a_launch_that_was_paused_leaves_groups_of_another_one(ranks: 
     ranks.disowned = {"decode/0"}
     cluster.stop()
     assert (ranks.killed, ranks.taken_down) == ([], [])
+
+
+def test_room_for_more_groups(cluster: Cluster, ranks: FakeRanks) -> None:
+    for more in (-1, 0, 3):
+        cluster.check_room("prefill", more)
+    with pytest.raises(
+        ConfigError, match="999 more prefill groups need 1998 ranks, and Ray has room for 3 such groups"
+    ):
+        cluster.check_room("prefill", 999)
+    with pytest.raises(ConfigError, match="this cluster has no colocated groups, only prefill and decode"):
+        cluster.check_room("colocated", 0)

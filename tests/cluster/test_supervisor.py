@@ -34,6 +34,7 @@ class FakeCluster:
     groups: tuple[Any, ...] = (FakeGroup("prefill", "prefill"), FakeGroup("decode", "decode"))
     failing: int = 0
     starts: int = 0
+    room: int = 8
     stopped: list[str] = field(default_factory=list)
     dead: list[str] = field(default_factory=list)
     blocked: threading.Event | None = None
@@ -50,6 +51,10 @@ class FakeCluster:
 
     def infos(self) -> list[Any]:
         return [SimpleNamespace(name=group.name) for group in self.groups]
+
+    def check_room(self, role: str, more: int) -> None:
+        if more > self.room:
+            raise ConfigError(f"room for {self.room} groups")
 
     def keep_count(self, role: str, count: int) -> None:
         self.counts[role] = count
@@ -231,6 +236,14 @@ def test_scaling_drains_the_newest_first(logs: list[Any]) -> None:
         assert scaled(supervisor, "decode", 1) == ""
     assert cluster.stopped == ["decode-3", "decode-2"]
     updates.until("prefill", "decode", "decode-2", "decode-3", draining=["decode-3"])
+
+
+def test_a_count_that_does_not_fit_starts_nothing(logs: list[Any]) -> None:
+    cluster, updates = cluster_with(), RouterUpdates()
+    with supervised(cluster, updates.announce, updates.wait_unused) as supervisor:  # type: ignore[arg-type]
+        assert scaled(supervisor, "prefill", 1000) == "room for 8 groups"
+    assert cluster.starts == 0
+    assert cluster.counts == {}
 
 
 def test_a_stop_does_not_wait_for_a_group_that_starts(logs: list[Any]) -> None:

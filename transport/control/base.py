@@ -118,4 +118,5 @@ class ControlChannel(ABC):
 
     @abstractmethod
     def close(self, linger_s: float = 0.0) -> None:
-        """Waits up to `linger_s` for acknowledgements, then stops the thread. No callback runs afterwards."""
+        """Waits up to `linger_s` for acknowledgements of both sides, then stops the thread. No callback runs
+        afterwards."""

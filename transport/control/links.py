@@ -53,6 +53,11 @@ class _Link:
             self.dealer.close()
             self.dealer = None
 
+    def linger(self, flush_ms: int) -> None:
+        """Sets the time for which the end of the context waits for queued frames, after `drop`."""
+        if self.dealer is not None:
+            self.dealer.linger = flush_ms
+
     def watch(self) -> None:
         if self.dealer is not None and self.monitor is None:
             self.monitor = self.dealer.get_monitor_socket(_WATCHED)
@@ -141,9 +146,10 @@ class Links:
             link.drop()
             self._in_handshake.discard(peer)
 
-    def close(self) -> None:
-        """Closes all links."""
+    def close(self, flush_ms: int) -> None:
+        """Closes all links. The end of the context waits up to `flush_ms` for their queued frames."""
         for peer in self.peers:
+            self._links[peer].linger(flush_ms)
             self.drop(peer)
 
     def _dial(self, peer: str, link: _Link) -> None:

@@ -260,6 +260,11 @@ class Reliable:
                     f"reliable: {peer.name}: {numbers} before {peer.next_seq}, early {peer.early}"
                 )
 
+    @property
+    def acknowledges(self) -> bool:
+        """Whether an acknowledgement to a peer is due, now or later."""
+        return any(peer.ack_at_s is not None for peer in self.known.values())
+
     # --- internal
 
     def _due_s(self, peer: _StreamPeer) -> float:

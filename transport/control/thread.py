@@ -213,7 +213,9 @@ class ThreadedControl(ControlChannel):
         lingers = self._clock() < self._linger_until_s
         if self._failing:  # the remaining work may never be done
             return not lingers
-        return not self._work and not (lingers and self._streams.unacknowledged)
+        # A peer that never gets the acknowledgement of its last message would log this one as lost.
+        owes = self._streams.unacknowledged or self._streams.acknowledges
+        return not self._work and not (lingers and owes)
 
     def _safe_turn(self) -> float | None:
         """Runs one iteration of the thread; returns when the next one is due, or None if the iteration raised."""

@@ -29,6 +29,8 @@ from transport.keys.ring import AnyKeys, as_ring
 
 log = structlog.get_logger(__name__)
 
+FLUSH_MS = 100
+"""Longest wait of a lingering close for frames that ZMQ has queued, such as the last acknowledgement."""
 HIGH_WATER_MARK = 20000
 """Largest number of frames that ZMQ queues for a peer. Further frames are dropped, and retransmitted by the reliable
 streams."""
@@ -87,6 +89,7 @@ class ZmqControl(ThreadedControl):
         self.links = Links(self._context, self._generations, self._resend, HIGH_WATER_MARK)
         """Outgoing connections; used on the channel's thread."""
         self._look_at_s, self._complaint = 0.0, ""
+        self._flush_ms = 0
         self._alarm = Alarm()
         self._poller = self._make_poller()
         address = f"tcp://{host}:{self._doors.port}"
@@ -101,6 +104,7 @@ class ZmqControl(ThreadedControl):
 
     def close(self, linger_s: float = 0.0) -> None:
         started = self._thread.ident is not None
+        self._flush_ms = min(FLUSH_MS, int(1e3 * linger_s))
         super().close(linger_s)
         if not started:
             self._released()
@@ -194,7 +198,7 @@ class ZmqControl(ThreadedControl):
     def _released(self) -> None:
         if self._alarm.closed:
             return
-        self.links.close()
+        self.links.close(self._flush_ms)
         self._alarm.close()
         self._doors.close()
         self._context.term()

@@ -34,6 +34,7 @@ PageSizeFlag = Annotated[int, typer.Option("--page-size", min=1, help="Tokens of
 CheckpointFlag = Annotated[
     str | None, typer.Option("--model", metavar="DIR", help="Folder of a Hugging Face checkpoint.")
 ]
+DEFINITIONS = "exact definitions of the figures: --definitions, or the JSON file of --out"
 _LOG_COLUMNS = 150
 """Width of tables that are not printed to a terminal; every column fits."""
 
@@ -86,14 +87,19 @@ def show(name: str, shown: Shown, output: OutputFlags) -> None:
         print(f"figures: {figures}, chart: {chart}", file=sys.stderr if output.as_json else sys.stdout)
 
 
-def show_results(name: str, title: str, results: Sequence[Result], output: OutputFlags) -> None:
-    """Calls `show` with the table, chart and JSON of a micro-benchmark's results."""
+def show_results(
+    name: str, title: str, results: Sequence[Result], output: OutputFlags, *, definitions: bool = True
+) -> None:
+    """Calls `show` with the table, chart and JSON of a micro-benchmark's results.
+
+    `definitions`: whether the definitions of the figures stand below the table; the JSON always has them.
+    """
     from disagg.bench.common.report import as_json, definition_lines, results_table, write_chart
 
     shown = Shown(
         lambda: as_json(results),
         lambda: results_table(title, results),
-        [f"- {line}" for line in definition_lines(results)],
+        [f"- {line}" for line in definition_lines(results)] if definitions else [DEFINITIONS],
         lambda path: write_chart(path, title, results),
     )
     show(name, shown, output)

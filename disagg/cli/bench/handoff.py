@@ -94,6 +94,9 @@ class HandoffFlags:
     path: PathFlags
     repeats: RepeatsFlag = 5
     device: DeviceFlag = "auto"
+    definitions: Annotated[
+        bool, typer.Option("--definitions", help="Print the exact definition of each figure below the table.")
+    ] = False
     output: OutputFlags
 
 
@@ -131,7 +134,7 @@ def handoff(options: HandoffFlags) -> None:
         results = run(bench, update)
     ranks = f"TP {weights.prefill_tp} -> {weights.decode_tp}"
     title = f"hand-over of {bench.sizes.tokens} tokens, {ranks}, on {name_of(device)}"
-    show_results("handoff", title, results, options.output)
+    show_results("handoff", title, results, options.output, definitions=options.definitions)
 
 
 def _config(options: HandoffFlags, device: Any) -> Config:

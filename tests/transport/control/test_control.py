@@ -308,6 +308,17 @@ def test_close_with_a_linger_time_waits_for_acknowledgements(net: Net) -> None:
     a.channel.close()
 
 
+def test_close_with_a_linger_time_acknowledges_the_last_message(net: Net) -> None:
+    """Otherwise the peer would report the loss of a process that has only ended."""
+    a, b = net.station().start(), net.station().start()
+    a.channel.send(b.address, token(1))
+    b.next()
+    b.channel.close(linger_s=20)
+    until(lambda: a.channel.statistics().unacknowledged == 0)
+    assert a.channel.statistics().retransmitted == 0
+    assert a.lost.empty()
+
+
 def test_no_callback_after_close(net: Net) -> None:
     a, b = net.station().start(), net.station().start()
     a.channel.send(b.address, token(1))
