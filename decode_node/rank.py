@@ -15,6 +15,7 @@ from decode_node.receiver import SegmentReceiver
 from decode_node.sampled_step import SampledStep
 from decode_node.scheduler import DecodeScheduler
 from decode_node.scheduler_options import SchedulerOptions
+from decode_node.step_gate import StepGate
 from disagg.core.config.read import DecodeConfig
 from disagg.core.types import GroupInfo, RankInfo
 from disagg.node.device import record_event
@@ -59,6 +60,9 @@ class DecodeRank(RankNode[DecodeConfig, DecodeLeader, SegmentReceiver]):
             clock=self.clock,
         )
         """Copies pages to host memory and back, as the compute thread orders."""
+        late = self.rank > 0 and self.runner.states is not None
+        self._gate = StepGate(lambda message: self.agent.open(message)) if late else None
+        """None where no step of this rank can write a state after the leader's commit."""
 
     def _make_leader(self, kv_manager: KVManager) -> DecodeLeader:
         group, spec = self.group_config, self.runner.spec
@@ -110,14 +114,23 @@ class DecodeRank(RankNode[DecodeConfig, DecodeLeader, SegmentReceiver]):
     def _transfer_handler(self, peer: str, message: m.Message) -> Callable[[], None] | None:
         match message:
             case m.OpenReceive():
-                return partial(self.agent.open, message)
+                return partial(self._gate.open if self._gate is not None else self.agent.open, message)
             case m.CloseTransfer():
-                return partial(self.agent.close, message)
+                return partial(self._close, message)
             case m.SenderEnded():
                 return partial(self.agent.on_sender_ended, peer, message)
             case m.PoolRefused():
                 return partial(self.agent.on_pool_refused, peer, message)
         return None
+
+    def _close(self, message: m.CloseTransfer) -> None:
+        if self._gate is not None:
+            self._gate.forget(message.ticket)
+        self.agent.close(message)
+
+    def _plan_arrived(self, plan: StepPlan) -> None:
+        if self._gate is not None:
+            self._gate.planned(plan)
 
     def step(self, plan: StepPlan) -> None:
         if plan.swaps:
@@ -130,6 +143,9 @@ class DecodeRank(RankNode[DecodeConfig, DecodeLeader, SegmentReceiver]):
             self._launch(plan)
         else:
             self.end_steps()
+        if self._gate is not None:
+            self._gate.launched(record_event(self.runner.device))
+            self.transfer_loop.post(self._gate.retry)
 
     def _launch(self, plan: StepPlan) -> None:
         """Launches a step, then ends the previous one, or the launched step itself without `steps_ahead`."""

@@ -279,13 +279,18 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
         elif handler is not None:
             self.transfer_loop.post(handler, wake=not self._is_deferrable(message))
         elif isinstance(message, m.Plan):
-            self.plans.put(StepPlan.decode(message.body))
+            plan = StepPlan.decode(message.body)
+            self._plan_arrived(plan)
+            self.plans.put(plan)
         elif self.leader is None:
             log.warning("unexpected_message", kind=type(message).__name__, peer=peer, lane=self.lane)
         elif isinstance(message, m.RankBroken):
             self.leader.break_group(message.reason)
         else:
             self.leader.handle(peer, message)
+
+    def _plan_arrived(self, plan: StepPlan) -> None:
+        """Handles a plan of the leader before it is queued. Called on the control thread."""
 
     def _is_deferrable(self, message: m.Message) -> bool:
         """Returns whether a message may wait until a later message wakes the transfer thread."""
