@@ -1,0 +1,124 @@
+"""Recurrent states of forks that are preempted and recomputed: each step continues from its sequence's own state."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable
+
+import pytest
+
+from decode_node.costs import CostEstimates
+from decode_node.request import DecodeRequest
+from decode_node.scheduler import DecodeScheduler
+from decode_node.scheduler_options import SchedulerOptions
+from disagg.core.tokens import pack_tokens
+from disagg.core.types import RequestKey, SamplingParams
+from disagg.model.chunks import PromptChunks
+from disagg.model.sampling.beam_search import Candidate
+from disagg.node.kv_manager import KVManager
+from disagg.node.plan import StateCopy
+
+Choose = Callable[[int], int]
+"""Returns a number below its argument."""
+
+
+class StatefulRank:
+    """What a rank's `MambaPool` has after each plan: for each row, the tokens whose state it is."""
+
+    def __init__(self, prompt_tokens: int, sampling: SamplingParams, chunk_tokens: int) -> None:
+        kv_manager = KVManager(pool_tokens=512, page_size=4, rows=5)
+        chunks = PromptChunks(chunk_tokens, recurrent=True, single=True)
+        options = SchedulerOptions(
+            group="decode",
+            ranks=1,
+            max_batch=5,
+            max_context_tokens=200,
+            first_ticket=0,
+            chunks=chunks,
+            rates=CostEstimates(1e3, 1e3),
+            preemption="recompute",
+        )
+        self.scheduler = DecodeScheduler(kv_manager, options)
+        self.tokens = itertools.count(1000)
+        prompt = pack_tokens(range(prompt_tokens))
+        self.request = self.scheduler.reserve(
+            RequestKey("r0"), prompt, sampling, router="", prefill_group="", deadline_s=0.0
+        )
+        self.states = {self.request.ticket.row: tuple(prompt)}
+        self.request.landed_ranks.add(0)
+        self.request.begun = True
+        if sampling.beams:
+            self.branch([0] * sampling.beams)
+        else:
+            for sequence in self.request.sequences:
+                sequence.tokens.append(next(self.tokens))
+
+    def branch(self, parents: list[int]) -> None:
+        beams = [Candidate(0.0, parent, next(self.tokens)) for parent in parents]
+        self.scheduler.branch(self.request, beams)
+
+    def copy(self, copies: list[StateCopy]) -> None:
+        self.states |= {one.destination: self.states[one.source] for one in copies}
+
+    def step(self, choose: Choose) -> None:
+        """A step of the request, which every rank computes, with new tokens or beams at its end."""
+        plan = self.scheduler.next_step()
+        assert plan is not None, "the request goes on"
+        self.copy(plan.state_copies)
+        stepped = self.scheduler.stepped(plan)
+        for work, one in zip(plan.work, stepped, strict=True):
+            known = (*self.request.prompt, *one.sequence.tokens)
+            state = () if work.start == 0 else self.states[work.row]
+            assert state == known[: work.start], f"row {work.row} has another state"
+            self.states[work.row] = known[: work.span.stop]
+        self.copy(plan.state_saves)
+        sampled = [one.sequence for one in stepped if one.samples]
+        self.scheduler.commit(plan)
+        if sampled and self.request.sampling.beams:
+            self.branch([choose(len(sampled)) for _ in sampled])
+        for sequence in sampled if not self.request.sampling.beams else ():
+            sequence.tokens.append(next(self.tokens))
+        self.scheduler.check()
+
+
+def answers_of(request: DecodeRequest) -> list[int]:
+    return [len(sequence.tokens) for sequence in request.sequences]
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 3, 7, 64])
+@pytest.mark.parametrize("kind", ["answers", "beams"])
+def test_recomputed_forks_have_their_own_states(kind: str, chunk_tokens: int) -> None:
+    recomputed = 0
+    for seed in range(25):
+        choose = random.Random(seed)
+        count = choose.randint(2, 4)
+        sampling = SamplingParams(max_tokens=60, n=count, beams=count if kind == "beams" else 0)
+        rank = StatefulRank(choose.randint(1, 19), sampling, chunk_tokens)
+        for _ in range(60):
+            if choose.random() < 0.15:
+                rank.scheduler.preemptor.preempt(rank.request)
+                recomputed += 1
+            rank.step(choose.randrange)
+            if min(answers_of(rank.request)) > 50:
+                break
+        while rank.request.again:
+            rank.step(choose.randrange)
+        before = answers_of(rank.request)
+        rank.step(choose.randrange)
+        assert sum(answers_of(rank.request)) == sum(before) + count, "all sequences go on together"
+    assert recomputed > 50
+
+
+def test_an_ended_answer_keeps_the_row_of_its_ticket_until_the_request_ends() -> None:
+    rank = StatefulRank(9, SamplingParams(max_tokens=60, n=3), 64)
+    first, row = rank.request.sequences[0], rank.request.ticket.row
+    rank.scheduler.end(rank.request, first)
+    rank.step(lambda count: 0)
+    assert rank.request.kept_row is not None
+    assert rank.request.kept_row.row == row, "the forks copied its state in this step"
+    rank.step(lambda count: 0)
+    rank.scheduler.close(rank.request)
+    rank.scheduler.rank_closed(rank.request, 0)
+    assert rank.scheduler.statistics().memory.free_rows == 5
+    rank.scheduler.check()
