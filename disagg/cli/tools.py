@@ -61,8 +61,6 @@ class PlanOptions:
     prefill_tp: Annotated[int, typer.Option("--prefill-tp", help="Ranks of the prefill group.")]
     decode_tp: Annotated[int, typer.Option("--decode-tp", help="Ranks of the decode group.")]
     shape: ShapeFlags
-    prefill_pp: Annotated[int, typer.Option("--prefill-pp", help="Pipeline stages of the prefill group.")] = 1
-    decode_pp: Annotated[int, typer.Option("--decode-pp", help="Pipeline stages of the decode group.")] = 1
     head_dim: Annotated[int, typer.Option("--head-dim", help="Elements of one head.")] = 128
     dtype: Annotated[str, typer.Option("--dtype", help="Element type of the KV cache, without a model.")] = (
         "bfloat16"
@@ -127,8 +125,6 @@ def _plan_request(options: PlanOptions) -> PlanRequest:
         computed_dtype=computed.dtype if computed != layout else "",
         prefill_tp=options.prefill_tp,
         decode_tp=options.decode_tp,
-        prefill_pp=options.prefill_pp,
-        decode_pp=options.decode_pp,
         tokens=options.tokens,
         chunk_tokens=options.chunk_tokens,
         layer_groups=options.layer_groups,
@@ -170,8 +166,15 @@ def _model_layouts(options: PlanOptions) -> tuple[KVLayout, KVLayout, bool]:
     }
     config = load_config(overrides={name: value for name, value in settings.items() if value is not None})
     check_model(config.model)
-    from disagg.plan.memory import memory_lines, plan_memory, planned_model  # imports torch
+    import torch
 
+    from disagg.model.tensor_parallel import check_tp
+    from disagg.node.assemble import make_source
+    from disagg.plan.memory import memory_lines, plan_memory, planned_model
+
+    # The same check as at the start of groups: a plan must be one that `disagg serve` can run.
+    spec = make_source(config).spec(torch.float32)
+    check_tp(spec, {"prefill": config.prefill.tp or 1, "decode": config.decode.tp or 1})
     if options.gpu_memory_gb:
         print("\n".join(memory_lines(plan_memory(config, int(options.gpu_memory_gb * 1e9)))))
     model = planned_model(config)

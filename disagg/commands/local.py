@@ -20,10 +20,10 @@ from disagg.cluster.ray import RayResources, existing_ray, local_ray, start_clus
 from disagg.cluster.start import Progress
 from disagg.cluster.supervisor import Announce
 from disagg.core.config.read import Config
-from disagg.core.errors import ConfigError, UnsupportedModelError
+from disagg.core.errors import ConfigError
 from disagg.core.types import GroupInfo
 from disagg.model.load.source import ModelSource
-from disagg.model.tensor_parallel import query_spans
+from disagg.model.tensor_parallel import check_tp
 from disagg.node.assemble import make_source
 from disagg.router.follow import Follower
 from disagg.router.response_dispatcher import ResponseDispatcher
@@ -70,12 +70,7 @@ def _make_tiny_chat(directory: Path) -> None:
 
 def check_split(source: ModelSource, placement: Placement) -> None:
     """Raises `UnsupportedModelError`, before anything starts, when the placed TP sizes cannot split the model."""
-    spec = source.spec(torch.float32)
-    for role, group in placement.kinds.items():
-        try:
-            query_spans(spec, 0, group.tp)
-        except UnsupportedModelError as exc:
-            raise UnsupportedModelError(f"{role}.tp = {group.tp}: {exc}") from exc
+    check_tp(source.spec(torch.float32), {role: group.tp for role, group in placement.kinds.items()})
 
 
 def limit_tokens(config: Config, source: ModelSource) -> int:

@@ -10,7 +10,7 @@ the attention itself are still split by heads; see `disagg.model.attention.paged
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
@@ -70,6 +70,15 @@ def query_spans(spec: ModelSpec, rank: int, size: int) -> tuple[Span, ...]:
             f"{spec.architecture} has {heads} query heads, which {size} ranks cannot share; use {sizes}"
         )
     return tuple(Span(rank * heads // size, (rank + 1) * heads // size) for heads in counts)
+
+
+def check_tp(spec: ModelSpec, sizes: Mapping[str, int]) -> None:
+    """Raises UnsupportedModelError that names the role when a TP size of `sizes`, by role, cannot split the model."""
+    for role, tp in sizes.items():
+        try:
+            query_spans(spec, 0, tp)
+        except UnsupportedModelError as exc:
+            raise UnsupportedModelError(f"{role}.tp = {tp}: {exc}") from exc
 
 
 @dataclass(frozen=True)

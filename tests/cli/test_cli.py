@@ -156,7 +156,14 @@ BAD_INPUT = [
         "plan --kv-heads 1 --layers 1 --prefill-tp 1 --decode-tp 1 --out a.jpg",
         "--out a.jpg: the picture is a PNG",
     ),
-    ("plan --kv-heads 1 --layers 1 --prefill-tp 1 --decode-tp 1 --prefill-pp 2", "lower pp"),
+    (
+        "plan --kv-heads 1 --layers 1 --prefill-tp 1 --decode-tp 1 --prefill-pp 2",
+        "No such option: --prefill-pp",
+    ),
+    (
+        "plan --random-init llama-3.1-8b --prefill-tp 4 --decode-tp 3",
+        "decode.tp = 3: LlamaForCausalLM has 32 query heads, which 3 ranks cannot share",
+    ),
     ("nonsense", "No such command 'nonsense'"),
 ]
 
