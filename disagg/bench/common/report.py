@@ -8,7 +8,7 @@ import platform
 import statistics
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -71,6 +71,11 @@ class Result:
     def share(self) -> float | None:
         """The median divided by the ceiling's median."""
         return None if self.ceiling is None else self.measured.median / self.ceiling.median
+
+
+def without_ceilings(results: Sequence[Result]) -> list[Result]:
+    """Returns the results without ceilings, for a machine on which the measured rate is no upper bound."""
+    return [replace(result, ceiling=None) for result in results]
 
 
 def results_table(title: str, results: Sequence[Result]) -> Table:

@@ -12,6 +12,9 @@ from disagg.bench.serve.report import Report
 _COLORS = {"waiting": "#b9c7d6", "answering": "#3b6ea5", "429": "#f59f00", "error": "#c0392b"}
 
 
+MIN_SHOWN_S = 1e-5
+
+
 def write_serve_chart(path: Path, report: Report) -> None:
     """Writes a PNG: the distribution functions of TTFT and ITL with their SLOs, and a line for each request."""
     from matplotlib.figure import Figure
@@ -20,9 +23,9 @@ def write_serve_chart(path: Path, report: Report) -> None:
     areas: dict[str, Any] = figure.subplot_mosaic([["ttft", "itl"], ["runs", "runs"]], height_ratios=[1, 1.4])
     right = [row for row in report.rows if row.kind == OK]
     first_s = [row.ttft_s for row in right if row.ttft_s is not None]
-    _distribution(areas["ttft"], "time to first token, ms", first_s, report.slo.ttft_s)
+    draw_distribution(areas["ttft"], "time to first token, ms", first_s, report.slo.ttft_s)
     gaps_s = [gap for row in right for gap in row.gaps_s]
-    _distribution(areas["itl"], "inter-token latency, ms", gaps_s, report.slo.itl_s)
+    draw_distribution(areas["itl"], "inter-token latency, ms", gaps_s, report.slo.itl_s)
     _runs(areas["runs"], report.rows)
     found = report.summary
     figure.suptitle(
@@ -32,16 +35,23 @@ def write_serve_chart(path: Path, report: Report) -> None:
     figure.savefig(path, dpi=140)
 
 
-def _distribution(axis: Any, name: str, values_s: Sequence[float], limit_s: float | None) -> None:
+def draw_distribution(axis: Any, name: str, values_s: Sequence[float], limit_s: float | None) -> None:
+    """Draws the distribution function of `values_s` and the SLO `limit_s` on a log axis in ms."""
+    from matplotlib.ticker import LogLocator
+
     if values_s:
-        axis.ecdf([1e3 * value for value in values_s], color=_COLORS["answering"])
+        # A log axis has no place for 0, the gap of tokens that arrive together.
+        axis.ecdf([1e3 * max(value, MIN_SHOWN_S) for value in values_s], color=_COLORS["answering"])
     if limit_s is not None:
         axis.axvline(1e3 * limit_s, color=_COLORS["error"], lw=1, label=f"SLO {1e3 * limit_s:g} ms")
         axis.legend(loc="lower right", frameon=False)
     axis.set_xlabel(name)
     axis.set_ylabel("share")
     axis.set_ylim(0, 1)
-    axis.set_xlim(left=0)
+    axis.set_xscale("log")  # the largest of many gaps would hide the curve on a linear axis
+    axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.xaxis.set_major_formatter("{x:g}")
+    axis.xaxis.set_minor_formatter("")
     axis.grid(alpha=0.3)
     axis.spines[["top", "right"]].set_visible(False)
 

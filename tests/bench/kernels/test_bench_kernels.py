@@ -28,7 +28,7 @@ def test_the_command_writes_figures_and_a_chart(tmp_path: Path, capsys: pytest.C
     ]
     for line in found["results"][:4]:
         assert line["low"] <= line["median"] <= line["high"]
-        assert line["share"] == pytest.approx(line["median"] / line["ceiling"]["median"])
+        assert "share" not in line, "on a CPU the plain copy is no ceiling"
     assert found["machine"]["torch"] == torch.__version__
     assert (tmp_path / "bench_kernels.png").stat().st_size > 1000
 

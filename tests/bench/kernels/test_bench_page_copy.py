@@ -15,13 +15,13 @@ from disagg.core.errors import InvariantError
 FLAGS = ["bench", "kernels", "--what", "page_copy", "--layers", "2", "--repeats", "2", "--device", "cpu"]
 
 
-def test_the_command_shows_a_share_for_each_width(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_shows_a_rate_for_each_width(capsys: pytest.CaptureFixture[str]) -> None:
     assert run([*FLAGS, "--rows", "264,2048", "--size", "1MiB", "--json"]) == 0
     *rates, call = json.loads(capsys.readouterr().out)["results"]
     assert [line["title"] for line in rates] == ["page copy, rows of 264 B", "page copy, rows of 2048 B"]
     assert [line["labels"]["pages"] for line in rates] == [(1 << 20) // (64 * row) for row in (264, 2048)]
     for line in rates:
-        assert line["share"] == pytest.approx(line["median"] / line["ceiling"]["median"])
+        assert "share" not in line, "on a CPU the plain copy is no ceiling"
     assert call["unit"] == "us"
 
 

@@ -25,7 +25,7 @@ def test_the_command_shows_each_case(
     assert [one["title"] for one in results[::3]] == [f"{title}, read" for title in titles]
     assert [one["title"] for one in results[1::3]] == [f"{title}, time" for title in titles]
     assert [one["unit"] for one in results] == ["GB/s", "us", "us"] * len(titles)
-    assert all(one["share"] > 0 for one in results[::3])
+    assert not any("share" in one for one in results), "on a CPU the plain read is no ceiling"
 
 
 def test_wrong_tokens_are_no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
