@@ -10,6 +10,7 @@ import os
 from pathlib import Path
 
 from disagg.core.config.read import Config, ControlConfig, ModelConfig
+from disagg.core.errors import ConfigError
 from disagg.model.load.checkpoint_files import require_checkpoint
 from disagg.model.load.named import require_named
 
@@ -53,11 +54,20 @@ def check_serve(config: Config, directory: str | None) -> None:
         _check_key_file(config.control)
     else:
         directory_host(directory, config.control)
+        require_joined_model(config.model)
         join_keys(config.control, directory, os.environ)
     check_model(config.model)
     bind(config.api).close()
     first = config.control.router_port
     _check_control_ports(config.control, list(range(first, first + config.api.workers)) if first else [])
+
+
+def require_joined_model(config: ModelConfig) -> None:
+    """Raises `ConfigError` without a model: a router that joins groups needs their tokenizer."""
+    if not (config.path or config.random_init):
+        raise ConfigError(
+            "--join needs the model of the groups: give --model DIR, as for their `disagg launch`"
+        )
 
 
 def _check_key_file(config: ControlConfig) -> None:

@@ -22,6 +22,7 @@ from disagg.cluster.directory import Directory, directory_host
 from disagg.cluster.keys import join_keys, launch_keys, published
 from disagg.cluster.lifecycle import Cluster
 from disagg.cluster.supervisor import supervised
+from disagg.commands.early import require_joined_model
 from disagg.commands.failure import raise_failure
 from disagg.commands.local import follow_cluster, local_cluster, local_router, placed_cluster, with_model
 from disagg.commands.router_server import (
@@ -36,7 +37,6 @@ from disagg.commands.router_server import (
 from disagg.commands.signals import SIGNALS, ignore_signals, start_interruptible
 from disagg.commands.workers import run_workers
 from disagg.core.config.read import Config
-from disagg.core.errors import ConfigError
 from disagg.core.log import configure
 from disagg.node.rank import SWITCH_INTERVAL_S
 from disagg.report.choices import choices, choices_table
@@ -84,10 +84,7 @@ def run_serve_joined(config: Config, directory: str) -> None:
     configure(config.log)
     keys = api_keys(config.api)
     directory_host(directory, config.control)  # rejects a malformed address first
-    if not (config.model.path or config.model.random_init):
-        raise ConfigError(
-            "--join needs the model of the groups: give --model DIR, as for their `disagg launch`"
-        )
+    require_joined_model(config.model)
     control_keys = join_keys(config.control, directory, os.environ)
     with start_interruptible(), bind(config.api) as listener:
         if config.api.workers > 1:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -326,17 +327,22 @@ def test_every_request_is_a_line_in_the_log_without_its_text(server: ApiServer) 
     assert refused["reason"] == "there is no route GET /nope"
 
 
+def lines_of(server: ApiServer, reply: Any) -> list[dict[str, Any]]:
+    """The log lines of one request: the line of an earlier one can come after its reply."""
+    return [line for line in server.log.lines if line.get("request_id") == reply.headers["x-request-id"]]
+
+
 @pytest.mark.parametrize("given", ["mine", None])
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("path", "prefix"), [(COMPLETIONS, "cmpl-"), (CHAT, "chatcmpl-")])
 def test_log_reply_header_and_sessions_have_one_id(
     server: ApiServer, path: str, prefix: str, stream: bool, given: str | None
 ) -> None:
-    server.log.lines.clear()
+    server.log.lines.clear()  # "mine" is the id of several tests
     fields = body(path, max_tokens=2, stream=stream)
     reply = server.client.post(path, json=fields, headers={"x-request-id": given} if given else {})
     chunks = events(reply.text) if stream else [reply.json()]
-    [line] = until(lambda: server.log.lines)
+    [line] = until(partial(lines_of, server, reply))
     ids = {chunk["id"] for chunk in chunks if isinstance(chunk, dict)}
     assert ids == {reply.headers["x-request-id"]} == {line["request_id"]}
     [found] = ids
@@ -368,7 +374,7 @@ def test_a_refused_request_is_logged_with_the_reason(
 ) -> None:
     server.log.lines.clear()
     reply = server.client.post(COMPLETIONS, json=body(COMPLETIONS, **fields), headers=headers)
-    [line] = until(lambda: server.log.lines)
+    [line] = until(partial(lines_of, server, reply))
     assert line["reason"] == reply.json()["error"]["message"]
     assert reason in line["reason"]
     assert line["reason"].isprintable()

@@ -96,6 +96,7 @@ def test_without_its_gcs_a_launch_ends_with_status_1(tmp_path: Path) -> None:
         ends_without(launched, "gcs_server")
 
 
+@pytest.mark.slow
 def test_a_signal_to_the_process_group_ends_the_server_in_order(tmp_path: Path) -> None:
     with serve_process(tmp_path, "--workers", "2", prefill_tp=1) as served:
         family = served.family()

@@ -32,9 +32,9 @@ RECURRENT = (
     "kernels/recurrent/test_causal_conv.py",
     "kernels/recurrent/test_state_space.py",
     "kernels/recurrent/test_gated_delta.py",
-    "model/recurrent/test_packed_steps.py::test_the_kernels_give_the_tokens_of_generate",
     "model/recurrent/test_packed_steps.py::test_decode_steps_need_no_host",
 )
+RECURRENT_MODELS = ("model/recurrent/test_packed_steps.py::test_the_kernels_give_the_tokens_of_generate",)
 MODELS = (
     "model/attention/test_attention_kernels.py::test_greedy_equals_generate",
     "model/attention/test_attention_kernels.py::test_a_quantized_pool_gives_what_the_torch_path_gives",
@@ -61,6 +61,7 @@ SWEEPS = (
             id="all kernels",
         ),
         pytest.param(RECURRENT, "not slow and not gpu", id="recurrent kernels"),
+        pytest.param(RECURRENT_MODELS, "not slow and not gpu", id="recurrent models", marks=pytest.mark.slow),
         pytest.param(SWEEPS, "slow and not gpu", id="rest of the sweeps", marks=pytest.mark.slow),
     ],
 )

@@ -144,6 +144,7 @@ def test_every_example_runs_or_is_listed() -> None:
     assert len(runnable(DEPLOY)) == 3
 
 
+@pytest.mark.slow
 def test_the_demo(place: Place) -> None:
     [demo] = [example for example in runnable(README) if example.text.endswith("disagg demo")]
     assert "every one of 192 tokens equals Hugging Face generate()" in place.run(demo)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-from architectures import HYBRIDS, save
+from architectures import MORE_HYBRIDS, save
 from local_groups import (
     Answered,
     Checkpoints,
@@ -174,13 +175,8 @@ def refuses(config: Config, source: ModelSource) -> None:
         assert router_says == [1]
 
 
-def test_a_recurrent_state_cannot_be_shared(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> None:
-    refuses(
-        small_config(),
-        ModelSource.from_directory(save(HYBRIDS["falcon-h1"](), tmp_path_factory.mktemp("h1"))),
-    )
+def test_prompts_that_cannot_be_cut_anywhere_give_one_answer(tmp_path: Path) -> None:
+    refuses(small_config(), ModelSource.from_directory(save(MORE_HYBRIDS["minimax"](), tmp_path)))
 
 
 def test_colocated_groups_give_one_answer(checkpoints: Checkpoints) -> None:
