@@ -116,7 +116,10 @@ def test_a_model_that_is_broken(change: Change, said: str, model: Path, tmp_path
         ("launch --set control.key_file=nowhere", "cannot read the key file nowhere"),
         ("generate a --set control.key_file=nowhere", "cannot read the key file nowhere"),
         ("serve --join 127.0.0.1:5570", "write tcp://HOST:PORT"),
-        ("serve --random-init tiny-llama --join tcp://127.0.0.1:9", "there are no keys for tcp://127.0.0.1:9"),
+        (
+            "serve --random-init tiny-llama --join tcp://127.0.0.1:9",
+            "there are no keys for tcp://127.0.0.1:9",
+        ),
     ],
 )
 def test_other_input(arguments: str, said: str, tmp_path: Path) -> None:
