@@ -88,11 +88,6 @@ class StateCache(Cache):  # type: ignore[misc]
         """Returns the shape and dtype of each tensor of `states`."""
         return [StateForm(place, tuple(one.shape[1:]), one.dtype) for place, one in self.states()]
 
-    @property
-    def nbytes(self) -> int:
-        """Size of the states."""
-        return sum(tensor.nbytes for _, tensor in self.states())
-
     def require(self, architecture: str, layers: tuple[int, ...]) -> None:
         """Raises a one-line UnsupportedModelError unless each of the recurrent `layers` stores its state in this
         cache."""
