@@ -80,7 +80,7 @@ class Forks:
 
         No step may still write these pages.
         """
-        landed = len(request.landed_ranks) == self._ranks and request.begun
+        landed = len(request.landed_ranks) == self._ranks and request.begun and not request.loading
         if request.prefix is None or not landed or request.residency is not Residency.RESIDENT:
             return
         for sequence in sequences:

@@ -24,6 +24,7 @@ from decode_node.request import DecodeRequest, Residency
 from decode_node.scheduler_options import SchedulerOptions
 from disagg.core.errors import InvariantError
 from disagg.core.types import RequestKey
+from disagg.kv.cache_operations import CacheOperation
 from disagg.kv.host_blocks import HostBlocks
 from disagg.kv.page_values import PageCopy
 from disagg.kv.pages import pages_for
@@ -133,6 +134,10 @@ class Preemptor:
         orders, self._orders = self._orders, []
         return orders
 
+    def take_operations(self) -> list[CacheOperation]:
+        """Returns the copies between tiers of the prefix cache for the next plan, once."""
+        return self._kv_manager.take_operations()
+
     def take_copies(self) -> list[PageCopy]:
         """Returns the page copies that the next step makes before it computes (copy on write), once."""
         copies, self._copies = self._copies, []
@@ -196,7 +201,7 @@ class Preemptor:
 
     def runs(self, request: DecodeRequest) -> bool:
         """Returns whether the request has all KV and its first token, and none of its pages is being copied."""
-        landed = len(request.landed_ranks) == self._ranks
+        landed = len(request.landed_ranks) == self._ranks and not request.loading
         return landed and request.begun and not request.closing and request.residency is Residency.RESIDENT
 
     def preempt(self, victim: DecodeRequest) -> int:

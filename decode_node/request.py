@@ -223,6 +223,11 @@ class DecodeRequest:
         return self.block_tables + ([self.kept_row] if self.kept_row is not None else [])
 
     @property
+    def loading(self) -> bool:
+        """Whether a rank may still be loading cached KV into the request's pages."""
+        return any(table.loading for table in self.held_tables)
+
+    @property
     def copying(self) -> bool:
         """True while ranks copy between the request's pages and its host blocks: neither may be freed."""
         return self.residency in (Residency.LEAVING, Residency.RETURNING)

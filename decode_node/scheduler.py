@@ -154,6 +154,10 @@ class DecodeScheduler:
         request then ends."""
         return self._forks.end(request, sequence)
 
+    def moved(self, number: int, rank: int, error: str) -> None:
+        """Records a rank's report of an operation between tiers of the prefix cache; see `KVManager.moved`."""
+        self._kv_manager.moved(number, rank, error)
+
     def swapped(self, request: DecodeRequest, rank: int) -> None:
         """Records that a rank has ended the copy of the request's pages, or could not make it."""
         self.preemptor.swapped(request, rank)

@@ -75,14 +75,17 @@ class StepPlanner:
         self._state_copies, self._state_gifts = [], []
         stepped, work = self._planned()
         swaps = self._preemptor.take_orders()
-        if not work and not swaps:
+        # Alone, they would make the ranks end the step in flight first.
+        operations = self._preemptor.take_operations() if work or swaps or not self._in_flight else []
+        if not work and not swaps and not operations:
             return None
         self._step += 1
         if work:
             self._in_flight.append(stepped)
         shared = self._steps_ahead > 0 and any(one.samples for one in stepped)
         copies, given = self._state_copies, self._state_gifts
-        return StepPlan(self._step, work, swaps, self._preemptor.take_copies(), shared, copies, given)
+        page_copies = self._preemptor.take_copies()
+        return StepPlan(self._step, work, swaps, page_copies, shared, copies, given, operations)
 
     def stepped(self, plan: StepPlan) -> list[Stepped]:
         """Returns the work items of the latest plan."""

@@ -105,6 +105,9 @@ class PrefillLeader(Leader):
     def _kv_events(self) -> KVEventLog | None:
         return self._scheduler.kv_events
 
+    def _memory_freed(self) -> None:
+        self._admit()
+
     def _next_step(self) -> StepPlan | None:
         return self._scheduler.next_step()
 

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from disagg.core.config.read import PrefillConfig
 from disagg.core.types import GroupInfo, RankInfo, Span
-from disagg.node.device import record_event
+from disagg.node.device import DeviceEvent, record_event
 from disagg.node.kv_manager import KVManager
 from disagg.node.links import Link, make_link
 from disagg.node.plan import StepPlan, Work
@@ -106,9 +106,11 @@ class PrefillRank(RankNode[PrefillConfig, PrefillLeader, SegmentSender]):
         """
         for key, reservation in plan.dropped:
             self.transfer_loop.post(partial(self.agent.drop_early, key, reservation))
+        loaded = self.cache_controller.order(plan.cache_operations)
         if not plan.work:
+            loaded.before_all()
             return
-        self._send_cached(plan)
+        self._send_cached(plan, loaded.last_event)
         state_spans = self.runner.spec.layout.state_spans
         ended = [work for work in plan.work if state_spans and work.last]
         chunk, state = StepPart(plan.step, Part.CHUNK), StepPart(plan.step, Part.STATE)
@@ -119,11 +121,13 @@ class PrefillRank(RankNode[PrefillConfig, PrefillLeader, SegmentSender]):
         parts, ends = self.runner.shard.parts, {group.stop for group in self.agent.groups}
 
         def on_layer(layer: int) -> None:
+            loaded.after(layer)
             stop = parts[0].layers.start + layer + 1
             if stop in ends:
                 first = next(part.layers.start for part in parts if stop <= part.layers.stop)
                 self._layers_ready(chunk, Span(first, stop))
 
+        loaded.before_first()
         with self.timeline.span("compute", self.lane):
             logits = self._forward(plan, on_layer)
             for layers in state_spans if ended else ():
@@ -131,16 +135,17 @@ class PrefillRank(RankNode[PrefillConfig, PrefillLeader, SegmentSender]):
             if self.leader is not None:
                 self.leader.commit(plan, logits)
 
-    def _send_cached(self, plan: StepPlan) -> None:
-        """Sends the cached positions of the plan's prompts, after the steps that computed them have ended on the
-        device."""
+    def _send_cached(self, plan: StepPlan, loaded: DeviceEvent) -> None:
+        """Sends the cached positions of the plan's prompts, after the steps that computed them, and the plan's loads,
+        have ended on the device."""
         cached = [work for work in plan.work if work.pages and work.start]
         if not cached:
             return
         part = StepPart(plan.step, Part.CACHED)
         for work in cached:
             self._plan_chunk(part, work, Span(0, work.start))
-        self._layers_ready(part, self._all_layers)
+        event = record_event(self.runner.device) if loaded is None else loaded
+        self.transfer_loop.post(partial(self.agent.layers_ready, part, self._all_layers, event))
 
     def _plan_chunk(self, part: StepPart, work: Work, positions: Span) -> None:
         chunk = PlannedChunk(part, work.key, work.reservation, positions, work.early)

@@ -126,12 +126,20 @@ class PrefillScheduler:
         work: list[Work] = []
         if self._plan([one for one in self.requests.values() if one.admitted], work):
             self._plan(self._early(), work)
-        if not work and not self._dropped:
+        operations = self._kv_manager.take_operations()
+        if not work and not self._dropped and not operations:
             return None
         self._step += 1
         dropped, self._dropped = self._dropped, []
         copies, saves = self._states.take_copies(), self._states.take_saves()
-        return StepPlan(self._step, work, state_copies=copies, state_saves=saves, dropped=dropped)
+        return StepPlan(
+            self._step,
+            work,
+            state_copies=copies,
+            state_saves=saves,
+            cache_operations=operations,
+            dropped=dropped,
+        )
 
     @property
     def caches_prefixes(self) -> bool:
@@ -160,6 +168,10 @@ class PrefillScheduler:
                 finished.append(request)
             self._settle(request)
         return finished
+
+    def moved(self, number: int, rank: int, error: str) -> None:
+        """Records a rank's report of an operation between tiers of the prefix cache; see `KVManager.moved`."""
+        self._kv_manager.moved(number, rank, error)
 
     def rank_sent(self, request: PrefillRequest, rank: int) -> bool:
         """Records that a rank sent all its segments. Returns True when this rank was the last."""

@@ -108,6 +108,9 @@ class ColocatedRank(RankNode[ColocatedConfig, ColocatedLeader, NoTransfers]):
         return None
 
     def step(self, plan: StepPlan) -> None:
+        self.cache_controller.order(plan.cache_operations).before_all()
+        if not plan.work:
+            return
         with self.timeline.span("step", self.lane):
             logits = self._forward(plan)
             if self.leader is not None:

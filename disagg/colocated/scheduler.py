@@ -164,11 +164,14 @@ class ColocatedScheduler:
         decodes = itertools.islice(filter(self._decodes, self.requests.values()), self._max_batch)
         work = [self._next_token(request) for request in decodes]
         work += self._prompts(self._chunks.chunk_tokens - len(work))
-        if not work:
+        operations = self._kv_manager.take_operations()
+        if not work and not operations:
             return None
         self._step += 1
         copies, saves = self._states.take_copies(), self._states.take_saves()
-        return StepPlan(self._step, work, state_copies=copies, state_saves=saves)
+        return StepPlan(
+            self._step, work, state_copies=copies, state_saves=saves, cache_operations=operations
+        )
 
     def commit(self, plan: StepPlan) -> None:
         """Commits a finished step, after the leader has stored the sampled tokens."""
@@ -181,6 +184,10 @@ class ColocatedScheduler:
                 # To the end of the order: with more answers than `max_batch`, all make progress.
                 self.requests[request.key] = self.requests.pop(request.key)
             self._settle(request)
+
+    def moved(self, number: int, rank: int, error: str) -> None:
+        """Records a rank's report of an operation between tiers of the prefix cache; see `KVManager.moved`."""
+        self._kv_manager.moved(number, rank, error)
 
     def close(self, request: ColocatedRequest) -> None:
         """Closes a request: at once, or at the end of the step that computes it. Idempotent."""

@@ -337,6 +337,8 @@ class RankInfo(msgspec.Struct, frozen=True):
     """Size of the rank's KV pool in tokens; the same on all ranks of a group."""
     state_slots: int = 0
     """Slots for recurrent states of requests and of the prefix cache; 0 without recurrent layers."""
+    host_pages: int = 0
+    """Pages of the prefix cache that the rank's host memory has room for; see `GroupConfig.host_cache_bytes`."""
 
 
 class GroupInfo(msgspec.Struct, frozen=True):
@@ -406,4 +408,4 @@ class Segment(msgspec.Struct, frozen=True):
 
 CHECKSUM_BYTES = 8
 """Size of a segment's checksum; `staging.trailer` defines its position."""
-PROTOCOL_VERSION = 16
+PROTOCOL_VERSION = 17

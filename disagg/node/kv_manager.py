@@ -13,6 +13,9 @@ State slots of hybrid models, by their interval, with their owner:
 
     [alloc_state, keep)     the caller; `free_state` ends the interval too
     [keep, evicted)         the prefix cache, or nobody if `keep` finds no use for the state
+
+With a second tier (`disagg.kv.host_tier`), `reserve` may plan a load to pages of the block table, and `keep` a store;
+the tier has references and locks of its own until every rank has reported the copy (`moved`).
 """
 
 from __future__ import annotations
@@ -25,7 +28,9 @@ from typing import NamedTuple
 from disagg.core.config.groups import EvictionName
 from disagg.core.errors import InvariantError
 from disagg.core.prefixes import PrefixKey
+from disagg.kv.cache_operations import CacheOperation
 from disagg.kv.event_log import KVEventLog
+from disagg.kv.host_tier import HostTier, HostTierStatistics, Load
 from disagg.kv.page_values import PageCopy, PageStatistics
 from disagg.kv.pages import TRASH_PAGE, TokenToKVPoolAllocator, pages_for
 from disagg.kv.radix import RadixCache
@@ -54,7 +59,7 @@ class BlockTable:
     row: int
     sequence: KVSequence = field(repr=False)
     cached_tokens: int = 0
-    """Tokens of the prefix cache hit: full pages, shared with the cache."""
+    """Tokens of the prefix cache hit, which need not be computed: full pages, shared with the cache, or loaded."""
     node: Node | None = field(default=None, repr=False)
     """Node of the prefix cache that is locked for this sequence."""
     state: int | None = None
@@ -63,6 +68,8 @@ class BlockTable:
     Valid while the block table locks its node with the state: from `reserve` to `keep`, `vacate` or `release`. None
     for an empty hit, a hit by KV alone and a fork.
     """
+    load: Load | None = field(default=None, repr=False)
+    """Load of the last part of the hit from the second tier, shared with forks; None without one."""
 
     @property
     def pages(self) -> list[int]:
@@ -74,6 +81,11 @@ class BlockTable:
         """Tokens with allocated slots."""
         return self.sequence.tokens
 
+    @property
+    def loading(self) -> bool:
+        """Whether a rank may still be loading KV into the pages."""
+        return self.load is not None and not self.load.done
+
 
 @dataclass(frozen=True, slots=True)
 class KVManagerStatistics:
@@ -84,6 +96,8 @@ class KVManagerStatistics:
     pages: PageStatistics
     cache: RadixStatistics | None = None
     """None without a prefix cache."""
+    host: HostTierStatistics | None = None
+    """The second tier of the prefix cache; None without one."""
 
 
 class KVManager:
@@ -106,8 +120,18 @@ class KVManager:
         """Pages of the pool; only the KV manager allocates and frees."""
         self.cache = RadixCache(self.allocator, eviction, states=states) if eviction else None
         """The prefix cache; None without one."""
+        self._eviction = eviction
+        self.host: HostTier | None = None
+        """The second tier of the prefix cache; None without one."""
         self._rows = rows
         self._free_rows = list(range(rows - 1, -1, -1))
+
+    def add_host_tier(self, pages: int, ranks: int) -> None:
+        """Adds a second tier of `pages` blocks of host memory on each of `ranks` ranks; none without a prefix cache."""
+        if self.cache is not None and self._eviction is not None and pages:
+            self.host = HostTier(
+                self.cache, self.allocator, pages=pages, ranks=ranks, eviction=self._eviction
+            )
 
     @property
     def page_size(self) -> int:
@@ -166,12 +190,13 @@ class KVManager:
         """
         if not self._free_rows:
             return None
-        block_table, hit = BlockTable(self._free_rows[-1], KVSequence(self.allocator)), None
+        block_table, hit, longer = BlockTable(self._free_rows[-1], KVSequence(self.allocator)), None, None
         if self.cache is not None and prompt is not None:
             hit = self._match(self.cache, prompt, kv_only)
             self.cache.lock(hit.node, state=hit.state is not None)
             sequence = KVSequence(self.allocator, hit.pages)
             block_table = BlockTable(block_table.row, sequence, hit.tokens, hit.node, hit.state)
+            longer = self._longer_in_host(prompt, hit)
         need = pages_for(tokens, self.page_size) - len(block_table.pages)
         if need + spare_pages > self.free_pages or not self._make_room(need):
             block_table.sequence.free()
@@ -183,13 +208,25 @@ class KVManager:
         self._free_rows.pop()
         if self.cache is not None and hit is not None:
             self.cache.count(hit)
+        if self.host is not None and hit is not None and longer is not None:
+            loaded = block_table.pages[len(hit.pages) : len(longer.pages)]
+            block_table.load = self.host.load(longer, len(hit.pages), loaded)
+            block_table.cached_tokens = longer.tokens
         return block_table
+
+    def _longer_in_host(self, prompt: PrefixKey, hit: Match) -> Match | None:
+        """Returns the prompt's hit in the second tier, if it is longer than `hit`."""
+        if self.host is None:
+            return None
+        found = self.host.match(prompt, prompt.tokens - 1)
+        return found if found.tokens > hit.tokens else None
 
     def cached_tokens(self, prompt: PrefixKey | None, *, kv_only: bool = False) -> int:
         """Returns the tokens of the cached prefix with which a block table of `prompt` would begin; see `reserve`."""
         if self.cache is None or prompt is None:
             return 0
-        return self._match(self.cache, prompt, kv_only).tokens
+        hit = self._match(self.cache, prompt, kv_only)
+        return (self._longer_in_host(prompt, hit) or hit).tokens
 
     def _match(self, cache: RadixCache, prompt: PrefixKey, kv_only: bool) -> Match:
         match = cache.match_kv if kv_only else cache.match
@@ -251,6 +288,17 @@ class KVManager:
         block_table.node = node
         for tokens, slot in states:
             self.cache.attach_state(prompt, tokens, slot)
+        if self.host is not None:
+            self.host.store(prompt)
+
+    def take_operations(self) -> list[CacheOperation]:
+        """Returns the operations of the second tier for the next plan, once; see `HostTier`."""
+        return self.host.take_operations() if self.host is not None else []
+
+    def moved(self, number: int, rank: int, error: str = "") -> None:
+        """Records a rank's report of an operation of the second tier; see `HostTier.moved`."""
+        if self.host is not None:
+            self.host.moved(number, rank, error)
 
     def fork(self, block_table: BlockTable) -> BlockTable | None:
         """Returns a fork of the sequence with its own row and the same pages; None if no row is free."""
@@ -272,6 +320,7 @@ class KVManager:
         if self.cache is not None and other.node is not None:
             self.cache.lock(other.node, state=False)
         block_table.cached_tokens, block_table.node = other.cached_tokens, other.node
+        block_table.load = other.load
 
     def grow(self, block_tables: Sequence[BlockTable]) -> list[PageCopy] | None:
         """Appends a slot for one token to each of `block_tables`; None, changing nothing, if pages are short.
@@ -332,7 +381,7 @@ class KVManager:
     def _forget(self, block_table: BlockTable) -> None:
         """Unlocks the cached prefix of the sequence."""
         self._unlock(block_table)
-        block_table.cached_tokens = 0
+        block_table.cached_tokens, block_table.load = 0, None
 
     def _unlock(self, block_table: BlockTable) -> None:
         """Unlocks the block table's node, and the node's state if the block table locks it."""
@@ -343,7 +392,8 @@ class KVManager:
     def statistics(self) -> KVManagerStatistics:
         """Returns the current counts."""
         cache = self.cache.statistics() if self.cache is not None else None
-        return KVManagerStatistics(self._rows, len(self._free_rows), self.allocator.statistics(), cache)
+        host = self.host.statistics() if self.host is not None else None
+        return KVManagerStatistics(self._rows, len(self._free_rows), self.allocator.statistics(), cache, host)
 
     def check(self, requests: Sequence[Sequence[BlockTable]]) -> None:
         """Raises `InvariantError` unless each row and page in use belongs to exactly one of `requests`.
@@ -356,9 +406,13 @@ class KVManager:
         if self.cache is not None:
             self.cache.check()
             cached = self.cache.pages()
+        if self.host is not None:
+            self.host.check()
+        loading = self.host.held_pages() if self.host is not None else []
         block_tables = [block_table for request in requests for block_table in request]
         rows = sorted(self._free_rows + [h.row for h in block_tables])
-        references = Counter(page for h in block_tables for page in h.pages) + Counter(cached)
+        references = Counter(page for h in block_tables for page in h.pages)
+        references += Counter(cached) + Counter(loading)
         owners = Counter(page for request in requests for page in {p for h in request for p in h.pages})
         shared = set(cached)
         sound = (

@@ -107,6 +107,9 @@ class Leader(ABC):
                     self._publish_kv_events()
                 case m.RankReport():
                     self._on_report(message.status)
+                case m.CacheMoved():
+                    self._scheduler.moved(message.operation, message.rank, message.error)
+                    self._memory_freed()
                 case _:
                     self._on_message(peer, message)
             self._changed.notify_all()
@@ -215,6 +218,9 @@ class Leader(ABC):
 
     @abstractmethod
     def _next_step(self) -> StepPlan | None: ...
+
+    def _memory_freed(self) -> None:
+        """Admits waiting requests: pages may have become free. Called under the lock."""
 
     def _steps_in_flight(self) -> int:
         """Returns the number of steps that are planned and not committed."""

@@ -25,5 +25,8 @@ class LedScheduler(Protocol):
     def requests(self) -> Mapping[RequestKey, LedRequest]:
         """Requests that still own memory or wait for a release."""
 
+    def moved(self, number: int, rank: int, error: str) -> None:
+        """Records a rank's report of an operation between tiers of the prefix cache; see `KVManager.moved`."""
+
     def check(self) -> None:
         """Raises `InvariantError` if the scheduler is inconsistent."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import msgspec
 
 from disagg.core.types import RequestKey, Span
+from disagg.kv.cache_operations import CacheOperation
 from disagg.kv.page_values import PageCopy
 
 
@@ -83,6 +84,9 @@ class StepPlan(msgspec.Struct, frozen=True):
     """Copies of recurrent states to rows, before the step, all at once: a source may be a destination too."""
     state_saves: list[StateCopy] = []
     """Copies of recurrent states of rows, after the step."""
+    cache_operations: list[CacheOperation] = []
+    """Copies between tiers of the prefix cache. Stores copy what steps before this plan computed. Loads precede the
+    steps of this plan and of later ones; in a decode group their requests wait for the ranks' reports instead."""
     dropped: list[tuple[RequestKey, int]] = []
     """Requests, with their reservations, that had `early` work and have ended."""
 

@@ -26,6 +26,7 @@ from disagg.core.types import GroupInfo, RankInfo
 from disagg.kv.state_slots import StateSlots
 from disagg.model.chunks import PromptChunks
 from disagg.node.agent import Agent
+from disagg.node.cache_controller import HybridCacheController, host_cache_bytes, host_pages
 from disagg.node.compute import ComputeThread, PlanQueue, StepExecutor
 from disagg.node.device import memory_bytes
 from disagg.node.kv_manager import KVManager
@@ -96,6 +97,8 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
         """Queue of the leader's plans; unused on rank 0."""
         self.executor = StepExecutor(runner, group_config.max_requests)
         """Executor of a plan's forward pass; used on the compute thread."""
+        self.cache_controller = self._make_cache_controller()
+        """Copies between the tiers of the prefix cache, as the compute thread orders."""
         self._memory = {
             "weights_bytes": runner.weights_bytes,
             "kv_bytes": pool_bytes(runner),
@@ -129,6 +132,18 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
             self._on_broken,
             self.runner.device,
             self._step_watch,
+        )
+
+    def _make_cache_controller(self) -> HybridCacheController:
+        group, pool = self.group_config, self.runner.pool
+        nbytes = host_cache_bytes(group.host_cache_bytes, pool.device, group.ranks) if group.prefix_cache else 0
+        return HybridCacheController(
+            pool,
+            group.page_size,
+            blocks=host_pages(pool, group.page_size, nbytes),
+            layered=self.role != "decode",
+            moved=lambda number, error: self.to_leader(m.CacheMoved(number, self.rank, error)),
+            broken=lambda number, error: self._on_broken(DisaggError(f"load {number} failed: {error}")),
         )
 
     def _make_peers(self) -> RankPeers:
@@ -182,12 +197,15 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
             self.runner.states.pool.slots - 1
             if self.runner.states is not None
             else 0,  # without the trash slot
+            self.cache_controller.host.memory.blocks,
         )
 
     def join(self, group: GroupInfo) -> None:
         """Starts the compute thread; call when all ranks of the group have started."""
         self._group = group
         if self.leader is not None:
+            assert self.kv_manager is not None, "rank 0 has the leader and the KV manager"
+            self.kv_manager.add_host_tier(min(rank.host_pages for rank in group.ranks), len(group.ranks))
             self.leader.join(group)
         for peer in group.ranks:
             # The leader watches all other ranks; each other rank watches the leader.
@@ -220,6 +238,7 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
         if self.leader is not None and drain_timeout_s > 0:
             self.leader.wait_idle(drain_timeout_s)
         self.compute_thread.stop(self.leader.wake if self.leader is not None else self.plans.wake)
+        self.cache_controller.stop()
         self._end_copies()
         self.transfer_loop.stop()
         self.control.close(linger_s=0.1)

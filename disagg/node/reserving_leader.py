@@ -22,7 +22,7 @@ from transport.control import messages as m
 
 QUEUE_FULL_RETRY_S = 0.5
 """Time after which a router should retry when the queue is full."""
-FREEING = (m.Release, m.RankClosed, m.Swapped)
+FREEING = (m.Release, m.RankClosed, m.Swapped, m.CacheMoved)
 """Messages that may free rows or pages."""
 
 

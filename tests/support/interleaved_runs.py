@@ -57,7 +57,10 @@ def config_of(choose: random.Random, peer_memory: bool, crowded: bool = False) -
         max_requests=6 if crowded else config.decode.max_requests,
         async_steps=choose.random() < 0.5,
     )
-    return msgspec.structs.replace(config, transfer=transfer, decode=decode)
+    blocks = random.Random(choose.random())  # of 4 KiB, the smallest block
+    prefill = msgspec.structs.replace(config.prefill, host_cache_bytes=blocks.choice([0, 12, 80]) * 4096)
+    decode = msgspec.structs.replace(decode, host_cache_bytes=blocks.choice([0, 12, 80]) * 4096)
+    return msgspec.structs.replace(config, transfer=transfer, prefill=prefill, decode=decode)
 
 
 def add_faults(simulation: Simulation, what: str, choose: random.Random) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 from fake_model import DIGITS_HEAD_DIM, HEAD_DIM, FakeRunner, FakeSampledTokens, fake_spec
-from simulated_memory import Device, late_kernels, poison_host, poison_pages, replace_device
+from simulated_memory import Device, LateThread, late_kernels, poison_blocks, poison_host, poison_pages, replace_device
 from simulated_router import SimulatedRouter
 
 from decode_node.rank import DecodeRank
@@ -272,6 +272,8 @@ class Simulation:
             memory, host = found.memory, getattr(found, "host", None)
             assert memory.free_rows == memory.rows, f"{name}: {memory}"
             assert host is None or host.used_blocks == 0, f"{name}: {host}"
+            tier = memory.host
+            assert tier is None or tier.storing_pages == tier.loading_pages == 0, f"{name}: {tier}"
             assert rank.leader.wait_idle(0.0), name
 
     def _deliver(self, source: str, destination: str) -> None:
@@ -363,8 +365,7 @@ class Simulation:
             rank.compute_thread = SimpleNamespace(start=lambda: None)
             self.ranks[name], self.devices[name] = rank, Device()
             replace_device(rank, self.devices[name])
-            if cls is DecodeRank:
-                self._copy_late(name, rank)
+            self._copy_late(name, rank)
             infos.append(rank.info())
         info = GroupInfo(
             cls.role,
@@ -381,11 +382,15 @@ class Simulation:
         for rank in mine:
             rank.join(info)
         poison_pages(mine[0].kv_manager, mine)
+        poison_blocks(mine[0].kv_manager, mine)
         if cls is DecodeRank:
             poison_host(mine[0].leader.scheduler, mine)
         return info
 
     def _copy_late(self, name: str, rank: Any) -> None:
-        """The swapper's thread comes to each order when it likes."""
+        """Threads that copy to and from host memory come to each order when they like."""
         copies = self.copies[name] = Device()
-        rank.swapper.order = lambda swap, after: copies.work.append(partial(rank.swapper.copy, swap, after))
+        if rank.role == "decode":
+            rank.swapper.order = lambda swap, after: copies.work.append(partial(rank.swapper.copy, swap, after))
+        controller = rank.cache_controller
+        controller.storing, controller.loading = LateThread(copies), LateThread(self.devices[name])

@@ -42,6 +42,18 @@ class Device:
             self.work.popleft()()
 
 
+class LateThread:
+    """Stands in for an executor with one thread: its work waits in a device's queue."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+
+    def submit(self, work: Callable[..., None], *arguments: Any) -> None:
+        self._device.work.append(partial(work, *arguments))
+
+    def shutdown(self) -> None: ...
+
+
 def replace_device(rank: Any, device: Device) -> None:
     """The copies of `rank` complete when `device` comes to them, and its freed ring or staging turns to NaN."""
     agent = rank.agent
@@ -98,6 +110,24 @@ def poison_host(scheduler: DecodeScheduler, ranks: Sequence[Any]) -> None:
                 rank.swapper.host.block(block).fill_(POISON)
 
     host.free = poisoning_free  # type: ignore[method-assign]
+
+
+def poison_blocks(kv_manager: KVManager, ranks: Sequence[Any]) -> None:
+    """From now on freed blocks of the second tier turn to NaN on all `ranks`."""
+    if kv_manager.host is None:
+        return
+    unused = kv_manager.host.blocks.unused
+    put = unused.put
+
+    def poisoning_put(pages: Sequence[int]) -> None:
+        put(pages)
+        for rank in ranks:
+            memory = rank.cache_controller.host.memory
+            memory.reserve([page - 1 for page in pages])
+            for page in pages:
+                memory.block(page - 1).fill_(POISON)
+
+    unused.put = poisoning_put  # type: ignore[method-assign]
 
 
 def poison_ring(ring: StagingAllocator, memory: torch.Tensor) -> None:

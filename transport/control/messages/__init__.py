@@ -20,6 +20,7 @@ from transport.control.messages.groups import (
     Watch,
 )
 from transport.control.messages.ranks import (
+    CacheMoved,
     CloseTransfer,
     Landed,
     OpenReceive,
@@ -68,6 +69,7 @@ __all__ = [
     "MAX_MESSAGE_BYTES",
     "MESSAGE_TYPES",
     "CacheDigest",
+    "CacheMoved",
     "CloseTransfer",
     "EndAnswer",
     "Failed",

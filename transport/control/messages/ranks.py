@@ -99,6 +99,14 @@ class Swapped(Message, frozen=True):
     error: str = ""
 
 
+class CacheMoved(Message, frozen=True):
+    """Rank -> its leader: a copy between tiers of the prefix cache is done, or failed with `error`."""
+
+    operation: Count
+    rank: Rank
+    error: str = ""
+
+
 class RankFailed(Message, frozen=True):
     """Rank -> its leader: the request failed on this rank."""
 

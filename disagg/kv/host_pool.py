@@ -1,0 +1,156 @@
+"""Host memory of one rank for cached KV pages and recurrent states: the second tier of the prefix cache.
+
+All parts of a page (each class of layers, K and V, scales) are one contiguous *block*, the page-first layout of
+SGLang's hierarchical cache; `kernels.copy.page_blocks` copies between pages and blocks. A recurrent state is a block
+of its own size. Memory is pinned slab by slab on first use, because pinning all of it would delay the start by
+seconds.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from disagg.core.types import Span
+from disagg.kv.pages import pages_for
+from disagg.kv.pool import KVPool, MHATokenToKVPool
+from kernels.copy.page_blocks import Blocks, blocks_to_pages, pages_to_blocks
+
+SLAB_BYTES = 256 << 20
+"""Size of a slab: pinned in about 0.1 s; a copy of pages in several slabs takes a launch for each."""
+BLOCK_ALIGNMENT_BYTES = 4096
+"""Blocks start at multiples of this, as direct I/O requires."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostMemoryStatistics:
+    """Sizes of a host memory."""
+
+    blocks: int
+    block_bytes: int
+    pinned_bytes: int
+    """Memory that has been allocated so far."""
+
+
+class BlockMemory:
+    """`blocks` blocks of at least `content_bytes` bytes each, allocated in slabs on first use.
+
+    Memory stays allocated until the process ends. Not thread-safe: `reserve` is called before blocks are used.
+    """
+
+    def __init__(self, blocks: int, content_bytes: int, *, pinned: bool) -> None:
+        """`pinned`: page-locked memory, for kernels on a GPU."""
+        self.blocks, self._pinned = blocks, pinned
+        self.block_bytes = block_bytes(content_bytes)
+        """Distance between blocks."""
+        self._slab_blocks = max(1, SLAB_BYTES // self.block_bytes)
+        self._slabs: dict[int, torch.Tensor] = {}
+
+    def reserve(self, numbers: Sequence[int]) -> None:
+        """Allocates the memory of blocks `numbers`. Raises `RuntimeError` if the host is out of memory."""
+        for slab in sorted({number // self._slab_blocks for number in numbers} - self._slabs.keys()):
+            count = min(self._slab_blocks, self.blocks - slab * self._slab_blocks)
+            self._slabs[slab] = torch.empty(
+                (count, self.block_bytes), dtype=torch.uint8, pin_memory=self._pinned
+            )
+
+    def block(self, number: int) -> torch.Tensor:
+        """Returns the memory of a reserved block, uint8 `[block_bytes]`."""
+        slab, place = divmod(number, self._slab_blocks)
+        return self._slabs[slab][place]
+
+    def by_slab(self, numbers: Sequence[int]) -> Iterator[tuple[torch.Tensor, list[int], list[int]]]:
+        """Yields each slab of reserved blocks: its memory `[blocks, block_bytes]`, indices of `numbers`, and the
+        places of these blocks within the slab."""
+        indices: defaultdict[int, list[int]] = defaultdict(list)
+        for index, number in enumerate(numbers):
+            indices[number // self._slab_blocks].append(index)
+        for slab, chosen in indices.items():
+            yield self._slabs[slab], chosen, [numbers[index] % self._slab_blocks for index in chosen]
+
+    def statistics(self) -> HostMemoryStatistics:
+        """Returns the sizes."""
+        pinned_bytes = sum(slab.nbytes for slab in self._slabs.values())
+        return HostMemoryStatistics(self.blocks, self.block_bytes, pinned_bytes)
+
+
+class HostKVPool:
+    """Blocks of KV pages, and the copies between them and the pages of a `KVPool`."""
+
+    def __init__(self, pool: KVPool, page_size: int, blocks: int) -> None:
+        """Allocates nothing yet. `blocks`: number of blocks."""
+        self._pool, self._page_size = pool, page_size
+        self.memory = BlockMemory(blocks, page_bytes(pool, page_size), pinned=pool.device.type == "cuda")
+        """Memory of the blocks; block `i` has all parts of one page."""
+        self.layers = sum(part.layers for part in pool.parts)
+        """Layers of a block, numbered as in the pool."""
+        self.ordered = len(pool.parts) == 1
+        """Whether a step computes the layers in the order of their numbers; not with several classes of layers."""
+
+    def store(self, pages: Sequence[int], blocks: Sequence[int]) -> None:
+        """Copies page `pages[i]` to block `blocks[i]`, all layers.
+
+        On a GPU, queued on the current stream without synchronization, like `load`. The blocks must be reserved.
+        """
+        for memory, indices, places in self.memory.by_slab(blocks):
+            numbers = self._upload([pages[index] for index in indices], places)
+            for part, offset_bytes in self._parts():
+                pages_to_blocks(
+                    part.buffer,
+                    numbers[0],
+                    Blocks(memory, offset_bytes),
+                    numbers[1],
+                    self._page_size,
+                    Span(0, part.layers),
+                )
+
+    def load(self, pages: Sequence[int], blocks: Sequence[int], layers: Span) -> None:
+        """Copies `layers` of block `blocks[i]` to page `pages[i]`."""
+        for memory, indices, places in self.memory.by_slab(blocks):
+            numbers = self._upload([pages[index] for index in indices], places)
+            start = 0
+            for part, offset_bytes in self._parts():
+                chosen = Span(
+                    min(max(layers.start - start, 0), part.layers),
+                    min(max(layers.stop - start, 0), part.layers),
+                )
+                start += part.layers
+                if chosen:
+                    blocks_to_pages(
+                        part.buffer,
+                        numbers[0],
+                        Blocks(memory, offset_bytes),
+                        numbers[1],
+                        self._page_size,
+                        chosen,
+                    )
+
+    def _parts(self) -> Iterator[tuple[MHATokenToKVPool, int]]:
+        offset_bytes = 0
+        for part in self._pool.parts:
+            yield part, offset_bytes
+            offset_bytes += part_bytes(part.buffer, self._page_size)
+
+    def _upload(self, pages: list[int], places: list[int]) -> torch.Tensor:
+        both = torch.tensor([pages, places], dtype=torch.int64)
+        device = self._pool.device
+        return both.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else both
+
+
+def part_bytes(buffer: torch.Tensor, page_size: int) -> int:
+    """Returns the bytes of a page in one part of a pool, `[layers, planes, slots, heads, head_dim]`."""
+    layers, planes, _, heads, head_dim = buffer.shape
+    return layers * planes * page_size * heads * head_dim * buffer.element_size()
+
+
+def page_bytes(pool: KVPool, page_size: int) -> int:
+    """Returns the bytes of a page in all parts of a pool."""
+    return sum(part_bytes(part.buffer, page_size) for part in pool.parts)
+
+
+def block_bytes(content_bytes: int) -> int:
+    """Returns the size of a block for `content_bytes` bytes."""
+    return pages_for(content_bytes, BLOCK_ALIGNMENT_BYTES) * BLOCK_ALIGNMENT_BYTES

@@ -1,0 +1,254 @@
+"""The second tier of a group's prefix cache: KV pages in host memory. Integers only; the leader owns it.
+
+The tier has a radix tree of its own over blocks of host memory, of which each rank holds its heads. Both trees are
+independent: a prefix may be in either or in both. Their contents are equal, because cached pages are never written.
+
+    store    when a prefix enters the first tier (write-through), its pages that the second tier lacks are copied.
+             Until every rank has reported the end, the first tier's path is locked, and the blocks are in no tree
+    load     when a prompt's prefix reaches further in the second tier than in the first, the pages behind the first
+             tier's hit are copied to the request's own pages. Until every rank has reported the end, the second
+             tier's path is locked, and the operation has a reference to the request's pages: they may be released,
+             but are not given away
+
+A store that finds no room, because everything is locked, is left out; nothing waits for a store.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from disagg.core.config.groups import EvictionName
+from disagg.core.errors import InvariantError
+from disagg.core.prefixes import PrefixKey
+from disagg.kv.cache_operations import CacheOperation, PoolTransfer
+from disagg.kv.pages import TokenToKVPoolAllocator, pages_for
+from disagg.kv.radix import RadixCache
+from disagg.kv.radix_node import Node
+from disagg.kv.radix_values import Match, RadixStatistics
+
+STORING_SHARE = 4
+"""Divisor of the first tier's pages: the most pages that stores may lock at one time."""
+
+
+@dataclass(slots=True, eq=False)
+class Load:
+    """A load into a request's pages."""
+
+    pages: int
+    done: bool = False
+    """Whether every rank has copied."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostTierStatistics:
+    """Current content of the tier, and counts since its construction."""
+
+    pages: int
+    """Blocks of host memory, each of one page."""
+    used_pages: int
+    cache: RadixStatistics
+    storing_pages: int
+    """Pages of stores under way."""
+    loading_pages: int
+    """Pages of loads under way."""
+    stored_pages: int
+    loaded_pages: int
+    skipped_pages: int
+    """Pages that were not stored: no room, or too many stores under way."""
+    failed_operations: int
+    """Stores that a rank could not make."""
+
+
+@dataclass(slots=True, eq=False)
+class _Operation:
+    """An operation under way."""
+
+    pages: list[int]
+    """Pages of the first tier."""
+    blocks: list[int]
+    node: Node
+    """Locked node: of the first tier for a store, of the second tier for a load."""
+    load: Load | None = None
+    """None for a store."""
+    prefix: PrefixKey | None = None
+    """Of a store: the key of the whole prefix; its last `len(blocks)` pages are stored."""
+    missing_ranks: set[int] = field(default_factory=set)
+    failed: bool = False
+
+
+class HostTier:
+    """Plans stores and loads. Not thread-safe: the leader's lock guards it, as it guards both trees."""
+
+    def __init__(
+        self,
+        first: RadixCache,
+        allocator: TokenToKVPoolAllocator,
+        *,
+        pages: int,
+        ranks: int,
+        eviction: EvictionName,
+    ) -> None:
+        """`first`: tree of the first tier, with the pages of `allocator`; `pages`: blocks of each rank."""
+        self._first, self._allocator, self._ranks = first, allocator, ranks
+        self._page_size = allocator.page_size
+        # Page 0 of an allocator is its trash page, so block `i` is page `i + 1`.
+        self.blocks = TokenToKVPoolAllocator(pages + 1, allocator.page_size)
+        """Blocks of host memory; only the tier allocates and frees."""
+        self.index = RadixCache(self.blocks, eviction)
+        """Tree over the blocks."""
+        self._most_storing = max(1, (allocator.pages - 1) // STORING_SHARE)
+        self._under_way: dict[int, _Operation] = {}
+        self._planned: list[CacheOperation] = []
+        self._storing: set[int] = set()
+        """Pages of the first tier that stores under way copy."""
+        self._number = self._stored = self._loaded = self._skipped = self._failed = 0
+
+    # --- stores
+
+    def store(self, prefix: PrefixKey) -> None:
+        """Plans a store of the pages of a cached prefix that the second tier lacks; the tier counts as used."""
+        hit, known = self._first.match_kv(prefix), self.index.match_kv(prefix)
+        start = len(known.pages)
+        while start < len(hit.pages) and hit.pages[start] in self._storing:
+            start += 1  # an earlier store copies these pages, and is reported first
+        pages = hit.pages[start:]
+        room = self._most_storing - len(self._storing)
+        blocks = self._alloc(min(len(pages), room), known.node) if pages and room > 0 else []
+        self._skipped += len(pages) - len(blocks)
+        if not blocks:
+            return
+        stored = pages[: len(blocks)]
+        prefix = prefix.shortened((start + len(blocks)) * self._page_size)
+        node = self._first.match_kv(prefix).node
+        self._first.lock(node, state=False)
+        self._storing.update(stored)
+        self._order(_Operation(stored, blocks, node, prefix=prefix), store=True)
+
+    def _alloc(self, count: int, known: Node) -> list[int]:
+        """Returns up to `count` blocks, after evicting others if needed, but nothing of the path to `known`."""
+        self.index.lock(known)
+        short = min(count, self.blocks.free_pages + self.index.evictable_pages) - self.blocks.free_pages
+        if short > 0:
+            self.index.evict(short)
+        self.index.unlock(known)
+        count = min(count, self.blocks.free_pages)
+        pages: list[int] = []
+        return (self.blocks.alloc_tokens(0, count * self._page_size, pages) or []) if count else []
+
+    # --- loads
+
+    def match(self, prefix: PrefixKey, max_tokens: int) -> Match:
+        """Returns the longest prefix of the second tier, at most `max_tokens` tokens; valid until the next call that
+        changes the tier."""
+        return self.index.match_kv(prefix, max_tokens)
+
+    def load(self, hit: Match, first_page: int, pages: Sequence[int]) -> Load:
+        """Plans a load of the pages of `hit` from `first_page` on to `pages`, which the caller owns.
+
+        The caller must not use the KV before `Load.done`, except in steps planned from now on, which ranks compute
+        after the load.
+        """
+        blocks = hit.pages[first_page:]
+        if len(blocks) != len(pages):
+            raise ValueError(f"{len(blocks)} blocks cannot be loaded to {len(pages)} pages")
+        self.index.lock(hit.node)
+        self.index.count(hit)
+        self._allocator.share(pages)
+        load = Load(len(pages))
+        self._order(_Operation(list(pages), blocks, hit.node, load=load), store=False)
+        return load
+
+    # --- operations
+
+    def take_operations(self) -> list[CacheOperation]:
+        """Returns the operations for the next plan, once."""
+        planned, self._planned = self._planned, []
+        return planned
+
+    @property
+    def has_operations(self) -> bool:
+        """Whether operations wait for the next plan."""
+        return bool(self._planned)
+
+    def moved(self, number: int, rank: int, error: str = "") -> None:
+        """Records a rank's report; the last rank's report ends the operation. Repeated reports change nothing."""
+        operation = self._under_way.get(number)
+        if operation is None or rank not in operation.missing_ranks:
+            return
+        operation.missing_ranks.remove(rank)
+        operation.failed |= bool(error)
+        if operation.missing_ranks:
+            return
+        del self._under_way[number]
+        if operation.load is None:
+            self._end_store(operation)
+        else:
+            self._end_load(operation, operation.load)
+
+    def _order(self, operation: _Operation, *, store: bool) -> None:
+        self._number += 1
+        operation.missing_ranks = set(range(self._ranks))
+        self._under_way[self._number] = operation
+        host = [block - 1 for block in operation.blocks]
+        self._planned.append(
+            CacheOperation(self._number, store, [PoolTransfer("kv", operation.pages, host)])
+        )
+
+    def _end_store(self, operation: _Operation) -> None:
+        prefix, blocks = operation.prefix, operation.blocks
+        assert prefix is not None, "a store has a prefix"
+        self._storing.difference_update(operation.pages)
+        self._first.unlock(operation.node, state=False)
+        start = prefix.tokens // self._page_size - len(blocks)
+        known = self.index.match_kv(prefix)
+        # Pages before the stored ones may have been evicted meanwhile: the blocks then have no place in the tree.
+        if operation.failed:
+            self._failed += 1
+        elif len(known.pages) >= start:
+            self.index.insert(prefix, [*known.pages[:start], *blocks])
+            self._stored += len(blocks)
+        self.blocks.free(blocks)  # those in the tree keep the tree's reference
+
+    def _end_load(self, operation: _Operation, load: Load) -> None:
+        self.index.unlock(operation.node)
+        self._allocator.free(operation.pages)
+        self._loaded += len(operation.pages)
+        load.done = True
+
+    # --- state
+
+    def held_pages(self) -> list[int]:
+        """Returns the first tier's pages to which loads under way have a reference."""
+        return [page for one in self._under_way.values() if one.load is not None for page in one.pages]
+
+    def statistics(self) -> HostTierStatistics:
+        """Returns the current counts."""
+        loading = sum(one.load.pages for one in self._under_way.values() if one.load is not None)
+        return HostTierStatistics(
+            pages=self.blocks.pages - 1,
+            used_pages=self.blocks.statistics().used_pages,
+            cache=self.index.statistics(),
+            storing_pages=len(self._storing),
+            loading_pages=loading,
+            stored_pages=self._stored,
+            loaded_pages=self._loaded,
+            skipped_pages=self._skipped,
+            failed_operations=self._failed,
+        )
+
+    def check(self) -> None:
+        """Raises `InvariantError` unless each block is free, cached, or of one operation under way."""
+        self.blocks.check()
+        self.index.check()
+        storing = [one for one in self._under_way.values() if one.load is None]
+        owned = sorted([*self.index.pages(), *(block for one in storing for block in one.blocks)])
+        pages = [page for one in storing for page in one.pages]
+        sound = (
+            len(set(owned)) == len(owned) == self.blocks.statistics().used_pages
+            and sorted(pages) == sorted(self._storing)
+            and all(self._allocator.readers(page) for page in [*pages, *self.held_pages()])
+            and all(one.node.locks for one in self._under_way.values())
+        )
+        if not sound:
+            raise InvariantError(f"host tier: blocks {owned}, storing {self._storing}, {self.statistics()}")
