@@ -339,6 +339,8 @@ class RankInfo(msgspec.Struct, frozen=True):
     """Slots for recurrent states of requests and of the prefix cache; 0 without recurrent layers."""
     host_pages: int = 0
     """Pages of the prefix cache that the rank's host memory has room for; see `GroupConfig.host_cache_bytes`."""
+    host_states: int = 0
+    """Recurrent states of the prefix cache that the rank's host memory has room for."""
 
 
 class GroupInfo(msgspec.Struct, frozen=True):

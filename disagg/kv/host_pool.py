@@ -16,7 +16,6 @@ import torch
 
 from disagg.core.types import Span
 from disagg.kv.pages import pages_for
-from disagg.kv.pool import KVPool, MHATokenToKVPool
 from kernels.copy.page_blocks import Blocks, blocks_to_pages, pages_to_blocks
 
 SLAB_BYTES = 256 << 20
@@ -46,7 +45,7 @@ class BlockMemory:
         self.blocks, self._pinned = blocks, pinned
         self.block_bytes = block_bytes(content_bytes)
         """Distance between blocks."""
-        self._slab_blocks = max(1, SLAB_BYTES // self.block_bytes)
+        self._slab_blocks = max(1, SLAB_BYTES // max(1, self.block_bytes))
         self._slabs: dict[int, torch.Tensor] = {}
 
     def reserve(self, numbers: Sequence[int]) -> None:
@@ -77,18 +76,21 @@ class BlockMemory:
         return HostMemoryStatistics(self.blocks, self.block_bytes, pinned_bytes)
 
 
-class HostKVPool:
-    """Blocks of KV pages, and the copies between them and the pages of a `KVPool`."""
+class HostPool:
+    """Blocks in host memory of the pages, or slots, of one or several device tensors, and the copies between them."""
 
-    def __init__(self, pool: KVPool, page_size: int, blocks: int) -> None:
-        """Allocates nothing yet. `blocks`: number of blocks."""
-        self._pool, self._page_size = pool, page_size
-        self.memory = BlockMemory(blocks, page_bytes(pool, page_size), pinned=pool.device.type == "cuda")
+    def __init__(self, buffers: Sequence[torch.Tensor], page_size: int, blocks: int) -> None:
+        """Allocates nothing yet. `blocks`: number of blocks.
+
+        `buffers`: the parts of a page, each contiguous `[layers, planes, slots, heads, head_dim]` on one device: those
+        of a `KVPool`, or with a `page_size` of 1 the `byte_views` of a `MambaPool`. None, for no blocks.
+        """
+        self._buffers, self._page_size = list(buffers), page_size
+        pinned = bool(buffers) and buffers[0].device.type == "cuda"
+        self.memory = BlockMemory(blocks, page_bytes(buffers, page_size), pinned=pinned)
         """Memory of the blocks; block `i` has all parts of one page."""
-        self.layers = sum(part.layers for part in pool.parts)
-        """Layers of a block, numbered as in the pool."""
-        self.ordered = len(pool.parts) == 1
-        """Whether a step computes the layers in the order of their numbers; not with several classes of layers."""
+        self.layers = sum(buffer.shape[0] for buffer in buffers)
+        """Layers of all parts, numbered part after part."""
 
     def store(self, pages: Sequence[int], blocks: Sequence[int]) -> None:
         """Copies page `pages[i]` to block `blocks[i]`, all layers.
@@ -97,58 +99,39 @@ class HostKVPool:
         """
         for memory, indices, places in self.memory.by_slab(blocks):
             numbers = self._upload([pages[index] for index in indices], places)
-            for part, offset_bytes in self._parts():
-                pages_to_blocks(
-                    part.buffer,
-                    numbers[0],
-                    Blocks(memory, offset_bytes),
-                    numbers[1],
-                    self._page_size,
-                    Span(0, part.layers),
-                )
+            for buffer, offset_bytes in self._parts():
+                part = Blocks(memory, offset_bytes)
+                layers = Span(0, buffer.shape[0])
+                pages_to_blocks(buffer, numbers[0], part, numbers[1], self._page_size, layers)
 
     def load(self, pages: Sequence[int], blocks: Sequence[int], layers: Span) -> None:
         """Copies `layers` of block `blocks[i]` to page `pages[i]`."""
         for memory, indices, places in self.memory.by_slab(blocks):
             numbers = self._upload([pages[index] for index in indices], places)
             start = 0
-            for part, offset_bytes in self._parts():
-                chosen = Span(
-                    min(max(layers.start - start, 0), part.layers),
-                    min(max(layers.stop - start, 0), part.layers),
-                )
-                start += part.layers
-                if chosen:
-                    blocks_to_pages(
-                        part.buffer,
-                        numbers[0],
-                        Blocks(memory, offset_bytes),
-                        numbers[1],
-                        self._page_size,
-                        chosen,
-                    )
+            for buffer, offset_bytes in self._parts():
+                stop = start + buffer.shape[0]
+                first, end = max(layers.start, start), min(layers.stop, stop)
+                if first < end:
+                    part, span = Blocks(memory, offset_bytes), Span(first - start, end - start)
+                    blocks_to_pages(buffer, numbers[0], part, numbers[1], self._page_size, span)
+                start = stop
 
-    def _parts(self) -> Iterator[tuple[MHATokenToKVPool, int]]:
+    def _parts(self) -> Iterator[tuple[torch.Tensor, int]]:
         offset_bytes = 0
-        for part in self._pool.parts:
-            yield part, offset_bytes
-            offset_bytes += part_bytes(part.buffer, self._page_size)
+        for buffer in self._buffers:
+            yield buffer, offset_bytes
+            offset_bytes += page_bytes([buffer], self._page_size)
 
     def _upload(self, pages: list[int], places: list[int]) -> torch.Tensor:
         both = torch.tensor([pages, places], dtype=torch.int64)
-        device = self._pool.device
+        device = self._buffers[0].device
         return both.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else both
 
 
-def part_bytes(buffer: torch.Tensor, page_size: int) -> int:
-    """Returns the bytes of a page in one part of a pool, `[layers, planes, slots, heads, head_dim]`."""
-    layers, planes, _, heads, head_dim = buffer.shape
-    return layers * planes * page_size * heads * head_dim * buffer.element_size()
-
-
-def page_bytes(pool: KVPool, page_size: int) -> int:
-    """Returns the bytes of a page in all parts of a pool."""
-    return sum(part_bytes(part.buffer, page_size) for part in pool.parts)
+def page_bytes(buffers: Sequence[torch.Tensor], page_size: int) -> int:
+    """Returns the bytes of a page of `page_size` slots in all `buffers`, see `HostPool`."""
+    return sum(buffer.nbytes // buffer.shape[2] * page_size for buffer in buffers)
 
 
 def block_bytes(content_bytes: int) -> int:

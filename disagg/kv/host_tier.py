@@ -11,21 +11,25 @@ independent: a prefix may be in either or in both. Their contents are equal, bec
              but are not given away
 
 A store that finds no room, because everything is locked, is left out; nothing waits for a store.
+
+For a hybrid model, a hit of either tier ends at a cached recurrent state. A store therefore includes the states on the
+path and ends at the last one. A load includes the state at its end, in a state slot that belongs to the request.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from disagg.core.config.groups import EvictionName
 from disagg.core.errors import InvariantError
 from disagg.core.prefixes import PrefixKey
 from disagg.kv.cache_operations import CacheOperation, PoolTransfer
-from disagg.kv.pages import TokenToKVPoolAllocator, pages_for
+from disagg.kv.pages import TokenToKVPoolAllocator
 from disagg.kv.radix import RadixCache
 from disagg.kv.radix_node import Node
 from disagg.kv.radix_values import Match, RadixStatistics
+from disagg.kv.state_slots import StateSlots
 
 STORING_SHARE = 4
 """Divisor of the first tier's pages: the most pages that stores may lock at one time."""
@@ -36,6 +40,8 @@ class Load:
     """A load into a request's pages."""
 
     pages: int
+    state: tuple[int, int] | None = None
+    """(tokens, slot) of the recurrent state that is loaded too; the request owns the slot."""
     done: bool = False
     """Whether every rank has copied."""
 
@@ -61,6 +67,19 @@ class HostTierStatistics:
 
 
 @dataclass(slots=True, eq=False)
+class _StoredState:
+    """A recurrent state of a store under way."""
+
+    node: Node
+    """Node of the first tier, locked with its state."""
+    slot: int
+    """Slot of the first tier."""
+    tokens: int
+    block: int
+    """State block of host memory, owned by the operation."""
+
+
+@dataclass(slots=True, eq=False)
 class _Operation:
     """An operation under way."""
 
@@ -73,6 +92,10 @@ class _Operation:
     """None for a store."""
     prefix: PrefixKey | None = None
     """Of a store: the key of the whole prefix; its last `len(blocks)` pages are stored."""
+    states: list[_StoredState] = field(default_factory=list)
+    """Of a store: its states, ascending."""
+    slot_released: bool = False
+    """Of a load: whether the request has given up the slot of `load.state`, which is freed at the end."""
     missing_ranks: set[int] = field(default_factory=set)
     failed: bool = False
 
@@ -88,26 +111,38 @@ class HostTier:
         pages: int,
         ranks: int,
         eviction: EvictionName,
+        states: int = 0,
     ) -> None:
-        """`first`: tree of the first tier, with the pages of `allocator`; `pages`: blocks of each rank."""
+        """`first`: tree of the first tier, with the pages of `allocator`; `pages`: blocks of each rank.
+
+        `states`: state blocks of each rank, for a hybrid model.
+        """
         self._first, self._allocator, self._ranks = first, allocator, ranks
         self._page_size = allocator.page_size
         # Page 0 of an allocator is its trash page, so block `i` is page `i + 1`.
         self.blocks = TokenToKVPoolAllocator(pages + 1, allocator.page_size)
         """Blocks of host memory; only the tier allocates and frees."""
-        self.index = RadixCache(self.blocks, eviction)
-        """Tree over the blocks."""
+        slots = StateSlots(0, states) if first.needs_state else None
+        self.index = RadixCache(self.blocks, eviction, states=slots)
+        """Tree over the blocks, and over the state blocks."""
         self._most_storing = max(1, (allocator.pages - 1) // STORING_SHARE)
         self._under_way: dict[int, _Operation] = {}
         self._planned: list[CacheOperation] = []
         self._storing: set[int] = set()
         """Pages of the first tier that stores under way copy."""
+        self._storing_states: set[int] = set()
+        """State slots of the first tier that stores under way copy."""
         self._number = self._stored = self._loaded = self._skipped = self._failed = 0
 
     # --- stores
 
     def store(self, prefix: PrefixKey) -> None:
-        """Plans a store of the pages of a cached prefix that the second tier lacks; the tier counts as used."""
+        """Plans a store of what the second tier lacks of a cached prefix; the prefix counts as used there."""
+        states: list[_StoredState] = []
+        if self._first.needs_state:
+            nodes = self._first.state_nodes(prefix)
+            prefix = prefix.shortened(nodes[-1].end * self._page_size if nodes else 0)
+            states = self._missing_states(prefix, nodes)
         hit, known = self._first.match_kv(prefix), self.index.match_kv(prefix)
         start = len(known.pages)
         while start < len(hit.pages) and hit.pages[start] in self._storing:
@@ -116,48 +151,83 @@ class HostTier:
         room = self._most_storing - len(self._storing)
         blocks = self._alloc(min(len(pages), room), known.node) if pages and room > 0 else []
         self._skipped += len(pages) - len(blocks)
-        if not blocks:
+        end = (start + len(blocks)) * self._page_size
+        for one in [one for one in states if one.tokens > end]:
+            states.remove(one)
+            self.index.free_state(one.block)
+        if not blocks and not states:
             return
-        stored = pages[: len(blocks)]
-        prefix = prefix.shortened((start + len(blocks)) * self._page_size)
-        node = self._first.match_kv(prefix).node
-        self._first.lock(node, state=False)
-        self._storing.update(stored)
-        self._order(_Operation(stored, blocks, node, prefix=prefix), store=True)
+        self._order_store(prefix.shortened(end), pages[: len(blocks)], blocks, states)
+
+    def _missing_states(self, prefix: PrefixKey, nodes: Sequence[Node]) -> list[_StoredState]:
+        """Allocates a state block for each state of `nodes`, on the path of `prefix`, that the second tier lacks."""
+        known = {node.end for node in self.index.state_nodes(prefix)}
+        missing = []
+        for node in nodes:
+            assert node.state is not None, "`state_nodes` have states"
+            if node.end in known or node.state in self._storing_states:
+                continue
+            block = self.index.alloc_state()
+            if block is not None:
+                missing.append(_StoredState(node, node.state, node.end * self._page_size, block))
+        return missing
 
     def _alloc(self, count: int, known: Node) -> list[int]:
         """Returns up to `count` blocks, after evicting others if needed, but nothing of the path to `known`."""
-        self.index.lock(known)
+        self.index.lock(known, state=False)
         short = min(count, self.blocks.free_pages + self.index.evictable_pages) - self.blocks.free_pages
         if short > 0:
             self.index.evict(short)
-        self.index.unlock(known)
+        self.index.unlock(known, state=False)
         count = min(count, self.blocks.free_pages)
         pages: list[int] = []
         return (self.blocks.alloc_tokens(0, count * self._page_size, pages) or []) if count else []
 
+    def _order_store(
+        self, prefix: PrefixKey, pages: list[int], blocks: list[int], states: list[_StoredState]
+    ) -> None:
+        node = self._first.match_kv(prefix).node
+        self._first.lock(node, state=False)
+        self._storing.update(pages)
+        for one in states:
+            self._first.lock(one.node)
+        self._storing_states.update(one.slot for one in states)
+        self._order(_Operation(pages, blocks, node, prefix=prefix, states=states), store=True)
+
     # --- loads
 
     def match(self, prefix: PrefixKey, max_tokens: int) -> Match:
-        """Returns the longest prefix of the second tier, at most `max_tokens` tokens; valid until the next call that
-        changes the tier."""
-        return self.index.match_kv(prefix, max_tokens)
+        """Returns the longest prefix of the second tier that a prompt can continue, at most `max_tokens` tokens.
 
-    def load(self, hit: Match, first_page: int, pages: Sequence[int]) -> Load:
+        Valid until the next call that changes the tier. `Match.state` is a state block.
+        """
+        return self.index.match(prefix, max_tokens)
+
+    def load(self, hit: Match, first_page: int, pages: Sequence[int], slot: int | None = None) -> Load:
         """Plans a load of the pages of `hit` from `first_page` on to `pages`, which the caller owns.
 
-        The caller must not use the KV before `Load.done`, except in steps planned from now on, which ranks compute
-        after the load.
+        `slot`: state slot for the state of `hit`, which the caller owns, if the hit has one. The caller must not use
+        KV and state before `Load.done`, except in steps planned from now on, which ranks compute after the load.
         """
         blocks = hit.pages[first_page:]
-        if len(blocks) != len(pages):
-            raise ValueError(f"{len(blocks)} blocks cannot be loaded to {len(pages)} pages")
-        self.index.lock(hit.node)
+        if len(blocks) != len(pages) or (hit.state is None) != (slot is None):
+            raise ValueError(
+                f"{len(blocks)} blocks and state {hit.state} cannot be loaded to {len(pages)} pages and slot {slot}"
+            )
+        self.index.lock(hit.node, state=hit.state is not None)
         self.index.count(hit)
         self._allocator.share(pages)
-        load = Load(len(pages))
+        load = Load(len(pages), None if slot is None else (hit.tokens, slot))
         self._order(_Operation(list(pages), blocks, hit.node, load=load), store=False)
         return load
+
+    def frees_later(self, slot: int) -> bool:
+        """Returns whether a load under way writes the state slot; the tier then frees the slot at the end."""
+        for one in self._under_way.values():
+            if one.load is not None and one.load.state is not None and one.load.state[1] == slot:
+                one.slot_released = True
+                return True
+        return False
 
     # --- operations
 
@@ -165,11 +235,6 @@ class HostTier:
         """Returns the operations for the next plan, once."""
         planned, self._planned = self._planned, []
         return planned
-
-    @property
-    def has_operations(self) -> bool:
-        """Whether operations wait for the next plan."""
-        return bool(self._planned)
 
     def moved(self, number: int, rank: int, error: str = "") -> None:
         """Records a rank's report; the last rank's report ends the operation. Repeated reports change nothing."""
@@ -190,29 +255,47 @@ class HostTier:
         self._number += 1
         operation.missing_ranks = set(range(self._ranks))
         self._under_way[self._number] = operation
-        host = [block - 1 for block in operation.blocks]
-        self._planned.append(
-            CacheOperation(self._number, store, [PoolTransfer("kv", operation.pages, host)])
-        )
+        transfers = []
+        if operation.pages:
+            transfers.append(PoolTransfer("kv", operation.pages, [block - 1 for block in operation.blocks]))
+        states = [(one.slot, one.block) for one in operation.states]
+        if operation.load is not None and operation.load.state is not None:
+            assert operation.node.state is not None, "the hit's state is locked"
+            states = [(operation.load.state[1], operation.node.state)]
+        if states:
+            transfers.append(PoolTransfer("state", [one for one, _ in states], [one for _, one in states]))
+        self._planned.append(CacheOperation(self._number, store, transfers))
 
     def _end_store(self, operation: _Operation) -> None:
         prefix, blocks = operation.prefix, operation.blocks
         assert prefix is not None, "a store has a prefix"
         self._storing.difference_update(operation.pages)
         self._first.unlock(operation.node, state=False)
+        for state in operation.states:
+            self._storing_states.remove(state.slot)
+            self._first.unlock(state.node)
         start = prefix.tokens // self._page_size - len(blocks)
         known = self.index.match_kv(prefix)
         # Pages before the stored ones may have been evicted meanwhile: the blocks then have no place in the tree.
         if operation.failed:
             self._failed += 1
-        elif len(known.pages) >= start:
+        elif blocks and len(known.pages) >= start:
             self.index.insert(prefix, [*known.pages[:start], *blocks])
             self._stored += len(blocks)
-        self.blocks.free(blocks)  # those in the tree keep the tree's reference
+        if blocks:
+            self.blocks.free(blocks)  # those in the tree keep the tree's reference
+        for state in operation.states:
+            if operation.failed:
+                self.index.free_state(state.block)
+            else:
+                self.index.attach_state(prefix, state.tokens, state.block)
 
     def _end_load(self, operation: _Operation, load: Load) -> None:
-        self.index.unlock(operation.node)
-        self._allocator.free(operation.pages)
+        self.index.unlock(operation.node, state=load.state is not None)
+        if operation.pages:
+            self._allocator.free(operation.pages)
+        if operation.slot_released and load.state is not None:
+            self._first.free_state(load.state[1])
         self._loaded += len(operation.pages)
         load.done = True
 
@@ -224,13 +307,12 @@ class HostTier:
 
     def statistics(self) -> HostTierStatistics:
         """Returns the current counts."""
-        loading = sum(one.load.pages for one in self._under_way.values() if one.load is not None)
         return HostTierStatistics(
             pages=self.blocks.pages - 1,
             used_pages=self.blocks.statistics().used_pages,
             cache=self.index.statistics(),
             storing_pages=len(self._storing),
-            loading_pages=loading,
+            loading_pages=len(self.held_pages()),
             stored_pages=self._stored,
             loaded_pages=self._loaded,
             skipped_pages=self._skipped,
@@ -242,11 +324,15 @@ class HostTier:
         self.blocks.check()
         self.index.check()
         storing = [one for one in self._under_way.values() if one.load is None]
-        owned = sorted([*self.index.pages(), *(block for one in storing for block in one.blocks)])
+        states = [state for one in storing for state in one.states]
+        owned = [*self.index.pages(), *(block for one in storing for block in one.blocks)]
         pages = [page for one in storing for page in one.pages]
         sound = (
             len(set(owned)) == len(owned) == self.blocks.statistics().used_pages
             and sorted(pages) == sorted(self._storing)
+            and sorted(state.slot for state in states) == sorted(self._storing_states)
+            and self.index.statistics().held_states == len(states)
+            and all(state.node.state == state.slot for state in states)
             and all(self._allocator.readers(page) for page in [*pages, *self.held_pages()])
             and all(one.node.locks for one in self._under_way.values())
         )

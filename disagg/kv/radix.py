@@ -89,6 +89,16 @@ class RadixCache:
         node, pages = self._walk(self._root(key), key.data, self._stop(key, max_tokens))
         return Match(node, pages, len(pages) * self._page_size, key.tokens)
 
+    def state_nodes(self, key: PrefixKey) -> list[Node]:
+        """Returns the nodes with a state on the path of the longest cached prefix of `key`, shortest prefix first."""
+        node: Node | None = self.match_kv(key).node
+        found = []
+        while node is not None:
+            if node.state is not None:
+                found.append(node)
+            node = node.parent
+        return found[::-1]
+
     def lock(self, node: Node, *, state: bool = True) -> None:
         """Locks all pages from the root to the node's end until `unlock`. O(depth).
 

@@ -26,6 +26,16 @@ class TransferPools(NamedTuple):
         return cls(kv, (*own, *(states.byte_views() if states is not None else ())))
 
     @property
+    def kv_buffers(self) -> tuple[torch.Tensor, ...]:
+        """The buffers of the KV pool."""
+        return self.buffers[: len(self.kv.parts)]
+
+    @property
+    def state_buffers(self) -> tuple[torch.Tensor, ...]:
+        """The buffers of the recurrent states; empty without recurrent layers."""
+        return self.buffers[len(self.kv.parts) :]
+
+    @property
     def device(self) -> torch.device:
         """Device of the memory."""
         return self.kv.device

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from functools import partial
 from typing import NamedTuple
 
@@ -24,9 +24,9 @@ import structlog
 import torch
 
 from disagg.core.types import Span
-from disagg.kv.cache_operations import CacheOperation
-from disagg.kv.host_pool import HostKVPool, block_bytes, page_bytes
-from disagg.kv.pool import KVPool
+from disagg.kv.cache_operations import CacheOperation, PoolName
+from disagg.kv.host_pool import HostPool, block_bytes, page_bytes
+from disagg.kv.transfer_pools import TransferPools
 from disagg.node.device import DeviceEvent, DeviceQueue, record_event, wait_for
 from disagg.node.swap import host_memory_bytes
 
@@ -49,9 +49,21 @@ def host_cache_bytes(configured: int | None, device: torch.device, ranks: int) -
     return min(AUTOMATIC_BYTES, host_memory_bytes() // HOST_SHARE // ranks) if device.type == "cuda" else 0
 
 
-def host_pages(pool: KVPool, page_size: int, nbytes: int) -> int:
-    """Returns the number of pages that `nbytes` of host memory have room for."""
-    return nbytes // block_bytes(page_bytes(pool, page_size))
+class HostBlockCounts(NamedTuple):
+    """Room of a rank's host memory."""
+
+    pages: int
+    states: int
+    """0 without cached recurrent states."""
+
+
+def host_block_counts(pools: TransferPools, page_size: int, nbytes: int) -> HostBlockCounts:
+    """Returns the room in `nbytes` of host memory; half of it is for states if the rank caches them."""
+    states = 0
+    if pools.state_buffers and nbytes:
+        nbytes //= 2
+        states = nbytes // block_bytes(page_bytes(pools.state_buffers, 1))
+    return HostBlockCounts(nbytes // block_bytes(page_bytes(pools.kv_buffers, page_size)), states)
 
 
 class LoadedLayers(NamedTuple):
@@ -87,21 +99,35 @@ class HybridCacheController:
     """Executes cache operations. Owns the host memory, and a thread and a stream for stores and for loads each."""
 
     def __init__(
-        self, pool: KVPool, page_size: int, *, blocks: int, layered: bool, moved: Moved, broken: Moved
+        self,
+        pools: TransferPools,
+        page_size: int,
+        counts: HostBlockCounts,
+        *,
+        layered: bool,
+        moved: Moved,
+        broken: Moved,
     ) -> None:
-        """`blocks`: pages in host memory, 0 for none. `layered`: how loads run, see above.
+        """`counts`: blocks in host memory; 0 pages for no second tier. `layered`: how loads run, see above.
 
         `moved` receives the end of each operation, `broken` that of a load which failed, after which the rank cannot
         go on. Both are called on the controller's threads.
         """
-        self._device, self._layered, self._moved, self._broken = pool.device, layered, moved, broken
-        self.host = HostKVPool(pool, page_size, blocks)
-        """Memory of the second tier."""
-        self._store_queue, self._load_queue = DeviceQueue(pool.device), DeviceQueue(pool.device)
-        use = partial(_use, pool.device)
-        self.storing = ThreadPoolExecutor(1, thread_name_prefix="cache-store", initializer=use)
-        self.loading = ThreadPoolExecutor(1, thread_name_prefix="cache-load", initializer=use)
-        """Threads of stores, and of loads and the ends of layered ones."""
+        self._device, self._layered, self._moved, self._broken = pools.device, layered, moved, broken
+        self.counts = counts
+        """Room of the second tier."""
+        self.kv = HostPool(pools.kv_buffers, page_size, counts.pages)
+        """Memory of KV pages."""
+        self.states = HostPool(pools.state_buffers, 1, counts.states)
+        """Memory of recurrent states."""
+        # With several classes of layers, a step does not compute layers in the order of their numbers.
+        self._load_groups = min(LOAD_GROUPS, self.kv.layers) if len(pools.kv_buffers) == 1 else 1
+        self._store_queue, self._load_queue = DeviceQueue(pools.device), DeviceQueue(pools.device)
+        use = partial(_use, pools.device)
+        self.storing: Executor = ThreadPoolExecutor(1, thread_name_prefix="cache-store", initializer=use)
+        """Thread of stores."""
+        self.loading: Executor = ThreadPoolExecutor(1, thread_name_prefix="cache-load", initializer=use)
+        """Thread of loads; layered loads only end there."""
         self._stores: deque[tuple[CacheOperation, DeviceEvent]] = deque()
 
     def order(self, operations: Sequence[CacheOperation]) -> LoadedLayers:
@@ -109,84 +135,96 @@ class HybridCacheController:
 
         Called on the compute thread. Returns what the plan's step has to wait for.
         """
+        nothing = LoadedLayers(self._device, ())
         if not operations:
-            return LoadedLayers(self._device, ())
+            return nothing
         event = record_event(self._device)
         stores = [one for one in operations if one.store]
         if stores:
             self._stores.extend((one, event) for one in stores)
-            self.storing.submit(self.store_waiting)
+            self.storing.submit(self._store_waiting)
         loads = [one for one in operations if not one.store]
         if not loads:
-            return LoadedLayers(self._device, ())
+            return nothing
         if self._layered:
             return self._launch(loads, event)
-        self.loading.submit(self.load, loads, event)
-        return LoadedLayers(self._device, ())
-
-    def store_waiting(self) -> None:
-        """Makes all waiting stores in one copy, and reports them. Runs on the store thread."""
-        waiting: list[tuple[CacheOperation, DeviceEvent]] = []
-        while self._stores:
-            waiting.append(self._stores.popleft())
-        error = ""
-        try:
-            pages, blocks = _pages_and_blocks([operation for operation, _ in waiting])
-            if pages:
-                self.host.memory.reserve(blocks)
-                self._store_queue.after(waiting[-1][1])  # events of one stream: the last one covers all
-                with self._store_queue.use():
-                    self.host.store(pages, blocks)
-                wait_for(self._store_queue.record_event())
-        except Exception as exc:  # any error ends these stores only
-            log.exception("cache_store_failed", operations=len(waiting))
-            error = f"{type(exc).__name__}: {exc}"
-        for operation, _ in waiting:
-            self._moved(operation.number, error)
-
-    def load(self, operations: Sequence[CacheOperation], after: DeviceEvent) -> None:
-        """Makes loads, and reports them. Runs on the load thread."""
-        try:
-            self._load_queue.after(after)
-            pages, blocks = _pages_and_blocks(operations)
-            with self._load_queue.use():
-                self.host.load(pages, blocks, Span(0, self.host.layers))
-            wait_for(self._load_queue.record_event())
-        except Exception as exc:
-            log.exception("cache_load_failed", operations=len(operations))
-            self._broken(operations[0].number, f"{type(exc).__name__}: {exc}")
-            return
-        for operation in operations:
-            self._moved(operation.number, "")
+        self.loading.submit(self._load, loads, event)
+        return nothing
 
     def stop(self) -> None:
         """Ends the threads after the queued copies. Idempotent."""
         self.storing.shutdown()
         self.loading.shutdown()
 
+    def _store_waiting(self) -> None:
+        """Makes all waiting stores in one copy, and reports them. Runs on the store thread."""
+        waiting: list[tuple[CacheOperation, DeviceEvent]] = []
+        while self._stores:
+            waiting.append(self._stores.popleft())
+        if not waiting:
+            return
+        error = ""
+        try:
+            self._store_queue.after(waiting[-1][1])  # events of one stream: the last one covers all
+            for name, pool in self._pools():
+                sources, blocks = _copies(name, [operation for operation, _ in waiting])
+                pool.memory.reserve(blocks)
+                with self._store_queue.use():
+                    pool.store(sources, blocks)
+            wait_for(self._store_queue.record_event())
+        except Exception as exc:  # any error ends these stores only
+            log.exception("cache_store_failed", operations=len(waiting))
+            error = f"{type(exc).__name__}: {exc}"
+        for operation, _ in waiting:
+            self._moved(operation.number, error)
+
+    def _load(self, operations: Sequence[CacheOperation], after: DeviceEvent) -> None:
+        """Makes loads, and reports them. Runs on the load thread."""
+        try:
+            event = self._queue_loads(operations, after, groups=1)[-1][1]
+            wait_for(event)
+        except Exception as exc:
+            log.exception("cache_load_failed", operations=len(operations))
+            self._broken(operations[0].number, f"{type(exc).__name__}: {exc}")
+            return
+        self._report(operations, event)
+
     def _launch(self, operations: Sequence[CacheOperation], after: DeviceEvent) -> LoadedLayers:
-        pages, blocks = _pages_and_blocks(operations)
+        events = self._queue_loads(operations, after, self._load_groups)
+        self.loading.submit(self._report, operations, events[-1][1])
+        return LoadedLayers(self._device, tuple(events))
+
+    def _queue_loads(
+        self, operations: Sequence[CacheOperation], after: DeviceEvent, groups: int
+    ) -> list[tuple[int, DeviceEvent]]:
+        """Queues loads, states first, then pages by group of layers; returns the events, see `LoadedLayers`."""
         self._load_queue.after(after)
-        layers, events = self.host.layers, []
-        groups = min(LOAD_GROUPS, layers) if self.host.ordered else 1
+        with self._load_queue.use():
+            slots, blocks = _copies("state", operations)
+            self.states.load(slots, blocks, Span(0, self.states.layers))
+        pages, blocks = _copies("kv", operations)
+        layers, events = self.kv.layers, []
         for number in range(groups):
             span = Span(number * layers // groups, (number + 1) * layers // groups)
             with self._load_queue.use():
-                self.host.load(pages, blocks, span)
+                self.kv.load(pages, blocks, span)
             events.append((span.stop, self._load_queue.record_event()))
-        self.loading.submit(self._report, operations, events[-1][1])
-        return LoadedLayers(self._device, tuple(events))
+        return events
 
     def _report(self, operations: Sequence[CacheOperation], event: DeviceEvent) -> None:
         wait_for(event)
         for operation in operations:
             self._moved(operation.number, "")
 
+    def _pools(self) -> tuple[tuple[PoolName, HostPool], ...]:
+        return ("kv", self.kv), ("state", self.states)
 
-def _pages_and_blocks(operations: Sequence[CacheOperation]) -> tuple[list[int], list[int]]:
-    transfers = [part for operation in operations for part in operation.transfers if part.pool == "kv"]
-    pages = [page for part in transfers for page in part.device]
-    return pages, [block for part in transfers for block in part.host]
+
+def _copies(pool: PoolName, operations: Sequence[CacheOperation]) -> tuple[list[int], list[int]]:
+    """Returns pages or slots of the device, and the block of each, of all `operations`."""
+    transfers = [part for operation in operations for part in operation.transfers if part.pool == pool]
+    numbers = [number for part in transfers for number in part.device]
+    return numbers, [block for part in transfers for block in part.host]
 
 
 def _wait_on_device(device: torch.device, event: DeviceEvent) -> None:

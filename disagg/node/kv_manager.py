@@ -87,6 +87,17 @@ class BlockTable:
         return self.load is not None and not self.load.done
 
 
+class _Hit(NamedTuple):
+    """The cached prefix of a prompt."""
+
+    first: Match
+    """The part in the first tier."""
+    longer: Match | None = None
+    """The prefix in the second tier, if it is longer."""
+    slot: int | None = None
+    """State slot for the state of `longer`, owned by the caller."""
+
+
 @dataclass(frozen=True, slots=True)
 class KVManagerStatistics:
     """Current counts of the KV manager."""
@@ -126,11 +137,21 @@ class KVManager:
         self._rows = rows
         self._free_rows = list(range(rows - 1, -1, -1))
 
-    def add_host_tier(self, pages: int, ranks: int) -> None:
-        """Adds a second tier of `pages` blocks of host memory on each of `ranks` ranks; none without a prefix cache."""
+    def add_host_tier(self, pages: int, states: int, ranks: int) -> None:
+        """Adds a second tier of `pages` and `states` blocks of host memory on each of `ranks` ranks.
+
+        Adds none without a prefix cache, without pages, or for a hybrid model without states.
+        """
         if self.cache is not None and self._eviction is not None and pages:
+            if self.cache.needs_state and not states:
+                return
             self.host = HostTier(
-                self.cache, self.allocator, pages=pages, ranks=ranks, eviction=self._eviction
+                self.cache,
+                self.allocator,
+                pages=pages,
+                ranks=ranks,
+                eviction=self._eviction,
+                states=states,
             )
 
     @property
@@ -190,29 +211,54 @@ class KVManager:
         """
         if not self._free_rows:
             return None
-        block_table, hit, longer = BlockTable(self._free_rows[-1], KVSequence(self.allocator)), None, None
-        if self.cache is not None and prompt is not None:
-            hit = self._match(self.cache, prompt, kv_only)
-            self.cache.lock(hit.node, state=hit.state is not None)
-            sequence = KVSequence(self.allocator, hit.pages)
-            block_table = BlockTable(block_table.row, sequence, hit.tokens, hit.node, hit.state)
-            longer = self._longer_in_host(prompt, hit)
+        hit = self._hit(prompt, kv_only)
+        block_table = BlockTable(self._free_rows[-1], KVSequence(self.allocator))
+        if self.cache is not None and hit is not None:
+            first = hit.first
+            self.cache.lock(first.node, state=first.state is not None)
+            sequence = KVSequence(self.allocator, first.pages)
+            block_table = BlockTable(block_table.row, sequence, first.tokens, first.node, first.state)
         need = pages_for(tokens, self.page_size) - len(block_table.pages)
         if need + spare_pages > self.free_pages or not self._make_room(need):
             block_table.sequence.free()
             self._forget(block_table)
+            self._forget_hit(hit)
             return None
         block_table.sequence.append(
             tokens - block_table.tokens
         )  # shared pages are full: no copies are needed
         self._free_rows.pop()
         if self.cache is not None and hit is not None:
-            self.cache.count(hit)
-        if self.host is not None and hit is not None and longer is not None:
-            loaded = block_table.pages[len(hit.pages) : len(longer.pages)]
-            block_table.load = self.host.load(longer, len(hit.pages), loaded)
-            block_table.cached_tokens = longer.tokens
+            self.cache.count(hit.first)
+            self._load(block_table, hit)
         return block_table
+
+    def _hit(self, prompt: PrefixKey | None, kv_only: bool) -> _Hit | None:
+        """Returns the longest cached prefix over both tiers; None if the group or the prompt has no cache."""
+        if self.cache is None or prompt is None:
+            return None
+        first = self._match(self.cache, prompt, kv_only)
+        longer = self._longer_in_host(prompt, first)
+        if longer is None or longer.state is None:
+            return _Hit(first, longer)
+        slot = self.cache.alloc_state()
+        if slot is None:
+            return _Hit(self._match(self.cache, prompt, kv_only))
+        # The first tier may have more KV than up to its last state; the loaded state makes all of it useful.
+        return _Hit(self.cache.match_kv(prompt, longer.tokens), longer, slot)
+
+    def _load(self, block_table: BlockTable, hit: _Hit) -> None:
+        """Plans the load of the part of a hit that only the second tier has."""
+        first, longer = len(hit.first.pages), hit.longer
+        if self.host is None or longer is None:
+            return
+        pages = block_table.pages[first : len(longer.pages)]
+        block_table.load = self.host.load(longer, first, pages, hit.slot)
+        block_table.cached_tokens = longer.tokens
+
+    def _forget_hit(self, hit: _Hit | None) -> None:
+        if hit is not None and hit.slot is not None:
+            self.free_state(hit.slot)
 
     def _longer_in_host(self, prompt: PrefixKey, hit: Match) -> Match | None:
         """Returns the prompt's hit in the second tier, if it is longer than `hit`."""
@@ -243,7 +289,8 @@ class KVManager:
         """Frees a slot of `alloc_state`. Raises ValueError, changing nothing, if the caller does not own it."""
         if self.cache is None:
             raise ValueError(f"state slot {slot} is not allocated: the group has no prefix cache")
-        self.cache.free_state(slot)
+        if self.host is None or not self.host.frees_later(slot):
+            self.cache.free_state(slot)
 
     def pass_on(
         self, block_table: BlockTable, kept_tokens: int, tokens: int, spare_pages: int = 0

@@ -24,9 +24,10 @@ from disagg.core.ports import Clock, LayerHook
 from disagg.core.timeline import Timeline, TimelineSpan
 from disagg.core.types import GroupInfo, RankInfo
 from disagg.kv.state_slots import StateSlots
+from disagg.kv.transfer_pools import TransferPools
 from disagg.model.chunks import PromptChunks
 from disagg.node.agent import Agent
-from disagg.node.cache_controller import HybridCacheController, host_cache_bytes, host_pages
+from disagg.node.cache_controller import HybridCacheController, host_block_counts, host_cache_bytes
 from disagg.node.compute import ComputeThread, PlanQueue, StepExecutor
 from disagg.node.device import memory_bytes
 from disagg.node.kv_manager import KVManager
@@ -135,12 +136,14 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
         )
 
     def _make_cache_controller(self) -> HybridCacheController:
-        group, pool = self.group_config, self.runner.pool
-        nbytes = host_cache_bytes(group.host_cache_bytes, pool.device, group.ranks) if group.prefix_cache else 0
+        group, pools = self.group_config, self.runner.transfer_pools
+        if self.role == "decode":  # it receives the state of each prompt
+            pools = TransferPools.of(pools.kv, None)
+        nbytes = host_cache_bytes(group.host_cache_bytes, pools.device, group.ranks)
         return HybridCacheController(
-            pool,
+            pools,
             group.page_size,
-            blocks=host_pages(pool, group.page_size, nbytes),
+            host_block_counts(pools, group.page_size, nbytes if group.prefix_cache else 0),
             layered=self.role != "decode",
             moved=lambda number, error: self.to_leader(m.CacheMoved(number, self.rank, error)),
             broken=lambda number, error: self._on_broken(DisaggError(f"load {number} failed: {error}")),
@@ -197,7 +200,7 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
             self.runner.states.pool.slots - 1
             if self.runner.states is not None
             else 0,  # without the trash slot
-            self.cache_controller.host.memory.blocks,
+            *self.cache_controller.counts,
         )
 
     def join(self, group: GroupInfo) -> None:
@@ -205,7 +208,9 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
         self._group = group
         if self.leader is not None:
             assert self.kv_manager is not None, "rank 0 has the leader and the KV manager"
-            self.kv_manager.add_host_tier(min(rank.host_pages for rank in group.ranks), len(group.ranks))
+            pages = min(rank.host_pages for rank in group.ranks)
+            states = min(rank.host_states for rank in group.ranks)
+            self.kv_manager.add_host_tier(pages, states, len(group.ranks))
             self.leader.join(group)
         for peer in group.ranks:
             # The leader watches all other ranks; each other rank watches the leader.

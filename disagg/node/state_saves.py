@@ -34,7 +34,7 @@ class SavedStates:
     answer: tuple[int, int] | None = None
     """Entry of `slots` with the latest state of the answer."""
     source: int | None = None
-    """Slot of the prefix cache hit's state, until a plan copies it to the row."""
+    """Slot of the prefix cache hit's state, also of one that is being loaded, until a plan copies it to the row."""
 
 
 class StateSaves:
@@ -58,7 +58,11 @@ class StateSaves:
         if not self._kv_manager.caches_states:
             return SavedStates()
         borders = deque(self._borders(block_table.cached_tokens, total_tokens))
-        return SavedStates(borders, source=block_table.state)
+        saved = SavedStates(borders, source=block_table.state)
+        if block_table.load is not None and block_table.load.state is not None:
+            saved.slots.append(block_table.load.state)  # from now on the request owns the slot here
+            saved.source = block_table.load.state[1]
+        return saved
 
     def _borders(self, start: int, total: int) -> list[int]:
         """Returns the positions to save between `start`, the end of a cached prefix, and the prompt's last token."""

@@ -122,7 +122,7 @@ def poison_blocks(kv_manager: KVManager, ranks: Sequence[Any]) -> None:
     def poisoning_put(pages: Sequence[int]) -> None:
         put(pages)
         for rank in ranks:
-            memory = rank.cache_controller.host.memory
+            memory = rank.cache_controller.kv.memory
             memory.reserve([page - 1 for page in pages])
             for page in pages:
                 memory.block(page - 1).fill_(POISON)
