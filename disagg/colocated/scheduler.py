@@ -169,9 +169,7 @@ class ColocatedScheduler:
             return None
         self._step += 1
         copies, saves = self._states.take_copies(), self._states.take_saves()
-        return StepPlan(
-            self._step, work, state_copies=copies, state_saves=saves, cache_operations=operations
-        )
+        return StepPlan(self._step, work, state_copies=copies, state_saves=saves, cache_operations=operations)
 
     def commit(self, plan: StepPlan) -> None:
         """Commits a finished step, after the leader has stored the sampled tokens."""

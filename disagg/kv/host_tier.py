@@ -12,8 +12,8 @@ independent: a prefix may be in either or in both. Their contents are equal, bec
 
 A store that finds no room, because everything is locked, is left out; nothing waits for a store.
 
-For a hybrid model, a hit of either tier ends at a cached recurrent state. A store therefore includes the states on the
-path and ends at the last one. A load includes the state at its end, in a state slot that belongs to the request.
+For a hybrid model, a hit of either tier ends at a cached recurrent state. A store therefore includes the states
+on the path and ends at the last one. A load includes the state at its end, in a state slot that belongs to the request.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ STORING_SHARE = 4
 
 
 @dataclass(slots=True, eq=False)
-class Load:
+class TierLoad:
     """A load into a request's pages."""
 
     pages: int
@@ -88,7 +88,7 @@ class _Operation:
     blocks: list[int]
     node: Node
     """Locked node: of the first tier for a store, of the second tier for a load."""
-    load: Load | None = None
+    load: TierLoad | None = None
     """None for a store."""
     prefix: PrefixKey | None = None
     """Of a store: the key of the whole prefix; its last `len(blocks)` pages are stored."""
@@ -203,11 +203,11 @@ class HostTier:
         """
         return self.index.match(prefix, max_tokens)
 
-    def load(self, hit: Match, first_page: int, pages: Sequence[int], slot: int | None = None) -> Load:
+    def load(self, hit: Match, first_page: int, pages: Sequence[int], slot: int | None = None) -> TierLoad:
         """Plans a load of the pages of `hit` from `first_page` on to `pages`, which the caller owns.
 
         `slot`: state slot for the state of `hit`, which the caller owns, if the hit has one. The caller must not use
-        KV and state before `Load.done`, except in steps planned from now on, which ranks compute after the load.
+        KV and state before `TierLoad.done`, except in steps planned from now on, which ranks compute after the load.
         """
         blocks = hit.pages[first_page:]
         if len(blocks) != len(pages) or (hit.state is None) != (slot is None):
@@ -217,7 +217,7 @@ class HostTier:
         self.index.lock(hit.node, state=hit.state is not None)
         self.index.count(hit)
         self._allocator.share(pages)
-        load = Load(len(pages), None if slot is None else (hit.tokens, slot))
+        load = TierLoad(len(pages), None if slot is None else (hit.tokens, slot))
         self._order(_Operation(list(pages), blocks, hit.node, load=load), store=False)
         return load
 
@@ -290,7 +290,7 @@ class HostTier:
             else:
                 self.index.attach_state(prefix, state.tokens, state.block)
 
-    def _end_load(self, operation: _Operation, load: Load) -> None:
+    def _end_load(self, operation: _Operation, load: TierLoad) -> None:
         self.index.unlock(operation.node, state=load.state is not None)
         if operation.pages:
             self._allocator.free(operation.pages)

@@ -30,7 +30,7 @@ from disagg.core.errors import InvariantError
 from disagg.core.prefixes import PrefixKey
 from disagg.kv.cache_operations import CacheOperation
 from disagg.kv.event_log import KVEventLog
-from disagg.kv.host_tier import HostTier, HostTierStatistics, Load
+from disagg.kv.host_tier import HostTier, HostTierStatistics, TierLoad
 from disagg.kv.page_values import PageCopy, PageStatistics
 from disagg.kv.pages import TRASH_PAGE, TokenToKVPoolAllocator, pages_for
 from disagg.kv.radix import RadixCache
@@ -68,7 +68,7 @@ class BlockTable:
     Valid while the block table locks its node with the state: from `reserve` to `keep`, `vacate` or `release`. None
     for an empty hit, a hit by KV alone and a fork.
     """
-    load: Load | None = field(default=None, repr=False)
+    load: TierLoad | None = field(default=None, repr=False)
     """Load of the last part of the hit from the second tier, shared with forks; None without one."""
 
     @property

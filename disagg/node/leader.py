@@ -219,6 +219,7 @@ class Leader(ABC):
     @abstractmethod
     def _next_step(self) -> StepPlan | None: ...
 
+    @abstractmethod
     def _memory_freed(self) -> None:
         """Admits waiting requests: pages may have become free. Called under the lock."""
 

@@ -22,7 +22,7 @@ from transport.control import messages as m
 
 QUEUE_FULL_RETRY_S = 0.5
 """Time after which a router should retry when the queue is full."""
-FREEING = (m.Release, m.RankClosed, m.Swapped, m.CacheMoved)
+FREEING = (m.Release, m.RankClosed, m.Swapped)
 """Messages that may free rows or pages."""
 
 
@@ -56,6 +56,9 @@ class ReservingLeader(Leader):
             super().handle(peer, message)
             if isinstance(message, FREEING):
                 self._admit_waiting()
+
+    def _memory_freed(self) -> None:
+        self._admit_waiting()
 
     def on_peer_lost(self, peer: str) -> None:
         """Ends the requests of a lost router, queued ones included; a lost rank breaks the group."""

@@ -31,7 +31,7 @@ class Blocks(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class _Plan:
+class _BlockCopy:
     """Validated arguments."""
 
     pool: torch.Tensor
@@ -62,7 +62,12 @@ class _Plan:
 
 
 def pages_to_blocks(
-    pool: torch.Tensor, pages: torch.Tensor, blocks: Blocks, places: torch.Tensor, page_size: int, layers: Span
+    pool: torch.Tensor,
+    pages: torch.Tensor,
+    blocks: Blocks,
+    places: torch.Tensor,
+    page_size: int,
+    layers: Span,
 ) -> None:
     """Copies `layers` of page `pages[i]` of `pool` to block `places[i]`, for all `i` in parallel.
 
@@ -81,21 +86,39 @@ def pages_to_blocks(
 
 
 def blocks_to_pages(
-    pool: torch.Tensor, pages: torch.Tensor, blocks: Blocks, places: torch.Tensor, page_size: int, layers: Span
+    pool: torch.Tensor,
+    pages: torch.Tensor,
+    blocks: Blocks,
+    places: torch.Tensor,
+    page_size: int,
+    layers: Span,
 ) -> None:
-    """Copies `layers` of block `places[i]` to page `pages[i]` of `pool`; see `pages_to_blocks`. No page may repeat."""
+    """Copies `layers` of block `places[i]` to page `pages[i]` of `pool`; see `pages_to_blocks`.
+
+    No page may repeat.
+    """
     _copy(pool, pages, blocks, places, page_size, layers, to_blocks=False, reference=False)
 
 
 def pages_to_blocks_reference(
-    pool: torch.Tensor, pages: torch.Tensor, blocks: Blocks, places: torch.Tensor, page_size: int, layers: Span
+    pool: torch.Tensor,
+    pages: torch.Tensor,
+    blocks: Blocks,
+    places: torch.Tensor,
+    page_size: int,
+    layers: Span,
 ) -> None:
     """Computes `pages_to_blocks` in plain torch; pool and blocks must be on one device."""
     _copy(pool, pages, blocks, places, page_size, layers, to_blocks=True, reference=True)
 
 
 def blocks_to_pages_reference(
-    pool: torch.Tensor, pages: torch.Tensor, blocks: Blocks, places: torch.Tensor, page_size: int, layers: Span
+    pool: torch.Tensor,
+    pages: torch.Tensor,
+    blocks: Blocks,
+    places: torch.Tensor,
+    page_size: int,
+    layers: Span,
 ) -> None:
     """Computes `blocks_to_pages` in plain torch; pool and blocks must be on one device."""
     _copy(pool, pages, blocks, places, page_size, layers, to_blocks=False, reference=True)
@@ -122,8 +145,13 @@ def _copy(
 
 
 def _plan(
-    pool: torch.Tensor, pages: torch.Tensor, blocks: Blocks, places: torch.Tensor, page_size: int, layers: Span
-) -> _Plan | None:
+    pool: torch.Tensor,
+    pages: torch.Tensor,
+    blocks: Blocks,
+    places: torch.Tensor,
+    page_size: int,
+    layers: Span,
+) -> _BlockCopy | None:
     """Checks the arguments; returns None when there is nothing to copy."""
     all_layers, heads = (pool.shape[0], pool.shape[3]) if pool.dim() == 5 else (0, 0)
     rows = rows_of(pool, layers, Span(0, heads))
@@ -154,7 +182,7 @@ def _plan(
         memory.data_ptr(),
         int(memory.storage_offset()),
     )
-    return _Plan(pool, pages, blocks, places, rows, page_bytes, first_bytes, aligned)
+    return _BlockCopy(pool, pages, blocks, places, rows, page_bytes, first_bytes, aligned)
 
 
 def _check_blocks(blocks: Blocks, pool: torch.Tensor, part_bytes: int) -> None:
@@ -173,7 +201,7 @@ def _check_blocks(blocks: Blocks, pool: torch.Tensor, part_bytes: int) -> None:
         )
 
 
-def _launch(plan: _Plan, layers: Span, to_blocks: bool) -> None:
+def _launch(plan: _BlockCopy, layers: Span, to_blocks: bool) -> None:
     rows, word_bytes, copies = plan.rows, plan.word_bytes, plan.pages.shape[0]
     page_words, memory = plan.page_bytes // word_bytes, plan.blocks.memory
     constants = (page_words, plan.aligned // word_bytes, int(to_blocks))
@@ -235,12 +263,12 @@ def block_kernel(  # type: ignore[no-untyped-def]
         tl.store(pool_at, words, mask=mask, cache_modifier=".cs")
 
 
-def _copy_torch(plan: _Plan, layers: Span, to_blocks: bool) -> None:
+def _copy_torch(plan: _BlockCopy, layers: Span, to_blocks: bool) -> None:
     word_bytes, planes = plan.word_bytes, plan.rows.planes
     page_words, first = plan.page_bytes // word_bytes, plan.first_bytes // word_bytes
     whole_pages = plan.rows.plane_bytes // plan.page_bytes
     pages = plan.pool_words(layers)[:, : whole_pages * page_words].view(planes, whole_pages, page_words)
-    blocks = plan.block_words()[:, first : first + planes * page_words].unflatten(1, (planes, page_words))
+    blocks = plan.block_words()[:, first : first + planes * page_words].view(-1, planes, page_words)
     if to_blocks:
         blocks.index_copy_(0, plan.places.long(), pages.index_select(1, plan.pages).transpose(0, 1))
     else:

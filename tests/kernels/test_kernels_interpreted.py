@@ -18,6 +18,7 @@ COPIES = (
     "kernels/copy/test_copy_kernels.py",
     "kernels/copy/test_move_kernel.py",
     "kernels/copy/test_page_copy.py",
+    "kernels/copy/test_page_blocks.py",
     "kernels/copy/test_checksum.py",
     "kernels/copy/test_quantize.py",
 )

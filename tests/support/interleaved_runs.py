@@ -63,6 +63,23 @@ def config_of(choose: random.Random, peer_memory: bool, crowded: bool = False) -
     return msgspec.structs.replace(config, transfer=transfer, prefill=prefill, decode=decode)
 
 
+def with_tiers(config: Config, blocks: int) -> Config:
+    """Small pools, and host memory of `blocks` blocks of 4 KiB, the smallest size; a pool has 24 pages."""
+    small = {"page_size": 4, "pool_tokens": 96, "max_context_tokens": 96, "host_cache_bytes": blocks * 4096}
+    few_segments = {
+        "max_segment_bytes": 0,
+        "segment_overhead_s": 1.0,
+        "ring_bytes": 1 << 16,
+        "layer_groups": 1,
+    }
+    return msgspec.structs.replace(
+        config,
+        transfer=msgspec.structs.replace(config.transfer, **few_segments),
+        prefill=msgspec.structs.replace(config.prefill, **small),
+        decode=msgspec.structs.replace(config.decode, **small),
+    )
+
+
 def add_faults(simulation: Simulation, what: str, choose: random.Random) -> None:
     faults = simulation.fabric.faults
     first = choose.randrange(12)
@@ -152,6 +169,8 @@ def run(
     choose = random.Random(seed)
     crowded = "crowded" in what
     config = config_of(choose, seed % 2 == 1, crowded)
+    if "tiers" in what:
+        config = with_tiers(config, choose.choice([30, 100]))
     decode = msgspec.structs.replace(config.decode, kv_dtype=kv_dtype)
     prefill = msgspec.structs.replace(config.prefill, state_interval_tokens=8)
     states = seed // 2 % 2 == 1
@@ -169,11 +188,15 @@ def run(
         damage(simulation, what, patch, seed)
     if "fence" in what:
         patch.setattr(InprocTransport, "disconnect", no_fence)
+    if "tiers" in what:  # more documents than the pools have room for
+        simulation.router.documents = [[choose.randrange(64) for _ in range(48)] for _ in range(4)]
     pace = 4 if crowded else 1  # answers are longer, with fewer events for each token
     left, kill_at = choose.choice([2, 4, 7]), choose.randrange(100, 4000)
     if crowded:
         left, kill_at = 7, choose.randrange(5000, 15000)
     prompts, answers = (range(1, 17), [70]) if crowded else (range(1, 60), [1, 5, 30])
+    if "tiers" in what:
+        left, prompts, answers = 25, range(1, 9), [1, 5]
     often = 0.03 if seed % 6 > 1 else 0.006 / pace  # the rarer ones find the cached KV of ended requests
     requests: list[SimulatedRequest] = []
     for step in range(kill_at + 200 if STRIKES & set(what.split()) else pace * STEPS):
@@ -244,6 +267,9 @@ ENDS = {
     "silence": {"done", "peer_lost", "not_linked"},
     "router": {"done", "gone"},
     "deadline": {"done", "timeout"},
+    "tiers": {"done"},
+    "tiers abort": {"done", "aborted"},
+    "tiers death": {"done", "peer_lost", "not_linked"},
     "crowded": {"done"},
     "crowded abort": {"done", "aborted"},
     "crowded death": {"done", "peer_lost", "not_linked"},

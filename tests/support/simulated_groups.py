@@ -18,7 +18,15 @@ from typing import Any
 import pytest
 import torch
 from fake_model import DIGITS_HEAD_DIM, HEAD_DIM, FakeRunner, FakeSampledTokens, fake_spec
-from simulated_memory import Device, LateThread, late_kernels, poison_blocks, poison_host, poison_pages, replace_device
+from simulated_memory import (
+    Device,
+    LateThread,
+    late_kernels,
+    poison_blocks,
+    poison_host,
+    poison_pages,
+    replace_device,
+)
 from simulated_router import SimulatedRouter
 
 from decode_node.rank import DecodeRank
@@ -391,6 +399,8 @@ class Simulation:
         """Threads that copy to and from host memory come to each order when they like."""
         copies = self.copies[name] = Device()
         if rank.role == "decode":
-            rank.swapper.order = lambda swap, after: copies.work.append(partial(rank.swapper.copy, swap, after))
+            rank.swapper.order = lambda swap, after: copies.work.append(
+                partial(rank.swapper.copy, swap, after)
+            )
         controller = rank.cache_controller
         controller.storing, controller.loading = LateThread(copies), LateThread(self.devices[name])

@@ -86,15 +86,24 @@ class SimulatedRouter:
         """By request id."""
         self.lost: set[str] = set()
         self._stems = [self._draw(STEM_TOKENS) for _ in range(2)]
+        self.documents: list[list[int]] = []
+        """If set, every prompt begins with the beginning of one of them."""
 
     def submit(
         self, prompt_tokens: int, sampling: SamplingParams, deadline_s: float = FOREVER_S
     ) -> SimulatedRequest:
         """Sends a request. Some prompts have common beginnings, or continue an answer so far."""
+        if self.documents:
+            stem = self._choose.choice(self.documents)
+            prompt = stem[: self._choose.randint(1, len(stem))] + self._draw(prompt_tokens)
+            return self._submit(prompt, sampling, deadline_s)
         common = self._choose.choice([0, STEM_TOKENS // 2, STEM_TOKENS])
         answered = [r.prompt + r.tokens for r in self.requests.values() if r.tokens]
         stems = answered if answered and self._choose.random() < 0.3 else self._stems
         prompt = (self._choose.choice(stems)[:common] + self._draw(prompt_tokens))[:prompt_tokens]
+        return self._submit(prompt, sampling, deadline_s)
+
+    def _submit(self, prompt: list[int], sampling: SamplingParams, deadline_s: float) -> SimulatedRequest:
         request = SimulatedRequest(prompt, sampling, [Letters() for _ in range(sampling.n)])
         key = RequestKey(f"r{len(self.requests)}")
         self.requests[key.request_id] = request
