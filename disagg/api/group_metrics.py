@@ -59,6 +59,18 @@ GROUP = (
     Series("disagg_state_cache_slots", "cached_state_slots", "Slots for states of the prefix cache"),
     Series("disagg_state_cached", "cached_states", "States held by the prefix cache, or saved for it"),
     Series("disagg_state_evicted", "evicted_states_total", "States evicted from the prefix cache"),
+    Series(
+        "disagg_host_cache_pages", "host_pages", "Pages of the prefix cache in host memory; 0 without one"
+    ),
+    Series("disagg_host_cache_pages_used", "host_pages_used", "Pages in use of the host memory"),
+    Series(
+        "disagg_host_cache_stored_pages", "host_stored_pages_total", "Pages copied to the host memory's cache"
+    ),
+    Series(
+        "disagg_host_cache_loaded_tokens",
+        "host_loaded_tokens_total",
+        "Tokens found in the host memory's cache; part of disagg_group_cached_tokens",
+    ),
     Series("disagg_preemptions", "preemptions_total", "Preempted requests"),
 )
 RANK = (

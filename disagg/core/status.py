@@ -101,6 +101,13 @@ class GroupStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     """Tokens processed. Prefill: prompt tokens computed. Decode: tokens generated. Colocated: both together."""
     cached_tokens_total: Count = 0
     """Prefix cache hits. Prefill: prompt tokens not computed. Decode: prompt tokens not transferred."""
+    host_pages: Count = 0
+    """Pages of the prefix cache's second tier, in host memory; 0 without one."""
+    host_pages_used: Count = 0
+    host_stored_pages_total: Count = 0
+    """Pages copied to host memory for the second tier."""
+    host_loaded_tokens_total: Count = 0
+    """Part of `cached_tokens_total` that came from the second tier."""
     steps_total: Count = 0
     step_s_total: Seconds = 0.0
     """Time spent in steps."""

@@ -82,8 +82,8 @@ class HostPool:
     def __init__(self, buffers: Sequence[torch.Tensor], page_size: int, blocks: int) -> None:
         """Allocates nothing yet. `blocks`: number of blocks.
 
-        `buffers`: the parts of a page, each contiguous `[layers, planes, slots, heads, head_dim]` on one
-        device: those of a `KVPool`, or with a `page_size` of 1 the `byte_views` of a `MambaPool`. None, for no blocks.
+        `buffers`: parts of a page, each contiguous `[layers, planes, slots, heads, head_dim]` on one device: those of
+        a `KVPool`, or with a `page_size` of 1 the `byte_views` of a `MambaPool`. None, for no blocks.
         """
         self._buffers, self._page_size = list(buffers), page_size
         pinned = bool(buffers) and buffers[0].device.type == "cuda"

@@ -12,8 +12,8 @@ independent: a prefix may be in either or in both. Their contents are equal, bec
 
 A store that finds no room, because everything is locked, is left out; nothing waits for a store.
 
-For a hybrid model, a hit of either tier ends at a cached recurrent state. A store therefore includes the states
-on the path and ends at the last one. A load includes the state at its end, in a state slot that belongs to the request.
+For a hybrid model, a hit of either tier ends at a cached recurrent state. A store therefore includes the states on
+the path, and ends at the last one. A load includes the state at its end, in a state slot of the request.
 """
 
 from __future__ import annotations

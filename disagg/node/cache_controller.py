@@ -28,25 +28,14 @@ from disagg.kv.cache_operations import CacheOperation, PoolName
 from disagg.kv.host_pool import HostPool, block_bytes, page_bytes
 from disagg.kv.transfer_pools import TransferPools
 from disagg.node.device import DeviceEvent, DeviceQueue, record_event, wait_for
-from disagg.node.swap import host_memory_bytes
 
 log = structlog.get_logger(__name__)
 
-AUTOMATIC_BYTES = 64 << 30
-HOST_SHARE = 8
-"""Divisor of the host's memory for the second tier of all ranks of a group together."""
 LOAD_GROUPS = 8
 """Groups of layers in which a load is launched, so that a step can begin after an eighth of it."""
 
 Moved = Callable[[int, str], None]
 """Callback with an operation's number and its error, empty if it succeeded."""
-
-
-def host_cache_bytes(configured: int | None, device: torch.device, ranks: int) -> int:
-    """Returns a rank's host memory for cached KV in bytes: `configured`, or a default from the host's memory."""
-    if configured is not None:
-        return configured
-    return min(AUTOMATIC_BYTES, host_memory_bytes() // HOST_SHARE // ranks) if device.type == "cuda" else 0
 
 
 class HostBlockCounts(NamedTuple):

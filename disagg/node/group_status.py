@@ -28,6 +28,8 @@ def group_status(name: str, role: Role, scheduled: Scheduled, reports: Reports, 
     has_states = any(rank.state_bytes for rank in reports.ranks)
     rows = scheduled.memory.rows if has_states else 0
     cached_states = cache.cached_states + cache.held_states if cache is not None and has_states else 0
+    host = scheduled.memory.host
+    loaded_tokens = host.loaded_pages * pages.page_size if host is not None else 0
     return GroupStatus(
         name,
         role,
@@ -46,7 +48,11 @@ def group_status(name: str, role: Role, scheduled: Scheduled, reports: Reports, 
         cached_state_slots=cached_states + cache.free_states if cache is not None and has_states else 0,
         cached_states=cached_states,
         evicted_states_total=cache.evicted_states if cache is not None else 0,
-        cached_tokens_total=cache.hit_tokens if cache is not None else 0,
+        cached_tokens_total=(cache.hit_tokens if cache is not None else 0) + loaded_tokens,
+        host_pages=host.pages if host is not None else 0,
+        host_pages_used=host.used_pages if host is not None else 0,
+        host_stored_pages_total=host.stored_pages if host is not None else 0,
+        host_loaded_tokens_total=loaded_tokens,
         preemptions_total=scheduled.preemptions,
         tokens_total=reports.tokens,
         steps_total=reports.steps,

@@ -27,7 +27,7 @@ from disagg.kv.state_slots import StateSlots
 from disagg.kv.transfer_pools import TransferPools
 from disagg.model.chunks import PromptChunks
 from disagg.node.agent import Agent
-from disagg.node.cache_controller import HybridCacheController, host_block_counts, host_cache_bytes
+from disagg.node.cache_controller import HybridCacheController, host_block_counts
 from disagg.node.compute import ComputeThread, PlanQueue, StepExecutor
 from disagg.node.device import memory_bytes
 from disagg.node.kv_manager import KVManager
@@ -139,11 +139,11 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
         group, pools = self.group_config, self.runner.transfer_pools
         if self.role == "decode":  # it receives the state of each prompt
             pools = TransferPools.of(pools.kv, None)
-        nbytes = host_cache_bytes(group.host_cache_bytes, pools.device, group.ranks)
+        nbytes = group.host_cache_bytes if group.prefix_cache else 0
         return HybridCacheController(
             pools,
             group.page_size,
-            host_block_counts(pools, group.page_size, nbytes if group.prefix_cache else 0),
+            host_block_counts(pools, group.page_size, nbytes),
             layered=self.role != "decode",
             moved=lambda number, error: self.to_leader(m.CacheMoved(number, self.rank, error)),
             broken=lambda number, error: self._on_broken(DisaggError(f"load {number} failed: {error}")),

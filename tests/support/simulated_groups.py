@@ -107,7 +107,9 @@ class Simulation:
         self.fabric.observe(self._on_wire)
         self.devices: dict[str, Device] = {}
         self.copies: dict[str, Device] = {}
-        """Of decode ranks: pages on their way to host memory or back."""
+        """Pages on their way to host memory; in decode ranks also those of preempted requests on their way back."""
+        self.loads: dict[str, Device] = {}
+        """Cached KV on its way from host memory."""
         self.computing: set[str] = set()
         self.plans: dict[str, tuple[Any, set[str]]] = {}
         """For each group, the step that its leader has planned and the followers that have not computed it."""
@@ -201,6 +203,8 @@ class Simulation:
                 found.append((f"device {name}", self.devices[name].step))
             if name in self.copies and self.copies[name].work:
                 found.append((f"copy {name}", self.copies[name].step))
+            if name in self.loads and self.loads[name].work:
+                found.append((f"load {name}", self.loads[name].step))
             found.append((f"wire {name}", partial(self._wire, rank)))
             if rank.role not in self.computing:  # a rank computes one step at a time, and its group with it
                 found.append((f"compute {name}", partial(self._compute, rank)))
@@ -403,4 +407,5 @@ class Simulation:
                 partial(rank.swapper.copy, swap, after)
             )
         controller = rank.cache_controller
-        controller.storing, controller.loading = LateThread(copies), LateThread(self.devices[name])
+        loads = self.loads[name] = Device()
+        controller.storing, controller.loading = LateThread(copies), LateThread(loads)

@@ -63,10 +63,9 @@ class GroupConfig(Section, frozen=True):
     cached_states: int | None = None
     """Recurrent states that a prefill or colocated group with `prefix_cache` caches, at most a tenth of a GPU's
     memory. None: four times `max_requests` on a GPU, twice on a CPU."""
-    host_cache_bytes: int | None = None
+    host_cache_bytes: int = 0
     """Host memory of each rank for a second tier of the prefix cache, pinned on demand: cached KV goes there too, and
-    comes back after its eviction from the GPU. 0: no second tier. None: on a GPU 1/8 of the host's memory divided by
-    the ranks of a group, at most 64 GiB; 0 on a CPU."""
+    comes back after its eviction from the GPU. 0: no second tier."""
     eviction: EvictionName = "lru"
     """Eviction policy of the prefix cache: least recently used, least frequently used, oldest."""
 
@@ -76,9 +75,9 @@ class GroupConfig(Section, frozen=True):
         self._at_least(1, "page_size", "groups")
         self._at_least(0, "pool_tokens", "max_requests", "max_context_tokens", "chunk_tokens")
         self._at_least(1, "state_interval_tokens")
-        for name in ("cached_states", "host_cache_bytes"):
-            if getattr(self, name) is not None:
-                self._at_least(0, name)
+        self._at_least(0, "host_cache_bytes")
+        if self.cached_states is not None:
+            self._at_least(0, "cached_states")
         self._one_of("device", Device)
         self._one_of("kv_dtype", GroupKVDTypeName)
         self._one_of("eviction", EvictionName)

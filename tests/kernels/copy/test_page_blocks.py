@@ -26,6 +26,9 @@ DEVICES = ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)]
 Run = Callable[[torch.Tensor, torch.Tensor, Blocks, torch.Tensor, int, Span], None]
 
 
+ALL = Span(0, 3)
+
+
 @dataclass(frozen=True)
 class Case:
     """A pool and blocks of random bytes; a block has room for more than the pool's part."""
@@ -37,7 +40,7 @@ class Case:
     layers: int = 3
     planes: int = 2
     copies: int = 3
-    span: Span = Span(0, 3)
+    span: Span = ALL
     left_over: int = 0
     """Slots behind the last page."""
     offset_bytes: int = 64

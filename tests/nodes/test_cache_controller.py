@@ -1,0 +1,174 @@
+"""Copies between the tiers: what a rank does with the operations of a plan, and when a decode request may run."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from fake_model import STATE_FORMS
+
+from decode_node.costs import CostEstimates
+from decode_node.scheduler import DecodeScheduler
+from decode_node.scheduler_options import SchedulerOptions
+from disagg.core.prefixes import PrefixKey
+from disagg.core.tokens import pack_tokens
+from disagg.core.types import RequestKey, SamplingParams
+from disagg.kv.cache_operations import CacheOperation, PoolTransfer
+from disagg.kv.mamba_pool import MambaPool
+from disagg.kv.pool import MHATokenToKVPool
+from disagg.kv.transfer_pools import TransferPools
+from disagg.model.chunks import PromptChunks
+from disagg.node.cache_controller import (
+    HostBlockCounts,
+    HybridCacheController,
+    host_block_counts,
+)
+from disagg.node.kv_manager import KVManager
+
+PAGE, LAYERS = 4, 5
+
+
+class Controller:
+    """A controller of a pool with random content, and its reports."""
+
+    def __init__(self, *, layered: bool, blocks: int = 6) -> None:
+        self.pool = MHATokenToKVPool(LAYERS, 10 * PAGE, 2, 3, torch.float32)
+        self.pool.buffer.copy_(torch.rand(self.pool.buffer.shape))
+        self.states = MambaPool(STATE_FORMS, 4)
+        for buffer in self.states.buffers:
+            buffer.copy_(torch.rand(buffer.shape))
+        self.moved: dict[int, str] = {}
+        self.broken: list[str] = []
+        self.reported = threading.Condition()
+        self.controller = HybridCacheController(
+            TransferPools.of(self.pool, self.states),
+            PAGE,
+            HostBlockCounts(blocks, 2),
+            layered=layered,
+            moved=self._report,
+            broken=lambda number, error: self._report(number, error, broken=True),
+        )
+
+    def _report(self, number: int, error: str, *, broken: bool = False) -> None:
+        with self.reported:
+            self.broken += [error] if broken else []
+            self.moved[number] = error
+            self.reported.notify_all()
+
+    def order(self, *operations: CacheOperation) -> None:
+        """Orders the operations, and waits for their reports."""
+        loaded = self.controller.order(operations)
+        loaded.before_first()
+        for layer in range(LAYERS):
+            loaded.after(layer)
+        numbers = {operation.number for operation in operations}
+        with self.reported:
+            assert self.reported.wait_for(lambda: numbers <= self.moved.keys(), 60)
+
+    def page(self, number: int) -> torch.Tensor:
+        return self.pool.buffer[:, :, number * PAGE : (number + 1) * PAGE].clone()
+
+
+@pytest.mark.parametrize("layered", [True, False])
+def test_pages_and_states_come_back_elsewhere(layered: bool) -> None:
+    one = Controller(layered=layered)
+    pages, states = [one.page(2), one.page(7)], [buffer[:, 1].clone() for buffer in one.states.buffers]
+    one.order(CacheOperation(1, True, [PoolTransfer("kv", [2, 7], [5, 0]), PoolTransfer("state", [1], [1])]))
+    others = {number: one.page(number) for number in range(10) if number not in (3, 4)}
+    one.order(CacheOperation(2, False, [PoolTransfer("kv", [3, 4], [5, 0]), PoolTransfer("state", [3], [1])]))
+    assert torch.equal(one.page(3), pages[0])
+    assert torch.equal(one.page(4), pages[1])
+    assert all(torch.equal(one.page(number), kv) for number, kv in others.items()), "no other page changed"
+    for buffer, state in zip(one.states.buffers, states, strict=True):
+        assert torch.equal(buffer[:, 3], state)
+    assert one.moved == {1: "", 2: ""}
+    one.controller.stop()
+
+
+def test_a_store_without_memory_is_reported_and_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = Controller(layered=True)
+
+    def no_memory(*_: object, **__: object) -> torch.Tensor:
+        raise RuntimeError("cannot pin")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("disagg.kv.host_pool.torch.empty", no_memory)
+        one.order(CacheOperation(1, True, [PoolTransfer("kv", [2], [5])]))
+    assert "cannot pin" in one.moved[1]
+    one.order(CacheOperation(2, True, [PoolTransfer("kv", [2], [5])]))
+    assert one.moved[2] == ""
+    assert one.broken == []
+    one.controller.stop()
+
+
+def test_a_load_that_fails_breaks_the_rank() -> None:
+    """Its request would read pages without KV; the group ends, and its requests are recovered."""
+    one = Controller(layered=False)
+    one.order(CacheOperation(1, False, [PoolTransfer("kv", [2], [5])]))  # nothing was stored there
+    assert one.broken
+    one.controller.stop()
+
+
+def test_room_of_the_host_memory() -> None:
+    pool, states = MHATokenToKVPool(2, 40, 4, 128, torch.bfloat16), MambaPool(STATE_FORMS, 3)
+    page_bytes = 2 * 2 * 16 * 4 * 128 * 2  # a multiple of 4096
+    assert host_block_counts(TransferPools.of(pool, None), 16, 10 * page_bytes + 1) == (10, 0)
+    assert host_block_counts(TransferPools.of(pool, states), 16, 4 * page_bytes) == (
+        2,
+        page_bytes * 2 // 4096,
+    )
+    assert host_block_counts(TransferPools.of(pool, states), 16, 0) == (0, 0)
+
+
+def test_a_decode_request_waits_for_its_load() -> None:
+    """All of its KV that is sent has landed, and a rank still loads what was cached."""
+    kv_manager = KVManager(pool_tokens=16 * PAGE, page_size=PAGE, rows=2, eviction="lru")
+    kv_manager.add_host_tier(32, 0, 1)
+    scheduler = DecodeScheduler(
+        kv_manager,
+        SchedulerOptions(
+            group="decode",
+            ranks=1,
+            max_context_tokens=16 * PAGE,
+            first_ticket=0,
+            rates=CostEstimates(1e3, 1e3),
+            chunks=PromptChunks(64),
+            preemption="recompute",
+            watermark=0.0,
+            max_batch=4,
+        ),
+    )
+    tokens = list(range(3 * PAGE + 1))
+    prefix = PrefixKey.of(pack_tokens(tokens))
+    table = kv_manager.reserve(len(tokens), prefix)
+    assert table is not None
+    kv_manager.keep(table, prefix)
+    kv_manager.release(table)
+    (store,) = kv_manager.take_operations()
+    scheduler.moved(store.number, 0, "")
+    assert kv_manager.cache is not None
+    kv_manager.cache.evict(3)
+    key = RequestKey("r1")
+    request = scheduler.reserve(
+        key,
+        pack_tokens(tokens),
+        SamplingParams(max_tokens=4),
+        router="",
+        prefill_group="",
+        deadline_s=0.0,
+        prefix=prefix,
+    )
+    assert request.ticket.tokens.start == 3 * PAGE, "what is loaded is not sent"
+    request.landed_ranks.add(0)
+    request.sequences[0].tokens.append(1)
+    request.begun = True
+    plan = scheduler.next_step()
+    assert plan is not None
+    assert (plan.work, len(plan.cache_operations)) == ([], 1)
+    assert scheduler.next_step() is None
+    scheduler.check()
+    scheduler.moved(plan.cache_operations[0].number, 0, "")
+    plan = scheduler.next_step()
+    assert plan is not None
+    assert [work.key for work in plan.work] == [key]

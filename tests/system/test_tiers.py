@@ -1,0 +1,114 @@
+"""KV that was evicted comes back from host memory, in the whole system: tokens are those of `generate`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from architectures import HYBRIDS, save
+from local_groups import (
+    Checkpoints,
+    LocalGroups,
+    ask,
+    colocated_config,
+    local_groups,
+    random_prompts,
+    small_config,
+)
+
+from disagg.core.config.read import Config
+from disagg.core.types import SamplingParams
+from disagg.kv.host_tier import HostTierStatistics
+from disagg.model.load.source import ModelSource
+from disagg.router.router import Router
+
+TOKENS = 5
+GREEDY = SamplingParams(max_tokens=TOKENS)
+POOL_TOKENS = 256
+TEXTS = 5
+"""Texts of 100 tokens, about twice what a pool holds."""
+
+
+def with_tiers(config: Config, *roles: str, **more: Any) -> Config:
+    for role in roles:
+        group = msgspec.structs.replace(
+            getattr(config, role),
+            pool_tokens=POOL_TOKENS,
+            max_context_tokens=POOL_TOKENS,
+            host_cache_bytes=16 << 20,
+            **more,
+        )
+        config = msgspec.structs.replace(config, **{role: group})
+    return config
+
+
+def prompts_of(seed: int) -> list[list[int]]:
+    """Twice the same texts, which go on differently."""
+    texts = random_prompts(*[100] * TEXTS, seed=seed)
+    tails = random_prompts(*range(1, 2 * TEXTS + 1), seed=seed + 1)
+    return [text + tail for text, tail in zip(texts * 2, tails, strict=True)]
+
+
+def one_by_one(groups: LocalGroups, prompts: list[list[int]]) -> list[Any]:
+    async def work(router: Router) -> list[Any]:
+        return [await ask(router, f"r{i}", prompt, GREEDY) for i, prompt in enumerate(prompts)]
+
+    answers: list[Any] = groups.serve(work)
+    return answers
+
+
+def tier_of(ranks: list[Any]) -> HostTierStatistics:
+    found: HostTierStatistics | None = ranks[0].statistics()["leader"].memory.host
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+@pytest.mark.parametrize(("tp", "pages"), [((2, 1), (4, 16)), ((1, 2), (16, 8))], ids=str)
+def test_what_was_evicted_comes_back(
+    checkpoints: Checkpoints, tp: tuple[int, int], pages: tuple[int, int], at_once: bool
+) -> None:
+    config = with_tiers(small_config(*tp, prefill_page=pages[0], decode_page=pages[1]), "prefill", "decode")
+    prompts = prompts_of(3)
+    with local_groups(config, checkpoints.source()) as groups:
+        answers = groups.answers(prompts, GREEDY) if at_once else one_by_one(groups, prompts)
+        tiers, source = [tier_of(groups.prefill), tier_of(groups.decode)], groups.source
+    assert [one.tokens for one in answers] == [
+        checkpoints.greedy(source, prompt, TOKENS) for prompt in prompts
+    ]
+    if not at_once:
+        assert all(tier.loaded_pages > 0 for tier in tiers)
+        first, again = (sum(one.report.nbytes for one in each) for each in (answers[:TEXTS], answers[TEXTS:]))
+        assert again < first / 2, "what a decode group loads is not sent"
+
+
+@pytest.mark.parametrize("architecture", ["qwen3-next", "falcon-h1"])
+def test_states_come_back_too(
+    architecture: str, checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    source = ModelSource.from_directory(save(HYBRIDS[architecture](), tmp_path_factory.mktemp(architecture)))
+    states = {"state_interval_tokens": 16, "cached_states": 3}
+    config = with_tiers(small_config(2, 1, prefill_page=4), "prefill", **states)
+    prompts = prompts_of(5)
+    with local_groups(config, source) as groups:
+        answers = one_by_one(groups, prompts)
+        tier = tier_of(groups.prefill)
+    assert [one.tokens for one in answers] == [
+        checkpoints.greedy(source, prompt, TOKENS) for prompt in prompts
+    ]
+    assert tier.loaded_pages > 0
+    assert tier.cache.hits > 0
+    assert tier.cache.cached_states > 3
+
+
+def test_a_colocated_group_loads_in_the_same_step(checkpoints: Checkpoints) -> None:
+    config = with_tiers(colocated_config(), "colocated")
+    prompts = prompts_of(7)
+    with local_groups(config, checkpoints.source()) as groups:
+        answers = one_by_one(groups, prompts)
+        tier, source = tier_of(groups.groups["colocated"]), groups.source
+    assert [one.tokens for one in answers] == [
+        checkpoints.greedy(source, prompt, TOKENS) for prompt in prompts
+    ]
+    assert tier.loaded_pages > 0
