@@ -59,6 +59,8 @@ def _check_rank(process: RankProcess) -> None:
     assert memory.pages.references == cached, f"{name} holds pages: {memory}"
     assert not (memory.cache and memory.cache.locked_pages), f"{name} locks pages: {memory}"
     assert host is None or host.used_blocks == 0, f"{name} holds host memory: {host}"
+    tier = memory.host
+    assert tier is None or tier.storing_pages == tier.loading_pages == 0, f"{name} still copies: {tier}"
 
 
 def _check_router(world: World, router: RouterProcess) -> None:

@@ -70,6 +70,7 @@ class RankProcess(Process):
         rank.transfer_loop.start = self._wake_transfer
         rank.compute_thread = SimpleNamespace(start=lambda: None, busy=False)
         replace_device(rank, self.device)
+        rank.cache_controller.storing = rank.cache_controller.loading = _CopyThread(self)
         if self.group.role == "decode":
             rank.swapper.order = self._order_swap
         plans, put = rank.plans, rank.plans.put
@@ -131,6 +132,18 @@ class RankProcess(Process):
         assert not self.rank.transfer_loop.faults, (
             f"{self.name}: an exception on the transfer thread, see the log"
         )
+
+
+class _CopyThread:
+    """Stands in for the executors of the cache controller: each copy ends some time after its order."""
+
+    def __init__(self, process: Process) -> None:
+        self._process = process
+
+    def submit(self, work: Callable[..., None], *arguments: Any) -> None:
+        self._process.later(partial(work, *arguments), self._process.choose.uniform(*SWAP_S))
+
+    def shutdown(self) -> None: ...
 
 
 class _Device(Device):

@@ -39,6 +39,8 @@ class Scale:
 
 
 CLEAR = Weather()
+HOST_CACHE_BYTES = [0, 16 * 4096, 200 * 4096]
+"""Pages have 4 KiB or less there."""
 
 
 def weather_of(choose: random.Random) -> Weather:
@@ -73,7 +75,9 @@ def draw_config(choose: random.Random) -> Config:
         swap_bytes=choose.choice([0, 1 << 16]),
         async_steps=choose.random() < 0.5,
     )
-    return msgspec.structs.replace(config, decode=decode)
+    prefill = msgspec.structs.replace(config.prefill, host_cache_bytes=choose.choice(HOST_CACHE_BYTES))
+    decode = msgspec.structs.replace(decode, host_cache_bytes=choose.choice(HOST_CACHE_BYTES))
+    return msgspec.structs.replace(config, prefill=prefill, decode=decode)
 
 
 def with_ranks(config: Config, role: str, ranks: int) -> Config:
