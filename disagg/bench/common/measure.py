@@ -72,6 +72,16 @@ def copy_rate(source: torch.device, destination: torch.device, nbytes: int, repe
     return Measurement(name, "GB/s", tuple(moved / s / 1e9 for s in seconds))
 
 
+def host_copy_rate(device: torch.device, nbytes: int, repeats: int, *, out: bool) -> Measurement:
+    """Measures one contiguous copy from the device to pinned memory (`out`) or back; on a CPU, within host memory."""
+    here = random_bytes(nbytes, device)
+    host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    host.copy_(here)
+    source, target = (here, host) if out else (host, here)
+    seconds = seconds_of(lambda: target.copy_(source, non_blocking=True), device, repeats)
+    return Measurement("plain copy", "GB/s", tuple(nbytes / s / 1e9 for s in seconds))
+
+
 def random_bytes(nbytes: int, device: torch.device, seed: int = 0) -> torch.Tensor:
     """Returns uint8 `[nbytes]` of noise."""
     generator = torch.Generator(device).manual_seed(seed)

@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 
-from disagg.bench.common.measure import random_bytes, seconds_of
+from disagg.bench.common.measure import host_copy_rate, random_bytes, seconds_of
 from disagg.bench.common.report import Label, Measurement, Result
 from disagg.core.errors import ConfigError, InvariantError, TransportError
 from disagg.core.types import KVLayout, RequestKey, Shard, Span
@@ -61,7 +61,7 @@ def run(bench: SwapBench, report_progress: Callable[[str], None] = lambda text: 
     results = []
     for name, out, pages in (("out", True, source), ("back", False, target)):
         report_progress(f"plain copy {name}")
-        ceiling = plain_rate(bench, out)
+        ceiling = host_copy_rate(bench.device, bench.nbytes, bench.repeats, out=out)
         report_progress(f"pages {name}")
         copy = partial(swapper.copy, Swap(_KEY, 0, out, pages, blocks), None)
         # On the calling thread: each call returns after its copy has completed.
@@ -103,17 +103,6 @@ def prepare(bench: SwapBench) -> tuple[MHATokenToKVPool, Swapper, list[str]]:
         done=lambda swap, seconds, error: failures.append(error) if error else None,
     )
     return pool, swapper, failures
-
-
-def plain_rate(bench: SwapBench, out: bool) -> Measurement:
-    """Measures one contiguous copy between the device and pinned memory; on a CPU, within host memory."""
-    cuda = bench.device.type == "cuda"
-    here = random_bytes(bench.nbytes, bench.device)
-    host = torch.empty(bench.nbytes, dtype=torch.uint8, pin_memory=cuda)
-    host.copy_(here)
-    source, target = (here, host) if out else (host, here)
-    seconds = seconds_of(lambda: target.copy_(source, non_blocking=True), bench.device, bench.repeats)
-    return Measurement("plain copy", "GB/s", tuple(bench.nbytes / s / 1e9 for s in seconds))
 
 
 def check(pool: MHATokenToKVPool, page_size: int, source: list[int], target: list[int]) -> None:

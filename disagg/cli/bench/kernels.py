@@ -33,10 +33,11 @@ class KernelOptions:
     """Flags of `disagg bench kernels`."""
 
     what: Annotated[
-        Literal["copies", "checksum", "quantize", "page_copy", "attention", "sampling"],
+        Literal["copies", "checksum", "quantize", "page_copy", "host_cache", "attention", "sampling"],
         typer.Option(
             "--what",
             help="checksum: copies with and without it; quantize: gather to 8 bits; page_copy: pages within a pool; "
+            "host_cache: pages to pinned host memory and back; "
             "attention: decode, prefill, writes of K and V (needs a GPU); sampling: a step of 256 requests.",
         ),
     ] = "copies"
@@ -101,7 +102,7 @@ def _sampling(options: KernelOptions, device: Any) -> KernelRun:
 
 
 def _copies(options: KernelOptions, device: Any) -> KernelRun:
-    from disagg.bench.kernels import checksum, copies, page_copy, quantize
+    from disagg.bench.kernels import checksum, copies, host_cache, page_copy, quantize
 
     nbytes = parse_bytes(options.size) if options.size else (1 << 30 if device.type == "cuda" else 16 << 20)
     rows = parse_numbers("--rows", options.rows)
@@ -110,6 +111,10 @@ def _copies(options: KernelOptions, device: Any) -> KernelRun:
     if options.what == "page_copy":
         pages = page_copy.PageCopyBench(*sizes)
         return KernelRun(lambda update: page_copy.run(pages, update), "page_copy", f"copies of pages, {mib},")
+    if options.what == "host_cache":
+        pages = page_copy.PageCopyBench(*sizes)
+        title = f"pages to host memory and back, {mib},"
+        return KernelRun(lambda update: host_cache.run(pages, update), "host_cache", title)
     bench = copies.KernelBench(*sizes)
     if options.what == "checksum":
         return KernelRun(lambda update: checksum.run(bench, update), "checksum", f"sums of {mib}")

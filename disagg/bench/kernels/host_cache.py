@@ -1,0 +1,68 @@
+"""Measures copies of pages to blocks of pinned host memory and back, as between tiers of the prefix cache.
+
+The ceiling is a plain pinned copy of equal size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from disagg.bench.common.measure import host_copy_rate, seconds_of
+from disagg.bench.common.report import Label, Measurement, Result
+from disagg.bench.kernels.page_copy import PageCopyBench
+from disagg.core.errors import InvariantError
+from disagg.core.types import Span
+from disagg.kv.host_pool import HostPool
+
+
+def run(bench: PageCopyBench, report_progress: Callable[[str], None] = lambda text: None) -> list[Result]:
+    """Measures stores and loads for each row width, all layers at once. Raises `InvariantError` for wrong bytes."""
+    results: list[Result] = []
+    for row_bytes in bench.row_bytes:
+        report_progress(f"rows of {row_bytes} bytes")
+        results += _measure(bench, row_bytes)
+    return results
+
+
+def _measure(bench: PageCopyBench, row_bytes: int) -> list[Result]:
+    pool = bench.pool(row_bytes)
+    before = pool.clone()
+    order = torch.randperm(pool.shape[2] // bench.page_size, generator=torch.Generator().manual_seed(0))
+    sources, targets = order.view(2, -1).tolist()
+    host = HostPool([pool], bench.page_size, len(sources))
+    blocks = torch.randperm(len(sources), generator=torch.Generator().manual_seed(1)).tolist()
+    host.memory.reserve(blocks)
+    layers, nbytes = Span(0, host.layers), len(sources) * bench.page_bytes(row_bytes)
+    ways: dict[str, Callable[[], None]] = {
+        "store": lambda: host.store(sources, blocks),
+        "load": lambda: host.load(targets, blocks, layers),
+    }
+    results = []
+    for way, copy in ways.items():
+        ceiling = host_copy_rate(bench.device, nbytes, bench.repeats, out=way == "store")
+        seconds = seconds_of(copy, bench.device, bench.repeats)
+        labels: dict[str, Label] = {
+            "kernel": "host_cache",
+            "way": way,
+            "row_bytes": row_bytes,
+            "pages": len(sources),
+            "layers": bench.layers,
+            "page_size": bench.page_size,
+        }
+        rates = Measurement(way, "GB/s", tuple(nbytes / s / 1e9 for s in seconds))
+        results.append(Result(f"{way}, rows of {row_bytes} B", rates, ceiling, labels))
+    _check(before, pool, order, bench.page_size)
+    return results
+
+
+def _check(before: torch.Tensor, after: torch.Tensor, order: torch.Tensor, page_size: int) -> None:
+    """Raises `InvariantError` unless the stored pages are unchanged, and the loaded pages equal them."""
+    paged = (len(before), 2, -1, page_size * before.shape[4])
+    old, new = before.view(paged), after.view(paged)
+    sources, targets = order.to(before.device).view(2, -1)
+    if not torch.equal(old[:, :, sources], new[:, :, targets]):
+        raise InvariantError("a store and a load moved wrong bytes")
+    if not torch.equal(old[:, :, sources], new[:, :, sources]):
+        raise InvariantError("a load wrote outside of its pages")
