@@ -171,12 +171,10 @@ class HybridCacheController:
         """Makes loads, and reports them. Runs on the load thread."""
         try:
             event = self._queue_loads(operations, after, groups=1)[-1][1]
-            wait_for(event)
-        except Exception as exc:
-            log.exception("cache_load_failed", operations=len(operations))
-            self._broken(operations[0].number, f"{type(exc).__name__}: {exc}")
-            return
-        self._report(operations, event)
+        except Exception as exc:  # noqa: BLE001 - the rank breaks
+            self._load_failed(operations, exc)
+        else:
+            self._report(operations, event)
 
     def _launch(self, operations: Sequence[CacheOperation], after: DeviceEvent) -> LoadedLayers:
         events = self._queue_loads(operations, after, self._load_groups)
@@ -201,9 +199,18 @@ class HybridCacheController:
         return events
 
     def _report(self, operations: Sequence[CacheOperation], event: DeviceEvent) -> None:
-        wait_for(event)
+        """Waits for the end of queued loads, and reports them. Runs on the load thread."""
+        try:
+            wait_for(event)
+        except Exception as exc:  # noqa: BLE001 - the rank breaks
+            self._load_failed(operations, exc)
+            return
         for operation in operations:
             self._moved(operation.number, "")
+
+    def _load_failed(self, operations: Sequence[CacheOperation], error: Exception) -> None:
+        log.error("cache_load_failed", operations=len(operations), exc_info=error)
+        self._broken(operations[0].number, f"{type(error).__name__}: {error}")
 
     def _pools(self) -> tuple[tuple[PoolName, HostPool], ...]:
         return ("kv", self.kv), ("state", self.states)
