@@ -112,7 +112,9 @@ def test_a_signal_to_the_process_group_ends_the_server_in_order(tmp_path: Path) 
         assert "Traceback" not in log
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=str)
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)], ids=str
+)
 def test_a_signal_while_ray_starts_ends_the_command(tmp_path: Path, number: signal.Signals) -> None:
     checkpoint = make_tiny_checkpoint(tmp_path / "tiny", layers=2, hidden=96, head_dim=8, mlp=96)
     with command(
