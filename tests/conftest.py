@@ -41,12 +41,14 @@ RAY = (
 """Tests that start Ray. One worker runs them one after another: two Rays at once would starve two cores."""
 LONGEST = (
     *RAY,
-    "tests/system/test_faults.py",
-    "tests/system/test_cut_off.py",
-    "tests/system/test_cluster_simulation.py",
     "tests/kernels/test_kernels_interpreted.py",
-    "tests/system/test_bit_flips.py",
+    "tests/system/test_cluster_simulation.py",
+    "tests/system/test_workers_real.py",
+    "tests/system/test_faults.py",
+    "tests/system/test_hybrid_sequences.py",
     "tests/system/test_preemption.py",
+    "tests/system/test_bit_flips.py",
+    "tests/nodes/test_interleav",
 )
 """In the order in which they start."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -17,11 +18,10 @@ from transport.keys.file import save_keys
 END_S = 60.0
 
 
-@pytest.fixture
-def arguments(tmp_path: Path) -> list[str]:
-    """Joins a directory that does not exist: the router waits for it."""
-    save_keys(make_keys(), tmp_path / "keys")
-    checkpoint = make_tiny_checkpoint(tmp_path / "tiny", layers=1, hidden=96, head_dim=8, mlp=96)
+def arguments_in(folder: Path) -> list[str]:
+    """Of a command that joins a directory which does not exist: the router waits for it."""
+    save_keys(make_keys(), folder / "keys")
+    checkpoint = make_tiny_checkpoint(folder / "tiny", layers=1, hidden=96, head_dim=8, mlp=96)
     found = [
         "serve",
         "--workers",
@@ -33,7 +33,15 @@ def arguments(tmp_path: Path) -> list[str]:
         "--port",
         "0",
     ]
-    return [*found, "--set", f"control.key_file={tmp_path / 'keys'}", "--set", "log.format=json"]
+    return [*found, "--set", f"control.key_file={folder / 'keys'}", "--set", "log.format=json"]
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Command]:
+    """A command with two workers, which the last test kills."""
+    folder = tmp_path_factory.mktemp("running")
+    with command(folder, arguments_in(folder)) as one:
+        yield one
 
 
 def ends(one: Command) -> str:
@@ -42,11 +50,11 @@ def ends(one: Command) -> str:
     return one.log.read_text()
 
 
-def test_one_error_of_a_worker_that_cannot_start(tmp_path: Path, arguments: list[str]) -> None:
+def test_one_error_of_a_worker_that_cannot_start(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as used:
         port = used.getsockname()[1]
         flags = ["--set", f"control.router_port={port - 1}"]
-        with command(tmp_path, [*arguments, *flags]) as one:
+        with command(tmp_path, [*arguments_in(tmp_path), *flags]) as one:
             log = ends(one)
             assert one.process.returncode == 2
     said = [line for line in log.splitlines() if line.startswith("disagg: ")]
@@ -55,21 +63,18 @@ def test_one_error_of_a_worker_that_cannot_start(tmp_path: Path, arguments: list
     assert "Traceback" not in log
 
 
-def test_a_port_in_use_is_refused_before_workers_start(tmp_path: Path, arguments: list[str]) -> None:
-    (tmp_path / "one").mkdir()
-    (tmp_path / "two").mkdir()
-    with command(tmp_path / "one", arguments) as one:
-        url = one.logged(r'"url": "([^"]+)"')
-        port = url.rpartition(":")[2]
-        with command(tmp_path / "two", [*arguments, "--port", port]) as other:
-            assert f"cannot listen on 127.0.0.1:{port}" in ends(other)
-            assert other.process.returncode == 2
+def test_a_port_in_use_is_refused_before_workers_start(tmp_path: Path, running: Command) -> None:
+    url = running.logged(r'"url": "([^"]+)"')
+    port = url.rpartition(":")[2]
+    with command(tmp_path, [*arguments_in(tmp_path), "--port", port]) as other:
+        assert f"cannot listen on 127.0.0.1:{port}" in ends(other)
+        assert other.process.returncode == 2
 
 
-def test_workers_end_when_their_parent_is_killed(tmp_path: Path, arguments: list[str]) -> None:
-    with command(tmp_path, arguments) as one:
-        one.logged(r'"url": "([^"]+)"')
-        family = [psutil.Process(pid) for pid in process_tree(one.process.pid)]
-        one.process.kill()
-        _, alive = psutil.wait_procs(family[1:], timeout=END_S)
-        assert not alive
+def test_workers_end_when_their_parent_is_killed(running: Command) -> None:
+    running.logged(r'"url": "([^"]+)"')
+    family = [psutil.Process(pid) for pid in process_tree(running.process.pid)]
+    assert len(family) > 2, "the parent and two workers"
+    running.process.kill()
+    _, alive = psutil.wait_procs(family[1:], timeout=END_S)
+    assert not alive

@@ -25,7 +25,8 @@ with {block}:
         except KeyboardInterrupt:
             word = "swallowed"
 """
-END_S = 3.0
+END_S = 20.0
+"""Far below the 60 s that the processes would sleep."""
 
 
 def started(code: str) -> subprocess.Popen[str]:

@@ -15,7 +15,7 @@ from simulated_groups import Simulation
 from disagg.core.types import SamplingParams
 from transport.control import messages as m
 
-FIRST_SEEDS = 3
+FIRST_SEEDS = 2
 SEEDS = 40
 SEEDS_OF = {
     "abort and fail": 60,

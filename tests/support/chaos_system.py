@@ -13,6 +13,9 @@ from disagg.core.errors import DisaggError, PeerLostError
 from disagg.router.answers import Output, SessionReport
 
 Damage = Callable[[Output], list[Output]]
+POLL_S = 0.001
+TOKEN_S = 0.001
+"""Time of each token. Without it, the clock of a simulated loop would stand still while requests run."""
 
 
 def answer_token(request: ChaosRequest, answer: int, position: int) -> int:
@@ -89,8 +92,8 @@ class FakeChaosSystem:
         await self._choose(report)
         for position in range(request.sampling.max_tokens):
             while self.stopped:
-                await asyncio.sleep(0.001)
-            await asyncio.sleep(0)
+                await asyncio.sleep(POLL_S)
+            await asyncio.sleep(TOKEN_S)
             if report.decode not in self.up:
                 if not self.recovers:
                     raise PeerLostError(f"lost {report.decode}")
@@ -105,7 +108,7 @@ class FakeChaosSystem:
 
     async def _choose(self, report: SessionReport) -> None:
         while len(set(self.up.values())) < 2:
-            await asyncio.sleep(0.001)
+            await asyncio.sleep(POLL_S)
         by_role = {role: name for name, role in sorted(self.up.items(), reverse=True)}
         report.prefill, report.decode = by_role["prefill"], by_role["decode"]
 

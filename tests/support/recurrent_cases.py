@@ -7,19 +7,24 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from kernels.dispatch import INTERPRETED
 from kernels.recurrent.slices import PackedSlices, Slice
 
 DEVICES = ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)]
-TOKENS, SLOTS = 121, 7
+LONG, MEDIUM = (20, 17) if INTERPRETED else (70, 37)
+"""Tokens of two slices: more than the references compute at a time, or than a program of a kernel does."""
+TOKENS, SLOTS = 14 + LONG + MEDIUM, 7
 CHUNKS = (
     Slice(5, 3, 4, True),
     Slice(0, 9, 1, False),
-    Slice(3, 10, 70, True),
-    Slice(2, 82, 0, True),
-    Slice(1, 82, 37, False),
-    Slice(6, 119, 1, True),
+    Slice(3, 10, LONG, True),
+    Slice(2, 12 + LONG, 0, True),
+    Slice(1, 12 + LONG, MEDIUM, False),
+    Slice(6, 12 + LONG + MEDIUM, 1, True),
 )
 SINGLES = (Slice(4, 7, 1, True), Slice(0, 1, 1, True), Slice(2, 3, 1, True))
+PROMPT, CUTS = (35, (1, 13)) if INTERPRETED else (90, (1, 13, 64))
+"""Tokens of a prompt, and of the parts into which it is cut."""
 UNTOUCHED = 7.0
 
 Token = Callable[[torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -65,7 +65,7 @@ class Command:
 
     def family(self) -> list[psutil.Process]:
         """The command's process and all its descendants."""
-        return [psutil.Process(pid) for pid in process_tree(self.process.pid)]
+        return family_of(self.process.pid)
 
 
 @dataclass
@@ -81,6 +81,15 @@ class Served(Command):
         text = httpx.get(f"{self.url}/metrics", trust_env=False).text
         found = re.search(rf"^{re.escape(name)} (\S+)$", text, re.MULTILINE)
         return float(found[1]) if found else 0.0
+
+
+def family_of(pid: int) -> list[psutil.Process]:
+    """A process and all its descendants, without those that end meanwhile: Ray starts many short ones."""
+    found = []
+    for one in process_tree(pid):
+        with suppress(psutil.NoSuchProcess):
+            found.append(psutil.Process(one))
+    return found
 
 
 @contextmanager
@@ -109,7 +118,7 @@ def command(
     try:
         yield Command(process, log, home, set())
     finally:
-        family = [psutil.Process(pid) for pid in process_tree(process.pid)]
+        family = family_of(process.pid)
         process.terminate()
         try:
             process.wait(END_TIMEOUT_S)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import itertools
 import time
 import weakref
 from collections.abc import Callable
@@ -25,6 +26,7 @@ from local_groups import (
     small_config,
     without_recovery,
 )
+from slow_parameters import sampled
 
 import prefill_node.peer_pools
 from disagg.core.collection import collection_paused
@@ -221,8 +223,12 @@ def test_a_launch_that_fails_ends_its_request(
         run.check(other)
 
 
-@pytest.mark.parametrize("nth", [0, 4])
-@pytest.mark.parametrize("role", ["prefill", "decode"])
+@pytest.mark.parametrize(
+    ("role", "nth"),
+    sampled(
+        itertools.product(["prefill", "decode"], [0, 4]), lambda role, nth: (role == "decode") == (nth == 0)
+    ),
+)
 def test_an_active_message_that_fails_ends_its_request(checkpoints: Checkpoints, role: str, nth: int) -> None:
     """A lease request or a grant: one of the two requests meets it. A watermark that fails is sent again."""
     with local_groups(tight_config(), checkpoints.source()) as groups:
@@ -243,8 +249,13 @@ def test_an_active_message_that_fails_ends_its_request(checkpoints: Checkpoints,
             run.check(name)
 
 
-@pytest.mark.parametrize("nth", [0, 4])
-@pytest.mark.parametrize("what", ["data", "prefill messages", "decode messages"])
+@pytest.mark.parametrize(
+    ("what", "nth"),
+    sampled(
+        itertools.product(["data", "prefill messages", "decode messages"], [0, 4]),
+        lambda what, nth: what == "data" or (what == "prefill messages") == (nth == 0),
+    ),
+)
 def test_what_comes_twice_counts_once(checkpoints: Checkpoints, what: str, nth: int) -> None:
     def when(source: str, destination: str, tag: int) -> bool:
         return is_active_message(tag) == (what != "data") and (what == "data" or what.startswith(source[:6]))
@@ -384,8 +395,13 @@ def test_a_deadline_at_any_moment(checkpoints: Checkpoints, timeout_s: float) ->
         assert tokens[:TOKENS] == run.expected(VICTIM)[: len(tokens)]
 
 
-@pytest.mark.parametrize("name", ["prefill-0", "prefill-1", "decode-0", "decode-1"])
-@pytest.mark.parametrize("kind", [m.LeaseRequest, m.Tokens], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    sampled(
+        itertools.product([m.LeaseRequest, m.Tokens], ["prefill-0", "prefill-1", "decode-0", "decode-1"]),
+        lambda kind, name: (kind is m.Tokens) == (name in ("prefill-1", "decode-0")),
+    ),
+)
 def test_a_rank_that_dies_ends_the_requests_that_need_its_group(
     checkpoints: Checkpoints, name: str, kind: type[m.Message]
 ) -> None:

@@ -54,8 +54,13 @@ def test_tokens_are_exact_and_nothing_is_staged(checkpoints: Checkpoints, tp: tu
     assert [a.tokens for a in answers] == [checkpoints.greedy(source, p, TOKENS) for p in prompts]
 
 
-@pytest.mark.parametrize("kind", [m.PoolOffer, m.RankSent, m.StopSending, m.SenderEnded])
-@pytest.mark.parametrize("fault", ["drop", "duplicate"])
+@pytest.mark.parametrize(
+    ("fault", "kind"),
+    sampled(
+        itertools.product(["drop", "duplicate"], [m.PoolOffer, m.RankSent, m.StopSending, m.SenderEnded]),
+        lambda fault, kind: (fault == "drop") == (kind in (m.PoolOffer, m.StopSending)),
+    ),
+)
 def test_a_message_lost_or_repeated_changes_nothing(
     checkpoints: Checkpoints, kind: type[m.Message], fault: str
 ) -> None:

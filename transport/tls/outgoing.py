@@ -355,13 +355,18 @@ class OutgoingChannel(Channel):
             return True
 
     def _renew(self, lane: int, stream: TlsStream) -> TlsStream:
-        """Returns the new connection of a lane. Lane 0 renews the reply connection too."""
+        """Returns the new connection of a lane. Lane 0 renews the reply connection too.
+
+        First waits until the peer has read the old connection to its end: the peer could otherwise read the new one
+        first, because a thread of its own accepts each connection.
+        """
         if lane == 0:
             self._renew_replies()
         stream.write(Frame(Kind.RENEW, 0).pack())
+        stream.wait_for_end()
+        self.detach(stream)
         fresh = self.dial(lane, time.monotonic() + DIAL_TIMEOUT_S)
         fresh.wait_forever()
-        self.detach(stream)
         return fresh
 
     def _renew_replies(self) -> None:

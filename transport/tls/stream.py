@@ -73,6 +73,11 @@ class TlsStream(ABC):
     def write(self, *buffers: bytes | memoryview) -> None:
         """Blocks until the kernel has all bytes. Raises `OSError`."""
 
+    def wait_for_end(self) -> None:
+        """Blocks until the peer has closed the connection. Raises `OSError` when the peer sends bytes."""
+        if self.read_into(memoryview(bytearray(1))):
+            raise ConnectionAbortedError("received bytes on a connection that the peer only reads")
+
     def kernel_tls(self) -> bool:
         """Returns whether the kernel encrypts this connection's writes, as reported by the kernel."""
         try:

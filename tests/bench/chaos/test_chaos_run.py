@@ -1,4 +1,4 @@
-"""A whole chaos run against a system without processes, and its report."""
+"""A whole chaos run against a system without processes, in simulated time, and its report."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from chaos_system import FakeChaosSystem, failing
+from cluster_simulation.virtual_time import VirtualTimeLoop
 from rich.console import Console
 
 from disagg.bench.chaos.answers import AnswerFaults
@@ -42,7 +43,9 @@ def bench(count: int = 3, kinds: tuple[FaultKind, ...] = ("kill",), **settings: 
 
 def ran(system: FakeChaosSystem, settings: ChaosBench, lines: list[str] | None = None) -> ChaosResult:
     lines = [] if lines is None else lines
-    return asyncio.run(run_chaos(settings, system, lines.append, FaultInjector(system.open)))
+    loop = VirtualTimeLoop()
+    with asyncio.Runner(loop_factory=lambda: loop) as runner:
+        return runner.run(run_chaos(settings, system, lines.append, FaultInjector(system.open), loop.time))
 
 
 def reported(system: FakeChaosSystem, settings: ChaosBench) -> ChaosReport:

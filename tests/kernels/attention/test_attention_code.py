@@ -4,6 +4,7 @@ tensor cores.
 
 from __future__ import annotations
 
+import itertools
 import re
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import torch
 import triton.language as tl
 from attention_code import asynchronous_bytes, compiled
+from slow_parameters import sampled
 
 from disagg.core.types import SCALE_BYTES
 from kernels.attention.decode import decode_kernel, tile_of
@@ -28,6 +30,7 @@ from kernels.attention.splits import join_kernel
 from kernels.copy.quantize import quantize_kernel
 
 HEADS, GROUP, DIM = 8, 4, 128
+FIXED_TILE = fixed_tile_of(torch.bfloat16, 8192, 4096, DIM, torch.device("cpu"))
 SHARED_BYTES = 232448
 """That a program may have on Hopper."""
 PARTIALS = {"partial_values": torch.float32, "partial_levels": torch.float32, "used_splits": torch.int32}
@@ -86,9 +89,16 @@ def test_decode_reads_16_bytes_at_a_time(fixed: bool) -> None:
     assert "mma.sync" in ptx
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
-    ("storage", "fp8"), [(torch.int8, None), (torch.uint8, tl.float8e4nv), (torch.uint8, tl.float8e5)]
+    ("dtype", "storage", "fp8"),
+    sampled(
+        [
+            (dtype, *codes)
+            for dtype in (torch.bfloat16, torch.float16)
+            for codes in ((torch.int8, None), (torch.uint8, tl.float8e4nv), (torch.uint8, tl.float8e5))
+        ],
+        lambda dtype, storage, fp8: (dtype is torch.float16) == (fp8 is tl.float8e4nv),
+    ),
 )
 def test_codes_are_converted_before_they_are_shared(
     dtype: torch.dtype, storage: torch.dtype, fp8: Any
@@ -144,8 +154,13 @@ def prefill(
     return str(found.asm["ptx"])
 
 
-@pytest.mark.parametrize("window", [None, 1000])
-@pytest.mark.parametrize("tile", [None, fixed_tile_of(torch.bfloat16, 8192, 4096, DIM, torch.device("cpu"))])
+@pytest.mark.parametrize(
+    ("tile", "window"),
+    sampled(
+        itertools.product([None, FIXED_TILE], [None, 1000]),
+        lambda tile, window: (tile is None) == (window is None),
+    ),
+)
 def test_prefill_uses_the_tensor_cores_of_hopper(tile: PrefillTile | None, window: int | None) -> None:
     ptx = prefill(torch.bfloat16, window=window, tile=tile)
     assert "wgmma" in ptx

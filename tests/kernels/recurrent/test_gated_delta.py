@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from recurrent_cases import DEVICES, TOKENS, UNTOUCHED, check, noise, slices_of, states, strided
+from recurrent_cases import CUTS, DEVICES, PROMPT, TOKENS, UNTOUCHED, check, noise, slices_of, states, strided
 
 from kernels.dispatch import backend
 from kernels.recurrent.gated_delta import gated_delta
@@ -53,15 +53,18 @@ def test_states_follow_the_tokens(
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("cut", [1, 13, 64])
+@pytest.mark.parametrize("cut", CUTS)
 def test_a_cut_prompt_has_the_same_outputs(cut: int, device: str) -> None:
-    q, k, v = (noise(90, 2, 8, seed=seed, device=device) for seed in (1, 2, 3))
-    decay, beta = -noise(90, 2, seed=4, device=device).exp(), noise(90, 2, seed=5, device=device).sigmoid()
+    q, k, v = (noise(PROMPT, 2, 8, seed=seed, device=device) for seed in (1, 2, 3))
+    decay, beta = (
+        -noise(PROMPT, 2, seed=4, device=device).exp(),
+        noise(PROMPT, 2, seed=5, device=device).sigmoid(),
+    )
     outs = []
-    for size in (90, cut):
+    for size in (PROMPT, cut):
         state, out = torch.full((1, 2, 8, 8), torch.nan, device=device), torch.empty_like(v)
-        for first in range(0, 90, size):
-            one = Slice(0, first, min(size, 90 - first), first > 0)
+        for first in range(0, PROMPT, size):
+            one = Slice(0, first, min(size, PROMPT - first), first > 0)
             slices = PackedSlices.of([one], device)
             gated_delta(q, k, v, decay, beta, state, slices, out, how=backend(q.device))
         outs.append(out)

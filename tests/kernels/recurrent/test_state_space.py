@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from recurrent_cases import DEVICES, TOKENS, UNTOUCHED, check, noise, slices_of, states, strided
+from recurrent_cases import CUTS, DEVICES, PROMPT, TOKENS, UNTOUCHED, check, noise, slices_of, states, strided
 
 from kernels.dispatch import backend
 from kernels.recurrent.slices import PackedSlices, Slice
@@ -70,17 +70,17 @@ def test_states_follow_the_tokens(
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("cut", [1, 13, 64])
+@pytest.mark.parametrize("cut", CUTS)
 def test_a_cut_prompt_has_the_same_outputs(cut: int, device: str) -> None:
-    x, dt = noise(90, 2, 8, seed=1, device=device), noise(90, 2, seed=2, device=device)
-    b, c = (noise(90, 1, 16, seed=seed, device=device) for seed in (3, 4))
+    x, dt = noise(PROMPT, 2, 8, seed=1, device=device), noise(PROMPT, 2, seed=2, device=device)
+    b, c = (noise(PROMPT, 1, 16, seed=seed, device=device) for seed in (3, 4))
     layer = StateSpace(*(noise(2, seed=seed, device=device) for seed in (5, 6, 7)), (0.1, float("inf")))
     layer = StateSpace(-layer.a.abs(), layer.d, layer.dt_bias, layer.dt_limit)
     outs, ends = [], []
-    for size in (90, cut):
+    for size in (PROMPT, cut):
         state, out = torch.full((1, 2, 8, 16), torch.nan, device=device), torch.empty_like(x)
-        for first in range(0, 90, size):
-            one = Slice(0, first, min(size, 90 - first), first > 0)
+        for first in range(0, PROMPT, size):
+            one = Slice(0, first, min(size, PROMPT - first), first > 0)
             slices = PackedSlices.of([one], device)
             state_space(x, dt, b, c, layer, state, slices, out, how=backend(x.device))
         outs.append(out)

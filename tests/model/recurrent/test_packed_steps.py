@@ -26,7 +26,7 @@ from disagg.model.unsplit import generate_unsplit
 from kernels.dispatch import INTERPRETED
 
 CPU = torch.device("cpu")
-TOKENS = 8
+TOKENS, INTERPRETED_TOKENS = 8, 4
 PARAMS = SamplingParams(max_tokens=TOKENS, ignore_eos=True)
 TWO_FORMULAS = ("zamba2", "nemotron-h")
 """Models that bound the time step of a prompt's tokens only."""
@@ -91,8 +91,9 @@ def test_decode_steps_need_no_host(
     runner.record(4)
     assert runner.recorded
     plain, own = load_plain(directory), prompts()[:2]
-    found = generate_unsplit(runner, own, PARAMS, chunk_tokens=5)
-    assert found == [plain_greedy(plain, prompt, TOKENS) for prompt in own]
+    params = SamplingParams(max_tokens=INTERPRETED_TOKENS, ignore_eos=True)
+    found = generate_unsplit(runner, own, params, chunk_tokens=5)
+    assert found == [plain_greedy(plain, prompt, INTERPRETED_TOKENS) for prompt in own]
 
 
 @pytest.mark.gpu

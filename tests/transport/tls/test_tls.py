@@ -14,6 +14,7 @@ import pytest
 import torch
 from tls_peers import MIB, Station, authenticated, keys, link, move, pump_until, stations
 
+import transport.tls.incoming
 import transport.tls.outgoing
 import transport.tls.stream
 import transport.tls.transport
@@ -212,6 +213,39 @@ def test_a_renewal_waits_for_the_last_one(monkeypatch: pytest.MonkeyPatch) -> No
         may_take.set()
         move(a, b, MIB)
         assert not any(too_early)
+
+
+def test_a_lane_has_one_connection_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slow receiver would else find two connections of one lane, and could read the later one first."""
+    monkeypatch.setattr(transport.tls.outgoing, "RENEW_BYTES", 0)
+    incoming, stream = transport.tls.incoming.IncomingChannel, transport.tls.stream.TlsStream
+    read, serve, wait_for_end = incoming.read, incoming.serve_lane, stream.wait_for_end
+    may_read, waits, connections = threading.Event(), threading.Event(), []
+
+    def read_later(*given: Any) -> bool:
+        may_read.wait(30)
+        return read(*given)
+
+    def count(channel: Any, *given: Any) -> None:
+        connections.append(channel.lane_connections + 1)
+        serve(channel, *given)
+
+    def note(connection: Any) -> None:
+        waits.set()
+        wait_for_end(connection)
+
+    monkeypatch.setattr(incoming, "read", read_later)
+    monkeypatch.setattr(incoming, "serve_lane", count)
+    monkeypatch.setattr(stream, "wait_for_end", note)
+    with stations(2) as [a, b]:
+        link(a, b)
+        a.transport.send("b", 0, a.memory[:10])
+        pump_until(lambda: waits.is_set() or max(connections, default=0) > 1, a, b)
+        may_read.set()
+        for tag in range(1, 4):
+            move(a, b, MIB, tag)
+        assert set(connections) == {1}
+        assert len(connections) > 6
 
 
 def test_openssl_on_the_socket_moves_the_same_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
