@@ -18,7 +18,7 @@ from disagg.storage.bounce import BounceBuffers, aligned
 from disagg.storage.counters import Counters
 from disagg.storage.disk import NO_SPACE, Disk
 from disagg.storage.record import HEADER_BYTES, RecordHeader, content_of
-from disagg.storage.segment import Entry, Location, Segment
+from disagg.storage.segment import Entry, Location, SegmentFile
 from disagg.storage.segment_folder import LOCK_TIMEOUT_S, SegmentFolder
 
 log = get_logger(__name__)
@@ -31,7 +31,7 @@ LEAST_SEGMENTS = 3
 class _Live:
     """The segment to which records are appended."""
 
-    segment: Segment
+    segment: SegmentFile
     descriptor: int
     """Closed when the segment is sealed."""
     pending: int = 0
@@ -179,7 +179,7 @@ class Appender:
                 log.warning("storage_pages_not_kept", storage=storage, file=name, reason=reason)
         self._counters.add(evicted_pages=self._folder.discard(victims[0]))
 
-    def _keep_used(self, victim: Segment, live: _Live) -> None:
+    def _keep_used(self, victim: SegmentFile, live: _Live) -> None:
         used = [(key, place) for key, place in self._index.locations_in(victim) if place.used]
         if not used:
             return

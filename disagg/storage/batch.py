@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 
-class Batch:
+class PageBatch:
     """Results of the pages of one call, and its right to the caller's memory.
 
     An I/O thread touches the caller's memory within `memory` only. `wait` closes the batch: it waits for copies that
@@ -23,6 +23,13 @@ class Batch:
         self._copying = 0
         self._open = True
         self._pages: Sequence[memoryview] = pages
+        self.sizes_bytes = [page.nbytes for page in pages]
+        """Lengths of the caller's memory."""
+
+    @property
+    def count(self) -> int:
+        """Number of pages."""
+        return len(self._results)
 
     @property
     def is_open(self) -> bool:

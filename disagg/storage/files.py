@@ -7,16 +7,18 @@ process alone nothing is lost that `put` had reported as stored.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
 from pathlib import Path
 
+from disagg.core.clock import Clock
 from disagg.core.errors import ConfigError
 from disagg.core.log import get_logger
 from disagg.storage.appender import LEAST_SEGMENTS, Appender
-from disagg.storage.batch import Batch
+from disagg.storage.batch import PageBatch
 from disagg.storage.bounce import ALIGNMENT, BounceBuffers, aligned, copy
 from disagg.storage.breaker import Breaker, PauseSettings
 from disagg.storage.contract import StorageStatistics, require_batch
@@ -70,8 +72,13 @@ class FileSettings:
 class FileStorage:
     """See `PageStorage`. Pages of one folder are shared by all processes that open it."""
 
-    def __init__(self, settings: FileSettings, disk: Disk | None = None) -> None:
-        """Opens the folder and reads its indexes on the calling thread. Raises `ConfigError` if it is not usable."""
+    def __init__(
+        self, settings: FileSettings, disk: Disk | None = None, clock: Clock = time.monotonic
+    ) -> None:
+        """Opens the folder and reads its indexes on the calling thread. `clock` times pauses.
+
+        Raises `ConfigError` if the folder is not usable.
+        """
         self._settings, self._disk = settings, disk or Disk()
         self._counters, self._index = Counters(), PageIndex()
         try:
@@ -89,8 +96,8 @@ class FileStorage:
         self.direct = bool(direct)
         """Whether the page cache is bypassed."""
         name = str(settings.folder)
-        self._reads = Breaker(f"{name} reads", self._counters, settings.pause)
-        self._writes = Breaker(f"{name} writes", self._counters, settings.pause)
+        self._reads = Breaker(f"{name} reads", self._counters, settings.pause, clock)
+        self._writes = Breaker(f"{name} writes", self._counters, settings.pause, clock)
         self._reader = SegmentReader(self._folder, self._disk, self._counters, self._reads, direct)
         self._readers = IOThreads("storage-read", settings.threads)
         self._writers = IOThreads("storage-write", settings.threads)
@@ -105,7 +112,7 @@ class FileStorage:
         require_batch(keys, pages, writable=False)
         results = [self._use(key) for key in keys]
         missing = self._admitted([i for i, stored in enumerate(results) if not stored], self._writes)
-        batch = Batch(len(missing), [pages[i] for i in missing])
+        batch = PageBatch(len(missing), [pages[i] for i in missing])
         for place, i in enumerate(missing):
             self._writers.submit(partial(self._write, batch, place, keys[i], pages[i].nbytes))
         for i, landed in zip(missing, self._waited(batch, timeout_s, self._writes), strict=True):
@@ -119,7 +126,7 @@ class FileStorage:
         found = [(self._index.find(key), i) for i, key in enumerate(keys)]
         places = {i: place for place, i in found if place is not None and self._has_length(place, into[i])}
         wanted = self._admitted(sorted(places, key=lambda i: _order(places[i])), self._reads)
-        batch = Batch(len(wanted), [into[i] for i in wanted])
+        batch = PageBatch(len(wanted), [into[i] for i in wanted])
         run_pages = min(_RUN_PAGES, -(-len(wanted) // self._readers.count))
         for _, run in groupby(enumerate(wanted), key=lambda one: id(places[one[1]].segment)):
             pages = [(place, keys[i]) for place, i in run]
@@ -193,7 +200,7 @@ class FileStorage:
         self._counters.add(skipped=len(wanted))
         return []
 
-    def _waited(self, batch: Batch, timeout_s: float, breaker: Breaker) -> list[bool]:
+    def _waited(self, batch: PageBatch, timeout_s: float, breaker: Breaker) -> list[bool]:
         """Waits for a call's pages; counts those that are late."""
         results = batch.wait(timeout_s)
         late = results.count(None)
@@ -202,7 +209,7 @@ class FileStorage:
             breaker.failed(f"{late} of {len(results)} pages had not landed after {timeout_s:g} s")
         return [landed is True for landed in results]
 
-    def _write(self, batch: Batch, place: int, key: bytes, nbytes: int) -> None:
+    def _write(self, batch: PageBatch, place: int, key: bytes, nbytes: int) -> None:
         """Stores one page; on a thread for writes."""
         padded = aligned(HEADER_BYTES + nbytes)
         if padded > self._settings.segment_bytes // 2:

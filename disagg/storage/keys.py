@@ -18,7 +18,7 @@ import msgspec
 from disagg.core.prefixes import PrefixKey
 from disagg.core.tokens import TOKEN_BYTES
 from disagg.storage.contract import KEY_BYTES
-from disagg.storage.parts import Part, PartGrid
+from disagg.storage.parts import PagePart, PartGrid
 
 # BLAKE2b's personalization keeps the kinds of hash apart; at most 16 bytes each.
 _MODEL, _ROOT, _LINK, _PART = b"disagg kv model", b"disagg kv root", b"disagg kv link", b"disagg kv part"
@@ -72,11 +72,11 @@ class PageKeys:
             found.append(link)
         return found
 
-    def part_key(self, link: bytes, part: Part) -> bytes:
+    def part_key(self, link: bytes, part: PagePart) -> bytes:
         """Returns the key of a part of the page of `link`, or of the state behind this page."""
         return blake2b(link + part.encoded(), digest_size=KEY_BYTES, person=_PART).digest()
 
-    def keys(self, links: Sequence[bytes], parts: Sequence[Part]) -> list[bytes]:
+    def keys(self, links: Sequence[bytes], parts: Sequence[PagePart]) -> list[bytes]:
         """Returns the keys of all `parts` of each page, page by page."""
         return [self.part_key(link, part) for link in links for part in parts]
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from disagg.core.errors import InvariantError
 from disagg.storage.record import HEADER_BYTES
-from disagg.storage.segment import Entry, Location, Segment
+from disagg.storage.segment import Entry, Location, SegmentFile
 
 
 class PageIndex:
@@ -22,7 +22,7 @@ class PageIndex:
         """Returns the location of a page."""
         return self._locations.get(key)
 
-    def add(self, segment: Segment, entries: Iterable[Entry]) -> None:
+    def add(self, segment: SegmentFile, entries: Iterable[Entry]) -> None:
         """Adds records of a segment, unless it is gone.
 
         A known page keeps its location, unless only the new one is this process's own.
@@ -50,13 +50,13 @@ class PageIndex:
             self._stored_bytes -= HEADER_BYTES + known.length_bytes
             return True
 
-    def locations_in(self, segment: Segment) -> list[tuple[bytes, Location]]:
+    def locations_in(self, segment: SegmentFile) -> list[tuple[bytes, Location]]:
         """Returns the pages whose location is in `segment`, in the order of their addition."""
         with self._lock:
             known = ((key, self._locations.get(key)) for key in dict.fromkeys(segment.keys))
             return [(key, found) for key, found in known if found is not None and found.segment is segment]
 
-    def drop_segment(self, segment: Segment) -> int:
+    def drop_segment(self, segment: SegmentFile) -> int:
         """Removes the pages whose location is in `segment`, for good; returns their number."""
         with self._lock:
             segment.gone = True
@@ -71,7 +71,7 @@ class PageIndex:
         with self._lock:
             return len(self._locations), self._stored_bytes
 
-    def check(self, segments: Iterable[Segment]) -> None:
+    def check(self, segments: Iterable[SegmentFile]) -> None:
         """Raises `InvariantError` unless each location is in one of `segments`, and all sums agree."""
         known = set(segments)
         with self._lock:

@@ -18,7 +18,7 @@ _ENCODED = struct.Struct("<5I")
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Part:
+class PagePart:
     """Some layers and heads of one class of `KVLayout.all_classes`.
 
     The content of a stored part is contiguous `[layers, planes, page_size, heads, head_bytes]`; that of a state
@@ -69,23 +69,23 @@ class PartGrid:
                 )
 
     @property
-    def kv_parts(self) -> tuple[Part, ...]:
+    def kv_parts(self) -> tuple[PagePart, ...]:
         """The parts of a page, in the order of classes, layers and heads."""
         return tuple(part for index, _ in enumerate(self.layout.classes) for part in self._class_parts(index))
 
     @property
-    def state_parts(self) -> tuple[Part, ...]:
+    def state_parts(self) -> tuple[PagePart, ...]:
         """The parts of a recurrent state; empty for a model without one."""
         first = len(self.layout.classes)
         each = enumerate(zip(self.layout.state_spans, self.layout.states, strict=True), first)
-        return tuple(Part(index, span, Span(0, one.heads)) for index, (span, one) in each)
+        return tuple(PagePart(index, span, Span(0, one.heads)) for index, (span, one) in each)
 
-    def parts_of(self, shard: Shard) -> tuple[Part, ...]:
+    def parts_of(self, shard: Shard) -> tuple[PagePart, ...]:
         """Returns the KV parts that a rank reads to fill its shard of a page.
 
         Raises `ConfigError` if the shard cuts through a part.
         """
-        found: list[Part] = []
+        found: list[PagePart] = []
         for index, mine in enumerate(shard.parts):
             touched = [
                 part
@@ -101,7 +101,7 @@ class PartGrid:
             found += touched
         return tuple(found)
 
-    def parts_to_store(self, shards: Sequence[Shard], rank: int) -> tuple[Part, ...]:
+    def parts_to_store(self, shards: Sequence[Shard], rank: int) -> tuple[PagePart, ...]:
         """Returns the KV parts that `rank` stores, so that the group stores each part once.
 
         Ranks with the same heads (more ranks than KV heads) would store a part several times; the lowest one does.
@@ -110,15 +110,15 @@ class PartGrid:
         earlier = {part for shard in shards[:rank] for part in self.parts_of(shard)}
         return tuple(part for part in self.parts_of(shards[rank]) if part not in earlier)
 
-    def nbytes(self, part: Part) -> int:
+    def nbytes(self, part: PagePart) -> int:
         """Returns the bytes of a stored part."""
         one = self.layout.all_classes[part.class_index]
         tokens = 1 if part.class_index >= len(self.layout.classes) else self.page_size
         return len(part.layers) * one.planes * tokens * len(part.heads) * one.head_bytes
 
-    def _class_parts(self, index: int) -> Iterator[Part]:
+    def _class_parts(self, index: int) -> Iterator[PagePart]:
         layers, heads = self.layout.spans[index], self.layout.classes[index].kv_heads
         step = self.unit_layers or len(layers)
         for first in range(layers.start, layers.stop, step):
             for head in range(0, heads, self.unit_heads):
-                yield Part(index, Span(first, first + step), Span(head, head + self.unit_heads))
+                yield PagePart(index, Span(first, first + step), Span(head, head + self.unit_heads))

@@ -11,7 +11,7 @@ LOCK_SUFFIX, PAGES_SUFFIX, INDEX_SUFFIX = ".lock", ".pages", ".index"
 
 
 @dataclass(eq=False, slots=True)
-class Segment:
+class SegmentFile:
     """One segment file. The storage's lock guards all fields that change."""
 
     path: Path
@@ -41,7 +41,7 @@ class Segment:
 class Location:
     """Where a record is."""
 
-    segment: Segment
+    segment: SegmentFile
     offset_bytes: int
     length_bytes: int
     """Length of the content."""

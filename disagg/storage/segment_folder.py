@@ -17,7 +17,7 @@ from disagg.storage.disk import Disk
 from disagg.storage.owners import WriterLocks
 from disagg.storage.page_index import PageIndex
 from disagg.storage.scan import scan_headers
-from disagg.storage.segment import Entry, Segment, parse_name, segment_path
+from disagg.storage.segment import Entry, SegmentFile, parse_name, segment_path
 from disagg.storage.side_index import read_side_index, write_side_index
 
 log = get_logger(__name__)
@@ -39,19 +39,19 @@ class SegmentFolder:
         self.index = index
         self._disk, self._counters = disk, counters
         self._lock = threading.RLock()
-        self._segments: dict[str, Segment] = {}
+        self._segments: dict[str, SegmentFile] = {}
         self._locks = WriterLocks(folder, disk)
         self._number = 0
         self.writer = secrets.token_hex(8)
         while not self._locks.acquire(self.writer):  # another process adopted the id before the lock
             self.writer = secrets.token_hex(8)
 
-    def segments(self) -> list[Segment]:
+    def segments(self) -> list[SegmentFile]:
         """Returns all known segments."""
         with self._lock:
             return list(self._segments.values())
 
-    def owned(self) -> list[Segment]:
+    def owned(self) -> list[SegmentFile]:
         """Returns the segments that this process may evict, the oldest first."""
         with self._lock:
             mine = [segment for segment in self._segments.values() if segment.owned]
@@ -85,16 +85,16 @@ class SegmentFolder:
                         "storage_segment_unreadable", storage=str(self.path), file=name, reason=reason
                     )
 
-    def new_segment(self) -> Segment:
+    def new_segment(self) -> SegmentFile:
         """Returns a new segment of this process, without a file yet."""
         with self._lock:
             self._number += 1
             path = segment_path(self.path, self.writer, self._number)
-            segment = Segment(path, self.writer, self._number, owned=True, modified_s=time.time())
+            segment = SegmentFile(path, self.writer, self._number, owned=True, modified_s=time.time())
             self._segments[path.name] = segment
             return segment
 
-    def discard(self, segment: Segment) -> int:
+    def discard(self, segment: SegmentFile) -> int:
         """Forgets an owned segment and removes its files; returns the number of pages lost.
 
         Raises `OSError` if a file is left; the segment is forgotten all the same.
@@ -108,12 +108,12 @@ class SegmentFolder:
                 self._locks.release(segment.writer, remove=True)
             return lost
 
-    def vanished(self, segment: Segment) -> None:
+    def vanished(self, segment: SegmentFile) -> None:
         """Forgets a segment whose file is gone, and counts its pages."""
         with self._lock:
             self._counters.add(vanished=self._forget(segment))
 
-    def write_index(self, segment: Segment) -> None:
+    def write_index(self, segment: SegmentFile) -> None:
         """Writes the side index of an owned segment that no record follows. Raises `OSError`."""
         with self._lock:
             pages = self.index.locations_in(segment)
@@ -139,7 +139,7 @@ class SegmentFolder:
             return
         if segment is None:
             path = self.path / name
-            segment = Segment(path, writer, number, owned, modified_s=path.stat().st_mtime)
+            segment = SegmentFile(path, writer, number, owned, modified_s=path.stat().st_mtime)
             self._segments[name] = segment
         adopted = owned and not segment.owned
         segment.owned = owned
@@ -153,7 +153,7 @@ class SegmentFolder:
         self._know(segment, entries, end_bytes)
         segment.sealed = True
 
-    def _scan(self, segment: Segment) -> None:
+    def _scan(self, segment: SegmentFile) -> None:
         """Finds the records of a segment without a side index. An owned one has no writer any more: it is sealed."""
         descriptor = self._disk.open(segment.path, os.O_RDONLY)
         try:
@@ -171,11 +171,11 @@ class SegmentFolder:
             finally:
                 self._disk.close(descriptor)
 
-    def _know(self, segment: Segment, entries: Sequence[Entry], end_bytes: int) -> None:
+    def _know(self, segment: SegmentFile, entries: Sequence[Entry], end_bytes: int) -> None:
         segment.end_bytes = max(segment.end_bytes, -(-end_bytes // ALIGNMENT) * ALIGNMENT)
         self.index.add(segment, entries)
 
-    def _forget(self, segment: Segment) -> int:
+    def _forget(self, segment: SegmentFile) -> int:
         if self._segments.get(segment.path.name) is segment:
             del self._segments[segment.path.name]
         return self.index.drop_segment(segment)

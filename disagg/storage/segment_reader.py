@@ -6,13 +6,13 @@ import os
 from collections.abc import Sequence
 
 from disagg.core.log import get_logger
-from disagg.storage.batch import Batch
+from disagg.storage.batch import PageBatch
 from disagg.storage.bounce import BounceBuffers, aligned, copy
 from disagg.storage.breaker import Breaker
 from disagg.storage.counters import Counters
 from disagg.storage.disk import Disk
 from disagg.storage.record import HEADER_BYTES, content_of
-from disagg.storage.segment import Location, Segment
+from disagg.storage.segment import Location, SegmentFile
 from disagg.storage.segment_folder import SegmentFolder
 
 log = get_logger(__name__)
@@ -26,10 +26,10 @@ class _OpenFile:
 
     def __init__(self, disk: Disk, flags: int) -> None:
         self._disk, self._flags = disk, flags
-        self._segment: Segment | None = None
+        self._segment: SegmentFile | None = None
         self._descriptor = -1
 
-    def of(self, segment: Segment) -> int:
+    def of(self, segment: SegmentFile) -> int:
         """Returns a descriptor, valid until the next call. Raises `OSError`."""
         if self._segment is not segment:
             self.close()
@@ -55,7 +55,7 @@ class SegmentReader:
         self._counters, self._breaker, self._direct = counters, breaker, direct
         self._buffers = BounceBuffers()
 
-    def read(self, batch: Batch, pages: Sequence[tuple[int, bytes]]) -> None:
+    def read(self, batch: PageBatch, pages: Sequence[tuple[int, bytes]]) -> None:
         """Reads pages, given as places in the batch with their keys. Raises nothing."""
         file = _OpenFile(self._disk, os.O_RDONLY | self._direct)
         try:
@@ -66,7 +66,7 @@ class SegmentReader:
         finally:
             file.close()
 
-    def _find_and_read(self, batch: Batch, place: int, key: bytes, file: _OpenFile) -> bool:
+    def _find_and_read(self, batch: PageBatch, place: int, key: bytes, file: _OpenFile) -> bool:
         for _ in range(_TRIES):
             location = self._index.find(key)
             if location is None:
@@ -84,7 +84,9 @@ class SegmentReader:
                 return landed
         return False
 
-    def _read_one(self, batch: Batch, place: int, key: bytes, location: Location, file: _OpenFile) -> bool:
+    def _read_one(
+        self, batch: PageBatch, place: int, key: bytes, location: Location, file: _OpenFile
+    ) -> bool:
         record = self._buffers.take(aligned(HEADER_BYTES + location.length_bytes))
         count = self._disk.read(file.of(location.segment), record, location.offset_bytes)
         content = content_of(record[:count], key)

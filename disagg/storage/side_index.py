@@ -14,14 +14,14 @@ import xxhash
 
 from disagg.core.folders import replace_file
 from disagg.storage.contract import KEY_BYTES
-from disagg.storage.segment import Entry, Segment
+from disagg.storage.segment import Entry, SegmentFile
 
 _HEAD = struct.Struct("<8sII Q")
 _ENTRY = struct.Struct(f"<{KEY_BYTES}sQQ")
 _MAGIC, _VERSION, _CHECKSUM_BYTES = b"DISAGGIX", 1, 16
 
 
-def write_side_index(segment: Segment, entries: Sequence[Entry], end_bytes: int) -> None:
+def write_side_index(segment: SegmentFile, entries: Sequence[Entry], end_bytes: int) -> None:
     """Writes the side index atomically. Raises `OSError`."""
     body = _HEAD.pack(_MAGIC, _VERSION, len(entries), end_bytes) + b"".join(
         _ENTRY.pack(entry.key, entry.offset_bytes, entry.length_bytes) for entry in entries
@@ -29,7 +29,7 @@ def write_side_index(segment: Segment, entries: Sequence[Entry], end_bytes: int)
     replace_file(segment.index_path, body + _checksum(segment.path, body))
 
 
-def read_side_index(segment: Segment) -> tuple[list[Entry], int] | None:
+def read_side_index(segment: SegmentFile) -> tuple[list[Entry], int] | None:
     """Returns the entries and the end of the last record in bytes; None without a valid side index.
 
     Raises `OSError`, except for a missing file.

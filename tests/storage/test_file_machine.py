@@ -1,0 +1,228 @@
+"""Random puts, reads, restarts, crashes, corruption and faults of a file storage, compared with a dictionary.
+
+Names determine contents, so each hit is compared with its content. A page is *certain* if `put` reported it as
+stored and nothing happened since that may lose it: such a page must be a hit.
+"""
+
+from __future__ import annotations
+
+import errno
+import shutil
+import tempfile
+from pathlib import Path
+
+import pytest
+from counted_machine import CountedMachine, counted, run_steps
+from faulty_disk import FaultyDisk, ManualClock, flip_bit
+from hypothesis import strategies as st
+from hypothesis.stateful import invariant, precondition, rule
+from storage_pages import content, exists, key, memory, put
+
+from disagg.storage.breaker import PauseSettings
+from disagg.storage.files import FileSettings, FileStorage
+
+SEGMENT_BYTES, SEGMENTS = 64 << 10, 5
+NAMES = st.lists(st.integers(0, 40), min_size=1, max_size=5, unique=True)
+ERRORS = st.sampled_from([errno.EIO, errno.ENOSPC, errno.EROFS])
+TIMEOUT_S = 20.0
+
+
+def length_of(name: int) -> int:
+    """Returns the length of a page: less than a block, or up to three."""
+    return 1 + name * 311 % 12_000
+
+
+class FileMachine(CountedMachine):
+    """One storage with faults, and sometimes a second one on the same folder."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.root = Path(tempfile.mkdtemp(prefix="disagg-storage-"))
+        self.folder = self.root / "0"
+        self.crashes = 0
+        self.clock = ManualClock()
+        self.certain: set[int] = set()
+        self.ever: set[int] = set()
+        self.other: FileStorage | None = None
+        self.open()
+
+    def open(self) -> None:
+        self.disk = FaultyDisk()
+        self.storage = self.opened(self.disk)
+        self.evicted = self.storage.statistics().evicted_pages
+
+    def opened(self, disk: FaultyDisk) -> FileStorage:
+        settings = FileSettings(
+            self.folder,
+            SEGMENTS * SEGMENT_BYTES,
+            SEGMENT_BYTES,
+            threads=2,
+            direct=False,
+            refresh_s=0,
+            pause=PauseSettings(3, 1.0, 4.0),
+        )
+        return FileStorage(settings, disk, self.clock)
+
+    def read(self, storage: FileStorage, names: list[int]) -> list[bool]:
+        into = [memory(length_of(name)) for name in names]
+        hits = storage.get([key(name) for name in names], into, TIMEOUT_S)
+        for name, page, hit in zip(names, into, hits, strict=True):
+            assert page == (content(name, length_of(name)) if hit else b"\xab" * len(page))
+            assert not hit or name in self.ever
+        return hits
+
+    @rule(names=NAMES)
+    @counted
+    def put(self, names: list[int]) -> None:
+        pages = [memoryview(content(name, length_of(name))) for name in names]
+        self.ever.update(names)
+        stored = self.storage.put([key(name) for name in names], pages, TIMEOUT_S)
+        evicted = self.storage.statistics().evicted_pages
+        if evicted != self.evicted:
+            self.certain.clear()
+            self.evicted = evicted
+            type(self).done["eviction"] += 1
+        else:
+            # With an eviction in the same call, a page can be evicted right after it was found.
+            self.certain.update(name for name, landed in zip(names, stored, strict=True) if landed)
+        if not (self.disk.write_error or self.storage.statistics().paused):
+            assert stored == [True] * len(names)
+
+    @rule(names=NAMES)
+    @counted
+    def get(self, names: list[int]) -> None:
+        hits = self.read(self.storage, names)
+        healthy = not (self.disk.read_error or self.storage.statistics().paused)
+        if healthy:
+            lost = [name for name, hit in zip(names, hits, strict=True) if name in self.certain and not hit]
+            assert lost == []
+        type(self).done["hit"] += sum(hits)
+
+    @rule(names=NAMES)
+    @counted
+    def look(self, names: list[int]) -> None:
+        found = exists(self.storage, names)
+        assert all(there or name not in self.certain for name, there in zip(names, found, strict=True))
+
+    @rule()
+    @counted
+    def restart(self) -> None:
+        self.storage.close()
+        self.certain.difference_update(self.certain if self.disk.write_error else ())
+        self.open()
+
+    @rule()
+    @counted
+    def crash(self) -> None:
+        """Goes on with a copy of the folder, as a process finds it whose predecessor was killed."""
+        self.close_other()
+        self.crashes += 1
+        source, self.folder = self.folder, self.root / str(self.crashes)
+        shutil.copytree(source, self.folder)
+        self.storage.close()
+        shutil.rmtree(source)
+        self.open()
+
+    @rule(data=st.data())
+    @counted
+    def corrupt(self, data: st.DataObject) -> None:
+        """Flips a bit anywhere, also in a side index."""
+        files = sorted(path for path in self.folder.iterdir() if path.stat().st_size)
+        if files:
+            path = data.draw(st.sampled_from(files))
+            flip_bit(path, data.draw(st.integers(0, path.stat().st_size - 1)))
+            self.certain.clear()
+
+    @rule(data=st.data())
+    @counted
+    def remove(self, data: st.DataObject) -> None:
+        """An operator removes a file."""
+        files = sorted(path for path in self.folder.iterdir() if path.suffix != ".lock")
+        if files:
+            data.draw(st.sampled_from(files)).unlink()
+            self.certain.clear()
+
+    @rule(error=ERRORS, torn_bytes=st.sampled_from([None, 100, 4096]))
+    @counted
+    def fail_writes(self, error: int, torn_bytes: int | None) -> None:
+        self.disk.write_error, self.disk.torn_bytes = error, torn_bytes
+
+    @rule(error=ERRORS)
+    @counted
+    def fail_reads(self, error: int) -> None:
+        self.disk.read_error = error
+        self.certain.clear()  # pages that are not kept by an eviction, because they cannot be read
+
+    @rule()
+    @counted
+    def repair(self) -> None:
+        self.disk.read_error = self.disk.write_error = 0
+        self.clock.now_s += 10
+
+    @rule()
+    @counted
+    def refresh(self) -> None:
+        self.storage.refresh()
+
+    @rule(names=NAMES)
+    @counted
+    def use_other(self, names: list[int]) -> None:
+        """A second process on the same folder reads, and stores pages of its own."""
+        if self.other is None:
+            self.other = self.opened(FaultyDisk())
+        self.other.refresh()
+        self.read(self.other, names)
+        self.ever.add(100)
+        put(self.other, [100], length_of(100))
+        self.other.check()
+
+    @precondition(lambda self: self.other is not None)
+    @rule()
+    @counted
+    def close_other(self) -> None:
+        if self.other is not None:
+            self.other.close()
+            self.other = None
+
+    @invariant()
+    def books_agree(self) -> None:
+        self.storage.check()
+
+    @invariant()
+    def the_limit_holds(self) -> None:
+        owned = len(list(self.folder.glob("*.pages")))
+        assert owned <= SEGMENTS * (1 if self.other is None else 2) + 1
+
+    def teardown(self) -> None:
+        self.close_other()
+        self.storage.close()
+        shutil.rmtree(self.root)
+
+
+RULES = [
+    "put",
+    "get",
+    "look",
+    "restart",
+    "crash",
+    "corrupt",
+    "remove",
+    "fail_writes",
+    "fail_reads",
+    "repair",
+    "refresh",
+    "use_other",
+    "close_other",
+    "eviction",
+    "hit",
+]
+
+
+def test_a_storage_like_a_dictionary_that_forgets() -> None:
+    run_steps(FileMachine, 1500)
+    assert {name: FileMachine.done[name] for name in RULES if FileMachine.done[name] < 10} == {}
+
+
+@pytest.mark.slow
+def test_a_storage_like_a_dictionary_for_long() -> None:
+    run_steps(FileMachine, 60_000)
