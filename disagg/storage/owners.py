@@ -26,7 +26,10 @@ class WriterLocks:
         return writer in self._held
 
     def acquire(self, writer: str) -> bool:
-        """Locks a writer's id, without waiting. Returns False if another process has it. Raises `OSError`."""
+        """Locks a writer's id, without waiting. Returns False if another process has it, or has just released it.
+
+        Raises `OSError`.
+        """
         descriptor = self._disk.open(self._path(writer), os.O_RDWR | os.O_CREAT)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -36,6 +39,9 @@ class WriterLocks:
         except OSError:
             self._disk.close(descriptor)
             raise
+        if not self._is_current(writer, descriptor):
+            self._disk.close(descriptor)
+            return False
         self._held[writer] = descriptor  # closed, and so unlocked, by `release`
         return True
 
@@ -51,6 +57,13 @@ class WriterLocks:
     def held(self) -> list[str]:
         """Returns the locked ids."""
         return list(self._held)
+
+    def _is_current(self, writer: str, descriptor: int) -> bool:
+        """Returns whether the locked file is still the one in the folder: its last owner may have removed it."""
+        try:
+            return os.path.samestat(self._path(writer).stat(), os.fstat(descriptor))
+        except FileNotFoundError:
+            return False
 
     def _path(self, writer: str) -> Path:
         return self._folder / f"{writer}{LOCK_SUFFIX}"

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 _NAME = re.compile(r"([0-9a-f]{16})-(\d{8})\.pages")
+_INDEX_NAME = re.compile(r"\.?([0-9a-f]{16}-\d{8})\.index(\..+)?")
 LOCK_SUFFIX, PAGES_SUFFIX, INDEX_SUFFIX = ".lock", ".pages", ".index"
 
 
@@ -67,3 +68,15 @@ def parse_name(name: str) -> tuple[str, int] | None:
     """Returns writer and number of a segment file's name; None for other files."""
     match = _NAME.fullmatch(name)
     return (match[1], int(match[2])) if match else None
+
+
+def index_segment(name: str) -> str | None:
+    """Returns the segment's file name for that of a side index, complete or half-written; None for other files."""
+    match = _INDEX_NAME.fullmatch(name)
+    return f"{match[1]}{PAGES_SUFFIX}" if match else None
+
+
+def lock_writer(name: str) -> str | None:
+    """Returns the writer's id for the name of a lock file; None for other files."""
+    writer = name.removesuffix(LOCK_SUFFIX)
+    return writer if writer != name and re.fullmatch(r"[0-9a-f]{16}", writer) else None

@@ -6,7 +6,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from contextlib import suppress
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from disagg.storage.disk import Disk
 from disagg.storage.owners import WriterLocks
 from disagg.storage.page_index import PageIndex
 from disagg.storage.scan import scan_headers
-from disagg.storage.segment import Entry, SegmentFile, parse_name, segment_path
+from disagg.storage.segment import Entry, SegmentFile, index_segment, lock_writer, parse_name, segment_path
 from disagg.storage.side_index import read_side_index, write_side_index
 
 log = get_logger(__name__)
@@ -63,15 +63,14 @@ class SegmentFolder:
         A fault of one segment is counted, and the segment is tried again next time.
         """
         with self._lock:
-            names = {name: found for name in self._disk.names(self.path) if (found := parse_name(name))}
+            listed = set(self._disk.names(self.path))
+            names = {name: found for name in listed if (found := parse_name(name))}
             # A segment of this process that is not sealed may have no file yet.
             known = [one for one in self._segments.values() if one.sealed or one.writer != self.writer]
             for segment in known:
                 if segment.path.name not in names:
                     self._counters.add(vanished=self._forget(segment))
-            for writer in sorted({writer for writer, _ in names.values()}):
-                if not self._locks.holds(writer) and self._locks.acquire(writer):
-                    log.info("storage_segments_adopted", storage=str(self.path), writer=writer)
+            self._adopt(listed, {writer for writer, _ in names.values()})
             for name in sorted(names):
                 try:
                     self._look_at(name, *names[name])
@@ -131,6 +130,20 @@ class SegmentFolder:
                     self._locks.release(writer, remove=writer not in kept)
         finally:
             self._lock.release()
+
+    def _adopt(self, listed: Set[str], writers: Set[str]) -> None:
+        """Locks the segments of dead `writers`, and removes what dead writers left without a segment."""
+        for writer in sorted(writers | {writer for name in listed if (writer := lock_writer(name))}):
+            if self._locks.holds(writer) or not self._locks.acquire(writer):
+                continue
+            if writer in writers:
+                log.info("storage_segments_adopted", storage=str(self.path), writer=writer)
+            else:
+                self._locks.release(writer, remove=True)
+        for name in listed:
+            segment = index_segment(name)
+            if segment and segment not in listed and self._locks.holds(segment.partition("-")[0]):
+                self._disk.remove(self.path / name)
 
     def _look_at(self, name: str, writer: str, number: int) -> None:
         segment = self._segments.get(name)

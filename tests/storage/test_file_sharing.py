@@ -194,3 +194,19 @@ def test_other_files_are_ignored(opened: Opened, tmp_path: Path) -> None:
     assert get(storage, ["a"]) == [True]
     assert (opened.folder / "notes.txt").read_text() == "kept"
     storage.check()
+
+
+def test_what_dead_writers_left_is_removed(opened: Opened) -> None:
+    """Locks without segments, side indexes without theirs, and half-written ones."""
+    opened.folder.mkdir()
+    (opened.folder / f"{'0' * 16}.lock").write_bytes(b"")
+    storage = opened()
+    put(storage, range(PAGES_EACH + 1))
+    (index,) = opened.files(".index")
+    (opened.folder / f".{index.name}.tmp1").write_bytes(b"")
+    index.with_suffix(".pages").unlink()
+    storage.refresh()
+    kept = sorted(path.name for path in opened.folder.iterdir())
+    assert [name.rpartition(".")[2] for name in kept] == ["pages", "lock"]
+    assert kept[-1] != f"{'0' * 16}.lock"
+    storage.check()
