@@ -147,9 +147,13 @@ class FileStorage:
         return [not closed and self._index.find(key) is not None for key in keys]
 
     def refresh(self) -> None:
-        """Looks for segments of other processes now, on the calling thread. Raises no error."""
+        """Looks for segments of other processes now, on the calling thread. Raises no error.
+
+        Adopted segments beyond the limit are evicted.
+        """
         try:
             self._folder.refresh()
+            self._appender.trim()
         except OSError as exc:
             self._counters.add(errors=1)
             storage = str(self._settings.folder)

@@ -58,7 +58,8 @@ class FileMachine(CountedMachine):
     def open(self) -> None:
         self.disk = FaultyDisk()
         self.storage = self.opened(self.disk)
-        self.evicted = self.storage.statistics().evicted_pages
+        self.evicted = 0
+        self.count_evicted()
 
     def opened(self, disk: FaultyDisk) -> FileStorage:
         settings = FileSettings(
@@ -80,6 +81,15 @@ class FileMachine(CountedMachine):
             assert not hit or name in self.ever
         return hits
 
+    def count_evicted(self) -> bool:
+        """Returns whether pages were evicted since the last call: then no page is certain."""
+        evicted, self.evicted = self.evicted, self.storage.statistics().evicted_pages
+        if evicted == self.evicted:
+            return False
+        type(self).done["eviction"] += 1
+        self.certain.clear()
+        return True
+
     @rule(names=NAMES)
     @counted
     def put(self, names: list[int]) -> None:
@@ -87,13 +97,8 @@ class FileMachine(CountedMachine):
         pages = [memoryview(content(name, length_of(name))) for name in names]
         self.ever.update(names)
         stored = self.storage.put([key(name) for name in names], pages, TIMEOUT_S)
-        evicted = self.storage.statistics().evicted_pages
-        if evicted != self.evicted:
-            self.certain.clear()
-            self.evicted = evicted
-            type(self).done["eviction"] += 1
-        else:
-            # With an eviction in the same call, a page can be evicted right after it was found.
+        # With an eviction in the same call, a page can be evicted right after it was found.
+        if not self.count_evicted():
             self.certain.update(name for name, landed in zip(names, stored, strict=True) if landed)
         if not (self.disk.write_error or self.storage.statistics().paused):
             assert stored == [True] * len(names)
@@ -189,6 +194,7 @@ class FileMachine(CountedMachine):
     @counted
     def refresh(self) -> None:
         self.storage.refresh()
+        self.count_evicted()
 
     @rule(names=NAMES)
     @counted
