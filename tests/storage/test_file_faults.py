@@ -50,6 +50,17 @@ def test_failed_reads_pause_the_storage(opened: Opened) -> None:
     storage.check()
 
 
+def test_faults_with_successes_between_are_no_pause(opened: Opened) -> None:
+    storage = opened()
+    put(storage, ["a"])
+    for _ in range(4):
+        for error in (errno.EIO, errno.EIO, 0):
+            opened.disk.read_error = error
+            assert get(storage, ["a"]) == [not error]
+    found = storage.statistics()
+    assert (found.errors, found.pauses) == (8, 0)
+
+
 def test_each_failed_trial_doubles_the_pause(opened: Opened) -> None:
     storage = opened()
     put(storage, ["a"])
@@ -121,6 +132,31 @@ def test_a_failed_write_loses_nothing_behind_it(opened: Opened) -> None:
     again = opened()
     assert get(again, ["torn", "a", "b"]) == [False, True, True]
     again.check()
+
+
+def test_another_storage_reads_behind_a_failed_write(opened: Opened) -> None:
+    """Its scan ends at the hole, so the writer appends nothing behind it."""
+    storage, other = opened(), opened()
+    put(storage, ["a"])
+    opened.disk.write_error = errno.EIO
+    put(storage, ["b"])
+    opened.disk.write_error = 0
+    put(storage, ["c"])
+    other.refresh()
+    assert get(other, ["a", "b", "c"]) == [True, False, True]
+
+
+def test_a_write_into_a_segment_that_vanishes_is_forgotten(opened: Opened) -> None:
+    storage = opened()
+    put(storage, ["a"])
+    opened.disk.writes_go.clear()
+    put(storage, ["late"], timeout_s=SHORT_S)
+    opened.files()[0].unlink()
+    assert get(storage, ["a"]) == [False]
+    opened.disk.writes_go.set()
+    assert put(storage, ["b"]) == [True]
+    storage.check()
+    assert get(storage, ["late", "b"]) == [False, True]
 
 
 def test_a_hanging_read_is_late_and_touches_no_memory(opened: Opened) -> None:

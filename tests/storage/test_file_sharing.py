@@ -7,6 +7,7 @@ import random
 import threading
 from pathlib import Path
 
+from faulty_disk import FaultyDisk
 from file_storages import PAGES_EACH, SEGMENT_BYTES, Opened, opened
 from storage_pages import exists, get, put
 from test_file_crash import killed_writer
@@ -92,6 +93,26 @@ def test_reads_while_segments_are_evicted(opened: Opened) -> None:
     found = storage.statistics()
     assert found.kept_pages > 0
     assert found.corrupt == found.errors == found.vanished == 0
+    storage.check()
+
+
+def test_a_page_that_moves_before_its_segment_is_opened(opened: Opened) -> None:
+    """It was looked up, then written again by an eviction that removed its old segment."""
+    storage = opened(segments=4)
+    put(storage, range(PAGES_EACH))
+    get(storage, [3])
+
+    class Evicting(FaultyDisk):
+        def open(self, path: Path, flags: int) -> int:
+            if not flags & os.O_ACCMODE and threading.current_thread().name.startswith("storage-read"):
+                type(opened.disk).open = FaultyDisk.open  # once
+                put(storage, range(100, 100 + 3 * PAGES_EACH))
+            return super().open(path, flags)
+
+    opened.disk.__class__ = Evicting
+    assert get(storage, [3]) == [True]
+    found = storage.statistics()
+    assert (found.kept_pages, found.vanished, found.misses) == (1, 0, 0)
     storage.check()
 
 
