@@ -54,6 +54,8 @@ LIMITED = {
     ("info", "router_joined"): "router",
     ("info", "router_lost"): "router",
     ("info", "scale_requested"): "operator",
+    ("warning", "storage_paused"): "storage",
+    ("info", "storage_resumed"): "storage",
     ("warning", "storage_page_corrupt"): "storage",
     ("warning", "storage_segment_unreadable"): "storage",
     ("warning", "storage_folder_unreadable"): "storage",

@@ -8,6 +8,7 @@ import threading
 ALIGNMENT = 4096
 """Alignment of buffers, offsets and lengths of direct I/O: the largest block size of common disks, and a memory
 page."""
+_PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 
 
 def aligned(nbytes: int) -> int:
@@ -25,7 +26,7 @@ class BounceBuffers(threading.local):
         """Returns `nbytes` bytes of the calling thread's buffer, aligned. The next call invalidates them."""
         if nbytes > len(self._memory):
             # A view holds the old mapping until its last user is gone, so the old buffer needs no explicit close.
-            self._memory = memoryview(mmap.mmap(-1, aligned(nbytes)))
+            self._memory = memoryview(mmap.mmap(-1, aligned(nbytes), flags=_PRIVATE))
         return self._memory[:nbytes]
 
 

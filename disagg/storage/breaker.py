@@ -23,7 +23,7 @@ class PauseSettings:
     """When faults pause a storage, and for how long."""
 
     faults: int = 3
-    """Failed reads and writes in a row, or late calls in a row, that pause the storage."""
+    """Failed pages and late calls, in a row, that pause the reads or the writes."""
     first_s: float = 1.0
     """Length of the first pause; each further pause without a success between is twice as long."""
     longest_s: float = 60.0
@@ -97,7 +97,6 @@ class Breaker:
             self._until_s = self._clock() + self._pause_s
             self._state = _State.OPEN
         self._counters.add(pauses=1)
-        # One line for each pause, and pauses get longer: this limits the rate of lines.
         log.warning("storage_paused", storage=self._name, reason=reason, pause_s=self._pause_s)
 
     def check(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import secrets
 from pathlib import Path
 
 from disagg.core.errors import ConfigError
@@ -66,7 +67,7 @@ def direct_flag(folder: Path) -> int:
 
     Raises `ConfigError` if no file can be written there.
     """
-    path, memory = folder / f".probe-{os.getpid()}", BounceBuffers().take(ALIGNMENT)
+    path, memory = folder / f".probe-{secrets.token_hex(4)}", BounceBuffers().take(ALIGNMENT)
     try:
         with path.open("wb"):
             pass

@@ -89,10 +89,14 @@ class FileStorage:
             self._appender = Appender(
                 self._folder, self._disk, self._counters, settings.segment_bytes, segments, direct
             )
+        except OSError as exc:
+            raise self._unusable(exc) from exc
+        try:
             self._folder.refresh()
             self._appender.trim()
         except OSError as exc:
-            raise ConfigError(f"the storage folder {settings.folder} is not usable: {exc.strerror}") from exc
+            self._folder.close()
+            raise self._unusable(exc) from exc
         self.direct = bool(direct)
         """Whether the page cache is bypassed."""
         name = str(settings.folder)
@@ -185,6 +189,9 @@ class FileStorage:
             self._appender.close()
             self._folder.close()
         # Otherwise writes hang. Locks stay until the process ends, so nobody adopts a segment that is written.
+
+    def _unusable(self, exc: OSError) -> ConfigError:
+        return ConfigError(f"the storage folder {self._settings.folder} is not usable: {exc.strerror}")
 
     def _use(self, key: bytes) -> bool:
         place = None if self._closed.is_set() else self._index.find(key)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from urllib.parse import urlsplit
 
 from disagg.core.clock import Clock
 from disagg.core.errors import ConfigError
@@ -64,10 +65,11 @@ class RemoteStorage:
     def __init__(self, settings: RemoteSettings, clock: Clock = time.monotonic) -> None:
         """`clock` times pauses. Raises `ConfigError` for a malformed URL, and without the `redis` package."""
         self._client = RedisClient(settings.url, settings.server_timeout_s, settings.expire_s)
+        self._name = _name_of(settings.url)
         self._prefix = settings.prefix
         self._counters = Counters()
-        self._reads = Breaker("server reads", self._counters, settings.pause, clock)
-        self._writes = Breaker("server writes", self._counters, settings.pause, clock)
+        self._reads = Breaker(f"{self._name} reads", self._counters, settings.pause, clock)
+        self._writes = Breaker(f"{self._name} writes", self._counters, settings.pause, clock)
         self._readers = IOThreads("storage-read", settings.threads)
         self._writers = IOThreads("storage-write", settings.threads)
         self._buffers = BounceBuffers()
@@ -179,7 +181,7 @@ class RemoteStorage:
             batch.settle(i, landed=fits)
         if corrupt:
             self._counters.add(corrupt=len(corrupt))
-            log.warning("storage_page_corrupt", storage="server", pages=len(corrupt))
+            log.warning("storage_page_corrupt", storage=self._name, pages=len(corrupt))
             self._client.remove(corrupt)
         return True
 
@@ -217,6 +219,12 @@ class RemoteStorage:
         for i, found in zip(chunk, self._client.exists(names), strict=True):
             batch.settle(i, landed=found)
         return True
+
+
+def _name_of(url: str) -> str:
+    """Returns the server's place for logs, without user and password."""
+    parts = urlsplit(url)
+    return parts.path if parts.scheme == "unix" else f"{parts.hostname}:{parts.port or 6379}"
 
 
 def _chunks(sizes_bytes: Sequence[int], least: int) -> list[range]:

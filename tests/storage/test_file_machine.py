@@ -248,4 +248,4 @@ def test_a_storage_like_a_dictionary_that_forgets() -> None:
 
 @pytest.mark.slow
 def test_a_storage_like_a_dictionary_for_long() -> None:
-    run_steps(FileMachine, 60_000)
+    run_steps(FileMachine, 20_000)

@@ -294,3 +294,15 @@ def test_without_the_client_the_error_names_the_extra(monkeypatch: pytest.Monkey
     with pytest.raises(ConfigError, match=r"pip install 'disagg\[redis\]'"):
         RemoteStorage(RemoteSettings("redis://host"))
     importlib.import_module("disagg.storage.remote")
+
+
+def test_logs_show_no_password(clock: ManualClock) -> None:
+    with fake_server() as server:
+        url = f"redis://user:secret@127.0.0.1:{server.port}/0"
+        storage = RemoteStorage(RemoteSettings(url, threads=1, pause=PAUSE), clock)
+        with structlog.testing.capture_logs() as lines:
+            for _ in range(3):
+                assert get(storage, ["a"]) == [False]  # the fake server knows no AUTH
+        storage.close()
+    assert [line["storage"] for line in lines] == [f"127.0.0.1:{server.port} reads"]
+    assert "secret" not in str(lines)
