@@ -2,8 +2,8 @@
 
 In each minute an event writes a limited number of lines per peer; one summary line counts the dropped lines.
 
-`LIMITED` lists the limited events: a peer or a client can cause them repeatedly by invalid input. Events of this
-process and its groups, and errors of accepted requests, are never limited.
+`LIMITED` lists the limited events: a peer or a client can cause them repeatedly by invalid input, or a storage by its
+faults. Other events of this process and its groups, and errors of accepted requests, are never limited.
 """
 
 from __future__ import annotations
@@ -54,6 +54,13 @@ LIMITED = {
     ("info", "router_joined"): "router",
     ("info", "router_lost"): "router",
     ("info", "scale_requested"): "operator",
+    ("warning", "storage_paused"): "storage",
+    ("info", "storage_resumed"): "storage",
+    ("warning", "storage_page_corrupt"): "storage",
+    ("warning", "storage_segment_unreadable"): "storage",
+    ("warning", "storage_folder_unreadable"): "storage",
+    ("warning", "storage_index_not_written"): "storage",
+    ("warning", "storage_pages_not_kept"): "storage",
     ("info", "request"): "client",  # refused requests (4xx) only
 }
 """Field that names the peer, by level and event of a limited line. Lines without the field are not limited."""

@@ -15,6 +15,7 @@ from disagg.cli.bench.overload import overload
 from disagg.cli.bench.prefill import prefill
 from disagg.cli.bench.router import router
 from disagg.cli.bench.serve import serve
+from disagg.cli.bench.storage import storage
 from disagg.cli.bench.swap import swap
 from disagg.cli.bench.transfer import transfer
 from disagg.cli.bench.wire import wire
@@ -26,6 +27,7 @@ for _command in (
     kernels,
     collective,
     swap,
+    storage,
     wire,
     transfer,
     handoff,

@@ -1,0 +1,76 @@
+"""The results of one call, shared by its caller and the I/O threads."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+
+class PageBatch:
+    """Results of the pages of one call, and its right to the caller's memory.
+
+    An I/O thread touches the caller's memory within `memory` only. `wait` closes the batch: it waits for copies that
+    have begun, which need no I/O, and no later one begins. So the caller has its memory back when `wait` returns.
+    """
+
+    def __init__(self, count: int, pages: Sequence[memoryview] = ()) -> None:
+        """`count`: pages that I/O threads will settle. `pages`: the caller's memory."""
+        self._condition = threading.Condition()
+        self._results: list[bool | None] = [None] * count
+        self._left = count
+        self._copying = 0
+        self._open = True
+        self._pages: Sequence[memoryview] = pages
+        self.sizes_bytes = [page.nbytes for page in pages]
+        """Lengths of the caller's memory."""
+
+    @property
+    def count(self) -> int:
+        """Number of pages."""
+        return len(self._results)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the caller still waits. May be outdated at once: only `memory` guards the caller's memory."""
+        return self._open
+
+    @contextmanager
+    def memory(self, index: int) -> Iterator[memoryview | None]:
+        """Yields the caller's memory of page `index`, valid within the block; None if the caller is gone."""
+        with self._condition:
+            page = self._pages[index].cast("B") if self._open else None
+            self._copying += page is not None
+        try:
+            yield page
+        finally:
+            if page is not None:
+                page.release()
+                with self._condition:
+                    self._copying -= 1
+                    self._condition.notify_all()
+
+    def settle(self, index: int, *, landed: bool) -> None:
+        """Sets a page's result; later results of the same page, and those of a closed batch, are ignored."""
+        with self._condition:
+            if self._open and self._results[index] is None:
+                self._results[index] = landed
+                self._left -= 1
+                if not self._left:
+                    self._condition.notify_all()
+
+    def wait(self, timeout_s: float) -> list[bool | None]:
+        """Waits until all pages are settled, at most `timeout_s`; then closes the batch and returns the results.
+
+        None stands for a page that was not settled in time.
+        """
+        ends_s = time.monotonic() + timeout_s
+        with self._condition:
+            while self._left and (left_s := ends_s - time.monotonic()) > 0:
+                self._condition.wait(left_s)
+            self._open = False
+            self._pages = ()  # a caller can free its memory although a stuck thread still has this batch
+            while self._copying:
+                self._condition.wait()
+            return list(self._results)

@@ -1,0 +1,37 @@
+"""Page-aligned buffers of I/O threads, and copies between them and a caller's memory."""
+
+from __future__ import annotations
+
+import mmap
+import threading
+
+ALIGNMENT = 4096
+"""Alignment of buffers, offsets and lengths of direct I/O: the largest block size of common disks, and a memory
+page."""
+_PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+
+
+def aligned(nbytes: int) -> int:
+    """Returns `nbytes` rounded up to a multiple of `ALIGNMENT`."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+class BounceBuffers(threading.local):
+    """One buffer for each thread, which grows to the largest record; freed when the thread ends."""
+
+    def __init__(self) -> None:
+        self._memory = memoryview(b"")
+
+    def take(self, nbytes: int) -> memoryview:
+        """Returns `nbytes` bytes of the calling thread's buffer, aligned. The next call invalidates them."""
+        if nbytes > len(self._memory):
+            # A view holds the old mapping until its last user is gone, so the old buffer needs no explicit close.
+            self._memory = memoryview(mmap.mmap(-1, aligned(nbytes), flags=_PRIVATE))
+        return self._memory[:nbytes]
+
+
+def copy(target: memoryview, source: memoryview) -> None:
+    """Copies bytes between buffers of equal length, without the GIL: several threads copy at the same time."""
+    import numpy as np  # imported on first use
+
+    np.copyto(np.frombuffer(target, dtype=np.uint8), np.frombuffer(source, dtype=np.uint8))

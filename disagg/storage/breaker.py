@@ -1,0 +1,108 @@
+"""The circuit breaker of a storage: faults pause it, and one call at a time tries whether it works again.
+
+The pattern is Nygard's ("Release It!", 2007), with pauses that double as in exponential back-off.
+"""
+
+from __future__ import annotations
+
+import enum
+import threading
+import time
+from dataclasses import dataclass
+
+from disagg.core.clock import Clock
+from disagg.core.errors import InvariantError
+from disagg.core.log import get_logger
+from disagg.storage.counters import Counters
+
+log = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class PauseSettings:
+    """When faults pause a storage, and for how long."""
+
+    faults: int = 3
+    """Failed pages and late calls, in a row, that pause the reads or the writes."""
+    first_s: float = 1.0
+    """Length of the first pause; each further pause without a success between is twice as long."""
+    longest_s: float = 60.0
+
+
+class _State(enum.Enum):
+    CLOSED = "calls run"
+    OPEN = "calls are skipped"
+    TRIAL = "one call runs, and decides"
+
+
+class Breaker:
+    """Decides whether calls of one direction (reads or writes) run. Thread-safe; performs no I/O.
+
+    After a pause one call runs as a trial: its success resumes the storage, its failure starts a longer pause. A
+    trial without a result within the pause's length is followed by another one.
+    """
+
+    def __init__(
+        self, name: str, counters: Counters, settings: PauseSettings, clock: Clock = time.monotonic
+    ) -> None:
+        """`name`: the storage and the direction, in log lines."""
+        self._name, self._counters, self._settings, self._clock = name, counters, settings, clock
+        self._lock = threading.Lock()
+        self._state = _State.CLOSED
+        self._faults = 0
+        self._pause_s = 0.0
+        """Length of the latest pause; 0 if the breaker is closed."""
+        self._until_s = 0.0
+        """End of the pause, or of the trial."""
+
+    @property
+    def paused(self) -> bool:
+        """Whether calls are skipped, apart from trials."""
+        return self._state is not _State.CLOSED
+
+    def admit(self) -> bool:
+        """Returns whether a call may run."""
+        if not self.paused:  # the frequent case, without the lock
+            return True
+        with self._lock:
+            now_s = self._clock()
+            if self._state is not _State.CLOSED:
+                if now_s < self._until_s:
+                    return False
+                self._state, self._until_s = _State.TRIAL, now_s + self._pause_s
+            return True
+
+    def succeeded(self) -> None:
+        """Reports that I/O worked. Ends a pause too: I/O that began before the pause has completed."""
+        if not self.paused and not self._faults:  # the frequent case, without the lock
+            return
+        with self._lock:
+            resumed = self._state is not _State.CLOSED
+            self._state, self._faults, self._pause_s = _State.CLOSED, 0, 0.0
+        if resumed:
+            log.info("storage_resumed", storage=self._name)
+
+    def failed(self, reason: str, *, at_once: bool = False) -> None:
+        """Reports a fault. `at_once`: pauses without waiting for further faults, as for a full disk.
+
+        During a pause faults change nothing: they are of calls that began before.
+        """
+        with self._lock:
+            self._faults += 1
+            few = self._state is _State.CLOSED and not at_once and self._faults < self._settings.faults
+            if few or self._state is _State.OPEN:
+                return
+            longer_s = max(2 * self._pause_s, self._settings.first_s)
+            self._pause_s = min(longer_s, self._settings.longest_s)
+            self._until_s = self._clock() + self._pause_s
+            self._state = _State.OPEN
+        self._counters.add(pauses=1)
+        log.warning("storage_paused", storage=self._name, reason=reason, pause_s=self._pause_s)
+
+    def check(self) -> None:
+        """Raises `InvariantError` unless state and length of the pause agree."""
+        with self._lock:
+            in_range = self._settings.first_s <= self._pause_s <= self._settings.longest_s
+            sound = self._pause_s == 0 if self._state is _State.CLOSED else in_range
+            if not sound:
+                raise InvariantError(f"breaker of {self._name}: {self._state.name}, pause {self._pause_s} s")

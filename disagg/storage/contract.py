@@ -1,0 +1,122 @@
+"""The contract of a page storage, and its counters.
+
+A storage is a cache: each page in it can be computed again. So no call raises for a missing, corrupt or failed page.
+Such a page is a miss, and a counter names the cause.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+KEY_BYTES = 32
+"""Length of a page's key; see `disagg.storage.keys`."""
+
+
+@dataclass(frozen=True, slots=True)
+class StorageStatistics:
+    """Counts since the storage was opened, except where a field says otherwise."""
+
+    pages: int = 0
+    """Pages stored now, as far as this process knows; 0 for a storage on another machine."""
+    stored_bytes: int = 0
+    """Bytes of these pages and their headers."""
+    put_pages: int = 0
+    """Pages of `put` that are stored, including pages that were stored before."""
+    put_bytes: int = 0
+    """Bytes of pages that `put` wrote, without headers."""
+    put_failed: int = 0
+    """Pages of `put` that may not be stored."""
+    hits: int = 0
+    """Pages that `get` delivered."""
+    hit_bytes: int = 0
+    misses: int = 0
+    """Pages that `get` did not deliver, for whatever reason."""
+    corrupt: int = 0
+    """Pages that were dropped because their header or content did not verify."""
+    refused: int = 0
+    """Pages whose length differs from the stored one, or exceeds the largest page that the storage accepts."""
+    late: int = 0
+    """Pages of calls that had not landed within the time limit."""
+    skipped: int = 0
+    """Pages of calls during a pause, or after `close`."""
+    vanished: int = 0
+    """Pages whose file another process, or an operator, had removed."""
+    errors: int = 0
+    """Reads and writes that the operating system or the server failed."""
+    full: int = 0
+    """Writes that failed for lack of space."""
+    evicted_pages: int = 0
+    """Pages that this process removed to make room."""
+    kept_pages: int = 0
+    """Pages that were read since they were written, and written again when their segment was evicted."""
+    pauses: int = 0
+    """How often faults paused the storage."""
+    paused: bool = False
+    """Whether calls are skipped now."""
+
+
+class PageStorage(Protocol):
+    """A store of pages by key. Thread-safe.
+
+    **Time.** No call blocks longer than its `timeout_s`, apart from copies in memory that have begun: at most one
+    page for each I/O thread. A page that has not landed by then is a miss.
+
+    **Memory.** I/O threads read and write their own buffers. They copy between such a buffer and the caller's memory
+    only while the call lasts. After its return no thread of the storage touches the caller's memory, or holds a
+    reference to it. So a late read changes nothing, and a late write stores the page as it was.
+
+    **Threads.** The calling thread looks keys up, waits, and does no I/O. I/O threads of the storage do all I/O;
+    the in-memory reference has none.
+
+    **Keys.** A key determines the content. A `put` of a stored key writes nothing.
+    """
+
+    def put(self, keys: Sequence[bytes], pages: Sequence[memoryview], timeout_s: float) -> list[bool]:
+        """Stores pages, contiguous memory of any length. Returns for each page whether it is stored.
+
+        After False the page may be stored all the same, or later. Raises `ValueError` if the lengths of the lists
+        differ, a key has not `KEY_BYTES` bytes, or a page is empty or not contiguous.
+        """
+
+    def get(self, keys: Sequence[bytes], into: Sequence[memoryview], timeout_s: float) -> list[bool]:
+        """Reads pages into writable, contiguous memory. Returns for each page whether it is there.
+
+        Memory of a page that is True has exactly the stored content, and its length must be the stored one. Other
+        memory is unchanged, or has the page's content if the page was late. Raises `ValueError` as `put` does, and
+        for memory that is read-only.
+        """
+
+    def exists(self, keys: Sequence[bytes], timeout_s: float) -> list[bool]:
+        """Returns for each key whether its page is stored, as far as is known without reading the page.
+
+        Raises `ValueError` for a key that has not `KEY_BYTES` bytes.
+        """
+
+    def statistics(self) -> StorageStatistics:
+        """Returns the current counts. Never blocks for I/O."""
+
+    def check(self) -> None:
+        """Raises `InvariantError` if the storage's books are inconsistent. For tests; no call may be running."""
+
+    def close(self) -> None:
+        """Ends the I/O threads and releases files and connections. Idempotent.
+
+        Waits at most a few seconds for I/O that is under way. Later calls are misses.
+        """
+
+
+def require_batch(keys: Sequence[bytes], pages: Sequence[memoryview] | None, *, writable: bool) -> None:
+    """Raises `ValueError` unless the arguments of a call are as `PageStorage` describes them."""
+    for key in keys:
+        if len(key) != KEY_BYTES:
+            raise ValueError(f"a page's key has {KEY_BYTES} bytes, not {len(key)}")
+    if pages is None:
+        return
+    if len(pages) != len(keys):
+        raise ValueError(f"{len(keys)} keys need as many pages, not {len(pages)}")
+    for page in pages:
+        if not page.nbytes or not page.c_contiguous or (writable and page.readonly):
+            need = "writable and contiguous" if writable else "contiguous"
+            raise ValueError(f"the memory of a page must be {need}, and not empty; got {page!r}")

@@ -1,0 +1,37 @@
+"""Thread-safe counters of a storage."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+
+from disagg.core.errors import InvariantError
+from disagg.storage.contract import StorageStatistics
+
+
+class Counters:
+    """Counts by name of a field of `StorageStatistics`. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts: Counter[str] = Counter()
+
+    def add(self, **counts: int) -> None:
+        """Adds to the named counts."""
+        with self._lock:
+            self._counts.update(counts)
+
+    def statistics(self, pages: int, stored_bytes: int, *, paused: bool) -> StorageStatistics:
+        """Returns the counts, with the current values that are no counts."""
+        with self._lock:
+            return StorageStatistics(pages=pages, stored_bytes=stored_bytes, paused=paused, **self._counts)
+
+    def check(self) -> None:
+        """Raises `InvariantError` if a count is negative or bytes were counted without a page."""
+        with self._lock:
+            counts = dict(self._counts)
+        wrong = [name for name, count in counts.items() if count < 0]
+        if counts.get("hit_bytes") and not counts.get("hits"):
+            wrong.append("hit_bytes")
+        if wrong:
+            raise InvariantError(f"storage counters {wrong} are wrong: {counts}")

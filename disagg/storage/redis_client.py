@@ -1,0 +1,129 @@
+"""A thin layer over the `redis` package: the commands that the storage needs, with one kind of error."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from disagg.core.errors import ConfigError, DisaggError
+
+if TYPE_CHECKING:
+    import redis
+
+
+class StorageServerError(DisaggError):
+    """The storage server cannot be reached, does not answer in time, or answers with an error."""
+
+
+class RedisClient:
+    """Commands to a Redis or Valkey server. Thread-safe: each thread takes a connection from a pool.
+
+    A connection is opened when a command needs one, and closed after a fault: a late reply cannot be taken for that
+    of a later command.
+    """
+
+    def __init__(self, url: str, timeout_s: float, expire_s: int) -> None:
+        """`timeout_s`: limit of a connect, and of a send or receive without progress. `expire_s`: 0: no expiry.
+
+        Raises `ConfigError` for a malformed URL, and without the `redis` package.
+        """
+        try:
+            import redis
+            from redis.backoff import NoBackoff
+            from redis.retry import Retry
+        except ImportError as exc:
+            raise ConfigError(
+                "a Redis storage needs the `redis` package: pip install 'disagg[redis]', or use a storage in files"
+            ) from exc
+        try:
+            self._redis: redis.Redis = redis.Redis.from_url(
+                url,
+                socket_timeout=timeout_s,
+                socket_connect_timeout=timeout_s,
+                retry=Retry(NoBackoff(), 0),  # the breaker decides when to try again
+                protocol=2,  # the oldest servers too; the storage needs nothing of version 3
+                driver_info=None,
+            )
+        except ValueError as exc:  # its text may contain the password
+            raise ConfigError(
+                "the URL of the storage server is malformed: give redis://HOST:PORT/DB, rediss://HOST:PORT/DB for "
+                "TLS, or unix:///PATH"
+            ) from exc
+        self._full_error = redis.exceptions.OutOfMemoryError
+        self._expire_s = expire_s
+
+    def read(self, keys: Sequence[bytes]) -> list[bytes | None]:
+        """Returns the values of keys. Raises `StorageServerError`."""
+        with _mapped():
+            values = self._redis.execute_command("MGET", *keys)  # type: ignore[no-untyped-call]
+            if len(values) != len(keys):
+                raise StorageServerError(f"the server sent {len(values)} values for {len(keys)} keys")
+            return [value if isinstance(value, bytes) else None for value in values]
+
+    def touch(self, keys: Sequence[bytes]) -> list[bool]:
+        """Returns which keys exist, and renews their age for the server's eviction. Raises `StorageServerError`."""
+        command = ("EXPIRE", self._expire_s) if self._expire_s else ("TOUCH",)
+        return [reply == 1 for reply in self._pipelined([(command[0], key, *command[1:]) for key in keys])]
+
+    def exists(self, keys: Sequence[bytes]) -> list[bool]:
+        """Returns which keys exist. Raises `StorageServerError`."""
+        return [reply == 1 for reply in self._pipelined([("EXISTS", key) for key in keys])]
+
+    def write(self, keys: Sequence[bytes], values: Sequence[memoryview]) -> tuple[list[bool], bool]:
+        """Stores values; returns which are stored, and whether the server refused one for lack of memory.
+
+        Raises `StorageServerError`.
+        """
+        expiry = ("EX", self._expire_s) if self._expire_s else ()
+        each = zip(keys, values, strict=True)
+        replies = self._pipelined([("SET", key, value, *expiry) for key, value in each])
+        full = any(isinstance(reply, self._full_error) for reply in replies)
+        return [not isinstance(reply, Exception) and bool(reply) for reply in replies], full
+
+    def remove(self, keys: Sequence[bytes]) -> None:
+        """Removes keys. Raises `StorageServerError`."""
+        self._pipelined([("UNLINK", key) for key in keys])
+
+    def close(self) -> None:
+        """Closes all connections, also those in use. Raises no error."""
+        with _ignored():
+            self._redis.connection_pool.disconnect()
+
+    def _pipelined(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """Sends commands at once; returns a reply for each: the error itself where memory is full.
+
+        Raises `StorageServerError` for other errors, too if the server reports one for a single command.
+        """
+        with _mapped(), self._redis.pipeline(transaction=False) as pipeline:
+            for command in commands:
+                pipeline.execute_command(*command)  # type: ignore[no-untyped-call]
+            replies = pipeline.execute(raise_on_error=False)
+            if len(replies) != len(commands):
+                raise StorageServerError(
+                    f"the server sent {len(replies)} replies to {len(commands)} commands"
+                )
+            for reply in replies:
+                if isinstance(reply, Exception) and not isinstance(reply, self._full_error):
+                    raise reply
+            return list(replies)
+
+
+@contextmanager
+def _mapped() -> Iterator[None]:
+    """Maps all errors of the client: it raises `ValueError` and others for replies that are not its protocol."""
+    try:
+        yield
+    except StorageServerError:
+        raise
+    except Exception as exc:
+        raise StorageServerError(f"{type(exc).__name__}: {exc}") from exc
+
+
+@contextmanager
+def _ignored() -> Iterator[None]:
+    try:
+        with _mapped():
+            yield
+    except StorageServerError:
+        return

@@ -1,0 +1,44 @@
+"""Finds the records of a segment by their headers, where no side index lists them."""
+
+from __future__ import annotations
+
+from disagg.storage.bounce import ALIGNMENT, BounceBuffers, aligned
+from disagg.storage.disk import Disk
+from disagg.storage.record import HEADER_BYTES, MAGIC, parse_header
+from disagg.storage.segment import Entry
+
+_WINDOW_BYTES = 16 * ALIGNMENT
+_buffers = BounceBuffers()
+
+
+def scan_headers(
+    disk: Disk, descriptor: int, start_bytes: int, *, through_holes: bool
+) -> tuple[list[Entry], int]:
+    """Returns the records from `start_bytes` on, and the end of the last one in bytes. Raises `OSError`.
+
+    `through_holes`: goes on behind bytes that are no record, which a write leaves that failed or was cut off while a
+    later one succeeded. Without it, the scan ends there: a live writer may fill the hole. Contents are not read: a
+    torn record is found too, and does not verify when it is read.
+    """
+    entries: list[Entry] = []
+    stop_bytes, offset, end_bytes = disk.size(descriptor), start_bytes, start_bytes
+    window, window_start = memoryview(b""), start_bytes
+    while offset + HEADER_BYTES <= stop_bytes:
+        if not window_start <= offset < window_start + len(window):
+            window = _buffers.take(_WINDOW_BYTES)
+            window_start, window = offset, window[: disk.read(descriptor, window, offset)]
+            if not len(window):
+                break
+        place = offset - window_start
+        block = window[place : place + ALIGNMENT]
+        header = parse_header(block) if block[: len(MAGIC)] == MAGIC else None
+        # No write goes beyond the space of its segment, so a longer record is none.
+        if header is None or offset + header.record_bytes > stop_bytes:
+            if not through_holes:
+                break
+            offset += ALIGNMENT
+            continue
+        entries.append(Entry(header.key, offset, header.length_bytes))
+        offset += aligned(header.record_bytes)
+        end_bytes = offset
+    return entries, end_bytes

@@ -1,0 +1,82 @@
+"""Segments: files of many records, and what a storage knows about each."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+_NAME = re.compile(r"([0-9a-f]{16})-(\d{8})\.pages")
+_INDEX_NAME = re.compile(r"\.?([0-9a-f]{16}-\d{8})\.index(\..+)?")
+LOCK_SUFFIX, PAGES_SUFFIX, INDEX_SUFFIX = ".lock", ".pages", ".index"
+
+
+@dataclass(eq=False, slots=True)
+class SegmentFile:
+    """One segment file. The storage's lock guards all fields that change."""
+
+    path: Path
+    writer: str
+    """Id of the storage that wrote the file; its lock file shows whether a process owns the segment."""
+    number: int
+    owned: bool
+    """Whether this process may write, evict and remove the segment."""
+    end_bytes: int = 0
+    """End of the known records; where the next one is appended, or looked for."""
+    sealed: bool = False
+    """Whether no record follows, and the side index is written."""
+    keys: list[bytes] = field(default_factory=list)
+    """Keys of the records; the index can know a key at another location by now."""
+    gone: bool = False
+    """Whether the segment was evicted or vanished: the index takes no more pages in it."""
+    modified_s: float = 0.0
+    """Time of the last write when the segment was found, for the order of eviction."""
+
+    @property
+    def index_path(self) -> Path:
+        """The side index, written when the segment is sealed."""
+        return self.path.with_suffix(INDEX_SUFFIX)
+
+
+@dataclass(eq=False, slots=True)
+class Location:
+    """Where a record is."""
+
+    segment: SegmentFile
+    offset_bytes: int
+    length_bytes: int
+    """Length of the content."""
+    used: bool = False
+    """Whether the page was read, or put again, since it was written: eviction then writes it again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One record of a segment, from its header or the side index."""
+
+    key: bytes
+    offset_bytes: int
+    length_bytes: int
+
+
+def segment_path(folder: Path, writer: str, number: int) -> Path:
+    """Returns the path of a segment file."""
+    return folder / f"{writer}-{number:08d}{PAGES_SUFFIX}"
+
+
+def parse_name(name: str) -> tuple[str, int] | None:
+    """Returns writer and number of a segment file's name; None for other files."""
+    match = _NAME.fullmatch(name)
+    return (match[1], int(match[2])) if match else None
+
+
+def index_segment(name: str) -> str | None:
+    """Returns the segment's file name for that of a side index, complete or half-written; None for other files."""
+    match = _INDEX_NAME.fullmatch(name)
+    return f"{match[1]}{PAGES_SUFFIX}" if match else None
+
+
+def lock_writer(name: str) -> str | None:
+    """Returns the writer's id for the name of a lock file; None for other files."""
+    writer = name.removesuffix(LOCK_SUFFIX)
+    return writer if writer != name and re.fullmatch(r"[0-9a-f]{16}", writer) else None

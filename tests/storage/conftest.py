@@ -1,0 +1,63 @@
+"""The backends on which every check of the storage contract runs."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from redis_servers import RealServer, fake_server, real_server
+
+from disagg.storage.contract import PageStorage
+from disagg.storage.files import FileSettings, FileStorage
+from disagg.storage.memory import MemoryStorage
+from disagg.storage.remote import RemoteSettings, RemoteStorage
+
+BACKENDS = ["memory", "files", "files-buffered", "redis", "fake-redis"]
+
+
+@pytest.fixture(scope="session")
+def redis_server() -> Iterator[RealServer]:
+    """One real server for all tests that only need one; the path of its socket is short."""
+    folder = Path(tempfile.mkdtemp(prefix="disagg-redis-", dir="/tmp"))
+    try:
+        with real_server(folder) as server:
+            yield server
+    finally:
+        shutil.rmtree(folder)
+
+
+@pytest.fixture(params=BACKENDS)
+def make_storage(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[[], PageStorage]]:
+    """Opens storages of one backend on the same pages, except in memory; closes them afterwards."""
+    with ExitStack() as opened:
+        backend, url, prefix = request.param, "", str(tmp_path).encode()
+        if backend == "redis":
+            url = request.getfixturevalue("redis_server").url
+        if backend == "fake-redis":
+            url = opened.enter_context(fake_server()).url
+
+        def make() -> PageStorage:
+            storage: PageStorage
+            if backend == "memory":
+                storage = MemoryStorage(8 << 20)
+            elif url:
+                storage = RemoteStorage(RemoteSettings(url, threads=2, prefix=prefix))
+            else:
+                settings = FileSettings(
+                    tmp_path, 8 << 20, 1 << 20, threads=2, direct=backend == "files", refresh_s=0
+                )
+                storage = FileStorage(settings)
+            opened.callback(storage.close)
+            return storage
+
+        yield make
+
+
+@pytest.fixture
+def storage(make_storage: Callable[[], PageStorage]) -> PageStorage:
+    """One open storage."""
+    return make_storage()
