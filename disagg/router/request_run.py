@@ -71,6 +71,8 @@ class RunContext:
     """Callback that returns which of the named groups are silent and not known as dead."""
     decode_groups: Callable[[], int]
     """Callback that returns the number of usable groups that decode."""
+    suspected: Set[str]
+    """Addresses of the leaders of suspected groups now."""
 
 
 @dataclass(slots=True)
@@ -165,6 +167,8 @@ class RequestRun:
             context.dispatcher.lost,
             after,
             careful=bool(branch.suspects),
+            suspected=context.suspected,
+            movable=branch.recoveries < context.options.max_recoveries,
         )
         tokens = {engine: self.missing_tokens(engine) for engine in pair}
         return session, SessionLoad(*pair, branch.sampling.sequences, tokens)
@@ -197,7 +201,7 @@ class RequestRun:
         error with the reason why the request is not recovered."""
         request, context = self.request, self.context
         groups = {session.prefill.name, session.decode.name}
-        peer_lost = session.loss in (Loss.PREFILL, Loss.DECODE)
+        peer_lost = session.loss is not None and session.loss.of_group
         silent = context.silent_groups(groups)
         both = silent | (branch.silent - context.dead_groups(branch.silent))
         same = branch.is_same_fault(groups, session.started_s, both, decoded=session.decoded)
@@ -205,7 +209,8 @@ class RequestRun:
             # A lost prefill group may have failed because of the prompt, with or without a ticket.
             branch = branch.after_wait(groups if peer_lost or session.prompt_lost else (), silent)
             self._require_recoverable(branch, error)
-            context.avoid((load.prefill, load.decode))
+            if not session.suspicion:
+                context.avoid((load.prefill, load.decode))
             pause_s = max(branch.link_pause_s, context.budget.wait_s() if peer_lost else 0.0)
             if branch.unlinked == 1:
                 log.info("request_waits_for_a_link", request=str(session.key), error=str(error))
@@ -220,7 +225,8 @@ class RequestRun:
             branch = branch.after_loss(groups, context.clock(), silent)
             self._require_recoverable(branch, error)
             context.recovered(session.loss)
-            context.avoid((load.prefill, load.decode))
+            if not session.suspicion:
+                context.avoid((load.prefill, load.decode))
             request.report.recoveries.append(session.loss.value)
             log.info(
                 "request_recovered",

@@ -102,7 +102,7 @@ class ClientRequest:
     @property
     def losses(self) -> float:
         """Recoveries from lost groups, of each answer on average: answers are recovered one by one."""
-        lost = [cause for cause in self.report.recoveries if cause in (Loss.PREFILL.value, Loss.DECODE.value)]
+        lost = [cause for cause in self.report.recoveries if Loss(cause).of_group]
         return len(lost) / self.sampling.n
 
     def __str__(self) -> str:
