@@ -7,6 +7,7 @@ import itertools
 import math
 from collections.abc import Callable, Coroutine, Iterable, Sequence, Set
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import structlog
@@ -22,6 +23,7 @@ from disagg.router.response_dispatcher import ResponseDispatcher
 from disagg.router.session import Session
 from disagg.router.session_driver import SessionDriver
 from disagg.router.session_events import Loss
+from disagg.router.session_handlers import SessionHandlers
 
 log = structlog.get_logger(__name__)
 
@@ -168,7 +170,7 @@ class RequestRun:
             after,
             careful=bool(branch.suspects),
             suspected=context.suspected,
-            movable=branch.recoveries < context.options.max_recoveries,
+            may_leave=partial(self._may_leave, branch),
         )
         tokens = {engine: self.missing_tokens(engine) for engine in pair}
         return session, SessionLoad(*pair, branch.sampling.sequences, tokens)
@@ -203,9 +205,7 @@ class RequestRun:
         groups = {session.prefill.name, session.decode.name}
         peer_lost = session.loss is not None and session.loss.of_group
         silent = context.silent_groups(groups)
-        both = silent | (branch.silent - context.dead_groups(branch.silent))
-        same = branch.is_same_fault(groups, session.started_s, both, decoded=session.decoded)
-        if session.unlinked or (peer_lost and same):
+        if session.unlinked or (peer_lost and self._is_same_fault(branch, session, silent)):
             # A lost prefill group may have failed because of the prompt, with or without a ticket.
             branch = branch.after_wait(groups if peer_lost or session.prompt_lost else (), silent)
             self._require_recoverable(branch, error)
@@ -239,6 +239,18 @@ class RequestRun:
             )
             pause_s = max(context.budget.wait_s(), branch.pause_s)
         return branch.unfinished(), pause_s
+
+    def _is_same_fault(self, branch: Branch, session: SessionHandlers, silent: Set[str]) -> bool:
+        groups, decoded = {session.prefill.name, session.decode.name}, session.decoded
+        both = silent | (branch.silent - self.context.dead_groups(branch.silent))
+        return branch.is_same_fault(groups, session.started_s, both, decoded=decoded)
+
+    def _may_leave(self, branch: Branch, session: SessionHandlers) -> bool:
+        """Returns whether a suspicion may end the session: that costs no recovery, or one is left."""
+        if branch.recoveries < self.context.options.max_recoveries:
+            return True
+        silent = self.context.silent_groups({session.prefill.name, session.decode.name})
+        return self._is_same_fault(branch, session, silent)
 
     def _require_recoverable(self, branch: Branch, error: DisaggError) -> None:
         dead = self.context.dead_groups(frozenset().union(*branch.suspects))

@@ -82,7 +82,7 @@ class Session(SessionHandlers):
             return True
         has_kv = self.decoded or self.transferred
         prefilled = has_kv and self.phase is SessionPhase.DECODING and self.is_prefill(peer)
-        return self.movable and not prefilled
+        return not prefilled and self.may_leave(self)
 
     def _on_failed(self, peer: str, message: m.Failed) -> list[SessionAction]:
         error, prefill = _error_of(message), self.is_prefill(peer)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Set
+from collections.abc import Callable, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -70,8 +70,8 @@ class SessionHandlers(ABC):
     prefill group."""
     suspected: Set[str] = frozenset()
     """Addresses of leaders of groups with a silent rank; the router updates the set."""
-    movable: bool = True
-    """Whether a suspicion ends the session: the request may be recovered once more."""
+    may_leave: Callable[[SessionHandlers], bool] = lambda session: True
+    """Callback that returns whether the request may be recovered once more, and so leave a suspected group."""
     phase: SessionPhase = SessionPhase.NEW
     involved: set[str] = field(default_factory=set)
     """Leaders that received the request, and so must release it."""

@@ -456,7 +456,7 @@ def test_a_session_whose_kv_has_landed_needs_no_prefill_group(moves: list[tuple[
 
 def test_a_session_that_may_not_be_recovered_waits_for_a_suspected_group() -> None:
     world = World.start(SCRIPTS["one answer"])
-    world.session.movable = False
+    world.session.may_leave = lambda session: False
     world.make(*START)
     world.make("suspect", DECODE)
     assert (world.session.phase, world.errors) == (SessionPhase.RESERVING, [])

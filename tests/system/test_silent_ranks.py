@@ -11,6 +11,7 @@ from local_groups import (
     Checkpoints,
     LocalGroups,
     ask,
+    colocated_config,
     exact_again,
     local_groups,
     random_prompts,
@@ -33,9 +34,9 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.005)
 
 
-def cut_at(groups: LocalGroups, rank: str) -> list[str]:
-    """Cuts `rank` off when its group receives the first prompt, or sends the first token; returns a list that then
-    has an element."""
+def cut_at(groups: LocalGroups, rank: str, *others: str) -> list[str]:
+    """Cuts ranks off when the group of the first one receives the first prompt, or sends the first token; returns a
+    list that then has an element."""
     name, cut = rank.split("-")[0], list[str]()
 
     def observe(source: str, destination: str, message: m.Message) -> None:
@@ -43,7 +44,8 @@ def cut_at(groups: LocalGroups, rank: str) -> list[str]:
         at_token = isinstance(message, m.Tokens | m.StepTokens) and source == f"{name}-0"
         if (at_prompt or at_token) and not cut:
             cut.append(rank)
-            groups.hub.cut(rank)
+            for one in (rank, *others):
+                groups.hub.cut(one)
 
     groups.hub.observe(observe)
     return cut
@@ -83,6 +85,35 @@ def test_requests_leave_a_group_with_a_silent_rank(checkpoints: Checkpoints, ran
             await exact_again(router, checkpoints)
 
         groups.serve(work)
+
+
+def test_requests_leave_two_silent_groups_with_one_recovery(checkpoints: Checkpoints) -> None:
+    config = small_config(1, 1, groups=(2, 2))
+    config = msgspec.structs.replace(config, router=RouterConfig(max_recoveries=1))
+    prompts, sampling = random_prompts(60, 40, 50, 30), SamplingParams(max_tokens=100)
+    with local_groups(config, checkpoints.source(), options=OPTIONS) as groups:
+        cut_at(groups, "decode-0", "prefill-0")
+        answers = groups.answers(prompts, sampling)
+        assert [one.tokens for one in answers] == [
+            checkpoints.greedy(groups.source, prompt, 100) for prompt in prompts
+        ]
+        causes = {cause for one in answers for cause in one.report.recoveries}
+        assert "decode_suspected" in causes <= {"decode_suspected", "prefill_suspected"}
+        groups.hub.mend("decode-0")
+        groups.hub.mend("prefill-0")
+
+
+def test_requests_leave_a_silent_colocated_group(checkpoints: Checkpoints) -> None:
+    config = colocated_config(1, groups=2)
+    prompts, sampling = random_prompts(60, 40, 50, 30), SamplingParams(max_tokens=100)
+    with local_groups(config, checkpoints.source(), options=OPTIONS) as groups:
+        cut_at(groups, "colocated-0")
+        answers = groups.answers(prompts, sampling)
+        assert [one.tokens for one in answers] == [
+            checkpoints.greedy(groups.source, prompt, 100) for prompt in prompts
+        ]
+        assert {cause for one in answers for cause in one.report.recoveries} == {"decode_suspected"}
+        groups.hub.mend("colocated-0")
 
 
 @pytest.mark.parametrize("rank", ["prefill-0", "decode-0"])
