@@ -161,7 +161,8 @@ class ServiceStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     """Status of each group, prefill groups first, then by name. A group without a report yet has no ranks."""
     draining: tuple[str, ...] = ()
     suspected: tuple[str, ...] = ()
-    """Groups with a silent rank, which get no requests while another group of their role responds."""
+    """Groups with a silent rank, which get no requests while another group of their role responds. With several
+    workers: groups that any of them suspects."""
     recoveries_total: int = 0
     """Number of times that a request lost a group and continued on others."""
     recent: tuple[RecentAnswer, ...] = ()
