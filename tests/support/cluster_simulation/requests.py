@@ -105,6 +105,12 @@ class ClientRequest:
         lost = [cause for cause in self.report.recoveries if Loss(cause).of_group]
         return len(lost) / self.sampling.n
 
+    @property
+    def suspicions(self) -> float:
+        """The part of `losses` that only suspicions caused."""
+        suspected = (Loss.PREFILL_SUSPECTED.value, Loss.DECODE_SUSPECTED.value)
+        return sum(cause in suspected for cause in self.report.recoveries) / self.sampling.n
+
     def __str__(self) -> str:
         sizes = f"{len(self.prompt)} tokens, {self.sampling.sequences} x {self.sampling.max_tokens}"
         times = f"{self.began_s:.3f} to {self.ended_s:.3f}, deadline {self.timeout_s:g} s"

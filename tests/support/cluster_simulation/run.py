@@ -12,7 +12,7 @@ from fake_model import VOCAB
 
 from cluster_simulation import books
 from cluster_simulation.faults import Faults
-from cluster_simulation.policy import ErrorPolicy, recovered
+from cluster_simulation.policy import ErrorPolicy, recovered, unfounded_suspicions
 from cluster_simulation.requests import ClientRequest, RequestSource
 from cluster_simulation.scale import PEER_TIMEOUT_S, Scale, weather_of
 from cluster_simulation.virtual_time import VirtualTimeLoop
@@ -130,7 +130,8 @@ async def _requests_end(run: Run) -> None:
 def _check_requests(run: Run, policy: ErrorPolicy) -> None:
     for request in run.requests:
         request.check_end()
-        assert request.losses <= len(run.faults.struck), f"{request}: a fault costs one recovery at most"
+        faults = len(run.faults.struck) + unfounded_suspicions(run, request)
+        assert request.losses <= faults, f"{request}: a fault costs one recovery at most"
         if request.error is not None:
             why = policy(run, request)
             assert not why, f"{request}: {why}"
