@@ -35,6 +35,22 @@ class RecoveryCollector(Collector):
         yield family
 
 
+class SuspicionCollector(Collector):
+    """The series `disagg_suspicions_total`, read from a router at each scrape."""
+
+    def __init__(self, suspicions: Mapping[str, int]) -> None:
+        """`suspicions`: a router's live counts of suspicions by group."""
+        self._suspicions = suspicions
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        """Yields the family with a sample for each group that was ever suspected."""
+        text = "Times that a group was silent, but not lost, by group"
+        family = CounterMetricFamily("disagg_suspicions", text, labels=["group"])
+        for group, count in self._suspicions.items():
+            family.add_metric([group], count)
+        yield family
+
+
 class Metrics:
     """Counts and times of a server; times in seconds unless the name has a unit. An *answer* is one choice."""
 

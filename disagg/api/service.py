@@ -17,7 +17,7 @@ from disagg.api.answers import Answers, Sink
 from disagg.api.errors import ApiError, bad, retry_after
 from disagg.api.exchange import Exchange
 from disagg.api.generation_request import EngineRequest, GenerationRequest
-from disagg.api.metrics import Metrics, RecoveryCollector
+from disagg.api.metrics import Metrics, RecoveryCollector, SuspicionCollector
 from disagg.api.model import ServedModel
 from disagg.api.pace import Pace
 from disagg.api.quantiles import RollingQuantiles
@@ -40,6 +40,10 @@ class Generator(Protocol):
     recoveries: Counter[str]
     """Recoveries of requests since the start, by `disagg.router.session_events.Loss`."""
 
+    @property
+    def suspicions(self) -> Counter[str]:
+        """Suspicions of groups since the start, by name."""
+
     def missing(self) -> list[str]:
         """Returns the roles (`prefill`, `decode`; `colocated`) without a living group."""
 
@@ -54,6 +58,9 @@ class Generator(Protocol):
 
     def draining(self) -> tuple[str, ...]:
         """Returns the names of draining groups."""
+
+    def suspected(self) -> tuple[str, ...]:
+        """Returns the names of groups that are silent, and not lost."""
 
     async def run(self, request: RouterRequest, emit: Emit) -> None:
         """Emits the answers; a cancellation aborts the request."""
@@ -73,6 +80,7 @@ class Service:
         pace = Pace(config.max_running, config.max_queue_s, config.max_slowdown)
         self._admission = Admission(config.max_running, config.max_queued, self.metrics, pace)
         self.metrics.registry.register(RecoveryCollector(generator.recoveries))
+        self.metrics.registry.register(SuspicionCollector(generator.suspicions))
         self._recent, self._ttft, self._itl = Recent(), RollingQuantiles(), RollingQuantiles()
         self._began_s = time.monotonic()
         self._tasks: dict[asyncio.Task[None], Answers] = {}
@@ -141,6 +149,7 @@ class Service:
             itl_p99_s=itl_p99_s,
             groups=self._generator.groups(),
             draining=self._generator.draining(),
+            suspected=self._generator.suspected(),
             recent=self._recent.statuses(),
         )
 

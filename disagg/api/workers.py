@@ -102,6 +102,7 @@ def merged_status(reports: Sequence[WorkerReport]) -> ServiceStatus:
         itl_p50_s=itl_p50_s,
         itl_p99_s=itl_p99_s,
         groups=merged_groups(reports),
+        suspected=tuple(sorted({name for status in statuses for name in status.suspected})),
         recent=tuple(islice(newest_first, KEPT)),
         **{field: sum(getattr(status, field) for status in statuses) for field in _SUMS},
     )

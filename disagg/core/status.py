@@ -112,6 +112,8 @@ class GroupStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     step_s_total: Seconds = 0.0
     """Time spent in steps."""
     broken: str = ""
+    silent_ranks: Annotated[tuple[Count, ...], MANY] = ()
+    """Ranks that the leader has not heard for `control.suspect_after_s`."""
 
 
 class RecentAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -165,6 +167,9 @@ class ServiceStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     groups: tuple[GroupStatus, ...] = ()
     """Status of each group, prefill groups first, then by name. A group without a report yet has no ranks."""
     draining: tuple[str, ...] = ()
+    suspected: tuple[str, ...] = ()
+    """Groups with a silent rank, which get no requests while another group of their role responds. With several
+    workers: groups that any of them suspects."""
     recoveries_total: int = 0
     """Number of times that a request lost a group and continued on others."""
     recent: tuple[RecentAnswer, ...] = ()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from disagg.core.config.read import Role
@@ -20,7 +21,14 @@ class Scheduled(NamedTuple):
     preemptions: int = 0
 
 
-def group_status(name: str, role: Role, scheduled: Scheduled, reports: Reports, broken: str) -> GroupStatus:
+def group_status(
+    name: str,
+    role: Role,
+    scheduled: Scheduled,
+    reports: Reports,
+    broken: str,
+    silent_ranks: Iterable[int] = (),
+) -> GroupStatus:
     """Returns the status of the group `name`; `broken` is the reason why the group cannot serve, or empty."""
     pages, cache = scheduled.memory.pages, scheduled.memory.cache
     alone = cache.cached_pages - cache.locked_pages if cache is not None else 0
@@ -58,4 +66,5 @@ def group_status(name: str, role: Role, scheduled: Scheduled, reports: Reports, 
         steps_total=reports.steps,
         step_s_total=reports.step_s,
         broken=broken,
+        silent_ranks=tuple(sorted(silent_ranks)),
     )

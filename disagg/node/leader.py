@@ -70,6 +70,7 @@ class Leader(ABC):
         self._kv_event_publisher = KVEventPublisher(send)
         self._step_tokens: dict[str, list[m.Tokens]] | None = None
         """Tokens of the step that is being committed, by router; None between steps."""
+        self._silent_ranks: set[int] = set()
         self.broken: str = ""
         """Reason why the group cannot serve requests any more; empty while the group works."""
         self.on_broken: Callable[[str], None] = lambda reason: None
@@ -150,6 +151,21 @@ class Leader(ABC):
             if self._group and peer in {rank.control_address for rank in self._group.ranks}:
                 self._break(f"lost {self._group.role} rank {peer}")
             self._changed.notify_all()
+
+    def on_peer_suspected(self, peer: str, silent: bool) -> None:
+        """Reports a rank of the group that is silent, or speaks again, to the routers: they may leave the group while
+        this rank still responds."""
+        with self._changed:
+            ranks = self._group.ranks if self._group is not None else ()
+            number = next((rank.rank for rank in ranks if rank.control_address == peer), None)
+            if number is None:
+                return
+            if silent:
+                log.warning("rank_silent", role=self._role, rank=number)
+                self._silent_ranks.add(number)
+            else:
+                self._silent_ranks.discard(number)
+            self._reports.publish(self._status())
 
     def break_group(self, reason: str) -> None:
         """Marks the group as broken: every request ends, and new requests are refused."""
@@ -266,7 +282,8 @@ class Leader(ABC):
 
     def _status(self) -> GroupStatus:
         assert self._group is not None, "a leader is used after join"
-        return group_status(self._group.name, self._role, self._scheduled(), self._reports, self.broken)
+        name, scheduled = self._group.name, self._scheduled()
+        return group_status(name, self._role, scheduled, self._reports, self.broken, self._silent_ranks)
 
     def _requests(self) -> list[LedRequest]:
         return list(self._scheduler.requests.values())

@@ -178,7 +178,7 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
 
     def start(self) -> RankInfo:
         """Starts control and transfer threads; returns the rank's description for peers."""
-        self.control.start(self.on_message, self.peers.silent, self.peers.met)
+        self.control.start(self.on_message, self.peers.silent, self.peers.met, self.peers.suspected)
         self.transfer_loop.start()
         if self.runner.device.type == "cuda":
             self.transfer_loop.call(partial(torch.cuda.set_device, self.runner.device))

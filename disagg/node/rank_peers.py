@@ -80,6 +80,11 @@ class RankPeers:
             self._leader.on_peer_lost(peer)
         self._control.watch(peer)
 
+    def suspected(self, peer: str, silent: bool) -> None:
+        """Passes the silence or the return of a peer to the leader. Nothing ends by it."""
+        if self._leader is not None:
+            self._leader.on_peer_suspected(peer, silent)
+
     def met(self, peer: str) -> None:
         """Links again with a peer whose control channel has reconnected.
 

@@ -27,6 +27,7 @@ class _GroupView:
     version: tuple[int, int, int]
     of: dict[str, list[RoutedGroup]] = field(default_factory=dict)
     usable: dict[str, list[RoutedGroup]] = field(default_factory=dict)
+    suspected: list[RoutedGroup] = field(default_factory=list)
     limits: dict[str, set[SequenceLimit]] = field(default_factory=dict)
     """Limits of the groups that are not lost, by role."""
 
@@ -81,8 +82,12 @@ class GroupTable:
         return self._current().of.get(role, ())
 
     def usable(self, role: str) -> Sequence[RoutedGroup]:
-        """Returns the groups of a role that take requests."""
+        """Returns the groups of a role that take requests: those that respond, else those that are suspected."""
         return self._current().usable.get(role, ())
+
+    def suspected(self) -> list[RoutedGroup]:
+        """Returns the groups with a silent rank that are not lost."""
+        return self._current().suspected
 
     def limits(self, role: str) -> Collection[SequenceLimit]:
         """Returns the distinct limits of a role's groups, including draining groups but not lost ones."""
@@ -119,9 +124,17 @@ class GroupTable:
                 self._view.of.setdefault(engine.group.role, []).append(engine)
                 if not engine.lost:
                     self._view.limits.setdefault(engine.group.role, set()).add(_limit_of(engine.group))
-                if engine.usable:
-                    self._view.usable.setdefault(engine.group.role, []).append(engine)
+                engine.suspected = not engine.lost and self._is_suspected(engine)
+                if engine.suspected:
+                    self._view.suspected.append(engine)
+            for role, engines in self._view.of.items():
+                usable = [engine for engine in engines if engine.usable]
+                self._view.usable[role] = [engine for engine in usable if not engine.suspected] or usable
         return self._view
+
+    def _is_suspected(self, engine: RoutedGroup) -> bool:
+        leader = engine.group.leader.control_address
+        return leader in self._dispatcher.suspected or self.statuses.has_silent_rank(engine)
 
 
 def _limit_of(group: GroupInfo) -> SequenceLimit:

@@ -33,6 +33,8 @@ class RoutedGroup:
     served: int = 0
     """Requests ever sent to the group."""
     lost: bool = False
+    suspected: bool = False
+    """Whether a rank of the group is silent, but not lost."""
     draining: bool = False
     """Whether the group finishes its requests and gets no new ones."""
     held: HeldPrefixes = field(default_factory=HeldPrefixes)

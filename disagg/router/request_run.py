@@ -7,6 +7,7 @@ import itertools
 import math
 from collections.abc import Callable, Coroutine, Iterable, Sequence, Set
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import structlog
@@ -22,6 +23,7 @@ from disagg.router.response_dispatcher import ResponseDispatcher
 from disagg.router.session import Session
 from disagg.router.session_driver import SessionDriver
 from disagg.router.session_events import Loss
+from disagg.router.session_handlers import SessionHandlers
 
 log = structlog.get_logger(__name__)
 
@@ -71,6 +73,8 @@ class RunContext:
     """Callback that returns which of the named groups are silent and not known as dead."""
     decode_groups: Callable[[], int]
     """Callback that returns the number of usable groups that decode."""
+    suspected: Set[str]
+    """Addresses of the leaders of suspected groups now."""
 
 
 @dataclass(slots=True)
@@ -165,6 +169,8 @@ class RequestRun:
             context.dispatcher.lost,
             after,
             careful=bool(branch.suspects),
+            suspected=context.suspected,
+            may_leave=partial(self._may_leave, branch),
         )
         tokens = {engine: self.missing_tokens(engine) for engine in pair}
         return session, SessionLoad(*pair, branch.sampling.sequences, tokens)
@@ -197,15 +203,14 @@ class RequestRun:
         error with the reason why the request is not recovered."""
         request, context = self.request, self.context
         groups = {session.prefill.name, session.decode.name}
-        peer_lost = session.loss in (Loss.PREFILL, Loss.DECODE)
+        peer_lost = session.loss is not None and session.loss.of_group
         silent = context.silent_groups(groups)
-        both = silent | (branch.silent - context.dead_groups(branch.silent))
-        same = branch.is_same_fault(groups, session.started_s, both, decoded=session.decoded)
-        if session.unlinked or (peer_lost and same):
+        if session.unlinked or (peer_lost and self._is_same_fault(branch, session, silent)):
             # A lost prefill group may have failed because of the prompt, with or without a ticket.
             branch = branch.after_wait(groups if peer_lost or session.prompt_lost else (), silent)
             self._require_recoverable(branch, error)
-            context.avoid((load.prefill, load.decode))
+            if not session.suspicion:
+                context.avoid((load.prefill, load.decode))
             pause_s = max(branch.link_pause_s, context.budget.wait_s() if peer_lost else 0.0)
             if branch.unlinked == 1:
                 log.info("request_waits_for_a_link", request=str(session.key), error=str(error))
@@ -220,7 +225,8 @@ class RequestRun:
             branch = branch.after_loss(groups, context.clock(), silent)
             self._require_recoverable(branch, error)
             context.recovered(session.loss)
-            context.avoid((load.prefill, load.decode))
+            if not session.suspicion:
+                context.avoid((load.prefill, load.decode))
             request.report.recoveries.append(session.loss.value)
             log.info(
                 "request_recovered",
@@ -233,6 +239,18 @@ class RequestRun:
             )
             pause_s = max(context.budget.wait_s(), branch.pause_s)
         return branch.unfinished(), pause_s
+
+    def _is_same_fault(self, branch: Branch, session: SessionHandlers, silent: Set[str]) -> bool:
+        groups, decoded = {session.prefill.name, session.decode.name}, session.decoded
+        both = silent | (branch.silent - self.context.dead_groups(branch.silent))
+        return branch.is_same_fault(groups, session.started_s, both, decoded=decoded)
+
+    def _may_leave(self, branch: Branch, session: SessionHandlers) -> bool:
+        """Returns whether a suspicion may end the session: that costs no recovery, or one is left."""
+        if branch.recoveries < self.context.options.max_recoveries:
+            return True
+        silent = self.context.silent_groups({session.prefill.name, session.decode.name})
+        return self._is_same_fault(branch, session, silent)
 
     def _require_recoverable(self, branch: Branch, error: DisaggError) -> None:
         dead = self.context.dead_groups(frozenset().union(*branch.suspects))

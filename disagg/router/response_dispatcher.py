@@ -8,14 +8,23 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
+import msgspec
+
 from disagg.core.errors import PeerLostError, RequestInUseError
 from disagg.core.types import RequestKey
 from transport.control import messages as m
 from transport.control.base import ControlChannel
 
-Receiver = Callable[[str, m.Message | PeerLostError], None]
-"""Callback on the loop that receives a peer's address with its message, or with an error when the peer is lost."""
-ResponseInbox = asyncio.Queue["tuple[str, m.Message | PeerLostError]"]
+
+class Suspicion(msgspec.Struct, frozen=True):
+    """Event: a peer is silent, and another group can continue its requests."""
+
+
+Received = m.Message | PeerLostError | Suspicion
+Receiver = Callable[[str, Received], None]
+"""Callback on the loop that receives a peer's address with its message, with an error when the peer is lost, or with
+its suspicion."""
+ResponseInbox = asyncio.Queue["tuple[str, Received]"]
 """Queue of the arguments of `Receiver` calls."""
 Listener = Callable[[m.Message | PeerLostError], None]
 """Callback on the loop that receives a peer's messages without a request, or an error when the peer is lost."""
@@ -35,8 +44,12 @@ class ResponseDispatcher:
         """Peers that are dead or silent."""
         self.dead: set[str] = set()
         """Peers that are dead; a peer that is silent may return."""
+        self.suspected: set[str] = set()
+        """Watched peers that are silent, but not for long enough to be lost."""
         self.changes = 0
-        """Number of changes of `lost` and `dead` so far."""
+        """Number of changes of `lost`, `dead` and `suspected` so far."""
+        self.on_change: Callable[[], None] = lambda: None
+        """Callback for each of these changes."""
         self.unclaimed = 0
         """Dropped messages: of ended requests, or of peers without a listener."""
         self._arrived: deque[Callable[[], None]] = deque()
@@ -47,7 +60,12 @@ class ResponseDispatcher:
 
     def start(self) -> None:
         """Starts the channel."""
-        self._control.start(self._from_channel, self._silent_from_channel, self._met_from_channel)
+        self._control.start(
+            self._from_channel,
+            self._silent_from_channel,
+            self._met_from_channel,
+            self._suspected_from_channel,
+        )
 
     def watch(self, peer: str) -> None:
         """Starts to monitor `peer`: its death, silence and return are detected even without traffic."""
@@ -57,6 +75,7 @@ class ResponseDispatcher:
     def forget(self, peer: str) -> None:
         """Stops monitoring `peer`."""
         self._watched.discard(peer)
+        self.suspected.discard(peer)
         self._control.forget(peer)
 
     def listen(self, peer: str, listener: Listener) -> None:
@@ -70,9 +89,14 @@ class ResponseDispatcher:
     def revive(self, peers: Iterable[str]) -> None:
         """Clears the loss of `peers`: new processes use these addresses."""
         peers = list(peers)
-        self.changes += 1
-        self.lost.difference_update(peers)
-        self.dead.difference_update(peers)
+        for known in (self.lost, self.dead, self.suspected):
+            known.difference_update(peers)
+        self._count_change()
+
+    def suspect(self, peer: str) -> None:
+        """Notifies every receiver that `peer` is silent and that another group can continue its requests."""
+        for receiver in list(self.receivers.values()):
+            receiver(peer, Suspicion())
 
     def send(self, peer: str, message: m.Message) -> None:
         """Queues a message. The channel's thread is woken once for all messages of one event loop iteration."""
@@ -122,6 +146,9 @@ class ResponseDispatcher:
 
     def _met_from_channel(self, peer: str) -> None:
         self._pass_over(partial(self._met, peer))
+
+    def _suspected_from_channel(self, peer: str, silent: bool) -> None:
+        self._pass_over(partial(self._suspected, peer, silent))
 
     def _pass_over(self, event: Callable[[], None]) -> None:
         """Queues `event` for the loop; called on the channel's thread."""
@@ -176,11 +203,23 @@ class ResponseDispatcher:
     def _met(self, peer: str) -> None:
         if peer in self._watched:
             self.lost.discard(peer)
-            self.changes += 1
+            self._count_change()
+
+    def _suspected(self, peer: str, silent: bool) -> None:
+        if silent and peer in self._watched:
+            self.suspected.add(peer)
+        else:
+            self.suspected.discard(peer)
+        self._count_change()
+
+    def _count_change(self) -> None:
+        self.changes += 1
+        self.on_change()
 
     def _lose(self, peer: str) -> None:
         self.lost.add(peer)
-        self.changes += 1
+        self.suspected.discard(peer)
+        self._count_change()
         for receiver in list(self.receivers.values()):  # a receiver may end its session
             receiver(peer, PeerLostError(f"lost {peer}"))
         if peer in self.listeners:

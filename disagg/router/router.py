@@ -25,6 +25,7 @@ from disagg.router.response_dispatcher import ResponseDispatcher
 from disagg.router.session_driver import to_its_end
 from disagg.router.session_events import Loss
 from disagg.router.status import GroupStatuses
+from disagg.router.suspicion import Suspicions
 from disagg.router.text import Decode
 
 DEFAULTS = RouterConfig()
@@ -51,6 +52,8 @@ class Router:
         """`clock` has the event loop's rate and epoch, but may have a finer resolution."""
         self._dispatcher, self.choose = dispatcher, POLICIES[config.policy]
         self._clock = clock
+        self._table = GroupTable(dispatcher, lambda: self.choose is prefix_aware)
+        self._suspicions = Suspicions(dispatcher, self._table)
         budget = RecoveryBudget(config.recoveries_per_s, clock)
         options = RecoveryOptions(config.reserve_wait_s, config.max_recoveries, config.group_wait_s)
         self._context = RunContext(
@@ -63,12 +66,12 @@ class Router:
             self._dead_groups,
             self._silent_groups,
             self._decode_groups,
+            self._suspicions.leaders,
         )
         self._missing_since_s: dict[str, float] = {}
         """Time since which each role is known to have no usable group."""
         self.recoveries: Counter[str] = Counter()
         """Recoveries of requests since the start, by `Loss`."""
-        self._table = GroupTable(dispatcher, lambda: self.choose is prefix_aware)
         self._shunned: dict[tuple[str, str], float] = {}
         """Avoided pairs of a prefill and a decode group, with the end of the avoidance."""
         self._roles: tuple[str, ...] = ("prefill", "decode")
@@ -81,6 +84,11 @@ class Router:
     def engines(self) -> tuple[RoutedGroup, ...]:
         """All groups with their load."""
         return self._table.engines
+
+    @property
+    def suspicions(self) -> Counter[str]:
+        """Suspicions of groups since the start, by name."""
+        return self._suspicions.counts
 
     @property
     def statuses(self) -> GroupStatuses:
@@ -142,6 +150,10 @@ class Router:
     def draining(self) -> tuple[str, ...]:
         """Returns the names of draining groups."""
         return tuple(engine.group.name for engine in self.engines if engine.draining)
+
+    def suspected(self) -> tuple[str, ...]:
+        """Returns the names of groups that are silent, and not lost."""
+        return self._suspicions.names
 
     def max_sequences(self, prompt_tokens: int, max_tokens: int) -> int:
         """Returns how many answers or beams of a request of these lengths each living group can compute together."""
@@ -289,7 +301,9 @@ class Router:
     def _silent_groups(self, names: Iterable[str]) -> set[str]:
         dead = self._dead_groups(names := set(names))
         engines = [engine for name in names - dead if (engine := self._table.get(name)) is not None]
-        return {engine.group.name for engine in engines if self._table.has_lost_rank(engine)}
+        return {
+            engine.group.name for engine in engines if engine.suspected or self._table.has_lost_rank(engine)
+        }
 
 
 def _packed(prompt: Sequence[int]) -> TokenIds:

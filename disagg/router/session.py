@@ -27,6 +27,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from disagg.core.errors import BusyError, DisaggError, InvariantError, PeerLostError, error_from_code
+from disagg.router.response_dispatcher import Received, Suspicion
 from disagg.router.session_events import SessionAction, SessionPhase, SessionTrigger
 from disagg.router.session_handlers import NoReceiverError, SessionHandlers
 from transport.control import messages as m
@@ -42,8 +43,8 @@ class Session(SessionHandlers):
         self.now_s = now_s
         return self.step(trigger)
 
-    def on_message(self, peer: str, message: m.Message | PeerLostError, now_s: float) -> list[SessionAction]:
-        """Handles a message of the leader at `peer`, or its loss."""
+    def on_message(self, peer: str, message: Received, now_s: float) -> list[SessionAction]:
+        """Handles a message of the leader at `peer`, its loss or its suspicion."""
         self.now_s = now_s
         match message:
             case m.Reserved():
@@ -59,11 +60,29 @@ class Session(SessionHandlers):
                 return self.step(SessionTrigger.RELEASED, peer)
             case m.Failed():
                 return self._on_failed(peer, message)
+            case Suspicion() if peer in (
+                self.prefill.leader.control_address,
+                self.decode.leader.control_address,
+            ):
+                return self.step(
+                    SessionTrigger.SUSPECTED if self._leaves(peer) else SessionTrigger.OTHER, peer
+                )
             case PeerLostError() if peer in self.involved:
                 lost = SessionTrigger.PREFILL_LOST if self.is_prefill(peer) else SessionTrigger.DECODE_LOST
                 return self.step(lost, peer)
             case _:
                 return self.step(SessionTrigger.OTHER)
+
+    def _leaves(self, peer: str) -> bool:
+        """Returns whether the suspicion of a group ends the session, or its wait for the group's release.
+
+        A session whose KV has landed needs no prefill group, and one that may not be recovered waits for the loss.
+        """
+        if self.phase is SessionPhase.RELEASING:
+            return True
+        has_kv = self.decoded or self.transferred
+        prefilled = has_kv and self.phase is SessionPhase.DECODING and self.is_prefill(peer)
+        return not prefilled and self.may_leave(self)
 
     def _on_failed(self, peer: str, message: m.Failed) -> list[SessionAction]:
         error, prefill = _error_of(message), self.is_prefill(peer)
@@ -103,6 +122,7 @@ _ENDINGS: dict[SessionTrigger, _Transition] = {
     _T.FAILED: (_P.FAILED, Session.fail),
     _T.PREFILL_LOST: (_P.FAILED, Session.fail_lost),
     _T.DECODE_LOST: (_P.FAILED, Session.fail_lost),
+    _T.SUSPECTED: (_P.FAILED, Session.fail_suspected),
     _T.DEADLINE: (_P.FAILED, Session.fail_late),
     _T.CLOSE: (_P.RELEASING, Session.release),
 }
@@ -152,6 +172,7 @@ TRANSITIONS: Mapping[SessionPhase, Mapping[SessionTrigger, _Transition]] = {
         _T.RELEASED: (_P.RELEASING, Session.confirm),
         _T.PREFILL_LOST: (_P.RELEASING, Session.confirm),
         _T.DECODE_LOST: (_P.RELEASING, Session.confirm),
+        _T.SUSPECTED: (_P.RELEASING, Session.confirm),
         _T.TRANSFERRED: (_P.RELEASING, Session.measure),
         _T.ALL_RELEASED: (_P.ENDED, Session.note_released),
         _T.RELEASE_TIMEOUT: (_P.ENDED, Session.ignore),

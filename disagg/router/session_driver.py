@@ -12,10 +12,10 @@ from contextlib import ExitStack
 import structlog
 
 from disagg.core.clock import Clock
-from disagg.core.errors import DisaggError, PeerLostError
+from disagg.core.errors import DisaggError
 from disagg.router.answers import Emit
 from disagg.router.policy import SessionLoad
-from disagg.router.response_dispatcher import ResponseDispatcher
+from disagg.router.response_dispatcher import Received, ResponseDispatcher
 from disagg.router.session import Session
 from disagg.router.session_events import (
     CountPromptComputed,
@@ -26,7 +26,6 @@ from disagg.router.session_events import (
     SessionPhase,
     SessionTrigger,
 )
-from transport.control import messages as m
 
 log = structlog.get_logger(__name__)
 
@@ -46,7 +45,7 @@ class SessionDriver:
         self._dispatcher, self._load, self._clock, self._emit = dispatcher, load, clock, emit
         self._opened = ExitStack()
         self._opened.enter_context(dispatcher.receiving(session.key, self._receive))
-        self._held: list[tuple[str, m.Message | PeerLostError]] = []
+        self._held: list[tuple[str, Received]] = []
         """Messages that arrived while neither `run` nor `release` was running."""
         self._ending: asyncio.Future[None] | None = None
         """Future that is done when the session is over or has failed; None unless `run` or `release` waits."""
@@ -108,7 +107,7 @@ class SessionDriver:
         finally:
             self._ending = None
 
-    def _receive(self, peer: str, message: m.Message | PeerLostError) -> None:
+    def _receive(self, peer: str, message: Received) -> None:
         if self._ending is None or self._ending.done():
             self._held.append((peer, message))
             return

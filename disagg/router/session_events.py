@@ -46,6 +46,8 @@ class SessionTrigger(Enum):
     PREFILL_LOST = "prefill lost"
     """The leader of a prefill group that is not colocated is lost."""
     DECODE_LOST = "decode lost"
+    SUSPECTED = "suspected"
+    """A group that the session needs is silent, and another group can continue the request."""
     RELEASED = "released"
     OTHER = "other"
     """An unexpected message, or the loss of a leader that does not have the request."""
@@ -86,7 +88,16 @@ class Loss(Enum):
     """The prefill group, or its connection to the decode group, is lost."""
     DECODE = "decode_lost"
     """The decode group, or a colocated group, is lost."""
+    PREFILL_SUSPECTED = "prefill_suspected"
+    """The prefill group is silent, and not lost yet."""
+    DECODE_SUSPECTED = "decode_suspected"
+    """The decode group, or a colocated group, is silent, and not lost yet."""
     DAMAGE = "damaged_kv"
     """KV arrived damaged twice."""
     TRANSFER = "transfer_failed"
     """The transfer failed without the loss of a group: a late lease, a failed send or a failed kernel launch."""
+
+    @property
+    def of_group(self) -> bool:
+        """Whether the cause is a group that is lost or suspected, and not one transfer."""
+        return self not in (Loss.DAMAGE, Loss.TRANSFER)

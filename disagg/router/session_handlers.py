@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Set
+from collections.abc import Callable, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -68,6 +68,10 @@ class SessionHandlers(ABC):
     """Whether the prompt goes to the prefill group only together with the ticket; set after a loss. A session that
     waits for room is then not blamed for the death of its prefill group. An answer that has already ended needs no
     prefill group."""
+    suspected: Set[str] = frozenset()
+    """Addresses of leaders of groups with a silent rank; the router updates the set."""
+    may_leave: Callable[[SessionHandlers], bool] = lambda session: True
+    """Callback that returns whether the request may be recovered once more, and so leave a suspected group."""
     phase: SessionPhase = SessionPhase.NEW
     involved: set[str] = field(default_factory=set)
     """Leaders that received the request, and so must release it."""
@@ -75,6 +79,8 @@ class SessionHandlers(ABC):
     """Leaders that have not confirmed the release."""
     loss: Loss | None = None
     """Cause of the session's failure if another session can continue the request; None otherwise."""
+    suspicion: bool = False
+    """Whether a suspicion ended the session."""
     no_room: bool = False
     """Whether the session failed because the decode group had no room in time; another group may have some."""
     unlinked: bool = False
@@ -93,6 +99,8 @@ class SessionHandlers(ABC):
     """Tokens of the answer at the start of the session; empty with several answers."""
     decoded: bool = False
     """Whether the decode group has sent tokens, so that all KV has landed."""
+    transferred: bool = False
+    """Whether the prefill group has sent the whole KV."""
     now_s: float = 0.0
 
     def __post_init__(self) -> None:
@@ -118,7 +126,8 @@ class SessionHandlers(ABC):
             refused = prefill and isinstance(error, NotLinkedError)
             self.prompt_lost = self.prefill.leader.control_address in self.involved and not refused
         elif isinstance(error, PeerLostError):
-            self.loss, self.resumable = Loss.PREFILL if prefill else Loss.DECODE, resumable
+            lost = (Loss.DECODE, Loss.PREFILL, Loss.DECODE_SUSPECTED, Loss.PREFILL_SUSPECTED)
+            self.loss, self.resumable = lost[2 * self.suspicion + prefill], resumable
         elif isinstance(error, TransportError):
             self.loss, self.resumable = Loss.TRANSFER, resumable
         elif isinstance(error, BusyError):
@@ -203,6 +212,7 @@ class SessionHandlers(ABC):
         return actions
 
     def measure(self, message: m.Transferred) -> list[SessionAction]:
+        self.transferred = True
         self.report.nbytes, self.report.segments = message.nbytes, message.segments
         self.report.messages, self.report.transfer_s = message.messages, message.seconds
         self.report.transferred_s = self._elapsed_s()
@@ -213,6 +223,16 @@ class SessionHandlers(ABC):
 
     def fail_lost(self, peer: str) -> list[SessionAction]:
         error, prefill = self._lost_error(peer), self.is_prefill(peer)
+        self.note_loss(error, prefill=prefill, resumable=prefill)
+        return self.fail(error)
+
+    def fail_suspected(self, peer: str) -> list[SessionAction]:
+        prefill = self.is_prefill(peer)
+        group = self.prefill if prefill else self.decode
+        self.suspicion = True
+        error = PeerLostError(
+            f"the {group.role} group {group.name} does not respond (control.suspect_after_s)"
+        )
         self.note_loss(error, prefill=prefill, resumable=prefill)
         return self.fail(error)
 
@@ -232,12 +252,16 @@ class SessionHandlers(ABC):
         return self.fail(RequestTimeoutError(f"request {self.key} did not end before its deadline"))
 
     def release(self, _: None) -> list[SessionAction]:
-        """Sends `Release` to every involved leader that is not lost; a lost leader holds no resources of the
-        request."""
+        """Sends `Release` to every involved leader that is not lost; a lost leader holds no resources of the request.
+
+        A suspected group releases the request when it speaks again, and the other group may have to wait for that:
+        its pages may still be written. Nothing waits for the release of a session that a suspicion ended.
+        """
         self.report.ended_s = self._elapsed_s()
-        self.unreleased = self.involved - self.lost
+        reached = self.involved - self.lost
+        self.unreleased = set() if self.suspicion else reached - self.suspected
         release = m.Release(self.key, "the session ended")
-        return [SendMessage(peer, release) for peer in sorted(self.unreleased)] + self._all_released()
+        return [SendMessage(peer, release) for peer in sorted(reached)] + self._all_released()
 
     def confirm(self, peer: str) -> list[SessionAction]:
         self.unreleased.discard(peer)

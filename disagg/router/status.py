@@ -37,7 +37,9 @@ class GroupStatuses:
         self._statuses: dict[str, GroupStatus | None] = {}
         """Latest status by the leader's address; None before the first report."""
         self.changes = 0
-        """Counter that increases at least whenever the result of `broken` changes for a group."""
+        """Counter that increases at least whenever `broken` or `has_silent_rank` changes for a group."""
+        self.on_change: Callable[[], None] = lambda: None
+        """Callback for each of these changes."""
 
     def renew(self, interval_s: float) -> None:
         """Sends a `Watch` to each leader, to be renewed after `interval_s`; drops the statuses of removed groups."""
@@ -69,6 +71,10 @@ class GroupStatuses:
         """Returns whether the group's latest report says that the group is broken and can serve no more."""
         return bool(self._of(engine).broken)
 
+    def has_silent_rank(self, engine: RoutedGroup) -> bool:
+        """Returns whether the group's latest report says that its leader does not hear another rank."""
+        return bool(self._of(engine).silent_ranks)
+
     def _of(self, engine: RoutedGroup) -> GroupStatus:
         group = engine.group
         status = self._statuses.get(group.leader.control_address)
@@ -85,11 +91,9 @@ class GroupStatuses:
         match message:
             case m.GroupReport():
                 before, self._statuses[leader] = self._statuses.get(leader), message.status
-                if before is None or (before.name, before.broken) != (
-                    message.status.name,
-                    message.status.broken,
-                ):
+                if before is None or _usability(before) != _usability(message.status):
                     self.changes += 1
+                    self.on_change()
             case m.CacheDigest():
                 self._on_digest(leader, message)
             case PeerLostError():
@@ -107,6 +111,10 @@ class GroupStatuses:
                     return
                 if not known:
                     self._dispatcher.send(leader, m.Watch(self._interval_s, "all"))
+
+
+def _usability(status: GroupStatus) -> tuple[str, str, tuple[int, ...]]:
+    return status.name, status.broken, status.silent_ranks
 
 
 @contextlib.asynccontextmanager

@@ -109,7 +109,7 @@ def _groups_table(status: ServiceStatus, growing: ServiceRates, wide: bool) -> T
     last = ("states",) if stateful else ()
     table = _table("Groups", "group", "state", *sizes, *columns, *last)
     for group in status.groups:
-        cells: list[Text | str] = [Text(plain(group.name)), _state(group, status.draining)]
+        cells: list[Text | str] = [Text(plain(group.name)), _state(group, status)]
         cells += [str(len(group.ranks)), str(group.pages)] if wide else []
         cells += _group_cells(group, growing.groups[group.name])
         table.add_row(*cells, *((_states(group, wide),) if stateful else ()))
@@ -144,10 +144,12 @@ def _group_cells(group: GroupStatus, rate: GroupRate) -> list[str]:
     ]
 
 
-def _state(group: GroupStatus, draining: Sequence[str]) -> Text:
+def _state(group: GroupStatus, status: ServiceStatus) -> Text:
     if group.broken:
         return Text(f"broken: {plain(group.broken)}", style="bold red")
-    if group.name in draining:
+    if group.name in status.suspected:
+        return Text("silent", style="yellow")
+    if group.name in status.draining:
         return Text("drains", style="yellow")
     return Text("up", style="green") if group.ranks else Text("silent", style="yellow")
 

@@ -396,14 +396,18 @@ def test_metrics() -> None:
         server.set(error=ValueError("a bug"), fail_after=1)
         assert server.ask(max_tokens=3).status_code == 500
         server.generator.recoveries["prefill_lost"] += 2
+        server.generator.suspicions["decode-2"] += 3
+        server.generator.silent = ("decode-2",)
         text = server.client.get("/metrics").text
-        assert server.client.get("/status").json()["recoveries_total"] == 2
+        status = server.client.get("/status").json()
+        assert (status["recoveries_total"], status["suspected"]) == (2, ["decode-2"])
     families = {family.name: family for family in text_string_to_metric_families(text)}
     values = {(s.name, *s.labels.values()): s.value for f in families.values() for s in f.samples}
     assert (
         values["disagg_recoveries_total", "prefill_lost"],
         values["disagg_recoveries_total", "decode_lost"],
     ) == (2, 0)
+    assert values["disagg_suspicions_total", "decode-2"] == 3
     assert values["disagg_requests_total", "ok"] == 1
     assert values["disagg_requests_total", "refused"] == 1
     assert values["disagg_requests_total", "error"] == 1

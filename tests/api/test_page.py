@@ -212,6 +212,9 @@ def test_groups_that_come_and_go(browser: Browser, server: PageServer) -> None:
     look(tab)
     assert texts(tab, ".none") == []
     assert tab.value("cards.decode.get('decode-2').chip.textContent") == "drains"
+    server.shape = {"decode": (1, 1), "suspected": ("decode-2",)}
+    look(tab)
+    assert tab.value("cards.decode.get('decode-2').chip.textContent") == "silent"
     server.shape = {"decode": (1,)}
     look(tab)
     assert texts(tab, "#decode h3") == ["decode"]

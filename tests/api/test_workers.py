@@ -80,13 +80,15 @@ def test_each_limit_is_shared() -> None:
 def test_totals_are_sums_and_groups_are_the_newest() -> None:
     old, new = (GroupStatus("decode", "decode", RANKS, steps_total=steps) for steps in (3, 4))
     answers = [RecentAnswer(str(moment), float(moment)) for moment in range(KEPT)]
-    first = report(0, 10, groups=(old,), recent=tuple(reversed(answers[::2])))
-    second = report(1, 5, groups=(new, GroupStatus("gone", "decode")), recent=tuple(reversed(answers)))
+    first = report(0, 10, groups=(old,), recent=tuple(reversed(answers[::2])), suspected=("decode",))
+    groups = (new, GroupStatus("gone", "decode"))
+    second = report(1, 5, groups=groups, recent=tuple(reversed(answers)), suspected=("a", "decode"))
     status = merged_status([first, second])
     assert (status.workers, status.generated_tokens_total, status.requests_running) == (2, 15, 1)
     assert (status.max_running, status.max_queued, status.uptime_s) == (6, 8, 1.0)
     assert status.ttft_p50_s < status.ttft_p99_s == pytest.approx(1.0), "quantiles of both, no sums"
     assert merged_groups([first, second]) == status.groups == (new,)
+    assert status.suspected == ("a", "decode")
     assert len(status.recent) == KEPT
     assert [answer.id for answer in status.recent[:3]] == ["63", "62", "62"]
 

@@ -181,6 +181,7 @@ FLAG_MISTAKES = [
     ({"transfer.watermark_interval_s": -1}, "it must be at least 0.001"),
     ({"transfer.watermark_interval_s": 1e-6}, "it must be at least 0.001"),
     ({"control.heartbeat_s": 0}, "it must be at least 0.01"),
+    ({"control.suspect_after_s": -1}, "it must be at least 0"),
     ({"control.heartbeat_s": -1}, "it must be at least 0.01"),
     ({"control.heartbeat_s": 1e-6}, "it must be at least 0.01"),
     ({"control.max_message_bytes": "1023KiB"}, "it must be from 1048576 to 16777216"),

@@ -22,8 +22,10 @@ class Channel(ControlChannel):
 
     address = "router"
 
-    def start(self, handler: Any, on_peer_lost: Any, on_peer_met: Any = None) -> None:
-        self.handler, self.on_lost = handler, on_peer_lost
+    def start(
+        self, handler: Any, on_peer_lost: Any, on_peer_met: Any = None, on_peer_suspected: Any = None
+    ) -> None:
+        self.handler, self.on_lost, self.on_suspected = handler, on_peer_lost, on_peer_suspected
 
     def _none(self, *_: Any, **__: Any) -> Any:
         """Does nothing."""

@@ -21,6 +21,7 @@ from disagg.core.types import (
     Ticket,
 )
 from disagg.router.answers import Output, SessionReport, new_answers
+from disagg.router.response_dispatcher import Suspicion
 from disagg.router.session import TRANSITIONS, Session
 from disagg.router.session_events import (
     CountPromptComputed,
@@ -139,6 +140,7 @@ class World:
     session: Session
     queues: dict[str, list[m.Message]] = field(default_factory=lambda: {PREFILL: [], DECODE: []})
     lost: set[str] = field(default_factory=set)
+    suspected: set[str] = field(default_factory=set)
     phases: list[SessionPhase] = field(default_factory=list)
     outputs: list[Output] = field(default_factory=list)
     errors: list[Exception] = field(default_factory=list)
@@ -156,7 +158,7 @@ class World:
     def start(cls, script: Script) -> World:
         decode = group("colocated", DECODE) if script.colocated else group("decode", DECODE)
         prefill = decode if script.colocated else group("prefill", PREFILL)
-        lost: set[str] = set()
+        lost, suspected = set[str](), set[str]()
         answers = new_answers(script.sampling, spell if script.sampling.stop else None)
         if script.answered:
             answers[0].tokens.extend(script.answered)
@@ -176,8 +178,9 @@ class World:
             lost,
             OLD_KEY if script.answered else None,
             script.careful,
+            suspected,
         )
-        return cls(copy.deepcopy(script), session, lost=lost)
+        return cls(copy.deepcopy(script), session, lost=lost, suspected=suspected)
 
     def moves(self) -> Iterator[tuple[str, str]]:
         phase = self.session.phase
@@ -197,6 +200,8 @@ class World:
             yield from (("deliver", peer) for peer, queue in self.queues.items() if queue)
         if not self.lost:
             yield from (("lose", peer) for peer in self.queues)
+            if not self.suspected:
+                yield from (("suspect", peer) for peer in self.queues)
 
     def make(self, kind: str, name: str) -> None:
         self.now_s += 0.5
@@ -204,6 +209,11 @@ class World:
             self.perform(self.session.on_signal(SessionTrigger(name), self.now_s))
         elif kind == "deliver":
             self.perform(self.session.on_message(name, self.queues[name].pop(0), self.now_s))
+        elif kind == "suspect":
+            self.suspected.add(name)
+            self.queues[name].clear()  # a stopped leader sends nothing
+            if self.session.phase in (*LIVE, SessionPhase.RELEASING):
+                self.perform(self.session.on_message(name, Suspicion(), self.now_s))
         else:
             self.lost.add(name)
             self.queues[name].clear()
@@ -228,6 +238,9 @@ class World:
         if not isinstance(message, m.Release):
             assert not self.released, "a message after the release"
         self.received.add(peer)
+        if peer in self.suspected:
+            self.released += [peer] * isinstance(message, m.Release)
+            return
         match message:
             case m.Reserve():
                 assert (message.answered, message.after is None) == (
@@ -406,6 +419,62 @@ def test_a_lost_group_leaves_the_request_to_another_session(
     world = run(SCRIPTS["one answer"], START, FROM_DECODE, *moves, ("lose", peer))
     assert (world.session.phase, world.session.loss) == (SessionPhase.FAILED, loss)
     assert world.session.resumable == resumable
+
+
+@pytest.mark.parametrize(
+    ("peer", "moves", "loss", "resumable"),
+    [
+        (PREFILL, [], Loss.PREFILL_SUSPECTED, True),
+        (PREFILL, [FROM_PREFILL], Loss.PREFILL_SUSPECTED, True),
+        (DECODE, [], Loss.DECODE_SUSPECTED, False),
+        (DECODE, [FROM_PREFILL, FROM_PREFILL, FROM_DECODE], Loss.DECODE_SUSPECTED, False),
+    ],
+)
+def test_a_suspected_group_leaves_the_request_to_another_session(
+    peer: str, moves: list[tuple[str, str]], loss: Loss, resumable: bool
+) -> None:
+    """Both groups get the release, and nothing waits for it: pages may be written until the other group speaks."""
+    world = run(SCRIPTS["one answer"], START, FROM_DECODE, *moves, ("suspect", peer))
+    session = world.session
+    assert (session.phase, session.loss, session.suspicion) == (SessionPhase.FAILED, loss, True)
+    assert session.resumable == resumable
+    assert "does not respond" in str(world.errors[0])
+    world.make(*CLOSE)
+    assert sorted(world.released) == [DECODE, PREFILL]
+    assert session.phase is SessionPhase.ENDED
+
+
+@pytest.mark.parametrize("moves", [[FROM_PREFILL, FROM_PREFILL], [FROM_PREFILL, FROM_DECODE]])
+def test_a_session_whose_kv_has_landed_needs_no_prefill_group(moves: list[tuple[str, str]]) -> None:
+    world = run(SCRIPTS["one answer"], START, FROM_DECODE, *moves, ("suspect", PREFILL))
+    assert world.session.phase is SessionPhase.DECODING
+    while world.queues[DECODE]:
+        world.make(*FROM_DECODE)
+    world.make(*CLOSE)
+    assert world.session.unreleased == {DECODE}, "the suspected group is not waited for"
+
+
+def test_a_session_that_may_not_be_recovered_waits_for_a_suspected_group() -> None:
+    world = World.start(SCRIPTS["one answer"])
+    world.session.may_leave = lambda session: False
+    world.make(*START)
+    world.make("suspect", DECODE)
+    assert (world.session.phase, world.errors) == (SessionPhase.RESERVING, [])
+    world.make("lose", DECODE)
+    assert world.session.loss is Loss.DECODE
+
+
+def test_the_release_does_not_wait_for_a_group_that_is_suspected_meanwhile() -> None:
+    world = run(SCRIPTS["one answer"], START, FROM_DECODE, FROM_PREFILL, CLOSE, ("suspect", PREFILL))
+    assert world.session.unreleased == {DECODE}
+
+
+@pytest.mark.parametrize("careful", [False, True])
+def test_a_prefill_group_suspected_before_it_has_the_ticket_costs_no_recovery(careful: bool) -> None:
+    world = run(Script(ONE, [RESERVED], [], [], careful=careful), START, ("suspect", PREFILL))
+    session = world.session
+    assert (session.phase, session.loss, session.unlinked) == (SessionPhase.FAILED, None, True)
+    assert session.prompt_lost == (not careful)
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,8 @@ class FakeGenerator:
         self.fail_only = ""
         """And only in requests whose id ends like this."""
         self.recoveries: Counter[str] = Counter()
+        self.suspicions: Counter[str] = Counter()
+        self.silent: tuple[str, ...] = ()
         self.hold_release = False
         """Wait for `go` after the last output, as a session does whose groups are slow to release."""
 
@@ -56,6 +58,9 @@ class FakeGenerator:
 
     def draining(self) -> tuple[str, ...]:
         return ()
+
+    def suspected(self) -> tuple[str, ...]:
+        return self.silent
 
     async def run(self, request: RouterRequest, emit: Emit) -> None:
         request_id, sampling, decode, report = (

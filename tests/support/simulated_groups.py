@@ -55,7 +55,9 @@ class Channel(ControlChannel):
     def __init__(self, simulation: Simulation, address: str) -> None:
         self.address, self._simulation = address, simulation
 
-    def start(self, handler: Any, on_peer_lost: Any, on_peer_met: Any = None) -> None: ...
+    def start(
+        self, handler: Any, on_peer_lost: Any, on_peer_met: Any = None, on_peer_suspected: Any = None
+    ) -> None: ...
 
     def send(self, peer: str, message: m.Message) -> None:
         self._simulation.post(self.address, peer, message)

@@ -7,6 +7,7 @@ prints itself and the last events.
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from cluster_simulation.bugs import BUGS
+from cluster_simulation.bugs import BUGS, break_a_suspected_group
 from cluster_simulation.faults import Faults
 from cluster_simulation.run import Run, simulate
 from cluster_simulation.scale import PEER_TIMEOUT_S, Scale
@@ -77,8 +78,12 @@ def test_a_cut_in_one_direction() -> None:
 
 
 @pytest.mark.parametrize("seed", [52768, 53252], ids=["cut for long", "back before it is noticed"])
-def test_a_router_that_is_cut_off(seed: int) -> None:
-    """It loses all groups, one after the other, and requests that met two of these losses were recovered once."""
+def test_a_router_that_is_cut_off(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It loses all groups, one after the other, and requests that met two of these losses were recovered once.
+
+    Without suspicions, which could move the requests before.
+    """
+    monkeypatch.setattr("cluster_simulation.world.SUSPECT_AFTER_S", math.inf)
     run = simulate(seed, faults=0, first_fault="isolate")
     log = [line.split()[1:] for line in str(run.world.event_log).splitlines()]
     assert run.faults.struck == ["isolate"], "another seed isolates a router"
@@ -86,6 +91,20 @@ def test_a_router_that_is_cut_off(seed: int) -> None:
     assert waited, "another seed has a request that two groups' silence meets"
     recovered = [one.report.recoveries for one in run.requests if one.report.recoveries]
     assert recovered == [["decode_lost"]] * len(recovered) != []
+
+
+def test_a_short_stop_moves_requests_and_ends_nothing() -> None:
+    runs = [simulate(seed, faults=0, first_fault="stop") for seed in range(40)]
+    suspicions = [sum(router.router.suspicions.total() for router in run.world.routers) for run in runs]
+    assert sum(map(bool, suspicions)) > 25
+    moved = Counter(cause for run in runs for one in run.requests for cause in one.report.recoveries)
+    assert min(moved["prefill_suspected"], moved["decode_suspected"]) > 0, moved
+
+
+def test_the_simulation_reports_a_suspicion_that_breaks_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    break_a_suspected_group(monkeypatch)
+    with pytest.raises(AssertionError, match="a suspicion "):
+        outcomes([simulate(seed, faults=0, first_fault="stop") for seed in range(40)])
 
 
 @pytest.mark.slow

@@ -74,6 +74,8 @@ def test_states_of_groups() -> None:
     assert "broken: rank 1 is gone" in " ".join(row(shown, "prefill  "))
     assert row(shown, "decode  ")[1] == "drains"
     assert row(shown, "decode-2  ")[1] == "silent"
+    shown = lines(replace(now, draining=("decode",), suspected=("decode", "prefill")))
+    assert [row(shown, name)[1] for name in ("prefill  ", "decode  ")] == ["silent"] * 2
 
 
 def test_states_of_recurrent_layers() -> None:

@@ -25,6 +25,10 @@ PeerMet = Callable[[str], None]
 """Callback `on_peer_met(peer)`, on the channel's own thread: a watched peer is reachable in both directions. The
 callback runs when the peer is first reached, and once more after each loss."""
 
+PeerSuspected = Callable[[str, bool], None]
+"""Callback `on_peer_suspected(peer, silent)`, on the channel's own thread. True: a watched peer has been silent for a
+part of the peer timeout. False: it has spoken again. A loss ends a suspicion without a further call."""
+
 
 @dataclass(frozen=True, slots=True)
 class ControlStatistics:
@@ -65,7 +69,11 @@ class ControlChannel(ABC):
 
     @abstractmethod
     def start(
-        self, handler: Handler, on_peer_lost: PeerLost, on_peer_met: PeerMet = lambda peer: None
+        self,
+        handler: Handler,
+        on_peer_lost: PeerLost,
+        on_peer_met: PeerMet = lambda peer: None,
+        on_peer_suspected: PeerSuspected = lambda peer, silent: None,
     ) -> None:
         """Starts the channel's thread. Call it once."""
 

@@ -9,6 +9,9 @@ has forgotten this side, which a new stream or a reset shows. After a loss, no m
 delivered, and both directions start new streams. A watched peer is *met* when it names this side's stream, which
 proves that both directions work. If the network fails in one direction only, neither side therefore meets the other.
 
+A watched peer is *suspected* after a shorter silence, if other peers answer meanwhile, and *heard* at its next
+envelope. Both are information only: the streams continue.
+
 The idea is TCP's: sequence numbers, resets, and an initial sequence number drawn from a clock, here the
 stream number. An envelope of an older stream is therefore recognised as stale, however late it arrives.
 """
@@ -28,6 +31,8 @@ import msgspec
 from disagg.core.errors import InvariantError
 
 PING, RESET = 1, 2
+PROBE_S = 0.5
+"""Time that a watched peer has to answer a last ping before it is suspected."""
 ACK_DELAY_S = 0.1
 """Time that an acknowledgement waits for a message that carries it, while it collects further received messages."""
 FIRST_RESEND_S, LAST_RESEND_S = 0.3, 2.0
@@ -71,6 +76,8 @@ class ReliableOptions:
 
     peer_timeout_s: float = 10.0
     heartbeat_s: float = 1.0
+    suspect_after_s: float = math.inf
+    """Silence after which a watched peer is suspected; no effect unless shorter than `peer_timeout_s`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +103,24 @@ class Met:
     peer: str
 
 
+@dataclass(frozen=True, slots=True)
+class Suspected:
+    """Event: a watched peer has been silent for `suspect_after_s`. `Heard` or `Lost` follows, unless it is
+    forgotten."""
+
+    peer: str
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """Event: a suspected peer has sent an envelope."""
+
+    peer: str
+
+
+Event = Delivered | Lost | Met | Suspected | Heard
+
+
 @dataclass(slots=True)
 class _StreamPeer:
     name: str
@@ -114,6 +139,9 @@ class _StreamPeer:
     watched: bool = False
     met: bool = False
     """Whether the peer has received an envelope of this stream."""
+    suspected: bool = False
+    probed_s: float | None = None
+    """Time of the ping that decides whether the peer is suspected; None while the peer speaks."""
     spoke_s: float = 0.0
     """Time of the last envelope to the peer."""
     look_at_s: float = math.inf
@@ -129,10 +157,17 @@ class Reliable:
 
     def __init__(self, address: str, options: ReliableOptions, first_stream: int | None = None) -> None:
         self._address, self._options = address, options
+        shorter = options.suspect_after_s < options.peer_timeout_s
+        self._suspect_after_s = options.suspect_after_s if shorter else math.inf
+        self._probe_s = min(PROBE_S, self._suspect_after_s / 2)
         self._last_stream = time.time_ns() if first_stream is None else first_stream
         self.known: dict[str, _StreamPeer] = {}
         """Streams of each peer."""
         self._ticked_s: float | None = None
+        self._heard_s = -math.inf
+        """Time of the last envelope from any peer."""
+        self._resumed_s = -math.inf
+        """Time of the last envelope before which all peers had been silent."""
         self._looks: list[tuple[float, int, _StreamPeer]] = []
         """Heap of scheduled checks, as (time, peer). An entry is void if its time is not the peer's `look_at_s`."""
         self._look_numbers = itertools.count()
@@ -140,7 +175,7 @@ class Reliable:
         """Latest ended stream of each source; that stream and older ones are rejected."""
         self.outbox: list[tuple[str, Envelope]] = []
         """Envelopes to transmit; the network may lose them."""
-        self.events: list[Delivered | Lost | Met] = []
+        self.events: list[Event] = []
         """Events in order: a message after a loss belongs to the new stream."""
         self.retransmitted = self.duplicates = self.refused = 0
 
@@ -197,7 +232,12 @@ class Reliable:
         peer = self._known(envelope, now_s)
         if peer is None:
             return
-        peer.since_s = now_s
+        if now_s - self._heard_s > self._probe_s:
+            self._resumed_s = now_s
+        peer.since_s, peer.probed_s, self._heard_s = now_s, None, now_s
+        if peer.suspected:
+            peer.suspected = False
+            self.events.append(Heard(peer.name))
         if envelope.ack_of == peer.stream:
             self._acknowledged(peer, envelope.ack, now_s)
             if peer.watched and not peer.met:
@@ -220,6 +260,8 @@ class Reliable:
                 continue
             if peer.unacknowledged and now_s >= peer.resend_at_s:
                 self._resend(peer, now_s)
+            if peer.watched and not peer.suspected:
+                self._suspect_if_silent(peer, now_s)
             if peer.watched and now_s - peer.spoke_s >= self._options.heartbeat_s:
                 self._post(peer, 0, b"", now_s, PING)
             if peer.ack_at_s is not None and now_s >= peer.ack_at_s:
@@ -274,9 +316,37 @@ class Reliable:
             due_s = min(due_s, peer.resend_at_s)
         if peer.watched:
             due_s = min(due_s, peer.spoke_s + self._options.heartbeat_s)
+            if not peer.suspected:
+                due_s = min(due_s, self._doubt_s(peer))
         if peer.watched or peer.unacknowledged:
             due_s = min(due_s, peer.since_s + self._options.peer_timeout_s)
         return due_s
+
+    def _doubt_s(self, peer: _StreamPeer) -> float:
+        """Returns when a silent peer is to be pinged once more, or after that ping, when it is to be suspected."""
+        if peer.probed_s is not None:
+            return peer.probed_s + self._probe_s
+        return peer.since_s + self._suspect_after_s - self._probe_s
+
+    def _suspect_if_silent(self, peer: _StreamPeer, now_s: float) -> None:
+        """Pings a silent peer and the other watched peers; suspects the peer if only others answer in time.
+
+        Another ping decides if nobody has answered, or only just now: this side may be cut off or overloaded. So it
+        does after a pause of this process, which received nothing during the pause: `tick` is late then.
+        """
+        doubt_s = self._doubt_s(peer)
+        if now_s < doubt_s:
+            return
+        late = now_s > doubt_s + self._probe_s
+        resumes = now_s < self._resumed_s + self._probe_s / 2
+        if peer.probed_s is None or late or resumes or self._heard_s <= peer.probed_s:
+            peer.probed_s = now_s
+            for other in self.known.values():
+                if other is peer or (other.watched and now_s - other.spoke_s > self._probe_s / 2):
+                    self._post(other, 0, b"", now_s, PING)
+        else:
+            peer.suspected = True
+            self.events.append(Suspected(peer.name))
 
     def _look_in_time(self, peer: _StreamPeer) -> None:
         """Schedules a check of the peer by `tick`, if work is due earlier than the scheduled check.

@@ -14,9 +14,26 @@ import structlog
 
 from disagg.core.clock import Clock
 from disagg.core.errors import ProtocolError
-from transport.control.base import ControlChannel, ControlStatistics, Handler, PeerLost, PeerMet
+from transport.control.base import (
+    ControlChannel,
+    ControlStatistics,
+    Handler,
+    PeerLost,
+    PeerMet,
+    PeerSuspected,
+)
 from transport.control.messages import MAX_MESSAGE_BYTES, Message, decode, encode
-from transport.control.reliable import Delivered, Envelope, Lost, Reliable, ReliableOptions
+from transport.control.reliable import (
+    Delivered,
+    Envelope,
+    Event,
+    Heard,
+    Lost,
+    Met,
+    Reliable,
+    ReliableOptions,
+    Suspected,
+)
 
 log = structlog.get_logger(__name__)
 _PAUSE_AFTER_BUG_S = 0.1
@@ -65,6 +82,7 @@ class ThreadedControl(ControlChannel):
         self._handler: Handler = lambda peer, message: None
         self._on_peer_lost: PeerLost = lambda peer: None
         self._on_peer_met: PeerMet = lambda peer: None
+        self._on_peer_suspected: PeerSuspected = lambda peer, silent: None
         self._closing = threading.Event()
         self._linger_until_s = 0.0
         self._failing = False
@@ -80,9 +98,14 @@ class ThreadedControl(ControlChannel):
     # --- ControlChannel
 
     def start(
-        self, handler: Handler, on_peer_lost: PeerLost, on_peer_met: PeerMet = lambda peer: None
+        self,
+        handler: Handler,
+        on_peer_lost: PeerLost,
+        on_peer_met: PeerMet = lambda peer: None,
+        on_peer_suspected: PeerSuspected = lambda peer, silent: None,
     ) -> None:
         self._handler, self._on_peer_lost, self._on_peer_met = handler, on_peer_lost, on_peer_met
+        self._on_peer_suspected = on_peer_suspected
         self._thread.start()
 
     def send(self, peer: str, message: Message) -> None:
@@ -248,15 +271,24 @@ class ThreadedControl(ControlChannel):
         # lost.
         if not self._closing.is_set():
             for event in events:
-                if isinstance(event, Delivered):
-                    self._deliver(event.peer, event.body)
-                elif isinstance(event, Lost):
-                    self._lose(event.peer, event.reason)
-                else:
-                    self._call(self._on_peer_met, event.peer)
+                self._handle(event)
         while self._calls:
             self._call(self._calls.popleft())
         return due_s
+
+    def _handle(self, event: Event) -> None:
+        match event:
+            case Delivered():
+                self._deliver(event.peer, event.body)
+            case Lost():
+                self._lose(event.peer, event.reason)
+            case Met():
+                self._call(self._on_peer_met, event.peer)
+            case Suspected():
+                log.info("control_peer_silent", channel=self.address, peer=event.peer)
+                self._call(self._on_peer_suspected, event.peer, True)
+            case Heard():
+                self._call(self._on_peer_suspected, event.peer, False)
 
     def _transmit_all(self) -> None:
         with self._lock:

@@ -6,6 +6,7 @@ Every connection is CURVE-encrypted, and ZMQ's ZAP checks the client's key befor
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 import socket
 from collections.abc import Iterable
@@ -217,7 +218,7 @@ def make_control(
 ) -> ZmqControl:
     """Creates the configured channel on this host; port 0 selects a free port. Raises `ConfigError` if it
     cannot listen."""
-    options = ReliableOptions(peer_timeout_s=config.peer_timeout_s, heartbeat_s=config.heartbeat_s)
+    options = ReliableOptions(config.peer_timeout_s, config.heartbeat_s, config.suspect_after_s or math.inf)
     largest = config.max_message_bytes
     host = own_host(config.host)
     return ZmqControl(host, port, keys=keys, options=options, max_message_bytes=largest, pace=pace)

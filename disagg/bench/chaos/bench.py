@@ -124,4 +124,5 @@ def _settings(config: Config) -> dict[str, Label | None]:
         "deterministic": config.model.deterministic,
         "restart_backoff_s": config.cluster.restart_backoff_s,
         "peer_timeout_s": config.control.peer_timeout_s,
+        "suspect_after_s": config.control.suspect_after_s,
     }

@@ -23,6 +23,9 @@ class ControlConfig(Section, frozen=True):
     """File of CURVE keys (`disagg keys`), reloaded on change; None: new keys for each run."""
     peer_timeout_s: float = 10.0
     """Silence after which a peer counts as lost."""
+    suspect_after_s: float = 2.0
+    """Silence of a rank after which routers suspect its group: its requests continue on other groups, if there are
+    any, until it speaks again. 0, or not less than `peer_timeout_s`: only a lost group is left."""
     heartbeat_s: float = 1.0
     max_message_bytes: int = 16 * MIB
     """Largest control message; a request that needs a larger one fails. Only messages with a prompt's tokens and
@@ -31,6 +34,7 @@ class ControlConfig(Section, frozen=True):
     def __post_init__(self) -> None:
         self._needs(bool(self.host), "host", "an address or a host name")
         self._positive("peer_timeout_s")
+        self._at_least(0, "suspect_after_s")
         self._at_least(0.01, "heartbeat_s")  # a shorter interval would occupy the peers
         for port in ("router_port", "directory_port"):
             self._needs(0 <= getattr(self, port) < 1 << 16, port, "from 0 to 65535")

@@ -68,6 +68,7 @@ def _check_router(world: World, router: RouterProcess) -> None:
     assert not dispatcher.receivers, f"{name} holds receivers: {list(dispatcher.receivers)}"
     up = {group.name for group in world.groups if group.lives}
     assert {engine.group.name for engine in router.router.engines} == up, f"{name}: not the groups {up}"
+    assert not router.router.suspected(), f"{name} suspects {router.router.suspected()}"
     for engine in router.router.engines:
         load = (engine.requests, engine.tokens)
         assert load == (0, 0), f"{name}: {engine.group.name} still counts {load}"

@@ -11,6 +11,7 @@ import pytest
 from cluster_simulation.network import SimulatedControl
 from disagg.core.errors import PeerLostError
 from disagg.node.kv_manager import KVManager
+from disagg.node.leader import Leader
 from disagg.router.answers import Answer
 from disagg.router.session import Session
 from prefill_node.scheduler import PrefillRequest, PrefillScheduler
@@ -127,6 +128,11 @@ def go_on_from_a_wrong_token(patch: pytest.MonkeyPatch) -> None:
         send(self, peer, message)
 
     patch.setattr(SimulatedControl, "send", send_wrong)
+
+
+def break_a_suspected_group(patch: pytest.MonkeyPatch) -> None:
+    """A leader gives up a group whose rank is silent for a moment."""
+    patch.setattr(Leader, "on_peer_suspected", lambda self, peer, silent: self.on_peer_lost(peer))
 
 
 BUGS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {

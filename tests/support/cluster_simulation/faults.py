@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from cluster_simulation.processes import Process
 from cluster_simulation.rank_process import RankProcess
+from cluster_simulation.scale import PEER_TIMEOUT_S, SUSPECT_AFTER_S
 from transport.control import messages as m
 
 if TYPE_CHECKING:
@@ -120,6 +121,15 @@ class Faults:
         if rank is not None:
             rank.pause()
             self._after(self._choose.choice([0.05, 1.0, 3.0, 6.0, 20.0]), _resume, rank)
+
+    def _stop(self, *pair: str) -> None:
+        """The rank stops for long enough to be suspected, and goes on before a peer loses it. `KINDS` is without it:
+        `run` requires that such faults alone break no group."""
+        rank = self._one_rank(pair)
+        if rank is not None:
+            rank.pause()
+            seconds = self._choose.uniform(SUSPECT_AFTER_S + 0.5, PEER_TIMEOUT_S - 1.5)
+            self._after(seconds, _resume, rank)
 
     def _cut(self, source: str, destination: str) -> None:
         """One direction or both, between two processes."""

@@ -33,6 +33,8 @@ class Launcher(Process):
         self.directory = Directory(SimulatedControl(self, world.network, world.options))
         self.groups: list[GroupProcess] = []
         self.replaces = True
+        self.deaths = 0
+        """Groups that served and died."""
         self._numbers = {"prefill": itertools.count(1), "decode": itertools.count(1)}
         self._adding = asyncio.Lock()
         """One group at a time is brought up, as by `disagg.cluster.lifecycle.Cluster`."""
@@ -90,6 +92,7 @@ class Launcher(Process):
                 if rank.alive:
                     rank.later(partial(rank.rank.peer_lost, process.name), self.choose.uniform(*REPORT_S))
         if dies:
+            self.deaths += 1
             self._take_down(group)
             self.announce()
             self.world.keep(self.loop.create_task(self._replace(group.role)))

@@ -113,8 +113,10 @@ class SimulatedControl(ThreadedControl):
         self._started = False
         network.join(self)
 
-    def start(self, handler: object, on_peer_lost: object, on_peer_met: object = lambda peer: None) -> None:
-        self._handler, self._on_peer_lost, self._on_peer_met = handler, on_peer_lost, on_peer_met  # type: ignore[assignment]
+    def start(self, *callbacks: object, **named: object) -> None:
+        self._handler, self._on_peer_lost, *others = callbacks  # type: ignore[assignment]
+        if others:
+            self._on_peer_met, self._on_peer_suspected = others  # type: ignore[assignment]
         self._started = True
         self._wake()
 

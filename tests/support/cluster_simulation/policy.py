@@ -22,6 +22,11 @@ OUTAGE_LOOKS = 10
 """A request may fail when its router reached no working pair of groups at more looks, one each second."""
 
 
+def unfounded_suspicions(run: Run, request: ClientRequest) -> float:
+    """Returns the recoveries that no fault explains: where packets are lost, a peer may seem silent for a while."""
+    return request.suspicions if run.world.network.lost else 0
+
+
 def recovered(run: Run, request: ClientRequest) -> str:
     """A request survives the faults, unless its deadline is short, or the router gives it up by its own rules."""
     if request.outcome in ("timeout", "busy", "peer_lost", "not_linked") and request.timeout_s < SHORT_S:
@@ -30,7 +35,7 @@ def recovered(run: Run, request: ClientRequest) -> str:
     at_deadline = request.ended_s >= request.began_s + request.timeout_s
     if (request.outcome in ("busy", "timeout") or at_deadline) and outages > OUTAGE_LOOKS:
         return ""
-    breaks = sum(kind in BREAKS for kind in run.faults.struck)
+    breaks = sum(kind in BREAKS for kind in run.faults.struck) + unfounded_suspicions(run, request)
     given_up = "is given up" in str(request.error) or breaks > DEFAULTS.max_recoveries
     if request.outcome == "peer_lost" and given_up:
         return ""

@@ -102,8 +102,14 @@ class ClientRequest:
     @property
     def losses(self) -> float:
         """Recoveries from lost groups, of each answer on average: answers are recovered one by one."""
-        lost = [cause for cause in self.report.recoveries if cause in (Loss.PREFILL.value, Loss.DECODE.value)]
+        lost = [cause for cause in self.report.recoveries if Loss(cause).of_group]
         return len(lost) / self.sampling.n
+
+    @property
+    def suspicions(self) -> float:
+        """The part of `losses` that only suspicions caused."""
+        suspected = (Loss.PREFILL_SUSPECTED.value, Loss.DECODE_SUSPECTED.value)
+        return sum(cause in suspected for cause in self.report.recoveries) / self.sampling.n
 
     def __str__(self) -> str:
         sizes = f"{len(self.prompt)} tokens, {self.sampling.sequences} x {self.sampling.max_tokens}"

@@ -12,7 +12,7 @@ from fake_model import VOCAB
 
 from cluster_simulation import books
 from cluster_simulation.faults import Faults
-from cluster_simulation.policy import ErrorPolicy, recovered
+from cluster_simulation.policy import ErrorPolicy, recovered, unfounded_suspicions
 from cluster_simulation.requests import ClientRequest, RequestSource
 from cluster_simulation.scale import PEER_TIMEOUT_S, Scale, weather_of
 from cluster_simulation.virtual_time import VirtualTimeLoop
@@ -20,6 +20,7 @@ from cluster_simulation.virtual_time import run as run_loop
 from cluster_simulation.world import World
 from disagg.core.types import SamplingParams
 from disagg.router.session_driver import RELEASE_TIMEOUT_S
+from disagg.router.session_events import Loss
 
 BURSTS, BURST_S = 3, 0.5
 """Requests come at a few times together, so that they share groups, and faults strike several."""
@@ -98,6 +99,7 @@ async def _main(run: Run, choose: random.Random, policy: ErrorPolicy, first_faul
     await asyncio.sleep(max(0.0, run.faults.last_s - loop.time()) + HEAL_S)
     await _settle(world)
     await _every_pair_works(run)
+    _check_suspicions(run)
     run.virtual_s = loop.time()
 
 
@@ -128,10 +130,21 @@ async def _requests_end(run: Run) -> None:
 def _check_requests(run: Run, policy: ErrorPolicy) -> None:
     for request in run.requests:
         request.check_end()
-        assert request.losses <= len(run.faults.struck), f"{request}: a fault costs one recovery at most"
+        faults = len(run.faults.struck) + unfounded_suspicions(run, request)
+        assert request.losses <= faults, f"{request}: a fault costs one recovery at most"
         if request.error is not None:
             why = policy(run, request)
             assert not why, f"{request}: {why}"
+
+
+def _check_suspicions(run: Run) -> None:
+    """A rank that was only suspected has ended no group. A packet that is lost may turn a suspicion into a loss."""
+    if set(run.faults.struck) == {"stop"} and not run.world.network.lost:
+        assert run.world.directory.deaths == 0, "a suspicion broke a group"
+        causes = {cause for request in run.requests for cause in request.report.recoveries}
+        assert causes <= {Loss.PREFILL_SUSPECTED.value, Loss.DECODE_SUSPECTED.value}, (
+            f"a suspicion is no loss: {causes}"
+        )
 
 
 async def _settle(world: World) -> None:

@@ -11,7 +11,7 @@ from local_groups import small_config
 from cluster_simulation.network import Weather
 from disagg.core.config.read import Config
 
-PEER_TIMEOUT_S = 4.0
+PEER_TIMEOUT_S, SUSPECT_AFTER_S = 4.0, 1.5
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from cluster_simulation.network import Network, Weather
 from cluster_simulation.processes import Process
 from cluster_simulation.rank_process import RankProcess
 from cluster_simulation.router_process import RouterProcess
-from cluster_simulation.scale import PEER_TIMEOUT_S, Scale, draw_config, with_ranks
+from cluster_simulation.scale import PEER_TIMEOUT_S, SUSPECT_AFTER_S, Scale, draw_config, with_ranks
 from cluster_simulation.virtual_time import VirtualTimeLoop
 from disagg.core.config.read import Config
 from disagg.model.spec.model_spec import ModelSpec
@@ -40,7 +40,7 @@ class World:
         self.event_log = SimulationLog(loop.time)
         self.network = Network(loop, seed, weather)
         self.fabric = SimulatedFabric(loop, seed, self.network)
-        self.options = ReliableOptions(peer_timeout_s=PEER_TIMEOUT_S, heartbeat_s=1.0)
+        self.options = ReliableOptions(PEER_TIMEOUT_S, heartbeat_s=1.0, suspect_after_s=SUSPECT_AFTER_S)
         self.config = draw_config(self.choose)
         if scale.states:
             prefill = msgspec.structs.replace(self.config.prefill, state_interval_tokens=8)

@@ -11,9 +11,19 @@ from hypothesis import strategies as st
 
 from disagg.core.errors import InvariantError
 from transport.control import reliable
-from transport.control.reliable import Delivered, Envelope, Lost, Met, Reliable, ReliableOptions
+from transport.control.reliable import (
+    Delivered,
+    Envelope,
+    Event,
+    Heard,
+    Lost,
+    Met,
+    Reliable,
+    ReliableOptions,
+    Suspected,
+)
 
-OPTIONS = ReliableOptions(peer_timeout_s=10.0, heartbeat_s=1.0)
+OPTIONS = ReliableOptions(peer_timeout_s=10.0, heartbeat_s=1.0, suspect_after_s=2.0)
 
 
 @dataclass
@@ -91,7 +101,7 @@ class World:
                 end.got.append(int.from_bytes(event.body, "big"))
             elif isinstance(event, Lost):
                 end.losses += 1
-            else:
+            elif not isinstance(event, Suspected | Heard):
                 end.meetings += 1
         end.streams.events.clear()
         end.streams.check()
@@ -319,6 +329,106 @@ def test_a_watched_peer_gets_heartbeats_and_its_silence_is_a_loss() -> None:
         world.tick(0.5)
         world.wire.clear()
     assert world.ends["a"].losses == 1
+
+
+class Watcher:
+    """A channel that watches `b`, which never speaks by itself, and `c`, which answers pings while `c_answers`."""
+
+    def __init__(self, options: ReliableOptions = OPTIONS) -> None:
+        self.streams = Reliable("a", options, first_stream=1)
+        self.now_s, self.c_answers = 100.0, True
+        for name in "bc":
+            self.streams.watch(name, self.now_s)
+            self.hear(name)
+        self.events()
+
+    def hear(self, name: str) -> None:
+        """An envelope of the peer arrives."""
+        stream = self.streams.known[name].stream
+        self.streams.receive(Envelope(name, 5, 0, 1, 0, stream), self.now_s)
+
+    def events(self) -> list[Event]:
+        """Takes the events since the last call."""
+        events, self.streams.events = self.streams.events, []
+        return events
+
+    def run(self, until_s: float) -> list[tuple[float, Event]]:
+        """Ticks until a time; returns the events, with their times."""
+        events = []
+        while self.now_s < until_s:
+            pinged = {name for name, envelope in self.streams.outbox if envelope.flags & reliable.PING}
+            self.streams.outbox.clear()
+            self.now_s = round(self.now_s + 0.05, 2)
+            if self.c_answers and "c" in pinged:
+                self.hear("c")
+            self.streams.tick(self.now_s)
+            events += [(self.now_s, event) for event in self.events()]
+        return events
+
+    def pause(self, until_s: float) -> None:
+        """This process stops until then."""
+        self.now_s = until_s
+
+
+def test_a_silent_peer_is_suspected_before_it_is_lost() -> None:
+    watcher = Watcher()
+    [(at_s, event)] = watcher.run(109.9)
+    assert event == Suspected("b")
+    assert at_s == pytest.approx(102.0, abs=0.11)
+    [(_, event)] = watcher.run(110.2)
+    assert isinstance(event, Lost)
+
+
+def test_a_suspected_peer_that_speaks_is_heard() -> None:
+    watcher = Watcher()
+    watcher.run(103.0)
+    watcher.hear("b")
+    assert watcher.events() == [Heard("b")]
+    [(at_s, event)] = watcher.run(106.0)
+    assert event == Suspected("b"), "again"
+    assert at_s == pytest.approx(105.0, abs=0.11)
+
+
+def test_nobody_is_suspected_while_all_are_silent() -> None:
+    """This side may be cut off, or the machine may stand still: there would be nobody to turn to."""
+    watcher = Watcher()
+    watcher.c_answers = False
+    assert watcher.run(105.45) == []
+    watcher.c_answers = True
+    assert watcher.run(105.9) == [], "`c` has answered just now: `b` gets the same time"
+    assert [event for _, event in watcher.run(107.0)] == [Suspected("b")]
+
+
+def test_heartbeats_may_be_rarer_than_the_suspicion() -> None:
+    """The last ping decides."""
+    watcher = Watcher(ReliableOptions(10.0, 5.0, 2.0))
+    assert [event for _, event in watcher.run(109.0)] == [Suspected("b")]
+    assert not watcher.streams.known["c"].suspected
+
+
+def test_a_pause_of_the_own_process_suspects_nobody() -> None:
+    """Nothing was received during it: a new ping decides."""
+    for begin_s in (100.5, 101.6, 101.9):  # also behind the last ping
+        watcher = Watcher()
+        watcher.run(begin_s)
+        watcher.pause(107.0)
+        assert watcher.run(107.4) == []
+        watcher.hear("b")
+        assert watcher.run(109.3) == []
+        assert [event for _, event in watcher.run(109.6)] == [Suspected("b")]
+
+
+@pytest.mark.parametrize("suspect_after_s", [float("inf"), 10.0])
+def test_without_a_shorter_time_no_peer_is_suspected(suspect_after_s: float) -> None:
+    watcher = Watcher(ReliableOptions(10.0, 1.0, suspect_after_s))
+    assert [type(event) for _, event in watcher.run(111.0)] == [Lost]
+
+
+def test_an_unwatched_peer_is_not_suspected() -> None:
+    watcher = Watcher()
+    watcher.streams.forget("b")
+    watcher.streams.send("b", b"", 100.0)
+    assert watcher.run(109.0) == []
 
 
 @pytest.mark.parametrize("both_watch", [True, False])

@@ -1,0 +1,160 @@
+"""A rank that is silent for a while, but not lost: its requests move, nothing ends, and it is used again."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import msgspec
+import pytest
+from local_groups import (
+    Checkpoints,
+    LocalGroups,
+    ask,
+    colocated_config,
+    exact_again,
+    local_groups,
+    random_prompts,
+    small_config,
+)
+
+from disagg.core.config.read import RouterConfig
+from disagg.core.types import SamplingParams
+from disagg.router.router import Router
+from transport.control import messages as m
+from transport.control.reliable import ReliableOptions
+
+TIMEOUT_S = 60.0
+OPTIONS = ReliableOptions(peer_timeout_s=TIMEOUT_S, heartbeat_s=0.1, suspect_after_s=0.4)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(TIMEOUT_S):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+def cut_at(groups: LocalGroups, rank: str, *others: str) -> list[str]:
+    """Cuts ranks off when the group of the first one receives the first prompt, or sends the first token; returns a
+    list that then has an element."""
+    name, cut = rank.split("-")[0], list[str]()
+
+    def observe(source: str, destination: str, message: m.Message) -> None:
+        at_prompt = isinstance(message, m.Prefill) and destination == f"{name}-0"
+        at_token = isinstance(message, m.Tokens | m.StepTokens) and source == f"{name}-0"
+        if (at_prompt or at_token) and not cut:
+            cut.append(rank)
+            for one in (rank, *others):
+                groups.hub.cut(one)
+
+    groups.hub.observe(observe)
+    return cut
+
+
+@pytest.mark.parametrize("rank", ["prefill-0", "prefill-1", "decode-0", "decode-1"])
+def test_requests_leave_a_group_with_a_silent_rank(checkpoints: Checkpoints, rank: str) -> None:
+    """Also where only a rank behind the leader is silent: the leader reports it."""
+    config = small_config(2, 2, groups=(2, 2), metrics_interval_s=0.1)
+    config = msgspec.structs.replace(config, router=RouterConfig(max_recoveries=1))
+    prompts, sampling = random_prompts(60, 40, 50, 30), SamplingParams(max_tokens=100)
+    name = rank.split("-")[0]
+    with local_groups(config, checkpoints.source(), options=OPTIONS) as groups:
+        cut = cut_at(groups, rank)
+
+        async def work(router: Router) -> None:
+            asked = (ask(router, f"r{i}", prompt, sampling) for i, prompt in enumerate(prompts))
+            answers = await asyncio.gather(*asked)
+            assert cut == [rank]
+            assert [one.tokens for one in answers] == [
+                checkpoints.greedy(groups.source, prompt, 100) for prompt in prompts
+            ]
+            causes = [cause for one in answers for cause in one.report.recoveries]
+            assert set(causes) == {f"{name}_suspected"}
+            assert router.recoveries == {f"{name}_suspected": len(causes)}
+            assert (router.suspected(), router.suspicions) == ((name,), {name: 1})
+            groups.hub.mend(rank)
+            await until(lambda: not router.suspected())
+            assert not any(one.broken for one in groups.ranks)
+            assert router.missing() == []
+            used = set()
+            async with asyncio.timeout(TIMEOUT_S):
+                while name not in used:
+                    asked = (ask(router, f"again{len(used)}-{i}", p, sampling) for i, p in enumerate(prompts))
+                    again = await asyncio.gather(*asked)
+                    used |= {getattr(one.report, name) for one in again}
+            await exact_again(router, checkpoints)
+
+        groups.serve(work)
+
+
+def test_requests_leave_two_silent_groups_with_one_recovery(checkpoints: Checkpoints) -> None:
+    config = small_config(1, 1, groups=(2, 2))
+    config = msgspec.structs.replace(config, router=RouterConfig(max_recoveries=1))
+    prompts, sampling = random_prompts(60, 40, 50, 30), SamplingParams(max_tokens=100)
+    with local_groups(config, checkpoints.source(), options=OPTIONS) as groups:
+        cut_at(groups, "decode-0", "prefill-0")
+        answers = groups.answers(prompts, sampling)
+        assert [one.tokens for one in answers] == [
+            checkpoints.greedy(groups.source, prompt, 100) for prompt in prompts
+        ]
+        causes = {cause for one in answers for cause in one.report.recoveries}
+        assert "decode_suspected" in causes <= {"decode_suspected", "prefill_suspected"}
+        groups.hub.mend("decode-0")
+        groups.hub.mend("prefill-0")
+
+
+def test_requests_leave_a_silent_colocated_group(checkpoints: Checkpoints) -> None:
+    config = colocated_config(1, groups=2)
+    prompts, sampling = random_prompts(60, 40, 50, 30), SamplingParams(max_tokens=100)
+    with local_groups(config, checkpoints.source(), options=OPTIONS) as groups:
+        cut_at(groups, "colocated-0")
+        answers = groups.answers(prompts, sampling)
+        assert [one.tokens for one in answers] == [
+            checkpoints.greedy(groups.source, prompt, 100) for prompt in prompts
+        ]
+        assert {cause for one in answers for cause in one.report.recoveries} == {"decode_suspected"}
+        groups.hub.mend("colocated-0")
+
+
+@pytest.mark.parametrize("rank", ["prefill-0", "decode-0"])
+def test_requests_wait_for_a_silent_group_without_another_one(checkpoints: Checkpoints, rank: str) -> None:
+    prompt, sampling = random_prompts(60)[0], SamplingParams(max_tokens=40)
+    with local_groups(small_config(1, 1), checkpoints.source(), options=OPTIONS) as groups:
+        cut_at(groups, rank)
+
+        async def work(router: Router) -> None:
+            running = asyncio.create_task(ask(router, "r", prompt, sampling))
+            await until(lambda: bool(router.suspected()))
+            assert router.missing() == []
+            assert not running.done()
+            groups.hub.mend(rank)
+            answered = await running
+            assert answered.tokens == checkpoints.greedy(groups.source, prompt, 40)
+            assert answered.report.recoveries == []
+
+        groups.serve(work)
+
+
+@pytest.mark.parametrize("rank", ["prefill-0", "decode-0"])
+def test_a_suspicion_and_the_loss_that_follows_are_one_fault(checkpoints: Checkpoints, rank: str) -> None:
+    config = small_config(1, 1, groups=(2, 2))
+    config = msgspec.structs.replace(config, router=RouterConfig(max_recoveries=1))
+    prompts, sampling = random_prompts(60, 40, 50, 30), SamplingParams(max_tokens=300)
+    name = rank.split("-")[0]
+    options = ReliableOptions(peer_timeout_s=2.0, heartbeat_s=0.1, suspect_after_s=0.4)
+    with local_groups(config, checkpoints.source(), options=options) as groups:
+        cut_at(groups, rank)
+
+        async def work(router: Router) -> None:
+            asked = [ask(router, f"r{i}", prompt, sampling) for i, prompt in enumerate(prompts)]
+            running = asyncio.gather(*asked)
+            await until(lambda: router.suspected() == (name,))
+            await until(lambda: name not in {group.name for group in router.groups()})
+            assert router.suspected() == ()
+            groups.hub.mend(rank)
+            causes = [cause for one in await running for cause in one.report.recoveries]
+            assert set(causes) == {f"{name}_suspected"}
+            await until(lambda: len(router.groups()) == 4)
+            await exact_again(router, checkpoints)
+
+        groups.serve(work)
