@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -59,10 +59,43 @@ class CompletionBody(AnswerBody, frozen=True, kw_only=True):
     """Whether `logprobs` names tokens as `token_id:ID`, as in vLLM: different tokens may have the same text."""
 
 
+class ToolFunction(Body, frozen=True, kw_only=True, omit_defaults=True):
+    """The function of a tool. `parameters`: JSON schema of the arguments."""
+
+    name: Annotated[str, msgspec.Meta(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Body, frozen=True, kw_only=True, tag_field="type", tag="function"):
+    """A tool that answers may call."""
+
+    function: ToolFunction
+
+
+class ToolName(Body, frozen=True, kw_only=True):
+    """Name of a tool."""
+
+    name: str
+
+
+class NamedTool(Body, frozen=True, kw_only=True, tag_field="type", tag="function"):
+    """`tool_choice` that names a tool."""
+
+    function: ToolName
+
+
 class ChatBody(AnswerBody, frozen=True, kw_only=True):
     """Body of `POST /v1/chat/completions`."""
 
     messages: list[dict[str, Any]]
+    tools: list[Tool] = []
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool = True
+    chat_template_kwargs: dict[str, Any] = {}
+    """Variables of the chat template, as in vLLM."""
+    reasoning_effort: str | None = None
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: int | None = None
@@ -74,12 +107,32 @@ class ContentPart(Body, frozen=True, kw_only=True, tag_field="type", tag="text")
     text: str
 
 
+class CalledFunction(Body, frozen=True, kw_only=True):
+    """Name and arguments (a JSON text) of an earlier call."""
+
+    name: str
+    arguments: str = ""
+
+
+class RequestedCall(Body, frozen=True, kw_only=True, tag_field="type", tag="function"):
+    """A call in an earlier message of the assistant."""
+
+    function: CalledFunction
+    id: str = ""
+    index: int | None = None
+
+
 class PromptMessage(Body, frozen=True, kw_only=True):
     """One turn of a conversation."""
 
     role: str
     content: str | list[ContentPart] | None = None
     name: str | None = None
+    tool_calls: list[RequestedCall] = []
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    """Another name of `reasoning_content`."""
 
 
 class TokenizeBody(Body, frozen=True, kw_only=True):
@@ -90,6 +143,10 @@ class TokenizeBody(Body, frozen=True, kw_only=True):
     messages: list[dict[str, Any]] | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
+    tools: list[Tool] = []
+    chat_template_kwargs: dict[str, Any] = {}
+    """Variables of the chat template, as in vLLM."""
+    reasoning_effort: str | None = None
 
 
 class DetokenizeBody(Body, frozen=True, kw_only=True):
@@ -119,12 +176,13 @@ OFF: dict[str, tuple[Any, ...]] = {
 }
 """Unsupported fields of OpenAI's API. Each is ignored if null or one of the listed values, else refused."""
 
+CHAT_OFF = {name: values for name, values in OFF.items() if name not in ChatBody.__struct_fields__}
+"""Unsupported fields of chat requests."""
+
 MESSAGE_OFF: dict[str, tuple[Any, ...]] = {
     "annotations": ([],),
     "audio": (),
     "function_call": (),
-    "reasoning_content": ("",),
     "refusal": ("",),
-    "tool_calls": ([],),
 }
 """Unsupported fields of messages, and their accepted values: clients send earlier replies back unchanged."""

@@ -49,12 +49,40 @@ class CompletionLogprobs(msgspec.Struct, frozen=True):
     text_offset: list[int]
 
 
-class ChatMessage(msgspec.Struct, frozen=True):
-    """The message of a whole chat answer."""
+class Function(msgspec.Struct, omit_defaults=True):
+    """Name and arguments (a JSON text) of a tool call; in a chunk, their new parts."""
 
-    content: str
+    name: str | None = None
+    arguments: str | None = None
+
+
+class ToolCall(msgspec.Struct):
+    """A tool call in the message of a whole chat answer."""
+
+    id: str
+    function: Function
+    type: str = "function"
+
+
+class ToolCallDelta(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A tool call, or further text of its arguments, in a chunk. `id` and `type` come with the first part."""
+
+    index: int
+    function: Function
+    id: str | None = None
+    type: str | None = None
+
+
+class ChatMessage(msgspec.Struct, frozen=True):
+    """The message of a whole chat answer. `content` is null if the answer has only calls or reasoning."""
+
+    content: str | None
     role: str = "assistant"
     refusal: None = None
+    tool_calls: list[ToolCall] | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    """The same as `reasoning_content`."""
 
 
 class Delta(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -62,6 +90,10 @@ class Delta(msgspec.Struct, frozen=True, omit_defaults=True):
 
     role: str | None = None
     content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    """The same as `reasoning_content`."""
+    tool_calls: list[ToolCallDelta] | None = None
 
 
 class ChatChoice(msgspec.Struct, frozen=True):

@@ -261,7 +261,7 @@ class Service:
             part.prompt,
             part.sampling,
             max(0.0, exchange.deadline_s - time.monotonic()),
-            self.model.decode,
+            request.decode or self.model.decode,
             track.report,
             request.cache_salt,
             request.session or exchange.session,

@@ -122,38 +122,6 @@ class Writer(ABC):
         """Returns the choice of a chunk that has only text: not an answer's first chunk, nor its last."""
 
 
-class ChatWriter(Writer):
-    """Writer of `/v1/chat/completions`: chunks with the role, then text, then `finish_reason`."""
-
-    kind, chunk_kind = "chat.completion", "chat.completion.chunk"
-
-    def __init__(self, request: GenerationRequest, model: ServedModel, request_id: str) -> None:
-        super().__init__(request, model, request_id)
-        self._begun: set[int] = set()
-
-    def _choice(self, index: int, answer: int) -> object:
-        logprobs = self._chat_logprobs(self._logprobs[answer]) if self._request.logprobs else None
-        return r.ChatChoice(index, r.ChatMessage(self._texts[answer]), logprobs, self._finish[answer])
-
-    def _pieces(self, index: int, output: Output) -> list[object]:
-        pieces: list[object] = []
-        if index not in self._begun:
-            self._begun.add(index)
-            pieces.append(r.ChatChunkChoice(index, r.Delta(role="assistant", content="")))
-        if output.text or output.logprobs:
-            logprobs = self._chat_logprobs(output.logprobs) if output.logprobs else None
-            pieces.append(r.ChatChunkChoice(index, r.Delta(content=output.text), logprobs))
-        if output.finish is not None:
-            pieces.append(r.ChatChunkChoice(index, r.Delta(), finish_reason=output.finish))
-        return pieces
-
-    def _plain(self, index: int, text: str) -> object:
-        return r.ChatChunkChoice(index, r.Delta(content=text))
-
-    def _chat_logprobs(self, logprobs: Sequence[TokenLogprobs]) -> r.ChatLogprobs:
-        return r.ChatLogprobs([self._speller.chat(one) for one in logprobs])
-
-
 class CompletionWriter(Writer):
     """Writer of `/v1/completions`: text chunks, the last one with `finish_reason`."""
 

@@ -183,3 +183,20 @@ def test_a_stop_string_counts_when_it_ends_behind_the_first_tokens(
     stream = TextStream(bytes_text, ("ab",), min_tokens)
     found = "".join(stream.push(text[start : start + step]) for start in range(0, len(text), step))
     assert found + stream.push(b"", last=True) == out
+
+
+@given(tokens=st.lists(st.integers(0, EOS_ID + 1), max_size=30))
+def test_visible_special_tokens_are_text(tokens: list[int]) -> None:
+    """At once and token by token, also within a character."""
+    tokenizer = byte_tokenizer()
+    decode = decode_with(tokenizer, {"<|eos|>"})
+    runs, text = [bytearray()], ""
+    for token in tokens:
+        if token == EOS_ID:
+            runs.append(bytearray())
+        elif token < EOS_ID - 1:
+            runs[-1].append(token)
+    text = "<|eos|>".join(run.decode(errors="replace") for run in runs)
+    assert decode(tokens) == text
+    stream = TextStream(decode)
+    assert "".join([stream.push([token]) for token in tokens]) + stream.push([], last=True) == text

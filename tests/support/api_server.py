@@ -18,6 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from disagg.api.app import make_app
 from disagg.api.listener import bind
 from disagg.api.model import SHORT_CHARACTERS, ServedModel
+from disagg.api.parsers.registry import ParserNames
 from disagg.api.server import serve
 from disagg.api.service import Service
 from disagg.api.tracing import Tracing
@@ -65,7 +66,10 @@ class ApiServer:
         tokenizer.chat_template = template
         self._with_tokenizer = with_tokenizer
         chosen = tokenizer if with_tokenizer else None
-        self.model = ServedModel("tiny", chosen, context_tokens=CONTEXT_TOKENS, vocab_tokens=VOCAB_SIZE)
+        parsers = ParserNames(self._config.tool_parser, self._config.reasoning_parser)
+        self.model = ServedModel(
+            "tiny", chosen, context_tokens=CONTEXT_TOKENS, vocab_tokens=VOCAB_SIZE, parsers=parsers
+        )
         self.thread = threading.Thread(target=lambda: asyncio.run(self._main()), name="api-server")
         self._up = threading.Event()
         self.log = LogLines()

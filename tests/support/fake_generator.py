@@ -25,6 +25,8 @@ class FakeGenerator:
         """Of each call."""
         self.aborted: list[str] = []
         """Requests that were closed before their last output."""
+        self.answer: bytes | None = None
+        """The answer to every prompt, which ends with `stop`; None: `ANSWER` again and again."""
         self.most = 1
         """Answers that it makes to one request, where its pool has room for them."""
         self.pool_tokens = 1 << 20
@@ -93,13 +95,13 @@ class FakeGenerator:
         if self.hold_after == index:
             await self.go.wait()
 
-    @staticmethod
-    def _output(stream: TextStream, index: int, number: int, sampling: SamplingParams) -> Output:
+    def _output(self, stream: TextStream, index: int, number: int, sampling: SamplingParams) -> Output:
         """The second answer begins a letter later, and so on; odd ones are likelier."""
-        token = ANSWER[(index + number) % len(ANSWER)]
+        token = ANSWER[(index + number) % len(ANSWER)] if self.answer is None else self.answer[index]
         last = index == sampling.max_tokens - 1
-        text = stream.push([token], last=last)
-        finish = "stop" if stream.stopped else "length" if last else None
+        ends = self.answer is not None and index == len(self.answer) - 1
+        text = stream.push([token], last=last or ends)
+        finish = "stop" if stream.stopped or ends else "length" if last else None
         logprobs: tuple[Any, ...] = ()
         if sampling.logprobs is not None:
             logprob = -0.5 if number == 0 else -1.0 / (1 + number * (number % 2))
