@@ -146,7 +146,10 @@ class PrefillLeader(Leader):
             check_request(message.prompt, message.sampling, self._spec, message.answered)
             if self._scheduler.caches_prefixes:
                 request.prefix = self._prefix(message.prompt, message.cache_salt).extended(message.answered)
+            request.constraint = self.constraints.answer(message.sampling.grammar, message.answered)
             self._scheduler.submit(request)
+            if request.constraint is not None:
+                request.constraint.when_ready(self.wake)
         except DisaggError as error:
             self._refuse(router, message.key, error)
         else:

@@ -260,7 +260,7 @@ class PrefillScheduler:
         budget = self._chunks.chunk_tokens - sum(len(one.tokens) for one in work)
         for request in requests:
             start, stop = request.planned_tokens, request.total_tokens
-            if request.closing or start == stop:
+            if request.closing or start == stop or not request.may_begin:
                 continue
             take = self._chunks.take_behind(start, len(request.prompt), stop, budget, must=not work)
             if take == 0:

@@ -158,6 +158,8 @@ class ModelRunner:
         probe = ShapeProbe()
         self._packed: PackedStates | None = None
         """The states in packed steps. None without registered recurrent modules."""
+        self.source = source
+        """Source of the model, and of its tokenizer."""
         self._config, self._sample = source.config, self._probe(probe)
         self.shard = shard_of(self.spec.layout, collective.rank, collective.size)
         self.attention_kernels = self._use_attention_kernels(probe)

@@ -20,11 +20,14 @@ import torch
 
 from disagg.core.config.read import Config, GroupConfig
 from disagg.core.errors import DisaggError
+from disagg.core.grammars import grammar_tokenizer
 from disagg.core.ports import Clock, LayerHook
 from disagg.core.timeline import Timeline, TimelineSpan
 from disagg.core.types import GroupInfo, RankInfo
 from disagg.kv.state_slots import StateSlots
 from disagg.model.chunks import PromptChunks
+from disagg.model.load.tokenizer import load_tokenizer
+from disagg.model.sampling.constraints import Constraints
 from disagg.node.agent import Agent
 from disagg.node.compute import ComputeThread, PlanQueue, StepExecutor
 from disagg.node.device import memory_bytes
@@ -108,6 +111,7 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
         """The group's leader; None on ranks other than 0."""
         if self.leader is not None:
             self.leader.on_broken = lambda reason: self.on_broken(reason)
+            self.leader.constraints = Constraints(self._vocabulary)
         self.agent: AgentT = self._make_agent(transport)
         """Sender or receiver of KV; used on the transfer thread."""
         self.peers = self._make_peers()
@@ -118,6 +122,11 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
         """The transfer thread."""
         self.compute_thread = self._make_compute_thread()
         """The compute thread."""
+
+    def _vocabulary(self) -> Any:
+        """Loads the vocabulary for grammars of answers. Raises `ConfigError`."""
+        spec = self.runner.spec
+        return grammar_tokenizer(load_tokenizer(self.runner.source), spec.vocab_size, spec.eos_ids)
 
     def _make_compute_thread(self) -> ComputeThread:
         next_plan = self.leader.next_plan if self.leader else self.plans.next_plan
@@ -220,6 +229,8 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
         if self.leader is not None and drain_timeout_s > 0:
             self.leader.wait_idle(drain_timeout_s)
         self.compute_thread.stop(self.leader.wake if self.leader is not None else self.plans.wake)
+        if self.leader is not None:
+            self.leader.constraints.close()
         self._end_copies()
         self.transfer_loop.stop()
         self.control.close(linger_s=0.1)
