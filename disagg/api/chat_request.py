@@ -8,6 +8,7 @@ from typing import Any, get_args
 
 import msgspec
 
+from disagg.api.answer_grammar import answer_grammar, calls_grammar
 from disagg.api.body import decode_object, to_struct
 from disagg.api.errors import bad
 from disagg.api.fields import (
@@ -20,10 +21,17 @@ from disagg.api.fields import (
     TokenizeBody,
     Tool,
 )
-from disagg.api.generation_request import GenerationRequest, check_limits, check_model, make_request
+from disagg.api.generation_request import (
+    GenerationRequest,
+    check_limits,
+    check_model,
+    make_request,
+    with_grammar,
+)
 from disagg.api.model import ServedModel
 from disagg.api.parsers.build import AnswerPlan
 from disagg.api.parsers.texts import load_json
+from disagg.api.structured import Wanted, wanted_grammar
 from disagg.core.config.api import ToolParserName
 from disagg.core.config.read import ApiConfig
 
@@ -45,14 +53,46 @@ async def parse_chat(raw: bytes, model: ServedModel, config: ApiConfig) -> Gener
     if body.top_logprobs is not None and not body.logprobs:
         raise bad("top_logprobs", "top_logprobs needs logprobs: true")
     tools = _tools(body)
-    _require_tool_parser(tools, model)
+    if _forced(body) is None:  # calls that must be made have one syntax for all models
+        _require_tool_parser(tools, model)
     rendered = await model.render(conversation(body.messages), template_options(body, tools))
     given = [limit for limit in (body.max_completion_tokens, body.max_tokens) if limit is not None]
     max_tokens = given[0] if given else max(1, model.context_tokens - len(rendered.tokens))
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     request = make_request(body, [rendered.tokens], "messages", max_tokens, logprobs, model)
-    plan = AnswerPlan(model.parsers, tools, thinking=rendered.thinking, parallel=body.parallel_tool_calls)
+    plan = AnswerPlan(
+        model.parsers, tools, _forced(body), rendered.thinking, parallel=body.parallel_tool_calls
+    )
+    if wanted := _grammar(body, plan, model):
+        request = await with_grammar(request, wanted, model)
     return replace(request, plan=plan, decode=model.chat_decode) if plan.parses else request
+
+
+def _grammar(body: ChatBody, plan: AnswerPlan, model: ServedModel) -> Wanted | None:
+    """Returns the grammar of the whole answer; None without one. Raises a 400."""
+    wanted = wanted_grammar(body)
+    if wanted is not None and plan.tools:
+        raise bad(
+            wanted.param,
+            f"{wanted.param} cannot be combined with tools that the answer may call: set tool_choice to 'none'",
+        )
+    if wanted is None:
+        if plan.forced is None:
+            return None
+        if body.use_beam_search:
+            raise bad(
+                "use_beam_search", "use_beam_search does not support calls that must be made (tool_choice)"
+            )
+        wanted = Wanted("tools", calls_grammar(plan))
+    model.require_tokenizer(wanted.param)
+    return Wanted(wanted.param, answer_grammar(plan, wanted.grammar, model.marker))
+
+
+def _forced(body: ChatBody) -> str | None:
+    """Returns the name of the tool that the answer must call; empty for any tool; None if it need not call one."""
+    if isinstance(body.tool_choice, NamedTool):
+        return body.tool_choice.function.name
+    return "" if body.tool_choice == "required" else None
 
 
 def template_options(body: ChatBody | TokenizeBody, tools: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -166,12 +206,6 @@ def _tools(body: ChatBody) -> list[dict[str, Any]]:
         raise bad("tools", "tools has two functions of one name")
     if isinstance(chosen, NamedTool) and chosen.function.name not in names:
         raise bad("tool_choice", f"tool_choice names {chosen.function.name!r}, which is not among tools")
-    if chosen == "required" or isinstance(chosen, NamedTool):
-        raise bad(
-            "tool_choice",
-            "tool_choice 'required' or with a name is not supported by this server; use 'auto'",
-            "unsupported_field",
-        )
     return [] if chosen == "none" else plain_tools(body.tools)
 
 

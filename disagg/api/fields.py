@@ -17,6 +17,34 @@ class StreamOptions(Body, frozen=True, kw_only=True):
     include_usage: bool = False
 
 
+class JsonSchema(Body, frozen=True, kw_only=True):
+    """The field `response_format.json_schema`."""
+
+    name: str = ""
+    description: str | None = None
+    schema_: dict[str, Any] | None = msgspec.field(default=None, name="schema")
+    strict: bool | None = None
+    """Accepted; answers always follow the schema."""
+
+
+class ResponseFormat(Body, frozen=True, kw_only=True):
+    """The field `response_format`."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class StructuredOutputs(Body, frozen=True, kw_only=True):
+    """The field `structured_outputs`, as in vLLM: one of a JSON schema, a regular expression, texts, or a grammar."""
+
+    json: dict[str, Any] | str | None = None
+    json_object: bool = False
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    """In llguidance's Lark dialect, or GBNF."""
+
+
 class AnswerBody(Body, frozen=True, kw_only=True):
     """Fields of completions and chat completions. The last group of fields extends OpenAI's API, as in vLLM."""
 
@@ -48,6 +76,12 @@ class AnswerBody(Body, frozen=True, kw_only=True):
     use_beam_search: bool = False
     length_penalty: float = 1.0
     early_stopping: bool | Literal["never"] = False
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
 
 
 class CompletionBody(AnswerBody, frozen=True, kw_only=True):
@@ -166,7 +200,6 @@ OFF: dict[str, tuple[Any, ...]] = {
     "parallel_tool_calls": (True, False),
     "prediction": (),
     "reasoning_effort": ("none",),
-    "response_format": ({"type": "text"},),
     "service_tier": ("auto", "default"),
     "store": (False,),
     "suffix": ("",),

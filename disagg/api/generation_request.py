@@ -13,6 +13,7 @@ from disagg.api.errors import ApiError, bad
 from disagg.api.fields import OFF, AnswerBody, ChatBody, CompletionBody
 from disagg.api.model import ServedModel
 from disagg.api.parsers.build import AnswerPlan
+from disagg.api.structured import Wanted, wanted_grammar
 from disagg.core.config.read import ApiConfig
 from disagg.core.errors import InvalidRequestError
 from disagg.core.sampling import check_sampling, sampling_of
@@ -120,7 +121,21 @@ async def parse_completion(raw: bytes, model: ServedModel, config: ApiConfig) ->
     prompts = await _prompts(body.prompt, model, config)
     max_tokens = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
     request = make_request(body, prompts, "prompt", max_tokens, body.logprobs, model)
+    if wanted := wanted_grammar(body):
+        request = await with_grammar(request, wanted, model)
     return replace(request, token_ids=body.return_tokens_as_token_ids)
+
+
+async def with_grammar(request: GenerationRequest, wanted: Wanted, model: ServedModel) -> GenerationRequest:
+    """Returns the request with a grammar for its answers. Raises a 400 for a wrong grammar, and for other fields that
+    contradict it."""
+    await model.check_grammar(wanted.grammar, wanted.param)
+    sampling = msgspec.structs.replace(request.sampling, grammar=wanted.grammar)
+    try:
+        check_sampling(sampling, model.vocab_tokens)
+    except InvalidRequestError as exc:
+        raise bad(exc.param, str(exc)) from exc
+    return replace(request, sampling=sampling)
 
 
 def check_model(name: str | None, model: ServedModel) -> None:

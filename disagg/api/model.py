@@ -15,8 +15,10 @@ import msgspec
 import structlog
 
 from disagg.api.errors import bad
+from disagg.api.grammar_checks import GrammarChecks
 from disagg.api.parsers.build import opens_reasoning
 from disagg.api.parsers.registry import ParserNames
+from disagg.core.grammars import text_literal
 from disagg.core.tokens import TokenIds, pack_tokens
 from disagg.router.text import REPLACEMENT, Decode, IdDecode, decode_with
 
@@ -53,11 +55,13 @@ class ServedModel:
         *,
         context_tokens: int,
         vocab_tokens: int,
+        eos_ids: Sequence[int] = (),
         parsers: ParserNames = NO_PARSERS,
     ) -> None:
         """`tokenizer`: None for a model without one, which takes and returns token ids only.
 
-        `parsers`: parsers of chat answers; `auto` becomes the parser that the chat template shows.
+        `eos_ids`: tokens that end an answer. `parsers`: parsers of chat answers; `auto` becomes the parser that the
+        chat template shows.
         """
         self.name, self.context_tokens, self.vocab_tokens = name, context_tokens, vocab_tokens
         self.created_s = int(time.time())
@@ -71,10 +75,24 @@ class ServedModel:
         """Decodes a chat answer for its parser, whose markers stay in the text."""
         self._tokenizer, self._encoder = tokenizer, copy.deepcopy(tokenizer)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
+        self._grammars = GrammarChecks(self._encoder, vocab_tokens, eos_ids)
 
     def close(self) -> None:
-        """Ends the thread."""
+        """Ends the threads."""
         self._thread.shutdown(wait=True, cancel_futures=True)
+        self._grammars.close()
+
+    async def check_grammar(self, grammar: str, param: str) -> None:
+        """Raises a 400 that names `param` unless `grammar` can constrain answers of the model."""
+        self.require_tokenizer(param)
+        await self._grammars.check(grammar, param)
+
+    def marker(self, text: str) -> str:
+        """Returns a marker as a term of a Lark grammar: its special token, if it is one, else its text."""
+        token = self._tokenizer.convert_tokens_to_ids(text)
+        special = token is not None and token in self._tokenizer.all_special_ids
+        added = self._tokenizer.added_tokens_decoder.get(token)
+        return f"<[{token}]>" if special or (added is not None and added.special) else text_literal(text)
 
     def require_tokenizer(self, param: str) -> None:
         """Raises a 400 that names `param`, which has text, if the model has no tokenizer."""

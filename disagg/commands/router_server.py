@@ -92,11 +92,13 @@ def served_model(config: Config) -> ServedModel:
             means="prompts must be token ids, and answers are token ids; text is refused",
             remedy="copy the model's tokenizer files (tokenizer.json) to the folder",
         )
+    spec = source.spec(torch.float32)
     model = ServedModel(
         name,
         tokenizer,
         context_tokens=limit_tokens(config, source),
-        vocab_tokens=source.spec(torch.float32).vocab_size,
+        vocab_tokens=spec.vocab_size,
+        eos_ids=spec.eos_ids,
         parsers=ParserNames(config.api.tool_parser, config.api.reasoning_parser),
     )
     log.info("chat_parsers", tools=model.parsers.tools, reasoning=model.parsers.reasoning)

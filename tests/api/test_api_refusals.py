@@ -33,6 +33,11 @@ USER = [{"role": "user", "content": "hi"}]
 TOOL = [{"type": "function", "function": {"name": "f"}}]
 CALL = {"id": "x", "type": "function", "function": {"name": "f", "arguments": "{"}}
 
+
+def schema_format(schema: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+
+
 FIELDS: list[tuple[str, dict[str, Any], str, str | None]] = [
     # what is missing or of a wrong type
     (COMPLETIONS, {"model": ...}, "model", None),
@@ -123,7 +128,33 @@ FIELDS: list[tuple[str, dict[str, Any], str, str | None]] = [
     (CHAT, {"chat_template_kwargs": {"chat_template": "{{ x }}"}}, "chat_template_kwargs", None),
     (CHAT, {"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs", None),
     (CHAT, {"functions": [{"name": "f"}]}, "functions", "unsupported_field"),
-    (CHAT, {"response_format": {"type": "json_object"}}, "response_format", "unsupported_field"),
+    # structured outputs
+    (CHAT, {"response_format": {"type": "grammar"}}, "response_format.type", None),
+    (CHAT, {"response_format": {"type": "json_schema"}}, "response_format.json_schema", None),
+    (CHAT, {"response_format": schema_format({"type": "objec"})}, "response_format", "invalid_grammar"),
+    (CHAT, {"response_format": schema_format({"$ref": "http://x/y"})}, "response_format", "invalid_grammar"),
+    (COMPLETIONS, {"structured_outputs": {"regex": "(a"}}, "structured_outputs.regex", "invalid_grammar"),
+    (
+        COMPLETIONS,
+        {"structured_outputs": {"grammar": "start: b"}},
+        "structured_outputs.grammar",
+        "invalid_grammar",
+    ),
+    (COMPLETIONS, {"structured_outputs": {"grammar": "root ::= ("}}, "structured_outputs.grammar", None),
+    (COMPLETIONS, {"structured_outputs": {"json": "{"}}, "structured_outputs.json", None),
+    (COMPLETIONS, {"structured_outputs": {"json": "[]"}}, "structured_outputs.json", None),
+    (COMPLETIONS, {"structured_outputs": {"choice": []}}, "structured_outputs.choice", None),
+    (COMPLETIONS, {"structured_outputs": {"choice": ["a", ""]}}, "structured_outputs.choice", None),
+    (COMPLETIONS, {"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs.choice", None),
+    (COMPLETIONS, {"structured_outputs": {"regexp": "a"}}, "structured_outputs", None),
+    (COMPLETIONS, {"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice", None),
+    (COMPLETIONS, {"guided_regex": "a", "structured_outputs": {"regex": "a"}}, "guided_regex", None),
+    (COMPLETIONS, {"guided_regex": "(a"}, "guided_regex", "invalid_grammar"),
+    (COMPLETIONS, {"guided_regex": "a", "ignore_eos": True}, "ignore_eos", None),
+    (COMPLETIONS, {"guided_regex": "a", "min_tokens": 1}, "min_tokens", None),
+    (COMPLETIONS, {"guided_regex": "a", "use_beam_search": True}, "use_beam_search", None),
+    (CHAT, {"tools": TOOL, "tool_choice": "required", "use_beam_search": True}, "use_beam_search", None),
+    (CHAT, {"tools": TOOL, "tool_choice": "required", "guided_regex": "a"}, "guided_regex", None),
     (CHAT, {"audio": {"voice": "x"}}, "audio", "unsupported_field"),
     (CHAT, {"modalities": ["text", "audio"]}, "modalities", "unsupported_field"),
     (CHAT, {"chat_template": "{{ messages }}"}, "chat_template", "unknown_field"),

@@ -23,7 +23,8 @@ from disagg.api.server import serve
 from disagg.api.service import Service
 from disagg.api.tracing import Tracing
 from disagg.core.config.read import ApiConfig
-from disagg.model.load.tiny import VOCAB_SIZE, byte_tokenizer
+from disagg.core.grammars import regex_grammar
+from disagg.model.load.tiny import EOS_ID, VOCAB_SIZE, byte_tokenizer
 
 T = TypeVar("T")
 TEMPLATE = (
@@ -68,7 +69,12 @@ class ApiServer:
         chosen = tokenizer if with_tokenizer else None
         parsers = ParserNames(self._config.tool_parser, self._config.reasoning_parser)
         self.model = ServedModel(
-            "tiny", chosen, context_tokens=CONTEXT_TOKENS, vocab_tokens=VOCAB_SIZE, parsers=parsers
+            "tiny",
+            chosen,
+            context_tokens=CONTEXT_TOKENS,
+            vocab_tokens=VOCAB_SIZE,
+            eos_ids=(EOS_ID,),
+            parsers=parsers,
         )
         self.thread = threading.Thread(target=lambda: asyncio.run(self._main()), name="api-server")
         self._up = threading.Event()
@@ -82,6 +88,7 @@ class ApiServer:
         assert self._up.wait(20), "the server did not come up"
         if self._with_tokenizer:  # starts the tokenizer's thread, which is the server's and no test's
             self.run(self.model.encode("x" * (SHORT_CHARACTERS + 1)))
+            self.run(self.model.check_grammar(regex_grammar("a"), "regex"))  # and the grammars' thread
         self.client = httpx.Client(base_url=self.url, timeout=20, trust_env=False)
         return self
 

@@ -42,7 +42,7 @@ class AnswerPlan:
 
     def parser(self) -> AnswerParser:
         """Returns the parser of one answer."""
-        if self.names.harmony and self.forced is None:
+        if self.names.harmony:
             return HarmonyParser(calls=bool(self.tools))
         markers = THINK_MARKERS.get(self.names.reasoning)
         rest = self._content_parser()
