@@ -12,6 +12,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp
 
+from disagg import __version__
 from disagg.api.body import decode_object, to_struct
 from disagg.api.chat_request import conversation, parse_chat, plain_tools, template_options
 from disagg.api.chat_writer import ChatWriter
@@ -55,6 +56,7 @@ def _routes(service: Service, siblings: Siblings) -> list[tuple[str, str, Any]]:
         ("/v1/completions", "POST", routes.completions),
         ("/v1/chat/completions", "POST", routes.chat),
         ("/v1/models", "GET", routes.models),
+        ("/version", "GET", routes.version),
         ("/v1/models/{name:path}", "GET", routes.model),
         ("/tokenize", "POST", routes.tokenize),
         ("/detokenize", "POST", routes.detokenize),
@@ -114,6 +116,10 @@ class _Routes:
         body = to_struct(decode_object(await self._body(request)), DetokenizeBody, {})
         check_model(body.model, self._model)
         return _json({"prompt": self._model.spell(self._model.check_tokens(body.tokens, "tokens"))})
+
+    async def version(self, request: Request) -> Response:
+        """Returns the release of the server."""
+        return _json({"version": __version__})
 
     async def health(self, request: Request) -> Response:
         """Returns 200 whenever the process can answer."""

@@ -65,7 +65,7 @@ async def parse_chat(raw: bytes, model: ServedModel, config: ApiConfig) -> Gener
     )
     if wanted := _grammar(body, plan, model):
         request = await with_grammar(request, wanted, model)
-    return replace(request, plan=plan, decode=model.chat_decode) if plan.parses else request
+    return replace(request, plan=plan, decode=request.decode or model.chat_decode) if plan.parses else request
 
 
 def _grammar(body: ChatBody, plan: AnswerPlan, model: ServedModel) -> Wanted | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
 from disagg.api import replies as r
 from disagg.api.generation_request import GenerationRequest
@@ -40,16 +40,22 @@ class ChatWriter(Writer):
         """Returns the events of an output, in order."""
         if not self._parsed:
             return super().chunk(index, output)
-        self.completion_tokens += len(output.tokens)
+        self._count(index, output)
         return b"".join(self._event([piece]) for piece in self._pieces(index, output))
 
     def _choice(self, index: int, answer: int) -> object:
         logprobs = self._chat_logprobs(self._logprobs[answer]) if self._request.logprobs else None
-        finish = self._finish[answer]
+        finish, tokens = self._finish[answer], self._ids(self._tokens[answer])
         if not self._parsed:
-            return r.ChatChoice(index, r.ChatMessage(self._texts[answer]), logprobs, finish)
+            return r.ChatChoice(index, r.ChatMessage(self._texts[answer]), logprobs, finish, tokens)
         parsed = self._parsed[answer]
-        return r.ChatChoice(index, parsed.message(), logprobs, parsed.finish(finish))
+        return r.ChatChoice(index, parsed.message(), logprobs, parsed.finish(finish), tokens)
+
+    def _ids(self, tokens: Sequence[int]) -> Sequence[int] | UnsetType:
+        return list(tokens) if self._request.returns_tokens else UNSET
+
+    def _common_prompt(self) -> Sequence[int] | UnsetType:
+        return self._ids(self._request.prompts[0])
 
     def _pieces(self, index: int, output: Output) -> list[object]:
         pieces: list[object] = []
@@ -57,12 +63,13 @@ class ChatWriter(Writer):
             self._begun.add(index)
             pieces.append(r.ChatChunkChoice(index, r.Delta(role="assistant", content="")))
         logprobs = self._chat_logprobs(output.logprobs) if output.logprobs else None
+        tokens = self._ids(output.tokens) if output.tokens else UNSET
         deltas = self._deltas(index, output)
-        if logprobs is not None and not deltas:
+        if not deltas and (logprobs is not None or tokens is not UNSET):
             deltas = [r.Delta(content="")]
         for delta in deltas:
-            pieces.append(r.ChatChunkChoice(index, delta, logprobs))
-            logprobs = None
+            pieces.append(r.ChatChunkChoice(index, delta, logprobs, token_ids=tokens))
+            logprobs, tokens = None, UNSET
         if output.finish is not None:
             finish = self._parsed[index].finish(output.finish) if self._parsed else output.finish
             pieces.append(r.ChatChunkChoice(index, r.Delta(), finish_reason=finish))

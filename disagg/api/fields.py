@@ -15,6 +15,8 @@ class StreamOptions(Body, frozen=True, kw_only=True):
     """The field `stream_options`."""
 
     include_usage: bool = False
+    continuous_usage_stats: bool = False
+    """Whether each chunk has the counts so far; needs `include_usage`."""
 
 
 class JsonSchema(Body, frozen=True, kw_only=True):
@@ -71,6 +73,8 @@ class AnswerBody(Body, frozen=True, kw_only=True):
     stop_token_ids: list[int] = []
     repetition_penalty: float = 1.0
     cache_salt: str = ""
+    skip_special_tokens: bool = True
+    return_token_ids: bool = False
     best_of: int | None = None
     """Number of answers to generate, of which the best `n` are returned; for a beam search, the number of beams."""
     use_beam_search: bool = False

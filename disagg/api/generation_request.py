@@ -60,6 +60,10 @@ class GenerationRequest:
     """Whether the reply contains log-probabilities."""
     token_ids: bool = False
     """Whether log-probabilities name tokens by id instead of text."""
+    returns_tokens: bool = False
+    """Whether the reply contains the ids of prompt and answer tokens."""
+    running_usage: bool = False
+    """Whether each chunk of a stream contains the token counts so far."""
     cache_salt: str = ""
     """Salt of the prompts: only prompts with equal salts share cached KV."""
     session: str = ""
@@ -183,8 +187,11 @@ def check_limits(body: AnswerBody, model: ServedModel, config: ApiConfig) -> Non
     for name, plain in (("length_penalty", 1.0), ("early_stopping", False)):
         if getattr(body, name) != plain and not body.use_beam_search:
             raise bad(name, f"{name} needs use_beam_search: true")
-    if body.stream_options is not None and not body.stream:
+    options = body.stream_options
+    if options is not None and not body.stream:
         raise bad("stream_options", "stream_options needs stream: true")
+    if options is not None and options.continuous_usage_stats and not options.include_usage:
+        raise bad("stream_options", "stream_options.continuous_usage_stats needs include_usage: true")
     for name, values in (("stop", _stop(body)), ("stop_token_ids", body.stop_token_ids)):
         if len(values) > config.max_stop:
             raise bad(
@@ -233,6 +240,9 @@ def make_request(
         body.stream,
         usage,
         logprobs=logprobs is not None,
+        returns_tokens=body.return_token_ids,
+        running_usage=body.stream_options is not None and body.stream_options.continuous_usage_stats,
+        decode=None if body.skip_special_tokens else model.whole_decode,
         cache_salt=body.cache_salt,
         session=body.prompt_cache_key or "",
     )

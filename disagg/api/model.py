@@ -73,6 +73,10 @@ class ServedModel:
         visible = self.parsers.visible if tokenizer is not None else frozenset[str]()
         self.chat_decode: Decode = decode_with(tokenizer, visible) if visible else self.decode
         """Decodes a chat answer for its parser, whose markers stay in the text."""
+        self.whole_decode: Decode = (
+            self.decode if tokenizer is None else decode_with(tokenizer, _special_texts(tokenizer))
+        )
+        """Decodes an answer to text with its special tokens."""
         self._tokenizer, self._encoder = tokenizer, copy.deepcopy(tokenizer)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
         self._grammars = GrammarChecks(self._encoder, vocab_tokens, eos_ids)
@@ -199,6 +203,11 @@ def _render(
         log.info("chat_template_failed", error=repr(exc))
         raise bad("messages", f"the model's chat template rejects the messages: {exc}") from exc
     return text, encode_text(tokenizer, text, False)  # the template already contains the special tokens
+
+
+def _special_texts(tokenizer: Any) -> frozenset[str]:
+    """Returns the texts of all special tokens."""
+    return frozenset(one.content for one in tokenizer.added_tokens_decoder.values() if one.special)
 
 
 def _template_text(tokenizer: Any) -> str:

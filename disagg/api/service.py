@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
 
+import msgspec
 import structlog
 
 from disagg import __version__
@@ -254,6 +255,8 @@ class Service:
 
         def emit(output: Output) -> None:
             meter(output)
+            if output.index == 0:
+                output = msgspec.structs.replace(output, cached_tokens=track.report.cached_tokens)
             answers.put(part.first + output.answer, output)
 
         routed = RouterRequest(

@@ -183,7 +183,8 @@ class ColocatedLeader(ReservingLeader):
         finish = finish_reason(request.tokens, request.sampling, self._spec.eos_ids)
         logprobs = [] if chosen.logprobs is None else [chosen.logprobs]
         if index == request.answered:
-            self._send(request.router, m.Prefilled(request.key, [chosen.token], logprobs))
+            cached = request.block_table.cached_tokens if request.block_table is not None else 0
+            self._send(request.router, m.Prefilled(request.key, [chosen.token], logprobs, cached))
             if finish is not None:
                 self._send(request.router, m.Tokens(request.key, index + 1, [], finish))
         else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 from disagg.core.status import GroupStatus
@@ -25,7 +26,9 @@ class FakeGenerator:
         """Of each call."""
         self.aborted: list[str] = []
         """Requests that were closed before their last output."""
-        self.answer: bytes | None = None
+        self.cached_tokens: int | None = None
+        """Cached tokens of each prompt."""
+        self.answer: Sequence[int] | None = None
         """The answer to every prompt, which ends with `stop`; None: `ANSWER` again and again."""
         self.most = 1
         """Answers that it makes to one request, where its pool has room for them."""
@@ -71,6 +74,7 @@ class FakeGenerator:
         self.calls.append((request_id, list(request.prompt), sampling))
         self.salts.append(request.cache_salt)
         self.sessions.append(request.session)
+        report.cached_tokens = self.cached_tokens
         report.reserved_s, report.nbytes, report.segments, report.transfer_s = 0.25, 1000, 2, 0.5
         streams = {number: TextStream(decode, sampling.stop) for number in range(sampling.n)}
         try:
