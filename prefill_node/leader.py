@@ -198,7 +198,7 @@ class PrefillLeader(Leader):
 
     def _hand_over(self, request: PrefillRequest, ticket: Ticket, first: First) -> None:
         settled = [] if first.scores else first.tokens
-        cached = request.block_table.cached_tokens if request.block_table is not None else 0
+        cached = request.cached_tokens  # its memory may be free already
         self._send(request.router, m.Prefilled(request.key, settled, first.logprobs, cached))
         leader = self.decode_leaders.get(ticket.group)
         if leader is not None:

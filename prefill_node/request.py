@@ -53,6 +53,8 @@ class PrefillRequest:
     began_early: bool = False
     """Whether a step has computed part of the reservation before the ticket arrived."""
     planned_tokens: int = 0
+    cached_tokens: int = 0
+    """Leading tokens whose KV came from the prefix cache, in the latest reservation."""
     in_step: bool = False
     """Whether a running step computes the request, so that its pages must not be freed."""
     computed: bool = False

@@ -209,7 +209,7 @@ class PrefillScheduler:
         request.block_table = self._kv_manager.reserve(request.total_tokens, request.prefix)
         if request.block_table is None:
             return False
-        request.planned_tokens = request.block_table.cached_tokens
+        request.planned_tokens = request.cached_tokens = request.block_table.cached_tokens
         if request.prefix is not None:
             request.states = self._states.begin(request.block_table, request.total_tokens)
         request.reservation = next(self._reservations)
