@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import threading
 from typing import Any
 
 import jsonschema
@@ -23,9 +24,10 @@ from local_groups import (
 
 from disagg.core.config.read import Config
 from disagg.core.errors import RequestError
-from disagg.core.grammars import choice_grammar, regex_grammar, schema_grammar
+from disagg.core.grammars import choice_grammar, grammar_tokenizer, regex_grammar, schema_grammar
 from disagg.core.types import SamplingParams
-from disagg.model.load.tiny import EOS_ID
+from disagg.model.load.tiny import EOS_ID, VOCAB_SIZE, byte_tokenizer
+from disagg.model.sampling.constraints import Constraints
 from disagg.router.router import Router
 from transport.control import messages as m
 from transport.control.reliable import ReliableOptions
@@ -191,6 +193,39 @@ def test_recovered_answers_are_valid(checkpoints: Checkpoints, role: str) -> Non
     assert answer.tokens == quiet.tokens
     check_valid(answer, "nested")
     assert answer.report.recoveries
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode", "colocated"])
+def test_no_step_waits_for_the_compilation_of_a_grammar(checkpoints: Checkpoints, role: str) -> None:
+    """Other requests are answered while a group compiles; the constrained one goes on afterwards."""
+    config = colocated_config() if role == "colocated" else small_config()
+    compiled = threading.Event()
+    with local_groups(config, checkpoints.source()) as groups:
+        leader = groups.groups[role][0].leader
+        leader.constraints.close()
+        leader.constraints = Constraints(lambda: compiled.wait(30) and vocabulary())
+
+        async def work(router: Router) -> list[Answered]:
+            waiting = asyncio.create_task(ask(router, "constrained", PROMPTS[0], constrained("flat")))
+            others = [
+                await ask(router, f"r{i}", p, SamplingParams(max_tokens=5))
+                for i, p in enumerate(PROMPTS[1:3])
+            ]
+            assert not waiting.done()
+            compiled.set()
+            return [await waiting, *others]
+
+        try:
+            answer, *others = groups.serve(work)
+        finally:
+            compiled.set()
+    check_valid(answer, "flat")
+    for prompt, other in zip(PROMPTS[1:3], others, strict=True):
+        assert other.tokens == checkpoints.greedy(checkpoints.source(), prompt, 5)
+
+
+def vocabulary() -> Any:
+    return grammar_tokenizer(byte_tokenizer(), VOCAB_SIZE, (EOS_ID,))
 
 
 @pytest.mark.parametrize("config", [small_config(), colocated_config()], ids=["split", "colocated"])

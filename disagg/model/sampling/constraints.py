@@ -125,6 +125,7 @@ class Constraints:
         self._loading = threading.Lock()
         self._tokenizer: LLTokenizer | None = None
         self._pool: ThreadPoolExecutor | None = None
+        self._closed = False
         self._compiled: OrderedDict[str, Future[CompiledGrammar]] = OrderedDict()
 
     def answer(self, grammar: str, answered: Sequence[int] = ()) -> AnswerConstraint | None:
@@ -132,6 +133,8 @@ class Constraints:
         if not grammar:
             return None
         with self._lock:
+            if self._closed:
+                return None  # the engine samples no token any more
             if self._pool is None:
                 self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="grammar")
             template = self._compiled.pop(grammar, None)
@@ -146,7 +149,7 @@ class Constraints:
     def close(self) -> None:
         """Ends the side threads, after the computations that have begun. No answer may use them any more."""
         with self._lock:
-            pool, self._pool = self._pool, None
+            pool, self._pool, self._closed = self._pool, None, True
             self._compiled.clear()
         if pool is not None:
             pool.shutdown(wait=True, cancel_futures=True)

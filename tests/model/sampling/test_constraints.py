@@ -161,6 +161,7 @@ def test_models_that_cannot_be_constrained() -> None:
     finally:
         constraints.close()
     assert constraints.answer("") is None
+    assert constraints.answer(SCHEMA) is None, "closed"
 
 
 def test_the_vocabulary_is_loaded_once_and_not_on_the_callers_thread() -> None:
