@@ -69,7 +69,8 @@ def grammar_tokenizer(tokenizer: Any, vocab_tokens: int, eos_ids: Sequence[int])
     """Returns the vocabulary of a transformers tokenizer for matchers. Takes about a second for a large vocabulary.
 
     `vocab_tokens`: size of the model's vocabulary, which may exceed the tokenizer's. `eos_ids`: tokens that end an
-    answer. Raises `UnsupportedModelError` for a tokenizer that is not of the `tokenizers` library.
+    answer. Raises `UnsupportedModelError` for a tokenizer that is not of the `tokenizers` library, or unknown to
+    llguidance.
     """
     from llguidance import LLTokenizer
 
@@ -83,7 +84,10 @@ def grammar_tokenizer(tokenizer: Any, vocab_tokens: int, eos_ids: Sequence[int])
     backend.no_padding()
     backend.no_truncation()
     largest = max(vocab_tokens, backend.get_vocab_size(with_added_tokens=True))
-    return LLTokenizer(backend.to_str(), n_vocab=largest, eos_token=list(eos_ids))
+    try:
+        return LLTokenizer(backend.to_str(), n_vocab=largest, eos_token=list(eos_ids))
+    except (ValueError, RuntimeError) as exc:
+        raise UnsupportedModelError(f"llguidance cannot read the model's tokenizer: {exc}") from exc
 
 
 def compile_grammar(grammar: str, tokenizer: LLTokenizer) -> LLMatcher:

@@ -95,7 +95,7 @@ def served(groups: LocalGroups, samplings: list[SamplingParams]) -> list[Answere
 
 @pytest.mark.parametrize(
     "config",
-    [small_config(2, 1), small_config(1, 2, async_steps=False), colocated_config()],
+    [small_config(2, 2), small_config(1, 2, async_steps=False), colocated_config(2)],
     ids=["steps ahead", "steps in turn", "colocated"],
 )
 def test_answers_are_valid_in_every_kind_of_group(checkpoints: Checkpoints, config: Config) -> None:
