@@ -48,6 +48,12 @@ class CallSyntax(ABC):
         """`schemas`: JSON schema of each tool's arguments, by the tool's name."""
         self.schemas = schemas
 
+    def parameter(self, tool: str, name: str) -> object:
+        """Returns the JSON schema of a tool's parameter; None if it has none."""
+        schema = self.schemas.get(tool)
+        properties = schema.get("properties") if isinstance(schema, dict) else None
+        return properties.get(name) if isinstance(properties, dict) else None
+
     @abstractmethod
     def read(self, text: str, marker: str, last: bool) -> Read:
         """Reads the calls at the start of `text`, which begins with `marker`.

@@ -6,8 +6,10 @@ from dataclasses import dataclass, replace
 
 from disagg.api.parsers.call_scanner import CallSyntax
 from disagg.api.parsers.deepseek_calls import DeepSeekCalls
+from disagg.api.parsers.glm_calls import GlmCalls
 from disagg.api.parsers.harmony import HarmonyParser
 from disagg.api.parsers.json_calls import HermesCalls, LlamaCalls, MistralCalls
+from disagg.api.parsers.kimi_calls import KimiCalls
 from disagg.api.parsers.thinking import THINK_MARKERS
 from disagg.api.parsers.xml_calls import QwenCoderCalls
 from disagg.core.config.api import ReasoningParserName, ToolParserName
@@ -15,18 +17,22 @@ from disagg.core.config.api import ReasoningParserName, ToolParserName
 SYNTAXES: dict[ToolParserName, type[CallSyntax]] = {
     "hermes": HermesCalls,
     "qwen3_coder": QwenCoderCalls,
+    "glm45": GlmCalls,
     "llama3_json": LlamaCalls,
     "mistral": MistralCalls,
     "deepseek": DeepSeekCalls,
+    "kimi_k2": KimiCalls,
 }
 """Syntaxes of tool calls by the name of their parser. `harmony` has a parser for whole answers."""
 
 _TOOL_SIGNS: tuple[tuple[str, ToolParserName], ...] = (
     ("<|channel|>", "harmony"),
     ("<function=", "qwen3_coder"),
+    ("<arg_key>", "glm45"),
     ("<tool_call>", "hermes"),
     ("[TOOL_CALLS]", "mistral"),
     ("<｜tool▁call▁begin｜>", "deepseek"),
+    ("<|tool_call_begin|>", "kimi_k2"),
     ("<|python_tag|>", "llama3_json"),
     ("Environment: ipython", "llama3_json"),
 )

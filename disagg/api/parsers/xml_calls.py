@@ -14,7 +14,7 @@ from disagg.api.parsers.call_scanner import (
     Unfinished,
     call_of,
 )
-from disagg.api.parsers.texts import load_json
+from disagg.api.parsers.schema_values import typed_value
 
 _END = "</function>"
 _HEAD = re.compile(r"(?:<tool_call>\s*)?<function=([^>\n]+)>\s*")
@@ -58,13 +58,12 @@ class QwenCoderCalls(CallSyntax):
 
     def _arguments(self, text: str, at: int, name: str) -> tuple[dict[str, Any], int]:
         """Returns the arguments from `at` on, and the end of the last complete one."""
-        schema = self.schemas.get(name)
-        properties = schema.get("properties") if isinstance(schema, dict) else None
         arguments: dict[str, Any] = {}
         while found := _PARAMETER.match(text, at):
             key = found[1].strip()
-            known = properties.get(key) if isinstance(properties, dict) else None
-            arguments[key] = _value(found[2].removeprefix("\n").removesuffix("\n"), known)
+            arguments[key] = typed_value(
+                found[2].removeprefix("\n").removesuffix("\n"), self.parameter(name, key)
+            )
             at = found.end()
         return arguments, at
 
@@ -72,25 +71,3 @@ class QwenCoderCalls(CallSyntax):
 def _is_open(text: str) -> bool:
     """Returns whether `text`, after complete parameters, may still become a parameter or the end of the function."""
     return any(one.startswith(text) or text.startswith(one) for one in ("<parameter=", _END))
-
-
-def _value(text: str, schema: object) -> Any:
-    """Returns an argument's value: a text, unless its schema allows no text."""
-    types = _types(schema)
-    if not types or "string" in types:
-        return None if text == "null" and "null" in types else text
-    try:
-        return load_json(text)
-    except ValueError:
-        return {"true": True, "false": False, "none": None}.get(text.strip().lower(), text)
-
-
-def _types(schema: object) -> set[str]:
-    if not isinstance(schema, dict):
-        return set()
-    given = schema.get("type")
-    types = {given} if isinstance(given, str) else set(given) if isinstance(given, list) else set()
-    for name in ("anyOf", "oneOf"):
-        for one in schema.get(name) or ():
-            types |= _types(one)
-    return types

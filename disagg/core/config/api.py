@@ -9,7 +9,16 @@ from disagg.core.config.section import KIB, Section
 from disagg.core.types import GroupInfo
 
 ToolParserName = Literal[
-    "auto", "none", "hermes", "qwen3_coder", "llama3_json", "mistral", "deepseek", "harmony"
+    "auto",
+    "none",
+    "hermes",
+    "qwen3_coder",
+    "glm45",
+    "llama3_json",
+    "mistral",
+    "deepseek",
+    "kimi_k2",
+    "harmony",
 ]
 ReasoningParserName = Literal["auto", "none", "think", "magistral", "seed_oss", "kimi", "command", "harmony"]
 

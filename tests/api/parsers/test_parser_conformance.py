@@ -72,6 +72,22 @@ FAMILIES = {
         "<tool_call><function=now>\n</function>",
         "<tool_call>\n<function=now>\nno parameter\n</function>\n</tool_call>",
     ),
+    "glm45": Family(
+        ParserNames("glm45", "think"),
+        '<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Köln </tool_call> {"[</arg_value>\n'
+        "<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n</tool_call>\n<tool_call>now</tool_call>",
+        "<tool_call>now\n</tool_call>",
+        "<tool_call>now\nno key</tool_call>",
+        "<think>hm</think>",
+    ),
+    "kimi_k2": Family(
+        ParserNames("kimi_k2"),
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>"
+        f"{DUMPED}<|tool_call_end|><|tool_call_begin|>functions.now:1<|tool_call_argument_begin|>{{}}"
+        "<|tool_call_end|><|tool_calls_section_end|>",
+        "<|tool_call_begin|>functions.now:0<|tool_call_argument_begin|>{}<|tool_call_end|>",
+        "<|tool_call_begin|>now<|tool_call_argument_begin|>{}<|tool_call_end|>",
+    ),
     "llama3_json": Family(
         ParserNames("llama3_json"),
         f'{{"name": "weather", "parameters": {DUMPED}}}; {{"name": "now", "parameters": {{}}}}',
@@ -249,3 +265,22 @@ def test_values_have_the_types_of_the_schema() -> None:
     [call] = parse_all(parser, f"<function=f>\n{body}</function>")
     assert isinstance(call, Call)
     assert json.loads(call.arguments) == {"text": "3", "on": True, "some": [1], "unknown": "4"}
+
+
+@pytest.mark.parametrize(
+    ("sign", "names"),
+    [
+        ("{{ '<tool_call>' }} <think> </think>", ParserNames("hermes", "think")),
+        ("<tool_call><function=", ParserNames("qwen3_coder")),
+        ("<tool_call>{name}<arg_key> </think>", ParserNames("glm45", "think")),
+        ("[TOOL_CALLS] [THINK] [/THINK]", ParserNames("mistral", "magistral")),
+        ("<｜tool▁call▁begin｜> </think>", ParserNames("deepseek", "think")),
+        ("<|tool_calls_section_begin|><|tool_call_begin|>", ParserNames("kimi_k2")),
+        ("Environment: ipython", ParserNames("llama3_json")),
+        ("<|start|>assistant<|channel|>final", ParserNames("harmony", "harmony")),
+        ("{{ messages }}", ParserNames("none", "none")),
+    ],
+)
+def test_the_template_shows_the_parsers(sign: str, names: ParserNames) -> None:
+    assert ParserNames("auto", "auto").chosen(sign) == names
+    assert ParserNames("none", "none").chosen(sign) == ParserNames("none", "none")
