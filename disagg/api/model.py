@@ -93,10 +93,10 @@ class ServedModel:
 
     def marker(self, text: str) -> str:
         """Returns a marker as a term of a Lark grammar: its special token, if it is one, else its text."""
-        token = self._tokenizer.convert_tokens_to_ids(text)
-        special = token is not None and token in self._tokenizer.all_special_ids
-        added = self._tokenizer.added_tokens_decoder.get(token)
-        return f"<[{token}]>" if special or (added is not None and added.special) else text_literal(text)
+        for token, added in self._tokenizer.added_tokens_decoder.items():
+            if added.special and added.content == text:
+                return f"<[{token}]>"
+        return text_literal(text)
 
     def require_tokenizer(self, param: str) -> None:
         """Raises a 400 that names `param`, which has text, if the model has no tokenizer."""

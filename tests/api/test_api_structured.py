@@ -173,6 +173,16 @@ def test_reasoning_is_free_before_a_constrained_answer(special: bool, thinking: 
     assert reasoned
 
 
+def test_a_marker_is_its_special_token_or_a_text() -> None:
+    """Also where an unknown token stands for all others."""
+    tokenizer = marked_tokenizer("<think>")
+    tokenizer.unk_token = "<|pad|>"
+    model = ServedModel("m", tokenizer, context_tokens=9, vocab_tokens=len(tokenizer))
+    assert model.marker("<think>") == f"<[{VOCAB_SIZE}]>"
+    assert model.marker("</think>") == '"</think>"'
+    model.close()
+
+
 def test_the_channels_of_gpt_oss() -> None:
     names = ParserNames("harmony", "harmony")
     markers = HarmonyParser.visible
