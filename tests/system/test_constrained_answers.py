@@ -197,7 +197,7 @@ def test_recovered_answers_are_valid(checkpoints: Checkpoints, role: str) -> Non
 
 @pytest.mark.parametrize("role", ["prefill", "decode", "colocated"])
 def test_no_step_waits_for_the_compilation_of_a_grammar(checkpoints: Checkpoints, role: str) -> None:
-    """Other requests are answered while a group compiles; the constrained one goes on afterwards."""
+    """Other requests are answered while a group compiles; the constrained one goes on afterwards, or is aborted."""
     config = colocated_config() if role == "colocated" else small_config()
     compiled = threading.Event()
     with local_groups(config, checkpoints.source()) as groups:
@@ -207,11 +207,14 @@ def test_no_step_waits_for_the_compilation_of_a_grammar(checkpoints: Checkpoints
 
         async def work(router: Router) -> list[Answered]:
             waiting = asyncio.create_task(ask(router, "constrained", PROMPTS[0], constrained("flat")))
+            gone = asyncio.create_task(ask(router, "gone", PROMPTS[3], constrained("choices")))
             others = [
                 await ask(router, f"r{i}", p, SamplingParams(max_tokens=5))
                 for i, p in enumerate(PROMPTS[1:3])
             ]
             assert not waiting.done()
+            gone.cancel()
+            await asyncio.wait([gone])
             compiled.set()
             return [await waiting, *others]
 
