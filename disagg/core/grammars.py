@@ -93,13 +93,16 @@ def grammar_tokenizer(tokenizer: Any, vocab_tokens: int, eos_ids: Sequence[int])
 def compile_grammar(grammar: str, tokenizer: LLTokenizer) -> LLMatcher:
     """Returns a matcher at the start of an answer. Releases the interpreter lock while it compiles.
 
-    Raises `InvalidRequestError` for a wrong grammar.
+    Raises `InvalidRequestError` for a wrong grammar, and for one without any text.
     """
     from llguidance import LLMatcher
 
     matcher = LLMatcher(tokenizer, grammar, log_level=0)
-    if matcher.is_error():
-        raise InvalidRequestError(f"the grammar is not valid: {_first_line(matcher.get_error())}")
+    first = matcher.deep_copy()
+    if not first.is_error():
+        first.compute_bitmask()  # fails for a grammar without any text
+    if first.is_error():
+        raise InvalidRequestError(f"the grammar is not valid: {_first_line(first.get_error())}")
     return matcher
 
 

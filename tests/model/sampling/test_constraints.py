@@ -133,6 +133,8 @@ def test_a_random_walk_gives_valid_json(size: int) -> None:
         regex_grammar("(a"),
         schema_grammar({"type": "objec"}),
         schema_grammar({"$ref": "https://example.com/x"}),
+        schema_grammar({"$ref": "#"}),
+        schema_grammar({"type": "integer", "minimum": 3, "maximum": 2}),
         lark_grammar("start: other"),
         "{",
     ],
