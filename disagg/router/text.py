@@ -59,11 +59,20 @@ class IdDecode:
 def decode_with(tokenizer: Any, visible: Collection[str] = ()) -> Decode:
     """Returns the decoder of a transformers tokenizer, without special tokens and without clean-up of spaces.
 
-    `visible`: special tokens that are part of the text; only for tokenizers of the `tokenizers` library.
+    `visible`: special tokens that are part of the text.
     """
     if tokenizer.is_fast:
         return FastDecode(tokenizer.backend_tokenizer, visible)
-    return partial(tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    if not visible:
+        return partial(tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    added = tokenizer.added_tokens_decoder.items()
+    hidden = frozenset(token for token, text in added if text.special and text.content not in visible)
+
+    def decode(tokens: Sequence[int]) -> str:
+        shown = [token for token in tokens if token not in hidden]
+        return str(tokenizer.decode(shown, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    return decode
 
 
 class Pieces(Protocol):

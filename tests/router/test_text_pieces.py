@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from disagg.model.load.tiny import EOS_ID, byte_tokenizer
 from disagg.router.text import FastDecode, TextStream, decode_with
@@ -153,6 +153,23 @@ def test_a_slow_tokenizer_decodes_the_whole() -> None:
 
     stream = TextStream(decode_with(Slow()))
     assert [stream.push([byte]) for byte in "a日".encode()] == ["a", "", "", "日"]
+
+
+def test_visible_tokens_of_a_tokenizer_without_a_stream() -> None:
+    class Slow:
+        is_fast = False
+        added_tokens_decoder = {  # noqa: RUF012 - as transformers has it
+            1: AddedToken("<call>", special=True),
+            2: AddedToken("<eos>", special=True),
+            3: AddedToken("<text>", special=False),
+        }
+
+        def decode(self, tokens: Sequence[int], **flags: Any) -> str:
+            assert flags == {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
+            texts = {token: added.content for token, added in self.added_tokens_decoder.items()}
+            return "".join(texts.get(token, chr(token)) for token in tokens)
+
+    assert decode_with(Slow(), {"<call>"})([97, 1, 2, 3, 98]) == "a<call><text>b"
 
 
 @pytest.mark.parametrize("step", [1, 2, 5])
