@@ -196,6 +196,7 @@ class AdmittingLeader(ReservingLeader):
             request.search = BeamSearch(message.sampling, ending_tokens(message.sampling, self._eos_ids))
         for sequence in request.sequences:
             sequence.history = history_of(message.prompt, message.sampling)
+            sequence.constraint = self.constraints.answer(message.sampling.grammar, message.answered)
         pages = request.sequences[0].block_table.pages
         self._to_ranks(m.OpenReceive(request.ticket, pages, message.prefill_group))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import structlog
 import torch
@@ -78,6 +79,11 @@ class DecodeLeader(AdmittingLeader):
             stepped = self._scheduler.stepped(plan)
         return SampledStep.launch(plan, stepped, logits, self._sampler)
 
+    def is_constrained(self, plan: StepPlan) -> bool:
+        """Returns whether sampling the latest plan needs the tokens of the step before it on the host."""
+        with self._changed:
+            return any(one.samples and one.sequence.constraint for one in self._scheduler.stepped(plan))
+
     def commit(self, step: SampledStep) -> None:
         """Ends the oldest step in flight: streams the token of each sequence for which the step sampled one."""
         wait_for(step.ended)  # the commit may free pages, which a transfer could write at once
@@ -106,7 +112,7 @@ class DecodeLeader(AdmittingLeader):
         if isinstance(chosen, RequestError):
             self._fail(request, chosen)
             return False
-        sequence.tokens.append(chosen.token)
+        sequence.add(chosen.token)
         logprobs = [] if chosen.logprobs is None else [chosen.logprobs]
         self._emit(request, sequence, len(sequence.tokens) - 1, [chosen.token], logprobs)
         return True
@@ -166,8 +172,7 @@ class DecodeLeader(AdmittingLeader):
                     self._send(request.router, m.Reserved(request.key, request.ticket))
             case m.FirstTokens():
                 if (request := self._current(message.key, message.ticket)) and not request.begun:
-                    self._begin(request, message)
-                    self._maybe_start(request)
+                    self._first_tokens(peer, request, message)
             case m.EndAnswer():
                 self._end_answer(message)
             case m.Landed():
@@ -226,6 +231,15 @@ class DecodeLeader(AdmittingLeader):
         rates = preemptor.rates
         preemptor.rates = rates.computed(tokens, seconds) if tokens else rates.stepped(seconds)
 
+    def _first_tokens(self, peer: str, request: DecodeRequest, message: m.FirstTokens) -> None:
+        """Starts a request. While its grammar is compiled, the message waits, so that no step waits for it."""
+        for sequence in request.sequences:
+            if sequence.constraint is not None and not sequence.constraint.ready:
+                sequence.constraint.when_ready(partial(self.handle, peer, message))
+                return
+        self._begin(request, message)
+        self._maybe_start(request)
+
     def _begin(self, request: DecodeRequest, first: m.FirstTokens) -> None:
         """Starts a request with its first tokens: one for each answer, or the candidates of a beam search."""
         request.begun = True
@@ -239,7 +253,7 @@ class DecodeLeader(AdmittingLeader):
                 self._scheduler.branch(request, going)
         else:
             for sequence, token in zip(request.sequences, first.tokens, strict=True):
-                sequence.tokens.append(token)
+                sequence.add(token)
 
     def _sound(self, request: DecodeRequest, first: m.FirstTokens) -> bool:
         """Returns whether the request has the expected number of first tokens, all in the vocabulary.

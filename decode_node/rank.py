@@ -149,9 +149,17 @@ class DecodeRank(RankNode[DecodeConfig, DecodeLeader, SegmentReceiver]):
             self.transfer_loop.post(self._gate.retry)
 
     def _launch(self, plan: StepPlan) -> None:
-        """Launches a step, then ends the previous one, or the launched step itself without `steps_ahead`."""
+        """Launches a step, then ends the previous one, or the launched step itself without `steps_ahead`.
+
+        A step with constrained answers is sampled after the end of the previous step, whose tokens decide the masks.
+        The device computes the step meanwhile.
+        """
         before, began_s = self._in_flight, self.timeline.now()
         logits = self._forward(plan)
+        if before is not None and self.leader is not None and self.leader.is_constrained(plan):
+            self._in_flight = None
+            self._end_step(before)
+            before = None
         step = self.leader.sample(plan, logits) if self.leader is not None else None
         if plan.shared:
             tokens = step.shared_tokens() if step is not None else None

@@ -12,6 +12,7 @@ from disagg.core.tokens import tokens_at
 from disagg.core.types import RequestKey, SamplingParams, Ticket
 from disagg.model.sampled_tokens import token_of
 from disagg.model.sampling.beam_search import BeamSearch
+from disagg.model.sampling.constraints import AnswerConstraint
 from disagg.model.sampling.penalties import TokenHistory
 from disagg.node.kv_manager import BlockTable, Layout
 
@@ -55,6 +56,8 @@ class Sequence:
     """Sum of the log-probabilities of a beam's tokens."""
     history: TokenHistory | None = None
     """Token counts for penalties, used by the compute thread. None without penalties."""
+    constraint: AnswerConstraint | None = None
+    """Grammar of the answer; None without one."""
     published_pages: list[int] = field(default_factory=list, repr=False)
     """Pages of the sequence that the ranks have in their request-to-token tables."""
     ended: bool = False
@@ -86,6 +89,12 @@ class Sequence:
     def may_go_on(self) -> bool:
         """False when the sequence ends with its latest token, or with a token that a step in flight samples."""
         return not self.ended and len(self.tokens) + self.ahead_tokens < self.sampling.max_tokens
+
+    def add(self, token: int) -> None:
+        """Appends a token to the answer, whose grammar then computes its next mask."""
+        self.tokens.append(token)
+        if self.constraint is not None:
+            self.constraint.prepare(self.tokens)
 
     def last_token(self) -> int:
         """Returns the token that the next step computes, or a reference to it; not during recomputation."""

@@ -81,7 +81,8 @@ class SampledStep:
 
 def _sampling_row(sequence: DecodeSequence) -> SamplingRow:
     """Returns the parameters of the token that the latest plan samples."""
-    return SamplingRow(sequence.sampling, sequence.tokens, sequence.history, sequence.ahead_tokens - 1)
+    ahead, constraint = sequence.ahead_tokens - 1, sequence.constraint
+    return SamplingRow(sequence.sampling, sequence.tokens, sequence.history, ahead, constraint)
 
 
 def _launch_beams(

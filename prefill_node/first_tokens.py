@@ -37,7 +37,8 @@ def _others(
         history = history_of(request.prompt, request.sampling)
         for number in range(request.sampling.n):
             index.append(row)
-            rows.append(SamplingRow(sampling_of(request.sampling, number), request.answered, history))
+            own = sampling_of(request.sampling, number)
+            rows.append(SamplingRow(own, request.answered, history, constraint=request.constraint))
     chosen: list[Chosen | RequestError] = []
     for at in range(0, len(rows), ROWS):
         part = slice(at, at + ROWS)

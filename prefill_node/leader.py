@@ -149,7 +149,10 @@ class PrefillLeader(Leader):
             check_request(message.prompt, message.sampling, self._spec, message.answered)
             if self._scheduler.caches_prefixes:
                 request.prefix = self._prefix(message.prompt, message.cache_salt).extended(message.answered)
+            request.constraint = self.constraints.answer(message.sampling.grammar, message.answered)
             self._scheduler.submit(request)
+            if request.constraint is not None:
+                request.constraint.when_ready(self.wake)
         except DisaggError as error:
             self._refuse(router, message.key, error)
         else:
@@ -198,7 +201,8 @@ class PrefillLeader(Leader):
 
     def _hand_over(self, request: PrefillRequest, ticket: Ticket, first: First) -> None:
         settled = [] if first.scores else first.tokens
-        self._send(request.router, m.Prefilled(request.key, settled, first.logprobs))
+        cached = request.cached_tokens  # its memory may be free already
+        self._send(request.router, m.Prefilled(request.key, settled, first.logprobs, cached))
         leader = self.decode_leaders.get(ticket.group)
         if leader is not None:
             self._send(leader, m.FirstTokens(request.key, ticket.number, first.tokens, first.scores))

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from disagg.core.prefixes import PrefixKey
 from disagg.core.tokens import TokenIds
 from disagg.core.types import RequestKey, SamplingParams, Ticket, TokenLogprobs
+from disagg.model.sampling.constraints import AnswerConstraint
 from disagg.node.kv_manager import BlockTable
 from disagg.node.state_saves import SavedStates
 
@@ -36,6 +37,8 @@ class PrefillRequest:
     """Key of prompt and answer so far in the prefix cache; None: all is computed, and not cached."""
     answered: Sequence[int] = ()
     """Tokens of the answer so far, computed like the prompt; see `transport.control.messages.Reserve`."""
+    constraint: AnswerConstraint | None = None
+    """Grammar of the answers, after the answer so far; None without one. All first tokens have the same mask."""
     ticket: Ticket | None = None
     """None until the decode group has reserved room. A short prompt can be computed before."""
     block_table: BlockTable | None = None
@@ -50,6 +53,8 @@ class PrefillRequest:
     began_early: bool = False
     """Whether a step has computed part of the reservation before the ticket arrived."""
     planned_tokens: int = 0
+    cached_tokens: int = 0
+    """Leading tokens whose KV came from the prefix cache, in the latest reservation."""
     in_step: bool = False
     """Whether a running step computes the request, so that its pages must not be freed."""
     computed: bool = False
@@ -74,6 +79,11 @@ class PrefillRequest:
     def total_tokens(self) -> int:
         """Length of the prompt and of the answer so far."""
         return len(self.prompt) + len(self.answered)
+
+    @property
+    def may_begin(self) -> bool:
+        """Whether the prompt may be computed: its grammar, if it has one, is compiled."""
+        return self.constraint is None or self.constraint.ready
 
     @property
     def is_early(self) -> bool:

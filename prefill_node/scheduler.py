@@ -221,7 +221,7 @@ class PrefillScheduler:
         request.block_table = self._kv_manager.reserve(request.total_tokens, request.prefix)
         if request.block_table is None:
             return False
-        request.planned_tokens = request.block_table.cached_tokens
+        request.planned_tokens = request.cached_tokens = request.block_table.cached_tokens
         if request.prefix is not None:
             request.states = self._states.begin(request.block_table, request.total_tokens)
         request.reservation = next(self._reservations)
@@ -272,7 +272,7 @@ class PrefillScheduler:
         budget = self._chunks.chunk_tokens - sum(len(one.tokens) for one in work)
         for request in requests:
             start, stop = request.planned_tokens, request.total_tokens
-            if request.closing or start == stop:
+            if request.closing or start == stop or not request.may_begin:
                 continue
             take = self._chunks.take_behind(start, len(request.prompt), stop, budget, must=not work)
             if take == 0:

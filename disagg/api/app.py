@@ -12,18 +12,15 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp
 
+from disagg import __version__
 from disagg.api.body import decode_object, to_struct
+from disagg.api.chat_request import conversation, parse_chat, plain_tools, template_options
+from disagg.api.chat_writer import ChatWriter
 from disagg.api.edge import Edge
 from disagg.api.errors import ApiError, api_error, bad
 from disagg.api.exchange import exchange_of, read_body
 from disagg.api.fields import DetokenizeBody, TokenizeBody
-from disagg.api.generation_request import (
-    GenerationRequest,
-    check_model,
-    conversation,
-    parse_chat,
-    parse_completion,
-)
+from disagg.api.generation_request import GenerationRequest, check_model, parse_completion
 from disagg.api.group_metrics import GroupCollector
 from disagg.api.metrics import exposition
 from disagg.api.page import page_response
@@ -31,7 +28,7 @@ from disagg.api.responses import EventStream, error_response, whole_reply
 from disagg.api.service import Service
 from disagg.api.tracing import Tracing
 from disagg.api.workers import Share, Siblings, WorkerReport, merged_groups, merged_metrics, merged_status
-from disagg.api.writers import ChatWriter, CompletionWriter, Writer
+from disagg.api.writers import CompletionWriter, Writer
 from disagg.core.errors import DisaggError
 
 
@@ -59,6 +56,7 @@ def _routes(service: Service, siblings: Siblings) -> list[tuple[str, str, Any]]:
         ("/v1/completions", "POST", routes.completions),
         ("/v1/chat/completions", "POST", routes.chat),
         ("/v1/models", "GET", routes.models),
+        ("/version", "GET", routes.version),
         ("/v1/models/{name:path}", "GET", routes.model),
         ("/tokenize", "POST", routes.tokenize),
         ("/detokenize", "POST", routes.detokenize),
@@ -105,7 +103,9 @@ class _Routes:
         if (body.prompt is None) == (body.messages is None):
             raise bad("prompt", "give either prompt or messages")
         if body.messages is not None:
-            tokens = await self._model.render(conversation(body.messages), body.add_generation_prompt)
+            options = template_options(body, plain_tools(body.tools))
+            messages = conversation(body.messages)
+            tokens = (await self._model.render(messages, options, body.add_generation_prompt)).tokens
         else:
             tokens = await self._model.encode(body.prompt or "", body.add_special_tokens)
         limit = self._model.context_tokens
@@ -116,6 +116,10 @@ class _Routes:
         body = to_struct(decode_object(await self._body(request)), DetokenizeBody, {})
         check_model(body.model, self._model)
         return _json({"prompt": self._model.spell(self._model.check_tokens(body.tokens, "tokens"))})
+
+    async def version(self, request: Request) -> Response:
+        """Returns the release of the server."""
+        return _json({"version": __version__})
 
     async def health(self, request: Request) -> Response:
         """Returns 200 whenever the process can answer."""

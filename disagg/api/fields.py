@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -15,6 +15,36 @@ class StreamOptions(Body, frozen=True, kw_only=True):
     """The field `stream_options`."""
 
     include_usage: bool = False
+    continuous_usage_stats: bool = False
+    """Whether each chunk has the counts so far; needs `include_usage`."""
+
+
+class JsonSchema(Body, frozen=True, kw_only=True):
+    """The field `response_format.json_schema`."""
+
+    name: str = ""
+    description: str | None = None
+    schema_: dict[str, Any] | None = msgspec.field(default=None, name="schema")
+    strict: bool | None = None
+    """Accepted; answers always follow the schema."""
+
+
+class ResponseFormat(Body, frozen=True, kw_only=True):
+    """The field `response_format`."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class StructuredOutputs(Body, frozen=True, kw_only=True):
+    """The field `structured_outputs`, as in vLLM: one of a JSON schema, a regular expression, texts, or a grammar."""
+
+    json: dict[str, Any] | str | None = None
+    json_object: bool = False
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    """In llguidance's Lark dialect, or GBNF."""
 
 
 class AnswerBody(Body, frozen=True, kw_only=True):
@@ -43,11 +73,19 @@ class AnswerBody(Body, frozen=True, kw_only=True):
     stop_token_ids: list[int] = []
     repetition_penalty: float = 1.0
     cache_salt: str = ""
+    skip_special_tokens: bool = True
+    return_token_ids: bool = False
     best_of: int | None = None
     """Number of answers to generate, of which the best `n` are returned; for a beam search, the number of beams."""
     use_beam_search: bool = False
     length_penalty: float = 1.0
     early_stopping: bool | Literal["never"] = False
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
 
 
 class CompletionBody(AnswerBody, frozen=True, kw_only=True):
@@ -59,10 +97,43 @@ class CompletionBody(AnswerBody, frozen=True, kw_only=True):
     """Whether `logprobs` names tokens as `token_id:ID`, as in vLLM: different tokens may have the same text."""
 
 
+class ToolFunction(Body, frozen=True, kw_only=True, omit_defaults=True):
+    """The function of a tool. `parameters`: JSON schema of the arguments."""
+
+    name: Annotated[str, msgspec.Meta(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Body, frozen=True, kw_only=True, tag_field="type", tag="function"):
+    """A tool that answers may call."""
+
+    function: ToolFunction
+
+
+class ToolName(Body, frozen=True, kw_only=True):
+    """Name of a tool."""
+
+    name: str
+
+
+class NamedTool(Body, frozen=True, kw_only=True, tag_field="type", tag="function"):
+    """`tool_choice` that names a tool."""
+
+    function: ToolName
+
+
 class ChatBody(AnswerBody, frozen=True, kw_only=True):
     """Body of `POST /v1/chat/completions`."""
 
     messages: list[dict[str, Any]]
+    tools: list[Tool] = []
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool = True
+    chat_template_kwargs: dict[str, Any] = {}
+    """Variables of the chat template, as in vLLM."""
+    reasoning_effort: str | None = None
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: int | None = None
@@ -74,12 +145,32 @@ class ContentPart(Body, frozen=True, kw_only=True, tag_field="type", tag="text")
     text: str
 
 
+class CalledFunction(Body, frozen=True, kw_only=True):
+    """Name and arguments (a JSON text) of an earlier call."""
+
+    name: str
+    arguments: str = ""
+
+
+class RequestedCall(Body, frozen=True, kw_only=True, tag_field="type", tag="function"):
+    """A call in an earlier message of the assistant."""
+
+    function: CalledFunction
+    id: str = ""
+    index: int | None = None
+
+
 class PromptMessage(Body, frozen=True, kw_only=True):
     """One turn of a conversation."""
 
     role: str
     content: str | list[ContentPart] | None = None
     name: str | None = None
+    tool_calls: list[RequestedCall] = []
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    """Another name of `reasoning_content`."""
 
 
 class TokenizeBody(Body, frozen=True, kw_only=True):
@@ -90,6 +181,10 @@ class TokenizeBody(Body, frozen=True, kw_only=True):
     messages: list[dict[str, Any]] | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
+    tools: list[Tool] = []
+    chat_template_kwargs: dict[str, Any] = {}
+    """Variables of the chat template, as in vLLM."""
+    reasoning_effort: str | None = None
 
 
 class DetokenizeBody(Body, frozen=True, kw_only=True):
@@ -109,7 +204,6 @@ OFF: dict[str, tuple[Any, ...]] = {
     "parallel_tool_calls": (True, False),
     "prediction": (),
     "reasoning_effort": ("none",),
-    "response_format": ({"type": "text"},),
     "service_tier": ("auto", "default"),
     "store": (False,),
     "suffix": ("",),
@@ -119,12 +213,13 @@ OFF: dict[str, tuple[Any, ...]] = {
 }
 """Unsupported fields of OpenAI's API. Each is ignored if null or one of the listed values, else refused."""
 
+CHAT_OFF = {name: values for name, values in OFF.items() if name not in ChatBody.__struct_fields__}
+"""Unsupported fields of chat requests."""
+
 MESSAGE_OFF: dict[str, tuple[Any, ...]] = {
     "annotations": ([],),
     "audio": (),
     "function_call": (),
-    "reasoning_content": ("",),
     "refusal": ("",),
-    "tool_calls": ([],),
 }
 """Unsupported fields of messages, and their accepted values: clients send earlier replies back unchanged."""

@@ -10,12 +10,15 @@ import msgspec
 
 from disagg.api.body import check_number, decode_object, to_struct
 from disagg.api.errors import ApiError, bad
-from disagg.api.fields import MESSAGE_OFF, OFF, AnswerBody, ChatBody, CompletionBody, PromptMessage
+from disagg.api.fields import OFF, AnswerBody, ChatBody, CompletionBody
 from disagg.api.model import ServedModel
+from disagg.api.parsers.build import AnswerPlan
+from disagg.api.structured import Wanted, wanted_grammar
 from disagg.core.config.read import ApiConfig
 from disagg.core.errors import InvalidRequestError
 from disagg.core.sampling import check_sampling, sampling_of
 from disagg.core.types import SamplingParams
+from disagg.router.text import Decode
 
 COMPLETION_TOKENS = 16
 """OpenAI's default of `max_tokens` for completions; chat answers default to the rest of the context."""
@@ -23,8 +26,6 @@ STOP_CHARACTERS = 256
 SALT_CHARACTERS = 256
 SESSION_CHARACTERS = 256
 BIASES = 1024
-ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
-"""Accepted roles, and their names in chat templates: `developer` is OpenAI's newer name of `system`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +60,18 @@ class GenerationRequest:
     """Whether the reply contains log-probabilities."""
     token_ids: bool = False
     """Whether log-probabilities name tokens by id instead of text."""
+    returns_tokens: bool = False
+    """Whether the reply contains the ids of prompt and answer tokens."""
+    running_usage: bool = False
+    """Whether each chunk of a stream contains the token counts so far."""
     cache_salt: str = ""
     """Salt of the prompts: only prompts with equal salts share cached KV."""
     session: str = ""
     """The client's name for the conversation, whose requests use one decode group; empty without one."""
+    plan: AnswerPlan | None = None
+    """Parts into which each answer is divided; None: answers are plain text."""
+    decode: Decode | None = None
+    """Converts the answers' tokens to text; None: as the model does without special tokens."""
 
     @property
     def made(self) -> int:
@@ -112,25 +121,25 @@ async def parse_completion(raw: bytes, model: ServedModel, config: ApiConfig) ->
     """Parses a body of `/v1/completions`. Raises an `ApiError` for an invalid one."""
     body = to_struct(decode_object(raw), CompletionBody, OFF)
     check_model(body.model, model)
-    _check_limits(body, model, config)
+    check_limits(body, model, config)
     prompts = await _prompts(body.prompt, model, config)
     max_tokens = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
-    request = _request(body, prompts, "prompt", max_tokens, body.logprobs, model)
+    request = make_request(body, prompts, "prompt", max_tokens, body.logprobs, model)
+    if wanted := wanted_grammar(body):
+        request = await with_grammar(request, wanted, model)
     return replace(request, token_ids=body.return_tokens_as_token_ids)
 
 
-async def parse_chat(raw: bytes, model: ServedModel, config: ApiConfig) -> GenerationRequest:
-    """Parses a body of `/v1/chat/completions`. Raises an `ApiError` for an invalid one."""
-    body = to_struct(decode_object(raw), ChatBody, OFF)
-    check_model(body.model, model)
-    _check_limits(body, model, config)
-    if body.top_logprobs is not None and not body.logprobs:
-        raise bad("top_logprobs", "top_logprobs needs logprobs: true")
-    prompt = await model.render(conversation(body.messages))
-    given = [limit for limit in (body.max_completion_tokens, body.max_tokens) if limit is not None]
-    max_tokens = given[0] if given else max(1, model.context_tokens - len(prompt))
-    logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    return _request(body, [prompt], "messages", max_tokens, logprobs, model)
+async def with_grammar(request: GenerationRequest, wanted: Wanted, model: ServedModel) -> GenerationRequest:
+    """Returns the request with a grammar for its answers. Raises a 400 for a wrong grammar, and for other fields that
+    contradict it."""
+    await model.check_grammar(wanted.grammar, wanted.param)
+    sampling = msgspec.structs.replace(request.sampling, grammar=wanted.grammar)
+    try:
+        check_sampling(sampling, model.vocab_tokens)
+    except InvalidRequestError as exc:
+        raise bad(exc.param, str(exc)) from exc
+    return replace(request, sampling=sampling)
 
 
 def check_model(name: str | None, model: ServedModel) -> None:
@@ -142,28 +151,6 @@ def check_model(name: str | None, model: ServedModel) -> None:
             param="model",
             code="model_not_found",
         )
-
-
-def conversation(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the messages in the form of chat templates: text parts are joined by line breaks. Raises a 400."""
-    if not messages:
-        raise bad("messages", "messages is empty")
-    turns = []
-    for number, fields in enumerate(messages):
-        at = f"messages[{number}]."
-        message = to_struct(fields, PromptMessage, MESSAGE_OFF, at)
-        if message.role not in ROLES:
-            raise bad(
-                f"{at}role", f"{at}role = {message.role!r} is not supported; roles are {', '.join(ROLES)}"
-            )
-        if message.content is None and message.role != "assistant":
-            raise bad(f"{at}content", f"{at}content is missing")
-        content = message.content or ""
-        text = content if isinstance(content, str) else "\n".join(part.text for part in content)
-        turns.append(
-            {"role": ROLES[message.role], "content": text} | ({"name": message.name} if message.name else {})
-        )
-    return turns
 
 
 async def _prompts(prompt: str | list[Any], model: ServedModel, config: ApiConfig) -> list[Sequence[int]]:
@@ -185,7 +172,7 @@ async def _prompts(prompt: str | list[Any], model: ServedModel, config: ApiConfi
     )
 
 
-def _check_limits(body: AnswerBody, model: ServedModel, config: ApiConfig) -> None:
+def check_limits(body: AnswerBody, model: ServedModel, config: ApiConfig) -> None:
     check_number("n", body.n, 1, config.max_n)
     if body.best_of is not None:
         check_number("best_of", body.best_of, body.n, config.max_n)
@@ -200,8 +187,11 @@ def _check_limits(body: AnswerBody, model: ServedModel, config: ApiConfig) -> No
     for name, plain in (("length_penalty", 1.0), ("early_stopping", False)):
         if getattr(body, name) != plain and not body.use_beam_search:
             raise bad(name, f"{name} needs use_beam_search: true")
-    if body.stream_options is not None and not body.stream:
+    options = body.stream_options
+    if options is not None and not body.stream:
         raise bad("stream_options", "stream_options needs stream: true")
+    if options is not None and options.continuous_usage_stats and not options.include_usage:
+        raise bad("stream_options", "stream_options.continuous_usage_stats needs include_usage: true")
     for name, values in (("stop", _stop(body)), ("stop_token_ids", body.stop_token_ids)):
         if len(values) > config.max_stop:
             raise bad(
@@ -223,7 +213,7 @@ def _stop(body: AnswerBody) -> tuple[str, ...]:
     return ((body.stop,) if body.stop else ()) if isinstance(body.stop, str) else tuple(body.stop)
 
 
-def _request(
+def make_request(
     body: AnswerBody,
     prompts: Sequence[Sequence[int]],
     param: str,
@@ -250,6 +240,9 @@ def _request(
         body.stream,
         usage,
         logprobs=logprobs is not None,
+        returns_tokens=body.return_token_ids,
+        running_usage=body.stream_options is not None and body.stream_options.continuous_usage_stats,
+        decode=None if body.skip_special_tokens else model.whole_decode,
         cache_salt=body.cache_salt,
         session=body.prompt_cache_key or "",
     )

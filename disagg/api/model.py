@@ -7,22 +7,38 @@ import copy
 import functools
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import msgspec
+import structlog
 
 from disagg.api.errors import bad
+from disagg.api.grammar_checks import GrammarChecks
+from disagg.api.parsers.build import opens_reasoning
+from disagg.api.parsers.registry import ParserNames
+from disagg.core.grammars import text_literal
 from disagg.core.tokens import TokenIds, pack_tokens
 from disagg.router.text import REPLACEMENT, Decode, IdDecode, decode_with
 
+log = structlog.get_logger(__name__)
+
 T = TypeVar("T")
+NO_PARSERS = ParserNames()
 SHORT_CHARACTERS = 1024
 """Longest text that is encoded on the event loop. Takes under 1 ms, about as long as waking a thread."""
 SHORT_MESSAGES = 16
 """Largest number of messages in a conversation that is rendered on the event loop."""
 _BYTE = re.compile("<0x([0-9A-F]{2})>")
+
+
+class Rendered(NamedTuple):
+    """A conversation in the checkpoint's chat template."""
+
+    tokens: list[int]
+    thinking: bool
+    """Whether the text ends within reasoning, which the answer continues."""
 
 
 class ServedModel:
@@ -32,19 +48,55 @@ class ServedModel:
     checkpoint only, never from a client, and run in transformers' Jinja sandbox.
     """
 
-    def __init__(self, name: str, tokenizer: Any, *, context_tokens: int, vocab_tokens: int) -> None:
-        """`tokenizer`: None for a model without one, which takes and returns token ids only."""
+    def __init__(
+        self,
+        name: str,
+        tokenizer: Any,
+        *,
+        context_tokens: int,
+        vocab_tokens: int,
+        eos_ids: Sequence[int] = (),
+        parsers: ParserNames = NO_PARSERS,
+    ) -> None:
+        """`tokenizer`: None for a model without one, which takes and returns token ids only.
+
+        `eos_ids`: tokens that end an answer. `parsers`: parsers of chat answers; `auto` becomes the parser that the
+        chat template shows.
+        """
         self.name, self.context_tokens, self.vocab_tokens = name, context_tokens, vocab_tokens
         self.created_s = int(time.time())
         self._tokens: Any = list[Annotated[int, msgspec.Meta(ge=0, lt=vocab_tokens)]]
         self.decode: Decode = IdDecode() if tokenizer is None else decode_with(tokenizer)
         """Decodes an answer to text, without special tokens such as the end token; to ids without a tokenizer."""
+        self.parsers = parsers.chosen(_template_text(tokenizer))
+        """Parsers of chat answers."""
+        visible = self.parsers.visible if tokenizer is not None else frozenset[str]()
+        self.chat_decode: Decode = decode_with(tokenizer, visible) if visible else self.decode
+        """Decodes a chat answer for its parser, whose markers stay in the text."""
+        self.whole_decode: Decode = (
+            self.decode if tokenizer is None else decode_with(tokenizer, _special_texts(tokenizer))
+        )
+        """Decodes an answer to text with its special tokens."""
         self._tokenizer, self._encoder = tokenizer, copy.deepcopy(tokenizer)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
+        self._grammars = GrammarChecks(self._encoder, vocab_tokens, eos_ids)
 
     def close(self) -> None:
-        """Ends the thread."""
+        """Ends the threads."""
         self._thread.shutdown(wait=True, cancel_futures=True)
+        self._grammars.close()
+
+    async def check_grammar(self, grammar: str, param: str) -> None:
+        """Raises a 400 that names `param` unless `grammar` can constrain answers of the model."""
+        self.require_tokenizer(param)
+        await self._grammars.check(grammar, param)
+
+    def marker(self, text: str) -> str:
+        """Returns a marker as a term of a Lark grammar: its special token, if it is one, else its text."""
+        for token, added in self._tokenizer.added_tokens_decoder.items():
+            if added.special and added.content == text:
+                return f"<[{token}]>"
+        return text_literal(text)
 
     def require_tokenizer(self, param: str) -> None:
         """Raises a 400 that names `param`, which has text, if the model has no tokenizer."""
@@ -67,8 +119,13 @@ class ServedModel:
             return encode_text(self._tokenizer, text, special)
         return await self._in_thread(encode_text, self._encoder, text, special)
 
-    async def render(self, messages: Sequence[dict[str, Any]], generation_prompt: bool = True) -> list[int]:
-        """Returns the tokens of a conversation in the checkpoint's chat template.
+    async def render(
+        self,
+        messages: Sequence[dict[str, Any]],
+        options: Mapping[str, Any] | None = None,
+        generation_prompt: bool = True,
+    ) -> Rendered:
+        """Returns a conversation in the checkpoint's chat template; `options`: further variables of the template.
 
         Raises a 400 without a tokenizer or template, or if the template rejects the messages.
         """
@@ -79,10 +136,13 @@ class ServedModel:
                 f"the model {self.name} has no chat template: use /v1/completions",
                 "no_chat_template",
             )
-        characters = sum(len(message["content"]) for message in messages)
+        options = {"add_generation_prompt": generation_prompt, **(options or {})}
+        characters = len(msgspec.json.encode([messages, options.get("tools", ())]))
         if characters <= SHORT_CHARACTERS and len(messages) <= SHORT_MESSAGES:
-            return _render(self._tokenizer, messages, generation_prompt)
-        return await self._in_thread(_render, self._encoder, messages, generation_prompt)
+            text, tokens = _render(self._tokenizer, messages, options)
+        else:
+            text, tokens = await self._in_thread(_render, self._encoder, messages, options)
+        return Rendered(tokens, opens_reasoning(self.parsers, text))
 
     def spell(self, tokens: Sequence[int]) -> str:
         """Returns the text of tokens, including special tokens; their ids without a tokenizer."""
@@ -130,16 +190,30 @@ def encode_text(tokenizer: Any, text: str, special: bool) -> list[int]:
         raise bad("prompt", "the text contains half of a surrogate pair, which is not a character") from exc
 
 
-def _render(tokenizer: Any, messages: Sequence[dict[str, Any]], generation_prompt: bool) -> list[int]:
-    from jinja2 import TemplateError
+def _render(
+    tokenizer: Any, messages: Sequence[dict[str, Any]], options: Mapping[str, Any]
+) -> tuple[str, list[int]]:
+    """Returns the text of a conversation and its tokens. Raises a 400 if the template rejects it.
 
+    A template is code of the checkpoint, and may fail in any way for messages or options that it does not expect.
+    """
     try:
-        text = tokenizer.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=generation_prompt
-        )
-    except TemplateError as exc:
+        text = str(tokenizer.apply_chat_template(list(messages), tokenize=False, **options))
+    except Exception as exc:
+        log.info("chat_template_failed", error=repr(exc))
         raise bad("messages", f"the model's chat template rejects the messages: {exc}") from exc
-    return encode_text(tokenizer, text, False)  # the chat template already contains the special tokens
+    return text, encode_text(tokenizer, text, False)  # the template already contains the special tokens
+
+
+def _special_texts(tokenizer: Any) -> frozenset[str]:
+    """Returns the texts of all special tokens."""
+    return frozenset(one.content for one in tokenizer.added_tokens_decoder.values() if one.special)
+
+
+def _template_text(tokenizer: Any) -> str:
+    """Returns the checkpoint's chat templates as one text; empty without any."""
+    template = getattr(tokenizer, "chat_template", None) or ""
+    return template if isinstance(template, str) else "\n".join(map(str, template.values()))
 
 
 @functools.cache

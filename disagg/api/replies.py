@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 from msgspec import UNSET, UnsetType
+
+
+class PromptDetails(msgspec.Struct, frozen=True):
+    """Prompt tokens whose KV was cached."""
+
+    cached_tokens: int
 
 
 class Usage(msgspec.Struct, frozen=True):
@@ -14,6 +21,7 @@ class Usage(msgspec.Struct, frozen=True):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: PromptDetails | UnsetType = UNSET
 
 
 class TopLogprob(msgspec.Struct, frozen=True):
@@ -49,12 +57,40 @@ class CompletionLogprobs(msgspec.Struct, frozen=True):
     text_offset: list[int]
 
 
-class ChatMessage(msgspec.Struct, frozen=True):
-    """The message of a whole chat answer."""
+class Function(msgspec.Struct, omit_defaults=True):
+    """Name and arguments (a JSON text) of a tool call; in a chunk, their new parts."""
 
-    content: str
+    name: str | None = None
+    arguments: str | None = None
+
+
+class ToolCall(msgspec.Struct):
+    """A tool call in the message of a whole chat answer."""
+
+    id: str
+    function: Function
+    type: str = "function"
+
+
+class ToolCallDelta(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A tool call, or further text of its arguments, in a chunk. `id` and `type` come with the first part."""
+
+    index: int
+    function: Function
+    id: str | None = None
+    type: str | None = None
+
+
+class ChatMessage(msgspec.Struct, frozen=True):
+    """The message of a whole chat answer. `content` is null if the answer has only calls or reasoning."""
+
+    content: str | None
     role: str = "assistant"
     refusal: None = None
+    tool_calls: list[ToolCall] | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    """The same as `reasoning_content`."""
 
 
 class Delta(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -62,6 +98,10 @@ class Delta(msgspec.Struct, frozen=True, omit_defaults=True):
 
     role: str | None = None
     content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    """The same as `reasoning_content`."""
+    tool_calls: list[ToolCallDelta] | None = None
 
 
 class ChatChoice(msgspec.Struct, frozen=True):
@@ -71,6 +111,7 @@ class ChatChoice(msgspec.Struct, frozen=True):
     message: ChatMessage
     logprobs: ChatLogprobs | None
     finish_reason: str | None
+    token_ids: Sequence[int] | UnsetType = UNSET
 
 
 class ChatChunkChoice(msgspec.Struct, frozen=True):
@@ -80,6 +121,7 @@ class ChatChunkChoice(msgspec.Struct, frozen=True):
     delta: Delta
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
+    token_ids: Sequence[int] | UnsetType = UNSET
 
 
 class CompletionChoice(msgspec.Struct, frozen=True):
@@ -89,6 +131,8 @@ class CompletionChoice(msgspec.Struct, frozen=True):
     text: str
     logprobs: CompletionLogprobs | None = None
     finish_reason: str | None = None
+    token_ids: Sequence[int] | UnsetType = UNSET
+    prompt_token_ids: Sequence[int] | UnsetType = UNSET
 
 
 class ReplyEnvelope(msgspec.Struct, frozen=True):
@@ -100,3 +144,5 @@ class ReplyEnvelope(msgspec.Struct, frozen=True):
     model: str
     choices: list[Any]
     usage: Usage | UnsetType | None = UNSET
+    prompt_token_ids: Sequence[int] | UnsetType = UNSET
+    """Tokens of a conversation, on request; in a stream, in the first chunk."""

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
 
+import msgspec
 import structlog
 
 from disagg import __version__
@@ -263,6 +264,8 @@ class Service:
 
         def emit(output: Output) -> None:
             meter(output)
+            if output.index == 0:
+                output = msgspec.structs.replace(output, cached_tokens=track.report.cached_tokens)
             answers.put(part.first + output.answer, output)
 
         routed = RouterRequest(
@@ -270,7 +273,7 @@ class Service:
             part.prompt,
             part.sampling,
             max(0.0, exchange.deadline_s - time.monotonic()),
-            self.model.decode,
+            request.decode or self.model.decode,
             track.report,
             request.cache_salt,
             request.session or exchange.session,

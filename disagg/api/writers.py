@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import msgspec
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
 from disagg.api import replies as r
 from disagg.api.generation_request import GenerationRequest
@@ -39,7 +39,14 @@ class Writer(ABC):
         self._texts = [""] * request.answers
         self._finish: list[str | None] = [None] * request.answers
         self._logprobs: list[list[TokenLogprobs]] = [[] for _ in range(request.answers)]
+        self._tokens: list[list[int]] = [[] for _ in range(request.answers)]
+        """Tokens of each answer, if the whole reply contains them."""
         self.completion_tokens = 0
+        self._cached_tokens: int | None = None
+        self._started = False
+        """Whether an event has been made."""
+        self._only_text = not (request.running_usage or request.returns_tokens)
+        """Whether the middle chunks of a stream differ in their text only."""
         self._templates: dict[int, tuple[bytes, bytes]] = {}
         """Text before and after the content of a plain-text event, for each choice that has begun."""
 
@@ -50,7 +57,9 @@ class Writer(ABC):
 
     def add(self, index: int, output: Output) -> None:
         """Adds an output to the whole reply."""
-        self.completion_tokens += len(output.tokens)
+        self._count(index, output)
+        if self._request.returns_tokens:
+            self._tokens[index].extend(output.tokens)
         self._texts[index] += output.text
         self._finish[index] = output.finish
         self._logprobs[index].extend(output.logprobs)
@@ -59,8 +68,26 @@ class Writer(ABC):
         """Returns the reply's JSON."""
         choices = [self._choice(choice, answer) for choice, answer in enumerate(self._best())]
         return _ENCODER.encode(
-            r.ReplyEnvelope(self._id, self.kind, self._created_s, self._model.name, choices, self._usage())
+            r.ReplyEnvelope(
+                self._id,
+                self.kind,
+                self._created_s,
+                self._model.name,
+                choices,
+                self._usage(),
+                self._common_prompt(),
+            )
         )
+
+    def _count(self, index: int, output: Output) -> None:
+        """Counts the tokens of an output, and the cached tokens of its prompt, once for each prompt."""
+        self.completion_tokens += len(output.tokens)
+        if output.cached_tokens is not None and output.index == 0 and index % self._request.made == 0:
+            self._cached_tokens = (self._cached_tokens or 0) + output.cached_tokens
+
+    def _common_prompt(self) -> Sequence[int] | UnsetType:
+        """Returns the prompt's tokens if the reply contains them outside of its choices."""
+        return UNSET
 
     def _best(self) -> list[int]:
         """Returns the `n` answers of each prompt with the highest mean log-probability, best first.
@@ -79,12 +106,12 @@ class Writer(ABC):
 
     def chunk(self, index: int, output: Output) -> bytes:
         """Returns the events of an output, in order."""
-        self.completion_tokens += len(output.tokens)
+        self._count(index, output)
         template = self._templates.get(index)
         if template is not None and output.finish is None and not output.logprobs:
             return template[0] + _ENCODER.encode(output.text) + template[1] if output.text else b""
         pieces = self._pieces(index, output)
-        if template is None:
+        if template is None and self._only_text:
             self._templates[index] = self._template(index)
         return b"".join(self._event([piece]) for piece in pieces)
 
@@ -101,15 +128,26 @@ class Writer(ABC):
         return ([self._event([], self._usage())] if self._request.usage else []) + [DONE]
 
     def _event(self, choices: Sequence[object], usage: r.Usage | None = None) -> bytes:
+        if self._request.running_usage:
+            usage = self._usage()
         usage_or_unset = usage if self._request.usage else UNSET
+        prompt = UNSET if self._started else self._common_prompt()
+        self._started = True
         reply = r.ReplyEnvelope(
-            self._id, self.chunk_kind, self._created_s, self._model.name, list(choices), usage_or_unset
+            self._id,
+            self.chunk_kind,
+            self._created_s,
+            self._model.name,
+            list(choices),
+            usage_or_unset,
+            prompt,
         )
         return event(reply)
 
     def _usage(self) -> r.Usage:
         prompt, completion = self.prompt_tokens, self.completion_tokens
-        return r.Usage(prompt, completion, prompt + completion)
+        cached = UNSET if self._cached_tokens is None else r.PromptDetails(self._cached_tokens)
+        return r.Usage(prompt, completion, prompt + completion, cached)
 
     @abstractmethod
     def _choice(self, index: int, answer: int) -> object: ...
@@ -120,38 +158,6 @@ class Writer(ABC):
     @abstractmethod
     def _plain(self, index: int, text: str) -> object:
         """Returns the choice of a chunk that has only text: not an answer's first chunk, nor its last."""
-
-
-class ChatWriter(Writer):
-    """Writer of `/v1/chat/completions`: chunks with the role, then text, then `finish_reason`."""
-
-    kind, chunk_kind = "chat.completion", "chat.completion.chunk"
-
-    def __init__(self, request: GenerationRequest, model: ServedModel, request_id: str) -> None:
-        super().__init__(request, model, request_id)
-        self._begun: set[int] = set()
-
-    def _choice(self, index: int, answer: int) -> object:
-        logprobs = self._chat_logprobs(self._logprobs[answer]) if self._request.logprobs else None
-        return r.ChatChoice(index, r.ChatMessage(self._texts[answer]), logprobs, self._finish[answer])
-
-    def _pieces(self, index: int, output: Output) -> list[object]:
-        pieces: list[object] = []
-        if index not in self._begun:
-            self._begun.add(index)
-            pieces.append(r.ChatChunkChoice(index, r.Delta(role="assistant", content="")))
-        if output.text or output.logprobs:
-            logprobs = self._chat_logprobs(output.logprobs) if output.logprobs else None
-            pieces.append(r.ChatChunkChoice(index, r.Delta(content=output.text), logprobs))
-        if output.finish is not None:
-            pieces.append(r.ChatChunkChoice(index, r.Delta(), finish_reason=output.finish))
-        return pieces
-
-    def _plain(self, index: int, text: str) -> object:
-        return r.ChatChunkChoice(index, r.Delta(content=text))
-
-    def _chat_logprobs(self, logprobs: Sequence[TokenLogprobs]) -> r.ChatLogprobs:
-        return r.ChatLogprobs([self._speller.chat(one) for one in logprobs])
 
 
 class CompletionWriter(Writer):
@@ -168,13 +174,25 @@ class CompletionWriter(Writer):
         logprobs = None
         if self._request.logprobs:
             logprobs = self._completion_logprobs(answer, self._logprobs[answer])
-        return r.CompletionChoice(index, self._texts[answer], logprobs, self._finish[answer])
+        choice = r.CompletionChoice(index, self._texts[answer], logprobs, self._finish[answer])
+        return self._with_tokens(choice, answer, self._tokens[answer], first=True)
+
+    def _with_tokens(
+        self, choice: r.CompletionChoice, answer: int, tokens: Sequence[int], *, first: bool
+    ) -> r.CompletionChoice:
+        """Returns `choice` with the ids of its `tokens`, and in the `first` one those of the prompt, if requested."""
+        if not self._request.returns_tokens:
+            return choice
+        prompt = list(self._request.prompts[answer // self._request.made]) if first else UNSET
+        return msgspec.structs.replace(choice, token_ids=list(tokens), prompt_token_ids=prompt)
 
     def _pieces(self, index: int, output: Output) -> list[object]:
-        if not (output.text or output.logprobs or output.finish):
+        with_tokens = self._request.returns_tokens and bool(output.tokens)
+        if not (output.text or output.logprobs or output.finish or with_tokens):
             return []
         logprobs = self._completion_logprobs(index, output.logprobs) if output.logprobs else None
-        return [r.CompletionChoice(index, output.text, logprobs, output.finish)]
+        choice = r.CompletionChoice(index, output.text, logprobs, output.finish)
+        return [self._with_tokens(choice, index, output.tokens, first=output.index == 0)]
 
     def _plain(self, index: int, text: str) -> object:
         return r.CompletionChoice(index, text)

@@ -68,7 +68,9 @@ class ColocatedLeader(ReservingLeader):
             requests = [self._scheduler.requests[work.key] for work in plan.work]
         whole = [i for i, work in enumerate(plan.work) if work.span.stop >= requests[i].begin_tokens]
         answering = [requests[i] for i in whole]
-        rows = [SamplingRow(request.sampling, request.tokens, request.history) for request in answering]
+        rows = [
+            SamplingRow(one.sampling, one.tokens, one.history, constraint=one.constraint) for one in answering
+        ]
         wanted = logits if len(whole) == len(requests) else logits[whole]
         tokens = self._sampler.step(wanted, rows).result() if rows else []
         works = zip(plan.work, requests, strict=True)
@@ -156,6 +158,9 @@ class ColocatedLeader(ReservingLeader):
             answered=message.answered,
         )
         request.history = history_of(message.prompt, message.sampling)
+        request.constraint = self.constraints.answer(message.sampling.grammar, message.answered)
+        if request.constraint is not None:
+            request.constraint.when_ready(self.wake)
         self._send(one.router, m.Reserved(request.key, request.ticket))
 
     def _prefill(self, router: str, message: m.Prefill) -> None:
@@ -173,10 +178,13 @@ class ColocatedLeader(ReservingLeader):
             return False
         index = len(request.tokens)
         request.tokens.append(chosen.token)
+        if request.constraint is not None:
+            request.constraint.prepare(request.tokens)
         finish = finish_reason(request.tokens, request.sampling, self._spec.eos_ids)
         logprobs = [] if chosen.logprobs is None else [chosen.logprobs]
         if index == request.answered:
-            self._send(request.router, m.Prefilled(request.key, [chosen.token], logprobs))
+            cached = request.block_table.cached_tokens if request.block_table is not None else 0
+            self._send(request.router, m.Prefilled(request.key, [chosen.token], logprobs, cached))
             if finish is not None:
                 self._send(request.router, m.Tokens(request.key, index + 1, [], finish))
         else:

@@ -23,6 +23,7 @@ from disagg.core.tokens import TokenIds, tokens_at
 from disagg.core.types import RequestKey, SamplingParams, Span, Ticket
 from disagg.kv.event_log import KVEventLog
 from disagg.model.chunks import PromptChunks
+from disagg.model.sampling.constraints import AnswerConstraint
 from disagg.model.sampling.penalties import TokenHistory
 from disagg.node.kv_manager import BlockTable, KVManager, KVManagerStatistics
 from disagg.node.plan import StepPlan, Work
@@ -57,6 +58,8 @@ class ColocatedRequest:
     """Tokens of the answer."""
     history: TokenHistory | None = None
     """Token counts for penalties, owned by the compute thread; None without penalties."""
+    constraint: AnswerConstraint | None = None
+    """Grammar of the answer; None without one."""
     in_step: bool = False
     """Whether a running step computes the request, so that its memory must not be freed."""
     closing: bool = False
@@ -236,6 +239,8 @@ class ColocatedScheduler:
             start, whole = request.planned_tokens, request.begin_tokens
             if request.closing or not request.started or start == whole:
                 continue
+            if request.constraint is not None and not request.constraint.ready:
+                continue  # its grammar is compiled
             prompt_tokens = len(request.prompt)
             take = self._chunks.take_behind(start, prompt_tokens, whole, left_tokens, must=not work)
             if take == 0:

@@ -17,6 +17,7 @@ import uvloop
 from disagg.api.app import make_app
 from disagg.api.keys import require_api_keys
 from disagg.api.model import ServedModel
+from disagg.api.parsers.registry import ParserNames
 from disagg.api.server import serve
 from disagg.api.service import Service
 from disagg.api.tracing import Tracing
@@ -91,12 +92,17 @@ def served_model(config: Config) -> ServedModel:
             means="prompts must be token ids, and answers are token ids; text is refused",
             remedy="copy the model's tokenizer files (tokenizer.json) to the folder",
         )
-    return ServedModel(
+    spec = source.spec(torch.float32)
+    model = ServedModel(
         name,
         tokenizer,
         context_tokens=limit_tokens(config, source),
-        vocab_tokens=source.spec(torch.float32).vocab_size,
+        vocab_tokens=spec.vocab_size,
+        eos_ids=spec.eos_ids,
+        parsers=ParserNames(config.api.tool_parser, config.api.reasoning_parser),
     )
+    log.info("chat_parsers", tools=model.parsers.tools, reasoning=model.parsers.reasoning)
+    return model
 
 
 @asynccontextmanager

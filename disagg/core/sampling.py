@@ -18,6 +18,8 @@ MAX_SEQUENCES = 128
 """Largest number of answers or beams of one request."""
 MAX_LENGTH_PENALTY = 10.0
 INFINITE = float("inf")
+MAX_GRAMMAR_CHARACTERS = 1 << 18
+"""Largest grammar of a request. Compilation takes up to a few seconds for the largest ones."""
 SEED_LIMIT = 1 << 63
 """Upper limit of seeds, which are signed 64-bit integers."""
 
@@ -64,6 +66,8 @@ def check_sampling(
             )
     if s.beams:
         _check_beams(s)
+    if s.grammar:
+        _check_grammar(s)
     for token, bias in s.logit_bias:
         if not abs(bias) <= MAX_BIAS:
             raise InvalidRequestError(
@@ -121,6 +125,22 @@ def _check_beams(sampling: SamplingParams) -> None:
                 f"{field} = {value!r} is not supported with beam search: leave it at {getattr(plain, field)!r}",
                 param=field,
             )
+
+
+def _check_grammar(sampling: SamplingParams) -> None:
+    """Raises `InvalidRequestError` for a parameter that contradicts a grammar."""
+    if len(sampling.grammar) > MAX_GRAMMAR_CHARACTERS:
+        raise InvalidRequestError(
+            f"the grammar has {len(sampling.grammar)} characters; the limit is {MAX_GRAMMAR_CHARACTERS}",
+            param="grammar",
+        )
+    for field, off, reason in (
+        ("beams", 0, "beam search does not support constrained answers"),
+        ("ignore_eos", False, "the end of the grammar ends the answer"),
+        ("min_tokens", 0, "the grammar alone decides where the answer may end"),
+    ):
+        if getattr(sampling, field) != off:
+            raise InvalidRequestError(f"{field} is not allowed with a grammar: {reason}", param=field)
 
 
 def _check_tokens(field: str, tokens: Sequence[int], vocab_tokens: int | None) -> None:

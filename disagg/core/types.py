@@ -248,7 +248,7 @@ class Shard(msgspec.Struct, frozen=True):
 class SamplingParams(msgspec.Struct, frozen=True):
     """Sampling parameters; the defaults are greedy. `disagg.core.sampling.check_sampling` has the ranges.
 
-    Order of application: penalties, `logit_bias`, `min_tokens`, temperature, top-k, top-p, min-p.
+    Order of application: penalties, `logit_bias`, `min_tokens`, `grammar`, temperature, top-k, top-p, min-p.
 
     With a `seed`, the generator of token `i` is seeded by (seed, i): no generator state moves from prefill to decode,
     and a repeated request has the same answer.
@@ -288,6 +288,9 @@ class SamplingParams(msgspec.Struct, frozen=True):
     early_stopping: bool | Literal["never"] = False
     """Beam search ends with `beams` finished answers (True), when the current length allows no better answer (False),
     or when no length up to `max_tokens` allows one (`never`)."""
+    grammar: str = ""
+    """Grammar that each answer follows, in the form of `disagg.core.grammars`; empty: none. Masks are applied after
+    all other changes of the logits. An end token is allowed where the grammar may end."""
 
     @property
     def sequences(self) -> int:

@@ -158,7 +158,7 @@ class ModelRunner:
         probe = ShapeProbe()
         self._packed: PackedStates | None = None
         """The states in packed steps. None without registered recurrent modules."""
-        self._config, self._sample = source.config, self._probe(probe)
+        self.source, self._sample = source, self._probe(probe)
         self.shard = shard_of(self.spec.layout, collective.rank, collective.size)
         self.attention_kernels = self._use_attention_kernels(probe)
         """Whether attention runs in the Triton kernels, not in torch."""
@@ -303,7 +303,7 @@ class ModelRunner:
         states.clear(self.req_to_token.trash_row)
         if self._packed is not None:
             self._packed.use(states)
-        return RowStates(self._config, states)
+        return RowStates(self.source.config, states)
 
     @property
     def transfer_pools(self) -> TransferPools:
@@ -467,7 +467,7 @@ class ModelRunner:
         more: dict[str, Any] = {}
         recurrent: AbstractContextManager[None] = nullcontext()
         if self._packed is not None and step is not None:
-            cache = make_cache(self._config)  # holds no states, but tells `PoolLayers` the layer
+            cache = make_cache(self.source.config)  # holds no states, but tells `PoolLayers` the layer
             recurrent = self._packed.during(step)
         if cache is not None:
             context = PoolLayers(context, cache, attention_layers(self.model.config))

@@ -32,6 +32,7 @@ from disagg.core.status import GroupStatus, RankStatus
 from disagg.core.tokens import TokenIds
 from disagg.core.types import GroupInfo, RequestKey
 from disagg.kv.event_log import KVEventLog
+from disagg.model.sampling.constraints import Constraints, no_tokenizer
 from disagg.model.spec.model_spec import ModelSpec
 from disagg.node.group_status import Scheduled, group_status
 from disagg.node.kv_event_publisher import KVEventPublisher
@@ -71,6 +72,8 @@ class Leader(ABC):
         self._step_tokens: dict[str, list[m.Tokens]] | None = None
         """Tokens of the step that is being committed, by router; None between steps."""
         self._silent_ranks: set[int] = set()
+        self.constraints = Constraints(no_tokenizer)
+        """Grammars of answers. The owner of the rank replaces it by one with the model's tokenizer, and closes it."""
         self.broken: str = ""
         """Reason why the group cannot serve requests any more; empty while the group works."""
         self.on_broken: Callable[[str], None] = lambda reason: None

@@ -20,12 +20,15 @@ import torch
 
 from disagg.core.config.read import Config, GroupConfig
 from disagg.core.errors import DisaggError
+from disagg.core.grammars import grammar_tokenizer
 from disagg.core.ports import Clock, LayerHook
 from disagg.core.timeline import Timeline, TimelineSpan
 from disagg.core.types import GroupInfo, RankInfo
 from disagg.kv.state_slots import StateSlots
 from disagg.kv.transfer_pools import TransferPools
 from disagg.model.chunks import PromptChunks
+from disagg.model.load.tokenizer import load_tokenizer
+from disagg.model.sampling.constraints import Constraints
 from disagg.node.agent import Agent
 from disagg.node.cache_controller import HybridCacheController, host_block_counts
 from disagg.node.compute import ComputeThread, PlanQueue, StepExecutor
@@ -112,6 +115,7 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
         """The group's leader; None on ranks other than 0."""
         if self.leader is not None:
             self.leader.on_broken = lambda reason: self.on_broken(reason)
+            self.leader.constraints = Constraints(self._vocabulary)
         self.agent: AgentT = self._make_agent(transport)
         """Sender or receiver of KV; used on the transfer thread."""
         self.peers = self._make_peers()
@@ -122,6 +126,11 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
         """The transfer thread."""
         self.compute_thread = self._make_compute_thread()
         """The compute thread."""
+
+    def _vocabulary(self) -> Any:
+        """Loads the vocabulary for grammars of answers. Raises `ConfigError`."""
+        spec = self.runner.spec
+        return grammar_tokenizer(load_tokenizer(self.runner.source), spec.vocab_size, spec.eos_ids)
 
     def _make_compute_thread(self) -> ComputeThread:
         next_plan = self.leader.next_plan if self.leader else self.plans.next_plan
@@ -244,6 +253,8 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
             self.leader.wait_idle(drain_timeout_s)
         self.compute_thread.stop(self.leader.wake if self.leader is not None else self.plans.wake)
         self.cache_controller.stop()
+        if self.leader is not None:
+            self.leader.constraints.close()
         self._end_copies()
         self.transfer_loop.stop()
         self.control.close(linger_s=0.1)

@@ -27,6 +27,10 @@ def check_request(
             f"the prompt has a token outside the model's vocabulary of {spec.vocab_size} tokens"
         )
     check_sampling(sampling, spec.vocab_size, spec.eos_ids)
+    if sampling.grammar and not spec.eos_ids:
+        raise InvalidRequestError(
+            "a constrained answer needs a model with an end token (eos_token_id)", param="grammar"
+        )
     wanted = candidates_wanted(sampling, ending_tokens(sampling, spec.eos_ids))
     if wanted > spec.vocab_size:
         raise InvalidRequestError(

@@ -24,6 +24,8 @@ class Output(msgspec.Struct, frozen=True):
     """Log-probabilities of each token if `SamplingParams.logprobs` is set, else empty."""
     answer: int = 0
     """Number of the answer within the request."""
+    cached_tokens: int | None = None
+    """In the first output of an answer: prompt tokens whose KV the prefill group had cached; None if unknown."""
 
 
 Emit = Callable[[Output], None]
@@ -39,6 +41,8 @@ class SessionReport:
     decode: str = ""
     """Names of the groups of the latest session."""
     prompt_tokens: int = 0
+    cached_tokens: int | None = None
+    """Prompt tokens whose KV came from the prefix cache of the first prefill group; None before the first token."""
     reserved_s: float = 0.0
     ttft_s: float = 0.0
     ended_s: float = 0.0

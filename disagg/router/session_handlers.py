@@ -185,6 +185,8 @@ class SessionHandlers(ABC):
 
     def first_tokens(self, message: m.Prefilled) -> list[SessionAction]:
         self.report.ttft_s = self.report.ttft_s or self._elapsed_s()
+        if self.report.cached_tokens is None:  # later sessions cache what the first one computed
+            self.report.cached_tokens = min(message.cached_tokens, len(self.prompt))
         logprobs = [[one] for one in message.logprobs] or [[] for _ in message.first_tokens]
         firsts = zip(message.first_tokens, logprobs, range(len(self.answers)), strict=False)
         actions: list[SessionAction] = [CountPromptComputed()]

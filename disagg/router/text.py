@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -18,22 +18,27 @@ REPLACEMENT = "\ufffd"
 class FastDecode:
     """Decodes with a tokenizer of the `tokenizers` library: whole answers, or incrementally by `pieces`.
 
-    The text lacks special tokens. Immutable: any number of answers may share it.
+    The text lacks special tokens, except visible ones. Immutable: any number of answers may share it.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
-        """`tokenizer`: a `tokenizers.Tokenizer`."""
+    def __init__(self, tokenizer: Any, visible: Collection[str] = ()) -> None:
+        """`tokenizer`: a `tokenizers.Tokenizer`. `visible`: special tokens that are part of the text."""
         self._tokenizer = tokenizer
         added = tokenizer.get_added_tokens_decoder()
-        self._special = frozenset(token for token, text in added.items() if text.special)
+        special = {token: text.content for token, text in added.items() if text.special}
+        self._special = frozenset(special)
+        self._visible = {token: text for token, text in special.items() if text in visible}
 
     def __call__(self, tokens: Sequence[int]) -> str:
         """Returns the text of a whole answer."""
-        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
+        if self._visible.keys().isdisjoint(tokens):
+            return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
+        pieces = self.pieces()
+        return pieces.push(tokens) + pieces.rest()
 
     def pieces(self) -> Pieces:
         """Returns the incremental decoder of one answer."""
-        return _StreamedPieces(self, self._tokenizer, self._special)
+        return _StreamedPieces(self, self._tokenizer, self._special, self._visible)
 
 
 class IdDecode:
@@ -51,11 +56,23 @@ class IdDecode:
         return _IdPieces(self)
 
 
-def decode_with(tokenizer: Any) -> Decode:
-    """Returns the decoder of a transformers tokenizer, without special tokens and without clean-up of spaces."""
+def decode_with(tokenizer: Any, visible: Collection[str] = ()) -> Decode:
+    """Returns the decoder of a transformers tokenizer, without special tokens and without clean-up of spaces.
+
+    `visible`: special tokens that are part of the text.
+    """
     if tokenizer.is_fast:
-        return FastDecode(tokenizer.backend_tokenizer)
-    return partial(tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return FastDecode(tokenizer.backend_tokenizer, visible)
+    if not visible:
+        return partial(tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    added = tokenizer.added_tokens_decoder.items()
+    hidden = frozenset(token for token, text in added if text.special and text.content not in visible)
+
+    def decode(tokens: Sequence[int]) -> str:
+        shown = [token for token in tokens if token not in hidden]
+        return str(tokenizer.decode(shown, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    return decode
 
 
 class Pieces(Protocol):
@@ -75,17 +92,34 @@ class _StreamedPieces:
     pending tokens. Each token of a run of invalid bytes decodes the whole run again.
     """
 
-    def __init__(self, decode: Decode, tokenizer: Any, special: frozenset[int]) -> None:
-        self._decode, self._tokenizer, self._special = decode, tokenizer, special
+    def __init__(
+        self, decode: Decode, tokenizer: Any, special: frozenset[int], visible: Mapping[int, str]
+    ) -> None:
+        """`special`: tokens that are no text; `visible`: those among them that are, with their texts."""
+        self._decode, self._tokenizer = decode, tokenizer
+        self._special, self._visible = special, visible
         self._stream = DecodeStream(skip_special_tokens=True)
         self._waiting: list[int] = []
 
     def push(self, tokens: Sequence[int]) -> str:
-        # The stream would keep special tokens pending and decode all of them for each token.
-        return "".join(self._step(token) for token in tokens if token not in self._special)
+        return "".join(map(self._piece, tokens))
 
     def rest(self) -> str:
-        return self._decode(self._waiting)
+        waiting, self._waiting = self._waiting, []
+        return self._decode(waiting)
+
+    def _piece(self, token: int) -> str:
+        """Returns the text that is final after `token`.
+
+        The stream would keep special tokens pending and decode all of them for each token. So it gets none of them.
+        """
+        if token not in self._special:
+            return self._step(token)
+        text = self._visible.get(token)
+        if text is None or not self._waiting:
+            return text or ""
+        self._stream = DecodeStream(skip_special_tokens=True)  # the old one would repeat the pending tokens
+        return self.rest() + text
 
     def _step(self, token: int) -> str:
         self._waiting.append(token)

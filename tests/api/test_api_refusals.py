@@ -30,6 +30,13 @@ def server() -> Iterator[ApiServer]:
 
 
 USER = [{"role": "user", "content": "hi"}]
+TOOL = [{"type": "function", "function": {"name": "f"}}]
+CALL = {"id": "x", "type": "function", "function": {"name": "f", "arguments": "{"}}
+
+
+def schema_format(schema: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+
 
 FIELDS: list[tuple[str, dict[str, Any], str, str | None]] = [
     # what is missing or of a wrong type
@@ -117,22 +124,67 @@ FIELDS: list[tuple[str, dict[str, Any], str, str | None]] = [
     # what is not supported
     (COMPLETIONS, {"echo": True}, "echo", "unsupported_field"),
     (COMPLETIONS, {"suffix": "x"}, "suffix", "unsupported_field"),
-    (CHAT, {"tools": [{"type": "function"}]}, "tools", "unsupported_field"),
-    (CHAT, {"tool_choice": "required"}, "tool_choice", "unsupported_field"),
+    (COMPLETIONS, {"tools": [{"type": "function"}]}, "tools", "unsupported_field"),
+    (CHAT, {"chat_template_kwargs": {"chat_template": "{{ x }}"}}, "chat_template_kwargs", None),
+    (CHAT, {"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs", None),
     (CHAT, {"functions": [{"name": "f"}]}, "functions", "unsupported_field"),
-    (CHAT, {"response_format": {"type": "json_object"}}, "response_format", "unsupported_field"),
+    # structured outputs
+    (CHAT, {"response_format": {"type": "grammar"}}, "response_format.type", None),
+    (CHAT, {"response_format": {"type": "json_schema"}}, "response_format.json_schema", None),
+    (CHAT, {"response_format": schema_format({"type": "objec"})}, "response_format", "invalid_grammar"),
+    (CHAT, {"response_format": schema_format({"$ref": "http://x/y"})}, "response_format", "invalid_grammar"),
+    (COMPLETIONS, {"structured_outputs": {"regex": "(a"}}, "structured_outputs.regex", "invalid_grammar"),
+    (
+        COMPLETIONS,
+        {"structured_outputs": {"grammar": "start: b"}},
+        "structured_outputs.grammar",
+        "invalid_grammar",
+    ),
+    (COMPLETIONS, {"structured_outputs": {"grammar": "root ::= ("}}, "structured_outputs.grammar", None),
+    (COMPLETIONS, {"structured_outputs": {"json": "{"}}, "structured_outputs.json", None),
+    (COMPLETIONS, {"structured_outputs": {"json": "[]"}}, "structured_outputs.json", None),
+    (COMPLETIONS, {"structured_outputs": {"choice": []}}, "structured_outputs.choice", None),
+    (COMPLETIONS, {"structured_outputs": {"choice": ["a", ""]}}, "structured_outputs.choice", None),
+    (COMPLETIONS, {"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs.choice", None),
+    (COMPLETIONS, {"structured_outputs": {"regexp": "a"}}, "structured_outputs", None),
+    (COMPLETIONS, {"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice", None),
+    (COMPLETIONS, {"guided_regex": "a", "structured_outputs": {"regex": "a"}}, "guided_regex", None),
+    (COMPLETIONS, {"guided_regex": "(a"}, "guided_regex", "invalid_grammar"),
+    (COMPLETIONS, {"guided_regex": "a", "ignore_eos": True}, "ignore_eos", None),
+    (COMPLETIONS, {"guided_regex": "a", "min_tokens": 1}, "min_tokens", None),
+    (COMPLETIONS, {"guided_regex": "a", "use_beam_search": True}, "use_beam_search", None),
+    (CHAT, {"tools": TOOL, "tool_choice": "required", "use_beam_search": True}, "use_beam_search", None),
+    (CHAT, {"tools": TOOL, "tool_choice": "required", "guided_regex": "a"}, "guided_regex", None),
     (CHAT, {"audio": {"voice": "x"}}, "audio", "unsupported_field"),
     (CHAT, {"modalities": ["text", "audio"]}, "modalities", "unsupported_field"),
     (CHAT, {"chat_template": "{{ messages }}"}, "chat_template", "unknown_field"),
     (CHAT, {"prompt": "x"}, "prompt", "unknown_field"),
     (COMPLETIONS, {"max_token": 3}, "max_token", "unknown_field"),
     (COMPLETIONS, {"stream": True, "stream_options": {"x": 1}}, "stream_options", None),
-    (CHAT, {"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role", None),
+    (CHAT, {"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role", None),
+    # tools
+    (CHAT, {"tools": [{"type": "function"}]}, "tools[0].function", None),
+    (CHAT, {"tools": [{"type": "custom", "function": {"name": "f"}}]}, "tools[0].type", None),
+    (CHAT, {"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", None),
+    (CHAT, {"tools": TOOL * 2}, "tools", None),
+    (CHAT, {"tools": TOOL}, "tools", "no_tool_parser"),
+    (CHAT, {"tool_choice": "required"}, "tool_choice", None),
+    (CHAT, {"tool_choice": "always"}, "tool_choice", None),
     (
         CHAT,
-        {"messages": [{"role": "user", "content": "x", "tool_calls": [1]}]},
-        "messages[0].tool_calls",
-        "unsupported_field",
+        {"tools": TOOL, "tool_choice": {"type": "function", "function": {"name": "g"}}},
+        "tool_choice",
+        None,
+    ),
+    (CHAT, {"messages": [{**USER[0], "tool_calls": [1]}]}, "messages[0].tool_calls[0]", None),
+    (CHAT, {"messages": [{**USER[0], "tool_calls": [CALL]}]}, "messages[0].tool_calls", None),
+    (CHAT, {"messages": [{**USER[0], "tool_call_id": "x"}]}, "messages[0].tool_call_id", None),
+    (CHAT, {"messages": [{**USER[0], "reasoning": "x"}]}, "messages[0].reasoning", None),
+    (
+        CHAT,
+        {"messages": [{"role": "assistant", "tool_calls": [CALL]}]},
+        "messages[0].tool_calls[0].function.arguments",
+        None,
     ),
     (CHAT, {"messages": [{"role": "user", "content": "x", "y": 1}]}, "messages[0].y", "unknown_field"),
     (

@@ -109,6 +109,7 @@ def test_every_field_reaches_the_sampler(server: ApiServer) -> None:
         "stop": ("xx", "yy"),
         "stop_token_ids": (65,),
         "logit_bias": ((66, -3.5),),
+        "grammar": "",  # contradicts ignore_eos and min_tokens
         "n": 1,
         "beams": 0,
         "length_penalty": 1.0,

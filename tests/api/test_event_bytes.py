@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from disagg.api import replies as r
+from disagg.api.chat_writer import ChatWriter
 from disagg.api.generation_request import GenerationRequest
 from disagg.api.model import ServedModel
-from disagg.api.writers import ChatWriter, CompletionWriter, Writer
+from disagg.api.writers import CompletionWriter, Writer
 from disagg.core.types import SamplingParams, TokenLogprobs
 from disagg.model.load.tiny import VOCAB_SIZE, byte_tokenizer
 from disagg.router.answers import Output

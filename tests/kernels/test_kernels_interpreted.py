@@ -28,7 +28,11 @@ ATTENTION = (
     "kernels/attention/test_kv_write.py",
 )
 LAYERS = ("kernels/layers/test_small_layers.py", "kernels/layers/test_rank_sum.py")
-SAMPLING = ("kernels/sampling/test_draw.py", "kernels/sampling/test_penalties.py")
+SAMPLING = (
+    "kernels/sampling/test_draw.py",
+    "kernels/sampling/test_penalties.py",
+    "kernels/sampling/test_token_mask.py",
+)
 RECURRENT = (
     "kernels/recurrent/test_causal_conv.py",
     "kernels/recurrent/test_state_space.py",

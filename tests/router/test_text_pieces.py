@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from disagg.model.load.tiny import EOS_ID, byte_tokenizer
 from disagg.router.text import FastDecode, TextStream, decode_with
@@ -155,6 +155,23 @@ def test_a_slow_tokenizer_decodes_the_whole() -> None:
     assert [stream.push([byte]) for byte in "a日".encode()] == ["a", "", "", "日"]
 
 
+def test_visible_tokens_of_a_tokenizer_without_a_stream() -> None:
+    class Slow:
+        is_fast = False
+        added_tokens_decoder = {  # noqa: RUF012 - as transformers has it
+            1: AddedToken("<call>", special=True),
+            2: AddedToken("<eos>", special=True),
+            3: AddedToken("<text>", special=False),
+        }
+
+        def decode(self, tokens: Sequence[int], **flags: Any) -> str:
+            assert flags == {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
+            texts = {token: added.content for token, added in self.added_tokens_decoder.items()}
+            return "".join(texts.get(token, chr(token)) for token in tokens)
+
+    assert decode_with(Slow(), {"<call>"})([97, 1, 2, 3, 98]) == "a<call><text>b"
+
+
 @pytest.mark.parametrize("step", [1, 2, 5])
 @pytest.mark.parametrize("stop", [("STOP",), ("OP th", "never"), ("三", "P three")])
 def test_stop_strings_over_token_boundaries(stop: tuple[str, ...], step: int) -> None:
@@ -183,3 +200,20 @@ def test_a_stop_string_counts_when_it_ends_behind_the_first_tokens(
     stream = TextStream(bytes_text, ("ab",), min_tokens)
     found = "".join(stream.push(text[start : start + step]) for start in range(0, len(text), step))
     assert found + stream.push(b"", last=True) == out
+
+
+@given(tokens=st.lists(st.integers(0, EOS_ID + 1), max_size=30))
+def test_visible_special_tokens_are_text(tokens: list[int]) -> None:
+    """At once and token by token, also within a character."""
+    tokenizer = byte_tokenizer()
+    decode = decode_with(tokenizer, {"<|eos|>"})
+    runs, text = [bytearray()], ""
+    for token in tokens:
+        if token == EOS_ID:
+            runs.append(bytearray())
+        elif token < EOS_ID - 1:
+            runs[-1].append(token)
+    text = "<|eos|>".join(run.decode(errors="replace") for run in runs)
+    assert decode(tokens) == text
+    stream = TextStream(decode)
+    assert "".join([stream.push([token]) for token in tokens]) + stream.push([], last=True) == text

@@ -18,11 +18,13 @@ from prometheus_client.parser import text_string_to_metric_families
 from disagg.api.app import make_app
 from disagg.api.listener import bind
 from disagg.api.model import SHORT_CHARACTERS, ServedModel
+from disagg.api.parsers.registry import ParserNames
 from disagg.api.server import serve
 from disagg.api.service import Service
 from disagg.api.tracing import Tracing
 from disagg.core.config.read import ApiConfig
-from disagg.model.load.tiny import VOCAB_SIZE, byte_tokenizer
+from disagg.core.grammars import regex_grammar
+from disagg.model.load.tiny import EOS_ID, VOCAB_SIZE, byte_tokenizer
 
 T = TypeVar("T")
 TEMPLATE = (
@@ -65,7 +67,15 @@ class ApiServer:
         tokenizer.chat_template = template
         self._with_tokenizer = with_tokenizer
         chosen = tokenizer if with_tokenizer else None
-        self.model = ServedModel("tiny", chosen, context_tokens=CONTEXT_TOKENS, vocab_tokens=VOCAB_SIZE)
+        parsers = ParserNames(self._config.tool_parser, self._config.reasoning_parser)
+        self.model = ServedModel(
+            "tiny",
+            chosen,
+            context_tokens=CONTEXT_TOKENS,
+            vocab_tokens=VOCAB_SIZE,
+            eos_ids=(EOS_ID,),
+            parsers=parsers,
+        )
         self.thread = threading.Thread(target=lambda: asyncio.run(self._main()), name="api-server")
         self._up = threading.Event()
         self.log = LogLines()
@@ -78,6 +88,7 @@ class ApiServer:
         assert self._up.wait(20), "the server did not come up"
         if self._with_tokenizer:  # starts the tokenizer's thread, which is the server's and no test's
             self.run(self.model.encode("x" * (SHORT_CHARACTERS + 1)))
+            self.run(self.model.check_grammar(regex_grammar("a"), "regex"))  # and the grammars' thread
         self.client = httpx.Client(base_url=self.url, timeout=20, trust_env=False)
         return self
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 from disagg.core.status import GroupStatus
@@ -25,6 +26,10 @@ class FakeGenerator:
         """Of each call."""
         self.aborted: list[str] = []
         """Requests that were closed before their last output."""
+        self.cached_tokens: int | None = None
+        """Cached tokens of each prompt."""
+        self.answer: Sequence[int] | None = None
+        """The answer to every prompt, which ends with `stop`; None: `ANSWER` again and again."""
         self.most = 1
         """Answers that it makes to one request, where its pool has room for them."""
         self.pool_tokens = 1 << 20
@@ -74,6 +79,7 @@ class FakeGenerator:
         self.calls.append((request_id, list(request.prompt), sampling))
         self.salts.append(request.cache_salt)
         self.sessions.append(request.session)
+        report.cached_tokens = self.cached_tokens
         report.reserved_s, report.nbytes, report.segments, report.transfer_s = 0.25, 1000, 2, 0.5
         streams = {number: TextStream(decode, sampling.stop) for number in range(sampling.n)}
         try:
@@ -98,13 +104,13 @@ class FakeGenerator:
         if self.hold_after == index:
             await self.go.wait()
 
-    @staticmethod
-    def _output(stream: TextStream, index: int, number: int, sampling: SamplingParams) -> Output:
+    def _output(self, stream: TextStream, index: int, number: int, sampling: SamplingParams) -> Output:
         """The second answer begins a letter later, and so on; odd ones are likelier."""
-        token = ANSWER[(index + number) % len(ANSWER)]
+        token = ANSWER[(index + number) % len(ANSWER)] if self.answer is None else self.answer[index]
         last = index == sampling.max_tokens - 1
-        text = stream.push([token], last=last)
-        finish = "stop" if stream.stopped else "length" if last else None
+        ends = self.answer is not None and index == len(self.answer) - 1
+        text = stream.push([token], last=last or ends)
+        finish = "stop" if stream.stopped or ends else "length" if last else None
         logprobs: tuple[Any, ...] = ()
         if sampling.logprobs is not None:
             logprob = -0.5 if number == 0 else -1.0 / (1 + number * (number % 2))

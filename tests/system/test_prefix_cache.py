@@ -61,6 +61,7 @@ def test_what_is_cached_is_sent_and_not_computed(
         answers = groups.serve(work)
         found = cache_of(groups.prefill)
     assert [a.tokens for a in answers] == [checkpoints.greedy(source, prompt, TOKENS) for prompt in asked]
+    assert [a.report.cached_tokens for a in answers] == [0, 64, 80, 48]
     each = answers[0].report.nbytes // len(first)
     assert [a.report.nbytes for a in answers] == [each * len(prompt) for prompt in asked]
     assert counted[0] == len(first) + (len(second) - 64) + (len(first) - 80) + (64 - 48)

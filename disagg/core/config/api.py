@@ -3,9 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 from disagg.core.config.section import KIB, Section
 from disagg.core.types import GroupInfo
+
+ToolParserName = Literal[
+    "auto",
+    "none",
+    "hermes",
+    "qwen3_coder",
+    "glm45",
+    "llama3_json",
+    "mistral",
+    "deepseek",
+    "kimi_k2",
+    "harmony",
+]
+ReasoningParserName = Literal["auto", "none", "think", "magistral", "seed_oss", "kimi", "command", "harmony"]
 
 
 class ApiConfig(Section, frozen=True):
@@ -67,6 +82,10 @@ class ApiConfig(Section, frozen=True):
     """Largest number of answers to one prompt."""
     max_stop: int = 16
     """Largest number of stop strings, and of stop tokens, in one request."""
+    tool_parser: ToolParserName = "auto"
+    """Parser of tool calls in chat answers. auto: the one that the checkpoint's chat template shows."""
+    reasoning_parser: ReasoningParserName = "auto"
+    """Parser of reasoning in chat answers. auto: the one that the checkpoint's chat template shows."""
 
     def running_limit(self, groups: Sequence[GroupInfo]) -> int:
         """Returns `max_running`, or the limit that follows from `groups`; 0 if none of them decodes."""
@@ -96,6 +115,8 @@ class ApiConfig(Section, frozen=True):
                 shared, limit, f"at least api.workers ({self.workers}), because the workers share this limit"
             )
         self._at_least(1024, "max_header_bytes")
+        self._one_of("tool_parser", ToolParserName)
+        self._one_of("reasoning_parser", ReasoningParserName)
         self._positive("request_timeout_s", "max_queue_s", "header_timeout_s", "body_timeout_s")
         self._needs(self.max_slowdown == 0 or self.max_slowdown >= 1, "max_slowdown", "0, or from 1")
         self._needs(

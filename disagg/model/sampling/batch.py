@@ -9,6 +9,7 @@ import torch
 from disagg.core.types import SamplingParams
 from disagg.model.batch import upload
 from disagg.model.sampling.adjustments import Adjustments
+from disagg.model.sampling.masks import TokenMasks
 from disagg.model.sampling.penalties import SamplingRow
 from disagg.model.sampling.sampled import LogprobRows, SampledTokens
 from kernels.sampling.draw import DrawParams, draw, gap_of, likeliest_tokens, scale_of
@@ -58,16 +59,22 @@ class SamplingBatch:
         barred = self._adjustments.forbids_ending(self._positions)
         return self._adjustments.apply(logits, self._on_device if barred else None)
 
-    def sample(self, logits: torch.Tensor) -> SampledTokens:
-        """Returns one token per row of `logits` (float32 `[n, vocab]`), which stay unchanged."""
+    def sample(self, logits: torch.Tensor, masks: TokenMasks | None = None) -> SampledTokens:
+        """Returns one token per row of `logits` (float32 `[n, vocab]`), which stay unchanged.
+
+        `masks`: tokens that the rows' grammars allow; the last change of the logits before a token is drawn.
+        """
         if logits.shape != (len(self._rows), self._vocab):
             raise ValueError(
                 f"logits must be float32 [{len(self._rows)}, {self._vocab}]; got {tuple(logits.shape)}"
             )
         adjusted = self.adjusted(logits)
         adjusted = adjusted.contiguous()
+        if masks is not None:
+            adjusted = adjusted.clone() if adjusted.data_ptr() == logits.data_ptr() else adjusted
+            masks.apply(adjusted)
         tokens = likeliest_tokens(adjusted) if self._draw is None else draw(adjusted, self._draw)
-        return SampledTokens(tokens, logits, self._logprobs)
+        return SampledTokens(tokens, logits, self._logprobs, masks.errors if masks is not None else None)
 
     def advance(self, sampled: SampledTokens) -> None:
         """Prepares the next step of the same rows: counts their new tokens, and moves their positions by one."""
@@ -94,6 +101,8 @@ class Sampler:
     def step(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> SampledTokens:
         """Launches the sampling of one token per row of `logits` (float32 `[len(rows), vocab]`, any device).
 
+        Waits for the threads that compute the masks of constrained rows.
+
         The tokens are counted for penalties, so rows must not share a history. Does not synchronize. The next step of
         the same rows may be launched before the host has read the tokens; `SamplingRow.ahead_tokens` counts the
         unread tokens.
@@ -101,7 +110,7 @@ class Sampler:
         vocab, device = logits.shape[-1], logits.device
         if self.batch is None or not self.batch.fits(rows, vocab, device):
             self.batch = SamplingBatch(rows, self.eos_ids, vocab, device)
-        sampled = self.batch.sample(logits)
+        sampled = self.batch.sample(logits, TokenMasks.of(rows, vocab, device))
         self.batch.advance(sampled)
         return sampled
 

@@ -16,6 +16,7 @@ from disagg.model.host_copy import HostCopy
 from disagg.model.sampling.batch import SamplingBatch
 from disagg.model.sampling.beam_search import Candidate, candidates_wanted
 from disagg.model.sampling.fixed_point import Top, log_softmax, top
+from disagg.model.sampling.masks import TokenMasks
 from disagg.model.sampling.penalties import SamplingRow
 from disagg.model.sampling.sampled import Chosen
 
@@ -29,7 +30,9 @@ def next_tokens(
     Rows may share a history. Waits for the device; `Sampler` does not, and keeps parameters on the device between
     steps.
     """
-    return SamplingBatch(rows, eos_ids, logits.shape[-1], logits.device).sample(logits).result()
+    vocab, device = logits.shape[-1], logits.device
+    masks = TokenMasks.of(rows, vocab, device)
+    return SamplingBatch(rows, eos_ids, vocab, device).sample(logits, masks).result()
 
 
 class BeamStep(NamedTuple):

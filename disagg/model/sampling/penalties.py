@@ -10,6 +10,7 @@ import torch
 from disagg.core.errors import InvariantError
 from disagg.core.types import SamplingParams
 from disagg.model.batch import upload
+from disagg.model.sampling.constraints import AnswerConstraint
 
 
 class TokenHistory:
@@ -62,7 +63,9 @@ class SamplingRow(NamedTuple):
     history: TokenHistory | None
     """Result of `history_of`, one for the whole answer."""
     ahead_tokens: int = 0
-    """Number of tokens after `answer` that steps in flight are sampling."""
+    """Number of tokens after `answer` that steps in flight are sampling; 0 with a constraint."""
+    constraint: AnswerConstraint | None = None
+    """Grammar of the answer; None without one."""
 
     @property
     def position(self) -> int:

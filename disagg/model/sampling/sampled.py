@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -67,12 +67,21 @@ class LogprobRows:
 class SampledTokens:
     """The next tokens of a batch. Queued device work can use them at once; the host must wait for `result`."""
 
-    def __init__(self, tokens: torch.Tensor, logits: torch.Tensor, wanted: LogprobRows | None) -> None:
-        """Launches the copies to the host. `logits`: the model's own, float32 `[n, vocab]`, unchanged."""
+    def __init__(
+        self,
+        tokens: torch.Tensor,
+        logits: torch.Tensor,
+        wanted: LogprobRows | None,
+        failed: Mapping[int, RequestError] | None = None,
+    ) -> None:
+        """Launches the copies to the host. `logits`: the model's own, float32 `[n, vocab]`, unchanged.
+
+        `failed`: rows whose tokens are void, with their errors.
+        """
         self.tokens = tokens
         """Token of each row, int64 `[n]` on the device of the logits; -1 for a row of bad logits."""
         self._host = HostCopy(tokens)
-        self._wanted = wanted
+        self._wanted, self._failed = wanted, failed or {}
         self._logprobs = wanted.launch(logits, tokens) if wanted is not None else None
 
     def result(self) -> list[Chosen | RequestError]:
@@ -81,7 +90,8 @@ class SampledTokens:
         tokens = self._host.values()
         if self._wanted is not None and self._logprobs is not None:
             logprobs = self._wanted.reported(self._logprobs.values())
-        return [_chosen(row, token, logprobs.get(row)) for row, token in enumerate(tokens)]
+        failed = self._failed
+        return [failed.get(row) or _chosen(row, token, logprobs.get(row)) for row, token in enumerate(tokens)]
 
 
 def _chosen(row: int, token: int, logprobs: TokenLogprobs | None) -> Chosen | RequestError:

@@ -11,6 +11,7 @@ from attention_code import asynchronous_bytes, compiled
 
 from kernels.sampling.draw import BLOCK, LANES, LIST, WARPS, draw_kernel
 from kernels.sampling.penalties import count_kernel, penalise_kernel
+from kernels.sampling.token_mask import forbid_kernel
 
 
 @pytest.fixture(autouse=True)
@@ -51,3 +52,10 @@ def test_penalties() -> None:
     assert operations(ptx, "st") == {"st.global.v4.b32"}
     arguments = dict.fromkeys(("tokens", "rows", "addresses"), torch.int64)
     assert "st.global.b32" in compiled(count_kernel, arguments, num_warps=1).asm["ptx"]
+
+
+def test_masks() -> None:
+    arguments = {"logits": torch.float32, "rows": torch.int64, "masks": torch.int32, "vocab": 128256}
+    ptx = compiled(forbid_kernel, {**arguments, "words": 4008, "BLOCK": 1024}, num_warps=4).asm["ptx"]
+    assert operations(ptx, "st")
+    assert all(name.startswith("st.global") for name in operations(ptx, "st"))

@@ -1,0 +1,226 @@
+"""Parses chat requests: messages, tools, and the options of the checkpoint's chat template."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, get_args
+
+import msgspec
+
+from disagg.api.answer_grammar import answer_grammar, calls_grammar
+from disagg.api.body import decode_object, to_struct
+from disagg.api.errors import bad
+from disagg.api.fields import (
+    CHAT_OFF,
+    MESSAGE_OFF,
+    ChatBody,
+    NamedTool,
+    PromptMessage,
+    RequestedCall,
+    TokenizeBody,
+    Tool,
+)
+from disagg.api.generation_request import (
+    GenerationRequest,
+    check_limits,
+    check_model,
+    make_request,
+    with_grammar,
+)
+from disagg.api.model import ServedModel
+from disagg.api.parsers.build import AnswerPlan
+from disagg.api.parsers.texts import load_json
+from disagg.api.structured import Wanted, wanted_grammar
+from disagg.core.config.api import ToolParserName
+from disagg.core.config.read import ApiConfig
+
+ROLES = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "tool",
+}
+"""Accepted roles, and their names in chat templates: `developer` is OpenAI's newer name of `system`."""
+
+
+async def parse_chat(raw: bytes, model: ServedModel, config: ApiConfig) -> GenerationRequest:
+    """Parses a body of `/v1/chat/completions`. Raises an `ApiError` for an invalid one."""
+    body = to_struct(decode_object(raw), ChatBody, CHAT_OFF)
+    check_model(body.model, model)
+    check_limits(body, model, config)
+    if body.top_logprobs is not None and not body.logprobs:
+        raise bad("top_logprobs", "top_logprobs needs logprobs: true")
+    tools = _tools(body)
+    if _forced(body) is None:  # calls that must be made have one syntax for all models
+        _require_tool_parser(tools, model)
+    rendered = await model.render(conversation(body.messages), template_options(body, tools))
+    given = [limit for limit in (body.max_completion_tokens, body.max_tokens) if limit is not None]
+    max_tokens = given[0] if given else max(1, model.context_tokens - len(rendered.tokens))
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    request = make_request(body, [rendered.tokens], "messages", max_tokens, logprobs, model)
+    plan = AnswerPlan(
+        model.parsers, tools, _forced(body), rendered.thinking, parallel=body.parallel_tool_calls
+    )
+    if wanted := _grammar(body, plan, model):
+        request = await with_grammar(request, wanted, model)
+    return replace(request, plan=plan, decode=request.decode or model.chat_decode) if plan.parses else request
+
+
+def _grammar(body: ChatBody, plan: AnswerPlan, model: ServedModel) -> Wanted | None:
+    """Returns the grammar of the whole answer; None without one. Raises a 400."""
+    wanted = wanted_grammar(body)
+    if wanted is not None and plan.tools:
+        raise bad(
+            wanted.param,
+            f"{wanted.param} cannot be combined with tools that the answer may call: set tool_choice to 'none'",
+        )
+    if wanted is None:
+        if plan.forced is None:
+            return None
+        if body.use_beam_search:
+            raise bad(
+                "use_beam_search", "use_beam_search does not support calls that must be made (tool_choice)"
+            )
+        wanted = Wanted("tools", calls_grammar(plan))
+    model.require_tokenizer(wanted.param)
+    return Wanted(wanted.param, answer_grammar(plan, wanted.grammar, model.marker))
+
+
+def _forced(body: ChatBody) -> str | None:
+    """Returns the name of the tool that the answer must call; empty for any tool; None if it need not call one."""
+    if isinstance(body.tool_choice, NamedTool):
+        return body.tool_choice.function.name
+    return "" if body.tool_choice == "required" else None
+
+
+def template_options(body: ChatBody | TokenizeBody, tools: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Returns the chat template's variables besides the messages. Raises a 400 for a reserved name."""
+    options = dict(body.chat_template_kwargs)
+    for name in options:
+        if name in RESERVED:
+            raise bad(
+                "chat_template_kwargs",
+                f"chat_template_kwargs.{name} is not allowed; the server sets {name} itself",
+            )
+    if body.reasoning_effort is not None:
+        options.setdefault("reasoning_effort", body.reasoning_effort)
+        if body.reasoning_effort == "none":  # the switch of Qwen 3 and others
+            options.setdefault("enable_thinking", False)
+    return options | ({"tools": list(tools)} if tools else {})
+
+
+RESERVED = frozenset(
+    {
+        "add_generation_prompt",
+        "chat_template",
+        "continue_final_message",
+        "conversation",
+        "documents",
+        "max_length",
+        "messages",
+        "padding",
+        "return_assistant_tokens_mask",
+        "return_dict",
+        "return_tensors",
+        "tokenize",
+        "tokenizer_kwargs",
+        "tools",
+        "truncation",
+    }
+)
+"""Arguments of `apply_chat_template` that a client must not set; a template comes from the checkpoint only."""
+
+
+def conversation(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns the messages in the form of chat templates: text parts are joined by line breaks. Raises a 400."""
+    if not messages:
+        raise bad("messages", "messages is empty")
+    return [_turn(fields, f"messages[{number}].") for number, fields in enumerate(messages)]
+
+
+def _turn(fields: dict[str, Any], at: str) -> dict[str, Any]:
+    """Returns one message for the chat template; `at`: its place, for errors."""
+    message = to_struct(fields, PromptMessage, MESSAGE_OFF, at)
+    if message.role not in ROLES:
+        raise bad(f"{at}role", f"{at}role = {message.role!r} is not supported; roles are {', '.join(ROLES)}")
+    _require_role(message, at)
+    content = message.content or ""
+    text = content if isinstance(content, str) else "\n".join(part.text for part in content)
+    turn: dict[str, Any] = {"role": ROLES[message.role], "content": text}
+    if message.name:
+        turn["name"] = message.name
+    if message.tool_call_id is not None:
+        turn["tool_call_id"] = message.tool_call_id
+    if message.tool_calls:
+        turn["tool_calls"] = [
+            _requested(one, f"{at}tool_calls[{i}].") for i, one in enumerate(message.tool_calls)
+        ]
+    reasoning = message.reasoning_content or message.reasoning
+    if reasoning:
+        turn["reasoning_content"] = reasoning
+        if not text:
+            turn["thinking"] = reasoning  # gpt-oss's template takes either this or content beside tool calls
+    return turn
+
+
+def _require_role(message: PromptMessage, at: str) -> None:
+    """Raises a 400 for a field that the message's role does not have, or lacks."""
+    assistant = message.role == "assistant"
+    if message.content is None and not assistant:
+        raise bad(f"{at}content", f"{at}content is missing")
+    fields = {
+        "tool_calls": not message.tool_calls or assistant,
+        "tool_call_id": message.tool_call_id is None or message.role == "tool",
+        "reasoning_content": not message.reasoning_content or assistant,
+        "reasoning": not message.reasoning or assistant,
+    }
+    for name, allowed in fields.items():
+        if not allowed:
+            raise bad(f"{at}{name}", f"{at}{name} is not supported in a message of role {message.role!r}")
+
+
+def _requested(call: RequestedCall, at: str) -> dict[str, Any]:
+    """Returns an earlier call for the chat template; its arguments are an object, which templates print as JSON."""
+    try:
+        arguments = load_json(call.function.arguments or "{}")
+    except ValueError as exc:
+        raise bad(f"{at}function.arguments", f"{at}function.arguments is not JSON: {exc}") from exc
+    return {
+        "id": call.id,
+        "type": "function",
+        "function": {"name": call.function.name, "arguments": arguments},
+    }
+
+
+def _tools(body: ChatBody) -> list[dict[str, Any]]:
+    """Returns the tools that the answer may call, as the chat template gets them. Raises a 400."""
+    chosen = body.tool_choice
+    if chosen is not None and chosen != "none" and not body.tools:
+        if chosen == "auto":
+            return []
+        raise bad("tool_choice", "tool_choice needs tools")
+    names = [tool.function.name for tool in body.tools]
+    if len(set(names)) < len(names):
+        raise bad("tools", "tools has two functions of one name")
+    if isinstance(chosen, NamedTool) and chosen.function.name not in names:
+        raise bad("tool_choice", f"tool_choice names {chosen.function.name!r}, which is not among tools")
+    return [] if chosen == "none" else plain_tools(body.tools)
+
+
+def plain_tools(tools: Sequence[Tool]) -> list[dict[str, Any]]:
+    """Returns the tools as chat templates print them."""
+    plain: list[dict[str, Any]] = msgspec.to_builtins(tools)
+    return plain
+
+
+def _require_tool_parser(tools: Sequence[object], model: ServedModel) -> None:
+    if tools and model.parsers.tools == "none":
+        names = [name for name in get_args(ToolParserName) if name not in ("auto", "none")]
+        raise bad(
+            "tools",
+            f"tools is not supported: the chat template of {model.name} shows no known syntax of tool calls. "
+            f"Restart the server with api.tool_parser set to one of {', '.join(names)}",
+            "no_tool_parser",
+        )

@@ -1,0 +1,64 @@
+"""Builds the parser of one answer from the model's parsers and the request."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from disagg.api.parsers.call_scanner import CallScanner
+from disagg.api.parsers.forced_call import ForcedCall
+from disagg.api.parsers.harmony import HarmonyParser
+from disagg.api.parsers.json_calls import ListedCalls
+from disagg.api.parsers.parts import AnswerParser, schemas_of
+from disagg.api.parsers.registry import SYNTAXES, ParserNames
+from disagg.api.parsers.thinking import THINK_MARKERS, PlainText, ThinkingParser
+
+
+@dataclass(frozen=True)
+class AnswerPlan:
+    """Which parts the answers to one chat request can have."""
+
+    names: ParserNames
+    tools: Sequence[dict[str, Any]] = ()
+    """Tools that the answer may call."""
+    forced: str | None = None
+    """Name of the tool that the answer must call; empty: any tool, in a list of calls."""
+    thinking: bool = False
+    """Whether the prompt ends within reasoning."""
+    parallel: bool = True
+    """Whether an answer may have several calls; otherwise calls after the first one are dropped."""
+
+    @property
+    def parses(self) -> bool:
+        """Whether the answers need a parser."""
+        return bool(self.tools) or self.names.reasoning != "none"
+
+    @property
+    def short_ids(self) -> bool:
+        """Whether ids of calls must have nine letters and digits."""
+        syntax = SYNTAXES.get(self.names.tools)
+        return syntax is not None and syntax.short_ids
+
+    def parser(self) -> AnswerParser:
+        """Returns the parser of one answer."""
+        if self.names.harmony:
+            return HarmonyParser(calls=bool(self.tools))
+        markers = THINK_MARKERS.get(self.names.reasoning)
+        rest = self._content_parser()
+        return rest if markers is None else ThinkingParser(markers, rest, begun=self.thinking)
+
+    def _content_parser(self) -> AnswerParser:
+        schemas = schemas_of(self.tools)
+        if self.forced:
+            return ForcedCall(self.forced)
+        if self.forced == "":
+            return CallScanner(ListedCalls(schemas))
+        syntax = SYNTAXES.get(self.names.tools) if self.tools else None
+        return CallScanner(syntax(schemas)) if syntax is not None else PlainText()
+
+
+def opens_reasoning(names: ParserNames, prompt: str) -> bool:
+    """Returns whether the text of a prompt ends with the first marker of reasoning."""
+    markers = THINK_MARKERS.get(names.reasoning)
+    return markers is not None and prompt.rstrip().endswith(markers[0])

@@ -1,0 +1,154 @@
+"""Finds tool calls in the text of an answer; each family of models is a `CallSyntax`."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, ClassVar, NamedTuple
+
+from disagg.api.parsers.parts import AnswerParser, Call, Content, Part
+from disagg.api.parsers.texts import Trimmer, dump_json, first_marker, load_json, unsure_characters
+
+
+class Found(NamedTuple):
+    """Result of `CallSyntax.read`: the calls, and the end of their text; without calls a marker that is dropped."""
+
+    calls: list[Call]
+    end: int
+
+
+class Malformed(NamedTuple):
+    """Result of `CallSyntax.read`: the marker begins no call, and is content."""
+
+
+class Unfinished(NamedTuple):
+    """Result of `CallSyntax.read`: more text decides."""
+
+    needs: str = ""
+    """Characters one of which must arrive before the text can be decided; empty: any."""
+
+
+Read = Found | Malformed | Unfinished
+MALFORMED, UNFINISHED, UNCLOSED = Malformed(), Unfinished(), Unfinished("}]")
+
+
+class CallSyntax(ABC):
+    """Syntax of one family's tool calls."""
+
+    markers: ClassVar[tuple[str, ...]] = ()
+    """Texts that begin a call anywhere in an answer."""
+    first_markers: ClassVar[tuple[str, ...]] = ()
+    """Texts that begin a call before any content."""
+    visible: ClassVar[tuple[str, ...]] = ()
+    """Markers that can be special tokens, which the text must contain."""
+    short_ids: ClassVar[bool] = False
+    """Whether the family's chat templates need call ids of nine letters and digits."""
+
+    def __init__(self, schemas: dict[str, Any]) -> None:
+        """`schemas`: JSON schema of each tool's arguments, by the tool's name."""
+        self.schemas = schemas
+
+    def parameter(self, tool: str, name: str) -> object:
+        """Returns the JSON schema of a tool's parameter; None if it has none."""
+        schema = self.schemas.get(tool)
+        properties = schema.get("properties") if isinstance(schema, dict) else None
+        return properties.get(name) if isinstance(properties, dict) else None
+
+    @abstractmethod
+    def read(self, text: str, marker: str, last: bool) -> Read:
+        """Reads the calls at the start of `text`, which begins with `marker`.
+
+        A longer text has the same result as the shortest one that has any. `last`: no text follows.
+        """
+
+
+class CallScanner(AnswerParser):
+    """Divides an answer into content and calls."""
+
+    def __init__(self, syntax: CallSyntax) -> None:
+        self._syntax = syntax
+        self._text = ""
+        """Text that is not final."""
+        self._marker = ""
+        """Marker with which `_text` begins; empty while none is found."""
+        self._needs = ""
+        """See `Unfinished.needs`: repeated reads of a long call would take time."""
+        self._trimmer = Trimmer()
+
+    def push(self, text: str) -> list[Part]:
+        self._text += text
+        if self._needs and not any(one in text for one in self._needs):
+            return []
+        return self._scan(last=False)
+
+    def end(self) -> list[Part]:
+        parts = self._scan(last=True)
+        rest = self._trimmer.rest()
+        return [*parts, Content(rest)] if rest else parts
+
+    def _scan(self, last: bool) -> list[Part]:
+        parts: list[Part] = []
+        while self._text and (self._marker or self._find(parts, last)):
+            read = self._syntax.read(self._text, self._marker, last)
+            self._needs = ""
+            if isinstance(read, Unfinished) and not last:
+                self._needs = read.needs
+                break
+            marker, self._marker = self._marker, ""
+            if not isinstance(read, Found):
+                self._content(parts, len(marker))
+                continue
+            parts += read.calls
+            self._text = self._text[read.end :]
+            if read.calls:
+                self._trimmer.restart()
+        return parts
+
+    def _find(self, parts: list[Part], last: bool) -> bool:
+        """Passes the content before the next marker. Returns whether the text begins with a marker now."""
+        syntax = self._syntax
+        at, self._marker = first_marker(self._text, syntax.markers)
+        if not self._trimmer.begun and syntax.first_markers:
+            space = len(self._text) - len(self._text.lstrip())
+            for one in syntax.first_markers:
+                if self._text.startswith(one, space):
+                    at, self._marker = space, one
+        unsure = 0 if last else unsure_characters(self._text, syntax.markers)
+        self._content(parts, at if at >= 0 else len(self._text) - unsure)
+        return at >= 0
+
+    def _content(self, parts: list[Part], count: int) -> None:
+        """Passes the first `count` characters as content."""
+        kept = self._trimmer.push(self._text[:count])
+        self._text = self._text[count:]
+        if kept:
+            parts.append(Content(kept))
+
+
+def call_of(name: object, arguments: object) -> Call | None:
+    """Returns the call; None unless `name` is a name, and `arguments` an object or its JSON text."""
+    if isinstance(arguments, str):
+        try:
+            arguments = load_json(arguments)
+        except ValueError:
+            return None
+    if not isinstance(name, str) or not name or not isinstance(arguments, dict):
+        return None
+    try:
+        return Call(name, dump_json(arguments))
+    except ValueError:
+        return None
+
+
+def calls_of(values: Sequence[object]) -> list[Call] | None:
+    """Returns the calls of JSON objects with `name` and `arguments` or `parameters`; None if one is no call."""
+    calls = []
+    for value in values:
+        if not isinstance(value, dict):
+            return None
+        arguments = value.get("arguments", value.get("parameters", {}))
+        call = call_of(value.get("name"), arguments)
+        if call is None:
+            return None
+        calls.append(call)
+    return calls or None

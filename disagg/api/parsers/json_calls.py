@@ -1,0 +1,139 @@
+"""Tool calls that are JSON objects with a name and arguments: Hermes and Qwen, Llama 3, Mistral, plain lists."""
+
+from __future__ import annotations
+
+import re
+from typing import ClassVar
+
+from disagg.api.parsers.call_scanner import (
+    MALFORMED,
+    UNCLOSED,
+    UNFINISHED,
+    CallSyntax,
+    Found,
+    Read,
+    Unfinished,
+    call_of,
+    calls_of,
+)
+from disagg.api.parsers.parts import Call
+from disagg.api.parsers.texts import json_end, load_json
+
+_SPACE = re.compile(r"\s*")
+
+
+class HermesCalls(CallSyntax):
+    """`<tool_call>{"name": .., "arguments": {..}}</tool_call>`: Hermes, Qwen 2.5, Qwen 3."""
+
+    markers: ClassVar[tuple[str, ...]] = ("<tool_call>",)
+    visible: ClassVar[tuple[str, ...]] = ("<tool_call>", "</tool_call>")
+
+    def read(self, text: str, marker: str, last: bool) -> Read:
+        start = _skip_space(text, len(marker))
+        if start == len(text):
+            return UNFINISHED
+        if text[start] != "{":
+            return MALFORMED
+        end = json_end(text, start)
+        if end is None:
+            return UNCLOSED
+        calls = _calls_in(text[start:end])
+        if calls is None:
+            return MALFORMED
+        after, closing = _skip_space(text, end), "</tool_call>"
+        rest = text[after : after + len(closing)]
+        if rest == closing:
+            return Found(calls, after + len(closing))
+        if last or not closing.startswith(rest):  # models leave the closing marker out
+            return Found(calls, end)
+        return UNFINISHED
+
+
+class LlamaCalls(CallSyntax):
+    """`{"name": .., "parameters": {..}}`, several joined by `;`, after `<|python_tag|>` or nothing: Llama 3."""
+
+    markers: ClassVar[tuple[str, ...]] = ("<|python_tag|>",)
+    first_markers: ClassVar[tuple[str, ...]] = ("{",)
+    visible: ClassVar[tuple[str, ...]] = ("<|python_tag|>",)
+
+    def read(self, text: str, marker: str, last: bool) -> Read:
+        start = _skip_space(text, 0 if marker == "{" else len(marker))
+        if start == len(text):
+            return UNFINISHED
+        values: list[str] = []
+        last_end = start
+        while text[start : start + 1] == "{":
+            end = json_end(text, start)
+            if end is None:
+                return UNCLOSED
+            values.append(text[start:end])
+            last_end = end
+            after = _skip_space(text, end)
+            if after == len(text) and not last:
+                return UNFINISHED
+            if text[after : after + 1] != ";":
+                break
+            start = _skip_space(text, after + 1)
+            if start == len(text) and not last:
+                return UNFINISHED
+        calls = [one for value in values if (one := _calls_in(value)) is not None]
+        if not values or len(calls) < len(values):
+            return MALFORMED
+        return Found([call for one in calls for call in one], last_end)
+
+
+class MistralCalls(CallSyntax):
+    """`[TOOL_CALLS]` with a list of JSON objects, or with a name and its arguments: Mistral."""
+
+    markers: ClassVar[tuple[str, ...]] = ("[TOOL_CALLS]",)
+    visible: ClassVar[tuple[str, ...]] = ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")
+    short_ids: ClassVar[bool] = True
+
+    _named = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\w*\s*)?(?:\[ARGS\]\s*)?")
+
+    def read(self, text: str, marker: str, last: bool) -> Read:
+        start = _skip_space(text, len(marker))
+        if text[start : start + 1] == "[":
+            end = json_end(text, start)
+            if end is None:
+                return UNCLOSED
+            calls = _calls_in(text[start:end])
+            return Found(calls, end) if calls is not None else MALFORMED
+        at = text.find("{", start)
+        if at < 0:
+            return Unfinished("[{")
+        named, end = self._named.fullmatch(text, len(marker), at), json_end(text, at)
+        if named is None:
+            return MALFORMED
+        if end is None:
+            return UNCLOSED
+        call = call_of(named[1], text[at:end])
+        return Found([call], end) if call is not None else MALFORMED
+
+
+class ListedCalls(CallSyntax):
+    """A JSON list of objects with `name` and `parameters`: answers that must be calls (`tool_choice: required`)."""
+
+    first_markers: ClassVar[tuple[str, ...]] = ("[",)
+
+    def read(self, text: str, marker: str, last: bool) -> Read:
+        end = json_end(text, 0)
+        if end is None:
+            return UNCLOSED
+        calls = _calls_in(text[:end])
+        return Found(calls, end) if calls is not None else MALFORMED
+
+
+def _skip_space(text: str, start: int) -> int:
+    found = _SPACE.match(text, start)
+    assert found is not None, "the pattern matches an empty text"
+    return found.end()
+
+
+def _calls_in(text: str) -> list[Call] | None:
+    """Returns the calls of a JSON object, or of a list of them; None unless all are calls."""
+    try:
+        value = load_json(text)
+    except ValueError:
+        return None
+    return calls_of(value if isinstance(value, list) else [value])

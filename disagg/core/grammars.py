@@ -1,0 +1,111 @@
+"""Grammars that constrain answers, as llguidance compiles them; the only file that imports llguidance at run time.
+
+A grammar is a text in llguidance's own JSON form: a JSON schema, a regular expression, or a grammar in its Lark
+dialect. It depends on no tokenizer; a *matcher* combines it with a model's vocabulary.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from disagg.core.errors import InvalidRequestError, UnsupportedModelError
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+MAX_SPACES = 40
+"""Longest white space between the tokens of JSON; without a limit a model may write nothing else."""
+_JSON_OPTIONS = {"whitespace_pattern": rf"[\x20\x0A\x0D\x09]{{1,{MAX_SPACES}}}"}
+
+
+def schema_grammar(schema: dict[str, Any]) -> str:
+    """Returns the grammar of JSON texts that are valid for a JSON schema."""
+    return json.dumps({"grammars": [{"json_schema": {"x-guidance": _JSON_OPTIONS} | schema}]})
+
+
+def regex_grammar(regex: str) -> str:
+    """Returns the grammar of the texts that a regular expression (Rust's `regex` syntax) matches as a whole."""
+    return lark_grammar(f"start: TEXT\nTEXT: {regex_literal(regex)}")
+
+
+def choice_grammar(choices: Sequence[str]) -> str:
+    """Returns the grammar of a list of texts."""
+    return lark_grammar("start: " + " | ".join(map(text_literal, choices)))
+
+
+def lark_grammar(text: str) -> str:
+    """Returns the grammar of a text in llguidance's Lark dialect."""
+    return json.dumps({"grammars": [{"lark_grammar": text}]})
+
+
+def any_grammar(text: str) -> str:
+    """Returns the grammar of a text in llguidance's Lark dialect, or in GBNF. Raises `ValueError` for wrong GBNF."""
+    from llguidance import grammar_from
+
+    return lark_grammar(str(grammar_from("grammar", text)))
+
+
+def followed_by(first: str, grammar: str) -> str:
+    """Returns the grammar of the Lark rules `first`, in which `@body` stands for the texts of `grammar`."""
+    [body] = json.loads(grammar)["grammars"]
+    return json.dumps({"grammars": [{"lark_grammar": first}, {"name": "body", **body}]})
+
+
+def text_literal(text: str) -> str:
+    """Returns a text as a string of the Lark dialect."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def regex_literal(regex: str) -> str:
+    """Returns a regular expression as one of the Lark dialect."""
+    from llguidance import regex_to_lark
+
+    return f"/{regex_to_lark(regex)}/"
+
+
+def grammar_tokenizer(tokenizer: Any, vocab_tokens: int, eos_ids: Sequence[int]) -> LLTokenizer:
+    """Returns the vocabulary of a transformers tokenizer for matchers. Takes about a second for a large vocabulary.
+
+    `vocab_tokens`: size of the model's vocabulary, which may exceed the tokenizer's. `eos_ids`: tokens that end an
+    answer. Raises `UnsupportedModelError` for a tokenizer that is not of the `tokenizers` library, or unknown to
+    llguidance.
+    """
+    from llguidance import LLTokenizer
+
+    if tokenizer is None or not tokenizer.is_fast:
+        raise UnsupportedModelError(
+            "constrained answers need a tokenizer of the tokenizers library (tokenizer.json)"
+        )
+    if not eos_ids:
+        raise UnsupportedModelError("constrained answers need a model with an end token (eos_token_id)")
+    backend = type(tokenizer.backend_tokenizer).from_str(tokenizer.backend_tokenizer.to_str())
+    backend.no_padding()
+    backend.no_truncation()
+    largest = max(vocab_tokens, backend.get_vocab_size(with_added_tokens=True))
+    try:
+        return LLTokenizer(backend.to_str(), n_vocab=largest, eos_token=list(eos_ids))
+    except (ValueError, RuntimeError) as exc:
+        raise UnsupportedModelError(f"llguidance cannot read the model's tokenizer: {exc}") from exc
+
+
+def compile_grammar(grammar: str, tokenizer: LLTokenizer) -> LLMatcher:
+    """Returns a matcher at the start of an answer. Releases the interpreter lock while it compiles.
+
+    Raises `InvalidRequestError` for a wrong grammar, and for one without any text.
+    """
+    from llguidance import LLMatcher
+
+    matcher = LLMatcher(tokenizer, grammar, log_level=0)
+    first = matcher.deep_copy()
+    if not first.is_error():
+        first.compute_bitmask()  # fails for a grammar without any text
+    if first.is_error():
+        raise InvalidRequestError(f"the grammar is not valid: {_first_line(first.get_error())}")
+    return matcher
+
+
+def _first_line(message: str) -> str:
+    """Returns the message in one line, without llguidance's dump of its state."""
+    return " ".join(message.split("<state>")[0].split())[:500]

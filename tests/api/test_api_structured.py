@@ -1,0 +1,200 @@
+"""Structured outputs: the grammar that each field becomes, and answers that must be calls."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+from api_server import ApiServer
+from transformers import PreTrainedTokenizerFast
+
+from disagg.api.answer_grammar import answer_grammar, calls_grammar
+from disagg.api.model import ServedModel
+from disagg.api.parsers.build import AnswerPlan
+from disagg.api.parsers.harmony import HarmonyParser
+from disagg.api.parsers.parts import Call, Content, Part, Reasoning, joined, parse_all
+from disagg.api.parsers.registry import ParserNames
+from disagg.core.grammars import compile_grammar, grammar_tokenizer
+from disagg.model.load.tiny import EOS_ID, VOCAB_SIZE, byte_tokenizer
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"$ref": "#/$defs/n"}},
+    "required": ["a"],
+    "additionalProperties": False,
+    "$defs": {"n": {"type": "integer", "minimum": 0, "maximum": 9}},
+}
+TOOLS = [
+    {"type": "function", "function": {"name": "f", "parameters": SCHEMA}},
+    {"type": "function", "function": {"name": "g", "parameters": {**SCHEMA, "$defs": {"n": {"const": "x"}}}}},
+]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ApiServer]:
+    with ApiServer() as running:
+        yield running
+
+
+def accepts(grammar: str, text: bytes, tokenizer: Any = None, vocab: int = VOCAB_SIZE) -> bool:
+    """Whether `text` is a whole answer."""
+    matcher = compile_grammar(grammar, grammar_tokenizer(tokenizer or byte_tokenizer(), vocab, (EOS_ID,)))
+    return matcher.try_consume_tokens(list(text)) == len(text) and matcher.is_accepting()
+
+
+def grammar_of(server: ApiServer, path: str = COMPLETIONS, **fields: Any) -> str:
+    reply = server.ask(path, max_tokens=4, **fields)
+    assert reply.status_code == 200, reply.text
+    grammar = server.generator.calls[-1][2].grammar
+    assert grammar
+    return grammar
+
+
+def schema_format(schema: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": True}}
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+@pytest.mark.parametrize(
+    ("fields", "good", "bad"),
+    [
+        ({"response_format": {"type": "json_object"}}, b'{"x": [1, null]}', b"[1]"),
+        ({"response_format": schema_format(SCHEMA)}, b'{"a": 3}', b'{"a": 30}'),
+        ({"structured_outputs": {"json": SCHEMA}}, b'{\n  "a": 3\n}', b'{"b": 3}'),
+        ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, b'{"a":3}', b"{}"),
+        ({"structured_outputs": {"json_object": True}}, b"{}", b"3"),
+        ({"structured_outputs": {"regex": r"\d{3}/x"}}, b"123/x", b"12/x"),
+        ({"structured_outputs": {"choice": ['a "b"', "c"]}}, b'a "b"', b"a"),
+        ({"structured_outputs": {"grammar": 'start: "a"+ "b"'}}, b"aab", b"b"),
+        ({"structured_outputs": {"grammar": 'root ::= "a"+ "b"'}}, b"aab", b"b"),
+        ({"guided_json": SCHEMA}, b'{"a": 3}', b"{}"),
+        ({"guided_regex": "x+"}, b"xx", b""),
+        ({"guided_choice": ["yes", "no"]}, b"no", b"noo"),
+        ({"guided_grammar": 'start: "a"'}, b"a", b"b"),
+    ],
+)
+def test_each_field_has_its_grammar(
+    server: ApiServer, path: str, fields: dict[str, Any], good: bytes, bad: bytes
+) -> None:
+    grammar = grammar_of(server, path, **fields)
+    assert accepts(grammar, good)
+    assert not accepts(grammar, bad)
+
+
+def test_text_is_no_constraint(server: ApiServer) -> None:
+    for fields in ({"response_format": {"type": "text"}}, {"structured_outputs": {}}, {}):
+        assert server.ask(CHAT, max_tokens=1, **fields).status_code == 200
+        assert server.generator.calls[-1][2].grammar == ""
+
+
+def test_a_named_tool(server: ApiServer) -> None:
+    named = {"type": "function", "function": {"name": "f"}}
+    grammar = grammar_of(server, CHAT, tools=TOOLS, tool_choice=named)
+    assert accepts(grammar, b'{"a": 3}')
+    assert not accepts(grammar, b'{"a": "x"}')
+    server.set(answer=b'{"a": 3}')
+    whole = server.ask(CHAT, tools=TOOLS, tool_choice=named, max_tokens=20).json()["choices"][0]
+    stream = server.ask(CHAT, tools=TOOLS, tool_choice=named, max_tokens=20, stream=True).text
+    server.set(answer=None)
+    [call] = whole["message"]["tool_calls"]
+    assert call["function"] == {"name": "f", "arguments": '{"a": 3}'}
+    assert (whole["finish_reason"], whole["message"]["content"]) == ("tool_calls", None)
+    events = [json.loads(one.removeprefix("data: ")) for one in stream.split("\n\n")[:-2]]
+    deltas = [one["choices"][0]["delta"].get("tool_calls") or [] for one in events]
+    parts = [call["function"] for delta in deltas for call in delta]
+    assert parts[0] == {"name": "f", "arguments": ""}
+    assert len(parts) == 9, "the arguments arrive as they are generated"
+    assert "".join(part["arguments"] for part in parts) == '{"a": 3}'
+
+
+def test_required_calls(server: ApiServer) -> None:
+    grammar = grammar_of(server, CHAT, tools=TOOLS, tool_choice="required")
+    one, two = b'{"name": "f", "parameters": {"a": 3}}', b'{"name": "g", "parameters": {"a": "x"}}'
+    assert accepts(grammar, b"[" + one + b", " + two + b"]")
+    for wrong in (b"[]", b'[{"name": "h", "parameters": {}}]', b'[{"name": "f", "parameters": {"a": "x"}}]'):
+        assert not accepts(grammar, wrong)
+    alone = grammar_of(server, CHAT, tools=TOOLS, tool_choice="required", parallel_tool_calls=False)
+    assert accepts(alone, b"[" + one + b"]")
+    assert not accepts(alone, b"[" + one + b", " + two + b"]")
+
+
+def walk(grammar: str, tokenizer: Any, vocab: int, seed: int) -> list[int]:
+    """Random tokens that the grammar allows, up to its end."""
+    vocabulary = grammar_tokenizer(tokenizer, vocab, (EOS_ID,))
+    matcher, draw, tokens = compile_grammar(grammar, vocabulary), random.Random(seed), list[int]()
+    while len(tokens) < 3000:
+        bits = matcher.compute_bitmask()
+        allowed = [token for token in range(vocab) if bits[token // 8] >> token % 8 & 1]
+        if EOS_ID in allowed:
+            return tokens
+        markers = [[token] for token in allowed if token >= VOCAB_SIZE]
+        if vocab == VOCAB_SIZE:  # the markers are texts
+            markers += [list(text) for text in (b"<think>", b"</think>") if text[0] in allowed]
+        new = draw.choice(markers) if markers and draw.random() < 0.3 else [draw.choice(allowed)]
+        tokens += new[: matcher.try_consume_tokens(new)]
+    raise AssertionError("the grammar does not end")
+
+
+def marked_tokenizer(*markers: str) -> PreTrainedTokenizerFast:
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": list(markers)})
+    return tokenizer
+
+
+def walked(
+    names: ParserNames, markers: Sequence[str], plan: AnswerPlan, grammar: str, seed: int
+) -> list[Part]:
+    """The parts of a random answer that follows the grammar of `plan`; `markers` are special tokens."""
+    tokenizer = marked_tokenizer(*markers)
+    model = ServedModel("m", tokenizer, context_tokens=9, vocab_tokens=len(tokenizer), parsers=names)
+    try:
+        tokens = walk(answer_grammar(plan, grammar, model.marker), tokenizer, len(tokenizer), seed)
+        return parse_all(plan.parser(), model.chat_decode(tokens))
+    finally:
+        model.close()
+
+
+@pytest.mark.parametrize("special", [False, True], ids=["texts", "special tokens"])
+@pytest.mark.parametrize("thinking", [False, True], ids=["", "thinking"])
+def test_reasoning_is_free_before_a_constrained_answer(special: bool, thinking: bool) -> None:
+    names = ParserNames(reasoning="think")
+    markers = ["<think>", "</think>"] if special else []
+    plan = AnswerPlan(names, TOOLS, "f", thinking)
+    reasoned = 0
+    for seed in range(6):
+        *reasoning, call, arguments = joined(walked(names, markers, plan, calls_grammar(plan), seed))
+        assert call == Call("f", "")
+        assert 0 <= json.loads(arguments[0])["a"] <= 9
+        reasoned += bool(reasoning)
+    assert reasoned
+
+
+def test_a_marker_is_its_special_token_or_a_text() -> None:
+    """Also where an unknown token stands for all others."""
+    tokenizer = marked_tokenizer("<think>")
+    tokenizer.unk_token = "<|pad|>"
+    model = ServedModel("m", tokenizer, context_tokens=9, vocab_tokens=len(tokenizer))
+    assert model.marker("<think>") == f"<[{VOCAB_SIZE}]>"
+    assert model.marker("</think>") == '"</think>"'
+    model.close()
+
+
+def test_the_channels_of_gpt_oss() -> None:
+    names = ParserNames("harmony", "harmony")
+    markers = HarmonyParser.visible
+    for forced, wanted in (("f", {"f"}), ("", {"f", "g"})):
+        plan = AnswerPlan(names, TOOLS, forced)
+        found = [walked(names, markers, plan, calls_grammar(plan), seed) for seed in range(8)]
+        calls = [part for parts in found for part in parts if isinstance(part, Call)]
+        assert len(calls) == 8
+        assert {call.name for call in calls} == wanted
+    plan = AnswerPlan(names)
+    for seed in range(4):
+        parts = walked(names, markers, plan, calls_grammar(AnswerPlan(names, TOOLS, "f")), seed)
+        [content] = [part for part in parts if not isinstance(part, Reasoning)]
+        assert isinstance(content, Content)
+        assert 0 <= json.loads(content.text)["a"] <= 9
