@@ -25,9 +25,9 @@ SAMPLE, ALL, AT_ONCE = 200, 10_000, 25
 """Seeds of `make test`, of `make test-slow`, and of one test."""
 STATES_AT_ONCE = 10
 BUG_SEEDS = {
-    "never resend": 10,
+    "never resend": 8,
     "deliver twice": 6,
-    "miss a lost peer": 3,
+    "miss a lost peer": 7,
     "drop a recovery": 3,
     "go on from a wrong token": 17,
 }
