@@ -112,6 +112,8 @@ class Appender:
         """Returns the live segment, with room for `nbytes`; makes a new one, and evicts, if needed."""
         live = self._live
         if live is not None and not live.full:
+            if self._disk.is_removed(live.descriptor):  # by an operator: what is appended there is lost
+                self._folder.vanished(live.segment)
             if not live.segment.gone and live.segment.end_bytes + nbytes <= self._segment_bytes:
                 return live
             live.full = True

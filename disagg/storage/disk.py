@@ -37,6 +37,10 @@ class Disk:
         """Returns the length of a file."""
         return os.fstat(descriptor).st_size
 
+    def is_removed(self, descriptor: int) -> bool:
+        """Returns whether an open file has been removed from its folder."""
+        return os.fstat(descriptor).st_nlink == 0
+
     def read(self, descriptor: int, into: memoryview, offset: int) -> int:
         """Reads until `into` is full or the file ends; returns the number of bytes."""
         done = 0

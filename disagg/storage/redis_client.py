@@ -11,6 +11,9 @@ from disagg.core.errors import ConfigError, DisaggError
 if TYPE_CHECKING:
     import redis
 
+_READ_BYTES = 1 << 18
+"""Bytes of one receive. With the client's 32 KiB, threads of several connections mostly wait for the GIL."""
+
 
 class StorageServerError(DisaggError):
     """The storage server cannot be reached, does not answer in time, or answers with an error."""
@@ -42,6 +45,7 @@ class RedisClient:
                 socket_timeout=timeout_s,
                 socket_connect_timeout=timeout_s,
                 retry=Retry(NoBackoff(), 0),  # the breaker decides when to try again
+                socket_read_size=_READ_BYTES,
                 protocol=2,  # the oldest servers too; the storage needs nothing of version 3
                 driver_info=None,
             )

@@ -23,8 +23,9 @@ from disagg.storage.redis_client import RedisClient, StorageServerError
 
 log = get_logger(__name__)
 
-_CHUNK_BYTES = 4 << 20
-"""Largest sum of pages in one command or pipeline, except for a single larger page."""
+_CHUNK_BYTES = 1 << 20
+"""Largest sum of pages in one command or pipeline, except for a single larger page: the client parses one reply of
+4 MiB four times slower than four of 1 MiB."""
 _CHUNK_KEYS = 512
 """Largest number of keys in one command or pipeline."""
 _LARGEST_BYTES = 512 << 20

@@ -51,6 +51,8 @@ class FileMachine(CountedMachine):
         self.clock = ManualClock()
         self.certain: set[int] = set()
         self.ever: set[int] = set()
+        self.suspect: set[int] = set()
+        """Pages that may be damaged on the disk: until they are read, `put` takes them for stored."""
         self.other: FileStorage | None = None
         self.calm = 0
         self.open()
@@ -99,7 +101,8 @@ class FileMachine(CountedMachine):
         stored = self.storage.put([key(name) for name in names], pages, TIMEOUT_S)
         # With an eviction in the same call, a page can be evicted right after it was found.
         if not self.count_evicted():
-            self.certain.update(name for name, landed in zip(names, stored, strict=True) if landed)
+            landed = {name for name, there in zip(names, stored, strict=True) if there}
+            self.certain |= landed - self.suspect
         if not (self.disk.write_error or self.storage.statistics().paused):
             assert stored == [True] * len(names)
 
@@ -112,6 +115,7 @@ class FileMachine(CountedMachine):
         if healthy:
             lost = [name for name, hit in zip(names, hits, strict=True) if name in self.certain and not hit]
             assert lost == []
+            self.suspect.difference_update(names)  # intact, or dropped
         type(self).done["hit"] += sum(hits)
 
     @rule(names=NAMES)
@@ -158,6 +162,7 @@ class FileMachine(CountedMachine):
         if path := self.chosen(".pages .index", place):
             flip_bit(path, offset % path.stat().st_size)
             self.certain.clear()
+            self.suspect |= self.ever
 
     @calmly
     @rule(place=PLACES)
@@ -168,6 +173,7 @@ class FileMachine(CountedMachine):
         if path := self.chosen(".pages .index", place):
             path.unlink()
             self.certain.clear()
+            self.suspect |= self.ever
 
     @calmly
     @rule(error=ERRORS, torn_bytes=st.sampled_from([None, 100, 4096]))

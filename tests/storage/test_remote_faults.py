@@ -216,7 +216,7 @@ def test_large_batches_are_sent_in_parts(server: FakeServer, storage: RemoteStor
     names = list(range(40))
     assert put(storage, names, 600_000) == [True] * 40
     assert get(storage, names, 600_000) == [True] * 40
-    assert server.commands.count(b"MGET") >= 40 * 600_000 // (4 << 20)
+    assert server.commands.count(b"MGET") >= 40 * 600_000 // (1 << 20)
     assert server.connections <= 4
 
 

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import os
+import socket
+import ssl
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from disagg.core.errors import InvariantError
+
+_TIMEOUT_S = 60.0
 
 
 def plain_files(
@@ -34,21 +39,72 @@ def plain_files(
 
 
 def one_value(url: str, key: bytes, blob: bytes) -> tuple[float, float]:
-    """Returns the seconds of one SET and one GET of `blob` on a Redis server; removes the value."""
-    import redis
+    """Returns the seconds of one SET and one GET of `blob` on a Redis server, by a plain socket; removes the value.
 
-    with redis.Redis.from_url(url, protocol=2, socket_timeout=60) as client:
-        client.ping()
+    Raises `OSError`, and `InvariantError` for wrong replies.
+    """
+    found = bytearray(len(blob) + 2)
+    with _connected(url) as server:
         started_s = time.perf_counter()
-        client.set(key, blob)
+        server.sendall(_command(b"SET", key, len(blob)))
+        server.sendall(blob)
+        server.sendall(b"\r\n")
+        _expect(server, b"+OK")
         set_s = time.perf_counter() - started_s
         started_s = time.perf_counter()
-        found = client.get(key)
+        server.sendall(_command(b"GET", key))
+        _expect(server, b"$%d" % len(blob))
+        view = memoryview(found)
+        while view:
+            view = view[_received(server.recv_into(view)) :]
         get_s = time.perf_counter() - started_s
-        client.unlink(key)
-    if found != blob:
+        server.sendall(_command(b"UNLINK", key))
+        _expect(server, b":1")
+    if memoryview(found)[:-2] != blob:
         raise InvariantError("the server returned wrong bytes")
     return set_s, get_s
+
+
+def _connected(url: str) -> socket.socket:
+    """Returns a connection, logged in if the URL has a password."""
+    parts = urlsplit(url)
+    if parts.scheme == "unix":
+        server = socket.socket(socket.AF_UNIX)
+        server.connect(parts.path)
+    else:
+        server = socket.create_connection((parts.hostname or "localhost", parts.port or 6379))
+        server.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if parts.scheme == "rediss":
+            server = ssl.create_default_context().wrap_socket(server, server_hostname=parts.hostname)
+    server.settimeout(_TIMEOUT_S)
+    if parts.password:
+        server.sendall(_command(b"AUTH", (parts.username or "default").encode(), parts.password.encode()))
+        _expect(server, b"+OK")
+    return server
+
+
+def _command(*words: bytes | int) -> bytes:
+    """Returns a command; an integer stands for the length of a last word that the caller sends itself."""
+    text = b"*%d\r\n" % len(words)
+    for word in words:
+        text += b"$%d\r\n" % word if isinstance(word, int) else b"$%d\r\n%s\r\n" % (len(word), word)
+    return text
+
+
+def _expect(server: socket.socket, line: bytes) -> None:
+    found = b""
+    while not found.endswith(b"\r\n"):
+        byte = server.recv(1)
+        found += byte
+        _received(len(byte))
+    if found[:-2] != line:
+        raise InvariantError(f"the server replied {found!r}, not {line!r}")
+
+
+def _received(count: int) -> int:
+    if not count:
+        raise ConnectionError("the server closed the connection")
+    return count
 
 
 def _seconds(pool: ThreadPoolExecutor, work: Callable[[int], int], count: int) -> float:
