@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from disagg.core.config.groups import EvictionName
+from disagg.core.config.groups import EvictionName, HostWriteName
 from disagg.core.errors import InvariantError
 from disagg.core.prefixes import PrefixKey
 from disagg.kv.cache_operations import CacheOperation
@@ -131,20 +131,22 @@ class KVManager:
         """Pages of the pool; only the KV manager allocates and frees."""
         self.cache = RadixCache(self.allocator, eviction, states=states) if eviction else None
         """The prefix cache; None without one."""
-        self._eviction = eviction
+        self._eviction, self._stores_unused = eviction, True
         self.host: HostTier | None = None
         """The second tier of the prefix cache; None without one."""
         self._rows = rows
         self._free_rows = list(range(rows - 1, -1, -1))
 
-    def add_host_tier(self, pages: int, states: int, ranks: int) -> None:
+    def add_host_tier(self, pages: int, states: int, ranks: int, write: HostWriteName = "through") -> None:
         """Adds a second tier of `pages` and `states` blocks of host memory on each of `ranks` ranks.
 
-        Adds none without a prefix cache, without pages, or for a hybrid model without states.
+        `write`: see `GroupConfig.host_cache_write`. Adds none without a prefix cache, without pages, or for a hybrid
+        model without states.
         """
         if self.cache is not None and self._eviction is not None and pages:
             if self.cache.needs_state and not states:
                 return
+            self._stores_unused = write == "through"
             self.host = HostTier(
                 self.cache,
                 self.allocator,
@@ -200,18 +202,17 @@ class KVManager:
         return self.allocator.free_pages + (self.cache.evictable_pages if self.cache is not None else 0)
 
     def reserve(
-        self, tokens: int, prompt: PrefixKey | None = None, spare_pages: int = 0, *, kv_only: bool = False
+        self, tokens: int, prompt: PrefixKey | None = None, spare_pages: int = 0
     ) -> BlockTable | None:
         """Allocates a row and pages for `tokens` tokens; None, changing nothing, if rows or pages are short.
 
         With `prompt` the block table begins with the longest cached prefix, which never includes the prompt's last
         token. `spare_pages` pages must remain free. For a hybrid model the prefix ends at a cached state, which
-        `BlockTable.state` names and the block table locks; with `kv_only`, for a group that receives the state with
-        the rest of the prompt, the prefix needs no state.
+        `BlockTable.state` names and the block table locks.
         """
         if not self._free_rows:
             return None
-        hit = self._hit(prompt, kv_only)
+        hit = self._hit(prompt)
         block_table = BlockTable(self._free_rows[-1], KVSequence(self.allocator))
         if self.cache is not None and hit is not None:
             first = hit.first
@@ -233,17 +234,17 @@ class KVManager:
             self._load(block_table, hit)
         return block_table
 
-    def _hit(self, prompt: PrefixKey | None, kv_only: bool) -> _Hit | None:
+    def _hit(self, prompt: PrefixKey | None) -> _Hit | None:
         """Returns the longest cached prefix over both tiers; None if the group or the prompt has no cache."""
         if self.cache is None or prompt is None:
             return None
-        first = self._match(self.cache, prompt, kv_only)
+        first = self.cache.match(prompt, prompt.tokens - 1)
         longer = self._longer_in_host(prompt, first)
         if longer is None or longer.state is None:
             return _Hit(first, longer)
         slot = self.cache.alloc_state()
         if slot is None:
-            return _Hit(self._match(self.cache, prompt, kv_only))
+            return _Hit(self.cache.match(prompt, prompt.tokens - 1))
         # The first tier may have more KV than up to its last state; the loaded state makes all of it useful.
         return _Hit(self.cache.match_kv(prompt, longer.tokens), longer, slot)
 
@@ -267,16 +268,12 @@ class KVManager:
         found = self.host.match(prompt, prompt.tokens - 1)
         return found if found.tokens > hit.tokens else None
 
-    def cached_tokens(self, prompt: PrefixKey | None, *, kv_only: bool = False) -> int:
+    def cached_tokens(self, prompt: PrefixKey | None) -> int:
         """Returns the tokens of the cached prefix with which a block table of `prompt` would begin; see `reserve`."""
         if self.cache is None or prompt is None:
             return 0
-        hit = self._match(self.cache, prompt, kv_only)
+        hit = self.cache.match(prompt, prompt.tokens - 1)
         return (self._longer_in_host(prompt, hit) or hit).tokens
-
-    def _match(self, cache: RadixCache, prompt: PrefixKey, kv_only: bool) -> Match:
-        match = cache.match_kv if kv_only else cache.match
-        return match(prompt, prompt.tokens - 1)
 
     def alloc_state(self) -> int | None:
         """Returns a state slot, owned by the caller until `keep` or `free_state`, or None if all are in use.
@@ -336,7 +333,14 @@ class KVManager:
         for tokens, slot in states:
             self.cache.attach_state(prompt, tokens, slot)
         if self.host is not None:
-            self.host.store(prompt)
+            self.host.store(prompt if self._stores_unused else prompt.shortened(self._used_tokens(node)))
+
+    def _used_tokens(self, node: Node) -> int:
+        """Returns the length of the longest prefix on the path of `node` that a request has found cached."""
+        above: Node | None = node
+        while above is not None and not above.hits:
+            above = above.parent
+        return above.end * self.page_size if above is not None else 0
 
     def take_operations(self) -> list[CacheOperation]:
         """Returns the operations of the second tier for the next plan, once; see `HostTier`."""

@@ -219,7 +219,8 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
             assert self.kv_manager is not None, "rank 0 has the leader and the KV manager"
             pages = min(rank.host_pages for rank in group.ranks)
             states = min(rank.host_states for rank in group.ranks)
-            self.kv_manager.add_host_tier(pages, states, len(group.ranks))
+            write = self.group_config.host_cache_write
+            self.kv_manager.add_host_tier(pages, states, len(group.ranks), write)
             self.leader.join(group)
         for peer in group.ranks:
             # The leader watches all other ranks; each other rank watches the leader.

@@ -194,6 +194,20 @@ def test_stores_may_use_a_part_of_the_first_tier_only() -> None:
     assert len(store.transfers[0].device) == 4, "the next use of the prefix stores more of it"
 
 
+def test_prompts_that_never_come_back_cost_no_copies() -> None:
+    """With `second_hit` the shared beginning is stored when a second request has used it, and the rest is not."""
+    group = Group.of(pages=32, blocks=32)
+    group.kv_manager.add_host_tier(32, 0, 1, "second_hit")
+    host = group.kv_manager.host
+    assert host is not None
+    group.answer(prompt(1, 2, 3))
+    assert host.statistics().stored_pages == 0
+    group.answer(prompt(1, 2, 4))
+    assert host.statistics().stored_pages == 2
+    group.answer(prompt(1, 2, 4, 5))
+    assert host.statistics().stored_pages == 3
+
+
 def test_salts_share_nothing() -> None:
     group = Group.of(pages=8, blocks=32)
     group.answer(prompt(1, 2, 3))

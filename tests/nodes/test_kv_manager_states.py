@@ -77,18 +77,6 @@ def test_pages_without_a_state_are_computed_again() -> None:
     assert kv_manager.cached_tokens(PROMPT) == 12
 
 
-def test_a_group_that_receives_the_state_matches_by_kv_alone() -> None:
-    kv_manager = hybrid()
-    keep(kv_manager, 4)
-    assert kv_manager.cached_tokens(PROMPT, kv_only=True) == 12
-    block_table = kv_manager.reserve(14, PROMPT, kv_only=True)
-    assert block_table is not None
-    assert (block_table.cached_tokens, block_table.state) == (12, None)
-    kv_manager.check([[block_table]])
-    kv_manager.release(block_table)
-    kv_manager.check([])
-
-
 def test_the_state_is_locked_until_keep() -> None:
     kv_manager = hybrid(slots=1)
     (slot,) = keep(kv_manager, 8)

@@ -19,6 +19,7 @@ Device = Literal["auto", "cpu", "cuda"]
 GroupKVDTypeName = Literal["model", "auto", "int8", "float8_e4m3fn", "float8_e5m2"]
 Preemption = Literal["auto", "recompute", "swap"]
 EvictionName = Literal["lru", "lfu", "fifo"]
+HostWriteName = Literal["through", "second_hit"]
 
 
 class GroupConfig(Section, frozen=True):
@@ -66,6 +67,9 @@ class GroupConfig(Section, frozen=True):
     host_cache_bytes: int = 0
     """Host memory of each rank for a second tier of the prefix cache, pinned on demand: cached KV goes there too, and
     comes back after its eviction from the GPU. 0: no second tier."""
+    host_cache_write: HostWriteName = "through"
+    """KV that is copied to the second tier. through: all cached KV. second_hit: prefixes that a later request has
+    used, so that prompts which never come back cost no copies."""
     eviction: EvictionName = "lru"
     """Eviction policy of the prefix cache: least recently used, least frequently used, oldest."""
 
@@ -81,6 +85,7 @@ class GroupConfig(Section, frozen=True):
         self._one_of("device", Device)
         self._one_of("kv_dtype", GroupKVDTypeName)
         self._one_of("eviction", EvictionName)
+        self._one_of("host_cache_write", HostWriteName)
         self._needs(
             self.pool_tokens % self.page_size == 0,
             "pool_tokens",
