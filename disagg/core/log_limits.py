@@ -42,6 +42,7 @@ LIMITED = {
     ("error", "control_turn_failed"): "channel",
     ("error", "fence_not_proven"): "peer",
     ("info", "control_peer_lost"): "peer",
+    ("info", "control_peer_silent"): "peer",
     ("warning", "tls_broken"): "peer",
     ("error", "tls_fault"): "peer",
     ("info", "tls_connected"): "peer",
