@@ -276,5 +276,7 @@ class ColocatedScheduler:
         if request.prefix is None or request.block_table is None:
             return
         computed = request.planned_tokens + max(0, len(request.tokens) - request.answered - 1)
+        if computed <= request.block_table.cached_tokens:
+            return  # nothing was computed, and a part may still be loading from the second tier
         known = request.prefix.extended(request.tokens).shortened(computed)
         self._states.keep(request.states, request.block_table, known)

@@ -132,29 +132,31 @@ class HostTier:
         """Pages of the first tier that stores under way copy."""
         self._storing_states: set[int] = set()
         """State slots of the first tier that stores under way copy."""
+        self._lost: list[int] = []
+        self._lost_states = 0
+        """Blocks, and number of state blocks, of failed stores."""
         self._number = self._stored = self._loaded = self._skipped = self._failed = 0
 
     # --- stores
 
     def store(self, prefix: PrefixKey) -> None:
         """Plans a store of what the second tier lacks of a cached prefix; the prefix counts as used there."""
-        states: list[_StoredState] = []
+        nodes: list[Node] = []
         if self._first.needs_state:
             nodes = self._first.state_nodes(prefix)
             prefix = prefix.shortened(nodes[-1].end * self._page_size if nodes else 0)
-            states = self._missing_states(prefix, nodes)
         hit, known = self._first.match_kv(prefix), self.index.match_kv(prefix)
         start = len(known.pages)
         while start < len(hit.pages) and hit.pages[start] in self._storing:
             start += 1  # an earlier store copies these pages, and is reported first
         pages = hit.pages[start:]
+        # Pages of an earlier store may also follow a gap, where the second tier has evicted meanwhile.
+        pages = pages[: next((at for at, page in enumerate(pages) if page in self._storing), len(pages))]
         room = self._most_storing - len(self._storing)
         blocks = self._alloc(min(len(pages), room), known.node) if pages and room > 0 else []
         self._skipped += len(pages) - len(blocks)
         end = (start + len(blocks)) * self._page_size
-        for one in [one for one in states if one.tokens > end]:
-            states.remove(one)
-            self.index.free_state(one.block)
+        states = self._missing_states(prefix, [node for node in nodes if node.end * self._page_size <= end])
         if not blocks and not states:
             return
         self._order_store(prefix.shortened(end), pages[: len(blocks)], blocks, states)
@@ -223,7 +225,8 @@ class HostTier:
 
     def frees_later(self, slot: int) -> bool:
         """Returns whether a load under way writes the state slot; the tier then frees the slot at the end."""
-        for one in self._under_way.values():
+        # The latest one: an earlier request's step may have passed its slot on before all ranks reported its load.
+        for one in reversed(self._under_way.values()):
             if one.load is not None and one.load.state is not None and one.load.state[1] == slot:
                 one.slot_released = True
                 return True
@@ -278,17 +281,18 @@ class HostTier:
         known = self.index.match_kv(prefix)
         # Pages before the stored ones may have been evicted meanwhile: the blocks then have no place in the tree.
         if operation.failed:
+            # A rank could not pin the blocks, and could not do so the next time: they are not used again.
             self._failed += 1
-        elif blocks and len(known.pages) >= start:
+            self._lost.extend(blocks)
+            self._lost_states += len(operation.states)
+            return
+        if blocks and len(known.pages) >= start:
             self.index.insert(prefix, [*known.pages[:start], *blocks])
             self._stored += len(blocks)
         if blocks:
             self.blocks.free(blocks)  # those in the tree keep the tree's reference
         for state in operation.states:
-            if operation.failed:
-                self.index.free_state(state.block)
-            else:
-                self.index.attach_state(prefix, state.tokens, state.block)
+            self.index.attach_state(prefix, state.tokens, state.block)
 
     def _end_load(self, operation: _Operation, load: TierLoad) -> None:
         self.index.unlock(operation.node, state=load.state is not None)
@@ -325,13 +329,13 @@ class HostTier:
         self.index.check()
         storing = [one for one in self._under_way.values() if one.load is None]
         states = [state for one in storing for state in one.states]
-        owned = [*self.index.pages(), *(block for one in storing for block in one.blocks)]
+        owned = [*self.index.pages(), *self._lost, *(block for one in storing for block in one.blocks)]
         pages = [page for one in storing for page in one.pages]
         sound = (
             len(set(owned)) == len(owned) == self.blocks.statistics().used_pages
             and sorted(pages) == sorted(self._storing)
             and sorted(state.slot for state in states) == sorted(self._storing_states)
-            and self.index.statistics().held_states == len(states)
+            and self.index.statistics().held_states == len(states) + self._lost_states
             and all(state.node.state == state.slot for state in states)
             and all(self._allocator.readers(page) for page in [*pages, *self.held_pages()])
             and all(one.node.locks for one in self._under_way.values())

@@ -18,16 +18,18 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import structlog
 import torch
 
+from disagg.core.errors import ConfigError
 from disagg.core.types import Span
 from disagg.kv.cache_operations import CacheOperation, PoolName
 from disagg.kv.host_pool import HostPool, block_bytes, page_bytes
 from disagg.kv.transfer_pools import TransferPools
 from disagg.node.device import DeviceEvent, DeviceQueue, record_event, wait_for
+from kernels.dispatch import backend
 
 log = structlog.get_logger(__name__)
 
@@ -95,13 +97,18 @@ class HybridCacheController:
         *,
         layered: bool,
         moved: Moved,
-        broken: Moved,
+        broken: Callable[[str], None],
     ) -> None:
         """`counts`: blocks in host memory; 0 pages for no second tier. `layered`: how loads run, see above.
 
-        `moved` receives the end of each operation, `broken` that of a load which failed, after which the rank cannot
-        go on. Both are called on the controller's threads.
+        `moved` receives the end of each operation. `broken` receives an error after which the rank cannot go on, such
+        as that of a load. Both are called on the controller's threads. Raises `ConfigError` if the kernels of a GPU
+        are switched off.
         """
+        if counts.pages and pools.device.type == "cuda" and backend(pools.device) != "triton":
+            raise ConfigError(
+                "host_cache_bytes needs the Triton kernels: unset DISAGG_KERNELS, or set it to 0"
+            )
         self._device, self._layered, self._moved, self._broken = pools.device, layered, moved, broken
         self.counts = counts
         """Room of the second tier."""
@@ -111,7 +118,9 @@ class HybridCacheController:
         """Memory of recurrent states."""
         # With several classes of layers, a step does not compute layers in the order of their numbers.
         self._load_groups = min(LOAD_GROUPS, self.kv.layers) if len(pools.kv_buffers) == 1 else 1
-        self._store_queue, self._load_queue = DeviceQueue(pools.device), DeviceQueue(pools.device)
+        # Stores yield to everything; a load is awaited.
+        self._store_queue = DeviceQueue(pools.device, urgent=False)
+        self._load_queue = DeviceQueue(pools.device)
         use = partial(_use, pools.device)
         self.storing: Executor = ThreadPoolExecutor(1, thread_name_prefix="cache-store", initializer=use)
         """Thread of stores."""
@@ -131,13 +140,13 @@ class HybridCacheController:
         stores = [one for one in operations if one.store]
         if stores:
             self._stores.extend((one, event) for one in stores)
-            self.storing.submit(self._store_waiting)
+            self.storing.submit(self._guarded, self._store_waiting)
         loads = [one for one in operations if not one.store]
         if not loads:
             return nothing
         if self._layered:
             return self._launch(loads, event)
-        self.loading.submit(self._load, loads, event)
+        self.loading.submit(self._guarded, self._load, loads, event)
         return nothing
 
     def stop(self) -> None:
@@ -152,33 +161,46 @@ class HybridCacheController:
             waiting.append(self._stores.popleft())
         if not waiting:
             return
+        ready = [operation for operation, _ in waiting if self._has_memory(operation)]
         error = ""
         try:
             self._store_queue.after(waiting[-1][1])  # events of one stream: the last one covers all
             for name, pool in self._pools():
-                sources, blocks = _copies(name, [operation for operation, _ in waiting])
-                pool.memory.reserve(blocks)
                 with self._store_queue.use():
-                    pool.store(sources, blocks)
+                    pool.store(*_copies(name, ready))
             wait_for(self._store_queue.record_event())
         except Exception as exc:  # any error ends these stores only
-            log.exception("cache_store_failed", operations=len(waiting))
+            log.exception("cache_store_failed", operations=len(ready))
             error = f"{type(exc).__name__}: {exc}"
-        for operation, _ in waiting:
+        for operation in ready:
             self._moved(operation.number, error)
+
+    def _has_memory(self, operation: CacheOperation) -> bool:
+        """Allocates the blocks of a store; reports the store if the host has no memory for them."""
+        try:
+            for name, pool in self._pools():
+                pool.memory.reserve(_copies(name, [operation])[1])
+        except RuntimeError as exc:
+            log.warning("no_host_memory", error=str(exc))
+            self._moved(operation.number, f"{type(exc).__name__}: {exc}")
+            return False
+        return True
+
+    def _guarded(self, work: Callable[..., None], *arguments: Any) -> None:
+        """Runs `work` on a thread of the controller; an exception breaks the rank, as on its other threads."""
+        try:
+            work(*arguments)
+        except Exception as exc:
+            log.exception("cache_thread_failed")
+            self._broken(f"{type(exc).__name__}: {exc}")
 
     def _load(self, operations: Sequence[CacheOperation], after: DeviceEvent) -> None:
         """Makes loads, and reports them. Runs on the load thread."""
-        try:
-            event = self._queue_loads(operations, after, groups=1)[-1][1]
-        except Exception as exc:  # noqa: BLE001 - the rank breaks
-            self._load_failed(operations, exc)
-        else:
-            self._report(operations, event)
+        self._report(operations, self._queue_loads(operations, after, groups=1)[-1][1])
 
     def _launch(self, operations: Sequence[CacheOperation], after: DeviceEvent) -> LoadedLayers:
         events = self._queue_loads(operations, after, self._load_groups)
-        self.loading.submit(self._report, operations, events[-1][1])
+        self.loading.submit(self._guarded, self._report, operations, events[-1][1])
         return LoadedLayers(self._device, tuple(events))
 
     def _queue_loads(
@@ -200,17 +222,9 @@ class HybridCacheController:
 
     def _report(self, operations: Sequence[CacheOperation], event: DeviceEvent) -> None:
         """Waits for the end of queued loads, and reports them. Runs on the load thread."""
-        try:
-            wait_for(event)
-        except Exception as exc:  # noqa: BLE001 - the rank breaks
-            self._load_failed(operations, exc)
-            return
+        wait_for(event)
         for operation in operations:
             self._moved(operation.number, "")
-
-    def _load_failed(self, operations: Sequence[CacheOperation], error: Exception) -> None:
-        log.error("cache_load_failed", operations=len(operations), exc_info=error)
-        self._broken(operations[0].number, f"{type(error).__name__}: {error}")
 
     def _pools(self) -> tuple[tuple[PoolName, HostPool], ...]:
         return ("kv", self.kv), ("state", self.states)

@@ -48,10 +48,11 @@ def wait_for(event: DeviceEvent) -> None:
 class DeviceQueue:
     """The transfer thread's stream. Owned by that thread."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, urgent: bool = True) -> None:
+        """`urgent`: with high priority. A step's blocks fill the GPU; a short copy would queue behind all of them."""
         self.device = device
-        # High priority: a step's blocks fill the GPU, and a short copy would queue behind all of them.
-        self._stream = cuda.Stream(device, priority=-1) if device.type == "cuda" else None
+        priority = -1 if urgent else 0
+        self._stream = cuda.Stream(device, priority=priority) if device.type == "cuda" else None
         self._adopted = False
 
     def adopt(self) -> None:

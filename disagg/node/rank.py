@@ -155,7 +155,7 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
             host_block_counts(pools, group.page_size, nbytes),
             layered=self.role != "decode",
             moved=lambda number, error: self.to_leader(m.CacheMoved(number, self.rank, error)),
-            broken=lambda number, error: self._on_broken(DisaggError(f"load {number} failed: {error}")),
+            broken=lambda error: self._on_broken(DisaggError(f"a copy of cached KV failed: {error}")),
         )
 
     def _make_peers(self) -> RankPeers:

@@ -47,13 +47,17 @@ class Controller:
             HostBlockCounts(blocks, 2),
             layered=layered,
             moved=self._report,
-            broken=lambda number, error: self._report(number, error, broken=True),
+            broken=self._break,
         )
 
-    def _report(self, number: int, error: str, *, broken: bool = False) -> None:
+    def _report(self, number: int, error: str) -> None:
         with self.reported:
-            self.broken += [error] if broken else []
             self.moved[number] = error
+            self.reported.notify_all()
+
+    def _break(self, error: str) -> None:
+        with self.reported:
+            self.broken.append(error)
             self.reported.notify_all()
 
     def order(self, *operations: CacheOperation) -> None:
@@ -64,7 +68,7 @@ class Controller:
             loaded.after(layer)
         numbers = {operation.number for operation in operations}
         with self.reported:
-            assert self.reported.wait_for(lambda: numbers <= self.moved.keys(), 60)
+            assert self.reported.wait_for(lambda: self.broken or numbers <= self.moved.keys(), 60)
 
     def page(self, number: int) -> torch.Tensor:
         return self.pool.buffer[:, :, number * PAGE : (number + 1) * PAGE].clone()
