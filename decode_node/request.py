@@ -91,7 +91,7 @@ class Sequence:
         return not self.ended and len(self.tokens) + self.ahead_tokens < self.sampling.max_tokens
 
     def add(self, token: int) -> None:
-        """Appends a token to the answer, whose grammar then computes its next mask."""
+        """Appends a token to the answer, and starts the computation of the grammar's next mask."""
         self.tokens.append(token)
         if self.constraint is not None:
             self.constraint.prepare(self.tokens)
@@ -185,9 +185,8 @@ class DecodeRequest:
     kept: BlockTable | None = None
     """First block table of the request, from its settlement to the admission of its successor."""
     kept_row: BlockTable | None = None
-    """The ticket's row without pages, if the sequence in that row has ended before other sequences.
-
-    Only with recurrent states: otherwise another sequence takes the row over."""
+    """The ticket's row, without pages, if the sequence in that row has ended before other sequences. Always None
+    without recurrent states, because another sequence then takes over the row."""
     landed_tokens: dict[int, int] = field(default_factory=dict)
     """Number of the ticket's leading tokens whose KV has landed, by rank; only ranks that have sent `RankClosed`."""
     steps: int = 0

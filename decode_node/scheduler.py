@@ -38,7 +38,7 @@ from disagg.node.plan import StepPlan
 
 @dataclass(frozen=True, slots=True)
 class DecodeStatistics:
-    """State of the scheduler."""
+    """Counts of the scheduler: requests, preemptions and memory."""
 
     receiving: int
     """Requests with a ticket whose KV or first token is missing."""
@@ -201,7 +201,7 @@ class DecodeScheduler:
             del self.requests[request.key]
 
     def drop(self, resumption: Resumption) -> None:
-        """Frees the row and pages that a settled request passed on, because the successor is not admitted."""
+        """Frees the row and pages that a settled request keeps for its successor, which is not admitted."""
         self._admission.drop(resumption)
 
     def resumption(self, request: DecodeRequest, answered: Tokens[int]) -> Resumption:

@@ -26,7 +26,7 @@ NO_TICKETS = (-2, 1 << 62)
 """Ticket numbers that no fence word holds: one of 32 bits and one of 64, because Triton compiles a kernel for each
 width."""
 NO_LIMIT = 1 << 62
-"""Largest segment, in bytes, where no staging is needed."""
+"""Largest segment, in bytes, of direct writes, which need no staging."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -64,8 +64,8 @@ class GroupConfig(Section, frozen=True):
     """Recurrent states that a prefill or colocated group with `prefix_cache` caches, at most a tenth of a GPU's
     memory. None: four times `max_requests` on a GPU, twice on a CPU."""
     host_cache_bytes: int = 0
-    """Host memory of each rank for a second tier of the prefix cache, pinned on demand: cached KV goes there too, and
-    comes back after its eviction from the GPU. 0: no second tier."""
+    """Host memory of each rank for a second tier of the prefix cache, pinned on demand: cached KV is copied there
+    too, and loaded again after its eviction from the GPU. 0: no second tier."""
     eviction: EvictionName = "lru"
     """Eviction policy of the prefix cache: least recently used, least frequently used, oldest."""
 
