@@ -117,7 +117,7 @@ class Sequence:
     def publish_pages(self) -> tuple[int, list[int]]:
         """Returns the index of the first page that is new to the ranks, and all new pages; marks them published.
 
-        At most the last published page can differ: it was shared and not full (copy on write).
+        Of the published pages, only the last one can differ: copy on write replaces a shared page that is not full.
         """
         published, pages = self.published_pages, self.block_table.sequence.pages
         first = len(published)

@@ -105,12 +105,12 @@ class DecodeScheduler:
         return request
 
     def require_fits(self, prompt_tokens: int, sampling: SamplingParams, answered_tokens: int = 0) -> None:
-        """Raises `InvalidRequestError` or `PromptTooLongError` unless the request fits when it is alone."""
+        """Raises `InvalidRequestError` or `PromptTooLongError` unless the group has room for the request alone."""
         self._admission.require_fits(prompt_tokens, sampling, answered_tokens)
 
     @property
     def max_sequences(self) -> int:
-        """Sequences of one request at most."""
+        """Largest number of sequences of one request."""
         return self._admission.max_sequences
 
     def rank_opened(self, request: DecodeRequest, rank: int) -> bool:

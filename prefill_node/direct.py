@@ -49,7 +49,7 @@ class OpenPool:
         shard: Shard,
         check: Check | None,
     ) -> Callable[[], None]:
-        """Returns the launch of the write of `segment` from `source`; `shard` is the decode rank's."""
+        """Returns a function that launches the write of `segment` from `source`; `shard`: the decode rank's shard."""
         target = slice_of(self.pools, target_slots, segment, shard)
         fence = self.fences[ticket.row : ticket.row + 1]
         state = shard.part_of(segment.layers) >= len(shard.parts)

@@ -99,7 +99,7 @@ class ServedModel:
         return text_literal(text)
 
     def require_tokenizer(self, param: str) -> None:
-        """Raises a 400 that names `param`, which has text, if the model has no tokenizer."""
+        """Raises a 400 that names the text parameter `param`, if the model has no tokenizer."""
         if self._tokenizer is None:
             raise bad(
                 param,

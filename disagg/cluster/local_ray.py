@@ -67,7 +67,7 @@ def loopback_env() -> Iterator[None]:
 
 
 class PrivateRay:
-    """The processes of a private Ray. Thread-safe."""
+    """The processes of a private Ray cluster. Thread-safe."""
 
     def __init__(self, mark: str, folder: Path) -> None:
         self._mark, self._folder = mark, folder

@@ -50,7 +50,7 @@ class RemoteSettings:
     expire_s: int = 0
     """Time after which the server removes a page, unless the page is put again; 0: never."""
     prefix: bytes = b"disagg:"
-    """Start of all keys on the server."""
+    """Prefix of all keys on the server."""
     pause: PauseSettings = field(default_factory=PauseSettings)
 
     def __post_init__(self) -> None:

@@ -78,7 +78,7 @@ class OutgoingChannel(Channel):
             self.end(str(exc))
 
     def submit(self, operation: Operation, view: torch.Tensor) -> None:
-        """Accepts a send, whose operation the channel ends. Call with the lock held, on an open channel."""
+        """Accepts a send; the channel ends its `operation`. Call with the lock held, on an open channel."""
         number, nbytes = self._next_number, operation.nbytes
         self._next_number += 1
         if nbytes <= EAGER_BYTES:

@@ -168,8 +168,8 @@ class DecodeConfig(BatchingConfig, frozen=True):
 
     role = "decode"
     preemption: Preemption = "auto"
-    """Preemption of requests: recompute their KV, or swap it to host memory (recompute if that is full). auto: the
-    faster one."""
+    """Preemption of requests. recompute: compute the KV again. swap: copy the KV to host memory, or recompute if the
+    host memory is full. auto: the faster way."""
     swap_bytes: int | None = None
     """Pinned host memory of each rank for swapping, pinned on demand; 0 for none. None: on a GPU 4 GiB, at most 1/16
     of the host's memory; 0 on a CPU."""
