@@ -232,7 +232,7 @@ class DecodeLeader(AdmittingLeader):
         preemptor.rates = rates.computed(tokens, seconds) if tokens else rates.stepped(seconds)
 
     def _first_tokens(self, peer: str, request: DecodeRequest, message: m.FirstTokens) -> None:
-        """Starts a request. While its grammar is compiled, the message waits, so that no step waits for it."""
+        """Starts a request once its grammar is compiled; until then the message waits, so that no step waits."""
         for sequence in request.sequences:
             if sequence.constraint is not None and not sequence.constraint.ready:
                 sequence.constraint.when_ready(partial(self.handle, peer, message))

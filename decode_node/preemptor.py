@@ -135,7 +135,7 @@ class Preemptor:
         return orders
 
     def take_operations(self) -> list[CacheOperation]:
-        """Returns the copies between tiers of the prefix cache for the next plan, once."""
+        """Returns the copies between tiers of the prefix cache for the next plan; each copy is returned once."""
         return self._kv_manager.take_operations()
 
     def take_copies(self) -> list[PageCopy]:

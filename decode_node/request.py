@@ -91,7 +91,7 @@ class Sequence:
         return not self.ended and len(self.tokens) + self.ahead_tokens < self.sampling.max_tokens
 
     def add(self, token: int) -> None:
-        """Appends a token to the answer, whose grammar then computes its next mask."""
+        """Appends a token to the answer, and starts the computation of the grammar's next mask."""
         self.tokens.append(token)
         if self.constraint is not None:
             self.constraint.prepare(self.tokens)
@@ -117,7 +117,7 @@ class Sequence:
     def publish_pages(self) -> tuple[int, list[int]]:
         """Returns the index of the first page that is new to the ranks, and all new pages; marks them published.
 
-        At most the last published page can differ: it was shared and not full (copy on write).
+        Of the published pages, only the last one can differ: copy on write replaces a shared page that is not full.
         """
         published, pages = self.published_pages, self.block_table.sequence.pages
         first = len(published)
@@ -185,9 +185,8 @@ class DecodeRequest:
     kept: BlockTable | None = None
     """First block table of the request, from its settlement to the admission of its successor."""
     kept_row: BlockTable | None = None
-    """The ticket's row without pages, if the sequence in that row has ended before other sequences.
-
-    Only with recurrent states: otherwise another sequence takes the row over."""
+    """The ticket's row, without pages, if the sequence in that row has ended before other sequences. Always None
+    without recurrent states, because another sequence then takes over the row."""
     landed_tokens: dict[int, int] = field(default_factory=dict)
     """Number of the ticket's leading tokens whose KV has landed, by rank; only ranks that have sent `RankClosed`."""
     steps: int = 0

@@ -38,7 +38,7 @@ from disagg.node.plan import StepPlan
 
 @dataclass(frozen=True, slots=True)
 class DecodeStatistics:
-    """State of the scheduler."""
+    """Counts of the scheduler: requests, preemptions and memory."""
 
     receiving: int
     """Requests with a ticket whose KV or first token is missing."""
@@ -105,12 +105,12 @@ class DecodeScheduler:
         return request
 
     def require_fits(self, prompt_tokens: int, sampling: SamplingParams, answered_tokens: int = 0) -> None:
-        """Raises `InvalidRequestError` or `PromptTooLongError` unless the request fits when it is alone."""
+        """Raises `InvalidRequestError` or `PromptTooLongError` unless the group has room for the request alone."""
         self._admission.require_fits(prompt_tokens, sampling, answered_tokens)
 
     @property
     def max_sequences(self) -> int:
-        """Sequences of one request at most."""
+        """Largest number of sequences of one request."""
         return self._admission.max_sequences
 
     def rank_opened(self, request: DecodeRequest, rank: int) -> bool:
@@ -201,7 +201,7 @@ class DecodeScheduler:
             del self.requests[request.key]
 
     def drop(self, resumption: Resumption) -> None:
-        """Frees the row and pages that a settled request passed on, because the successor is not admitted."""
+        """Frees the row and pages that a settled request keeps for its successor, which is not admitted."""
         self._admission.drop(resumption)
 
     def resumption(self, request: DecodeRequest, answered: Tokens[int]) -> Resumption:

@@ -65,17 +65,17 @@ class StepPlanner:
         return len(self._in_flight)
 
     def next_step(self) -> StepPlan | None:
-        """Returns a plan with one token of each running sequence, and chunks of recomputed sequences; None if empty.
+        """Returns a plan with one token of each running sequence, and chunks of recomputed sequences.
 
-        Returns None too while as many steps are in flight as allowed, or while the next step depends on their
-        outcome.
+        Returns None if the plan would be empty, while the limit of steps in flight is reached, or while the next step
+        depends on the outcome of the steps in flight.
         """
         if self.in_flight > self._steps_ahead:
             return None
         self._state_copies, self._state_gifts = [], []
         stepped, work = self._planned()
         swaps = self._preemptor.take_orders()
-        # Alone, they would make the ranks end the step in flight first.
+        # A plan of cache operations alone would make the ranks end the step in flight first.
         operations = self._preemptor.take_operations() if work or swaps or not self._in_flight else []
         if not work and not swaps and not operations:
             return None

@@ -26,7 +26,7 @@ NO_TICKETS = (-2, 1 << 62)
 """Ticket numbers that no fence word holds: one of 32 bits and one of 64, because Triton compiles a kernel for each
 width."""
 NO_LIMIT = 1 << 62
-"""Largest segment, in bytes, where no staging is needed."""
+"""Largest segment, in bytes, of direct writes, which need no staging."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,7 +49,7 @@ class OpenPool:
         shard: Shard,
         check: Check | None,
     ) -> Callable[[], None]:
-        """Returns the launch of the write of `segment` from `source`; `shard` is the decode rank's."""
+        """Returns a function that launches the write of `segment` from `source`; `shard`: the decode rank's shard."""
         target = slice_of(self.pools, target_slots, segment, shard)
         fence = self.fences[ticket.row : ticket.row + 1]
         state = shard.part_of(segment.layers) >= len(shard.parts)

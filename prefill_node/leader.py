@@ -201,7 +201,7 @@ class PrefillLeader(Leader):
 
     def _hand_over(self, request: PrefillRequest, ticket: Ticket, first: First) -> None:
         settled = [] if first.scores else first.tokens
-        cached = request.cached_tokens  # its memory may be free already
+        cached = request.cached_tokens  # the request's block table may be freed already
         self._send(request.router, m.Prefilled(request.key, settled, first.logprobs, cached))
         leader = self.decode_leaders.get(ticket.group)
         if leader is not None:

@@ -38,7 +38,7 @@ class PrefillRequest:
     answered: Sequence[int] = ()
     """Tokens of the answer so far, computed like the prompt; see `transport.control.messages.Reserve`."""
     constraint: AnswerConstraint | None = None
-    """Grammar of the answers, after the answer so far; None without one. All first tokens have the same mask."""
+    """Grammar of the answers, at the end of the answer so far; None without one. All first tokens share a mask."""
     ticket: Ticket | None = None
     """None until the decode group has reserved room. A short prompt can be computed before."""
     block_table: BlockTable | None = None
@@ -54,7 +54,7 @@ class PrefillRequest:
     """Whether a step has computed part of the reservation before the ticket arrived."""
     planned_tokens: int = 0
     cached_tokens: int = 0
-    """Leading tokens whose KV came from the prefix cache, in the latest reservation."""
+    """Number of leading tokens whose KV came from the prefix cache in the latest reservation."""
     in_step: bool = False
     """Whether a running step computes the request, so that its pages must not be freed."""
     computed: bool = False
@@ -82,7 +82,7 @@ class PrefillRequest:
 
     @property
     def may_begin(self) -> bool:
-        """Whether the prompt may be computed: its grammar, if it has one, is compiled."""
+        """Whether the prompt may be computed: the request has no grammar, or its grammar is compiled."""
         return self.constraint is None or self.constraint.ready
 
     @property

@@ -119,9 +119,9 @@ class PrefillScheduler:
         return bool(early)
 
     def next_step(self) -> StepPlan | None:
-        """Returns the next chunks, up to the budget: of admitted requests, oldest first, then of early ones.
+        """Returns a plan of the next chunks, up to the token budget; None if the plan would be empty.
 
-        None without work.
+        Admitted requests come first, the oldest first, then early requests.
         """
         work: list[Work] = []
         if self._plan([one for one in self.requests.values() if one.admitted], work):

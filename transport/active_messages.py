@@ -118,7 +118,7 @@ class ActiveMessages:
         """Handles the inbox number that a peer announces: sends the messages held for the peer.
 
         The announcement may arrive before this rank has linked the peer. Returns False if a linked peer announces a
-        new number. The peer has then fenced this rank in between, and messages sent to the old inbox may be lost.
+        new number: the peer has fenced this rank since then, and messages to the old inbox may be lost.
         """
         fenced = peer in self._linked and self._numbers.get(peer, message.inbox) != message.inbox
         self._numbers[peer] = message.inbox

@@ -1,6 +1,6 @@
-"""Grammars of chat answers: calls that must be made, and reasoning before a constrained text.
+"""Grammars of chat answers that must call a tool, or that reason before a constrained text.
 
-A model that reasons does so freely; the grammar constrains the text after its reasoning.
+Reasoning is not constrained; the grammar applies to the text after the reasoning.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def answer_grammar(plan: AnswerPlan, grammar: str, marker: Marker) -> str:
 
 
 def calls_grammar(plan: AnswerPlan) -> str:
-    """Returns the grammar of calls without the family's markers: arguments of the forced tool, or a list of calls."""
+    """Returns the grammar of calls without a family's markers: arguments of the forced tool, or a list of calls."""
     if plan.forced:
         [tool] = [one for one in plan.tools if one["function"]["name"] == plan.forced]
         return schema_grammar(arguments_schema(tool))
@@ -46,7 +46,7 @@ def calls_grammar(plan: AnswerPlan) -> str:
 
 
 def _until(last: str) -> tuple[str, ...]:
-    """Returns the rules of free text up to the marker `last`, and white space."""
+    """Returns the rules of free text up to the marker `last` and the white space after it."""
     if last.startswith("<["):
         return (f"think: ANY {last} SPACE", _ANY, _SPACE)
     return ("think: text SPACE", f"text[suffix={last}]: /(?s:.*)/", _SPACE)

@@ -53,7 +53,7 @@ async def parse_chat(raw: bytes, model: ServedModel, config: ApiConfig) -> Gener
     if body.top_logprobs is not None and not body.logprobs:
         raise bad("top_logprobs", "top_logprobs needs logprobs: true")
     tools = _tools(body)
-    if _forced(body) is None:  # calls that must be made have one syntax for all models
+    if _forced(body) is None:  # required calls have the same syntax for all models
         _require_tool_parser(tools, model)
     rendered = await model.render(conversation(body.messages), template_options(body, tools))
     given = [limit for limit in (body.max_completion_tokens, body.max_tokens) if limit is not None]
@@ -106,7 +106,7 @@ def template_options(body: ChatBody | TokenizeBody, tools: Sequence[dict[str, An
             )
     if body.reasoning_effort is not None:
         options.setdefault("reasoning_effort", body.reasoning_effort)
-        if body.reasoning_effort == "none":  # the switch of Qwen 3 and others
+        if body.reasoning_effort == "none":  # this variable turns off the reasoning of Qwen 3 and others
             options.setdefault("enable_thinking", False)
     return options | ({"tools": list(tools)} if tools else {})
 
@@ -130,7 +130,7 @@ RESERVED = frozenset(
         "truncation",
     }
 )
-"""Arguments of `apply_chat_template` that a client must not set; a template comes from the checkpoint only."""
+"""Arguments of `apply_chat_template` that a client must not set. Only the checkpoint provides the template."""
 
 
 def conversation(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -161,12 +161,14 @@ def _turn(fields: dict[str, Any], at: str) -> dict[str, Any]:
     if reasoning:
         turn["reasoning_content"] = reasoning
         if not text:
-            turn["thinking"] = reasoning  # gpt-oss's template takes either this or content beside tool calls
+            turn["thinking"] = (
+                reasoning  # with tool calls, gpt-oss's template takes either `thinking` or content
+            )
     return turn
 
 
 def _require_role(message: PromptMessage, at: str) -> None:
-    """Raises a 400 for a field that the message's role does not have, or lacks."""
+    """Raises a 400 if the message has a field that its role does not allow, or lacks required content."""
     assistant = message.role == "assistant"
     if message.content is None and not assistant:
         raise bad(f"{at}content", f"{at}content is missing")
@@ -182,7 +184,7 @@ def _require_role(message: PromptMessage, at: str) -> None:
 
 
 def _requested(call: RequestedCall, at: str) -> dict[str, Any]:
-    """Returns an earlier call for the chat template; its arguments are an object, which templates print as JSON."""
+    """Returns an earlier call for the chat template. The arguments are an object, which templates print as JSON."""
     try:
         arguments = load_json(call.function.arguments or "{}")
     except ValueError as exc:
@@ -195,7 +197,7 @@ def _requested(call: RequestedCall, at: str) -> dict[str, Any]:
 
 
 def _tools(body: ChatBody) -> list[dict[str, Any]]:
-    """Returns the tools that the answer may call, as the chat template gets them. Raises a 400."""
+    """Returns the tools that the answer may call, in the form of chat templates. Raises a 400."""
     chosen = body.tool_choice
     if chosen is not None and chosen != "none" and not body.tools:
         if chosen == "auto":

@@ -95,7 +95,7 @@ class _ParsedAnswer:
         self._content, self._reasoning = "", ""
         self._calls: list[r.ToolCall] = []
         self._dropped = False
-        """Whether the latest call was dropped, because the answer may have one call only."""
+        """Whether the latest call was dropped, because the answer may have only one call."""
 
     def push(self, output: Output) -> list[r.Delta]:
         """Adds an output; returns the deltas of the parts that are final now."""
@@ -111,7 +111,7 @@ class _ParsedAnswer:
         return r.ChatMessage(content, tool_calls=calls, reasoning_content=reasoning, reasoning=reasoning)
 
     def finish(self, reason: str | None) -> str | None:
-        """Returns the finish reason of the answer, which ended for `reason`."""
+        """Returns the finish reason of the reply; `reason`: why the generation ended."""
         return "tool_calls" if self._calls and reason == "stop" else reason
 
     def _delta(self, part: Part) -> r.Delta | None:

@@ -119,7 +119,7 @@ class ToolName(Body, frozen=True, kw_only=True):
 
 
 class NamedTool(Body, frozen=True, kw_only=True, tag_field="type", tag="function"):
-    """`tool_choice` that names a tool."""
+    """Value of `tool_choice` that names a tool."""
 
     function: ToolName
 

@@ -71,7 +71,7 @@ class GenerationRequest:
     plan: AnswerPlan | None = None
     """Parts into which each answer is divided; None: answers are plain text."""
     decode: Decode | None = None
-    """Converts the answers' tokens to text; None: as the model does without special tokens."""
+    """Decoder of the answers' tokens; None: the model's decoder, which leaves special tokens out."""
 
     @property
     def made(self) -> int:
@@ -131,8 +131,8 @@ async def parse_completion(raw: bytes, model: ServedModel, config: ApiConfig) ->
 
 
 async def with_grammar(request: GenerationRequest, wanted: Wanted, model: ServedModel) -> GenerationRequest:
-    """Returns the request with a grammar for its answers. Raises a 400 for a wrong grammar, and for other fields that
-    contradict it."""
+    """Returns the request with a grammar for its answers. Raises a 400 for an invalid grammar, and for fields that
+    contradict the grammar."""
     await model.check_grammar(wanted.grammar, wanted.param)
     sampling = msgspec.structs.replace(request.sampling, grammar=wanted.grammar)
     try:

@@ -1,4 +1,4 @@
-"""Checks grammars of requests before the engine gets them."""
+"""Checks the grammars of requests before the engine gets the requests."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
 KEPT_CHECKS = 1024
-"""Results of checks that are kept."""
+"""Number of check results that are kept."""
 
 
 class GrammarChecks:
-    """Compiles grammars on a thread of its own. Used on one event loop."""
+    """Checks grammars by compiling them on a separate thread. Used on one event loop."""
 
     def __init__(self, tokenizer: Any, vocab_tokens: int, eos_ids: Sequence[int]) -> None:
-        """`tokenizer`: of transformers; used on the thread, once."""
+        """`tokenizer`: a tokenizer of transformers, used once, on the thread."""
         self._tokenizer, self._vocab_tokens, self._eos_ids = tokenizer, vocab_tokens, eos_ids
         self._vocabulary: LLTokenizer | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")
@@ -37,7 +37,7 @@ class GrammarChecks:
         self._thread.shutdown(wait=True, cancel_futures=True)
 
     async def check(self, grammar: str, param: str) -> None:
-        """Raises a 400 that names `param` for a grammar that is wrong, too large or too complex."""
+        """Raises a 400 that names `param` for a grammar that is invalid, too large or too complex."""
         if len(grammar) > MAX_GRAMMAR_CHARACTERS:
             raise bad(
                 param,

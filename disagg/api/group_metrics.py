@@ -60,16 +60,22 @@ GROUP = (
     Series("disagg_state_cached", "cached_states", "States held by the prefix cache, or saved for it"),
     Series("disagg_state_evicted", "evicted_states_total", "States evicted from the prefix cache"),
     Series(
-        "disagg_host_cache_pages", "host_pages", "Pages of the prefix cache in host memory; 0 without one"
+        "disagg_host_cache_pages",
+        "host_pages",
+        "Capacity of the prefix cache in host memory, in pages; 0 without such a cache",
     ),
-    Series("disagg_host_cache_pages_used", "host_pages_used", "Pages in use of the host memory"),
     Series(
-        "disagg_host_cache_stored_pages", "host_stored_pages_total", "Pages copied to the host memory's cache"
+        "disagg_host_cache_pages_used", "host_pages_used", "Used pages of the prefix cache in host memory"
+    ),
+    Series(
+        "disagg_host_cache_stored_pages",
+        "host_stored_pages_total",
+        "Pages copied to the prefix cache in host memory",
     ),
     Series(
         "disagg_host_cache_loaded_tokens",
         "host_loaded_tokens_total",
-        "Tokens found in the host memory's cache; part of disagg_group_cached_tokens",
+        "Tokens found in the prefix cache in host memory; part of disagg_group_cached_tokens",
     ),
     Series("disagg_preemptions", "preemptions_total", "Preempted requests"),
 )

@@ -44,7 +44,7 @@ class SuspicionCollector(Collector):
 
     def collect(self) -> Iterator[CounterMetricFamily]:
         """Yields the family with a sample for each group that was ever suspected."""
-        text = "Times that a group was silent, but not lost, by group"
+        text = "Suspicions of a group, which was silent but not lost, by group"
         family = CounterMetricFamily("disagg_suspicions", text, labels=["group"])
         for group, count in self._suspicions.items():
             family.add_metric([group], count)

@@ -34,7 +34,7 @@ _BYTE = re.compile("<0x([0-9A-F]{2})>")
 
 
 class Rendered(NamedTuple):
-    """A conversation in the checkpoint's chat template."""
+    """A conversation rendered by the checkpoint's chat template."""
 
     tokens: list[int]
     thinking: bool
@@ -58,10 +58,10 @@ class ServedModel:
         eos_ids: Sequence[int] = (),
         parsers: ParserNames = NO_PARSERS,
     ) -> None:
-        """`tokenizer`: None for a model without one, which takes and returns token ids only.
+        """`tokenizer`: None for a model without a tokenizer, which takes and returns only token ids.
 
         `eos_ids`: tokens that end an answer. `parsers`: parsers of chat answers; `auto` becomes the parser that the
-        chat template shows.
+        chat template indicates.
         """
         self.name, self.context_tokens, self.vocab_tokens = name, context_tokens, vocab_tokens
         self.created_s = int(time.time())
@@ -72,17 +72,17 @@ class ServedModel:
         """Parsers of chat answers."""
         visible = self.parsers.visible if tokenizer is not None else frozenset[str]()
         self.chat_decode: Decode = decode_with(tokenizer, visible) if visible else self.decode
-        """Decodes a chat answer for its parser, whose markers stay in the text."""
+        """Decodes a chat answer for its parser; the parser's markers stay in the text."""
         self.whole_decode: Decode = (
             self.decode if tokenizer is None else decode_with(tokenizer, _special_texts(tokenizer))
         )
-        """Decodes an answer to text with its special tokens."""
+        """Decodes an answer to text that includes the special tokens."""
         self._tokenizer, self._encoder = tokenizer, copy.deepcopy(tokenizer)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
         self._grammars = GrammarChecks(self._encoder, vocab_tokens, eos_ids)
 
     def close(self) -> None:
-        """Ends the threads."""
+        """Ends the threads that encode texts and check grammars."""
         self._thread.shutdown(wait=True, cancel_futures=True)
         self._grammars.close()
 
@@ -92,14 +92,14 @@ class ServedModel:
         await self._grammars.check(grammar, param)
 
     def marker(self, text: str) -> str:
-        """Returns a marker as a term of a Lark grammar: its special token, if it is one, else its text."""
+        """Returns a marker as a term of a Lark grammar: the special token with this text, or else the text."""
         for token, added in self._tokenizer.added_tokens_decoder.items():
             if added.special and added.content == text:
                 return f"<[{token}]>"
         return text_literal(text)
 
     def require_tokenizer(self, param: str) -> None:
-        """Raises a 400 that names `param`, which has text, if the model has no tokenizer."""
+        """Raises a 400 that names the text parameter `param`, if the model has no tokenizer."""
         if self._tokenizer is None:
             raise bad(
                 param,
@@ -125,7 +125,7 @@ class ServedModel:
         options: Mapping[str, Any] | None = None,
         generation_prompt: bool = True,
     ) -> Rendered:
-        """Returns a conversation in the checkpoint's chat template; `options`: further variables of the template.
+        """Renders a conversation by the checkpoint's chat template; `options`: further variables of the template.
 
         Raises a 400 without a tokenizer or template, or if the template rejects the messages.
         """
@@ -195,7 +195,7 @@ def _render(
 ) -> tuple[str, list[int]]:
     """Returns the text of a conversation and its tokens. Raises a 400 if the template rejects it.
 
-    A template is code of the checkpoint, and may fail in any way for messages or options that it does not expect.
+    A template is code of the checkpoint, which may raise any error for unexpected messages or options.
     """
     try:
         text = str(tokenizer.apply_chat_template(list(messages), tokenize=False, **options))

@@ -58,7 +58,7 @@ class CompletionLogprobs(msgspec.Struct, frozen=True):
 
 
 class Function(msgspec.Struct, omit_defaults=True):
-    """Name and arguments (a JSON text) of a tool call; in a chunk, their new parts."""
+    """Name and arguments (a JSON text) of a tool call; in a chunk, only the new part of each."""
 
     name: str | None = None
     arguments: str | None = None
@@ -82,7 +82,7 @@ class ToolCallDelta(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class ChatMessage(msgspec.Struct, frozen=True):
-    """The message of a whole chat answer. `content` is null if the answer has only calls or reasoning."""
+    """The message of a whole chat answer. `content` is null if the answer has calls but no content."""
 
     content: str | None
     role: str = "assistant"
@@ -145,4 +145,4 @@ class ReplyEnvelope(msgspec.Struct, frozen=True):
     choices: list[Any]
     usage: Usage | UnsetType | None = UNSET
     prompt_token_ids: Sequence[int] | UnsetType = UNSET
-    """Tokens of a conversation, on request; in a stream, in the first chunk."""
+    """Prompt tokens of a chat request with `return_token_ids`; in a stream, only in the first chunk."""

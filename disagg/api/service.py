@@ -61,7 +61,7 @@ class Generator(Protocol):
         """Returns the names of draining groups."""
 
     def suspected(self) -> tuple[str, ...]:
-        """Returns the names of groups that are silent, and not lost."""
+        """Returns the names of groups that are silent but not lost."""
 
     async def run(self, request: RouterRequest, emit: Emit) -> None:
         """Emits the answers; a cancellation aborts the request."""
@@ -93,7 +93,7 @@ class Service:
     def follow_groups(self, groups: Sequence[GroupInfo]) -> None:
         """Sets the limits of admission and context length to those of the groups that take requests.
 
-        If a role has no group, its former limits stay: the server refuses requests then anyway.
+        If a role has no group, the role's former limits stay, because the server then refuses all requests.
         """
         max_running = self._running_limit(groups) or self._admission.max_running
         context_tokens = min((group.context_tokens for group in groups), default=self.model.context_tokens)

@@ -14,14 +14,14 @@ ANY_OBJECT = {"type": "object"}
 
 
 class Wanted(NamedTuple):
-    """A grammar, and the field that asks for it."""
+    """A grammar, and the field that requests it."""
 
     param: str
     grammar: str
 
 
 def wanted_grammar(body: AnswerBody) -> Wanted | None:
-    """Returns the grammar that a request asks for; None without one. Raises a 400, also for several of them."""
+    """Returns the grammar in a request; None without one. Raises a 400, also if several fields have a grammar."""
     found = [one for one in (_response_format(body), *_structured_outputs(body), *_guided(body)) if one]
     if len(found) > 1:
         raise bad(
@@ -48,7 +48,7 @@ def _structured_outputs(body: AnswerBody) -> list[Wanted]:
 
 
 def _guided(body: AnswerBody) -> list[Wanted]:
-    """Returns the grammars of the names that vLLM used before `structured_outputs`."""
+    """Returns the grammars of the fields that vLLM had before `structured_outputs`."""
     guided = StructuredOutputs(
         json=body.guided_json,
         regex=body.guided_regex,

@@ -44,9 +44,9 @@ class Writer(ABC):
         self.completion_tokens = 0
         self._cached_tokens: int | None = None
         self._started = False
-        """Whether an event has been made."""
+        """Whether the stream has begun with an event."""
         self._only_text = not (request.running_usage or request.returns_tokens)
-        """Whether the middle chunks of a stream differ in their text only."""
+        """Whether the middle chunks of a stream differ only in their text."""
         self._templates: dict[int, tuple[bytes, bytes]] = {}
         """Text before and after the content of a plain-text event, for each choice that has begun."""
 
@@ -180,7 +180,7 @@ class CompletionWriter(Writer):
     def _with_tokens(
         self, choice: r.CompletionChoice, answer: int, tokens: Sequence[int], *, first: bool
     ) -> r.CompletionChoice:
-        """Returns `choice` with the ids of its `tokens`, and in the `first` one those of the prompt, if requested."""
+        """Returns `choice` with the ids of its `tokens`, and if `first`, of its prompt, if the request wants ids."""
         if not self._request.returns_tokens:
             return choice
         prompt = list(self._request.prompts[answer // self._request.made]) if first else UNSET

@@ -58,7 +58,7 @@ def _uses(process: Path, folder: str) -> bool:
 
 
 def kill_all(mark: str, folder: str, command: int) -> None:
-    """Kills the processes of `processes_of` repeatedly, until none is left or `KILL_TIMEOUT_S` has passed."""
+    """Kills all processes that `processes_of` finds, repeatedly, until none is left or after `KILL_TIMEOUT_S`."""
     until_s = time.monotonic() + KILL_TIMEOUT_S
     while found := processes_of(mark, folder, command):
         for pid in found:

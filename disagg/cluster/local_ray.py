@@ -39,7 +39,7 @@ LOOPBACK_ENV = {
     "RAY_USAGE_STATS_ENABLED": "0",
     # A process that sets its title would overwrite its environment, by which the guard finds Ray's processes.
     "SPT_NOENV": "1",
-    # Otherwise Ray starts an idle worker for each core before any rank asks for one.
+    # Otherwise Ray starts an idle worker for each core before any rank needs one.
     "RAY_prestart_worker_first_driver": "0",
     # Without tokens every user of this machine could run code in it.
     "RAY_AUTH_MODE": "token",
@@ -67,7 +67,7 @@ def loopback_env() -> Iterator[None]:
 
 
 class PrivateRay:
-    """The processes of a private Ray. Thread-safe."""
+    """The processes of a private Ray cluster. Thread-safe."""
 
     def __init__(self, mark: str, folder: Path) -> None:
         self._mark, self._folder = mark, folder

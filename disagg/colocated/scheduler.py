@@ -45,7 +45,7 @@ class ColocatedRequest:
     block_table: BlockTable | None
     """The request's row and pages; None once freed."""
     prefix: PrefixKey | None = None
-    """The prefix cache's key of the prompt; None: the KV must not be cached."""
+    """Key of the prompt in the prefix cache; None if the KV must not be cached."""
     answered: int = 0
     """Number of `tokens` that a lost group computed: their KV is computed like the prompt's."""
     states: SavedStates = field(default_factory=SavedStates)
@@ -240,7 +240,7 @@ class ColocatedScheduler:
             if request.closing or not request.started or start == whole:
                 continue
             if request.constraint is not None and not request.constraint.ready:
-                continue  # its grammar is compiled
+                continue  # its grammar is still being compiled
             prompt_tokens = len(request.prompt)
             take = self._chunks.take_behind(start, prompt_tokens, whole, left_tokens, must=not work)
             if take == 0:

@@ -1,7 +1,8 @@
-"""Grammars that constrain answers, as llguidance compiles them; the only file that imports llguidance at run time.
+"""Grammars that constrain answers, compiled by llguidance. Only this module imports llguidance at run time.
 
-A grammar is a text in llguidance's own JSON form: a JSON schema, a regular expression, or a grammar in its Lark
-dialect. It depends on no tokenizer; a *matcher* combines it with a model's vocabulary.
+A grammar is a text in llguidance's JSON form, which holds a JSON schema, a regular expression, or a grammar in
+llguidance's Lark dialect. A grammar depends on no tokenizer. A *matcher* combines a grammar with a model's
+vocabulary.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 MAX_SPACES = 40
-"""Longest white space between the tokens of JSON; without a limit a model may write nothing else."""
+"""Longest white space between the tokens of JSON. Without a limit, a model could generate white space forever."""
 _JSON_OPTIONS = {"whitespace_pattern": rf"[\x20\x0A\x0D\x09]{{1,{MAX_SPACES}}}"}
 
 
@@ -31,17 +32,20 @@ def regex_grammar(regex: str) -> str:
 
 
 def choice_grammar(choices: Sequence[str]) -> str:
-    """Returns the grammar of a list of texts."""
+    """Returns the grammar whose only texts are `choices`."""
     return lark_grammar("start: " + " | ".join(map(text_literal, choices)))
 
 
 def lark_grammar(text: str) -> str:
-    """Returns the grammar of a text in llguidance's Lark dialect."""
+    """Returns the grammar that `text` defines in llguidance's Lark dialect."""
     return json.dumps({"grammars": [{"lark_grammar": text}]})
 
 
 def any_grammar(text: str) -> str:
-    """Returns the grammar of a text in llguidance's Lark dialect, or in GBNF. Raises `ValueError` for wrong GBNF."""
+    """Returns the grammar that `text` defines in llguidance's Lark dialect or in GBNF.
+
+    Raises `ValueError` for invalid GBNF.
+    """
     from llguidance import grammar_from
 
     return lark_grammar(str(grammar_from("grammar", text)))
@@ -54,12 +58,12 @@ def followed_by(first: str, grammar: str) -> str:
 
 
 def text_literal(text: str) -> str:
-    """Returns a text as a string of the Lark dialect."""
+    """Returns a text as a string literal of the Lark dialect."""
     return json.dumps(text, ensure_ascii=False)
 
 
 def regex_literal(regex: str) -> str:
-    """Returns a regular expression as one of the Lark dialect."""
+    """Returns a regular expression (Rust's `regex` syntax) as a literal of the Lark dialect."""
     from llguidance import regex_to_lark
 
     return f"/{regex_to_lark(regex)}/"
@@ -69,8 +73,8 @@ def grammar_tokenizer(tokenizer: Any, vocab_tokens: int, eos_ids: Sequence[int])
     """Returns the vocabulary of a transformers tokenizer for matchers. Takes about a second for a large vocabulary.
 
     `vocab_tokens`: size of the model's vocabulary, which may exceed the tokenizer's. `eos_ids`: tokens that end an
-    answer. Raises `UnsupportedModelError` for a tokenizer that is not of the `tokenizers` library, or unknown to
-    llguidance.
+    answer. Raises `UnsupportedModelError` without end tokens, for a tokenizer that is not of the `tokenizers`
+    library, and for a tokenizer that llguidance cannot read.
     """
     from llguidance import LLTokenizer
 
@@ -91,16 +95,16 @@ def grammar_tokenizer(tokenizer: Any, vocab_tokens: int, eos_ids: Sequence[int])
 
 
 def compile_grammar(grammar: str, tokenizer: LLTokenizer) -> LLMatcher:
-    """Returns a matcher at the start of an answer. Releases the interpreter lock while it compiles.
+    """Compiles a grammar to a matcher at the start of an answer. Releases the GIL during the compilation.
 
-    Raises `InvalidRequestError` for a wrong grammar, and for one without any text.
+    Raises `InvalidRequestError` for an invalid grammar, and for a grammar that no text satisfies.
     """
     from llguidance import LLMatcher
 
     matcher = LLMatcher(tokenizer, grammar, log_level=0)
     first = matcher.deep_copy()
     if not first.is_error():
-        first.compute_bitmask()  # fails for a grammar without any text
+        first.compute_bitmask()  # fails for a grammar that no text satisfies
     if first.is_error():
         raise InvalidRequestError(f"the grammar is not valid: {_first_line(first.get_error())}")
     return matcher

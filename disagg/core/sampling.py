@@ -19,7 +19,7 @@ MAX_SEQUENCES = 128
 MAX_LENGTH_PENALTY = 10.0
 INFINITE = float("inf")
 MAX_GRAMMAR_CHARACTERS = 1 << 18
-"""Largest grammar of a request. Compilation takes up to a few seconds for the largest ones."""
+"""Largest grammar of a request. The compilation of the largest grammars takes up to a few seconds."""
 SEED_LIMIT = 1 << 63
 """Upper limit of seeds, which are signed 64-bit integers."""
 

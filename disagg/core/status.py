@@ -102,7 +102,7 @@ class GroupStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     cached_tokens_total: Count = 0
     """Prefix cache hits. Prefill: prompt tokens not computed. Decode: prompt tokens not transferred."""
     host_pages: Count = 0
-    """Pages of the prefix cache's second tier, in host memory; 0 without one."""
+    """Capacity of the prefix cache's second tier, in host memory, in pages; 0 without a second tier."""
     host_pages_used: Count = 0
     host_stored_pages_total: Count = 0
     """Pages copied to host memory for the second tier."""
@@ -113,7 +113,7 @@ class GroupStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     """Time spent in steps."""
     broken: str = ""
     silent_ranks: Annotated[tuple[Count, ...], MANY] = ()
-    """Ranks that the leader has not heard for `control.suspect_after_s`."""
+    """Ranks from which the leader has received nothing for `control.suspect_after_s`."""
 
 
 class RecentAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -169,7 +169,7 @@ class ServiceStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     draining: tuple[str, ...] = ()
     suspected: tuple[str, ...] = ()
     """Groups with a silent rank, which get no requests while another group of their role responds. With several
-    workers: groups that any of them suspects."""
+    workers: groups that any worker suspects."""
     recoveries_total: int = 0
     """Number of times that a request lost a group and continued on others."""
     recent: tuple[RecentAnswer, ...] = ()

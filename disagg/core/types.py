@@ -278,7 +278,7 @@ class SamplingParams(msgspec.Struct, frozen=True):
     logit_bias: tuple[tuple[int, float], ...] = ()
     """`(token, value added to its logit)`; repeated tokens add up."""
     logprobs: int | None = None
-    """Returned log-probabilities: None: none; 0: of the chosen token; k: of the k most probable tokens too."""
+    """Log-probabilities to return. None: none; 0: of the chosen token; k: also of the k most probable tokens."""
     n: int = 1
     """Number of answers: separate sequences with separate seeds that share the prompt's KV."""
     beams: int = 0
@@ -341,9 +341,9 @@ class RankInfo(msgspec.Struct, frozen=True):
     state_slots: int = 0
     """Slots for recurrent states of requests and of the prefix cache; 0 without recurrent layers."""
     host_pages: int = 0
-    """Pages of the prefix cache that the rank's host memory has room for; see `GroupConfig.host_cache_bytes`."""
+    """Number of prefix cache pages for which the rank's host memory has room; see `GroupConfig.host_cache_bytes`."""
     host_states: int = 0
-    """Recurrent states of the prefix cache that the rank's host memory has room for."""
+    """Number of the prefix cache's recurrent states for which the rank's host memory has room."""
 
 
 class GroupInfo(msgspec.Struct, frozen=True):

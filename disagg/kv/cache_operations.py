@@ -1,7 +1,7 @@
 """Operations between the tiers of the prefix cache. The leader plans them; each rank copies its own heads and states.
 
-An operation moves all parts of a cached prefix, or nothing: the pages of the KV pool (with the scales of quantized
-KV), and the recurrent states of a hybrid model. SGLang's hierarchical cache controller has the same unit.
+An operation moves all parts of a cached prefix, or none: the pages of the KV pool (with the scales of quantized KV),
+and the recurrent states of a hybrid model. SGLang's hierarchical cache controller has the same unit.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class PoolTransfer(msgspec.Struct, frozen=True, array_like=True):
     device: list[int]
     """Pages of the KV pool, or slots of the state pool."""
     host: list[int]
-    """Block of host memory for each of `device`; each pool has host memory of its own."""
+    """Host memory block of each entry of `device`; each pool has its own host memory."""
 
 
 class CacheOperation(msgspec.Struct, frozen=True, array_like=True):

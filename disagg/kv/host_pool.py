@@ -1,9 +1,8 @@
 """Host memory of one rank for cached KV pages and recurrent states: the second tier of the prefix cache.
 
-All parts of a page (each class of layers, K and V, scales) are one contiguous *block*, the page-first layout of
-SGLang's hierarchical cache; `kernels.copy.page_blocks` copies between pages and blocks. A recurrent state is a block
-of its own size. Memory is pinned slab by slab on first use, because pinning all of it would delay the start by
-seconds.
+All parts of a page (each class of layers, K and V, scales) form one contiguous *block*, the page-first layout of
+SGLang's hierarchical cache; `kernels.copy.page_blocks` copies between pages and blocks. Recurrent states have blocks
+of another size. Memory is pinned in slabs on first use, because pinning all memory at the start would take seconds.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ from disagg.kv.pages import pages_for
 from kernels.copy.page_blocks import Blocks, blocks_to_pages, pages_to_blocks
 
 SLAB_BYTES = 256 << 20
-"""Size of a slab: pinned in about 0.1 s; a copy of pages in several slabs takes a launch for each."""
+"""Size of a slab. Pinning one takes about 0.1 s. A copy of pages to several slabs needs a launch for each slab."""
 BLOCK_ALIGNMENT_BYTES = 4096
-"""Blocks start at multiples of this, as direct I/O requires."""
+"""Alignment of the blocks, as direct I/O requires."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +30,7 @@ class HostMemoryStatistics:
     blocks: int
     block_bytes: int
     pinned_bytes: int
-    """Memory that has been allocated so far."""
+    """Size of the memory allocated so far."""
 
 
 class BlockMemory:
@@ -77,25 +76,26 @@ class BlockMemory:
 
 
 class HostPool:
-    """Blocks in host memory of the pages, or slots, of one or several device tensors, and the copies between them."""
+    """Host memory blocks for pages, or slots, of one or several device tensors, and the copies in both directions."""
 
     def __init__(self, buffers: Sequence[torch.Tensor], page_size: int, blocks: int) -> None:
-        """Allocates nothing yet. `blocks`: number of blocks.
+        """Allocates no memory yet. `blocks`: number of blocks.
 
-        `buffers`: parts of a page, each contiguous `[layers, planes, slots, heads, head_dim]` on one device: those of
-        a `KVPool`, or with a `page_size` of 1 the `byte_views` of a `MambaPool`. None, for no blocks.
+        `buffers`: parts of a page, each contiguous `[layers, planes, slots, heads, head_dim]`, on one device: the
+        buffers of a `KVPool`, or, with a `page_size` of 1, the `byte_views` of a `MambaPool`. Empty without blocks.
         """
         self._buffers, self._page_size = list(buffers), page_size
         pinned = bool(buffers) and buffers[0].device.type == "cuda"
         self.memory = BlockMemory(blocks, page_bytes(buffers, page_size), pinned=pinned)
         """Memory of the blocks; block `i` has all parts of one page."""
         self.layers = sum(buffer.shape[0] for buffer in buffers)
-        """Layers of all parts, numbered part after part."""
+        """Number of layers of all parts; layers are numbered part after part."""
 
     def store(self, pages: Sequence[int], blocks: Sequence[int]) -> None:
         """Copies page `pages[i]` to block `blocks[i]`, all layers.
 
-        On a GPU, queued on the current stream without synchronization, like `load`. The blocks must be reserved.
+        On a GPU, `store` and `load` queue copies on the current stream without synchronization. The blocks must be
+        reserved.
         """
         for memory, indices, places in self.memory.by_slab(blocks):
             numbers = self._upload([pages[index] for index in indices], places)

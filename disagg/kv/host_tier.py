@@ -1,16 +1,17 @@
 """The second tier of a group's prefix cache: KV pages in host memory. Integers only; the leader owns it.
 
-The tier has a radix tree of its own over blocks of host memory, of which each rank holds its heads. Both trees are
-independent: a prefix may be in either or in both. Their contents are equal, because cached pages are never written.
+The tier has its own radix tree over blocks of host memory; each rank holds its own heads of the blocks. The trees of
+the two tiers are independent: a prefix may be in one tree or in both. A page in both tiers has the same content in
+each, because cached pages are never written.
 
     store    when a prefix enters the first tier (write-through), its pages that the second tier lacks are copied.
              Until every rank has reported the end, the first tier's path is locked, and the blocks are in no tree
     load     when a prompt's prefix reaches further in the second tier than in the first, the pages behind the first
              tier's hit are copied to the request's own pages. Until every rank has reported the end, the second
-             tier's path is locked, and the operation has a reference to the request's pages: they may be released,
-             but are not given away
+             tier's path is locked, and the operation has a reference to the request's pages: the request may release
+             these pages, but they are not allocated again
 
-A store that finds no room, because everything is locked, is left out; nothing waits for a store.
+A store without room, because all blocks are locked, is skipped. No step and no request waits for a store.
 
 For a hybrid model, a hit of either tier ends at a cached recurrent state. A store therefore includes the states on
 the path, and ends at the last one. A load includes the state at its end, in a state slot of the request.
@@ -32,7 +33,7 @@ from disagg.kv.radix_values import Match, RadixStatistics
 from disagg.kv.state_slots import StateSlots
 
 STORING_SHARE = 4
-"""Divisor of the first tier's pages: the most pages that stores may lock at one time."""
+"""Divisor of the first tier's pages: stores may lock at most a quarter of these pages at one time."""
 
 
 @dataclass(slots=True, eq=False)
@@ -41,9 +42,9 @@ class TierLoad:
 
     pages: int
     state: tuple[int, int] | None = None
-    """(tokens, slot) of the recurrent state that is loaded too; the request owns the slot."""
+    """(tokens, slot) of the recurrent state that the load includes; None without one. The request owns the slot."""
     done: bool = False
-    """Whether every rank has copied."""
+    """Whether every rank has reported the end of the load."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,19 +52,19 @@ class HostTierStatistics:
     """Current content of the tier, and counts since its construction."""
 
     pages: int
-    """Blocks of host memory, each of one page."""
+    """Number of host memory blocks, each for one page."""
     used_pages: int
     cache: RadixStatistics
     storing_pages: int
-    """Pages of stores under way."""
+    """Number of pages that stores under way copy."""
     loading_pages: int
-    """Pages of loads under way."""
+    """Number of pages that loads under way copy."""
     stored_pages: int
     loaded_pages: int
     skipped_pages: int
-    """Pages that were not stored: no room, or too many stores under way."""
+    """Pages that were not stored for lack of room, or because too many stores were under way."""
     failed_operations: int
-    """Stores that a rank could not make."""
+    """Stores that failed on a rank."""
 
 
 @dataclass(slots=True, eq=False)
@@ -91,7 +92,7 @@ class _Operation:
     load: TierLoad | None = None
     """None for a store."""
     prefix: PrefixKey | None = None
-    """Of a store: the key of the whole prefix; its last `len(blocks)` pages are stored."""
+    """Of a store: the key of the whole prefix. The last `len(blocks)` pages of the prefix are stored."""
     states: list[_StoredState] = field(default_factory=list)
     """Of a store: its states, ascending."""
     slot_released: bool = False
@@ -113,18 +114,18 @@ class HostTier:
         eviction: EvictionName,
         states: int = 0,
     ) -> None:
-        """`first`: tree of the first tier, with the pages of `allocator`; `pages`: blocks of each rank.
+        """`first`: tree of the first tier, over the pages of `allocator`. `pages`: number of blocks on each rank.
 
-        `states`: state blocks of each rank, for a hybrid model.
+        `states`: number of state blocks on each rank, for a hybrid model.
         """
         self._first, self._allocator, self._ranks = first, allocator, ranks
         self._page_size = allocator.page_size
         # Page 0 of an allocator is its trash page, so block `i` is page `i + 1`.
         self.blocks = TokenToKVPoolAllocator(pages + 1, allocator.page_size)
-        """Blocks of host memory; only the tier allocates and frees."""
+        """Allocator of the host memory blocks; only the tier allocates and frees blocks."""
         slots = StateSlots(0, states) if first.needs_state else None
         self.index = RadixCache(self.blocks, eviction, states=slots)
-        """Tree over the blocks, and over the state blocks."""
+        """Radix tree over the blocks and the state blocks."""
         self._most_storing = max(1, (allocator.pages - 1) // STORING_SHARE)
         self._under_way: dict[int, _Operation] = {}
         self._planned: list[CacheOperation] = []
@@ -175,7 +176,7 @@ class HostTier:
         return missing
 
     def _alloc(self, count: int, known: Node) -> list[int]:
-        """Returns up to `count` blocks, after evicting others if needed, but nothing of the path to `known`."""
+        """Allocates up to `count` blocks; evicts cached blocks if needed, but none on the path to `known`."""
         self.index.lock(known, state=False)
         short = min(count, self.blocks.free_pages + self.index.evictable_pages) - self.blocks.free_pages
         if short > 0:
@@ -206,10 +207,11 @@ class HostTier:
         return self.index.match(prefix, max_tokens)
 
     def load(self, hit: Match, first_page: int, pages: Sequence[int], slot: int | None = None) -> TierLoad:
-        """Plans a load of the pages of `hit` from `first_page` on to `pages`, which the caller owns.
+        """Plans a load into `pages`, which the caller owns, of the pages of `hit` from `first_page` on.
 
-        `slot`: state slot for the state of `hit`, which the caller owns, if the hit has one. The caller must not use
-        KV and state before `TierLoad.done`, except in steps planned from now on, which ranks compute after the load.
+        `slot`: state slot, owned by the caller, for the state of `hit`; None for a hit without a state. The caller
+        must not use KV and state before `TierLoad.done`, except in steps planned from now on, which ranks compute
+        after the load.
         """
         blocks = hit.pages[first_page:]
         if len(blocks) != len(pages) or (hit.state is None) != (slot is None):
@@ -235,7 +237,7 @@ class HostTier:
     # --- operations
 
     def take_operations(self) -> list[CacheOperation]:
-        """Returns the operations for the next plan, once."""
+        """Returns the operations for the next plan; each operation is returned once."""
         planned, self._planned = self._planned, []
         return planned
 
@@ -290,7 +292,7 @@ class HostTier:
             self.index.insert(prefix, [*known.pages[:start], *blocks])
             self._stored += len(blocks)
         if blocks:
-            self.blocks.free(blocks)  # those in the tree keep the tree's reference
+            self.blocks.free(blocks)  # blocks in the tree keep the tree's reference
         for state in operation.states:
             self.index.attach_state(prefix, state.tokens, state.block)
 
@@ -324,7 +326,7 @@ class HostTier:
         )
 
     def check(self) -> None:
-        """Raises `InvariantError` unless each block is free, cached, or of one operation under way."""
+        """Raises `InvariantError` unless each block is free, cached, or owned by one operation under way."""
         self.blocks.check()
         self.index.check()
         storing = [one for one in self._under_way.values() if one.load is None]

@@ -201,7 +201,8 @@ class RadixCache:
     def evict(self, pages: int) -> int:
         """Evicts cached pages in policy order until `pages` are free; returns how many became free.
 
-        Returns fewer only if no page can be evicted. Evicts from the end of a run, and only as many as needed.
+        Returns a number below `pages` only if no more pages can be evicted. Evicts a node's last pages first, and no
+        more pages than needed.
         """
         freed = 0
         while freed < pages and (leaf := self._leaves.first()) is not None:

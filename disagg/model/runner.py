@@ -83,7 +83,7 @@ class RunnerOptions:
     pool_tokens: int
     """Slots of the KV pool, including the trash page; rounded down to whole pages."""
     page_size: int
-    """Slots of a page."""
+    """Number of token slots in a page."""
     rows: int
     """Largest number of requests that can have a block table row at the same time."""
     max_tokens: int
@@ -467,7 +467,7 @@ class ModelRunner:
         more: dict[str, Any] = {}
         recurrent: AbstractContextManager[None] = nullcontext()
         if self._packed is not None and step is not None:
-            cache = make_cache(self.source.config)  # holds no states, but tells `PoolLayers` the layer
+            cache = make_cache(self.source.config)  # holds no states, but gives `PoolLayers` the layer
             recurrent = self._packed.during(step)
         if cache is not None:
             context = PoolLayers(context, cache, attention_layers(self.model.config))

@@ -1,15 +1,16 @@
-"""Copies between the tiers of a rank's prefix cache, as the leader's plans order them.
+"""Copies between the tiers of a rank's prefix cache, ordered by the leader's plans.
 
-Each rank of a group has a controller, as in SGLang's `HybridCacheController`, but decides nothing: the leader's
-`HostTier` does, for all ranks. Stores run on a thread and a stream of their own, after an event of the compute
-stream, which never waits for them. Stores that wait are merged into one launch.
+Each rank has a controller like SGLang's `HybridCacheController`. The controller decides nothing: the leader's
+`HostTier` decides for all ranks. Stores run on a separate thread and stream, after an event of the compute stream,
+which never waits for stores. Waiting stores are merged into one launch.
 
-Loads go one of two ways:
+There are two kinds of loads:
 
-    layered      prefill and colocated groups: the compute thread launches them, layer group by layer group, on a
-                 stream of their own, and the step waits on the device for each group of layers before it computes
-                 them. The first layers compute while later ones load
-    in parallel  decode groups: on a thread; the request joins the batch after the report, so that no answer waits
+    layered      prefill and colocated groups: the compute thread launches the load, layer group by layer group, on a
+                 separate stream. Before the step computes a group of layers, it waits on the device for the load of
+                 that group. The first layers compute while later layers load
+    in parallel  decode groups: a separate thread runs the load; the request joins the batch after the report of the
+                 load, so that no running answer waits
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ from kernels.dispatch import backend
 log = structlog.get_logger(__name__)
 
 LOAD_GROUPS = 8
-"""Groups of layers in which a load is launched, so that a step can begin after an eighth of it."""
+"""Number of layer groups into which a load is divided, so that a step can begin after an eighth of the load."""
 
 Moved = Callable[[int, str], None]
 """Callback with an operation's number and its error, empty if it succeeded."""
 
 
 class HostBlockCounts(NamedTuple):
-    """Room of a rank's host memory."""
+    """Numbers of pages and states for which a rank's host memory has room."""
 
     pages: int
     states: int
@@ -49,7 +50,7 @@ class HostBlockCounts(NamedTuple):
 
 
 def host_block_counts(pools: TransferPools, page_size: int, nbytes: int) -> HostBlockCounts:
-    """Returns the room in `nbytes` of host memory; half of it is for states if the rank caches them."""
+    """Returns the counts for `nbytes` of host memory, half of which is for states if the rank caches states."""
     states = 0
     if pools.state_buffers and nbytes:
         nbytes //= 2
@@ -58,11 +59,11 @@ def host_block_counts(pools: TransferPools, page_size: int, nbytes: int) -> Host
 
 
 class LoadedLayers(NamedTuple):
-    """Loads that a step waits for."""
+    """Events of the loads for which a step waits."""
 
     device: torch.device
     events: tuple[tuple[int, DeviceEvent], ...]
-    """(last layer + 1, event) of each group of layers, ascending; empty if there is nothing to wait for."""
+    """(last layer + 1, event) of each group of layers, ascending; empty if the step waits for no load."""
 
     def before_all(self) -> None:
         """Makes the current stream wait for all layers. Never blocks the host."""
@@ -82,12 +83,12 @@ class LoadedLayers(NamedTuple):
 
     @property
     def last_event(self) -> DeviceEvent:
-        """Event after all loads; None without any, and on a CPU, where they are complete."""
+        """Event after all loads; None without loads, and on a CPU, where the loads are already complete."""
         return self.events[-1][1] if self.events else None
 
 
 class HybridCacheController:
-    """Executes cache operations. Owns the host memory, and a thread and a stream for stores and for loads each."""
+    """Executes cache operations. Owns the host memory, and a thread and a stream each for stores and for loads."""
 
     def __init__(
         self,
@@ -99,7 +100,7 @@ class HybridCacheController:
         moved: Moved,
         broken: Callable[[str], None],
     ) -> None:
-        """`counts`: blocks in host memory; 0 pages for no second tier. `layered`: how loads run, see above.
+        """`counts`: blocks in host memory; 0 pages for no second tier. `layered`: kind of the loads; see the module.
 
         `moved` receives the end of each operation. `broken` receives an error after which the rank cannot go on, such
         as that of a load. Both are called on the controller's threads. Raises `ConfigError` if the kernels of a GPU
@@ -111,7 +112,7 @@ class HybridCacheController:
             )
         self._device, self._layered, self._moved, self._broken = pools.device, layered, moved, broken
         self.counts = counts
-        """Room of the second tier."""
+        """Numbers of pages and states for which the second tier has room."""
         self.kv = HostPool(pools.kv_buffers, page_size, counts.pages)
         """Memory of KV pages."""
         self.states = HostPool(pools.state_buffers, 1, counts.states)
@@ -125,13 +126,13 @@ class HybridCacheController:
         self.storing: Executor = ThreadPoolExecutor(1, thread_name_prefix="cache-store", initializer=use)
         """Thread of stores."""
         self.loading: Executor = ThreadPoolExecutor(1, thread_name_prefix="cache-load", initializer=use)
-        """Thread of loads; layered loads only end there."""
+        """Thread of loads. For layered loads it only waits for the end, and reports the end."""
         self._stores: deque[tuple[CacheOperation, DeviceEvent]] = deque()
 
     def order(self, operations: Sequence[CacheOperation]) -> LoadedLayers:
         """Starts the operations of a plan, after all work queued so far on the current stream; never blocks.
 
-        Called on the compute thread. Returns what the plan's step has to wait for.
+        Called on the compute thread. Returns the loads for which the plan's step must wait.
         """
         nothing = LoadedLayers(self._device, ())
         if not operations:
@@ -155,7 +156,7 @@ class HybridCacheController:
         self.loading.shutdown()
 
     def _store_waiting(self) -> None:
-        """Makes all waiting stores in one copy, and reports them. Runs on the store thread."""
+        """Executes all waiting stores as one copy, and reports their end. Runs on the store thread."""
         waiting: list[tuple[CacheOperation, DeviceEvent]] = []
         while self._stores:
             waiting.append(self._stores.popleft())
@@ -206,7 +207,7 @@ class HybridCacheController:
     def _queue_loads(
         self, operations: Sequence[CacheOperation], after: DeviceEvent, groups: int
     ) -> list[tuple[int, DeviceEvent]]:
-        """Queues loads, states first, then pages by group of layers; returns the events, see `LoadedLayers`."""
+        """Queues loads: states first, then pages by group of layers. Returns the events; see `LoadedLayers`."""
         self._load_queue.after(after)
         with self._load_queue.use():
             slots, blocks = _copies("state", operations)
@@ -231,7 +232,7 @@ class HybridCacheController:
 
 
 def _copies(pool: PoolName, operations: Sequence[CacheOperation]) -> tuple[list[int], list[int]]:
-    """Returns pages or slots of the device, and the block of each, of all `operations`."""
+    """Returns the device pages or slots of all `operations`, and the host block of each."""
     transfers = [part for operation in operations for part in operation.transfers if part.pool == pool]
     numbers = [number for part in transfers for number in part.device]
     return numbers, [block for part in transfers for block in part.host]

@@ -12,10 +12,10 @@ References to a request's pages, by their interval, with their owner and the cal
 State slots of hybrid models, by their interval, with their owner:
 
     [alloc_state, keep)     the caller; `free_state` ends the interval too
-    [keep, evicted)         the prefix cache, or nobody if `keep` finds no use for the state
+    [keep, evicted)         the prefix cache; no owner if `keep` finds no use for the state
 
 With a second tier (`disagg.kv.host_tier`), `reserve` may plan a load to pages of the block table, and `keep` a store;
-the tier has references and locks of its own until every rank has reported the copy (`moved`).
+the tier has its own references and locks until every rank has reported the end of the copy (`moved`).
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ class BlockTable:
     row: int
     sequence: KVSequence = field(repr=False)
     cached_tokens: int = 0
-    """Tokens of the prefix cache hit, which need not be computed: full pages, shared with the cache, or loaded."""
+    """Tokens of the prefix cache hit, whose KV need not be computed: full pages, either shared with the cache or
+    loaded."""
     node: Node | None = field(default=None, repr=False)
     """Node of the prefix cache that is locked for this sequence."""
     state: int | None = None
@@ -69,7 +70,7 @@ class BlockTable:
     for an empty hit, a hit by KV alone and a fork.
     """
     load: TierLoad | None = field(default=None, repr=False)
-    """Load of the last part of the hit from the second tier, shared with forks; None without one."""
+    """Load of the last part of the hit from the second tier, shared with forks; None without a load."""
 
     @property
     def pages(self) -> list[int]:
@@ -343,7 +344,7 @@ class KVManager:
         return above.end * self.page_size if above is not None else 0
 
     def take_operations(self) -> list[CacheOperation]:
-        """Returns the operations of the second tier for the next plan, once; see `HostTier`."""
+        """Returns the second tier's operations for the next plan; see `HostTier.take_operations`."""
         return self.host.take_operations() if self.host is not None else []
 
     def moved(self, number: int, rank: int, error: str = "") -> None:

@@ -73,7 +73,7 @@ class Leader(ABC):
         """Tokens of the step that is being committed, by router; None between steps."""
         self._silent_ranks: set[int] = set()
         self.constraints = Constraints(no_tokenizer)
-        """Grammars of answers. The owner of the rank replaces it by one with the model's tokenizer, and closes it."""
+        """Constraints of answers. The rank's owner replaces this object by one with a tokenizer, which it closes."""
         self.broken: str = ""
         """Reason why the group cannot serve requests any more; empty while the group works."""
         self.on_broken: Callable[[str], None] = lambda reason: None
@@ -156,8 +156,8 @@ class Leader(ABC):
             self._changed.notify_all()
 
     def on_peer_suspected(self, peer: str, silent: bool) -> None:
-        """Reports a rank of the group that is silent, or speaks again, to the routers: they may leave the group while
-        this rank still responds."""
+        """Reports to the routers that a rank of the group is silent, or responds again: routers may leave the group
+        while its leader still responds."""
         with self._changed:
             ranks = self._group.ranks if self._group is not None else ()
             number = next((rank.rank for rank in ranks if rank.control_address == peer), None)
@@ -240,7 +240,7 @@ class Leader(ABC):
 
     @abstractmethod
     def _memory_freed(self) -> None:
-        """Admits waiting requests: pages may have become free. Called under the lock."""
+        """Admits waiting requests, because pages may have become free. Called under the lock."""
 
     def _steps_in_flight(self) -> int:
         """Returns the number of steps that are planned and not committed."""

@@ -19,7 +19,7 @@ class LedRequest(Protocol):
 
 
 class LedScheduler(Protocol):
-    """Methods of a scheduler that a leader uses."""
+    """The methods that a leader uses of its scheduler."""
 
     @property
     def requests(self) -> Mapping[RequestKey, LedRequest]:

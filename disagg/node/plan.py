@@ -85,8 +85,9 @@ class StepPlan(msgspec.Struct, frozen=True):
     state_saves: list[StateCopy] = []
     """Copies of recurrent states of rows, after the step."""
     cache_operations: list[CacheOperation] = []
-    """Copies between tiers of the prefix cache. Stores copy what steps before this plan computed. Loads precede the
-    steps of this plan and of later ones; in a decode group their requests wait for the ranks' reports instead."""
+    """Copies between tiers of the prefix cache. Stores copy KV and states that steps before this plan computed.
+    Loads precede the steps of this plan and of later plans. In a decode group, the requests of the loads wait for the
+    ranks' reports instead."""
     dropped: list[tuple[RequestKey, int]] = []
     """Requests, with their reservations, that had `early` work and have ended."""
 

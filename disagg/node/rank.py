@@ -102,7 +102,7 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
         self.executor = StepExecutor(runner, group_config.max_requests)
         """Executor of a plan's forward pass; used on the compute thread."""
         self.cache_controller = self._make_cache_controller()
-        """Copies between the tiers of the prefix cache, as the compute thread orders."""
+        """Executor of copies between the tiers of the prefix cache; the compute thread orders the copies."""
         self._memory = {
             "weights_bytes": runner.weights_bytes,
             "kv_bytes": pool_bytes(runner),
@@ -146,7 +146,7 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
 
     def _make_cache_controller(self) -> HybridCacheController:
         group, pools = self.group_config, self.runner.transfer_pools
-        if self.role == "decode":  # it receives the state of each prompt
+        if self.role == "decode":  # a decode rank receives the state of each prompt, and caches none
             pools = TransferPools.of(pools.kv, None)
         nbytes = group.host_cache_bytes if group.prefix_cache else 0
         return HybridCacheController(

@@ -81,7 +81,7 @@ class RankPeers:
         self._control.watch(peer)
 
     def suspected(self, peer: str, silent: bool) -> None:
-        """Passes the silence or the return of a peer to the leader. Nothing ends by it."""
+        """Notifies the leader that a peer is silent, or responds again. Ends no request and no transfer."""
         if self._leader is not None:
             self._leader.on_peer_suspected(peer, silent)
 

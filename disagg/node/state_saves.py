@@ -34,7 +34,7 @@ class SavedStates:
     answer: tuple[int, int] | None = None
     """Entry of `slots` with the latest state of the answer."""
     source: int | None = None
-    """Slot of the prefix cache hit's state, also of one that is being loaded, until a plan copies it to the row."""
+    """Slot of the prefix cache hit's state, which may still be loading, until a plan copies the state to the row."""
 
 
 class StateSaves:
@@ -60,7 +60,9 @@ class StateSaves:
         borders = deque(self._borders(block_table.cached_tokens, total_tokens))
         saved = SavedStates(borders, source=block_table.state)
         if block_table.load is not None and block_table.load.state is not None:
-            saved.slots.append(block_table.load.state)  # from now on the request owns the slot here
+            saved.slots.append(
+                block_table.load.state
+            )  # the request now owns the slot, as an entry of `slots`
             saved.source = block_table.load.state[1]
         return saved
 
@@ -98,7 +100,9 @@ class StateSaves:
         return inside
 
     def answered(self, saved: SavedStates, row: int, stop: int) -> None:
-        """Records an answer's token in the next plan, at position `stop - 1`; for groups that compute answers too.
+        """Records that the next plan computes an answer's token at position `stop - 1`.
+
+        Only groups that compute answers call this.
 
         The latest state at a multiple of the smallest distance replaces the previous one.
         """

@@ -25,7 +25,8 @@ class Output(msgspec.Struct, frozen=True):
     answer: int = 0
     """Number of the answer within the request."""
     cached_tokens: int | None = None
-    """In the first output of an answer: prompt tokens whose KV the prefill group had cached; None if unknown."""
+    """Number of prompt tokens whose KV the prefill group had cached; set only in the first output of an answer, if
+    known."""
 
 
 Emit = Callable[[Output], None]

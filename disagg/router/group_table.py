@@ -86,7 +86,7 @@ class GroupTable:
         return self._current().usable.get(role, ())
 
     def suspected(self) -> list[RoutedGroup]:
-        """Returns the groups with a silent rank that are not lost."""
+        """Returns the groups that have a silent rank but are not lost."""
         return self._current().suspected
 
     def limits(self, role: str) -> Collection[SequenceLimit]:

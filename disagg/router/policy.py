@@ -34,7 +34,7 @@ class RoutedGroup:
     """Requests ever sent to the group."""
     lost: bool = False
     suspected: bool = False
-    """Whether a rank of the group is silent, but not lost."""
+    """Whether a rank of the group is silent while the group is not lost."""
     draining: bool = False
     """Whether the group finishes its requests and gets no new ones."""
     held: HeldPrefixes = field(default_factory=HeldPrefixes)

@@ -74,7 +74,7 @@ class RunContext:
     decode_groups: Callable[[], int]
     """Callback that returns the number of usable groups that decode."""
     suspected: Set[str]
-    """Addresses of the leaders of suspected groups now."""
+    """Addresses of the leaders of the suspected groups; the router keeps the set up to date."""
 
 
 @dataclass(slots=True)
@@ -246,7 +246,7 @@ class RequestRun:
         return branch.is_same_fault(groups, session.started_s, both, decoded=decoded)
 
     def _may_leave(self, branch: Branch, session: SessionHandlers) -> bool:
-        """Returns whether a suspicion may end the session: that costs no recovery, or one is left."""
+        """Returns whether a suspicion may end the session: its end costs no recovery, or a recovery is left."""
         if branch.recoveries < self.context.options.max_recoveries:
             return True
         silent = self.context.silent_groups({session.prefill.name, session.decode.name})

@@ -22,8 +22,8 @@ class Suspicion(msgspec.Struct, frozen=True):
 
 Received = m.Message | PeerLostError | Suspicion
 Receiver = Callable[[str, Received], None]
-"""Callback on the loop that receives a peer's address with its message, with an error when the peer is lost, or with
-its suspicion."""
+"""Callback on the loop that receives a peer's address with a message, with an error when the peer is lost, or with a
+`Suspicion` when the peer is suspected."""
 ResponseInbox = asyncio.Queue["tuple[str, Received]"]
 """Queue of the arguments of `Receiver` calls."""
 Listener = Callable[[m.Message | PeerLostError], None]
@@ -49,7 +49,7 @@ class ResponseDispatcher:
         self.changes = 0
         """Number of changes of `lost`, `dead` and `suspected` so far."""
         self.on_change: Callable[[], None] = lambda: None
-        """Callback for each of these changes."""
+        """Callback for each change of `lost`, `dead` and `suspected`."""
         self.unclaimed = 0
         """Dropped messages: of ended requests, or of peers without a listener."""
         self._arrived: deque[Callable[[], None]] = deque()

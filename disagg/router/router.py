@@ -152,7 +152,7 @@ class Router:
         return tuple(engine.group.name for engine in self.engines if engine.draining)
 
     def suspected(self) -> tuple[str, ...]:
-        """Returns the names of groups that are silent, and not lost."""
+        """Returns the names of groups that are silent but not lost."""
         return self._suspicions.names
 
     def max_sequences(self, prompt_tokens: int, max_tokens: int) -> int:

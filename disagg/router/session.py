@@ -44,7 +44,7 @@ class Session(SessionHandlers):
         return self.step(trigger)
 
     def on_message(self, peer: str, message: Received, now_s: float) -> list[SessionAction]:
-        """Handles a message of the leader at `peer`, its loss or its suspicion."""
+        """Handles a message of the leader at `peer`, or the loss or suspicion of that leader."""
         self.now_s = now_s
         match message:
             case m.Reserved():
@@ -76,7 +76,7 @@ class Session(SessionHandlers):
     def _leaves(self, peer: str) -> bool:
         """Returns whether the suspicion of a group ends the session, or its wait for the group's release.
 
-        A session whose KV has landed needs no prefill group, and one that may not be recovered waits for the loss.
+        A session whose KV has landed needs no prefill group. A session without a recovery left waits for the loss.
         """
         if self.phase is SessionPhase.RELEASING:
             return True

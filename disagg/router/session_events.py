@@ -89,9 +89,9 @@ class Loss(Enum):
     DECODE = "decode_lost"
     """The decode group, or a colocated group, is lost."""
     PREFILL_SUSPECTED = "prefill_suspected"
-    """The prefill group is silent, and not lost yet."""
+    """The prefill group is silent but not lost yet."""
     DECODE_SUSPECTED = "decode_suspected"
-    """The decode group, or a colocated group, is silent, and not lost yet."""
+    """The decode group, or a colocated group, is silent but not lost yet."""
     DAMAGE = "damaged_kv"
     """KV arrived damaged twice."""
     TRANSFER = "transfer_failed"
@@ -99,5 +99,5 @@ class Loss(Enum):
 
     @property
     def of_group(self) -> bool:
-        """Whether the cause is a group that is lost or suspected, and not one transfer."""
+        """Whether the cause is a lost or suspected group, not a single transfer."""
         return self not in (Loss.DAMAGE, Loss.TRANSFER)

@@ -71,7 +71,7 @@ class SessionHandlers(ABC):
     suspected: Set[str] = frozenset()
     """Addresses of leaders of groups with a silent rank; the router updates the set."""
     may_leave: Callable[[SessionHandlers], bool] = lambda session: True
-    """Callback that returns whether the request may be recovered once more, and so leave a suspected group."""
+    """Callback that returns whether the request may be recovered once more; if so, it may leave a suspected group."""
     phase: SessionPhase = SessionPhase.NEW
     involved: set[str] = field(default_factory=set)
     """Leaders that received the request, and so must release it."""
@@ -87,7 +87,7 @@ class SessionHandlers(ABC):
     """Whether the session failed because its groups were not linked, or because the prefill group was lost before the
     decode group had room."""
     prompt_lost: bool = False
-    """Whether the prefill group was lost together with the prompt, which it may have begun to compute."""
+    """Whether the prefill group was lost after it got the prompt, and may have begun to compute the prompt."""
     resumable: bool = False
     """Whether the decode group keeps this session's row and pages for the next session, which names this session in
     `after`."""
@@ -185,7 +185,7 @@ class SessionHandlers(ABC):
 
     def first_tokens(self, message: m.Prefilled) -> list[SessionAction]:
         self.report.ttft_s = self.report.ttft_s or self._elapsed_s()
-        if self.report.cached_tokens is None:  # later sessions cache what the first one computed
+        if self.report.cached_tokens is None:  # a later session may hit KV that the first session computed
             self.report.cached_tokens = min(message.cached_tokens, len(self.prompt))
         logprobs = [[one] for one in message.logprobs] or [[] for _ in message.first_tokens]
         firsts = zip(message.first_tokens, logprobs, range(len(self.answers)), strict=False)
@@ -256,8 +256,9 @@ class SessionHandlers(ABC):
     def release(self, _: None) -> list[SessionAction]:
         """Sends `Release` to every involved leader that is not lost; a lost leader holds no resources of the request.
 
-        A suspected group releases the request when it speaks again, and the other group may have to wait for that:
-        its pages may still be written. Nothing waits for the release of a session that a suspicion ended.
+        A suspected group releases the request when the group responds again. The other group may have to wait for
+        this release, because its pages may still be written. Nothing waits for the release of a session that a
+        suspicion ended.
         """
         self.report.ended_s = self._elapsed_s()
         reached = self.involved - self.lost

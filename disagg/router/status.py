@@ -39,7 +39,7 @@ class GroupStatuses:
         self.changes = 0
         """Counter that increases at least whenever `broken` or `has_silent_rank` changes for a group."""
         self.on_change: Callable[[], None] = lambda: None
-        """Callback for each of these changes."""
+        """Callback for each change of `broken` or `has_silent_rank`."""
 
     def renew(self, interval_s: float) -> None:
         """Sends a `Watch` to each leader, to be renewed after `interval_s`; drops the statuses of removed groups."""
@@ -68,11 +68,11 @@ class GroupStatuses:
         return tuple(self._of(engine) for engine in engines)
 
     def broken(self, engine: RoutedGroup) -> bool:
-        """Returns whether the group's latest report says that the group is broken and can serve no more."""
+        """Returns whether the group is broken, by its latest report, and can serve no more."""
         return bool(self._of(engine).broken)
 
     def has_silent_rank(self, engine: RoutedGroup) -> bool:
-        """Returns whether the group's latest report says that its leader does not hear another rank."""
+        """Returns whether the group's leader receives nothing from another rank, by the group's latest report."""
         return bool(self._of(engine).silent_ranks)
 
     def _of(self, engine: RoutedGroup) -> GroupStatus:

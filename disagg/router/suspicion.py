@@ -1,8 +1,8 @@
-"""Groups that are silent but not lost: their requests move to other groups, and nothing else ends.
+"""Suspected groups, which are silent but not lost: requests move from them to other groups.
 
-A router suspects a group when it has not heard the leader for `control.suspect_after_s`, or when the leader reports
-that it has not heard another rank for as long. The suspicion ends when the rank speaks again or is lost. While no
-other group of the role responds, requests stay with the suspected group, and new ones are routed to it.
+A router suspects a group when the leader has sent nothing for `control.suspect_after_s`, or when the leader reports
+another rank that has been silent for as long. The suspicion ends when the silent rank responds again or is lost.
+While no other group of the role responds, requests stay with the suspected group, and new requests are routed to it.
 """
 
 from __future__ import annotations
@@ -35,9 +35,10 @@ class Suspicions:
         return tuple(sorted(self._names))
 
     def review(self) -> None:
-        """Compares the suspected groups with those before, and moves requests that another group can continue.
+        """Updates the suspected groups, and moves their requests if another group can continue these.
 
-        Called after each change of the groups: a request also moves when another group comes up or responds again.
+        Called after each change of the groups, because a request also moves when another group comes up or responds
+        again.
         """
         groups = {engine.group.name: engine.group for engine in self._table.suspected()}
         before, self._names = self._names, set(groups)

@@ -18,7 +18,7 @@ REPLACEMENT = "\ufffd"
 class FastDecode:
     """Decodes with a tokenizer of the `tokenizers` library: whole answers, or incrementally by `pieces`.
 
-    The text lacks special tokens, except visible ones. Immutable: any number of answers may share it.
+    The text contains no special tokens except the visible ones. Immutable: any number of answers may share a decoder.
     """
 
     def __init__(self, tokenizer: Any, visible: Collection[str] = ()) -> None:
@@ -95,7 +95,7 @@ class _StreamedPieces:
     def __init__(
         self, decode: Decode, tokenizer: Any, special: frozenset[int], visible: Mapping[int, str]
     ) -> None:
-        """`special`: tokens that are no text; `visible`: those among them that are, with their texts."""
+        """`special`: all special tokens; `visible`: those that are part of the text, with their texts."""
         self._decode, self._tokenizer = decode, tokenizer
         self._special, self._visible = special, visible
         self._stream = DecodeStream(skip_special_tokens=True)
@@ -111,7 +111,7 @@ class _StreamedPieces:
     def _piece(self, token: int) -> str:
         """Returns the text that is final after `token`.
 
-        The stream would keep special tokens pending and decode all of them for each token. So it gets none of them.
+        The stream gets no special tokens, because it would keep them pending and decode all of them for each token.
         """
         if token not in self._special:
             return self._step(token)

@@ -1,8 +1,8 @@
 """Appends records to the segments of this process, and evicts the oldest segments.
 
 Eviction is first in, first out, with a second chance: pages of the evicted segment that were used since they were
-written are written again, at most half a segment of them. Segments ordered by their latest use instead would keep a
-whole segment for one page that all prompts share (a system prompt), beside pages that no prompt reads again.
+written are written again, at most half a segment of them. Eviction by latest use would instead keep a whole segment
+for one page that all prompts share (a system prompt), together with pages that no prompt reads again.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from disagg.storage.segment_folder import LOCK_TIMEOUT_S, SegmentFolder
 log = get_logger(__name__)
 
 LEAST_SEGMENTS = 3
-"""One to append to, one to evict, one to keep."""
+"""Smallest number of segments: one to append to, one to evict, one to keep."""
 
 
 @dataclass(eq=False, slots=True)
@@ -58,12 +58,12 @@ class Appender:
         self._lock = threading.Lock()
         self._live: _Live | None = None
         self._buffers = BounceBuffers()
-        """For records that eviction writes again; the thread's other buffer holds the record that it appends."""
+        """Buffers for records that eviction writes again. The record being appended is in another buffer."""
 
     def append(self, header: RecordHeader, record: memoryview) -> None:
         """Writes a record, padded to the alignment, into the live segment. Raises `OSError`.
 
-        The page is known when the write has returned, so no reader sees a half-written record.
+        The page enters the index after the write has returned, so no reader sees a half-written record.
         """
         with self._lock:
             live = self._live_for(len(record))
@@ -78,7 +78,7 @@ class Appender:
         finally:
             with self._lock:
                 live.pending -= 1
-                # A failed write leaves a hole, behind which readers in other processes do not look.
+                # A failed write leaves a hole. Readers in other processes do not scan beyond a hole.
                 live.full |= not written
                 self._seal_if_done(live)
 
@@ -89,9 +89,9 @@ class Appender:
                 self._evict_oldest(into=None)
 
     def close(self) -> None:
-        """Seals the live segment, unless a write hangs in it. Raises no error."""
+        """Seals the live segment, unless one of its writes hangs. Raises no error."""
         if not self._lock.acquire(timeout=LOCK_TIMEOUT_S):
-            return  # a thread hangs in an eviction; the next process scans the headers
+            return  # an eviction hangs; the next process scans the headers of the live segment
         try:
             if self._live is not None:
                 self._live.full = True
@@ -100,7 +100,7 @@ class Appender:
             self._lock.release()
 
     def check(self) -> None:
-        """Raises `InvariantError` if this process owns more segments than its limit, or the live one is too long."""
+        """Raises `InvariantError` for more owned segments than the limit, or a live segment too long or sealed."""
         with self._lock:
             owned, live = self._folder.owned(), self._live
             if len(owned) > self._segments:
@@ -109,10 +109,10 @@ class Appender:
                 raise InvariantError(f"the live segment ends at {live.segment.end_bytes}: {live}")
 
     def _live_for(self, nbytes: int) -> _Live:
-        """Returns the live segment, with room for `nbytes`; makes a new one, and evicts, if needed."""
+        """Returns the live segment, with room for `nbytes`; creates a new one, and evicts the oldest, if needed."""
         live = self._live
         if live is not None and not live.full:
-            if self._disk.is_removed(live.descriptor):  # by an operator: what is appended there is lost
+            if self._disk.is_removed(live.descriptor):  # by an operator: appended records would be lost
                 self._folder.vanished(live.segment)
             if not live.segment.gone and live.segment.end_bytes + nbytes <= self._segment_bytes:
                 return live
@@ -125,13 +125,13 @@ class Appender:
         except OSError as exc:
             if exc.errno not in NO_SPACE:
                 raise
-            self._evict_oldest(into=None)  # others filled the disk: a cache gives way
+            self._evict_oldest(into=None)  # the disk is full: a cache must make room
             live = self._created()
         self._live = live
-        # From the limit's last segment on, each new segment evicts one at once: this leaves it room for used pages.
+        # At the limit, the oldest segment is evicted now, while the new one has room for its used pages.
         if len(self._folder.owned()) >= self._segments:
             self._evict_oldest(into=live)
-        return live  # used pages took half of it at most, and a record is no longer than the other half
+        return live  # used pages fill at most half of the segment, and a record fits in the other half
 
     def _created(self) -> _Live:
         segment = self._folder.new_segment()
@@ -147,7 +147,7 @@ class Appender:
         return _Live(segment, descriptor)
 
     def _seal_if_done(self, live: _Live) -> None:
-        """Writes the side index and frees the unused rest, when no write is under way. A fault is counted only."""
+        """Seals a full segment without pending writes: frees unused space, writes the side index. Counts a fault."""
         if not live.full or live.pending or live.segment.sealed:
             return
         live.segment.sealed = True
@@ -166,15 +166,15 @@ class Appender:
             self._disk.close(live.descriptor)
 
     def _evict_oldest(self, into: _Live | None) -> None:
-        """Removes the oldest sealed segment; writes its used pages `into` another one first."""
+        """Removes the oldest sealed segment; first writes its used pages to the segment `into`, if given."""
         victims = [segment for segment in self._folder.owned() if segment.sealed]
         if not victims:
             raise OSError(errno.ENOSPC, "no segment can be evicted: writes hang in all of them")
         if into is not None:
             try:
                 self._keep_used(victims[0], into)
-            except OSError as exc:  # these pages are lost, like the others
-                into.full = True  # see `append`; the record for which it was made is its last one
+            except OSError as exc:  # the used pages are lost, like the unused ones
+                into.full = True  # see `append`; the record for which `into` was created is its last one
                 self._counters.add(errors=1)
                 name, reason = victims[0].path.name, exc.strerror
                 storage = str(self._folder.path)

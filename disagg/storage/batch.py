@@ -9,10 +9,10 @@ from contextlib import contextmanager
 
 
 class PageBatch:
-    """Results of the pages of one call, and its right to the caller's memory.
+    """Results of the pages of one call, and access to the caller's memory while the call lasts.
 
-    An I/O thread touches the caller's memory within `memory` only. `wait` closes the batch: it waits for copies that
-    have begun, which need no I/O, and no later one begins. So the caller has its memory back when `wait` returns.
+    I/O threads access the caller's memory only within `memory`. `wait` closes the batch: running copies, which need
+    no I/O, are completed, and no further copy begins. When `wait` returns, no thread accesses the caller's memory.
     """
 
     def __init__(self, count: int, pages: Sequence[memoryview] = ()) -> None:
@@ -33,12 +33,12 @@ class PageBatch:
 
     @property
     def is_open(self) -> bool:
-        """Whether the caller still waits. May be outdated at once: only `memory` guards the caller's memory."""
+        """Whether the caller still waits. The value may be outdated at once; `memory` guards the caller's memory."""
         return self._open
 
     @contextmanager
     def memory(self, index: int) -> Iterator[memoryview | None]:
-        """Yields the caller's memory of page `index`, valid within the block; None if the caller is gone."""
+        """Yields the caller's memory of page `index`, valid within the block; None if the batch is closed."""
         with self._condition:
             page = self._pages[index].cast("B") if self._open else None
             self._copying += page is not None
@@ -63,14 +63,14 @@ class PageBatch:
     def wait(self, timeout_s: float) -> list[bool | None]:
         """Waits until all pages are settled, at most `timeout_s`; then closes the batch and returns the results.
 
-        None stands for a page that was not settled in time.
+        The result of a page that was not settled in time is None.
         """
         ends_s = time.monotonic() + timeout_s
         with self._condition:
             while self._left and (left_s := ends_s - time.monotonic()) > 0:
                 self._condition.wait(left_s)
             self._open = False
-            self._pages = ()  # a caller can free its memory although a stuck thread still has this batch
+            self._pages = ()  # a caller can free its memory even while a stuck thread holds this batch
             while self._copying:
                 self._condition.wait()
             return list(self._results)

@@ -17,7 +17,7 @@ def aligned(nbytes: int) -> int:
 
 
 class BounceBuffers(threading.local):
-    """One buffer for each thread, which grows to the largest record; freed when the thread ends."""
+    """One buffer for each thread. A buffer grows to the thread's largest record; freed when the thread ends."""
 
     def __init__(self) -> None:
         self._memory = memoryview(b"")

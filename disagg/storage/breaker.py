@@ -1,4 +1,4 @@
-"""The circuit breaker of a storage: faults pause it, and one call at a time tries whether it works again.
+"""The circuit breaker of a storage: faults pause the storage, and single trial calls test whether it works again.
 
 The pattern is Nygard's ("Release It!", 2007), with pauses that double as in exponential back-off.
 """
@@ -23,9 +23,9 @@ class PauseSettings:
     """When faults pause a storage, and for how long."""
 
     faults: int = 3
-    """Failed pages and late calls, in a row, that pause the reads or the writes."""
+    """Number of consecutive failed pages and late calls after which the reads, or the writes, pause."""
     first_s: float = 1.0
-    """Length of the first pause; each further pause without a success between is twice as long."""
+    """Length of the first pause; each following pause without a success in between is twice as long."""
     longest_s: float = 60.0
 
 
@@ -36,16 +36,16 @@ class _State(enum.Enum):
 
 
 class Breaker:
-    """Decides whether calls of one direction (reads or writes) run. Thread-safe; performs no I/O.
+    """Decides whether a storage runs calls of one direction (reads or writes). Thread-safe; performs no I/O.
 
-    After a pause one call runs as a trial: its success resumes the storage, its failure starts a longer pause. A
-    trial without a result within the pause's length is followed by another one.
+    The first call after a pause is a trial. A successful trial ends the pause; a failed trial starts a longer pause.
+    If a trial has no result within the length of the pause, the next call is another trial.
     """
 
     def __init__(
         self, name: str, counters: Counters, settings: PauseSettings, clock: Clock = time.monotonic
     ) -> None:
-        """`name`: the storage and the direction, in log lines."""
+        """`name`: name of the storage and the direction in log lines."""
         self._name, self._counters, self._settings, self._clock = name, counters, settings, clock
         self._lock = threading.Lock()
         self._state = _State.CLOSED
@@ -57,7 +57,7 @@ class Breaker:
 
     @property
     def paused(self) -> bool:
-        """Whether calls are skipped, apart from trials."""
+        """Whether all calls except trials are skipped."""
         return self._state is not _State.CLOSED
 
     def admit(self) -> bool:
@@ -73,7 +73,7 @@ class Breaker:
             return True
 
     def succeeded(self) -> None:
-        """Reports that I/O worked. Ends a pause too: I/O that began before the pause has completed."""
+        """Reports successful I/O. The success of I/O that began before a pause also ends the pause."""
         if not self.paused and not self._faults:  # the frequent case, without the lock
             return
         with self._lock:
@@ -83,9 +83,9 @@ class Breaker:
             log.info("storage_resumed", storage=self._name)
 
     def failed(self, reason: str, *, at_once: bool = False) -> None:
-        """Reports a fault. `at_once`: pauses without waiting for further faults, as for a full disk.
+        """Reports a fault. `at_once`: pauses at the first fault, as for a full disk.
 
-        During a pause faults change nothing: they are of calls that began before.
+        Faults during a pause change nothing, because their calls began before the pause.
         """
         with self._lock:
             self._faults += 1

@@ -1,7 +1,7 @@
 """The contract of a page storage, and its counters.
 
-A storage is a cache: each page in it can be computed again. So no call raises for a missing, corrupt or failed page.
-Such a page is a miss, and a counter names the cause.
+A storage is a cache: each stored page can be computed again. No call therefore raises for a missing, corrupt or
+failed page. Such a page is a miss, and a counter for each cause counts it.
 """
 
 from __future__ import annotations
@@ -27,32 +27,32 @@ class StorageStatistics:
     put_bytes: int = 0
     """Bytes of pages that `put` wrote, without headers."""
     put_failed: int = 0
-    """Pages of `put` that may not be stored."""
+    """Pages of `put` with the result False; such a page may still be stored."""
     hits: int = 0
     """Pages that `get` delivered."""
     hit_bytes: int = 0
     misses: int = 0
-    """Pages that `get` did not deliver, for whatever reason."""
+    """Pages that `get` did not deliver, for any reason."""
     corrupt: int = 0
     """Pages that were dropped because their header or content did not verify."""
     refused: int = 0
-    """Pages whose length differs from the stored one, or exceeds the largest page that the storage accepts."""
+    """Pages whose length differs from the stored page's, or exceeds the largest length that the storage accepts."""
     late: int = 0
-    """Pages of calls that had not landed within the time limit."""
+    """Pages that had not landed within the time limit of their call."""
     skipped: int = 0
-    """Pages of calls during a pause, or after `close`."""
+    """Pages of calls that were skipped during a pause, or after `close`."""
     vanished: int = 0
     """Pages whose file another process, or an operator, had removed."""
     errors: int = 0
-    """Reads and writes that the operating system or the server failed."""
+    """Reads and writes that failed with an error of the operating system or the server."""
     full: int = 0
     """Writes that failed for lack of space."""
     evicted_pages: int = 0
     """Pages that this process removed to make room."""
     kept_pages: int = 0
-    """Pages that were read since they were written, and written again when their segment was evicted."""
+    """Used pages of evicted segments that were written to another segment; see `disagg.storage.appender`."""
     pauses: int = 0
-    """How often faults paused the storage."""
+    """Number of pauses after faults."""
     paused: bool = False
     """Whether calls are skipped now."""
 
@@ -60,55 +60,55 @@ class StorageStatistics:
 class PageStorage(Protocol):
     """A store of pages by key. Thread-safe.
 
-    **Time.** No call blocks longer than its `timeout_s`, apart from copies in memory that have begun: at most one
-    page for each I/O thread. A page that has not landed by then is a miss.
+    **Time.** A call blocks for at most `timeout_s`, and until running memory copies end: at most one page for each
+    I/O thread. A page that has not landed by then is a miss.
 
     **Memory.** I/O threads read and write their own buffers. They copy between such a buffer and the caller's memory
-    only while the call lasts. After its return no thread of the storage touches the caller's memory, or holds a
-    reference to it. So a late read changes nothing, and a late write stores the page as it was.
+    only while the call lasts. After the call has returned, no thread of the storage accesses the caller's memory, or
+    holds a reference to it. A late read therefore changes nothing, and a late write stores the page as it was.
 
-    **Threads.** The calling thread looks keys up, waits, and does no I/O. I/O threads of the storage do all I/O;
-    the in-memory reference has none.
+    **Threads.** The calling thread looks up keys and waits; it does no I/O. I/O threads of the storage do all I/O.
+    The in-memory reference has no I/O threads.
 
     **Keys.** A key determines the content. A `put` of a stored key writes nothing.
     """
 
     def put(self, keys: Sequence[bytes], pages: Sequence[memoryview], timeout_s: float) -> list[bool]:
-        """Stores pages, contiguous memory of any length. Returns for each page whether it is stored.
+        """Stores pages, each contiguous memory of any length. Returns for each page whether the page is stored.
 
-        After False the page may be stored all the same, or later. Raises `ValueError` if the lengths of the lists
-        differ, a key has not `KEY_BYTES` bytes, or a page is empty or not contiguous.
+        A page with the result False may be stored nevertheless, or later. Raises `ValueError` if the lengths of the
+        lists differ, a key does not have `KEY_BYTES` bytes, or a page is empty or not contiguous.
         """
 
     def get(self, keys: Sequence[bytes], into: Sequence[memoryview], timeout_s: float) -> list[bool]:
-        """Reads pages into writable, contiguous memory. Returns for each page whether it is there.
+        """Reads pages into writable, contiguous memory. Returns for each page whether the page was read.
 
-        Memory of a page that is True has exactly the stored content, and its length must be the stored one. Other
-        memory is unchanged, or has the page's content if the page was late. Raises `ValueError` as `put` does, and
-        for memory that is read-only.
+        The memory of a page with the result True has exactly the stored content; its length must equal the stored
+        page's. With the result False, the memory is unchanged, or has the page's content if the page was late.
+        Raises `ValueError` as `put` does, and for read-only memory.
         """
 
     def exists(self, keys: Sequence[bytes], timeout_s: float) -> list[bool]:
-        """Returns for each key whether its page is stored, as far as is known without reading the page.
+        """Returns for each key whether its page is stored, as far as the storage knows without reading the page.
 
-        Raises `ValueError` for a key that has not `KEY_BYTES` bytes.
+        Raises `ValueError` for a key that does not have `KEY_BYTES` bytes.
         """
 
     def statistics(self) -> StorageStatistics:
         """Returns the current counts. Never blocks for I/O."""
 
     def check(self) -> None:
-        """Raises `InvariantError` if the storage's books are inconsistent. For tests; no call may be running."""
+        """Raises `InvariantError` if the storage's state is inconsistent. For tests; no call may be running."""
 
     def close(self) -> None:
         """Ends the I/O threads and releases files and connections. Idempotent.
 
-        Waits at most a few seconds for I/O that is under way. Later calls are misses.
+        Waits at most a few seconds for I/O that is under way. All pages of later calls are misses.
         """
 
 
 def require_batch(keys: Sequence[bytes], pages: Sequence[memoryview] | None, *, writable: bool) -> None:
-    """Raises `ValueError` unless the arguments of a call are as `PageStorage` describes them."""
+    """Raises `ValueError` unless the arguments of a call satisfy the contract of `PageStorage`."""
     for key in keys:
         if len(key) != KEY_BYTES:
             raise ValueError(f"a page's key has {KEY_BYTES} bytes, not {len(key)}")

@@ -10,7 +10,7 @@ from disagg.storage.contract import StorageStatistics
 
 
 class Counters:
-    """Counts by name of a field of `StorageStatistics`. Thread-safe."""
+    """Counters with the names of `StorageStatistics`' fields. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -22,12 +22,12 @@ class Counters:
             self._counts.update(counts)
 
     def statistics(self, pages: int, stored_bytes: int, *, paused: bool) -> StorageStatistics:
-        """Returns the counts, with the current values that are no counts."""
+        """Returns the counts, together with the given current values."""
         with self._lock:
             return StorageStatistics(pages=pages, stored_bytes=stored_bytes, paused=paused, **self._counts)
 
     def check(self) -> None:
-        """Raises `InvariantError` if a count is negative or bytes were counted without a page."""
+        """Raises `InvariantError` if a count is negative, or hit bytes were counted without a hit."""
         with self._lock:
             counts = dict(self._counts)
         wrong = [name for name, count in counts.items() if count < 0]

@@ -47,7 +47,7 @@ class Disk:
         while done < len(into):
             count = os.preadv(descriptor, [into[done:]], offset + done)
             done += count
-            # A short direct read ends at the file's end, at an offset from which no direct read can go on.
+            # A direct read is short at the file's end only. Its end offset allows no further direct read.
             if not count or count % ALIGNMENT:
                 break
         return done
@@ -67,9 +67,9 @@ class Disk:
 
 
 def direct_flag(folder: Path) -> int:
-    """Returns `O_DIRECT` if the folder's file system does direct I/O, else 0.
+    """Returns `O_DIRECT` if the folder's file system supports direct I/O, else 0.
 
-    Raises `ConfigError` if no file can be written there.
+    Raises `ConfigError` if no file can be written to the folder.
     """
     path, memory = folder / f".probe-{secrets.token_hex(4)}", BounceBuffers().take(ALIGNMENT)
     try:
@@ -77,7 +77,7 @@ def direct_flag(folder: Path) -> int:
             pass
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_DIRECT)
-        except OSError:  # EINVAL: not on this file system
+        except OSError:  # EINVAL: this file system has no direct I/O
             return 0
         try:
             direct = os.pwritev(descriptor, [memory], 0) == len(memory)

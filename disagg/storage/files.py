@@ -1,7 +1,7 @@
 """A storage in local files: segments of many pages, read and written by I/O threads, with direct I/O if possible.
 
-Writes are not synced: after a power failure some pages are lost, and torn ones do not verify. After the death of the
-process alone nothing is lost that `put` had reported as stored.
+Writes are not synced: after a power failure some pages are lost, and torn pages do not verify. If only the process
+dies, every page that `put` had reported as stored is kept.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from disagg.storage.segment_reader import SegmentReader
 log = get_logger(__name__)
 
 CLOSE_TIMEOUT_S = 3.0
-"""How long `close` waits for reads, and for writes, that are under way."""
+"""Longest wait of `close` for running reads, and for running writes."""
 _RUN_PAGES = 8
-"""Largest number of pages that one task reads, from one segment."""
+"""Largest number of pages, all of one segment, that one task reads."""
 
 
 @dataclass(frozen=True)
@@ -45,18 +45,19 @@ class FileSettings:
 
     folder: Path
     capacity_bytes: int
-    """Limit of this process's segments. Processes that share a folder have a limit each."""
+    """Limit of this process's segments. Each process that shares the folder has its own limit."""
     segment_bytes: int = 64 << 20
     threads: int = 4
-    """I/O threads for reads, and as many for writes, so that writes never delay reads."""
+    """Number of I/O threads for reads, and of separate threads for writes, so that writes never delay reads."""
     direct: bool = True
-    """Whether to bypass the page cache, if the file system can: pages would be cached a second time there."""
+    """Whether to bypass the page cache, which would hold a second copy of each page. Ignored if the file system has
+    no direct I/O."""
     refresh_s: float = 5.0
-    """Interval of looking for segments of other processes; 0: only at the start and by `refresh`."""
+    """Interval between searches for segments of other processes; 0: only at the start and in `refresh`."""
     pause: PauseSettings = field(default_factory=PauseSettings)
 
     def __post_init__(self) -> None:
-        """Raises `ConfigError` for sizes that leave no room."""
+        """Raises `ConfigError` for invalid or too small sizes, or without a thread."""
         if self.segment_bytes < 4 * ALIGNMENT or self.segment_bytes % (2 * ALIGNMENT):
             raise ConfigError(
                 f"a segment of {self.segment_bytes} bytes: give a multiple of {2 * ALIGNMENT}, at least "
@@ -70,7 +71,7 @@ class FileSettings:
 
 
 class FileStorage:
-    """See `PageStorage`. Pages of one folder are shared by all processes that open it."""
+    """A `PageStorage` in the segment files of a folder. All processes that open the folder share its pages."""
 
     def __init__(
         self, settings: FileSettings, disk: Disk | None = None, clock: Clock = time.monotonic
@@ -145,13 +146,13 @@ class FileStorage:
         return results
 
     def exists(self, keys: Sequence[bytes], timeout_s: float) -> list[bool]:
-        """See `PageStorage.exists`. Looks into the index in memory only."""
+        """See `PageStorage.exists`. Uses only the index in memory."""
         require_batch(keys, None, writable=False)
         closed = self._closed.is_set()
         return [not closed and self._index.find(key) is not None for key in keys]
 
     def refresh(self) -> None:
-        """Looks for segments of other processes now, on the calling thread. Raises no error.
+        """Searches for segments of other processes now, on the calling thread. Raises no error.
 
         Adopted segments beyond the limit are evicted.
         """
@@ -178,7 +179,7 @@ class FileStorage:
         self._index.check(self._folder.segments())
 
     def close(self) -> None:
-        """See `PageStorage.close`. Seals the live segment and unlocks all, for the next process to adopt."""
+        """See `PageStorage.close`. Seals the live segment and unlocks all segments for adoption."""
         if self._closed.is_set():
             return
         self._closed.set()
@@ -188,7 +189,7 @@ class FileStorage:
         if self._writers.close(CLOSE_TIMEOUT_S):
             self._appender.close()
             self._folder.close()
-        # Otherwise writes hang. Locks stay until the process ends, so nobody adopts a segment that is written.
+        # Otherwise writes hang. The locks stay until the process ends, so no process adopts a segment being written.
 
     def _unusable(self, exc: OSError) -> ConfigError:
         return ConfigError(f"the storage folder {self._settings.folder} is not usable: {exc.strerror}")
@@ -212,7 +213,7 @@ class FileStorage:
         return []
 
     def _waited(self, batch: PageBatch, timeout_s: float, breaker: Breaker) -> list[bool]:
-        """Waits for a call's pages; counts those that are late."""
+        """Waits for a call's pages; counts late pages and reports them to the breaker."""
         results = batch.wait(timeout_s)
         late = results.count(None)
         if late:
@@ -221,7 +222,7 @@ class FileStorage:
         return [landed is True for landed in results]
 
     def _write(self, batch: PageBatch, place: int, key: bytes, nbytes: int) -> None:
-        """Stores one page; on a thread for writes."""
+        """Stores one page. Runs on a write thread."""
         padded = aligned(HEADER_BYTES + nbytes)
         if padded > self._settings.segment_bytes // 2:
             self._counters.add(refused=1)
@@ -254,5 +255,5 @@ class FileStorage:
 
 
 def _order(place: Location) -> tuple[str, int]:
-    """Reads go through one segment after the other, forward."""
+    """Returns the sort key of a read: segment by segment, forward in each."""
     return place.segment.path.name, place.offset_bytes

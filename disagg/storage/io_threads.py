@@ -17,8 +17,8 @@ Task = Callable[[], None]
 class IOThreads:
     """A fixed number of threads with one queue. Thread-safe.
 
-    The threads are daemons, because a thread that is stuck in a read of a hung disk cannot be joined: it must not
-    keep the process from ending.
+    The threads are daemons: a thread that is stuck in a read of a hung disk cannot be joined, and must not keep the
+    process from ending.
     """
 
     def __init__(self, name: str, count: int) -> None:
@@ -60,6 +60,6 @@ class IOThreads:
         while (task := self._queue.get()) is not None:
             try:
                 task()
-            except Exception:  # a bug of the task: the other pages must still be served
+            except Exception:  # a bug in the task: the thread must still serve other pages
                 log.exception("storage_task_failed")
             del task  # a waiting thread keeps no reference to the last call's batch

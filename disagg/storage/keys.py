@@ -2,8 +2,8 @@
 
 A page's *link* hashes the previous page's link and the page's tokens, as vLLM's prefix cache chains its block hashes;
 the first link hashes the model, the layout and the tenant's salt. The key of a part hashes the page's link and the
-part. All hashes are BLAKE2b with 256 bits: a key is trusted without a comparison of tokens, so nobody may be able to
-construct two prompts with equal keys.
+part. All hashes are BLAKE2b with 256 bits. A key is trusted without a comparison of tokens, so it must be infeasible
+to construct two prompts with equal keys.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from disagg.core.tokens import TOKEN_BYTES
 from disagg.storage.contract import KEY_BYTES
 from disagg.storage.parts import PagePart, PartGrid
 
-# BLAKE2b's personalization keeps the kinds of hash apart; at most 16 bytes each.
+# BLAKE2b's personalization separates the kinds of hash; each string has at most 16 bytes.
 _MODEL, _ROOT, _LINK, _PART = b"disagg kv model", b"disagg kv root", b"disagg kv link", b"disagg kv part"
 _LENGTH = struct.Struct("<Q")
 
 
 @dataclass(frozen=True, slots=True)
 class StoredModel:
-    """Everything beside tokens and salt that determines a page's content."""
+    """Everything except tokens and salt that determines a page's content."""
 
     fingerprint: str
     """Hash of the model's configuration and weights (`GroupInfo.fingerprint`)."""
     grid: PartGrid
-    """Layout, page size and parts. Other parts have other keys, so a changed grid finds no page."""
+    """Layout, page size and parts. A different grid has different keys, and so finds none of the stored pages."""
     variant: str = ""
     """Further settings that change bits of KV, such as the deterministic mode or the dtype of the computation."""
 
@@ -65,7 +65,7 @@ class PageKeys:
         found: list[bytes] = []
         page_bytes = self.page_size * TOKEN_BYTES
         for start in range(0, len(tokens) - page_bytes + 1, page_bytes):
-            # Both have fixed lengths, so no length is hashed.
+            # The link and the page's tokens have fixed lengths, so their lengths need not be hashed.
             link = blake2b(
                 link + tokens[start : start + page_bytes], digest_size=KEY_BYTES, person=_LINK
             ).digest()

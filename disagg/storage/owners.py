@@ -1,7 +1,7 @@
-"""Which process owns which segments: a writer's id is locked by the process that may evict its segments.
+"""Ownership of segments: the process that holds the lock of a writer's id may evict this writer's segments.
 
-The lock is `flock`, which the kernel releases when the process dies. So the segments of a dead process are adopted by
-the next process that looks.
+The lock is `flock`, which the kernel releases when the process dies. The next process that refreshes the folder then
+adopts the segments.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class WriterLocks:
         return writer in self._held
 
     def acquire(self, writer: str) -> bool:
-        """Locks a writer's id, without waiting. Returns False if another process has it, or has just released it.
+        """Locks a writer's id, without waiting. Returns False if another process holds or has just released the lock.
 
         Raises `OSError`.
         """
@@ -46,7 +46,7 @@ class WriterLocks:
         return True
 
     def release(self, writer: str, *, remove: bool) -> None:
-        """Unlocks a writer's id. `remove`: it has no segment left. Raises `OSError`, unlocked all the same."""
+        """Unlocks a writer's id, even if it raises `OSError`. `remove`: also removes the lock file."""
         descriptor = self._held.pop(writer)
         try:
             if remove:
@@ -55,11 +55,11 @@ class WriterLocks:
             self._disk.close(descriptor)
 
     def held(self) -> list[str]:
-        """Returns the locked ids."""
+        """Returns the ids of the writers that this process has locked."""
         return list(self._held)
 
     def _is_current(self, writer: str, descriptor: int) -> bool:
-        """Returns whether the locked file is still the one in the folder: its last owner may have removed it."""
+        """Returns whether the locked file is still in the folder: the lock's last owner may have removed it."""
         try:
             return os.path.samestat(self._path(writer).stat(), os.fstat(descriptor))
         except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""The index of a file storage: where each known page is. Kept in memory, about 300 bytes a page."""
+"""The index of a file storage: the location of each known page, in memory, with about 300 bytes a page."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class PageIndex:
         self._stored_bytes = 0
 
     def find(self, key: bytes) -> Location | None:
-        """Returns the location of a page."""
+        """Returns the location of a page; None for an unknown page."""
         return self._locations.get(key)
 
     def add(self, segment: SegmentFile, entries: Iterable[Entry]) -> None:
-        """Adds records of a segment, unless it is gone.
+        """Adds records of a segment, unless the segment is gone.
 
-        A known page keeps its location, unless only the new one is this process's own.
+        A known page keeps its location, unless this process owns the new segment but not the known one.
         """
         with self._lock:
             for entry in entries if not segment.gone else ():
@@ -34,7 +34,7 @@ class PageIndex:
                     self._set(entry.key, known, Location(segment, entry.offset_bytes, entry.length_bytes))
 
     def move(self, key: bytes, known: Location, new: Location) -> bool:
-        """Replaces a page's location, if it is still `known`. Returns whether it was."""
+        """Replaces the location of a page if the location is still `known`. Returns whether it was replaced."""
         with self._lock:
             if self._locations.get(key) is not known or new.segment.gone:
                 return False
@@ -42,7 +42,7 @@ class PageIndex:
             return True
 
     def drop(self, key: bytes, known: Location) -> bool:
-        """Removes a page, if its location is still `known`. Returns whether it was."""
+        """Removes a page if its location is still `known`. Returns whether the page was removed."""
         with self._lock:
             if self._locations.get(key) is not known:
                 return False
@@ -57,7 +57,7 @@ class PageIndex:
             return [(key, found) for key, found in known if found is not None and found.segment is segment]
 
     def drop_segment(self, segment: SegmentFile) -> int:
-        """Removes the pages whose location is in `segment`, for good; returns their number."""
+        """Removes the pages whose location is in `segment`; returns their number. `add` then ignores the segment."""
         with self._lock:
             segment.gone = True
         pages = self.locations_in(segment)

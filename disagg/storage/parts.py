@@ -1,8 +1,8 @@
 """Parts of a page: the units in which groups of any tensor-parallel size store and read KV.
 
-A part is a rectangle of layers x KV heads, small enough that every shard consists of whole parts. So a page that a
-group of 4 ranks stored is readable by a group of 2: each rank gets the parts of its own shard. A recurrent state is
-one part for each class of state tensors, because every rank holds states whole.
+A part is a rectangle of layers x KV heads, small enough that every shard consists of whole parts. A group of 2
+ranks can therefore read a page that a group of 4 ranks stored: each rank reads the parts of its own shard. A
+recurrent state has one part for each class of state tensors, because every rank holds whole states.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class PagePart:
     """Global KV heads; for a state, the parts of its tensors."""
 
     def encoded(self) -> bytes:
-        """Returns the part as it enters a key; equal for equal parts only."""
+        """Returns the bytes that stand for the part in a key; only equal parts have equal bytes."""
         return _ENCODED.pack(
             self.class_index, self.layers.start, self.layers.stop, self.heads.start, self.heads.stop
         )
@@ -104,7 +104,7 @@ class PartGrid:
     def parts_to_store(self, shards: Sequence[Shard], rank: int) -> tuple[PagePart, ...]:
         """Returns the KV parts that `rank` stores, so that the group stores each part once.
 
-        Ranks with the same heads (more ranks than KV heads) would store a part several times; the lowest one does.
+        With more ranks than KV heads, several ranks have the same part; only the lowest of them stores the part.
         Raises `ConfigError` as `parts_of` does.
         """
         earlier = {part for shard in shards[:rank] for part in self.parts_of(shard)}

@@ -1,7 +1,7 @@
 """A stored page: a header with checksums, then the content.
 
 The content's checksum is xxh3-128, the header's own is xxh3-64. Both detect accidents (torn writes, bit flips,
-misplaced writes), not a writer with bad intent: whoever may write to the folder or the server is trusted.
+misplaced writes), not deliberate changes: every process that may write to the folder or the server is trusted.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def checksum_of(content: memoryview | bytes) -> bytes:
 
 
 def parse_header(data: memoryview | bytes) -> RecordHeader | None:
-    """Returns the header at the start of `data`; None if there is none, or it does not verify."""
+    """Returns the header at the start of `data`; None if `data` does not start with a valid header."""
     if len(data) < HEADER_BYTES:
         return None
     body = bytes(data[: _BODY.size])
@@ -66,7 +66,7 @@ def parse_header(data: memoryview | bytes) -> RecordHeader | None:
 
 
 def content_of(record: memoryview, key: bytes) -> memoryview | None:
-    """Returns the content of a whole record, verified; None unless `record` is the intact page `key`.
+    """Returns the verified content of a whole record; None unless `record` is the intact page with the key `key`.
 
     `record` may have padding at its end.
     """

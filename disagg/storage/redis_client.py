@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import redis
 
 _READ_BYTES = 1 << 18
-"""Bytes of one receive. With the client's 32 KiB, threads of several connections mostly wait for the GIL."""
+"""Size of one receive. With the client's own 32 KiB, the threads of several connections mostly wait for the GIL."""
 
 
 class StorageServerError(DisaggError):
@@ -22,14 +22,14 @@ class StorageServerError(DisaggError):
 class RedisClient:
     """Commands to a Redis or Valkey server. Thread-safe: each thread takes a connection from a pool.
 
-    A connection is opened when a command needs one, and closed after a fault: a late reply cannot be taken for that
-    of a later command.
+    A connection is opened when a command needs one, and closed after a fault, so that a late reply is never taken for
+    the reply to a later command.
     """
 
     def __init__(self, url: str, timeout_s: float, expire_s: int) -> None:
-        """`timeout_s`: limit of a connect, and of a send or receive without progress. `expire_s`: 0: no expiry.
+        """`timeout_s`: time limit of connecting, and of a send or receive without progress. `expire_s`: 0: no expiry.
 
-        Raises `ConfigError` for a malformed URL, and without the `redis` package.
+        Raises `ConfigError` for a malformed URL, or if the `redis` package is missing.
         """
         try:
             import redis
@@ -46,10 +46,10 @@ class RedisClient:
                 socket_connect_timeout=timeout_s,
                 retry=Retry(NoBackoff(), 0),  # the breaker decides when to try again
                 socket_read_size=_READ_BYTES,
-                protocol=2,  # the oldest servers too; the storage needs nothing of version 3
+                protocol=2,  # supports the oldest servers too; no feature of version 3 is needed
                 driver_info=None,
             )
-        except ValueError as exc:  # its text may contain the password
+        except ValueError as exc:  # the error's text may contain the password
             raise ConfigError(
                 "the URL of the storage server is malformed: give redis://HOST:PORT/DB, rediss://HOST:PORT/DB for "
                 "TLS, or unix:///PATH"
@@ -58,7 +58,7 @@ class RedisClient:
         self._expire_s = expire_s
 
     def read(self, keys: Sequence[bytes]) -> list[bytes | None]:
-        """Returns the values of keys. Raises `StorageServerError`."""
+        """Returns the value of each key; None for a missing key. Raises `StorageServerError`."""
         with _mapped():
             values = self._redis.execute_command("MGET", *keys)  # type: ignore[no-untyped-call]
             if len(values) != len(keys):
@@ -66,16 +66,16 @@ class RedisClient:
             return [value if isinstance(value, bytes) else None for value in values]
 
     def touch(self, keys: Sequence[bytes]) -> list[bool]:
-        """Returns which keys exist, and renews their age for the server's eviction. Raises `StorageServerError`."""
+        """Returns for each key whether it exists; renews its age for eviction. Raises `StorageServerError`."""
         command = ("EXPIRE", self._expire_s) if self._expire_s else ("TOUCH",)
         return [reply == 1 for reply in self._pipelined([(command[0], key, *command[1:]) for key in keys])]
 
     def exists(self, keys: Sequence[bytes]) -> list[bool]:
-        """Returns which keys exist. Raises `StorageServerError`."""
+        """Returns for each key whether it exists. Raises `StorageServerError`."""
         return [reply == 1 for reply in self._pipelined([("EXISTS", key) for key in keys])]
 
     def write(self, keys: Sequence[bytes], values: Sequence[memoryview]) -> tuple[list[bool], bool]:
-        """Stores values; returns which are stored, and whether the server refused one for lack of memory.
+        """Stores values; returns whether each is stored, and whether the server refused any for lack of memory.
 
         Raises `StorageServerError`.
         """
@@ -95,9 +95,9 @@ class RedisClient:
             self._redis.connection_pool.disconnect()
 
     def _pipelined(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Sends commands at once; returns a reply for each: the error itself where memory is full.
+        """Sends commands in one pipeline; returns the reply to each, or its error if the server is out of memory.
 
-        Raises `StorageServerError` for other errors, too if the server reports one for a single command.
+        Raises `StorageServerError` for any other error, even if only a single command has it.
         """
         with _mapped(), self._redis.pipeline(transaction=False) as pipeline:
             for command in commands:
@@ -115,7 +115,7 @@ class RedisClient:
 
 @contextmanager
 def _mapped() -> Iterator[None]:
-    """Maps all errors of the client: it raises `ValueError` and others for replies that are not its protocol."""
+    """Maps all errors to `StorageServerError`: for a malformed reply the client raises `ValueError` and others."""
     try:
         yield
     except StorageServerError:

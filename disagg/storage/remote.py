@@ -24,15 +24,16 @@ from disagg.storage.redis_client import RedisClient, StorageServerError
 log = get_logger(__name__)
 
 _CHUNK_BYTES = 1 << 20
-"""Largest sum of pages in one command or pipeline, except for a single larger page: the client parses one reply of
-4 MiB four times slower than four of 1 MiB."""
+"""Largest total size of the pages in one command or pipeline; a single page may be larger. The client parses one
+reply of 4 MiB four times slower than four replies of 1 MiB."""
 _CHUNK_KEYS = 512
 """Largest number of keys in one command or pipeline."""
 _LARGEST_BYTES = 512 << 20
 """Largest value of a Redis server in its default settings (`proto-max-bulk-len`)."""
 
 _Work = Callable[[PageBatch, range, Sequence[bytes], Sequence[bytes]], bool]
-"""Does the I/O for some pages of a batch. Returns whether the server works; raises `StorageServerError` if not."""
+"""Function that does the I/O for some pages of a batch. Returns whether the server works, that is, has memory left;
+raises `StorageServerError` for other faults."""
 
 
 @dataclass(frozen=True)
@@ -42,13 +43,14 @@ class RemoteSettings:
     url: str
     """`redis://HOST:PORT/DB`, `rediss://` for TLS, `unix:///PATH`; may contain user and password."""
     threads: int = 4
-    """I/O threads, and connections, for reads; as many for writes."""
+    """Number of I/O threads for reads, each with a connection, and of as many separate threads for writes."""
     server_timeout_s: float = 2.0
-    """Limit of a connect, and of a send or receive without progress; a dead server blocks a thread no longer."""
+    """Time limit of connecting, and of a send or receive without progress. A dead server blocks a thread for at most
+    this time."""
     expire_s: int = 0
-    """Time after which the server removes a page that is not put again; 0: never."""
+    """Time after which the server removes a page, unless the page is put again; 0: never."""
     prefix: bytes = b"disagg:"
-    """Start of all keys on the server."""
+    """Prefix of all keys on the server."""
     pause: PauseSettings = field(default_factory=PauseSettings)
 
     def __post_init__(self) -> None:
@@ -61,10 +63,10 @@ class RemoteSettings:
 
 
 class RemoteStorage:
-    """See `PageStorage`. Opens connections when they are needed, so the server may start later."""
+    """A `PageStorage` on a Redis or Valkey server. Connects on demand, so the server may start later."""
 
     def __init__(self, settings: RemoteSettings, clock: Clock = time.monotonic) -> None:
-        """`clock` times pauses. Raises `ConfigError` for a malformed URL, and without the `redis` package."""
+        """`clock` times pauses. Raises `ConfigError` for a malformed URL, or if the `redis` package is missing."""
         self._client = RedisClient(settings.url, settings.server_timeout_s, settings.expire_s)
         self._name = _name_of(settings.url)
         self._prefix = settings.prefix
@@ -102,7 +104,7 @@ class RemoteStorage:
         return results
 
     def exists(self, keys: Sequence[bytes], timeout_s: float) -> list[bool]:
-        """See `PageStorage.exists`. Asks the server."""
+        """See `PageStorage.exists`. Queries the server."""
         require_batch(keys, None, writable=False)
         batch = PageBatch(len(keys))
         tasks = [
@@ -128,7 +130,7 @@ class RemoteStorage:
         self._closed.set()
         for threads in (self._readers, self._writers):
             threads.close(timeout_s=1.0)
-        self._client.close()  # a thread that waits for a hung server gets an error, and ends
+        self._client.close()  # threads that wait for a hung server get an error, and end
 
     def _run(
         self, batch: PageBatch, tasks: Sequence[Task], threads: IOThreads, breaker: Breaker, timeout_s: float
@@ -153,7 +155,7 @@ class RemoteStorage:
     def _guarded(
         self, work: _Work, batch: PageBatch, chunk: range, keys: Sequence[bytes], breaker: Breaker
     ) -> None:
-        """Runs one task; pages that it has not settled are misses, whatever happens."""
+        """Runs one task. Pages that the task leaves unsettled become misses, even after an error."""
         try:
             if batch.is_open and work(batch, chunk, [self._prefix + keys[i] for i in chunk], keys):
                 breaker.succeeded()
@@ -223,13 +225,13 @@ class RemoteStorage:
 
 
 def _name_of(url: str) -> str:
-    """Returns the server's place for logs, without user and password."""
+    """Returns the server's address for logs, without user and password."""
     parts = urlsplit(url)
     return parts.path if parts.scheme == "unix" else f"{parts.hostname}:{parts.port or 6379}"
 
 
 def _chunks(sizes_bytes: Sequence[int], least: int) -> list[range]:
-    """Splits the pages of a call into runs for the threads, `least` or more if there are enough pages."""
+    """Splits the pages of a call into ranges for the threads: at least `least` ranges, if there are enough pages."""
     most_pages = min(_CHUNK_KEYS, max(1, -(-len(sizes_bytes) // least)))
     chunks: list[range] = []
     first, total_bytes = 0, 0

@@ -14,11 +14,11 @@ _buffers = BounceBuffers()
 def scan_headers(
     disk: Disk, descriptor: int, start_bytes: int, *, through_holes: bool
 ) -> tuple[list[Entry], int]:
-    """Returns the records from `start_bytes` on, and the end of the last one in bytes. Raises `OSError`.
+    """Returns the records from `start_bytes` on, and the end of the last record in bytes. Raises `OSError`.
 
-    `through_holes`: goes on behind bytes that are no record, which a write leaves that failed or was cut off while a
-    later one succeeded. Without it, the scan ends there: a live writer may fill the hole. Contents are not read: a
-    torn record is found too, and does not verify when it is read.
+    `through_holes`: whether the scan continues beyond holes, bytes without a record. A write that failed or was cut
+    off leaves a hole if a later write succeeded. If False, the scan ends at the first hole, because a live writer may
+    still fill it. Contents are not read, so torn records are found too; they do not verify when they are read.
     """
     entries: list[Entry] = []
     stop_bytes, offset, end_bytes = disk.size(descriptor), start_bytes, start_bytes
@@ -32,7 +32,7 @@ def scan_headers(
         place = offset - window_start
         block = window[place : place + ALIGNMENT]
         header = parse_header(block) if block[: len(MAGIC)] == MAGIC else None
-        # No write goes beyond the space of its segment, so a longer record is none.
+        # No write exceeds the space of its segment, so a header with a longer record is invalid.
         if header is None or offset + header.record_bytes > stop_bytes:
             if not through_holes:
                 break

@@ -1,4 +1,4 @@
-"""Segments: files of many records, and what a storage knows about each."""
+"""Segments: files of many records, and the state that a storage keeps for each file."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ class SegmentFile:
     owned: bool
     """Whether this process may write, evict and remove the segment."""
     end_bytes: int = 0
-    """End of the known records; where the next one is appended, or looked for."""
+    """End of the known records: the offset at which the next record is appended, or searched."""
     sealed: bool = False
     """Whether no record follows, and the side index is written."""
     keys: list[bytes] = field(default_factory=list)
-    """Keys of the records; the index can know a key at another location by now."""
+    """Keys of the records; the index may have another location of a key by now."""
     gone: bool = False
-    """Whether the segment was evicted or vanished: the index takes no more pages in it."""
+    """Whether the segment was evicted or vanished; the index then adds no more of its pages."""
     modified_s: float = 0.0
-    """Time of the last write when the segment was found, for the order of eviction."""
+    """Time of the segment's last write, as of the discovery of the segment; gives the order of eviction."""
 
     @property
     def index_path(self) -> Path:
@@ -40,7 +40,7 @@ class SegmentFile:
 
 @dataclass(eq=False, slots=True)
 class Location:
-    """Where a record is."""
+    """The location of a record."""
 
     segment: SegmentFile
     offset_bytes: int
@@ -71,7 +71,7 @@ def parse_name(name: str) -> tuple[str, int] | None:
 
 
 def index_segment(name: str) -> str | None:
-    """Returns the segment's file name for that of a side index, complete or half-written; None for other files."""
+    """Returns the name of the segment file for the name of its side index, complete or half-written, else None."""
     match = _INDEX_NAME.fullmatch(name)
     return f"{match[1]}{PAGES_SUFFIX}" if match else None
 

@@ -1,4 +1,4 @@
-"""The segments of one folder: those of this process, and those of others that it reads."""
+"""The segments of one folder: those of this process, and those of other processes, which this process reads."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from disagg.storage.side_index import read_side_index, write_side_index
 log = get_logger(__name__)
 
 LOCK_TIMEOUT_S = 1.0
-"""How long `close` waits for a lock that a thread on a hung disk may hold."""
+"""Longest wait of `close` for a lock that a thread on a hung disk may hold."""
 
 
 class SegmentFolder:
-    """Knows all segments of a folder, and keeps the index up to date with them. Thread-safe.
+    """Tracks all segments of a folder, and keeps the index up to date. Thread-safe.
 
-    Each process writes segments under an id of its own, and reads those of all. Segments without a living owner are
-    adopted, because nobody else would evict them.
+    Each process writes segments under an id of its own, and reads the segments of all processes. Segments without a
+    living owner are adopted, because no other process would evict them.
     """
 
     def __init__(self, folder: Path, disk: Disk, index: PageIndex, counters: Counters) -> None:
@@ -43,7 +43,7 @@ class SegmentFolder:
         self._locks = WriterLocks(folder, disk)
         self._number = 0
         self.writer = secrets.token_hex(8)
-        while not self._locks.acquire(self.writer):  # another process adopted the id before the lock
+        while not self._locks.acquire(self.writer):  # another process adopted the id before this lock
             self.writer = secrets.token_hex(8)
 
     def segments(self) -> list[SegmentFile]:
@@ -58,14 +58,14 @@ class SegmentFolder:
         return sorted(mine, key=lambda segment: (segment.modified_s, segment.number))
 
     def refresh(self) -> None:
-        """Looks for new, longer and vanished segments, and adopts those without an owner. Raises `OSError`.
+        """Searches for new, longer and vanished segments, and adopts segments without an owner. Raises `OSError`.
 
-        A fault of one segment is counted, and the segment is tried again next time.
+        A fault of one segment is counted, and the next refresh tries the segment again.
         """
         with self._lock:
             listed = set(self._disk.names(self.path))
             names = {name: found for name in listed if (found := parse_name(name))}
-            # A segment of this process that is not sealed may have no file yet.
+            # An unsealed segment of this process may have no file yet.
             known = [one for one in self._segments.values() if one.sealed or one.writer != self.writer]
             for segment in known:
                 if segment.path.name not in names:
@@ -96,7 +96,7 @@ class SegmentFolder:
     def discard(self, segment: SegmentFile) -> int:
         """Forgets an owned segment and removes its files; returns the number of pages lost.
 
-        Raises `OSError` if a file is left; the segment is forgotten all the same.
+        Raises `OSError` if a file is left; the segment is forgotten nevertheless.
         """
         with self._lock:
             lost = self._forget(segment)
@@ -113,7 +113,7 @@ class SegmentFolder:
             self._counters.add(vanished=self._forget(segment))
 
     def write_index(self, segment: SegmentFile) -> None:
-        """Writes the side index of an owned segment that no record follows. Raises `OSError`."""
+        """Writes the side index of an owned segment, to which no more records are appended. Raises `OSError`."""
         with self._lock:
             pages = self.index.locations_in(segment)
             entries = [Entry(key, place.offset_bytes, place.length_bytes) for key, place in pages]
@@ -132,7 +132,7 @@ class SegmentFolder:
             self._lock.release()
 
     def _adopt(self, listed: Set[str], writers: Set[str]) -> None:
-        """Locks the segments of dead `writers`, and removes what dead writers left without a segment."""
+        """Locks the segments of dead `writers`; removes lock files and side indexes left without a segment."""
         for writer in sorted(writers | {writer for name in listed if (writer := lock_writer(name))}):
             if self._locks.holds(writer) or not self._locks.acquire(writer):
                 continue
@@ -167,7 +167,7 @@ class SegmentFolder:
         segment.sealed = True
 
     def _scan(self, segment: SegmentFile) -> None:
-        """Finds the records of a segment without a side index. An owned one has no writer any more: it is sealed."""
+        """Finds the records of a segment without a side index. Seals an owned segment, because its writer is dead."""
         descriptor = self._disk.open(segment.path, os.O_RDONLY)
         try:
             start_bytes = 0 if segment.owned else segment.end_bytes

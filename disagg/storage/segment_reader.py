@@ -1,4 +1,4 @@
-"""Reads records from segments into the memory of callers, and drops those that do not verify."""
+"""Reads records from segments into the memory of callers, and drops records that do not verify."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ from disagg.storage.segment_folder import SegmentFolder
 log = get_logger(__name__)
 
 _TRIES = 2
-"""A page can move while it is looked up: eviction writes used pages again, then removes their old segment."""
+"""Number of lookups of a page, which can move before the read: eviction writes used pages again, then removes their
+old segment."""
 
 
 class _OpenFile:
-    """The descriptor of the segment that a task reads from; the next segment's replaces it."""
+    """The descriptor of the segment that a task reads; the descriptor of the task's next segment replaces it."""
 
     def __init__(self, disk: Disk, flags: int) -> None:
         self._disk, self._flags = disk, flags
@@ -30,7 +31,7 @@ class _OpenFile:
         self._descriptor = -1
 
     def of(self, segment: SegmentFile) -> int:
-        """Returns a descriptor, valid until the next call. Raises `OSError`."""
+        """Returns the descriptor of `segment`, valid until the next call. Raises `OSError`."""
         if self._segment is not segment:
             self.close()
             self._descriptor = self._disk.open(segment.path, self._flags)
@@ -45,7 +46,7 @@ class _OpenFile:
 
 
 class SegmentReader:
-    """Reads pages, on the calling thread: one of the storage's threads for reads. Thread-safe."""
+    """Reads pages on the calling thread, which is one of the storage's read threads. Thread-safe."""
 
     def __init__(
         self, folder: SegmentFolder, disk: Disk, counters: Counters, breaker: Breaker, direct: int
@@ -56,7 +57,7 @@ class SegmentReader:
         self._buffers = BounceBuffers()
 
     def read(self, batch: PageBatch, pages: Sequence[tuple[int, bytes]]) -> None:
-        """Reads pages, given as places in the batch with their keys. Raises nothing."""
+        """Reads `pages`, each given as its index in the batch and its key. Raises no error."""
         file = _OpenFile(self._disk, os.O_RDONLY | self._direct)
         try:
             for place, key in pages:
@@ -101,7 +102,7 @@ class SegmentReader:
         return True
 
     def _drop(self, key: bytes, location: Location) -> None:
-        """Drops a page that does not verify, from the side index too, where the next start would find it again."""
+        """Drops a page that does not verify, also from the side index, where the next start would find it."""
         if not self._index.drop(key, location):
             return
         self._counters.add(corrupt=1)

@@ -1,7 +1,7 @@
-"""The side index of a sealed segment: its records' keys and places, so that a start reads no headers.
+"""The side index of a sealed segment: keys and places of the records, so that a start need not read the headers.
 
-The whole file is verified by a checksum, which covers the segment's name too. Without a valid one the segment's
-headers are scanned.
+A checksum verifies the whole file and the segment's name. Without a valid side index, the segment's headers are
+scanned.
 """
 
 from __future__ import annotations

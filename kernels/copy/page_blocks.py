@@ -1,4 +1,4 @@
-"""Copies whole KV pages between a pool and blocks of host memory, in which a page of all layers is contiguous.
+"""Copies whole KV pages between a pool and blocks of host memory; a block holds one page of all layers contiguously.
 
 In the pool a page is one run of bytes in each plane of each layer. In a block these runs follow each other, layer by
 layer: the *page-first* layout of SGLang's hierarchical cache. A block is therefore one contiguous range for storage
@@ -44,7 +44,7 @@ class _BlockCopy:
     first_bytes: int
     """First byte of the copied layers within a block."""
     aligned: int
-    """Every run starts, on both sides, at a multiple of this many bytes; at most 16."""
+    """Alignment in bytes of the start of every run, on both sides; at most 16."""
 
     @property
     def word_bytes(self) -> int:
@@ -73,8 +73,8 @@ def pages_to_blocks(
 
     - pool: `[layers, planes, slots, heads, head_dim]`, contiguous, any dtype. Page `p` has the slots `p * page_size
       .. (p + 1) * page_size`.
-    - pages, places: both int32 or both int64 `[copies]`, contiguous, on the pool's device; not checked. No place
-      may repeat.
+    - pages, places: both int32 or both int64 `[copies]`, contiguous, on the pool's device; the values are not
+      checked. No place may repeat.
     - blocks: the pool's part of a block is `[layers, planes, page_size, heads, head_dim]`, of all layers.
     - layers: layers to copy, local to the pool.
 

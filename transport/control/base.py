@@ -26,8 +26,9 @@ PeerMet = Callable[[str], None]
 callback runs when the peer is first reached, and once more after each loss."""
 
 PeerSuspected = Callable[[str, bool], None]
-"""Callback `on_peer_suspected(peer, silent)`, on the channel's own thread. True: a watched peer has been silent for a
-part of the peer timeout. False: it has spoken again. A loss ends a suspicion without a further call."""
+"""Callback `on_peer_suspected(peer, silent)`, on the channel's own thread. `silent` is True when a watched peer has
+been silent for a part of the peer timeout, and False when the peer sends again. A loss ends a suspicion without a
+further call."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ delivered, and both directions start new streams. A watched peer is *met* when i
 proves that both directions work. If the network fails in one direction only, neither side therefore meets the other.
 
 A watched peer is *suspected* after a shorter silence, if other peers answer meanwhile, and *heard* at its next
-envelope. Both are information only: the streams continue.
+envelope. Neither event changes the streams.
 
 The idea is TCP's: sequence numbers, resets, and an initial sequence number drawn from a clock, here the
 stream number. An envelope of an older stream is therefore recognised as stale, however late it arrives.
@@ -105,7 +105,7 @@ class Met:
 
 @dataclass(frozen=True, slots=True)
 class Suspected:
-    """Event: a watched peer has been silent for `suspect_after_s`. `Heard` or `Lost` follows, unless it is
+    """Event: a watched peer has been silent for `suspect_after_s`. `Heard` or `Lost` follows, unless the peer is
     forgotten."""
 
     peer: str
@@ -141,7 +141,7 @@ class _StreamPeer:
     """Whether the peer has received an envelope of this stream."""
     suspected: bool = False
     probed_s: float | None = None
-    """Time of the ping that decides whether the peer is suspected; None while the peer speaks."""
+    """Time of the ping that decides whether the peer is suspected; None while no such ping is unanswered."""
     spoke_s: float = 0.0
     """Time of the last envelope to the peer."""
     look_at_s: float = math.inf
@@ -323,7 +323,7 @@ class Reliable:
         return due_s
 
     def _doubt_s(self, peer: _StreamPeer) -> float:
-        """Returns when a silent peer is to be pinged once more, or after that ping, when it is to be suspected."""
+        """Returns the time at which a silent peer is pinged once more or, after that ping, suspected."""
         if peer.probed_s is not None:
             return peer.probed_s + self._probe_s
         return peer.since_s + self._suspect_after_s - self._probe_s
@@ -331,8 +331,9 @@ class Reliable:
     def _suspect_if_silent(self, peer: _StreamPeer, now_s: float) -> None:
         """Pings a silent peer and the other watched peers; suspects the peer if only others answer in time.
 
-        Another ping decides if nobody has answered, or only just now: this side may be cut off or overloaded. So it
-        does after a pause of this process, which received nothing during the pause: `tick` is late then.
+        If no peer has answered, or the first one only just now, this side may be cut off or overloaded: another ping
+        decides. Another ping also decides after a pause of this process, in which it received nothing: `tick` is then
+        late.
         """
         doubt_s = self._doubt_s(peer)
         if now_s < doubt_s:

@@ -41,10 +41,10 @@ Arguments = TypeVarTuple("Arguments")
 
 
 class TurnPace:
-    """Limits the rate of a thread's turns under load, so that one turn handles the frames of a longer interval.
+    """Limits the rate of a thread's turns, its loop iterations, so that under load each turn handles more frames.
 
     Bursts of up to `burst` turns are not delayed, so a thread with less than a turn per `interval_s` never waits.
-    Routers use it: a turn wakes the event loop, which costs more than a message.
+    Routers limit their turns, because a turn wakes the event loop, which costs more than a message.
     """
 
     def __init__(self, interval_s: float = 0.001, burst: int = 8) -> None:

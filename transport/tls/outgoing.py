@@ -78,7 +78,7 @@ class OutgoingChannel(Channel):
             self.end(str(exc))
 
     def submit(self, operation: Operation, view: torch.Tensor) -> None:
-        """Accepts a send, whose operation the channel ends. Call with the lock held, on an open channel."""
+        """Accepts a send; the channel ends its `operation`. Call with the lock held, on an open channel."""
         number, nbytes = self._next_number, operation.nbytes
         self._next_number += 1
         if nbytes <= EAGER_BYTES:
@@ -357,8 +357,8 @@ class OutgoingChannel(Channel):
     def _renew(self, lane: int, stream: TlsStream) -> TlsStream:
         """Returns the new connection of a lane. Lane 0 renews the reply connection too.
 
-        First waits until the peer has read the old connection to its end: the peer could otherwise read the new one
-        first, because a thread of its own accepts each connection.
+        First waits until the peer has read the old connection to its end. Otherwise the peer could read the new
+        connection first, because a separate thread accepts each connection.
         """
         if lane == 0:
             self._renew_replies()

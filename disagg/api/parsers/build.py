@@ -17,13 +17,13 @@ from disagg.api.parsers.thinking import THINK_MARKERS, PlainText, ThinkingParser
 
 @dataclass(frozen=True)
 class AnswerPlan:
-    """Which parts the answers to one chat request can have."""
+    """The parts that the answers to one chat request can have, and their syntax."""
 
     names: ParserNames
     tools: Sequence[dict[str, Any]] = ()
     """Tools that the answer may call."""
     forced: str | None = None
-    """Name of the tool that the answer must call; empty: any tool, in a list of calls."""
+    """Name of the tool that the answer must call; empty: any tools, in a list of calls; None: no call is required."""
     thinking: bool = False
     """Whether the prompt ends within reasoning."""
     parallel: bool = True
@@ -36,7 +36,7 @@ class AnswerPlan:
 
     @property
     def short_ids(self) -> bool:
-        """Whether ids of calls must have nine letters and digits."""
+        """Whether ids of calls must consist of nine letters and digits."""
         syntax = SYNTAXES.get(self.names.tools)
         return syntax is not None and syntax.short_ids
 
@@ -59,6 +59,6 @@ class AnswerPlan:
 
 
 def opens_reasoning(names: ParserNames, prompt: str) -> bool:
-    """Returns whether the text of a prompt ends with the first marker of reasoning."""
+    """Returns whether the text of a prompt ends with the marker that begins reasoning."""
     markers = THINK_MARKERS.get(names.reasoning)
     return markers is not None and prompt.rstrip().endswith(markers[0])

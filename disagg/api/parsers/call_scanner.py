@@ -1,4 +1,4 @@
-"""Finds tool calls in the text of an answer; each family of models is a `CallSyntax`."""
+"""Finds tool calls in the text of an answer; a `CallSyntax` for each model family defines how calls are written."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from disagg.api.parsers.texts import Trimmer, dump_json, first_marker, load_json
 
 
 class Found(NamedTuple):
-    """Result of `CallSyntax.read`: the calls, and the end of their text; without calls a marker that is dropped."""
+    """Result of `CallSyntax.read`: the calls and the end of their text. Without calls, a marker that is dropped."""
 
     calls: list[Call]
     end: int
 
 
 class Malformed(NamedTuple):
-    """Result of `CallSyntax.read`: the marker begins no call, and is content."""
+    """Result of `CallSyntax.read`: the marker begins no call, so it is content."""
 
 
 class Unfinished(NamedTuple):
-    """Result of `CallSyntax.read`: more text decides."""
+    """Result of `CallSyntax.read`: the text is too short for another result."""
 
     needs: str = ""
-    """Characters one of which must arrive before the text can be decided; empty: any."""
+    """Characters of which at least one must arrive before another read is useful; empty: any character."""
 
 
 Read = Found | Malformed | Unfinished
@@ -38,9 +38,9 @@ class CallSyntax(ABC):
     markers: ClassVar[tuple[str, ...]] = ()
     """Texts that begin a call anywhere in an answer."""
     first_markers: ClassVar[tuple[str, ...]] = ()
-    """Texts that begin a call before any content."""
+    """Texts that begin a call only where no content precedes them."""
     visible: ClassVar[tuple[str, ...]] = ()
-    """Markers that can be special tokens, which the text must contain."""
+    """Markers that can be special tokens; the text of an answer must contain these tokens."""
     short_ids: ClassVar[bool] = False
     """Whether the family's chat templates need call ids of nine letters and digits."""
 
@@ -49,7 +49,7 @@ class CallSyntax(ABC):
         self.schemas = schemas
 
     def parameter(self, tool: str, name: str) -> object:
-        """Returns the JSON schema of a tool's parameter; None if it has none."""
+        """Returns the JSON schema of a tool's parameter; None for a parameter without a schema."""
         schema = self.schemas.get(tool)
         properties = schema.get("properties") if isinstance(schema, dict) else None
         return properties.get(name) if isinstance(properties, dict) else None
@@ -58,7 +58,8 @@ class CallSyntax(ABC):
     def read(self, text: str, marker: str, last: bool) -> Read:
         """Reads the calls at the start of `text`, which begins with `marker`.
 
-        A longer text has the same result as the shortest one that has any. `last`: no text follows.
+        Once a text has a result other than `Unfinished`, each longer text has the same result. `last`: whether the
+        answer ends with `text`.
         """
 
 
@@ -72,7 +73,7 @@ class CallScanner(AnswerParser):
         self._marker = ""
         """Marker with which `_text` begins; empty while none is found."""
         self._needs = ""
-        """See `Unfinished.needs`: repeated reads of a long call would take time."""
+        """`Unfinished.needs` of the latest read, so that a long call is not read again for each piece of text."""
         self._trimmer = Trimmer()
 
     def push(self, text: str) -> list[Part]:
@@ -105,7 +106,7 @@ class CallScanner(AnswerParser):
         return parts
 
     def _find(self, parts: list[Part], last: bool) -> bool:
-        """Passes the content before the next marker. Returns whether the text begins with a marker now."""
+        """Adds the content before the next marker to `parts`. Returns whether the text now begins with a marker."""
         syntax = self._syntax
         at, self._marker = first_marker(self._text, syntax.markers)
         if not self._trimmer.begun and syntax.first_markers:
@@ -118,7 +119,7 @@ class CallScanner(AnswerParser):
         return at >= 0
 
     def _content(self, parts: list[Part], count: int) -> None:
-        """Passes the first `count` characters as content."""
+        """Adds the first `count` characters to `parts` as content."""
         kept = self._trimmer.push(self._text[:count])
         self._text = self._text[count:]
         if kept:
@@ -126,7 +127,7 @@ class CallScanner(AnswerParser):
 
 
 def call_of(name: object, arguments: object) -> Call | None:
-    """Returns the call; None unless `name` is a name, and `arguments` an object or its JSON text."""
+    """Returns the call; None unless `name` is a non-empty text, and `arguments` an object, or one as JSON text."""
     if isinstance(arguments, str):
         try:
             arguments = load_json(arguments)
@@ -141,7 +142,7 @@ def call_of(name: object, arguments: object) -> Call | None:
 
 
 def calls_of(values: Sequence[object]) -> list[Call] | None:
-    """Returns the calls of JSON objects with `name` and `arguments` or `parameters`; None if one is no call."""
+    """Returns the calls of JSON objects with `name` and `arguments` or `parameters`; None unless all are calls."""
     calls = []
     for value in values:
         if not isinstance(value, dict):

@@ -14,7 +14,7 @@ _FENCED = re.compile(r"\s*([^\n]+?)\s*\n```json\s*\n(.*?)\n?\s*```\s*", re.DOTAL
 
 
 class DeepSeekCalls(CallSyntax):
-    """The call is `function`, separator, name and arguments in a code block (V3), or name, separator, arguments."""
+    """Calls of `function`, separator, name, and arguments in a code block (V3); or of name, separator, arguments."""
 
     markers: ClassVar[tuple[str, ...]] = (_BEGIN, *_AROUND)
     visible: ClassVar[tuple[str, ...]] = (_BEGIN, _END, *_AROUND, _SEPARATOR)

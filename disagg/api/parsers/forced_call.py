@@ -1,4 +1,4 @@
-"""The answer to a request that names the tool to call: its text is the call's arguments."""
+"""Parses answers to requests that name the tool to call: the text of the answer is the call's arguments."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from disagg.api.parsers.parts import AnswerParser, Arguments, Call, Part
 
 
 class ForcedCall(AnswerParser):
-    """The whole text is the arguments of one call; a grammar ensures that it is a JSON object."""
+    """Parser of a text that is the arguments of one call; a grammar ensures that the text is a JSON object."""
 
     def __init__(self, name: str) -> None:
         self._name, self._begun = name, False

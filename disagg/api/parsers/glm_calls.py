@@ -16,7 +16,7 @@ _ARGUMENT = re.compile(
 
 
 class GlmCalls(CallSyntax):
-    """`<tool_call>F<arg_key>P</arg_key><arg_value>value</arg_value></tool_call>`."""
+    """Calls such as `<tool_call>F<arg_key>P</arg_key><arg_value>value</arg_value></tool_call>`."""
 
     markers: ClassVar[tuple[str, ...]] = (_BEGIN,)
     visible: ClassVar[tuple[str, ...]] = (_BEGIN, _END)

@@ -1,4 +1,4 @@
-"""Answers of gpt-oss: messages in channels (OpenAI's harmony format)."""
+"""Parses answers of gpt-oss, which are messages in channels (OpenAI's harmony format)."""
 
 from __future__ import annotations
 
@@ -15,12 +15,15 @@ _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 
 
 class HarmonyParser(AnswerParser):
-    """Channel `analysis` is reasoning, `final` and `commentary` content; a message to a recipient is a call."""
+    """Parser of messages in channels.
+
+    The channel `analysis` is reasoning; `final` and `commentary` are content. A message to a recipient is a call.
+    """
 
     visible: ClassVar[tuple[str, ...]] = (_START, _CHANNEL, _MESSAGE, _CONSTRAIN, *_ENDS)
 
     def __init__(self, *, calls: bool) -> None:
-        """`calls`: whether messages to recipients are calls; otherwise their texts are content."""
+        """`calls`: whether messages to recipients are calls; otherwise such messages are content."""
         self._calls = calls
         self._text = ""
         self._header: str | None = None
@@ -49,7 +52,7 @@ class HarmonyParser(AnswerParser):
         return parts
 
     def _read_outside(self, parts: list[Part], last: bool) -> None:
-        """Reads a header, or text without one, which is content."""
+        """Reads a header, or text outside of a message, which is content."""
         markers = (_START, _CHANNEL, _MESSAGE, *_ENDS)
         at, marker = first_marker(self._text, markers)
         if at != 0:

@@ -23,7 +23,7 @@ _SPACE = re.compile(r"\s*")
 
 
 class HermesCalls(CallSyntax):
-    """`<tool_call>{"name": .., "arguments": {..}}</tool_call>`: Hermes, Qwen 2.5, Qwen 3."""
+    """Calls of Hermes, Qwen 2.5 and Qwen 3: `<tool_call>{"name": .., "arguments": {..}}</tool_call>`."""
 
     markers: ClassVar[tuple[str, ...]] = ("<tool_call>",)
     visible: ClassVar[tuple[str, ...]] = ("<tool_call>", "</tool_call>")
@@ -44,13 +44,13 @@ class HermesCalls(CallSyntax):
         rest = text[after : after + len(closing)]
         if rest == closing:
             return Found(calls, after + len(closing))
-        if last or not closing.startswith(rest):  # models leave the closing marker out
+        if last or not closing.startswith(rest):  # some models omit the closing marker
             return Found(calls, end)
         return UNFINISHED
 
 
 class LlamaCalls(CallSyntax):
-    """`{"name": .., "parameters": {..}}`, several joined by `;`, after `<|python_tag|>` or nothing: Llama 3."""
+    """Calls of Llama 3: `{"name": .., "parameters": {..}}`, joined by `;`, optionally after `<|python_tag|>`."""
 
     markers: ClassVar[tuple[str, ...]] = ("<|python_tag|>",)
     first_markers: ClassVar[tuple[str, ...]] = ("{",)
@@ -83,7 +83,7 @@ class LlamaCalls(CallSyntax):
 
 
 class MistralCalls(CallSyntax):
-    """`[TOOL_CALLS]` with a list of JSON objects, or with a name and its arguments: Mistral."""
+    """Calls of Mistral: `[TOOL_CALLS]`, then a list of JSON objects, or a name and the arguments."""
 
     markers: ClassVar[tuple[str, ...]] = ("[TOOL_CALLS]",)
     visible: ClassVar[tuple[str, ...]] = ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")
@@ -112,7 +112,7 @@ class MistralCalls(CallSyntax):
 
 
 class ListedCalls(CallSyntax):
-    """A JSON list of objects with `name` and `parameters`: answers that must be calls (`tool_choice: required`)."""
+    """Required calls (`tool_choice: required`): a JSON list of objects with `name` and `parameters`."""
 
     first_markers: ClassVar[tuple[str, ...]] = ("[",)
 
@@ -131,7 +131,7 @@ def _skip_space(text: str, start: int) -> int:
 
 
 def _calls_in(text: str) -> list[Call] | None:
-    """Returns the calls of a JSON object, or of a list of them; None unless all are calls."""
+    """Returns the calls of a JSON object, or of a list of objects; None unless all objects are calls."""
     try:
         value = load_json(text)
     except ValueError:

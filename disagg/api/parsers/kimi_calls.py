@@ -14,7 +14,7 @@ _ID = re.compile(r"\s*(?:functions\.)?([\w.-]+):\d+\s*")
 
 
 class KimiCalls(CallSyntax):
-    """`<|tool_call_begin|>functions.F:0<|tool_call_argument_begin|>{..}<|tool_call_end|>`."""
+    """Calls such as `<|tool_call_begin|>functions.F:0<|tool_call_argument_begin|>{..}<|tool_call_end|>`."""
 
     markers: ClassVar[tuple[str, ...]] = (_BEGIN, *_AROUND)
     visible: ClassVar[tuple[str, ...]] = (_BEGIN, _END, *_AROUND, _ARGUMENTS)

@@ -38,8 +38,8 @@ Part = Reasoning | Content | Call | Arguments
 class AnswerParser(ABC):
     """Divides one answer into parts, incrementally.
 
-    The joined parts are the same for each division of the text into pushes. Text that is no complete, valid call is
-    `Content`: no text is lost, except markers, and white space beside calls and reasoning. No text raises an error.
+    The joined parts do not depend on the division of the text into pushes. Text that is not a complete, valid call is
+    `Content`. Only markers, and white space beside calls and reasoning, are dropped. No text raises an error.
     """
 
     @abstractmethod
@@ -48,7 +48,7 @@ class AnswerParser(ABC):
 
     @abstractmethod
     def end(self) -> list[Part]:
-        """Returns the rest, at the end of the answer."""
+        """Ends the answer; returns the parts of the remaining text."""
 
 
 MakeParser = Callable[[], AnswerParser]
@@ -72,5 +72,5 @@ def joined(parts: Sequence[Part]) -> list[Part]:
 
 
 def schemas_of(tools: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Returns the JSON schema of each tool's arguments, by name; `tools` are those of a chat request."""
+    """Returns the JSON schema of each tool's arguments, by name; `tools`: field of a chat request."""
     return {one["function"]["name"]: one["function"].get("parameters") or {} for one in tools}

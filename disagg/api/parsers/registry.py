@@ -1,4 +1,4 @@
-"""Names of the parsers, and the automatic choice by a checkpoint's chat template."""
+"""Names of the parsers, and their automatic choice by the checkpoint's chat template."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SYNTAXES: dict[ToolParserName, type[CallSyntax]] = {
     "deepseek": DeepSeekCalls,
     "kimi_k2": KimiCalls,
 }
-"""Syntaxes of tool calls by the name of their parser. `harmony` has a parser for whole answers."""
+"""Syntax of tool calls by parser name. `harmony` is absent: its parser reads whole answers."""
 
 _TOOL_SIGNS: tuple[tuple[str, ToolParserName], ...] = (
     ("<|channel|>", "harmony"),
@@ -36,7 +36,7 @@ _TOOL_SIGNS: tuple[tuple[str, ToolParserName], ...] = (
     ("<|python_tag|>", "llama3_json"),
     ("Environment: ipython", "llama3_json"),
 )
-"""Texts in chat templates, and the parser that they show; the first one in this order decides."""
+"""Texts in chat templates, each with the parser that it indicates; the first text in this order decides."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class ParserNames:
         return frozenset((*texts, *THINK_MARKERS.get(self.reasoning, ())))
 
     def chosen(self, template: str) -> ParserNames:
-        """Returns the names with each `auto` replaced by the parser that the chat template shows, or `none`."""
+        """Returns the names, with each `auto` replaced by the parser that the template indicates, or by `none`."""
         tools, reasoning = self.tools, self.reasoning
         if tools == "auto":
             tools = next((name for sign, name in _TOOL_SIGNS if sign in template), "none")

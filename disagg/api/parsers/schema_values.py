@@ -1,4 +1,4 @@
-"""Values of arguments that models write without quotation marks: the schema says which are texts."""
+"""Converts arguments that models write without quotation marks; the tool's schema determines which are texts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Searches texts that grow: markers that may be cut, white space that may have to be dropped, JSON values."""
+"""Searches text that arrives in pieces: markers that may be incomplete, white space to drop, JSON values."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _CLOSING = {"{": "}", "[": "]"}
 
 
 def first_marker(text: str, markers: Iterable[str]) -> tuple[int, str]:
-    """Returns place and name of the first marker in `text`, the longest of those at one place; -1 without one."""
+    """Returns position and text of the first marker, at equal positions the longest one; -1 without a marker."""
     found = [(at, -len(one), one) for one in markers if (at := text.find(one)) >= 0]
     at, _, marker = min(found, default=(-1, 0, ""))
     return at, marker
@@ -52,7 +52,7 @@ def load_json(text: str) -> Any:
 
 
 def dump_json(value: Any) -> str:
-    """Returns the JSON text of a value. Raises ValueError for a value that JSON cannot have."""
+    """Returns the JSON text of a value. Raises ValueError for a value that JSON cannot represent."""
     try:
         return json.dumps(value, ensure_ascii=False, allow_nan=False)
     except RecursionError as exc:
@@ -87,6 +87,6 @@ class Trimmer:
         self._held, self.begun, self._drop_start = "", False, True
 
     def rest(self) -> str:
-        """Returns the withheld white space, at the end of the text."""
+        """Ends the text; returns the withheld white space."""
         held, self._held = self._held, ""
         return held if self.begun or not self._drop_start else ""

@@ -1,4 +1,4 @@
-"""Reasoning between two markers, such as `<think>` and `</think>`."""
+"""Parses reasoning between two markers, such as `<think>` and `</think>`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ THINK_MARKERS: dict[ReasoningParserName, tuple[str, str]] = {
 
 
 class PlainText(AnswerParser):
-    """The whole answer is content."""
+    """Parser of an answer that is only content."""
 
     def push(self, text: str) -> list[Part]:
         return [Content(text)] if text else []
@@ -27,9 +27,9 @@ class PlainText(AnswerParser):
 
 
 class ThinkingParser(AnswerParser):
-    """Reasoning at the start of an answer, then an answer for another parser.
+    """Parser of an answer that begins with reasoning; another parser reads the text after the reasoning.
 
-    Without the first marker the answer has no reasoning, unless the prompt contains that marker.
+    An answer without the first marker has no reasoning, unless the prompt ends with that marker.
     """
 
     def __init__(self, markers: tuple[str, str], rest: AnswerParser, *, begun: bool) -> None:
@@ -64,7 +64,7 @@ class ThinkingParser(AnswerParser):
         return parts + self._after(self._last) if at >= 0 else parts
 
     def _skip_first(self, last: bool) -> bool:
-        """Skips the first marker, which begun reasoning may repeat. Returns False until the text decides."""
+        """Skips the first marker, which may repeat the prompt's. Returns False while the text is too short."""
         begun, text = self._state == "reasoning", self._text.lstrip()
         if text.startswith(self._first):
             self._text = text[len(self._first) :]
@@ -85,7 +85,7 @@ class ThinkingParser(AnswerParser):
 
 
 class _WithoutStart(AnswerParser):
-    """Drops white space at the start."""
+    """Drops white space at the start of the text, and passes the rest to another parser."""
 
     def __init__(self, rest: AnswerParser) -> None:
         self._rest, self._begun = rest, False

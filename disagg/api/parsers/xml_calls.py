@@ -23,9 +23,9 @@ _BEGINNINGS = ("<tool_call>", "<function=")
 
 
 class QwenCoderCalls(CallSyntax):
-    """`<tool_call><function=F><parameter=P>value</parameter></function></tool_call>`.
+    """Calls such as `<tool_call><function=F><parameter=P>value</parameter></function></tool_call>`.
 
-    A value is a text or JSON, as the schema of the tool's parameter says.
+    The schema of the tool's parameter determines whether a value is a text or JSON.
     """
 
     markers: ClassVar[tuple[str, ...]] = _BEGINNINGS

@@ -58,7 +58,7 @@ def _measure(bench: PageCopyBench, row_bytes: int) -> list[Result]:
 
 
 def _check(before: torch.Tensor, after: torch.Tensor, order: torch.Tensor, page_size: int) -> None:
-    """Raises `InvariantError` unless the stored pages are unchanged, and the loaded pages equal them."""
+    """Raises `InvariantError` unless the stored pages are unchanged, and the loaded pages equal the stored ones."""
     paged = (len(before), 2, -1, page_size * before.shape[4])
     old, new = before.view(paged), after.view(paged)
     sources, targets = order.to(before.device).view(2, -1)

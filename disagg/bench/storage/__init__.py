@@ -1,1 +1,1 @@
-"""`disagg bench storage`: pages written to a storage and read back, as a share of plain I/O of the same bytes."""
+"""`disagg bench storage`: bandwidth of writing and reading pages, as a share of plain I/O of the same bytes."""

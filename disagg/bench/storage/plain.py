@@ -1,4 +1,4 @@
-"""Ceilings of a storage: the same bytes by plain system calls, or in one value of the server."""
+"""Ceilings of a storage: the same bytes moved by plain system calls, or as one value of the server."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def plain_files(
 ) -> tuple[float, float]:
     """Returns the seconds to write `pages` into one new file and to read them back, one system call a page.
 
-    The space is reserved before, as in a segment. `flags`: `O_DIRECT`, for which the memory must be aligned, or 0.
+    The space is reserved first, as in a segment. `flags`: `O_DIRECT`, for which the memory must be aligned, or 0.
     """
     path = folder / "plain.bytes"
     page_bytes = pages[0].nbytes
@@ -39,7 +39,7 @@ def plain_files(
 
 
 def one_value(url: str, key: bytes, blob: bytes) -> tuple[float, float]:
-    """Returns the seconds of one SET and one GET of `blob` on a Redis server, by a plain socket; removes the value.
+    """Returns the seconds of one SET and one GET of `blob` on a Redis server, over a plain socket; removes the value.
 
     Raises `OSError`, and `InvariantError` for wrong replies.
     """
@@ -84,7 +84,7 @@ def _connected(url: str) -> socket.socket:
 
 
 def _command(*words: bytes | int) -> bytes:
-    """Returns a command; an integer stands for the length of a last word that the caller sends itself."""
+    """Returns an encoded command. An integer as the last word is the length of a word that the caller sends."""
     text = b"*%d\r\n" % len(words)
     for word in words:
         text += b"$%d\r\n" % word if isinstance(word, int) else b"$%d\r\n%s\r\n" % (len(word), word)

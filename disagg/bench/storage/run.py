@@ -37,7 +37,7 @@ class StorageBench:
 
     backend: BackendName
     folder: Path | None
-    """Folder of files, in which a temporary one is made; None: that of the system."""
+    """Folder in which a temporary folder is created; None: the system's folder for temporary files."""
     url: str | None
     page_bytes: int
     pages: int
@@ -57,12 +57,12 @@ class StorageBench:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of one measurement."""
+        """Number of bytes that one measurement moves."""
         return self.page_bytes * self.pages
 
     @property
     def capacity_bytes(self) -> int:
-        """Limit of a file storage that never evicts in this run."""
+        """Capacity with which a file storage never evicts in this run."""
         stored_bytes = (self.repeats + 1) * (self.nbytes + self.pages * ALIGNMENT)
         stored_bytes += _LATENCY_CALLS * (self.page_bytes + ALIGNMENT)
         return (stored_bytes // _SEGMENT_BYTES + 8) * _SEGMENT_BYTES
@@ -77,7 +77,7 @@ class _PageMemory:
 
 
 def run(bench: StorageBench, report_progress: Callable[[str], None] = lambda text: None) -> list[Result]:
-    """Measures put and get of many pages and of one. Raises `InvariantError` for wrong bytes and missing pages."""
+    """Measures put and get of many pages and of one page. Raises `InvariantError` for wrong or missing pages."""
     with _opened(bench) as (storage, folder, direct):
         memory = _PageMemory(_aligned(bench), _aligned(bench))
         for page in memory.pages:
@@ -127,7 +127,7 @@ def _opened(bench: StorageBench) -> Iterator[tuple[PageStorage, Path, bool]]:
         storage: PageStorage
         if bench.backend == "redis":
             assert bench.url is not None, "checked by StorageBench"
-            # Values that a cut-off run leaves on the server expire.
+            # Values that an interrupted run leaves on the server expire.
             settings = RemoteSettings(
                 bench.url, bench.threads, server_timeout_s=30, expire_s=_EXPIRE_S, prefix=b"disagg-bench:"
             )
@@ -168,7 +168,7 @@ def _aligned(bench: StorageBench) -> list[memoryview]:
 
 
 def _clear(pages: Sequence[memoryview]) -> None:
-    """Overwrites what was read before, so that no read is mistaken for a later one."""
+    """Overwrites the bytes of the previous read, so that they cannot be mistaken for those of the next read."""
     for page in pages:
         page[:64] = bytes(64)
         page[-64:] = bytes(64)

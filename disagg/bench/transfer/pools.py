@@ -78,7 +78,7 @@ class TransferBench:
         return tuple(found)
 
     def pool_slots(self, page_size: int) -> int:
-        """Returns the slots for the largest round and the padding page."""
+        """Returns the number of pool slots for the largest round and the padding page."""
         return page_size * (1 + max(case.count * pages_for(case.tokens, page_size) for case in self.cases()))
 
     def landed_bytes(self, tokens: int) -> int:

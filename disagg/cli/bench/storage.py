@@ -43,7 +43,7 @@ class StorageOptions:
 
 @with_options(StorageOptions)
 def storage(options: StorageOptions) -> None:
-    """Measure put and get of KV pages in a storage, as a share of the same bytes by plain reads and writes."""
+    """Measure put and get of KV pages in a storage, as a share of plain reads and writes of the same bytes."""
     from disagg.bench.storage.run import StorageBench, run
 
     bench = StorageBench(

@@ -83,9 +83,9 @@ class ApiConfig(Section, frozen=True):
     max_stop: int = 16
     """Largest number of stop strings, and of stop tokens, in one request."""
     tool_parser: ToolParserName = "auto"
-    """Parser of tool calls in chat answers. auto: the one that the checkpoint's chat template shows."""
+    """Parser of tool calls in chat answers. auto: the parser that the checkpoint's chat template indicates."""
     reasoning_parser: ReasoningParserName = "auto"
-    """Parser of reasoning in chat answers. auto: the one that the checkpoint's chat template shows."""
+    """Parser of reasoning in chat answers. auto: the parser that the checkpoint's chat template indicates."""
 
     def running_limit(self, groups: Sequence[GroupInfo]) -> int:
         """Returns `max_running`, or the limit that follows from `groups`; 0 if none of them decodes."""

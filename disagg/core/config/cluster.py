@@ -24,8 +24,8 @@ class ControlConfig(Section, frozen=True):
     peer_timeout_s: float = 10.0
     """Silence after which a peer counts as lost."""
     suspect_after_s: float = 2.0
-    """Silence of a rank after which routers suspect its group: its requests continue on other groups, if there are
-    any, until it speaks again. 0, or not less than `peer_timeout_s`: only a lost group is left."""
+    """Silence of a rank after which routers suspect its group: the group's requests continue on other groups, if
+    there are any, until the rank responds again. 0, or `peer_timeout_s` or more: requests leave only lost groups."""
     heartbeat_s: float = 1.0
     max_message_bytes: int = 16 * MIB
     """Largest control message; a request that needs a larger one fails. Only messages with a prompt's tokens and

@@ -65,8 +65,8 @@ class GroupConfig(Section, frozen=True):
     """Recurrent states that a prefill or colocated group with `prefix_cache` caches, at most a tenth of a GPU's
     memory. None: four times `max_requests` on a GPU, twice on a CPU."""
     host_cache_bytes: int = 0
-    """Host memory of each rank for a second tier of the prefix cache, pinned on demand: cached KV goes there too, and
-    comes back after its eviction from the GPU. 0: no second tier."""
+    """Host memory of each rank for a second tier of the prefix cache, pinned on demand: cached KV is copied there
+    too, and loaded again after its eviction from the GPU. 0: no second tier."""
     host_cache_write: HostWriteName = "through"
     """KV that is copied to the second tier. through: all cached KV. second_hit: prefixes that a later request has
     used, so that prompts which never come back cost no copies."""
@@ -173,8 +173,8 @@ class DecodeConfig(BatchingConfig, frozen=True):
 
     role = "decode"
     preemption: Preemption = "auto"
-    """Preemption of requests: recompute their KV, or swap it to host memory (recompute if that is full). auto: the
-    faster one."""
+    """Preemption of requests. recompute: compute the KV again. swap: copy the KV to host memory, or recompute if the
+    host memory is full. auto: the faster way."""
     swap_bytes: int | None = None
     """Pinned host memory of each rank for swapping, pinned on demand; 0 for none. None: on a GPU 4 GiB, at most 1/16
     of the host's memory; 0 on a CPU."""

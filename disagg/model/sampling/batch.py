@@ -62,7 +62,7 @@ class SamplingBatch:
     def sample(self, logits: torch.Tensor, masks: TokenMasks | None = None) -> SampledTokens:
         """Returns one token per row of `logits` (float32 `[n, vocab]`), which stay unchanged.
 
-        `masks`: tokens that the rows' grammars allow; the last change of the logits before a token is drawn.
+        `masks`: tokens that the rows' grammars allow; applied to the logits last, before a token is drawn.
         """
         if logits.shape != (len(self._rows), self._vocab):
             raise ValueError(

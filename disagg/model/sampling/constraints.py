@@ -1,8 +1,8 @@
 """Token masks of answers that a grammar constrains, computed on side threads.
 
-A mask depends only on the grammar and the answer so far, so any group continues an answer by consuming its tokens.
-A mask is computed as soon as the token before it is known, while the device computes the step that uses the mask.
-(vLLM and SGLang overlap both in the same way.)
+A mask depends only on the grammar and the answer so far, so any group can continue an answer: its matcher consumes
+the answer's tokens. The computation of a mask starts as soon as the preceding token is known, while the device
+computes the step that uses the mask. (vLLM and SGLang overlap mask and step in the same way.)
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 log = structlog.get_logger(__name__)
 
 THREADS = 4
-"""Side threads of an engine, which compile grammars and compute masks; llguidance releases the interpreter lock."""
+"""Number of an engine's side threads, which compile grammars and compute masks; llguidance releases the GIL."""
 KEPT_GRAMMARS = 64
-"""Compiled grammars that are kept for later requests; each takes up to a few megabytes."""
+"""Number of compiled grammars that are kept for later requests; each takes up to a few megabytes."""
 Mask = npt.NDArray[np.int32]
 """Bit `t % 32` of word `t // 32` is set if token `t` is allowed."""
 
@@ -37,15 +37,15 @@ class CompiledGrammar(NamedTuple):
     """A grammar for a model's vocabulary."""
 
     matcher: LLMatcher
-    """State at the start of an answer."""
+    """Matcher at the start of an answer, from which each answer's matcher is copied."""
     ends: frozenset[int]
     """Tokens that end an answer."""
     last: Mask
-    """Mask of `ends`."""
+    """Mask that allows only `ends`."""
 
 
 class AnswerConstraint:
-    """The grammar of one answer. Used by one thread at a time; its work runs on side threads, in order."""
+    """The grammar of one answer. Used by one thread at a time; the computations run on side threads, in order."""
 
     def __init__(
         self, template: Future[CompiledGrammar], pool: ThreadPoolExecutor, answered: Sequence[int] = ()
@@ -54,16 +54,19 @@ class AnswerConstraint:
         self._template, self._pool = template, pool
         self._matcher: LLMatcher | None = None
         self._tokens = len(answered)
-        """Tokens of the answer that the latest mask follows."""
+        """Number of the answer's tokens before the latest mask."""
         self._mask: Future[Mask | RequestError] = pool.submit(self._begun, list(answered))
 
     @property
     def ready(self) -> bool:
-        """Whether the latest mask is computed. The first one takes as long as the compilation of the grammar."""
+        """Whether the latest mask is computed. The first mask waits for the compilation of the grammar."""
         return self._mask.done()
 
     def when_ready(self, call: Callable[[], object]) -> None:
-        """Calls `call` once when the latest mask is computed: on a side thread, or at once. Not after `close`."""
+        """Calls `call` once when the latest mask is computed, on a side thread, or at once if the mask is computed.
+
+        A mask that `Constraints.close` cancels causes no call.
+        """
         self._mask.add_done_callback(lambda mask: None if mask.cancelled() else call())
 
     def prepare(self, answer: Sequence[int]) -> None:
@@ -76,7 +79,7 @@ class AnswerConstraint:
         self._tokens = len(answer)
 
     def mask(self, answer: Sequence[int]) -> Mask | RequestError:
-        """Returns the mask of the token that follows `answer`; an error if the grammar is wrong or too complex.
+        """Returns the mask of the token that follows `answer`, or an error if the grammar is invalid or too complex.
 
         Waits for the side threads.
         """
@@ -92,7 +95,7 @@ class AnswerConstraint:
             return _failed(exc)
 
     def _advanced(self, before: Future[Mask | RequestError], new: list[int]) -> Mask | RequestError:
-        """Returns the mask after `new` tokens, which follow those of the mask `before`."""
+        """Returns the mask after the `new` tokens, which follow the tokens of the mask `before`."""
         try:
             known = before.result()
             if isinstance(known, RequestError) or self._matcher is None:
@@ -119,7 +122,7 @@ class Constraints:
     """The constraints of an engine's answers. Thread-safe. `close` ends the side threads."""
 
     def __init__(self, load: Callable[[], LLTokenizer]) -> None:
-        """`load`: returns the model's vocabulary; called once, on a side thread, for the first constrained answer."""
+        """`load`: function that returns the model's vocabulary; called once, on a side thread, when first needed."""
         self._load = load
         self._lock = threading.Lock()
         self._loading = threading.Lock()
@@ -139,7 +142,7 @@ class Constraints:
                 self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="grammar")
             template = self._compiled.pop(grammar, None)
             if template is None:
-                # Queued before its users, which wait for it on other threads of the pool.
+                # The compilation is queued before the masks that wait for it on other threads of the pool.
                 template = self._pool.submit(self._compile, grammar)
             self._compiled[grammar] = template
             while len(self._compiled) > KEPT_GRAMMARS:
@@ -147,7 +150,7 @@ class Constraints:
             return AnswerConstraint(template, self._pool, answered)
 
     def close(self) -> None:
-        """Ends the side threads, after the computations that have begun. No answer may use them any more."""
+        """Ends the side threads after the running computations. No answer may use its constraint afterwards."""
         with self._lock:
             pool, self._pool, self._closed = self._pool, None, True
             self._compiled.clear()
@@ -172,5 +175,5 @@ def _failed(exc: BaseException) -> RequestError:
 
 
 def no_tokenizer() -> Any:
-    """Loads no vocabulary: for engines without a tokenizer. Raises `RequestError`."""
+    """Raises `RequestError`; used as the vocabulary loader of engines without a tokenizer."""
     raise RequestError("this group has no tokenizer, which constrained answers need")

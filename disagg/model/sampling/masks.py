@@ -22,7 +22,7 @@ class TokenMasks(NamedTuple):
     words: torch.Tensor
     """int32 `[m, mask_words(vocab)]`, in the layout of `kernels.sampling.token_mask`."""
     errors: dict[int, RequestError]
-    """Rows whose constraint has failed."""
+    """Errors of the rows whose constraint has failed, by row."""
 
     @classmethod
     def of(cls, rows: Sequence[SamplingRow], vocab: int, device: torch.device) -> TokenMasks | None:

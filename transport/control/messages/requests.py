@@ -80,7 +80,7 @@ class Prefilled(Message, frozen=True):
     logprobs: list[TokenLogprobs] = msgspec.field(default_factory=list)
     """One entry for each first token if the request has `logprobs`, else empty."""
     cached_tokens: Count = 0
-    """Leading tokens of prompt and answer so far whose KV came from the group's prefix cache."""
+    """Number of leading tokens, of prompt and answer so far, whose KV came from the group's prefix cache."""
 
 
 class Transferred(Message, frozen=True):
