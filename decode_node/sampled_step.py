@@ -11,7 +11,7 @@ from decode_node.request import DecodeRequest
 from decode_node.request import Sequence as DecodeSequence
 from decode_node.step_planner import Stepped
 from disagg.core.errors import RequestError
-from disagg.model.batch import upload
+from disagg.kv.upload import upload
 from disagg.model.sampling.batch import Sampler
 from disagg.model.sampling.beam_search import Candidate
 from disagg.model.sampling.next_tokens import BeamStep, SampledBeams

@@ -144,15 +144,15 @@ class PrefillRank(RankNode[PrefillConfig, PrefillLeader, SegmentSender]):
         part = StepPart(plan.step, Part.CACHED)
         for work in cached:
             self._plan_chunk(part, work, Span(0, work.start))
-        event = record_event(self.runner.device) if loaded is None else loaded
-        self.transfer_loop.post(partial(self.agent.layers_ready, part, self._all_layers, event))
+        self._layers_ready(part, self._all_layers, loaded)
 
     def _plan_chunk(self, part: StepPart, work: Work, positions: Span) -> None:
         chunk = PlannedChunk(part, work.key, work.reservation, positions, work.early)
         self.transfer_loop.post(partial(self.agent.plan_chunk, chunk))
 
-    def _layers_ready(self, part: StepPart, layers: Span) -> None:
-        event = record_event(self.runner.device)
+    def _layers_ready(self, part: StepPart, layers: Span, event: DeviceEvent = None) -> None:
+        """Reports layers to the transfer thread. `event`: end of their copies; None: the end of all work so far."""
+        event = record_event(self.runner.device) if event is None else event
         self.transfer_loop.post(partial(self.agent.layers_ready, part, layers, event))
 
     @property

@@ -106,10 +106,10 @@ def compile_grammar(grammar: str, tokenizer: LLTokenizer) -> LLMatcher:
     if not first.is_error():
         first.compute_bitmask()  # fails for a grammar that no text satisfies
     if first.is_error():
-        raise InvalidRequestError(f"the grammar is not valid: {_first_line(first.get_error())}")
+        raise InvalidRequestError(f"the grammar is not valid: {matcher_error(first)}")
     return matcher
 
 
-def _first_line(message: str) -> str:
-    """Returns the message in one line, without llguidance's dump of its state."""
-    return " ".join(message.split("<state>")[0].split())[:500]
+def matcher_error(matcher: LLMatcher) -> str:
+    """Returns the error of a matcher in one line, without llguidance's dump of its state."""
+    return " ".join(matcher.get_error().split("<state>")[0].split())[:500]

@@ -134,8 +134,9 @@ class HostTier:
         self._storing_states: set[int] = set()
         """State slots of the first tier that stores under way copy."""
         self._lost: list[int] = []
+        """Blocks of failed stores, which are not used again."""
         self._lost_states = 0
-        """Blocks, and number of state blocks, of failed stores."""
+        """Number of state blocks of failed stores."""
         self._number = self._stored = self._loaded = self._skipped = self._failed = 0
 
     # --- stores

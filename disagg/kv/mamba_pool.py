@@ -20,6 +20,7 @@ import torch
 
 from disagg.core.errors import InvariantError
 from disagg.core.types import StateClass
+from disagg.kv.upload import upload
 
 
 class StatePlace(NamedTuple):
@@ -110,8 +111,7 @@ class MambaPool:
         if all(slot == slots[0] + at for at, slot in enumerate(slots)):
             yield self._views(slots[0], len(slots))
             return
-        index = torch.tensor(slots, dtype=torch.int64, pin_memory=self.device.type == "cuda")
-        index = index.to(self.device, non_blocking=True)
+        index = upload(slots, self.device)
         gathered = [buffer.index_select(1, index) for buffer in self.buffers]
         yield [
             (form.place, gathered[buffer][at])
@@ -135,10 +135,7 @@ class MambaPool:
             raise InvariantError(
                 f"recurrent states: {list(sources)} cannot be copied to {list(destinations)}"
             )
-        both = torch.tensor(
-            [list(sources), list(destinations)], dtype=torch.int64, pin_memory=self.device.type == "cuda"
-        )
-        source, destination = both.to(self.device, non_blocking=True)
+        source, destination = upload([*sources, *destinations], self.device).view(2, -1)
         with torch.inference_mode():
             for buffer in self.buffers:
                 buffer.index_copy_(1, destination, buffer.index_select(1, source))

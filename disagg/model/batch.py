@@ -5,12 +5,12 @@ The tensors are built once per step and copied to the device without synchroniza
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from disagg.kv.req_to_token import ReqToTokenPool
+from disagg.kv.upload import upload
 from kernels.attention.prefill import PackedQueries
 from kernels.dispatch import backend
 
@@ -144,16 +144,6 @@ def build_index(
         prefills=() if kernels or apart else _prefill_groups(batch, firsts, table),
         kernels=_kernel_index(batch, packed[after_last:], singles) if kernels else None,
     )
-
-
-def upload(values: Sequence[float], device: torch.device, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-    """Returns `values` as `dtype` `[len(values)]` on `device`, copied from pinned memory without synchronization."""
-    host = torch.tensor(values, dtype=dtype)
-    if device.type != "cuda":
-        return host
-    return host.pin_memory().to(
-        device, non_blocking=True
-    )  # torch keeps the pinned block until the copy is done
 
 
 def require_fits(batch: StepBatch, table: ReqToTokenPool) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 from disagg.core.types import Span
 from disagg.kv.pool import KVPool
-from disagg.model.batch import upload
+from disagg.kv.upload import upload
 from kernels.copy.page_copy import copy_pages
 
 

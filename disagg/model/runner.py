@@ -20,6 +20,7 @@ from disagg.kv.mamba_pool import MambaPool, state_classes
 from disagg.kv.pool import KVPool, MHATokenToKVPool, make_pool, whole_pages
 from disagg.kv.req_to_token import ReqToTokenPool
 from disagg.kv.transfer_pools import TransferPools
+from disagg.kv.upload import upload
 from disagg.model.attention.indexed import index_step, wrap_indexers
 from disagg.model.attention.kernel_step import KernelStep, use_kernels
 from disagg.model.attention.layer_classes import AttentionClass, ClassedStep, Make
@@ -33,7 +34,6 @@ from disagg.model.batch import (
     index_of_chunks,
     one_token_each,
     require_fits,
-    upload,
 )
 from disagg.model.collective.base import all_agree
 from disagg.model.graphs import (

@@ -29,7 +29,14 @@ from disagg.core.types import Span
 from disagg.kv.cache_operations import CacheOperation, PoolName
 from disagg.kv.host_pool import HostPool, block_bytes, page_bytes
 from disagg.kv.transfer_pools import TransferPools
-from disagg.node.device import DeviceEvent, DeviceQueue, record_event, wait_for
+from disagg.node.device import (
+    DeviceEvent,
+    DeviceQueue,
+    let_stream_wait,
+    record_event,
+    use_device,
+    wait_for,
+)
 from kernels.dispatch import backend
 
 log = structlog.get_logger(__name__)
@@ -68,18 +75,18 @@ class LoadedLayers(NamedTuple):
     def before_all(self) -> None:
         """Makes the current stream wait for all layers. Never blocks the host."""
         if self.events:
-            _wait_on_device(self.device, self.events[-1][1])
+            let_stream_wait(self.device, self.events[-1][1])
 
     def before_first(self) -> None:
         """Makes the current stream wait for the first group of layers."""
         if self.events:
-            _wait_on_device(self.device, self.events[0][1])
+            let_stream_wait(self.device, self.events[0][1])
 
     def after(self, layer: int) -> None:
         """Makes the current stream wait for the layers that follow `layer`, which has been launched."""
         for (stop, _), (_, event) in zip(self.events, self.events[1:], strict=False):
             if stop == layer + 1:
-                _wait_on_device(self.device, event)
+                let_stream_wait(self.device, event)
 
     @property
     def last_event(self) -> DeviceEvent:
@@ -122,7 +129,7 @@ class HybridCacheController:
         # Stores yield to everything; a load is awaited.
         self._store_queue = DeviceQueue(pools.device, urgent=False)
         self._load_queue = DeviceQueue(pools.device)
-        use = partial(_use, pools.device)
+        use = partial(use_device, pools.device)
         self.storing: Executor = ThreadPoolExecutor(1, thread_name_prefix="cache-store", initializer=use)
         """Thread of stores."""
         self.loading: Executor = ThreadPoolExecutor(1, thread_name_prefix="cache-load", initializer=use)
@@ -236,13 +243,3 @@ def _copies(pool: PoolName, operations: Sequence[CacheOperation]) -> tuple[list[
     transfers = [part for operation in operations for part in operation.transfers if part.pool == pool]
     numbers = [number for part in transfers for number in part.device]
     return numbers, [block for part in transfers for block in part.host]
-
-
-def _wait_on_device(device: torch.device, event: DeviceEvent) -> None:
-    if event is not None:
-        torch.cuda.current_stream(device).wait_event(event)
-
-
-def _use(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.set_device(device)

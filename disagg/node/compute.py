@@ -14,6 +14,7 @@ from disagg.core.ports import LayerHook
 from disagg.core.types import Span
 from disagg.kv.pages import slots_of
 from disagg.model.batch import SequenceSlice, StepBatch
+from disagg.node.device import use_device
 from disagg.node.plan import StateCopy, StepPlan, Work
 from disagg.node.step_watch import StepWatch
 
@@ -132,8 +133,7 @@ class ComputeThread:
                 raise TimeoutError(f"{self._thread.name} did not stop within {timeout_s:g} s")
 
     def _run(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)
+        use_device(self._device)
         plan = None
         try:
             while not self._stopping.is_set():

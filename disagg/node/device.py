@@ -39,6 +39,18 @@ def is_done(event: DeviceEvent) -> bool:
     return event is None or bool(event.query())
 
 
+def use_device(device: torch.device) -> None:
+    """Makes a GPU the calling thread's current device; no effect for a CPU."""
+    if device.type == "cuda":
+        cuda.set_device(device)
+
+
+def let_stream_wait(device: torch.device, event: DeviceEvent) -> None:
+    """Makes later work of the calling thread's current stream wait for `event`, without blocking the host."""
+    if event is not None:
+        cuda.current_stream(device).wait_event(event)
+
+
 def wait_for(event: DeviceEvent) -> None:
     """Blocks until the work before the event has completed."""
     if event is not None:

@@ -19,12 +19,12 @@ import torch
 
 from disagg.core.ports import Clock
 from disagg.core.types import KVLayout, Shard, Span
+from disagg.kv.host_slabs import HostSlabs
 from disagg.kv.pages import slots_of
 from disagg.kv.pool import KVPool, MHATokenToKVPool
 from disagg.kv.transfer_pools import TransferPools
 from disagg.model.spec.model_spec import rank_token_bytes
-from disagg.node.device import DeviceEvent, DeviceQueue, wait_for
-from disagg.node.host_slabs import HostSlabs
+from disagg.node.device import DeviceEvent, DeviceQueue, use_device, wait_for
 from disagg.node.plan import Swap
 from disagg.node.warm import warm_copies
 from kernels.copy.gather import gather
@@ -101,7 +101,9 @@ class Swapper:
         self._staging = torch.empty(
             self._block_bytes if self.host.blocks else 0, dtype=torch.uint8, device=device
         )
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="swap", initializer=partial(_use, device))
+        self._thread = ThreadPoolExecutor(
+            1, thread_name_prefix="swap", initializer=partial(use_device, device)
+        )
         if self.host.blocks:
             with self._queue.use():
                 routes = tuple(Route(0, 0, part.layers, part.heads) for part in shard.parts)
@@ -163,8 +165,3 @@ class Swapper:
 
 def _bytes_of(pool: MHATokenToKVPool, tokens: int) -> int:
     return segment_bytes(pool.buffer, tokens, Span(0, pool.layers), Span(0, pool.heads))
-
-
-def _use(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.set_device(device)

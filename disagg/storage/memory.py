@@ -16,7 +16,7 @@ class MemoryStorage:
     """Keeps records in a dictionary and evicts the least recently used ones. Copies on the calling thread."""
 
     def __init__(self, capacity_bytes: int) -> None:
-        """`capacity_bytes`: limit of all records, headers included."""
+        """`capacity_bytes`: limit of the total size of all records, including their headers."""
         self._capacity_bytes = capacity_bytes
         self._lock = threading.Lock()
         self._records: OrderedDict[bytes, bytearray] = OrderedDict()

@@ -17,8 +17,22 @@ import triton.language as tl
 
 from disagg.core.types import Span
 from kernels.copy.launch import launcher
-from kernels.copy.rows import WORDS, Rows, alignment, rows_of
+from kernels.copy.rows import WORDS, Rows, alignment, check_pages, rows_of
 from kernels.dispatch import backend
+
+
+class Pages(NamedTuple):
+    """Pages of a pool, and the layers that are copied."""
+
+    pool: torch.Tensor
+    """`[layers, planes, slots, heads, head_dim]`, contiguous, any dtype."""
+    numbers: torch.Tensor
+    """int32 or int64 `[copies]`, contiguous, on the pool's device; the values are not checked. Page `p` has the slots
+    `p * size .. (p + 1) * size`."""
+    size: int
+    """Slots of a page."""
+    layers: Span
+    """Copied layers, local to the pool."""
 
 
 class Blocks(NamedTuple):
@@ -26,18 +40,18 @@ class Blocks(NamedTuple):
 
     memory: torch.Tensor
     """uint8 `[blocks, block_bytes]`, contiguous; pinned if the pool is on a GPU, else on the pool's device."""
+    numbers: torch.Tensor
+    """As many numbers as those of the pages, of the same type and on the same device; the values are not checked."""
     offset_bytes: int
-    """First byte of the pool's part within a block."""
+    """First byte of the pool's part within a block: `[layers, planes, page_size, heads, head_dim]`, all layers."""
 
 
 @dataclass(frozen=True, slots=True)
 class _BlockCopy:
     """Validated arguments."""
 
-    pool: torch.Tensor
-    pages: torch.Tensor
+    pages: Pages
     blocks: Blocks
-    places: torch.Tensor
     rows: Rows
     """Rows of single slots of the copied layers."""
     page_bytes: int
@@ -51,9 +65,10 @@ class _BlockCopy:
         """Size of the words in which runs are moved."""
         return min(self.aligned, 8)
 
-    def pool_words(self, layers: Span) -> torch.Tensor:
+    def pool_words(self) -> torch.Tensor:
         """Returns a view `[planes, words of a plane]` of the copied layers of the pool."""
-        words = self.pool[layers.start : layers.stop].view(-1).view(WORDS[self.word_bytes])
+        layers = self.pages.layers
+        words = self.pages.pool[layers.start : layers.stop].view(-1).view(WORDS[self.word_bytes])
         return words.view(self.rows.planes, -1)
 
     def block_words(self) -> torch.Tensor:
@@ -61,117 +76,55 @@ class _BlockCopy:
         return self.blocks.memory.view(WORDS[self.word_bytes])
 
 
-def pages_to_blocks(
-    pool: torch.Tensor,
-    pages: torch.Tensor,
-    blocks: Blocks,
-    places: torch.Tensor,
-    page_size: int,
-    layers: Span,
-) -> None:
-    """Copies `layers` of page `pages[i]` of `pool` to block `places[i]`, for all `i` in parallel.
+def pages_to_blocks(pages: Pages, blocks: Blocks) -> None:
+    """Copies the layers of page `pages.numbers[i]` to block `blocks.numbers[i]`, for all `i` in parallel.
 
-    - pool: `[layers, planes, slots, heads, head_dim]`, contiguous, any dtype. Page `p` has the slots `p * page_size
-      .. (p + 1) * page_size`.
-    - pages, places: both int32 or both int64 `[copies]`, contiguous, on the pool's device; the values are not
-      checked. No place may repeat.
-    - blocks: the pool's part of a block is `[layers, planes, page_size, heads, head_dim]`, of all layers.
-    - layers: layers to copy, local to the pool.
-
-    On CUDA: one launch on the current stream, no synchronization; the kernel accesses pinned memory directly. The
-    caller keeps all tensors alive until an event recorded after this call has completed. Raises ValueError
-    (arguments) and ConfigError (`DISAGG_KERNELS`).
+    No block may repeat. On CUDA: one launch on the current stream, no synchronization; the kernel accesses pinned
+    memory directly. The caller keeps all tensors alive until an event recorded after this call has completed. Raises
+    ValueError (arguments) and ConfigError (`DISAGG_KERNELS`).
     """
-    _copy(pool, pages, blocks, places, page_size, layers, to_blocks=True, reference=False)
+    _copy(pages, blocks, to_blocks=True)
 
 
-def blocks_to_pages(
-    pool: torch.Tensor,
-    pages: torch.Tensor,
-    blocks: Blocks,
-    places: torch.Tensor,
-    page_size: int,
-    layers: Span,
-) -> None:
-    """Copies `layers` of block `places[i]` to page `pages[i]` of `pool`; see `pages_to_blocks`.
+def blocks_to_pages(pages: Pages, blocks: Blocks) -> None:
+    """Copies the layers of block `blocks.numbers[i]` to page `pages.numbers[i]`; see `pages_to_blocks`.
 
     No page may repeat.
     """
-    _copy(pool, pages, blocks, places, page_size, layers, to_blocks=False, reference=False)
+    _copy(pages, blocks, to_blocks=False)
 
 
-def pages_to_blocks_reference(
-    pool: torch.Tensor,
-    pages: torch.Tensor,
-    blocks: Blocks,
-    places: torch.Tensor,
-    page_size: int,
-    layers: Span,
-) -> None:
+def pages_to_blocks_reference(pages: Pages, blocks: Blocks) -> None:
     """Computes `pages_to_blocks` in plain torch; pool and blocks must be on one device."""
-    _copy(pool, pages, blocks, places, page_size, layers, to_blocks=True, reference=True)
+    if (plan := _plan(pages, blocks)) is not None:
+        _copy_torch(plan, to_blocks=True)
 
 
-def blocks_to_pages_reference(
-    pool: torch.Tensor,
-    pages: torch.Tensor,
-    blocks: Blocks,
-    places: torch.Tensor,
-    page_size: int,
-    layers: Span,
-) -> None:
+def blocks_to_pages_reference(pages: Pages, blocks: Blocks) -> None:
     """Computes `blocks_to_pages` in plain torch; pool and blocks must be on one device."""
-    _copy(pool, pages, blocks, places, page_size, layers, to_blocks=False, reference=True)
+    if (plan := _plan(pages, blocks)) is not None:
+        _copy_torch(plan, to_blocks=False)
 
 
-def _copy(
-    pool: torch.Tensor,
-    pages: torch.Tensor,
-    blocks: Blocks,
-    places: torch.Tensor,
-    page_size: int,
-    layers: Span,
-    *,
-    to_blocks: bool,
-    reference: bool,
-) -> None:
-    plan = _plan(pool, pages, blocks, places, page_size, layers)
+def _copy(pages: Pages, blocks: Blocks, *, to_blocks: bool) -> None:
+    plan = _plan(pages, blocks)
     if plan is None:
         return
-    if not reference and backend(pool.device) == "triton":
-        _launch(plan, layers, to_blocks)
-    else:
-        _copy_torch(plan, layers, to_blocks)
+    copy = _launch if backend(pages.pool.device) == "triton" else _copy_torch
+    copy(plan, to_blocks=to_blocks)
 
 
-def _plan(
-    pool: torch.Tensor,
-    pages: torch.Tensor,
-    blocks: Blocks,
-    places: torch.Tensor,
-    page_size: int,
-    layers: Span,
-) -> _BlockCopy | None:
+def _plan(pages: Pages, blocks: Blocks) -> _BlockCopy | None:
     """Checks the arguments; returns None when there is nothing to copy."""
+    pool, memory, layers = pages.pool, blocks.memory, pages.layers
     all_layers, heads = (pool.shape[0], pool.shape[3]) if pool.dim() == 5 else (0, 0)
     rows = rows_of(pool, layers, Span(0, heads))
-    if not 1 <= page_size <= pool.shape[2]:
-        raise ValueError(f"page_size must be 1 to the pool's {pool.shape[2]} slots; got {page_size}")
-    for name, numbers in (("pages", pages), ("places", places)):
-        kinds = numbers.dtype in (torch.int32, torch.int64) and numbers.dtype == pages.dtype
-        if numbers.shape != (pages.numel(),) or not kinds or not numbers.is_contiguous():
-            raise ValueError(
-                f"{name} must be contiguous int32 or int64 [copies], as many and of the same type on both sides; "
-                f"got {numbers.dtype} {list(numbers.shape)}"
-            )
-        if numbers.device != pool.device:
-            raise ValueError(f"{name} must be on the pool's device {pool.device}; got {numbers.device}")
-    page_bytes = page_size * rows.token_bytes
+    check_pages(pool, pages.size, pages=pages.numbers, places=blocks.numbers)
+    page_bytes = pages.size * rows.token_bytes
     _check_blocks(blocks, pool, all_layers * pool.shape[1] * page_bytes)
-    if not (rows.planes and page_bytes and pages.shape[0]):
+    if not (rows.planes and page_bytes and pages.numbers.shape[0]):
         return None
     first_bytes = blocks.offset_bytes + layers.start * pool.shape[1] * page_bytes
-    memory = blocks.memory
     aligned = alignment(
         page_bytes,
         rows.plane_bytes,
@@ -182,7 +135,7 @@ def _plan(
         memory.data_ptr(),
         int(memory.storage_offset()),
     )
-    return _BlockCopy(pool, pages, blocks, places, rows, page_bytes, first_bytes, aligned)
+    return _BlockCopy(pages, blocks, rows, page_bytes, first_bytes, aligned)
 
 
 def _check_blocks(blocks: Blocks, pool: torch.Tensor, part_bytes: int) -> None:
@@ -201,21 +154,22 @@ def _check_blocks(blocks: Blocks, pool: torch.Tensor, part_bytes: int) -> None:
         )
 
 
-def _launch(plan: _BlockCopy, layers: Span, to_blocks: bool) -> None:
-    rows, word_bytes, copies = plan.rows, plan.word_bytes, plan.pages.shape[0]
-    page_words, memory = plan.page_bytes // word_bytes, plan.blocks.memory
+def _launch(plan: _BlockCopy, *, to_blocks: bool) -> None:
+    rows, word_bytes, memory = plan.rows, plan.word_bytes, plan.blocks.memory
+    pages, places = plan.pages.numbers, plan.blocks.numbers
+    page_words, copies = plan.page_bytes // word_bytes, pages.shape[0]
     constants = (page_words, plan.aligned // word_bytes, int(to_blocks))
-    types = (word_bytes, plan.pages.dtype)
+    types = (word_bytes, pages.dtype)
     first = memory.data_ptr() + plan.first_bytes
-    launcher(block_kernel, plan.pool.device, types, rows.planes, page_words, constants).run(
+    launcher(block_kernel, plan.pages.pool.device, types, rows.planes, page_words, constants).run(
         copies,
-        (rows.start, plan.pages.data_ptr(), first, plan.places.data_ptr()),
+        (rows.start, pages.data_ptr(), first, places.data_ptr()),
         (copies, rows.plane_bytes // word_bytes, memory.shape[1] // word_bytes),
         lambda: (
-            plan.pool_words(layers),
-            plan.pages,
+            plan.pool_words(),
+            pages,
             plan.block_words().view(-1)[plan.first_bytes // word_bytes :],
-            plan.places,
+            places,
         ),
     )
 
@@ -263,13 +217,14 @@ def block_kernel(  # type: ignore[no-untyped-def]
         tl.store(pool_at, words, mask=mask, cache_modifier=".cs")
 
 
-def _copy_torch(plan: _BlockCopy, layers: Span, to_blocks: bool) -> None:
+def _copy_torch(plan: _BlockCopy, *, to_blocks: bool) -> None:
     word_bytes, planes = plan.word_bytes, plan.rows.planes
     page_words, first = plan.page_bytes // word_bytes, plan.first_bytes // word_bytes
     whole_pages = plan.rows.plane_bytes // plan.page_bytes
-    pages = plan.pool_words(layers)[:, : whole_pages * page_words].view(planes, whole_pages, page_words)
+    pages = plan.pool_words()[:, : whole_pages * page_words].view(planes, whole_pages, page_words)
     blocks = plan.block_words()[:, first : first + planes * page_words].view(-1, planes, page_words)
+    page, place = plan.pages.numbers.long(), plan.blocks.numbers.long()
     if to_blocks:
-        blocks.index_copy_(0, plan.places.long(), pages.index_select(1, plan.pages).transpose(0, 1))
+        blocks.index_copy_(0, place, pages.index_select(1, page).transpose(0, 1))
     else:
-        pages.index_copy_(1, plan.pages.long(), blocks.index_select(0, plan.places).transpose(0, 1))
+        pages.index_copy_(1, page, blocks.index_select(0, place).transpose(0, 1))

@@ -14,7 +14,7 @@ import triton.language as tl
 
 from disagg.core.types import Span
 from kernels.copy.launch import launcher
-from kernels.copy.rows import WORDS, Rows, alignment, rows_of
+from kernels.copy.rows import WORDS, Rows, alignment, check_pages, rows_of
 from kernels.dispatch import backend
 
 
@@ -81,17 +81,7 @@ def _plan(
     """Checks the arguments; returns None when there is nothing to copy."""
     layers, heads = (buffer.shape[0], buffer.shape[3]) if buffer.dim() == 5 else (0, 0)
     rows = rows_of(buffer, Span(0, layers), Span(0, heads))
-    if not 1 <= page_size <= buffer.shape[2]:
-        raise ValueError(f"page_size must be 1 to the pool's {buffer.shape[2]} slots; got {page_size}")
-    for name, pages in (("sources", sources), ("destinations", destinations)):
-        kinds = pages.dtype in (torch.int32, torch.int64) and pages.dtype == sources.dtype
-        if pages.shape != (sources.numel(),) or not kinds or not pages.is_contiguous():
-            raise ValueError(
-                f"{name} must be contiguous int32 or int64 [copies], as many and of the same type on both sides; "
-                f"got {pages.dtype} {list(pages.shape)}"
-            )
-        if pages.device != buffer.device:
-            raise ValueError(f"{name} must be on the pool's device {buffer.device}; got {pages.device}")
+    check_pages(buffer, page_size, sources=sources, destinations=destinations)
     page_bytes = page_size * rows.token_bytes
     if not (rows.planes and page_bytes and sources.shape[0]):
         return None

@@ -99,6 +99,25 @@ def check_slots(slots: torch.Tensor, pool: torch.Tensor) -> None:
         raise ValueError(f"slots must be on the pool's device {pool.device}; got {slots.device}")
 
 
+def check_pages(pool: torch.Tensor, page_size: int, **lists: torch.Tensor) -> None:
+    """Raises ValueError unless `page_size` fits the pool, and `lists` are equally long lists of numbers of one type.
+
+    `lists`: tensors by their names in errors. Values are not checked.
+    """
+    if not 1 <= page_size <= pool.shape[2]:
+        raise ValueError(f"page_size must be 1 to the pool's {pool.shape[2]} slots; got {page_size}")
+    first = next(iter(lists.values()))
+    for name, numbers in lists.items():
+        kinds = numbers.dtype in (torch.int32, torch.int64) and numbers.dtype == first.dtype
+        if numbers.shape != (first.numel(),) or not kinds or not numbers.is_contiguous():
+            raise ValueError(
+                f"{name} must be contiguous int32 or int64 [copies], as many and of the same type on both sides; "
+                f"got {numbers.dtype} {list(numbers.shape)}"
+            )
+        if numbers.device != pool.device:
+            raise ValueError(f"{name} must be on the pool's device {pool.device}; got {numbers.device}")
+
+
 @lru_cache(maxsize=_KEPT)
 def _rows(
     address: int, offset_bytes: int, shape: tuple[int, ...], element_bytes: int, layers: Span, heads: Span

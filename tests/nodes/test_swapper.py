@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from disagg.core.types import KVLayout, RequestKey, Shard, Span
+from disagg.kv import host_slabs
+from disagg.kv.host_slabs import HostSlabs
 from disagg.kv.pool import MHATokenToKVPool
-from disagg.node import host_slabs
-from disagg.node.host_slabs import HostSlabs
 from disagg.node.plan import StepPlan, Swap, Work
 from disagg.node.swap import Swapper, block_pages, host_memory_bytes, page_bytes, swap_bytes
 

@@ -218,7 +218,7 @@ def test_other_files_are_ignored(opened: Opened, tmp_path: Path) -> None:
 
 
 def test_what_dead_writers_left_is_removed(opened: Opened) -> None:
-    """Locks without segments, side indexes without theirs, and half-written ones."""
+    """Lock files and side indexes whose segment is gone, and side indexes that were written in part."""
     opened.folder.mkdir()
     (opened.folder / f"{'0' * 16}.lock").write_bytes(b"")
     storage = opened()

@@ -14,7 +14,7 @@ from disagg.storage.files import FileSettings, FileStorage
 
 SEGMENT_BYTES = 256 << 10
 PAGES_EACH = 32
-"""Pages of 5000 bytes in a segment: each takes two blocks."""
+"""Number of pages of 5000 bytes in a segment; each page takes two blocks."""
 
 
 class Opened:

@@ -11,7 +11,7 @@ from hashlib import blake2b
 from disagg.storage.contract import PageStorage
 
 TIMEOUT_S = 20.0
-"""Longer than any call without a fault takes."""
+"""Time limit of a call, which only a call with a fault reaches."""
 
 
 def key(name: object) -> bytes:

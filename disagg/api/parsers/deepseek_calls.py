@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 from typing import ClassVar
 
-from disagg.api.parsers.call_scanner import MALFORMED, CallSyntax, Found, Read, Unfinished, call_of
+from disagg.api.parsers.call_scanner import call_of
+from disagg.api.parsers.delimited_calls import DelimitedCalls
+from disagg.api.parsers.parts import Call
 
 _BEGIN, _END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
 _AROUND = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
@@ -13,21 +15,16 @@ _SEPARATOR = "<｜tool▁sep｜>"
 _FENCED = re.compile(r"\s*([^\n]+?)\s*\n```json\s*\n(.*?)\n?\s*```\s*", re.DOTALL)
 
 
-class DeepSeekCalls(CallSyntax):
+class DeepSeekCalls(DelimitedCalls):
     """Calls of `function`, separator, name, and arguments in a code block (V3); or of name, separator, arguments."""
 
+    finish, around = _END, _AROUND
     markers: ClassVar[tuple[str, ...]] = (_BEGIN, *_AROUND)
     visible: ClassVar[tuple[str, ...]] = (_BEGIN, _END, *_AROUND, _SEPARATOR)
 
-    def read(self, text: str, marker: str, last: bool) -> Read:
-        if marker in _AROUND:
-            return Found([], len(marker))
-        end = text.find(_END)
-        if end < 0:
-            return Unfinished(">")
-        head, separator, body = text[len(marker) : end].partition(_SEPARATOR)
-        name, arguments = head.strip(), body
-        if fenced := _FENCED.fullmatch(body):
+    def call(self, body: str) -> Call | None:
+        head, separator, arguments = body.partition(_SEPARATOR)
+        name = head.strip()
+        if fenced := _FENCED.fullmatch(arguments):
             name, arguments = fenced[1], fenced[2]
-        call = call_of(name, arguments.strip()) if separator else None
-        return Found([call], end + len(_END)) if call is not None else MALFORMED
+        return call_of(name, arguments.strip()) if separator else None

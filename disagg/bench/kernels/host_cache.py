@@ -11,8 +11,7 @@ import torch
 
 from disagg.bench.common.measure import host_copy_rate, seconds_of
 from disagg.bench.common.report import Label, Measurement, Result
-from disagg.bench.kernels.page_copy import PageCopyBench
-from disagg.core.errors import InvariantError
+from disagg.bench.kernels.page_copy import PageCopyBench, check
 from disagg.core.types import Span
 from disagg.kv.host_pool import HostPool
 
@@ -53,16 +52,5 @@ def _measure(bench: PageCopyBench, row_bytes: int) -> list[Result]:
         }
         rates = Measurement(way, "GB/s", tuple(nbytes / s / 1e9 for s in seconds))
         results.append(Result(f"{way}, rows of {row_bytes} B", rates, ceiling, labels))
-    _check(before, pool, order, bench.page_size)
+    check(before, pool, order, bench.page_size, "a store and a load")
     return results
-
-
-def _check(before: torch.Tensor, after: torch.Tensor, order: torch.Tensor, page_size: int) -> None:
-    """Raises `InvariantError` unless the stored pages are unchanged, and the loaded pages equal the stored ones."""
-    paged = (len(before), 2, -1, page_size * before.shape[4])
-    old, new = before.view(paged), after.view(paged)
-    sources, targets = order.to(before.device).view(2, -1)
-    if not torch.equal(old[:, :, sources], new[:, :, targets]):
-        raise InvariantError("a store and a load moved wrong bytes")
-    if not torch.equal(old[:, :, sources], new[:, :, sources]):
-        raise InvariantError("a load wrote outside of its pages")

@@ -70,7 +70,7 @@ def _measure(bench: PageCopyBench, row_bytes: int, ceiling: Measurement) -> Resu
     seconds = seconds_of(
         lambda: copy_pages(pool, sources, destinations, bench.page_size), bench.device, bench.repeats
     )
-    check(before, pool, order, bench.page_size)
+    check(before, pool, order, bench.page_size, "page copy")
     moved = 2 * len(sources) * bench.page_bytes(row_bytes)
     labels: dict[str, Label] = {
         "kernel": "page_copy",
@@ -83,16 +83,16 @@ def _measure(bench: PageCopyBench, row_bytes: int, ceiling: Measurement) -> Resu
     return Result(f"page copy, rows of {row_bytes} B", rates, ceiling, labels)
 
 
-def check(before: torch.Tensor, after: torch.Tensor, order: torch.Tensor, page_size: int) -> None:
-    """Raises `InvariantError` unless the first half of the pages in `order` is unchanged and the second half equals
-    the first half."""
+def check(before: torch.Tensor, after: torch.Tensor, order: torch.Tensor, page_size: int, what: str) -> None:
+    """Raises `InvariantError`, which names `what`, unless the first half of the pages in `order` is unchanged, and
+    the second half equals the first half."""
     paged = (len(before), 2, -1, page_size * before.shape[4])
     old, new = before.view(paged), after.view(paged)
     sources, destinations = order.to(before.device).view(2, -1)
     if not torch.equal(old[:, :, sources], new[:, :, destinations]):
-        raise InvariantError("page copy moved wrong bytes")
+        raise InvariantError(f"{what} moved wrong bytes")
     if not torch.equal(old[:, :, sources], new[:, :, sources]):
-        raise InvariantError("page copy wrote outside of its pages")
+        raise InvariantError(f"{what} wrote outside of its pages")
 
 
 def _launch_times(bench: PageCopyBench) -> Result:

@@ -16,7 +16,8 @@ import torch
 
 from disagg.core.errors import InvariantError
 from disagg.kv.mamba_pool import MambaPool, StatePlace
-from disagg.model.batch import SequenceSlice, StepBatch, upload
+from disagg.kv.upload import upload
+from disagg.model.batch import SequenceSlice, StepBatch
 from kernels.dispatch import Backend
 from kernels.recurrent.causal_conv import causal_conv
 from kernels.recurrent.gated_delta import gated_delta

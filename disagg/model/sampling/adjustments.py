@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from disagg.core.sampling import ending_tokens
-from disagg.model.batch import upload
+from disagg.kv.upload import upload
 from disagg.model.sampling.penalties import SamplingRow
 from kernels.sampling.penalties import Penalties, count_tokens, penalise
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from disagg.core.types import SamplingParams
-from disagg.model.batch import upload
+from disagg.kv.upload import upload
 from disagg.model.sampling.adjustments import Adjustments
 from disagg.model.sampling.masks import TokenMasks
 from disagg.model.sampling.penalties import SamplingRow

@@ -18,7 +18,7 @@ import numpy.typing as npt
 import structlog
 
 from disagg.core.errors import DisaggError, RequestError
-from disagg.core.grammars import compile_grammar
+from disagg.core.grammars import compile_grammar, matcher_error
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -113,8 +113,7 @@ class AnswerConstraint:
         if not ended and not matcher.is_error():
             mask = np.frombuffer(matcher.compute_bitmask(), dtype=np.int32)
         if matcher.is_error():
-            reason = " ".join(matcher.get_error().split("<state>")[0].split())
-            return RequestError(f"the answer cannot follow its grammar: {reason[:500]}")
+            return RequestError(f"the answer cannot follow its grammar: {matcher_error(matcher)}")
         return mask
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from disagg.core.errors import RequestError
-from disagg.model.batch import upload
+from disagg.kv.upload import upload
 from disagg.model.sampling.penalties import SamplingRow
 from kernels.sampling.token_mask import forbid_tokens, mask_words
 

@@ -11,7 +11,7 @@ import torch
 from disagg.core.errors import RequestError
 from disagg.core.sampling import ending_tokens
 from disagg.core.types import SamplingParams
-from disagg.model.batch import upload
+from disagg.kv.upload import upload
 from disagg.model.host_copy import HostCopy
 from disagg.model.sampling.batch import SamplingBatch
 from disagg.model.sampling.beam_search import Candidate, candidates_wanted

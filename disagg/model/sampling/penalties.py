@@ -9,7 +9,7 @@ import torch
 
 from disagg.core.errors import InvariantError
 from disagg.core.types import SamplingParams
-from disagg.model.batch import upload
+from disagg.kv.upload import upload
 from disagg.model.sampling.constraints import AnswerConstraint
 
 

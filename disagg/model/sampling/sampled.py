@@ -10,7 +10,7 @@ import torch
 
 from disagg.core.errors import RequestError
 from disagg.core.types import SamplingParams, TokenLogprobs
-from disagg.model.batch import upload
+from disagg.kv.upload import upload
 from disagg.model.host_copy import HostCopy
 from disagg.model.sampling.fixed_point import log_softmax, top
 

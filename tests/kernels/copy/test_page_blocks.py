@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ import torch
 from disagg.core.types import Span
 from kernels.copy.page_blocks import (
     Blocks,
+    Pages,
     blocks_to_pages,
     blocks_to_pages_reference,
     pages_to_blocks,
@@ -23,7 +25,7 @@ from kernels.copy.page_blocks import (
 
 torch.set_num_threads(1)
 DEVICES = ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)]
-Run = Callable[[torch.Tensor, torch.Tensor, Blocks, torch.Tensor, int, Span], None]
+Run = Callable[[Pages, Blocks], None]
 
 
 ALL = Span(0, 3)
@@ -116,7 +118,7 @@ def test_every_byte_and_no_other(case: Case, device: str, reference: bool, to_bl
     if reference:
         run = pages_to_blocks_reference if to_blocks else blocks_to_pages_reference
     pages, places = (torch.tensor(one, dtype=case.index_dtype).to(device) for one in case.numbers())
-    run(pool, pages, Blocks(blocks, case.offset_bytes), places, case.page_size, case.span)
+    run(Pages(pool, pages, case.page_size, case.span), Blocks(blocks, places, case.offset_bytes))
     if device != "cpu":
         torch.cuda.synchronize()
     assert (pool.cpu().view(-1).view(torch.uint8).numpy() == expected[0]).all()
@@ -126,17 +128,21 @@ def test_every_byte_and_no_other(case: Case, device: str, reference: bool, to_bl
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"blocks": Blocks(torch.empty(4, 100, dtype=torch.uint8), 0)}, "the pool's part of a block"),
-        ({"blocks": Blocks(torch.empty(4, 999), 0)}, "blocks must be contiguous uint8"),
+        ({"memory": torch.empty(4, 100, dtype=torch.uint8)}, "the pool's part of a block"),
+        ({"memory": torch.empty(4, 999)}, "blocks must be contiguous uint8"),
         ({"places": torch.zeros(2, dtype=torch.int64)}, "places must be contiguous int32 or int64"),
         ({"pages": torch.zeros(1, dtype=torch.int16)}, "pages must be contiguous int32 or int64"),
         ({"page_size": 0}, "page_size must be 1 to"),
         ({"layers": Span(0, 9)}, "outside the pool's 3 layers"),
     ],
 )
-def test_wrong_arguments(change: dict[str, object], message: str) -> None:
+def test_wrong_arguments(change: dict[str, Any], message: str) -> None:
     pool, blocks = Case().memories("cpu")
     numbers = torch.zeros(1, dtype=torch.int64)
-    right = {"pages": numbers, "blocks": Blocks(blocks, 0), "places": numbers, "page_size": 4}
+    right = {"pages": numbers, "memory": blocks, "places": numbers, "page_size": 4, "layers": ALL}
+    given: dict[str, Any] = {**right, **change}
     with pytest.raises(ValueError, match=message):
-        pages_to_blocks(pool, **{**right, "layers": Span(0, 3), **change})  # type: ignore[arg-type]
+        pages_to_blocks(
+            Pages(pool, given["pages"], given["page_size"], given["layers"]),
+            Blocks(given["memory"], given["places"], 0),
+        )

@@ -1,0 +1,31 @@
+"""Tool calls between special tokens that begin and end each call (DeepSeek, Kimi)."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import ClassVar
+
+from disagg.api.parsers.call_scanner import MALFORMED, CallSyntax, Found, Read, Unfinished
+from disagg.api.parsers.parts import Call
+
+
+class DelimitedCalls(CallSyntax):
+    """Calls with a token before and a token after each; further tokens around the list of calls are dropped."""
+
+    finish: ClassVar[str]
+    """Token after a call."""
+    around: ClassVar[tuple[str, ...]]
+    """Tokens before and after the list of calls."""
+
+    def read(self, text: str, marker: str, last: bool) -> Read:
+        if marker in self.around:
+            return Found([], len(marker))
+        end = text.find(self.finish)
+        if end < 0:
+            return Unfinished(">")
+        call = self.call(text[len(marker) : end])
+        return Found([call], end + len(self.finish)) if call is not None else MALFORMED
+
+    @abstractmethod
+    def call(self, body: str) -> Call | None:
+        """Returns the call whose text between the two tokens is `body`; None if `body` is no call."""
