@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from disagg.core.clock import Clock
 from disagg.core.errors import InvariantError
 from disagg.core.log import get_logger
+from disagg.storage.batch import PageBatch
 from disagg.storage.counters import Counters
 
 log = get_logger(__name__)
@@ -98,6 +99,15 @@ class Breaker:
             self._state = _State.OPEN
         self._counters.add(pauses=1)
         log.warning("storage_paused", storage=self._name, reason=reason, pause_s=self._pause_s)
+
+    def wait_for(self, batch: PageBatch, timeout_s: float) -> list[bool]:
+        """Waits for a call's pages, at most `timeout_s`; returns whether each landed. Late pages count as a fault."""
+        results = batch.wait(timeout_s)
+        late = results.count(None)
+        if late:
+            self._counters.add(late=late)
+            self.failed(f"{late} of {len(results)} pages had not landed after {timeout_s:g} s")
+        return [landed is True for landed in results]
 
     def check(self) -> None:
         """Raises `InvariantError` unless state and length of the pause agree."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from collections.abc import Sequence
 
 from disagg.core.errors import InvariantError
 from disagg.storage.contract import StorageStatistics
@@ -20,6 +21,15 @@ class Counters:
         """Adds to the named counts."""
         with self._lock:
             self._counts.update(counts)
+
+    def add_put(self, results: Sequence[bool]) -> None:
+        """Counts the pages of a `put` with these results."""
+        self.add(put_pages=sum(results), put_failed=len(results) - sum(results))
+
+    def add_get(self, into: Sequence[memoryview], results: Sequence[bool]) -> None:
+        """Counts the pages of a `get` into `into` with these results."""
+        hit_bytes = sum(page.nbytes for page, hit in zip(into, results, strict=True) if hit)
+        self.add(hits=sum(results), hit_bytes=hit_bytes, misses=len(results) - sum(results))
 
     def statistics(self, pages: int, stored_bytes: int, *, paused: bool) -> StorageStatistics:
         """Returns the counts, together with the given current values."""

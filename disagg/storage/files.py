@@ -120,9 +120,9 @@ class FileStorage:
         batch = PageBatch(len(missing), [pages[i] for i in missing])
         for place, i in enumerate(missing):
             self._writers.submit(partial(self._write, batch, place, keys[i], pages[i].nbytes))
-        for i, landed in zip(missing, self._waited(batch, timeout_s, self._writes), strict=True):
+        for i, landed in zip(missing, self._writes.wait_for(batch, timeout_s), strict=True):
             results[i] = landed
-        self._counters.add(put_pages=sum(results), put_failed=len(results) - sum(results))
+        self._counters.add_put(results)
         return results
 
     def get(self, keys: Sequence[bytes], into: Sequence[memoryview], timeout_s: float) -> list[bool]:
@@ -139,10 +139,9 @@ class FileStorage:
                 task = partial(self._reader.read, batch, pages[first : first + run_pages])
                 self._readers.submit(task)
         results = [False] * len(keys)
-        for i, landed in zip(wanted, self._waited(batch, timeout_s, self._reads), strict=True):
+        for i, landed in zip(wanted, self._reads.wait_for(batch, timeout_s), strict=True):
             results[i] = landed
-        hit_bytes = sum(page.nbytes for page, hit in zip(into, results, strict=True) if hit)
-        self._counters.add(hits=sum(results), hit_bytes=hit_bytes, misses=len(results) - sum(results))
+        self._counters.add_get(into, results)
         return results
 
     def exists(self, keys: Sequence[bytes], timeout_s: float) -> list[bool]:
@@ -211,15 +210,6 @@ class FileStorage:
             return wanted
         self._counters.add(skipped=len(wanted))
         return []
-
-    def _waited(self, batch: PageBatch, timeout_s: float, breaker: Breaker) -> list[bool]:
-        """Waits for a call's pages; counts late pages and reports them to the breaker."""
-        results = batch.wait(timeout_s)
-        late = results.count(None)
-        if late:
-            self._counters.add(late=late)
-            breaker.failed(f"{late} of {len(results)} pages had not landed after {timeout_s:g} s")
-        return [landed is True for landed in results]
 
     def _write(self, batch: PageBatch, place: int, key: bytes, nbytes: int) -> None:
         """Stores one page. Runs on a write thread."""

@@ -29,7 +29,7 @@ class MemoryStorage:
         require_batch(keys, pages, writable=False)
         with self._lock:
             results = [self._put(key, page.cast("B")) for key, page in zip(keys, pages, strict=True)]
-        self._counters.add(put_pages=sum(results), put_failed=len(results) - sum(results))
+        self._counters.add_put(results)
         return results
 
     def get(self, keys: Sequence[bytes], into: Sequence[memoryview], timeout_s: float) -> list[bool]:
@@ -37,8 +37,7 @@ class MemoryStorage:
         require_batch(keys, into, writable=True)
         with self._lock:
             results = [self._get(key, page.cast("B")) for key, page in zip(keys, into, strict=True)]
-        hit_bytes = sum(page.nbytes for page, hit in zip(into, results, strict=True) if hit)
-        self._counters.add(hits=sum(results), hit_bytes=hit_bytes, misses=len(results) - sum(results))
+        self._counters.add_get(into, results)
         return results
 
     def exists(self, keys: Sequence[bytes], timeout_s: float) -> list[bool]:

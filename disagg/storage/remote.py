@@ -87,7 +87,7 @@ class RemoteStorage:
             for chunk in _chunks([page.nbytes for page in pages], self._writers.count)
         ]
         results = self._run(batch, tasks, self._writers, self._writes, timeout_s)
-        self._counters.add(put_pages=sum(results), put_failed=len(results) - sum(results))
+        self._counters.add_put(results)
         return results
 
     def get(self, keys: Sequence[bytes], into: Sequence[memoryview], timeout_s: float) -> list[bool]:
@@ -99,8 +99,7 @@ class RemoteStorage:
             for chunk in _chunks([page.nbytes for page in into], self._readers.count)
         ]
         results = self._run(batch, tasks, self._readers, self._reads, timeout_s)
-        hit_bytes = sum(page.nbytes for page, hit in zip(into, results, strict=True) if hit)
-        self._counters.add(hits=sum(results), hit_bytes=hit_bytes, misses=len(results) - sum(results))
+        self._counters.add_get(into, results)
         return results
 
     def exists(self, keys: Sequence[bytes], timeout_s: float) -> list[bool]:
@@ -145,12 +144,7 @@ class RemoteStorage:
             return [False] * count
         for task in tasks:
             threads.submit(task)
-        results = batch.wait(timeout_s)
-        late = results.count(None)
-        if late:
-            self._counters.add(late=late)
-            breaker.failed(f"{late} of {count} pages had not landed after {timeout_s:g} s")
-        return [landed is True for landed in results]
+        return breaker.wait_for(batch, timeout_s)
 
     def _guarded(
         self, work: _Work, batch: PageBatch, chunk: range, keys: Sequence[bytes], breaker: Breaker
