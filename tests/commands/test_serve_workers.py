@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -50,9 +51,22 @@ def ends(one: Command) -> str:
     return one.log.read_text()
 
 
+@contextmanager
+def port_behind_a_free_one() -> Iterator[int]:
+    """Listens on a port, for the second worker; the port before it, for the first worker, is free."""
+    while True:
+        with socket.create_server(("127.0.0.1", 0)) as used:
+            port: int = used.getsockname()[1]
+            try:
+                socket.create_server(("127.0.0.1", port - 1)).close()
+            except OSError:
+                continue
+            yield port
+            return
+
+
 def test_one_error_of_a_worker_that_cannot_start(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as used:
-        port = used.getsockname()[1]
+    with port_behind_a_free_one() as port:
         flags = ["--set", f"control.router_port={port - 1}"]
         with command(tmp_path, [*arguments_in(tmp_path), *flags]) as one:
             log = ends(one)
