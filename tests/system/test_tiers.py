@@ -1,4 +1,5 @@
-"""KV that was evicted comes back from host memory, in the whole system: tokens are those of `generate`."""
+"""KV that was evicted comes back from host memory, in the whole system: tokens are those of `generate`, or, on a GPU,
+those of our engine unsplit."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 from architectures import HYBRIDS, save
 from local_groups import (
     Checkpoints,
@@ -17,12 +19,16 @@ from local_groups import (
     small_config,
 )
 
-from disagg.core.config.read import Config
+from disagg.core.config.read import Config, ModelConfig
 from disagg.core.types import SamplingParams
 from disagg.kv.host_tier import HostTierStatistics
+from disagg.model.collective.base import SingleCollective
 from disagg.model.load.source import ModelSource
+from disagg.model.unsplit import generate_unsplit
+from disagg.node.assemble import make_runner
 from disagg.router.router import Router
 
+DEVICES = ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)]
 TOKENS = 5
 GREEDY = SamplingParams(max_tokens=TOKENS)
 POOL_TOKENS = 256
@@ -40,7 +46,7 @@ def with_tiers(config: Config, *roles: str, **more: Any) -> Config:
             **more,
         )
         config = msgspec.structs.replace(config, **{role: group})
-    return config
+    return msgspec.structs.replace(config, model=ModelConfig(dtype="float32"))
 
 
 def prompts_of(seed: int) -> list[list[int]]:
@@ -58,57 +64,65 @@ def one_by_one(groups: LocalGroups, prompts: list[list[int]]) -> list[Any]:
     return answers
 
 
+def expected(
+    checkpoints: Checkpoints, config: Config, source: ModelSource, device: str, prompts: list[list[int]]
+) -> list[list[int]]:
+    if device == "cpu":
+        return [checkpoints.greedy(source, prompt, TOKENS) for prompt in prompts]
+    group = config.colocated if config.cluster.mode == "colocated" else config.decode
+    group = msgspec.structs.replace(group, pool_tokens=4096)
+    runner = make_runner(config, group, source, SingleCollective(), torch.device(device))
+    return [tokens for prompt in prompts for tokens in generate_unsplit(runner, [prompt], GREEDY)]
+
+
 def tier_of(ranks: list[Any]) -> HostTierStatistics:
     found: HostTierStatistics | None = ranks[0].statistics()["leader"].memory.host
     assert found is not None
     return found
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("at_once", [False, True])
 @pytest.mark.parametrize(("tp", "pages"), [((2, 1), (4, 16)), ((1, 2), (16, 8))], ids=str)
 def test_what_was_evicted_comes_back(
-    checkpoints: Checkpoints, tp: tuple[int, int], pages: tuple[int, int], at_once: bool
+    checkpoints: Checkpoints, tp: tuple[int, int], pages: tuple[int, int], at_once: bool, device: str
 ) -> None:
     config = with_tiers(small_config(*tp, prefill_page=pages[0], decode_page=pages[1]), "prefill", "decode")
     prompts = prompts_of(3)
-    with local_groups(config, checkpoints.source()) as groups:
+    with local_groups(config, checkpoints.source(), device=device) as groups:
         answers = groups.answers(prompts, GREEDY) if at_once else one_by_one(groups, prompts)
         tiers, source = [tier_of(groups.prefill), tier_of(groups.decode)], groups.source
-    assert [one.tokens for one in answers] == [
-        checkpoints.greedy(source, prompt, TOKENS) for prompt in prompts
-    ]
+    assert [one.tokens for one in answers] == expected(checkpoints, config, source, device, prompts)
     if not at_once:
         assert all(tier.loaded_pages > 0 for tier in tiers)
         first, again = (sum(one.report.nbytes for one in each) for each in (answers[:TEXTS], answers[TEXTS:]))
         assert again < first / 2, "what a decode group loads is not sent"
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("architecture", ["qwen3-next", "falcon-h1"])
 def test_states_come_back_too(
-    architecture: str, checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathFactory
+    architecture: str, checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathFactory, device: str
 ) -> None:
     source = ModelSource.from_directory(save(HYBRIDS[architecture](), tmp_path_factory.mktemp(architecture)))
     states = {"state_interval_tokens": 16, "cached_states": 3}
     config = with_tiers(small_config(2, 1, prefill_page=4), "prefill", **states)
     prompts = prompts_of(5)
-    with local_groups(config, source) as groups:
+    with local_groups(config, source, device=device) as groups:
         answers = one_by_one(groups, prompts)
         tier = tier_of(groups.prefill)
-    assert [one.tokens for one in answers] == [
-        checkpoints.greedy(source, prompt, TOKENS) for prompt in prompts
-    ]
+    assert [one.tokens for one in answers] == expected(checkpoints, config, source, device, prompts)
     assert tier.loaded_pages > 0
     assert tier.cache.hits > 0
     assert tier.cache.cached_states > 3
 
 
-def test_a_colocated_group_loads_in_the_same_step(checkpoints: Checkpoints) -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_colocated_group_loads_in_the_same_step(checkpoints: Checkpoints, device: str) -> None:
     config = with_tiers(colocated_config(), "colocated")
     prompts = prompts_of(7)
-    with local_groups(config, checkpoints.source()) as groups:
+    with local_groups(config, checkpoints.source(), device=device) as groups:
         answers = one_by_one(groups, prompts)
         tier, source = tier_of(groups.groups["colocated"]), groups.source
-    assert [one.tokens for one in answers] == [
-        checkpoints.greedy(source, prompt, TOKENS) for prompt in prompts
-    ]
+    assert [one.tokens for one in answers] == expected(checkpoints, config, source, device, prompts)
     assert tier.loaded_pages > 0

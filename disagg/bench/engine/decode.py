@@ -25,6 +25,7 @@ from disagg.model.batch import SequenceSlice, StepBatch
 from disagg.model.collective.base import SingleCollective
 from disagg.model.load.source import ModelSource
 from disagg.model.runner import ModelRunner, RunnerOptions
+from kernels.dispatch import Backend
 
 COPY_BYTES = 1 << 30
 """Size of the plain copy on a GPU, whose rate is the ceiling. On a CPU, the copy has a sixteenth of this size."""
@@ -48,6 +49,8 @@ class DecodeBench:
     """Tokens of a prefill step, taken from the prompts of as many requests as needed."""
     max_context_tokens: int = 0
     """Longest context that the block table has room for, as in a server; at least `context_tokens`."""
+    recurrent_kernels: Backend = "torch"
+    """See `ModelConfig.recurrent_kernels`."""
 
     def __post_init__(self) -> None:
         for name in ("batch", "context_tokens", "page_size", "repeats", "prefill_tokens"):
@@ -116,6 +119,7 @@ def _decode_results(
         "weights_bytes": weights_bytes,
         "kv_bytes": kv_bytes,
         "state_bytes": state_bytes,
+        "recurrent_kernels": bench.recurrent_kernels,
     }
     nbytes = weights_bytes + kv_bytes + state_bytes
     rates = Measurement("reads", "GB/s", tuple(nbytes / s / 1e9 for s in seconds))
@@ -189,6 +193,7 @@ def prepare(bench: DecodeBench, deterministic: bool = False) -> tuple[ModelRunne
             rows=bench.batch,
             max_tokens=max(bench.context_tokens, bench.max_context_tokens),
             deterministic=deterministic,
+            recurrent_kernels=bench.recurrent_kernels,
         ),
         collective=SingleCollective(),
         device=bench.device,

@@ -15,6 +15,7 @@ from disagg.bench.engine.decode import DecodeBench, prepare
 from disagg.core.errors import ConfigError, InvariantError
 from disagg.model.batch import SequenceSlice, StepBatch
 from disagg.model.runner import ModelRunner
+from kernels.dispatch import Backend
 
 _PRODUCT = 8192
 """Rows and columns of the square matrices whose product is the ceiling, on a GPU. On a CPU, a sixteenth of them."""
@@ -32,6 +33,8 @@ class PrefillBench:
     cached_tokens: int
     page_size: int
     repeats: int
+    recurrent_kernels: Backend = "torch"
+    """See `ModelConfig.recurrent_kernels`."""
 
     def __post_init__(self) -> None:
         if min(self.tokens, default=0) < 1 or min(self.page_size, self.repeats) < 1 or self.cached_tokens < 0:
@@ -48,7 +51,16 @@ def run(bench: PrefillBench, report_progress: Callable[[str], None] = lambda tex
     report_progress(f"{bench.model}: loading")
     longest = bench.cached_tokens + max(bench.tokens)
     runner, _ = prepare(
-        DecodeBench(bench.device, bench.model, bench.dtype, 1, longest, bench.page_size, bench.repeats)
+        DecodeBench(
+            bench.device,
+            bench.model,
+            bench.dtype,
+            1,
+            longest,
+            bench.page_size,
+            bench.repeats,
+            recurrent_kernels=bench.recurrent_kernels,
+        )
     )
     results: list[Result] = []
     launched: dict[int, torch.Tensor] = {}

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -31,6 +31,10 @@ DeviceFlag = Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")]
 RepeatsFlag = Annotated[int, typer.Option("--repeats", min=1, help="Measurements of each figure.")]
 LayersFlag = Annotated[int, typer.Option("--layers", min=1, help="Layers of the model.")]
 PageSizeFlag = Annotated[int, typer.Option("--page-size", min=1, help="Tokens of a page.")]
+RecurrentFlag = Annotated[
+    Literal["torch", "triton"],
+    typer.Option("--recurrent-kernels", help="Implementation of recurrent layers (model.recurrent_kernels)."),
+]
 CheckpointFlag = Annotated[
     str | None, typer.Option("--model", metavar="DIR", help="Folder of a Hugging Face checkpoint.")
 ]

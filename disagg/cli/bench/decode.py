@@ -11,6 +11,7 @@ from disagg.cli.bench.common import (
     DeviceFlag,
     OutputFlags,
     PageSizeFlag,
+    RecurrentFlag,
     RepeatsFlag,
     device_of,
     name_of,
@@ -57,6 +58,7 @@ class DecodeOptions:
     prefill_tokens: Annotated[
         int, typer.Option("--prefill-tokens", min=1, help="Tokens of a prefill step, with --deterministic.")
     ] = 4096
+    recurrent_kernels: RecurrentFlag = "torch"
     repeats: RepeatsFlag = 9
     device: DeviceFlag = "auto"
     output: OutputFlags
@@ -83,6 +85,7 @@ def decode(options: DecodeOptions) -> None:
         options.deterministic,
         options.prefill_tokens,
         options.max_context_tokens,
+        options.recurrent_kernels,
     )
     with progress() as update:
         results = run(bench, update)

@@ -11,6 +11,7 @@ from disagg.cli.bench.common import (
     DeviceFlag,
     OutputFlags,
     PageSizeFlag,
+    RecurrentFlag,
     RepeatsFlag,
     device_of,
     name_of,
@@ -42,6 +43,7 @@ class PrefillOptions:
         int, typer.Option("--cached-tokens", min=0, help="Tokens of the prompt before the step.")
     ] = 0
     page_size: PageSizeFlag = 16
+    recurrent_kernels: RecurrentFlag = "torch"
     repeats: RepeatsFlag = 9
     device: DeviceFlag = "auto"
     output: OutputFlags
@@ -63,6 +65,7 @@ def prefill(options: PrefillOptions) -> None:
         options.cached_tokens,
         options.page_size,
         options.repeats,
+        options.recurrent_kernels,
     )
     with progress() as update:
         results = run(bench, update)
