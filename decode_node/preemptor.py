@@ -52,7 +52,7 @@ class Preemptor:
         self._watermark_pages = math.ceil(options.watermark * kv_manager.pages)
         self._orders: list[Swap] = []
         self._copies: list[PageCopy] = []
-        self.host = HostBlocks(0, options.block_pages)
+        self.host = HostBlocks(0)
         """Host blocks of swapped requests; empty until the group is complete and the host memory of each rank is
         known."""
         self.rates = options.rates

@@ -23,7 +23,7 @@ from disagg.node.kv_manager import KVManager
 from disagg.node.links import Link, make_link
 from disagg.node.plan import StepPlan, Swap
 from disagg.node.rank import RankNode
-from disagg.node.swap import Swapper, block_pages, page_bytes, swap_bytes
+from disagg.node.swap import Swapper, page_bytes, swap_bytes
 from transport.base import Transport
 from transport.control import messages as m
 from transport.tags import TICKET_NUMBERS
@@ -51,10 +51,8 @@ class DecodeRank(RankNode[DecodeConfig, DecodeLeader, SegmentReceiver]):
         self._steps_ahead = self.group_config.steps_ahead(self.runner.device.type)
         group = self.group_config
         self.swapper = Swapper(
-            self.runner.pool,
-            self.runner.shard,
+            self.runner.transfer_pools,
             group.page_size,
-            block_pages=self._block_pages(),
             nbytes=0 if group.preemption == "recompute" else swap_bytes(group.swap_bytes, self.runner.device),
             done=self._swapped,
             clock=self.clock,
@@ -78,7 +76,6 @@ class DecodeRank(RankNode[DecodeConfig, DecodeLeader, SegmentReceiver]):
             steps_ahead=group.steps_ahead(self.runner.device.type),
             preemption=group.preemption,
             watermark=group.watermark,
-            block_pages=self._block_pages(),
             has_kv=spec.has_attention,
         )
         scheduler = DecodeScheduler(kv_manager, options)
@@ -187,12 +184,7 @@ class DecodeRank(RankNode[DecodeConfig, DecodeLeader, SegmentReceiver]):
         self.to_leader(m.Swapped(swap.key, swap.ticket, self.rank, seconds, error))
 
     def _swap_blocks(self) -> int:
-        return self.swapper.host.blocks
+        return self.swapper.host.memory.blocks
 
     def _end_copies(self) -> None:
         self.swapper.stop()
-
-    def _block_pages(self) -> int:
-        group = self.group_config
-        pages = self._pool_tokens() // group.page_size
-        return block_pages(self.runner.spec.layout, group.ranks, group.page_size, pages)

@@ -74,7 +74,7 @@ class DecodeScheduler:
 
     def join(self, host_blocks: int) -> None:
         """Sets the number of host memory blocks: the smallest number that a rank of the complete group has."""
-        self.preemptor.host = HostBlocks(host_blocks, self.preemptor.host.block_pages)
+        self.preemptor.host = HostBlocks(host_blocks)
 
     # --- admission
 

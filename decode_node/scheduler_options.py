@@ -30,7 +30,5 @@ class SchedulerOptions:
     preemption: Preemption = "auto"
     watermark: float = 0.0
     """Share of the pages that an admission leaves free."""
-    block_pages: int = 1
-    """Pages in one host block; see `HostBlocks`."""
     has_kv: bool = True
     """False for a model without attention: only the recurrent state lands, and a request has a single page."""

@@ -1,7 +1,6 @@
 """Allocator of host memory blocks for swapped pages; integers only, like the page allocator.
 
-A block is a contiguous run of pages, so that copies over PCIe are large. The leader allocates the same blocks on all
-ranks of its group; each rank has its own memory.
+A block holds one page. The leader allocates the same blocks on all ranks of its group; each rank has its own memory.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from disagg.core.errors import InvariantError
-from disagg.kv.pages import pages_for
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,28 +18,24 @@ class HostStatistics:
     blocks: int
     used_blocks: int
     peak_used_blocks: int
-    block_pages: int
-    """KV pages in a block."""
 
 
 class HostBlocks:
-    """Allocates `blocks` blocks of `block_pages` pages. Not thread-safe: the leader's lock guards it."""
+    """Allocates `blocks` blocks. Not thread-safe: the leader's lock guards it."""
 
-    def __init__(self, blocks: int, block_pages: int) -> None:
-        self.block_pages = block_pages
+    def __init__(self, blocks: int) -> None:
         self._free = list(range(blocks - 1, -1, -1))
         self._used: set[int] = set()
         self._peak_used_blocks = 0
 
     def alloc(self, pages: int) -> list[int] | None:
-        """Allocates blocks for `pages` pages, owned by the caller until `free`.
+        """Allocates a block for each of `pages` pages, owned by the caller until `free`.
 
         Returns None, changing nothing, if too few blocks are free.
         """
-        need = pages_for(pages, self.block_pages)
-        if need > len(self._free):
+        if pages > len(self._free):
             return None
-        blocks = [self._free.pop() for _ in range(need)]
+        blocks = [self._free.pop() for _ in range(pages)]
         self._used.update(blocks)
         self._peak_used_blocks = max(self._peak_used_blocks, len(self._used))
         return blocks
@@ -56,7 +50,7 @@ class HostBlocks:
     def statistics(self) -> HostStatistics:
         """Returns the current counts."""
         used = len(self._used)
-        return HostStatistics(used + len(self._free), used, self._peak_used_blocks, self.block_pages)
+        return HostStatistics(used + len(self._free), used, self._peak_used_blocks)
 
     def check(self, owned: Sequence[int]) -> None:
         """Raises `InvariantError` unless `owned` are the allocated blocks, each once, and no block is lost."""

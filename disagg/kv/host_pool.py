@@ -2,7 +2,7 @@
 
 All parts of a page (each class of layers, K and V, scales) form one contiguous *block*, the page-first layout of
 SGLang's hierarchical cache; `kernels.copy.page_blocks` copies between pages and blocks. Recurrent states have blocks
-of another size. Memory is pinned in slabs on first use, because pinning all memory at the start would take seconds.
+of another size.
 """
 
 from __future__ import annotations
@@ -17,8 +17,6 @@ from disagg.kv.pages import pages_for
 from disagg.kv.upload import upload
 from kernels.copy.page_blocks import Blocks, Pages, blocks_to_pages, pages_to_blocks
 
-SLAB_BYTES = 256 << 20
-"""Size of a slab. Pinning one takes about 0.1 s. A copy of pages to several slabs needs a launch for each slab."""
 BLOCK_ALIGNMENT_BYTES = 4096
 """Alignment of the blocks, as direct I/O requires."""
 
@@ -34,7 +32,7 @@ class HostPool:
         """
         self._buffers, self._page_size = list(buffers), page_size
         pinned, nbytes = bool(buffers) and buffers[0].is_cuda, block_bytes(page_bytes(buffers, page_size))
-        self.memory = HostSlabs(blocks, nbytes, pinned=pinned, slab_bytes=SLAB_BYTES)
+        self.memory = HostSlabs(blocks, nbytes, pinned=pinned)
         """Memory of the blocks; block `i` has all parts of one page. Reserve blocks before a copy."""
         self.layers = sum(buffer.shape[0] for buffer in buffers)
         """Number of layers of all parts; layers are numbered part after part."""
@@ -42,14 +40,27 @@ class HostPool:
     def store(self, pages: Sequence[int], blocks: Sequence[int]) -> None:
         """Copies page `pages[i]` to block `blocks[i]`, all layers.
 
-        On a GPU, `store` and `load` queue copies on the current stream without synchronization. The blocks must be
-        reserved.
+        On a GPU, `store` and `load` queue copies on the current stream without synchronization. Both raise
+        `InvariantError` if a block is not reserved.
         """
         self._copy(pages_to_blocks, pages, blocks, Span(0, self.layers))
 
     def load(self, pages: Sequence[int], blocks: Sequence[int], layers: Span) -> None:
         """Copies `layers` of block `blocks[i]` to page `pages[i]`."""
         self._copy(blocks_to_pages, pages, blocks, layers)
+
+    def warm(self) -> None:
+        """Compiles the kernels, with the first page of the pool and scratch memory. Waits for the device."""
+        if not (self.memory.blocks and self._buffers[0].is_cuda):
+            return
+        scratch = torch.empty((1, self.memory.memory.shape[1]), dtype=torch.uint8, pin_memory=True)
+        numbers, offset_bytes = upload([0], self._buffers[0].device), 0
+        for buffer in self._buffers:
+            pages = Pages(buffer, numbers, self._page_size, Span(0, buffer.shape[0]))
+            for copy in (pages_to_blocks, blocks_to_pages):
+                copy(pages, Blocks(scratch, numbers, offset_bytes))
+            offset_bytes += page_bytes([buffer], self._page_size)
+        torch.cuda.synchronize(self._buffers[0].device)
 
     def _copy(
         self,
@@ -58,17 +69,18 @@ class HostPool:
         blocks: Sequence[int],
         layers: Span,
     ) -> None:
-        for memory, indices, places in self.memory.by_slab(blocks):
-            chosen = [pages[index] for index in indices]
-            numbers = upload([*chosen, *places], self._buffers[0].device).view(2, -1)
-            start = offset_bytes = 0
-            for buffer in self._buffers:
-                stop = start + buffer.shape[0]
-                first, end = max(layers.start, start), min(layers.stop, stop)
-                if first < end:
-                    part = Pages(buffer, numbers[0], self._page_size, Span(first - start, end - start))
-                    copy(part, Blocks(memory, numbers[1], offset_bytes))
-                start, offset_bytes = stop, offset_bytes + page_bytes([buffer], self._page_size)
+        if not pages:
+            return
+        self.memory.require_reserved(blocks)
+        numbers = upload([*pages, *blocks], self._buffers[0].device).view(2, -1)
+        start = offset_bytes = 0
+        for buffer in self._buffers:
+            stop = start + buffer.shape[0]
+            first, end = max(layers.start, start), min(layers.stop, stop)
+            if first < end:
+                part = Pages(buffer, numbers[0], self._page_size, Span(first - start, end - start))
+                copy(part, Blocks(self.memory.memory, numbers[1], offset_bytes))
+            start, offset_bytes = stop, offset_bytes + page_bytes([buffer], self._page_size)
 
 
 def page_bytes(buffers: Sequence[torch.Tensor], page_size: int) -> int:

@@ -1,53 +1,109 @@
-"""Host memory of a rank in blocks of equal size, pinned in slabs on first use."""
+"""Host memory of a rank in blocks of equal size: one contiguous range of addresses, pinned slab by slab on first use.
+
+The operating system gives memory to a page of the range when the page is first written or pinned. A kernel can thus
+copy to and from any blocks in one launch, and a rank does not wait until all memory is pinned.
+"""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+import mmap
+import weakref
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
-SLAB_BYTES = 64 << 20
-"""Default size of a slab. Pinning 4 GiB at once would delay the first use by 1 to 2 s."""
+from disagg.core.errors import InvariantError
+
+SLAB_BYTES = 256 << 20
+"""Size of a slab. Pinning one takes about 0.1 s."""
+PAGE_BYTES = mmap.PAGESIZE
+_PORTABLE_AND_MAPPED = 3
+"""Flags of cudaHostRegister: pinned for all contexts, and mapped into the device's addresses."""
+
+_cuda: Any = torch.cuda  # cudart() carries no types
 
 
 class HostSlabs:
-    """Memory of `blocks` blocks of `block_bytes` bytes each, kept until the process ends. Not thread-safe."""
+    """Memory of `blocks` blocks of `block_bytes` bytes each, kept until the object is garbage. Not thread-safe."""
 
-    def __init__(self, blocks: int, block_bytes: int, *, pinned: bool, slab_bytes: int | None = None) -> None:
-        """`pinned`: page-locked memory, for copies from and to a GPU. `slab_bytes`: default `SLAB_BYTES`."""
+    def __init__(self, blocks: int, block_bytes: int, *, pinned: bool) -> None:
+        """`pinned`: page-locked memory, for copies from and to a GPU; needs blocks of whole pages of the system.
+
+        Raises ValueError for other blocks, and OSError if the host refuses so many addresses.
+        """
+        if pinned and block_bytes % PAGE_BYTES:
+            raise ValueError(f"pinned blocks need a multiple of {PAGE_BYTES} bytes; got {block_bytes}")
         self.blocks = blocks
         """Number of blocks."""
-        self._block_bytes, self._pinned = block_bytes, pinned
-        slab_bytes = SLAB_BYTES if slab_bytes is None else slab_bytes
-        self._slab_blocks = max(1, min(slab_bytes // max(1, block_bytes), blocks))
-        self._slabs: dict[int, torch.Tensor] = {}
+        self._pinned = pinned
+        self._slab_blocks = max(1, min(SLAB_BYTES // max(1, block_bytes), blocks))
+        self._slabs: set[int] = set()
+        self._addresses: list[int] = []
+        """Addresses of the pinned slabs."""
+        self.memory = _addresses_for(blocks * block_bytes).view(blocks, block_bytes)
+        """uint8 `[blocks, block_bytes]`. Blocks must be reserved before use."""
+        # The memory must not return to the operating system while it is pinned; the finalizer's reference keeps it.
+        weakref.finalize(self, _unpin, self._addresses, self.memory).atexit = False
 
     @property
     def slabs(self) -> list[int]:
-        """Numbers of the slabs that have memory, in ascending order."""
+        """Numbers of the slabs that are reserved, in ascending order."""
         return sorted(self._slabs)
 
     def reserve(self, numbers: Sequence[int]) -> None:
-        """Allocates the memory of blocks `numbers`. Raises `RuntimeError` if the host is out of memory."""
-        for slab in sorted({number // self._slab_blocks for number in numbers} - self._slabs.keys()):
-            blocks = min(self._slab_blocks, self.blocks - slab * self._slab_blocks)
-            self._slabs[slab] = torch.empty(
-                (blocks, self._block_bytes), dtype=torch.uint8, pin_memory=self._pinned
+        """Pins the memory of blocks `numbers`, if the memory is to be pinned; the blocks stay reserved.
+
+        Raises `RuntimeError` if the host cannot pin so much.
+        """
+        for slab in sorted({number // self._slab_blocks for number in numbers} - self._slabs):
+            if self._pinned:
+                self._pin(slab)
+            self._slabs.add(slab)
+
+    def require_reserved(self, numbers: Sequence[int]) -> None:
+        """Raises `InvariantError` unless all blocks `numbers` are reserved: others hold nothing."""
+        missing = sorted({number // self._slab_blocks for number in numbers} - self._slabs)
+        if missing:
+            raise InvariantError(
+                f"blocks of host memory were never written: slabs {missing} are not reserved"
             )
 
     def block(self, number: int) -> torch.Tensor:
-        """Returns the memory of block `number`, uint8 `[block_bytes]`. Raises `RuntimeError` if the host is out of
-        memory."""
+        """Reserves block `number` and returns its memory, uint8 `[block_bytes]`. Raises as `reserve`."""
         self.reserve([number])
-        slab, place = divmod(number, self._slab_blocks)
-        return self._slabs[slab][place]
+        return self.memory[number]
 
-    def by_slab(self, numbers: Sequence[int]) -> Iterator[tuple[torch.Tensor, list[int], list[int]]]:
-        """Yields each slab of reserved blocks: its memory `[blocks, block_bytes]`, indices of `numbers`, and the
-        places of these blocks within the slab."""
-        indices: defaultdict[int, list[int]] = defaultdict(list)
-        for index, number in enumerate(numbers):
-            indices[number // self._slab_blocks].append(index)
-        for slab, chosen in indices.items():
-            yield self._slabs[slab], chosen, [numbers[index] % self._slab_blocks for index in chosen]
+    def _pin(self, slab: int) -> None:
+        memory = self.memory[slab * self._slab_blocks : (slab + 1) * self._slab_blocks]
+        error = int(_cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, _PORTABLE_AND_MAPPED))
+        if error:
+            _forget_error()
+            raise RuntimeError(f"the host cannot pin {memory.nbytes >> 20} MiB: CUDA error {error}")
+        self._addresses.append(memory.data_ptr())
+
+
+def _addresses_for(nbytes: int) -> torch.Tensor:
+    """Returns uint8 `[nbytes]` that takes no memory until it is written or pinned."""
+    if not nbytes:
+        return torch.empty(0, dtype=torch.uint8)
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    # Large pages are faster to pin. A forked process has no use for the memory, and must not share pinned pages.
+    for name in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
+        if (advice := getattr(mmap, name, None)) is not None:
+            memory.madvise(advice)
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def _unpin(addresses: list[int], memory: torch.Tensor) -> None:
+    """Ends the pinning of slabs of `memory`, which this call keeps alive."""
+    for address in addresses:
+        _cuda.cudart().cudaHostUnregister(address)
+
+
+def _forget_error() -> None:
+    """Consumes the last CUDA error of this thread, which torch would otherwise report for its next kernel."""
+    try:
+        torch.zeros(1, device="cuda")
+    except RuntimeError:
+        return

@@ -13,6 +13,7 @@ import msgspec
 import structlog
 import torch
 
+from disagg.core.config.model import RecurrentName
 from disagg.core.config.read import AttentionName, Role
 from disagg.core.errors import ConfigError, UnsupportedModelError
 from disagg.core.ports import Collective, LayerHook
@@ -68,7 +69,7 @@ from disagg.model.spec.layer_types import attention_layers, recurrent_layers
 from disagg.model.spec.model_spec import shard_of
 from disagg.model.tensor_parallel import query_spans
 from kernels.attention.prefill import PackedQueries
-from kernels.dispatch import Backend, backend
+from kernels.dispatch import backend
 from kernels.layers.matmul import require_same_bits
 
 log = structlog.get_logger(__name__)
@@ -102,7 +103,7 @@ class RunnerOptions:
     """Slots for cached recurrent states, of a model with recurrent layers."""
     cached_states_bytes: int | None = None
     """Largest size of these slots."""
-    recurrent_kernels: Backend = "torch"
+    recurrent_kernels: RecurrentName = "auto"
     """See `ModelConfig.recurrent_kernels`."""
 
 
@@ -518,7 +519,8 @@ class ModelRunner:
 
     def _pack(self, sample: StateCache) -> None:
         """Lets registered recurrent modules use the pool of states, and completes `spec`."""
-        packed = PackedStates(self._options.recurrent_kernels, self.device)
+        how = self._options.recurrent_kernels
+        packed = PackedStates(backend(self.device) if how == "auto" else how, self.device)
         if pack_recurrent(self.model, [place for place, _ in sample.states()], packed):
             self._packed = packed
             differ = self.deterministic or bounds_prompts(self.model)

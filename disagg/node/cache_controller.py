@@ -24,7 +24,6 @@ from typing import Any, NamedTuple
 import structlog
 import torch
 
-from disagg.core.errors import ConfigError
 from disagg.core.types import Span
 from disagg.kv.cache_operations import CacheOperation, PoolName
 from disagg.kv.host_pool import HostPool, block_bytes, page_bytes
@@ -37,7 +36,6 @@ from disagg.node.device import (
     use_device,
     wait_for,
 )
-from kernels.dispatch import backend
 
 log = structlog.get_logger(__name__)
 
@@ -110,13 +108,8 @@ class HybridCacheController:
         """`counts`: blocks in host memory; 0 pages for no second tier. `layered`: kind of the loads; see the module.
 
         `moved` receives the end of each operation. `broken` receives an error after which the rank cannot go on, such
-        as that of a load. Both are called on the controller's threads. Raises `ConfigError` if the kernels of a GPU
-        are switched off.
+        as that of a load. Both are called on the controller's threads.
         """
-        if counts.pages and pools.device.type == "cuda" and backend(pools.device) != "triton":
-            raise ConfigError(
-                "host_cache_bytes needs the Triton kernels: unset DISAGG_KERNELS, or set it to 0"
-            )
         self._device, self._layered, self._moved, self._broken = pools.device, layered, moved, broken
         self.counts = counts
         """Numbers of pages and states for which the second tier has room."""
@@ -126,6 +119,8 @@ class HybridCacheController:
         """Memory of recurrent states."""
         # With several classes of layers, a step does not compute layers in the order of their numbers.
         self._load_groups = min(LOAD_GROUPS, self.kv.layers) if len(pools.kv_buffers) == 1 else 1
+        for _, pool in self._pools():
+            pool.warm()
         # Stores yield to everything; a load is awaited.
         self._store_queue = DeviceQueue(pools.device, urgent=False)
         self._load_queue = DeviceQueue(pools.device)

@@ -59,7 +59,7 @@ class Swap(msgspec.Struct, frozen=True, array_like=True):
     out: bool
     pages: list[int]
     blocks: list[int]
-    """Blocks of host memory, each of the same number of pages; the last one may be partly used."""
+    """Blocks of host memory, one for each page."""
 
 
 class StateCopy(msgspec.Struct, frozen=True, array_like=True):

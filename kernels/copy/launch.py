@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
+from math import prod
 from typing import Any
 
 import torch
@@ -53,6 +54,9 @@ class Launcher:
     row_words: int
     constants: tuple[int, ...]
     tile: Tile
+    most_programs: int | None = None
+    """None: one program for each tile, a grid of tokens, planes and words. Otherwise a grid of one dimension with at
+    most this many programs, each of which copies several tiles."""
     _compiled: dict[int, Any] = field(default_factory=dict, compare=False)
     """Compiled kernels by Triton's specialization: alignment of addresses, width of sizes."""
 
@@ -71,6 +75,8 @@ class Launcher:
         """
         block_words, block_tokens = self.tile.shape(self.row_words)
         grid = (-(-tokens // block_tokens), self.planes, -(-self.row_words // block_words))
+        if self.most_programs is not None:
+            grid = (min(prod(grid), self.most_programs), 1, 1)
         constants = (*self.constants, block_tokens, block_words)
         if self.device.type != "cuda":  # the interpreter
             self.kernel[grid](*tensors(), *sizes, *constants)
@@ -116,6 +122,7 @@ def launcher(
     row_words: int,
     constants: tuple[int, ...],
     tile: Tile = Tile(),
+    most_programs: int | None = None,
 ) -> Launcher:
     """Returns the cached launcher for the arguments; see `Launcher`."""
-    return Launcher(kernel, device, types, planes, row_words, constants, tile)
+    return Launcher(kernel, device, types, planes, row_words, constants, tile, most_programs)

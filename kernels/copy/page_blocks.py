@@ -16,9 +16,15 @@ import triton
 import triton.language as tl
 
 from disagg.core.types import Span
-from kernels.copy.launch import launcher
+from kernels.copy.launch import Tile, launcher
 from kernels.copy.rows import WORDS, Rows, alignment, check_pages, rows_of
 from kernels.dispatch import backend
+
+TILE = Tile(words=2048, warps=4)
+"""Tile of a copy between pages and blocks."""
+_MOST_PROGRAMS = 32
+"""Bound of the programs of a copy. PCIe limits a copy: its programs mostly wait, and a compute kernel that needs
+their place on a multiprocessor would wait for them."""
 
 
 class Pages(NamedTuple):
@@ -95,13 +101,13 @@ def blocks_to_pages(pages: Pages, blocks: Blocks) -> None:
 
 
 def pages_to_blocks_reference(pages: Pages, blocks: Blocks) -> None:
-    """Computes `pages_to_blocks` in plain torch; pool and blocks must be on one device."""
+    """Computes `pages_to_blocks` in plain torch. Waits for the copy if pool and blocks are on different devices."""
     if (plan := _plan(pages, blocks)) is not None:
         _copy_torch(plan, to_blocks=True)
 
 
 def blocks_to_pages_reference(pages: Pages, blocks: Blocks) -> None:
-    """Computes `blocks_to_pages` in plain torch; pool and blocks must be on one device."""
+    """Computes `blocks_to_pages` in plain torch. Waits for the copy if pool and blocks are on different devices."""
     if (plan := _plan(pages, blocks)) is not None:
         _copy_torch(plan, to_blocks=False)
 
@@ -161,10 +167,12 @@ def _launch(plan: _BlockCopy, *, to_blocks: bool) -> None:
     constants = (page_words, plan.aligned // word_bytes, int(to_blocks))
     types = (word_bytes, pages.dtype)
     first = memory.data_ptr() + plan.first_bytes
-    launcher(block_kernel, plan.pages.pool.device, types, rows.planes, page_words, constants).run(
+    device = plan.pages.pool.device
+    run = launcher(block_kernel, device, types, rows.planes, page_words, constants, TILE, _MOST_PROGRAMS).run
+    run(
         copies,
         (rows.start, pages.data_ptr(), first, places.data_ptr()),
-        (copies, rows.plane_bytes // word_bytes, memory.shape[1] // word_bytes),
+        (copies, rows.planes, rows.plane_bytes // word_bytes, memory.shape[1] // word_bytes),
         lambda: (
             plan.pool_words(),
             pages,
@@ -175,7 +183,7 @@ def _launch(plan: _BlockCopy, *, to_blocks: bool) -> None:
 
 
 @triton.jit(  # type: ignore[untyped-decorator]
-    do_not_specialize=["copies", "plane_words", "block_words"],
+    do_not_specialize=["copies", "planes", "plane_words", "block_words"],
     do_not_specialize_on_alignment=["pages", "places"],
 )
 def block_kernel(  # type: ignore[no-untyped-def]
@@ -186,6 +194,7 @@ def block_kernel(  # type: ignore[no-untyped-def]
     places,
     # sizes
     copies,
+    planes,
     plane_words,
     block_words,
     # meta
@@ -195,26 +204,31 @@ def block_kernel(  # type: ignore[no-untyped-def]
     BLOCK_COPIES: tl.constexpr,  # noqa: N803
     BLOCK_WORDS: tl.constexpr,  # noqa: N803
 ):
-    # int64 before any product: pools and host memory are far larger than 2^31 words.
-    plane = tl.program_id(1).to(tl.int64)
-    copy = tl.program_id(0).to(tl.int64) * BLOCK_COPIES + tl.arange(0, BLOCK_COPIES)
-    word = tl.program_id(2) * BLOCK_WORDS + tl.arange(0, BLOCK_WORDS)
-    inside = copy < copies
-    page = tl.load(pages + copy, mask=inside, other=0).to(tl.int64)
-    place = tl.load(places + copy, mask=inside, other=0).to(tl.int64)
-    # The compiler cannot infer the alignment of an indirect page and would emit scalar accesses.
-    in_pool = tl.multiple_of(plane * plane_words + page * PAGE_WORDS, VECTOR_WORDS)
-    in_block = tl.multiple_of(place * block_words + plane * PAGE_WORDS, VECTOR_WORDS)
-    mask = inside[:, None] & (word < PAGE_WORDS)[None, :]
-    pool_at = pool + in_pool[:, None] + word[None, :]
-    block_at = blocks + in_block[:, None] + word[None, :]
-    # Every byte is used once, so caching does not help on either side.
-    if TO_BLOCKS:
-        words = tl.load(pool_at, mask=mask, eviction_policy="evict_first")
-        tl.store(block_at, words, mask=mask, cache_modifier=".cs")
-    else:
-        words = tl.load(block_at, mask=mask, eviction_policy="evict_first")
-        tl.store(pool_at, words, mask=mask, cache_modifier=".cs")
+    WORD_TILES: tl.constexpr = (PAGE_WORDS + BLOCK_WORDS - 1) // BLOCK_WORDS  # noqa: N806
+    page_tiles = planes * WORD_TILES
+    tiles = tl.cdiv(copies, BLOCK_COPIES) * page_tiles
+    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        # Neighbouring tiles are neighbours in a block. int64 before any product: pools and host memory are far larger
+        # than 2^31 words.
+        copy = (tile // page_tiles).to(tl.int64) * BLOCK_COPIES + tl.arange(0, BLOCK_COPIES)
+        plane = (tile % page_tiles // WORD_TILES).to(tl.int64)
+        word = (tile % WORD_TILES) * BLOCK_WORDS + tl.arange(0, BLOCK_WORDS)
+        inside = copy < copies
+        page = tl.load(pages + copy, mask=inside, other=0).to(tl.int64)
+        place = tl.load(places + copy, mask=inside, other=0).to(tl.int64)
+        # The compiler cannot infer the alignment of an indirect page and would emit scalar accesses.
+        in_pool = tl.multiple_of(plane * plane_words + page * PAGE_WORDS, VECTOR_WORDS)
+        in_block = tl.multiple_of(place * block_words + plane * PAGE_WORDS, VECTOR_WORDS)
+        mask = inside[:, None] & (word < PAGE_WORDS)[None, :]
+        pool_at = pool + in_pool[:, None] + word[None, :]
+        block_at = blocks + in_block[:, None] + word[None, :]
+        # Every byte is used once, so caching does not help on either side.
+        if TO_BLOCKS:
+            words = tl.load(pool_at, mask=mask, eviction_policy="evict_first")
+            tl.store(block_at, words, mask=mask, cache_modifier=".cs")
+        else:
+            words = tl.load(block_at, mask=mask, eviction_policy="evict_first")
+            tl.store(pool_at, words, mask=mask, cache_modifier=".cs")
 
 
 def _copy_torch(plan: _BlockCopy, *, to_blocks: bool) -> None:
@@ -223,8 +237,8 @@ def _copy_torch(plan: _BlockCopy, *, to_blocks: bool) -> None:
     whole_pages = plan.rows.plane_bytes // plan.page_bytes
     pages = plan.pool_words()[:, : whole_pages * page_words].view(planes, whole_pages, page_words)
     blocks = plan.block_words()[:, first : first + planes * page_words].view(-1, planes, page_words)
-    page, place = plan.pages.numbers.long(), plan.blocks.numbers.long()
+    page, place = plan.pages.numbers.long(), plan.blocks.numbers.long().to(blocks.device)
     if to_blocks:
-        blocks.index_copy_(0, place, pages.index_select(1, page).transpose(0, 1))
+        blocks.index_copy_(0, place, pages.index_select(1, page).transpose(0, 1).to(blocks.device))
     else:
-        pages.index_copy_(1, page, blocks.index_select(0, place).transpose(0, 1))
+        pages.index_copy_(1, page, blocks.index_select(0, place).transpose(0, 1).to(pages.device))

@@ -15,6 +15,7 @@ from disagg.core.prefixes import PrefixKey
 from disagg.core.tokens import pack_tokens
 from disagg.core.types import RequestKey, SamplingParams
 from disagg.kv.cache_operations import CacheOperation, PoolTransfer
+from disagg.kv.host_slabs import HostSlabs
 from disagg.kv.mamba_pool import MambaPool
 from disagg.kv.pool import MHATokenToKVPool
 from disagg.kv.transfer_pools import TransferPools
@@ -93,11 +94,11 @@ def test_pages_and_states_come_back_elsewhere(layered: bool) -> None:
 def test_a_store_without_memory_is_reported_and_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     one = Controller(layered=True)
 
-    def no_memory(*_: object, **__: object) -> torch.Tensor:
+    def no_memory(*_: object) -> None:
         raise RuntimeError("cannot pin")
 
     with monkeypatch.context() as patch:
-        patch.setattr("disagg.kv.host_pool.torch.empty", no_memory)
+        patch.setattr(HostSlabs, "reserve", no_memory)
         one.order(CacheOperation(1, True, [PoolTransfer("kv", [2], [5])]))
     assert "cannot pin" in one.moved[1]
     one.order(CacheOperation(2, True, [PoolTransfer("kv", [2], [5])]))

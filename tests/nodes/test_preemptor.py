@@ -46,11 +46,11 @@ def test_rates_follow_what_is_measured() -> None:
 
 
 def test_host_blocks() -> None:
-    host = HostBlocks(4, block_pages=3)
-    first = host.alloc(7)
+    host = HostBlocks(4)
+    first = host.alloc(3)
     assert first is not None
     assert len(first) == 3
-    assert host.alloc(4) is None
+    assert host.alloc(2) is None
     host.check(first)
     with pytest.raises(InvariantError):
         host.check(first[1:])

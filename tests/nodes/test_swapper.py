@@ -8,12 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from disagg.core.types import KVLayout, RequestKey, Shard, Span
+from disagg.core.types import KVLayout, RequestKey
 from disagg.kv import host_slabs
+from disagg.kv.host_pool import block_bytes
 from disagg.kv.host_slabs import HostSlabs
 from disagg.kv.pool import MHATokenToKVPool
+from disagg.kv.transfer_pools import TransferPools
 from disagg.node.plan import StepPlan, Swap, Work
-from disagg.node.swap import Swapper, block_pages, host_memory_bytes, page_bytes, swap_bytes
+from disagg.node.swap import Swapper, host_memory_bytes, page_bytes, swap_bytes
 
 DEVICES = ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)]
 PAGE, PAGES, HEADS, LAYERS = 4, 20, 3, 2
@@ -37,17 +39,14 @@ class Done:
         return self.reported[-1][1]
 
 
-def make(
-    dtype: torch.dtype, device: str, blocks: int = 8, pages_each: int = 3
-) -> tuple[Swapper, Done, MHATokenToKVPool]:
+def make(dtype: torch.dtype, device: str, blocks: int = 8) -> tuple[Swapper, Done, MHATokenToKVPool]:
     pool = MHATokenToKVPool(LAYERS, PAGE * PAGES, HEADS, 8, dtype, device)
     generator = torch.Generator().manual_seed(0)
     noise = torch.randint(0, 256, (pool.nbytes,), dtype=torch.uint8, generator=generator)
     pool.buffer.view(torch.uint8).view(-1).copy_(noise)
     done = Done()
-    nbytes = blocks * pages_each * pool.nbytes // PAGES
-    shard = Shard(0, Span(0, LAYERS), Span(0, HEADS))
-    return Swapper(pool, shard, PAGE, block_pages=pages_each, nbytes=nbytes, done=done), done, pool
+    nbytes = blocks * block_bytes(pool.nbytes // PAGES)
+    return Swapper(TransferPools.of(pool, None), PAGE, nbytes=nbytes, done=done), done, pool
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -57,9 +56,9 @@ def test_pages_come_back_as_they_left(
 ) -> None:
     monkeypatch.setattr(host_slabs, "SLAB_BYTES", 1)  # a slab for each block
     swapper, done, pool = make(dtype, device)
-    assert swapper.host.blocks == 8
+    assert swapper.host.memory.blocks == 8
     before = pool.buffer.clone()
-    source, target, blocks = [7, 2, 19, 4, 11], [3, 18, 1, 9, 6], [6, 1]
+    source, target, blocks = [7, 2, 19, 4, 11], [3, 18, 1, 9, 6], [6, 1, 7, 3, 0]
     swapper.order(Swap(KEY, 1, True, source, blocks), None)
     assert done.wait() == ""
     assert torch.equal(pool.buffer.view(torch.uint8), before.view(torch.uint8)), "going out changes no page"
@@ -76,17 +75,17 @@ def test_pages_come_back_as_they_left(
             assert not found.any()
         else:
             assert torch.equal(found, wanted), page
-    assert swapper.host.slabs == [1, 6], "no more host memory than was needed"
+    assert swapper.host.memory.slabs == [0, 1, 3, 6, 7], "no more host memory than was needed"
 
 
 def test_a_failure_is_told_and_the_next_copy_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     swapper, done, _ = make(torch.float32, "cpu")
 
-    def no_memory(self: HostSlabs, number: int) -> torch.Tensor:
+    def no_memory(self: HostSlabs, numbers: list[int]) -> None:
         raise RuntimeError("cannot pin")
 
     with monkeypatch.context() as patch:
-        patch.setattr(HostSlabs, "block", no_memory)
+        patch.setattr(HostSlabs, "reserve", no_memory)
         swapper.order(Swap(KEY, 1, True, [1], [0]), None)
         assert done.wait() == "RuntimeError: cannot pin"
     swapper.order(Swap(KEY, 2, True, [1], [0]), None)
@@ -95,14 +94,10 @@ def test_a_failure_is_told_and_the_next_copy_goes_on(monkeypatch: pytest.MonkeyP
     swapper.stop()
 
 
-def test_sizes_of_blocks_are_the_same_on_all_ranks() -> None:
+def test_the_size_of_a_page_is_that_of_the_rank_with_the_most_heads() -> None:
     layout = KVLayout(32, 8, 128, "bfloat16")
     assert page_bytes(layout, 1, 16) == 2 << 20
     assert page_bytes(layout, 3, 16) == 1 << 20, "the one in the middle has 4 of 8 heads"
-    assert block_pages(layout, 1, 16, 10_000) == 2
-    assert block_pages(layout, 8, 16, 10_000) == 16
-    assert block_pages(layout, 8, 16, 40) == 5, "a small pool has small blocks"
-    assert block_pages(layout, 1, 64, 10_000) == 1, "one page is larger than a block"
 
 
 def test_host_memory_is_the_containers(tmp_path: Path) -> None:

@@ -324,7 +324,6 @@ class DecodeMachine(RuleBasedStateMachine):
                 rates=CostEstimates(1e3, 1e4),
                 steps_ahead=ahead,
                 preemption=preemption,
-                block_pages=2,
             ),
         )
         self.scheduler.join(blocks)

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 import torch
 from architectures import HYBRIDS, save
+from launched import until
 from local_groups import (
     Checkpoints,
     LocalGroups,
@@ -57,8 +58,19 @@ def prompts_of(seed: int) -> list[list[int]]:
 
 
 def one_by_one(groups: LocalGroups, prompts: list[list[int]]) -> list[Any]:
+    """Answers each prompt after the earlier stores have ended: only a quarter of a pool is stored at once."""
+    leaders = [ranks[0] for ranks in groups.groups.values()]
+
+    def stored() -> bool:
+        tiers = [leader.statistics()["leader"].memory.host for leader in leaders]
+        return all(tier is None or not tier.storing_pages for tier in tiers)
+
     async def work(router: Router) -> list[Any]:
-        return [await ask(router, f"r{i}", prompt, GREEDY) for i, prompt in enumerate(prompts)]
+        answers = []
+        for number, prompt in enumerate(prompts):
+            answers.append(await ask(router, f"r{number}", prompt, GREEDY))
+            await until(stored)
+        return answers
 
     answers: list[Any] = groups.serve(work)
     return answers

@@ -18,6 +18,7 @@ import torch
 
 from disagg.bench.common.measure import copy_rate, rounding, seconds_of
 from disagg.bench.common.report import Measurement, Result
+from disagg.core.config.model import RecurrentName
 from disagg.core.errors import ConfigError, InvariantError
 from disagg.core.types import Span
 from disagg.kv.pages import slots_of
@@ -25,7 +26,6 @@ from disagg.model.batch import SequenceSlice, StepBatch
 from disagg.model.collective.base import SingleCollective
 from disagg.model.load.source import ModelSource
 from disagg.model.runner import ModelRunner, RunnerOptions
-from kernels.dispatch import Backend
 
 COPY_BYTES = 1 << 30
 """Size of the plain copy on a GPU, whose rate is the ceiling. On a CPU, the copy has a sixteenth of this size."""
@@ -49,7 +49,7 @@ class DecodeBench:
     """Tokens of a prefill step, taken from the prompts of as many requests as needed."""
     max_context_tokens: int = 0
     """Longest context that the block table has room for, as in a server; at least `context_tokens`."""
-    recurrent_kernels: Backend = "torch"
+    recurrent_kernels: RecurrentName = "auto"
     """See `ModelConfig.recurrent_kernels`."""
 
     def __post_init__(self) -> None:

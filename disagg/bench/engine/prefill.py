@@ -12,10 +12,10 @@ import torch
 from disagg.bench.common.measure import rounding, seconds_of
 from disagg.bench.common.report import Label, Measurement, Result
 from disagg.bench.engine.decode import DecodeBench, prepare
+from disagg.core.config.model import RecurrentName
 from disagg.core.errors import ConfigError, InvariantError
 from disagg.model.batch import SequenceSlice, StepBatch
 from disagg.model.runner import ModelRunner
-from kernels.dispatch import Backend
 
 _PRODUCT = 8192
 """Rows and columns of the square matrices whose product is the ceiling, on a GPU. On a CPU, a sixteenth of them."""
@@ -33,7 +33,7 @@ class PrefillBench:
     cached_tokens: int
     page_size: int
     repeats: int
-    recurrent_kernels: Backend = "torch"
+    recurrent_kernels: RecurrentName = "auto"
     """See `ModelConfig.recurrent_kernels`."""
 
     def __post_init__(self) -> None:

@@ -12,10 +12,12 @@ import torch
 from disagg.bench.common.measure import host_copy_rate, random_bytes, seconds_of
 from disagg.bench.common.report import Label, Measurement, Result
 from disagg.core.errors import ConfigError, InvariantError, TransportError
-from disagg.core.types import KVLayout, RequestKey, Shard, Span
+from disagg.core.types import KVLayout, RequestKey
+from disagg.kv.host_pool import block_bytes, page_bytes
 from disagg.kv.pool import MHATokenToKVPool
+from disagg.kv.transfer_pools import TransferPools
 from disagg.node.plan import Swap
-from disagg.node.swap import Swapper, block_pages
+from disagg.node.swap import Swapper
 
 _KEY = RequestKey("bench")
 
@@ -57,7 +59,7 @@ def run(bench: SwapBench, report_progress: Callable[[str], None] = lambda text: 
     pool, swapper, failures = prepare(bench)
     order = torch.randperm(2 * bench.pages, generator=torch.Generator().manual_seed(0))
     source, target = (order + 1).view(2, -1).tolist()
-    blocks = list(range(swapper.host.blocks))
+    blocks = list(range(swapper.host.memory.blocks))
     results = []
     for name, out, pages in (("out", True, source), ("back", False, target)):
         report_progress(f"plain copy {name}")
@@ -91,15 +93,11 @@ def prepare(bench: SwapBench) -> tuple[MHATokenToKVPool, Swapper, list[str]]:
         layout.layers, slots, layout.kv_heads, layout.head_dim, torch.bfloat16, bench.device
     )
     pool.buffer.view(torch.uint8).view(-1).copy_(random_bytes(pool.nbytes, bench.device))
-    pages_each = block_pages(layout, 1, bench.page_size, 2 * bench.pages)
-    blocks = -(-bench.pages // pages_each)
     failures: list[str] = []
     swapper = Swapper(
-        pool,
-        Shard(0, Span(0, layout.layers), Span(0, layout.kv_heads)),
+        TransferPools.of(pool, None),
         bench.page_size,
-        block_pages=pages_each,
-        nbytes=blocks * pages_each * bench.page_size * layout.token_bytes,
+        nbytes=bench.pages * block_bytes(page_bytes([pool.buffer], bench.page_size)),
         done=lambda swap, seconds, error: failures.append(error) if error else None,
     )
     return pool, swapper, failures

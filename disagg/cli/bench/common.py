@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from disagg.core.config.model import RecurrentName
 from disagg.core.errors import ConfigError
 from disagg.core.folders import make_folder, writing
 
@@ -32,7 +33,7 @@ RepeatsFlag = Annotated[int, typer.Option("--repeats", min=1, help="Measurements
 LayersFlag = Annotated[int, typer.Option("--layers", min=1, help="Layers of the model.")]
 PageSizeFlag = Annotated[int, typer.Option("--page-size", min=1, help="Tokens of a page.")]
 RecurrentFlag = Annotated[
-    Literal["torch", "triton"],
+    RecurrentName,
     typer.Option("--recurrent-kernels", help="Implementation of recurrent layers (model.recurrent_kernels)."),
 ]
 CheckpointFlag = Annotated[

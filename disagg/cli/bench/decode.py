@@ -58,7 +58,7 @@ class DecodeOptions:
     prefill_tokens: Annotated[
         int, typer.Option("--prefill-tokens", min=1, help="Tokens of a prefill step, with --deterministic.")
     ] = 4096
-    recurrent_kernels: RecurrentFlag = "torch"
+    recurrent_kernels: RecurrentFlag = "auto"
     repeats: RepeatsFlag = 9
     device: DeviceFlag = "auto"
     output: OutputFlags

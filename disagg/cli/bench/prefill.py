@@ -43,7 +43,7 @@ class PrefillOptions:
         int, typer.Option("--cached-tokens", min=0, help="Tokens of the prompt before the step.")
     ] = 0
     page_size: PageSizeFlag = 16
-    recurrent_kernels: RecurrentFlag = "torch"
+    recurrent_kernels: RecurrentFlag = "auto"
     repeats: RepeatsFlag = 9
     device: DeviceFlag = "auto"
     output: OutputFlags

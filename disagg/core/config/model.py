@@ -8,7 +8,7 @@ from disagg.core.config.section import Section
 
 DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
 AttentionName = Literal["auto", "torch", "triton"]
-RecurrentName = Literal["torch", "triton"]
+RecurrentName = Literal["auto", "torch", "triton"]
 KVDTypeName = Literal["auto", "int8", "float8_e4m3fn", "float8_e5m2"]
 
 
@@ -30,9 +30,9 @@ class ModelConfig(Section, frozen=True):
     fused: bool = True
     """Whether norms, rotary embeddings and gated MLPs that the registries of fused layers name use Triton kernels on
     a GPU."""
-    recurrent_kernels: RecurrentName = "torch"
-    """Implementation of convolutions, state spaces and delta rules. triton needs a GPU; only models whose recurrent
-    modules are registered use the choice."""
+    recurrent_kernels: RecurrentName = "auto"
+    """Implementation of convolutions, state spaces and delta rules. auto: Triton kernels on a GPU, else torch. Only
+    models whose recurrent modules are registered use the choice."""
     deterministic: bool = False
     """Whether a request's logits are bitwise independent of the batch and the group: fixed tile and split sizes, one
     order of sums. Some per cent slower. Linked groups must have the same value."""

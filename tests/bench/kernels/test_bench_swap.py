@@ -10,6 +10,7 @@ import torch
 from disagg.bench.kernels import swap as bench
 from disagg.cli.app import run
 from disagg.core.errors import InvariantError
+from disagg.kv.host_pool import HostPool
 
 FLAGS = ["--tokens", "100", "--layers", "2", "--kv-heads", "2", "--repeats", "2", "--device", "cpu"]
 
@@ -24,7 +25,7 @@ def test_the_command_shows_both_ways(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_wrong_bytes_are_no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("disagg.node.swap.scatter", lambda *arguments: None)
+    monkeypatch.setattr(HostPool, "load", lambda *arguments: None)
     with pytest.raises(InvariantError, match="swapping moved wrong bytes"):
         bench.run(bench.SwapBench(torch.device("cpu"), 64, 2, 2, 16, 1))
 

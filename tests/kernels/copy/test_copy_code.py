@@ -15,7 +15,7 @@ from triton.compiler import ASTSource
 
 from kernels.copy.gather import gather_kernel
 from kernels.copy.launch import SUMMED_TILE, Tile
-from kernels.copy.page_blocks import block_kernel
+from kernels.copy.page_blocks import TILE, block_kernel
 from kernels.copy.page_copy import copy_kernel
 from kernels.copy.scatter import scatter_kernel
 
@@ -115,13 +115,14 @@ def test_access_width_of_page_copies(
 @pytest.mark.parametrize("to_blocks", [1, 0], ids=["store", "load"])
 def test_access_width_of_blocks(to_blocks: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    block_words, block_copies = Tile().shape(4096)
+    block_words, block_copies = TILE.shape(4096)
     arguments = {
         "pool": torch.int64,
         "pages": torch.int64,
         "blocks": torch.int64,
         "places": torch.int64,
         "copies": 1,
+        "planes": 1,
         "plane_words": 1,
         "block_words": 1,
         "PAGE_WORDS": 4096,
@@ -130,5 +131,5 @@ def test_access_width_of_blocks(to_blocks: int, monkeypatch: pytest.MonkeyPatch,
         "BLOCK_COPIES": block_copies,
         "BLOCK_WORDS": block_words,
     }
-    ptx = compiled(block_kernel, arguments, num_warps=Tile().warps).asm["ptx"]
+    ptx = compiled(block_kernel, arguments, num_warps=TILE.warps).asm["ptx"]
     assert set(re.findall(_ACCESS, ptx)) - {"b64"} == {"v2.b64"}

@@ -110,8 +110,6 @@ CASES = [
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_every_byte_and_no_other(case: Case, device: str, reference: bool, to_blocks: bool) -> None:
-    if reference and device != "cpu":
-        pytest.skip("the reference needs both on one device")
     pool, blocks = case.memories(device)
     expected = case.expected(pool, blocks, to_blocks=to_blocks)
     run: Run = pages_to_blocks if to_blocks else blocks_to_pages
