@@ -54,23 +54,29 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, how: NormWeight)
 
 
 def add_rms_norm(
-    x: torch.Tensor, y: torch.Tensor, weight: torch.Tensor, eps: float, how: NormWeight
+    x: torch.Tensor,
+    y: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    how: NormWeight,
+    *,
+    factor: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns `x + y` and the sum's `rms_norm`, with the same bits as two separate operations.
+    """Returns `x + y * factor` and the sum's `rms_norm`, with the same bits as separate operations.
 
     x and y must have the same shape and type. On CUDA: one launch for contiguous rows of up to `MAX_BLOCK` elements
-    (the usual case), otherwise two. Raises ValueError (arguments) and ConfigError (`DISAGG_KERNELS`).
+    (the usual case), otherwise several. Raises ValueError (arguments) and ConfigError (`DISAGG_KERNELS`).
     """
     dim = x.shape[-1]
     alike = x.shape == y.shape and x.dtype == y.dtype and x.is_contiguous() and y.is_contiguous()
     if not alike or dim > MAX_BLOCK or x.numel() == 0 or backend(x.device) != "triton":
-        total = x + y
+        total = x + (y if factor == 1.0 else y * factor)
         return total, rms_norm(total, weight, eps, how)
     _check(x, weight, how)
     total, out = torch.empty_like(x), torch.empty_like(x)
     rows = ((x.numel() // dim, dim, dim), (1, 0, 0))
     with on_device(x):
-        _launch(x, y, weight, total, out, rows, eps, how)
+        _launch(x, y, weight, total, out, rows, eps, how, factor)
     return total, out
 
 
@@ -94,6 +100,7 @@ def _launch(
     layout: tuple[tuple[int, int, int], tuple[int, int, int]],
     eps: float,
     how: NormWeight,
+    factor: float = 1.0,
 ) -> None:
     """Launches the kernel. `layout`: see `_row_layout`; `y` and `total` are laid out as `x`."""
     (outer, x_outer, out_outer), (inner, x_inner, out_inner) = layout
@@ -113,9 +120,11 @@ def _launch(
         out_outer,
         out_inner,
         eps,
+        factor,
         DIM=dim,
         ROUNDED_FIRST=how == "rounded_first",
         ONE_PLUS=how == "one_plus",
+        SCALED=factor != 1.0,
         BLOCK_ROWS=block_rows,
         BLOCK=block,
         num_warps=min(16, max(1, block * block_rows // _WARP_ELEMENTS)),
@@ -173,10 +182,12 @@ def norm_kernel(  # type: ignore[no-untyped-def]
     out_outer_stride,
     out_inner_stride,
     eps,
+    y_factor,
     # meta
     DIM: tl.constexpr,  # noqa: N803 - constexpr arguments are upper case throughout Triton
     ROUNDED_FIRST: tl.constexpr,  # noqa: N803
     ONE_PLUS: tl.constexpr,  # noqa: N803
+    SCALED: tl.constexpr,  # noqa: N803
     BLOCK_ROWS: tl.constexpr,  # noqa: N803
     BLOCK: tl.constexpr,  # noqa: N803
 ):
@@ -193,6 +204,8 @@ def norm_kernel(  # type: ignore[no-untyped-def]
         if y is not None:
             place = (outer * x_outer_stride + rest * x_inner_stride)[:, None] + element
             more = tl.load(y + place, mask=mask, other=0.0).to(tl.float32)
+            if SCALED:
+                more = (more * y_factor).to(x.dtype.element_ty).to(tl.float32)
             rounded = (found + more).to(x.dtype.element_ty)
             tl.store(total + place, rounded, mask=mask)
             found = rounded.to(tl.float32)

@@ -55,7 +55,7 @@ class Call:
         again = Attention()
         named = self.named | ({"paged_context": again} if self.named.get("paged_context") else {})
         output = self.module(*self.args, **named)
-        return same(self.output, output) and (not self.attended or same(self.attended, again.calls))
+        return same(self.output, output) and same(self.attended, again.calls)
 
 
 @contextmanager
@@ -96,20 +96,23 @@ def forward(model: Any) -> torch.Tensor:
 def own_calls(model: Any) -> list[Call]:
     """The calls of all of transformers' modules in one forward of `model`."""
     calls: list[Call] = []
+    begun: dict[nn.Module, int] = {}
+    """Attention's calls before the module's."""
+
+    def begin(module: nn.Module, args: Any, named: dict[str, Any]) -> None:
+        context = named.get("paged_context")
+        begun[module] = len(context.calls) if context else 0
 
     def keep(module: nn.Module, args: Any, named: dict[str, Any], output: Any) -> None:
         context = named.get("paged_context")
-        calls.append(
-            Call(
-                module, _copied(args), _copied(named), _copied(output), context.calls[-1:] if context else []
-            )
-        )
+        attended = context.calls[begun[module] :] if context else []
+        calls.append(Call(module, _copied(args), _copied(named), _copied(output), attended))
 
-    handles = [
-        module.register_forward_hook(keep, with_kwargs=True)
-        for module in model.modules()
-        if class_name(module)
-    ]
+    handles = []
+    for module in model.modules():
+        if class_name(module):
+            handles.append(module.register_forward_pre_hook(begin, with_kwargs=True))
+            handles.append(module.register_forward_hook(keep, with_kwargs=True))
     for module in model.modules():
         if isinstance(getattr(module, "indexer", None), nn.Module):
             module.indexer.forward = PagedIndexer(module.indexer, 0)

@@ -1,7 +1,7 @@
 """Puts Triton kernels in place of small operations of a model: norms and sums, rotary embeddings, gated MLPs.
 
 Registries name the module classes of transformers that the kernels compute exactly: `norms.NORMS`,
-`residuals.PRE_NORM_LAYERS`, `gated_mlps.GATED_MLPS`, `rotary_forms.ROTARY_ATTENTION` and
+`gated_norms.GATED_NORMS`, `residuals.PRE_NORM_LAYERS`, `gated_mlps.GATED_MLPS`, `rotary_forms.ROTARY_ATTENTION` and
 `rotary_attention.OWN_FORWARDS`. A module of any other class is not changed. The replacement changes instances of
 modules, and does not patch classes of transformers.
 """
@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 
 from disagg.model.layers.gated_mlps import fuse_gated_mlp
+from disagg.model.layers.gated_norms import fuse_gated_norm
 from disagg.model.layers.norms import fuse_norm
 from disagg.model.layers.residuals import fuse_residuals
 from disagg.model.layers.rotary_attention import fuse_rotary
@@ -24,6 +25,7 @@ class Fused:
     """Numbers of a model's modules that use the kernels."""
 
     norms: int = 0
+    gated_norms: int = 0
     rotary: int = 0
     """Attention modules whose rotary embeddings run in the kernel."""
     mlps: int = 0
@@ -42,6 +44,7 @@ def fuse(model: Any) -> Fused:
     for module in model.modules():
         if _is_unchanged(module):
             fused.norms += fuse_norm(module)
+            fused.gated_norms += fuse_gated_norm(module)
             fused.mlps += fuse_gated_mlp(module)
             fused.rotary += fuse_rotary(module)
     for module in model.modules():

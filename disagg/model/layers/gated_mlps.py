@@ -18,6 +18,7 @@ from kernels.layers.silu_mul import silu_mul
 
 _MERGED = ("gate_proj", "up_proj")
 _PROJECTIONS = (*_MERGED, "down_proj")
+_SHARED = ("input_linear", "output_linear")
 _SILU = (nn.SiLU, SiLUActivation)
 
 
@@ -28,6 +29,10 @@ def _llama(module: Any, x: torch.Tensor) -> Any:
 def _falcon_h1(module: Any, x: torch.Tensor) -> Any:
     gate, up = projected(module, _MERGED, x)
     return module.down_proj(silu_mul(gate * module.gate_multiplier, up)) * module.down_multiplier
+
+
+def _granite_shared(module: Any, x: torch.Tensor) -> Any:
+    return module.output_linear(silu_mul(*module.input_linear(x).chunk(2, dim=-1)))
 
 
 _Forward = Callable[[Any, torch.Tensor], Any]
@@ -51,6 +56,7 @@ GATED_MLPS: dict[str, _Forward] = by_name(
         """,
     ),
     (_falcon_h1, "falcon_h1.FalconH1MLP"),
+    (_granite_shared, "granitemoehybrid.GraniteMoeHybridMLP granitemoeshared.GraniteMoeSharedMLP"),
 )
 """Fused forwards by class name."""
 
@@ -58,9 +64,10 @@ GATED_MLPS: dict[str, _Forward] = by_name(
 def fuse_gated_mlp(module: Any) -> bool:
     """If an MLP is registered and uses SiLU, replaces its forward by one with the kernel. Returns whether it did."""
     forward = GATED_MLPS.get(class_name(module))
-    if forward is None or not isinstance(module.act_fn, _SILU):
+    shared = forward is _granite_shared
+    if forward is None or not isinstance(module.activation if shared else module.act_fn, _SILU):
         return False
-    layers = [getattr(module, name) for name in _PROJECTIONS]
+    layers = [getattr(module, name) for name in (_SHARED if shared else _PROJECTIONS)]
     if not all(isinstance(layer, nn.Linear) and layer.weight.dtype in DTYPES for layer in layers):
         return False
     module.forward = MethodType(forward, module)

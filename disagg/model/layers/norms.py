@@ -98,15 +98,15 @@ class FusedNorm:
             return self._own(x)
         return rms_norm(x, self._module.weight, self._eps, self._how)
 
-    def add(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """Returns `x + y`, and computes the sum's norm in the same launch.
+    def add(self, x: torch.Tensor, y: torch.Tensor, factor: float = 1.0) -> torch.Tensor:
+        """Returns `x + y * factor`, and computes the sum's norm in the same launch.
 
         If this object is called next with the same tensor, it returns the stored norm; any other call drops the norm.
         The caller must not change the sum in place before the call.
         """
         if not x.dtype == y.dtype == self._module.weight.dtype:
-            return x + y
-        self._added = add_rms_norm(x, y, self._module.weight, self._eps, self._how)
+            return x + (y if factor == 1.0 else y * factor)
+        self._added = add_rms_norm(x, y, self._module.weight, self._eps, self._how, factor=factor)
         return self._added[0]
 
 

@@ -32,6 +32,34 @@ class _PreNorm:
         return self._following.add(hidden_states, layer.mlp(layer.post_attention_layernorm(hidden_states)))
 
 
+class _GraniteHybrid(_PreNorm):
+    """As `_PreNorm`, with a factor on what is added, and a recurrent layer in place of some attention layers."""
+
+    def __call__(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        past_key_values: Any = None,
+        use_cache: bool | None = False,
+        position_embeddings: Any = None,
+        **named: Any,
+    ) -> torch.Tensor:
+        layer = self._layer
+        normed, factor = layer.input_layernorm(hidden_states), float(layer.residual_multiplier)
+        named |= {"hidden_states": normed, "attention_mask": attention_mask}
+        if layer.mamba is not None:
+            mixed = layer.mamba(cache_params=past_key_values, **named)
+        else:
+            cached = {"past_key_values": past_key_values, "use_cache": use_cache}
+            mixed, _ = layer.self_attn(position_embeddings=position_embeddings, **cached, **named)
+        hidden_states = self._own.add(hidden_states, mixed, factor)
+        normed = layer.post_attention_layernorm(hidden_states)
+        out = layer.shared_mlp(normed)
+        if layer.has_experts:
+            out = layer.block_sparse_moe(normed) + out
+        return self._following.add(hidden_states, out, factor)
+
+
 PRE_NORM_LAYERS = by_name(
     (
         _PreNorm,
@@ -51,8 +79,9 @@ PRE_NORM_LAYERS = by_name(
         solar_open.SolarOpenDecoderLayer youtu.YoutuDecoderLayer
         """,
     ),
+    (_GraniteHybrid, "granitemoehybrid.GraniteMoeHybridDecoderLayer"),
 )
-"""Fused forwards by class name, for the classes with the forward of `LlamaDecoderLayer`."""
+"""Fused forwards by class name; `_PreNorm` is for classes with the forward of `LlamaDecoderLayer`."""
 
 
 def fuse_residuals(module: Any) -> int:

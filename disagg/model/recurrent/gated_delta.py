@@ -65,7 +65,7 @@ def _qkv(module: Any, hidden: torch.Tensor) -> torch.Tensor:
 
 
 def _decay(module: Any, a: torch.Tensor) -> torch.Tensor:
-    rate: torch.Tensor = module.A_log.float().exp()
+    rate: torch.Tensor = module.decay_rate
     return -rate * F.softplus(a.float() + module.dt_bias)
 
 

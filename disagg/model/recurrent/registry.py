@@ -60,13 +60,16 @@ RECURRENT = by_name(
 def pack_recurrent(model: Any, places: Sequence[StatePlace], states: PackedStates) -> bool:
     """If registered modules have all states of a model (`places`), replaces their `forward`. Returns whether it did.
 
-    The replaced modules ignore the model's cache: they use `states`.
+    The replaced modules ignore the model's cache: they use `states`. Call this after loading weights: a module with
+    decays gets its `decay_rate`, float32, computed once.
     """
     found = [(module, form) for module in model.modules() if (form := RECURRENT.get(class_name(module)))]
     known = [StatePlace(module.layer_idx, 0, kind) for module, form in found for kind in form.kinds]
     if sorted(known) != sorted(places) or not all(_has_silu(module) for module, _ in found):
         return False
     for module, form in found:
+        if hasattr(module, "A_log"):
+            module.decay_rate = module.A_log.detach().float().exp()
         module.forward = partial(_forward, form.compute, module, states)
     return True
 

@@ -6,6 +6,8 @@ same cases and larger ones.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -13,6 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kernels.dispatch import INTERPRETED
+from kernels.layers.gated_rms_norm import (
+    GATE_ORDERS,
+    GateOrder,
+    gated_rms_norm,
+    gated_rms_norm_reference,
+)
 from kernels.layers.rms_norm import (
     DTYPES,
     MAX_BLOCK,
@@ -83,6 +91,63 @@ def test_norm_of_a_sum(shape: tuple[int, ...], how: NormWeight, dtype: torch.dty
         else:
             assert torch.equal(total, left + right)
         assert torch.equal(normed, rms_norm(total, weight, 1e-5, how))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norm_of_a_scaled_sum(dtype: torch.dtype, device: str) -> None:
+    """The product is rounded before the sum, as by separate operations."""
+    x, y = (noise(7, 96, dtype=dtype, device=device, seed=seed) for seed in (2, 3))
+    weight = noise(96, dtype=dtype, device=device, seed=1)
+    total, normed = add_rms_norm(x, y, weight, 1e-5, "rounded_first", factor=0.22)
+    if INTERPRETED and dtype == torch.bfloat16:  # it cuts off
+        assert torch.allclose(total, x + y * 0.22, rtol=0.02, atol=0.02)
+    else:
+        assert torch.equal(total, x + y * 0.22)
+    assert torch.equal(normed, rms_norm(total, weight, 1e-5, "rounded_first"))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("order", GATE_ORDERS)
+@pytest.mark.parametrize(("rows", "dim", "group"), [(5, 96, 96), (3, 96, 12), (2, 1000, 500), (0, 8, 8)])
+def test_gated_norm(
+    rows: int, dim: int, group: int, order: GateOrder, dtype: torch.dtype, device: str
+) -> None:
+    """Near float64, and rounded where torch rounds; the gate is a part of longer rows."""
+    x, both = (noise(rows, n * dim, dtype=dtype, device=device, seed=n) for n in (1, 2))
+    gate, weight = both[:, dim:], noise(dim, dtype=dtype, device=device, seed=3)
+    found = gated_rms_norm(x, gate, weight, 1e-5, group, order)
+    assert (found.shape, found.dtype, found.is_contiguous()) == (x.shape, dtype, True)
+    wide, factor = x.double(), torch.nn.functional.silu(gate.double())
+    gated = (wide * factor if order == "gate_first" else wide).view(rows, dim // group, group)
+    normed = (gated / (gated.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt()).view(rows, dim) * weight.double()
+    expected = normed if order == "gate_first" else normed * factor
+    unit = torch.finfo(dtype).eps * (16 if dtype == torch.float32 else 1.6)
+    if INTERPRETED and dtype == torch.bfloat16:
+        unit *= 2  # it cuts off
+    assert bool(((found.double() - expected).abs() <= unit * expected.abs() + 1e-6).all())
+    if rows and (dtype == torch.float16 or (dtype == torch.bfloat16 and not INTERPRETED)):
+        same = found == gated_rms_norm_reference(x, gate, weight, 1e-5, group, order)
+        assert float(same.float().mean()) > 0.99
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"order": "never"}, "order must be one of"),
+        ({"group": 5}, "group must be a divisor of 8"),
+        ({"gate": torch.zeros(3, 8)}, "gate must be"),
+        ({"x": torch.zeros(8, 4).T}, "x must be"),
+        ({"weight": torch.zeros(4)}, r"weight must be contiguous torch.float32 \[8\]"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_a_wrong_gated_norm(change: dict[str, Any], message: str) -> None:
+    x = torch.zeros(4, 8)
+    right = {"x": x, "gate": x, "weight": torch.zeros(8), "eps": 1e-5, "group": 8, "order": "gate_last"}
+    with pytest.raises(ValueError, match=message):
+        gated_rms_norm(**{**right, **change})
 
 
 @pytest.mark.parametrize("device", DEVICES)

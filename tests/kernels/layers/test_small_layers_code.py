@@ -11,6 +11,7 @@ import pytest
 import torch
 from attention_code import compiled
 
+from kernels.layers.gated_rms_norm import gated_norm_kernel
 from kernels.layers.rank_sum import rank_sum_kernel
 from kernels.layers.rms_norm import norm_kernel
 from kernels.layers.rotary import rotary_kernel
@@ -41,10 +42,11 @@ def test_norm_of_hidden_states_and_of_heads() -> None:
             "DIM": dim,
             "ROUNDED_FIRST": True,
             "ONE_PLUS": False,
+            "SCALED": False,
             "BLOCK_ROWS": rows,
             "BLOCK": dim,
         }
-        numbers = {"rows": 63, "inner": 7, "eps": 1e-5}
+        numbers = {"rows": 63, "inner": 7, "eps": 1e-5, "y_factor": 1.0}
         alone = constants | dict.fromkeys(("y", "total"), None)
         ptx = code(norm_kernel, "x weight out", numbers, alone, warps)
         assert stores(ptx) == {"st.global.v4.b32"}
@@ -52,6 +54,13 @@ def test_norm_of_hidden_states_and_of_heads() -> None:
         ptx = code(norm_kernel, "x y weight total out", numbers, constants, warps)
         assert stores(ptx) == {"st.global.v4.b32"}
         assert "ld.global.v4.b32" in ptx
+
+
+def test_gated_norm() -> None:
+    constants = {"GROUP": 4096, "GATE_FIRST": True, "BLOCK": 4096}
+    ptx = code(gated_norm_kernel, "x gate weight out", {"dim": 8192, "eps": 1e-5}, constants, 8)
+    assert stores(ptx) == {"st.global.v4.b32"}
+    assert "ld.global.v4.b32" in ptx
 
 
 def test_rotary() -> None:

@@ -27,6 +27,7 @@ from disagg.model.collective.base import ThreadCollective, run_ranks
 from disagg.model.layers.class_names import class_name
 from disagg.model.layers.fused import fuse
 from disagg.model.layers.gated_mlps import GATED_MLPS
+from disagg.model.layers.gated_norms import GATED_NORMS
 from disagg.model.layers.norms import NORMS, fuse_norm
 from disagg.model.layers.residuals import PRE_NORM_LAYERS
 from disagg.model.layers.rotary_attention import OWN_FORWARDS
@@ -38,10 +39,28 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 LAYERS = 3
 # All in each layer, and the last norm; Gemma's MLP has another activation.
 EXPECTED = {
-    "llama": {"norms": 2 * LAYERS + 1, "rotary": LAYERS, "mlps": LAYERS, "residuals": LAYERS},
-    "qwen3": {"norms": 4 * LAYERS + 1, "rotary": LAYERS, "mlps": LAYERS, "residuals": LAYERS},
-    "mistral": {"norms": 2 * LAYERS + 1, "rotary": LAYERS, "mlps": LAYERS, "residuals": LAYERS},
-    "gemma2": {"norms": 4 * LAYERS + 1, "rotary": LAYERS, "mlps": 0, "residuals": 0},
+    "llama": {
+        "norms": 2 * LAYERS + 1,
+        "gated_norms": 0,
+        "rotary": LAYERS,
+        "mlps": LAYERS,
+        "residuals": LAYERS,
+    },
+    "qwen3": {
+        "norms": 4 * LAYERS + 1,
+        "gated_norms": 0,
+        "rotary": LAYERS,
+        "mlps": LAYERS,
+        "residuals": LAYERS,
+    },
+    "mistral": {
+        "norms": 2 * LAYERS + 1,
+        "gated_norms": 0,
+        "rotary": LAYERS,
+        "mlps": LAYERS,
+        "residuals": LAYERS,
+    },
+    "gemma2": {"norms": 4 * LAYERS + 1, "gated_norms": 0, "rotary": LAYERS, "mlps": 0, "residuals": 0},
 }
 GREEDY = SamplingParams(max_tokens=ANSWER_TOKENS, ignore_eos=True)
 Checkpoint = Callable[[str], Path]
@@ -126,17 +145,23 @@ SMALL = {
     ("config", "expected"),
     [
         # Layer norms; every second element is rotated.
-        (CohereConfig(**SMALL), {"norms": 0, "rotary": 0, "mlps": 2, "residuals": 0}),
+        (CohereConfig(**SMALL), {"norms": 0, "gated_norms": 0, "rotary": 0, "mlps": 2, "residuals": 0}),
         # Gate and up are one projection; a part of each head is rotated, by pairs.
         (
             GlmConfig(**SMALL, head_dim=12, partial_rotary_factor=0.5),
-            {"norms": 5, "rotary": 0, "mlps": 0, "residuals": 2},
+            {"norms": 5, "gated_norms": 0, "rotary": 0, "mlps": 0, "residuals": 2},
         ),
         # Norms with another rounding.
-        (Olmo2Config(**SMALL), {"norms": 9, "rotary": 2, "mlps": 2, "residuals": 0}),
+        (Olmo2Config(**SMALL), {"norms": 9, "gated_norms": 0, "rotary": 2, "mlps": 2, "residuals": 0}),
         # Layer norms; a part of each head is rotated.
-        (GPTNeoXConfig(**SMALL, rotary_pct=0.5), {"norms": 0, "rotary": 2, "mlps": 0, "residuals": 0}),
-        (PhiConfig(**SMALL, partial_rotary_factor=0.5), {"norms": 0, "rotary": 2, "mlps": 0, "residuals": 0}),
+        (
+            GPTNeoXConfig(**SMALL, rotary_pct=0.5),
+            {"norms": 0, "gated_norms": 0, "rotary": 2, "mlps": 0, "residuals": 0},
+        ),
+        (
+            PhiConfig(**SMALL, partial_rotary_factor=0.5),
+            {"norms": 0, "gated_norms": 0, "rotary": 2, "mlps": 0, "residuals": 0},
+        ),
     ],
     ids=lambda value: getattr(value, "model_type", None),
 )
@@ -186,7 +211,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "zamba2": {"use_mem_rope": True, "use_shared_attention_adapter": True, "num_key_value_heads": 4},
 }
 """Settings that take another path through a registered class than the type's own settings do."""
-REGISTERED = {*NORMS, *GATED_MLPS, *ROTARY_ATTENTION, *OWN_FORWARDS, *PRE_NORM_LAYERS}
+REGISTERED = {*NORMS, *GATED_NORMS, *GATED_MLPS, *ROTARY_ATTENTION, *OWN_FORWARDS, *PRE_NORM_LAYERS}
 
 
 @functools.cache
@@ -281,7 +306,7 @@ def test_what_only_looks_the_same_stays(checkpoint: Checkpoint, monkeypatch: pyt
     before = logits(runner)
     fused = fuse(runner.model)
     assert torch.equal(logits(runner), before)
-    assert fused.summary() == {"norms": 0, "rotary": 0, "mlps": 0, "residuals": 0}
+    assert fused.summary() == {"norms": 0, "gated_norms": 0, "rotary": 0, "mlps": 0, "residuals": 0}
 
 
 def test_modules_that_are_not_transformers_own_stay(checkpoint: Checkpoint) -> None:
