@@ -66,7 +66,7 @@ def _qkv(module: Any, hidden: torch.Tensor) -> torch.Tensor:
 
 def _decay(module: Any, a: torch.Tensor) -> torch.Tensor:
     rate: torch.Tensor = module.decay_rate
-    return -rate * F.softplus(a.float() + module.dt_bias)
+    return rate * F.softplus(a.float() + module.dt_bias)
 
 
 def _delta(

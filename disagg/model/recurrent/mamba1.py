@@ -23,7 +23,7 @@ def mamba(module: Any, states: PackedStates, hidden: torch.Tensor) -> torch.Tens
     if hasattr(module, "dt_layernorm"):
         dt, b, c = module.dt_layernorm(dt), module.b_layernorm(b), module.c_layernorm(c)
     dt = F.linear(dt, module.dt_proj.weight)
-    parameters = StateSpace(-module.decay_rate[None], module.D[None], module.dt_proj.bias.float()[None])
+    parameters = StateSpace(module.decay_rate[None], module.D[None], module.dt_proj.bias.float()[None])
     x, dt, b, c = (part[:, None] for part in (x, dt, b, c))
     found = states.state_space(module.layer_idx, x, dt, b, c, parameters)[:, 0]
     out: torch.Tensor = module.out_proj(found * F.silu(gate))
@@ -38,7 +38,7 @@ def zamba(module: Any, states: PackedStates, hidden: torch.Tensor) -> torch.Tens
     x = torch.unflatten(x, 1, (heads, -1))
     dt, b, c = _split(module, torch.einsum("thp,hop->tho", x, module.x_proj_weight))
     dt = torch.einsum("thr,hpr->thp", dt, module.dt_proj_weight).contiguous()
-    parameters = StateSpace(-module.decay_rate, module.D, module.dt_proj_bias.float())
+    parameters = StateSpace(module.decay_rate, module.D, module.dt_proj_bias.float())
     found = states.state_space(module.layer_idx, x, dt, b, c, parameters).flatten(1)
     out: torch.Tensor = module.out_proj(found * F.silu(gate))
     return out

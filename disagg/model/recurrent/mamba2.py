@@ -33,7 +33,7 @@ def _scanned(module: Any, states: PackedStates, projected: torch.Tensor) -> tupl
     layer = module.layer_idx
     mixed = states.conv(layer, mixed, module.conv1d.weight, module.conv1d.bias, silu=True)
     x, b, c = torch.split(mixed, [inner, groups * size, groups * size], dim=-1)
-    parameters = StateSpace(-module.decay_rate, module.D, module.dt_bias, tuple(module.time_step_limit))
+    parameters = StateSpace(module.decay_rate, module.D, module.dt_bias, tuple(module.time_step_limit))
     x = torch.unflatten(x, 1, (module.num_heads, module.head_dim))
     b, c = (torch.unflatten(part, 1, (groups, size)) for part in (b, c))
     return states.state_space(layer, x, dt, b, c, parameters).flatten(1), gate

@@ -69,7 +69,7 @@ def pack_recurrent(model: Any, places: Sequence[StatePlace], states: PackedState
         return False
     for module, form in found:
         if hasattr(module, "A_log"):
-            module.decay_rate = module.A_log.detach().float().exp()
+            module.decay_rate = -module.A_log.detach().float().exp()
         module.forward = partial(_forward, form.compute, module, states)
     return True
 
