@@ -107,7 +107,7 @@ def poison_host(scheduler: DecodeScheduler, ranks: Sequence[Any]) -> None:
         free(blocks)
         for rank in ranks:
             for block in blocks:
-                rank.swapper.host.block(block).fill_(POISON)
+                rank.swapper.host.memory.block(block).fill_(POISON)
 
     host.free = poisoning_free  # type: ignore[method-assign]
 
