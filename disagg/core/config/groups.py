@@ -85,9 +85,9 @@ class GroupConfig(Section, frozen=True):
     """Whether a queued prompt waits while its KV is read from `storage` into host memory. best_effort: no; it uses
     what has been read when the group computes it. wait: until all is read. timeout: as wait, with a time limit."""
     prefetch_base_s: float = 0.2
-    """Time limit of `prefetch = "timeout"`, for a prefix of any length."""
+    """Time limit of `prefetch = "timeout"`, for a prefix of any length: of the search, and of the reading."""
     prefetch_s_per_1k_tokens: float = 0.1
-    """Growth of this time limit for each 1024 tokens that are read."""
+    """Growth of these time limits for each 1024 tokens."""
     prefetch_min_tokens: int = 256
     """Smallest number of tokens of a prompt, beyond those cached in memory, for which `storage` is searched."""
     eviction: EvictionName = "lru"
