@@ -10,7 +10,6 @@ from decode_node.request import DecodeRequest, Resumption
 from decode_node.scheduler import DecodeScheduler
 from disagg.core.errors import BusyError, DisaggError, NotLinkedError, PeerLostError
 from disagg.core.ports import Clock
-from disagg.core.prefixes import PrefixKey
 from disagg.core.sampling import ending_tokens
 from disagg.core.types import GroupInfo, RequestKey
 from disagg.model.sampling.beam_search import BeamSearch
@@ -210,6 +209,3 @@ class AdmittingLeader(ReservingLeader):
                 f"prefill group {message.prefill_group!r} is not linked to this decode group"
             )
         check_request(message.prompt, message.sampling, self._spec, message.answered)
-
-    def _prefix_of(self, message: m.Reserve) -> PrefixKey | None:
-        return self._prefix(message.prompt, message.cache_salt) if self._scheduler.caches_prefixes else None

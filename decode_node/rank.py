@@ -130,7 +130,7 @@ class DecodeRank(RankNode[DecodeConfig, DecodeLeader, SegmentReceiver]):
             self._gate.planned(plan)
 
     def step(self, plan: StepPlan) -> None:
-        self.cache_controller.order(plan.cache_operations)
+        self.order_copies(plan)
         if plan.swaps:
             event = record_event(self.runner.device)
             for swap in plan.swaps:

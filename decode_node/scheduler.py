@@ -29,8 +29,10 @@ from decode_node.step_planner import Stepped, StepPlanner
 from disagg.core.prefixes import PrefixKey
 from disagg.core.tokens import TokenIds
 from disagg.core.types import RequestKey, SamplingParams
+from disagg.kv.cache_operations import StorageReport
 from disagg.kv.event_log import KVEventLog
 from disagg.kv.host_blocks import HostBlocks, HostStatistics
+from disagg.kv.storage_tier import Prefetch
 from disagg.model.sampling.beam_search import Candidate
 from disagg.node.kv_manager import KVManager, KVManagerStatistics
 from disagg.node.plan import StepPlan
@@ -157,6 +159,18 @@ class DecodeScheduler:
     def moved(self, number: int, rank: int, error: str) -> None:
         """Records a rank's report of an operation between tiers of the prefix cache; see `KVManager.moved`."""
         self._kv_manager.moved(number, rank, error)
+
+    def storage_moved(self, report: StorageReport) -> None:
+        """Records a rank's report of an operation of the third tier; see `KVManager.storage_moved`."""
+        self._kv_manager.storage_moved(report)
+
+    def prefetch(self, prefix: PrefixKey | None) -> Prefetch | None:
+        """Begins a prefetch; see `KVManager.prefetch`."""
+        return self._kv_manager.prefetch(prefix)
+
+    def end_prefetch(self, prefetch: Prefetch) -> None:
+        """Ends a prefetch; see `KVManager.end_prefetch`."""
+        self._kv_manager.end_prefetch(prefetch)
 
     def swapped(self, request: DecodeRequest, rank: int) -> None:
         """Records that a rank has ended the copy of the request's pages, or could not make it."""

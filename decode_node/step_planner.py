@@ -76,8 +76,11 @@ class StepPlanner:
         stepped, work = self._planned()
         swaps = self._preemptor.take_orders()
         # A plan of cache operations alone would make the ranks end the step in flight first.
-        operations = self._preemptor.take_operations() if work or swaps or not self._in_flight else []
-        if not work and not swaps and not operations:
+        goes = bool(work or swaps or not self._in_flight)
+        operations = self._preemptor.take_operations() if goes else []
+        stored = self._preemptor.take_storage_operations() if goes else []
+        unwanted = self._preemptor.take_unwanted_fetches() if goes else []
+        if not (work or swaps or operations or stored or unwanted):
             return None
         self._step += 1
         if work:
@@ -85,7 +88,18 @@ class StepPlanner:
         shared = self._steps_ahead > 0 and any(one.samples for one in stepped)
         copies, given = self._state_copies, self._state_gifts
         page_copies = self._preemptor.take_copies()
-        return StepPlan(self._step, work, swaps, page_copies, shared, copies, given, operations)
+        return StepPlan(
+            self._step,
+            work,
+            swaps,
+            page_copies,
+            shared,
+            copies,
+            given,
+            operations,
+            storage_operations=stored,
+            unwanted_fetches=unwanted,
+        )
 
     def stepped(self, plan: StepPlan) -> list[Stepped]:
         """Returns the work items of the latest plan."""

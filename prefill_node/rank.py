@@ -106,7 +106,7 @@ class PrefillRank(RankNode[PrefillConfig, PrefillLeader, SegmentSender]):
         """
         for key, reservation in plan.dropped:
             self.transfer_loop.post(partial(self.agent.drop_early, key, reservation))
-        loaded = self.cache_controller.order(plan.cache_operations)
+        loaded = self.order_copies(plan)
         if not plan.work:
             loaded.before_all()
             return

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from disagg.core.prefixes import PrefixKey
 from disagg.core.tokens import TokenIds
 from disagg.core.types import RequestKey, SamplingParams, Ticket, TokenLogprobs
+from disagg.kv.storage_tier import Prefetch
 from disagg.model.sampling.constraints import AnswerConstraint
 from disagg.node.kv_manager import BlockTable
 from disagg.node.state_saves import SavedStates
@@ -42,6 +43,8 @@ class PrefillRequest:
     ticket: Ticket | None = None
     """None until the decode group has reserved room. A short prompt can be computed before."""
     block_table: BlockTable | None = None
+    prefetch: Prefetch | None = None
+    """Prefetch of the prefix from the third tier; None without one."""
     states: SavedStates = field(default_factory=SavedStates)
     """Recurrent states for the prefix cache."""
     reservation: int = 0
@@ -84,6 +87,11 @@ class PrefillRequest:
     def may_begin(self) -> bool:
         """Whether the prompt may be computed: the request has no grammar, or its grammar is compiled."""
         return self.constraint is None or self.constraint.ready
+
+    @property
+    def fetches(self) -> bool:
+        """Whether the request waits for its prefetch."""
+        return self.prefetch is not None and self.prefetch.holds
 
     @property
     def is_early(self) -> bool:

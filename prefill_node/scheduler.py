@@ -12,6 +12,10 @@ A request with a ticket is admitted in the order of arrival. What its steps leav
 whose ticket has not come ("early" requests): the router asks the decode group for room and the prefill group for the
 prompt at the same time. Early requests hold memory for one step's budget at most, and only while no request with a
 ticket needs it: `admit` takes it back, and they start again when their ticket comes.
+
+With a third tier of the prefix cache, a new request may wait for a prefetch (`disagg.kv.storage_tier`), which has a
+time limit. Until then other requests overtake, because the request has no memory. It owns the prefetch until it has
+its pages, or ends.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ from dataclasses import dataclass
 from disagg.core.errors import BusyError, PromptTooLongError
 from disagg.core.tokens import tokens_at
 from disagg.core.types import RequestKey, Ticket
+from disagg.kv.cache_operations import StorageReport
 from disagg.kv.event_log import KVEventLog
 from disagg.model.chunks import PromptChunks
 from disagg.node.kv_manager import KVManager, KVManagerStatistics
@@ -81,6 +86,7 @@ class PrefillScheduler:
                 f"{self._max_tokens}: raise prefill.max_context_tokens or prefill.pool_tokens, or shorten it"
             )
         self.requests[request.key] = request
+        request.prefetch = self._kv_manager.prefetch(request.prefix)
 
     def give_ticket(self, request: PrefillRequest, ticket: Ticket) -> bool:
         """Sets the request's ticket. Returns True if it has its memory already: the ranks need `OpenSend` now.
@@ -101,7 +107,7 @@ class PrefillScheduler:
         """Reserves rows and pages for waiting requests, in order; returns the admitted requests."""
         admitted: list[PrefillRequest] = []
         for request in self.requests.values():
-            if not self._waits(request):
+            if not self._waits(request) or request.fetches:
                 continue
             if not self._reserve(request) and not (self.take_back() and self._reserve(request)):
                 break  # first come, first served: a shorter request does not overtake
@@ -127,7 +133,11 @@ class PrefillScheduler:
         if self._plan([one for one in self.requests.values() if one.admitted], work):
             self._plan(self._early(), work)
         operations = self._kv_manager.take_operations()
-        if not work and not self._dropped and not operations:
+        stored, unwanted = (
+            self._kv_manager.take_storage_operations(),
+            self._kv_manager.take_unwanted_fetches(),
+        )
+        if not (work or self._dropped or operations or stored or unwanted):
             return None
         self._step += 1
         dropped, self._dropped = self._dropped, []
@@ -139,6 +149,8 @@ class PrefillScheduler:
             state_saves=saves,
             cache_operations=operations,
             dropped=dropped,
+            storage_operations=stored,
+            unwanted_fetches=unwanted,
         )
 
     @property
@@ -173,6 +185,10 @@ class PrefillScheduler:
         """Records a rank's report of an operation between tiers of the prefix cache; see `KVManager.moved`."""
         self._kv_manager.moved(number, rank, error)
 
+    def storage_moved(self, report: StorageReport) -> None:
+        """Records a rank's report of an operation of the third tier; see `KVManager.storage_moved`."""
+        self._kv_manager.storage_moved(report)
+
     def rank_sent(self, request: PrefillRequest, rank: int) -> bool:
         """Records that a rank sent all its segments. Returns True when this rank was the last."""
         if rank in request.sent_ranks:
@@ -186,6 +202,7 @@ class PrefillScheduler:
         if request.closing:
             return False
         request.closing = True
+        self._kv_manager.end_prefetch(request.prefetch)
         if not request.admitted:
             self._settle(request)
         return request.admitted
@@ -221,6 +238,7 @@ class PrefillScheduler:
         request.block_table = self._kv_manager.reserve(request.total_tokens, request.prefix)
         if request.block_table is None:
             return False
+        self._kv_manager.end_prefetch(request.prefetch)
         request.planned_tokens = request.cached_tokens = request.block_table.cached_tokens
         if request.prefix is not None:
             request.states = self._states.begin(request.block_table, request.total_tokens)
@@ -234,12 +252,14 @@ class PrefillScheduler:
         its ticket arrives long before its end.
         """
         unticketed = [one for one in self.requests.values() if one.ticket is None]
-        if not unticketed or any(map(self._waits, self.requests.values())):
+        if not unticketed or any(self._waits(one) and not one.fetches for one in self.requests.values()):
             return [one for one in unticketed if one.block_table is not None]
         budget = self._chunks.chunk_tokens
         room = budget - sum(map(_uncached_tokens, unticketed))
         for request in unticketed:
-            if request.closing or request.block_table is not None or self._rest_tokens(request) > budget:
+            if request.closing or request.fetches or request.block_table is not None:
+                continue
+            if self._rest_tokens(request) > budget:
                 continue
             if self._rest_tokens(request) > room or not self._reserve(request):
                 break

@@ -77,6 +77,26 @@ GROUP = (
         "host_loaded_tokens_total",
         "Tokens found in the prefix cache in host memory; part of disagg_group_cached_tokens",
     ),
+    Series(
+        "disagg_storage_written_pages",
+        "storage_written_pages_total",
+        "Pages of the prefix cache that were stored in the storage behind host memory",
+    ),
+    Series(
+        "disagg_storage_fetched_pages",
+        "storage_fetched_pages_total",
+        "Pages that were fetched from the storage into host memory",
+    ),
+    Series(
+        "disagg_storage_skipped_pages",
+        "storage_skipped_pages_total",
+        "Pages that were not written or searched in the storage, because too many were under way",
+    ),
+    Series(
+        "disagg_storage_failed_pages",
+        "storage_failed_pages_total",
+        "Pages that a rank could not write to the storage, or had no memory for",
+    ),
     Series("disagg_preemptions", "preemptions_total", "Preempted requests"),
 )
 RANK = (
@@ -105,6 +125,18 @@ RANK = (
         "Segments with a wrong checksum: each is sent again; a second mismatch fails its request",
         "decode",
     ),
+    Series("disagg_storage_bytes", "storage_bytes", "Size of the pages in the storage folder"),
+    Series(
+        "disagg_storage_faults",
+        "storage_faults_total",
+        "Pages that the storage could not read or write in time: errors, late pages, lack of space",
+    ),
+    Series(
+        "disagg_storage_corrupt_pages",
+        "storage_corrupt_total",
+        "Stored pages that did not verify, and were dropped",
+    ),
+    Series("disagg_storage_paused", "storage_paused", "1 while the storage is skipped after faults, else 0"),
     Series("disagg_rank_faults", "faults_total", "Errors that failed only their own work, not the rank"),
 )
 ROUTE = (

@@ -147,14 +147,13 @@ class ColocatedLeader(ReservingLeader):
 
     def _start(self, one: WaitingRequest) -> None:
         message = one.reserve
-        caches = self._scheduler.caches_prefixes
         request = self._scheduler.reserve(
             message.key,
             message.prompt,
             message.sampling,
             router=one.router,
             deadline_s=one.deadline_s,
-            prefix=self._prefix(message.prompt, message.cache_salt) if caches else None,
+            prefix=self._prefix_of(message),
             answered=message.answered,
         )
         request.history = history_of(message.prompt, message.sampling)

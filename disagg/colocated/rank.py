@@ -108,7 +108,7 @@ class ColocatedRank(RankNode[ColocatedConfig, ColocatedLeader, NoTransfers]):
         return None
 
     def step(self, plan: StepPlan) -> None:
-        self.cache_controller.order(plan.cache_operations).before_all()
+        self.order_copies(plan).before_all()
         if not plan.work:
             return
         with self.timeline.span("step", self.lane):

@@ -21,7 +21,9 @@ from disagg.core.errors import BusyError, PromptTooLongError
 from disagg.core.prefixes import PrefixKey
 from disagg.core.tokens import TokenIds, tokens_at
 from disagg.core.types import RequestKey, SamplingParams, Span, Ticket
+from disagg.kv.cache_operations import StorageReport
 from disagg.kv.event_log import KVEventLog
+from disagg.kv.storage_tier import Prefetch
 from disagg.model.chunks import PromptChunks
 from disagg.model.sampling.constraints import AnswerConstraint
 from disagg.model.sampling.penalties import TokenHistory
@@ -168,11 +170,23 @@ class ColocatedScheduler:
         work = [self._next_token(request) for request in decodes]
         work += self._prompts(self._chunks.chunk_tokens - len(work))
         operations = self._kv_manager.take_operations()
-        if not work and not operations:
+        stored, unwanted = (
+            self._kv_manager.take_storage_operations(),
+            self._kv_manager.take_unwanted_fetches(),
+        )
+        if not (work or operations or stored or unwanted):
             return None
         self._step += 1
         copies, saves = self._states.take_copies(), self._states.take_saves()
-        return StepPlan(self._step, work, state_copies=copies, state_saves=saves, cache_operations=operations)
+        return StepPlan(
+            self._step,
+            work,
+            state_copies=copies,
+            state_saves=saves,
+            cache_operations=operations,
+            storage_operations=stored,
+            unwanted_fetches=unwanted,
+        )
 
     def commit(self, plan: StepPlan) -> None:
         """Commits a finished step, after the leader has stored the sampled tokens."""
@@ -189,6 +203,18 @@ class ColocatedScheduler:
     def moved(self, number: int, rank: int, error: str) -> None:
         """Records a rank's report of an operation between tiers of the prefix cache; see `KVManager.moved`."""
         self._kv_manager.moved(number, rank, error)
+
+    def storage_moved(self, report: StorageReport) -> None:
+        """Records a rank's report of an operation of the third tier; see `KVManager.storage_moved`."""
+        self._kv_manager.storage_moved(report)
+
+    def prefetch(self, prefix: PrefixKey | None) -> Prefetch | None:
+        """Begins a prefetch; see `KVManager.prefetch`."""
+        return self._kv_manager.prefetch(prefix)
+
+    def end_prefetch(self, prefetch: Prefetch) -> None:
+        """Ends a prefetch; see `KVManager.end_prefetch`."""
+        self._kv_manager.end_prefetch(prefetch)
 
     def close(self, request: ColocatedRequest) -> None:
         """Closes a request: at once, or at the end of the step that computes it. Idempotent."""

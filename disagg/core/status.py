@@ -65,6 +65,14 @@ class RankStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     """Segments with a wrong checksum."""
     faults_total: Count = 0
     """Errors that ended a single request or task."""
+    storage_bytes: Count = 0
+    """Size of the pages in the storage, as far as this rank knows; 0 for a storage on a server, or without one."""
+    storage_faults_total: Count = 0
+    """Pages that the storage could not read or write in time: errors, late pages, lack of space."""
+    storage_corrupt_total: Count = 0
+    """Stored pages that did not verify, and were dropped."""
+    storage_paused: Count = 0
+    """1 while the storage is skipped after faults, else 0."""
 
 
 class GroupStatus(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -108,6 +116,14 @@ class GroupStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     """Pages copied to host memory for the second tier."""
     host_loaded_tokens_total: Count = 0
     """Part of `cached_tokens_total` that came from the second tier."""
+    storage_written_pages_total: Count = 0
+    """Pages of the prefix cache that the group has stored in its storage; 0 without a storage, as below."""
+    storage_fetched_pages_total: Count = 0
+    """Pages that the group has fetched from its storage into host memory."""
+    storage_skipped_pages_total: Count = 0
+    """Pages that were not written, or not searched, because too many were under way."""
+    storage_failed_pages_total: Count = 0
+    """Pages that a rank could not write, or had no memory for."""
     steps_total: Count = 0
     step_s_total: Seconds = 0.0
     """Time spent in steps."""

@@ -15,6 +15,8 @@ A store without room, because all blocks are locked, is skipped. No step and no 
 
 For a hybrid model, a hit of either tier ends at a cached recurrent state. A store therefore includes the states on
 the path, and ends at the last one. A load includes the state at its end, in a state slot of the request.
+
+With a third tier (`disagg.kv.storage_tier`), stored pages are also written to a storage, and come back from there.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from disagg.core.config.groups import EvictionName
+from disagg.core.config.groups import EvictionName, GroupConfig
 from disagg.core.errors import InvariantError
 from disagg.core.prefixes import PrefixKey
 from disagg.kv.cache_operations import CacheOperation, PoolTransfer
@@ -31,6 +33,7 @@ from disagg.kv.radix import RadixCache
 from disagg.kv.radix_node import Node
 from disagg.kv.radix_values import Match, RadixStatistics
 from disagg.kv.state_slots import StateSlots
+from disagg.kv.storage_tier import Links, StorageTier, StorageTierStatistics
 
 STORING_SHARE = 4
 """Divisor of the first tier's pages: stores may lock at most a quarter of these pages at one time."""
@@ -65,6 +68,8 @@ class HostTierStatistics:
     """Pages that were not stored for lack of room, or because too many stores were under way."""
     failed_operations: int
     """Stores that failed on a rank."""
+    storage: StorageTierStatistics | None = None
+    """The third tier; None without one."""
 
 
 @dataclass(slots=True, eq=False)
@@ -126,6 +131,8 @@ class HostTier:
         slots = StateSlots(0, states) if first.needs_state else None
         self.index = RadixCache(self.blocks, eviction, states=slots)
         """Radix tree over the blocks and the state blocks."""
+        self.storage: StorageTier | None = None
+        """The third tier; None without one."""
         self._most_storing = max(1, (allocator.pages - 1) // STORING_SHARE)
         self._under_way: dict[int, _Operation] = {}
         self._planned: list[CacheOperation] = []
@@ -139,10 +146,20 @@ class HostTier:
         """Number of state blocks of failed stores."""
         self._number = self._stored = self._loaded = self._skipped = self._failed = 0
 
+    def add_storage(self, links: Links, group: GroupConfig) -> None:
+        """Adds a third tier; see `StorageTier`. The model must not have recurrent states."""
+        assert not self.index.needs_state, "pages in a storage have no recurrent states"
+        self.storage = StorageTier(self.index, self.blocks, self.alloc, links, ranks=self._ranks, group=group)
+
     # --- stores
 
     def store(self, prefix: PrefixKey) -> None:
-        """Plans a store of what the second tier lacks of a cached prefix; the prefix counts as used there."""
+        """Plans a store of what the second tier lacks of a cached prefix; the prefix counts as used there.
+
+        Also plans a write of the pages that only the third tier lacks.
+        """
+        if self.storage is not None:
+            self.storage.write(prefix)
         nodes: list[Node] = []
         if self._first.needs_state:
             nodes = self._first.state_nodes(prefix)
@@ -155,7 +172,7 @@ class HostTier:
         # Pages of an earlier store may also follow a gap, where the second tier has evicted meanwhile.
         pages = pages[: next((at for at, page in enumerate(pages) if page in self._storing), len(pages))]
         room = self._most_storing - len(self._storing)
-        blocks = self._alloc(min(len(pages), room), known.node) if pages and room > 0 else []
+        blocks = self.alloc(min(len(pages), room), known.node) if pages and room > 0 else []
         self._skipped += len(pages) - len(blocks)
         end = (start + len(blocks)) * self._page_size
         states = self._missing_states(prefix, [node for node in nodes if node.end * self._page_size <= end])
@@ -176,7 +193,7 @@ class HostTier:
                 missing.append(_StoredState(node, node.state, node.end * self._page_size, block))
         return missing
 
-    def _alloc(self, count: int, known: Node) -> list[int]:
+    def alloc(self, count: int, known: Node) -> list[int]:
         """Allocates up to `count` blocks; evicts cached blocks if needed, but none on the path to `known`."""
         self.index.lock(known, state=False)
         short = min(count, self.blocks.free_pages + self.index.evictable_pages) - self.blocks.free_pages
@@ -185,7 +202,11 @@ class HostTier:
         self.index.unlock(known, state=False)
         count = min(count, self.blocks.free_pages)
         pages: list[int] = []
-        return (self.blocks.alloc_tokens(0, count * self._page_size, pages) or []) if count else []
+        if count:
+            self.blocks.alloc_tokens(0, count * self._page_size, pages)
+        if self.storage is not None:
+            self.storage.allocated(pages)
+        return pages
 
     def _order_store(
         self, prefix: PrefixKey, pages: list[int], blocks: list[int], states: list[_StoredState]
@@ -296,6 +317,8 @@ class HostTier:
             self.blocks.free(blocks)  # blocks in the tree keep the tree's reference
         for state in operation.states:
             self.index.attach_state(prefix, state.tokens, state.block)
+        if self.storage is not None:
+            self.storage.write(prefix)
 
     def _end_load(self, operation: _Operation, load: TierLoad) -> None:
         self.index.unlock(operation.node, state=load.state is not None)
@@ -324,6 +347,7 @@ class HostTier:
             loaded_pages=self._loaded,
             skipped_pages=self._skipped,
             failed_operations=self._failed,
+            storage=self.storage.statistics() if self.storage is not None else None,
         )
 
     def check(self) -> None:
@@ -333,6 +357,9 @@ class HostTier:
         storing = [one for one in self._under_way.values() if one.load is None]
         states = [state for one in storing for state in one.states]
         owned = [*self.index.pages(), *self._lost, *(block for one in storing for block in one.blocks)]
+        if self.storage is not None:
+            self.storage.check()
+            owned += self.storage.held_blocks()
         pages = [page for one in storing for page in one.pages]
         sound = (
             len(set(owned)) == len(owned) == self.blocks.statistics().used_pages

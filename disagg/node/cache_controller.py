@@ -15,6 +15,7 @@ There are two kinds of loads:
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
@@ -115,6 +116,8 @@ class HybridCacheController:
         """Numbers of pages and states for which the second tier has room."""
         self.kv = HostPool(pools.kv_buffers, page_size, counts.pages)
         """Memory of KV pages."""
+        self._reserving = threading.Lock()
+        """Guards the allocation of memory, which the store thread and the threads of a storage cause."""
         self.states = HostPool(pools.state_buffers, 1, counts.states)
         """Memory of recurrent states."""
         # With several classes of layers, a step does not compute layers in the order of their numbers.
@@ -152,6 +155,15 @@ class HybridCacheController:
         self.loading.submit(self._guarded, self._load, loads, event)
         return nothing
 
+    def kv_blocks(self, numbers: Sequence[int]) -> list[torch.Tensor]:
+        """Returns the memory of blocks of KV pages, uint8 `[block_bytes]` each. Any thread may call it.
+
+        Raises `RuntimeError` if the host has no memory for them.
+        """
+        with self._reserving:
+            self.kv.memory.reserve(numbers)
+            return [self.kv.memory.block(number) for number in numbers]
+
     def stop(self) -> None:
         """Ends the threads after the queued copies. Idempotent."""
         self.storing.shutdown()
@@ -181,8 +193,9 @@ class HybridCacheController:
     def _has_memory(self, operation: CacheOperation) -> bool:
         """Allocates the blocks of a store; reports the store if the host has no memory for them."""
         try:
-            for name, pool in self._pools():
-                pool.memory.reserve(_copies(name, [operation])[1])
+            with self._reserving:
+                for name, pool in self._pools():
+                    pool.memory.reserve(_copies(name, [operation])[1])
         except RuntimeError as exc:
             log.warning("no_host_memory", error=str(exc))
             self._moved(operation.number, f"{type(exc).__name__}: {exc}")

@@ -37,6 +37,7 @@ def group_status(
     rows = scheduled.memory.rows if has_states else 0
     cached_states = cache.cached_states + cache.held_states if cache is not None and has_states else 0
     host = scheduled.memory.host
+    storage = host.storage if host is not None else None
     loaded_tokens = host.loaded_pages * pages.page_size if host is not None else 0
     return GroupStatus(
         name,
@@ -61,6 +62,10 @@ def group_status(
         host_pages_used=host.used_pages if host is not None else 0,
         host_stored_pages_total=host.stored_pages if host is not None else 0,
         host_loaded_tokens_total=loaded_tokens,
+        storage_written_pages_total=storage.written_pages if storage is not None else 0,
+        storage_fetched_pages_total=storage.fetched_pages if storage is not None else 0,
+        storage_skipped_pages_total=storage.skipped_pages if storage is not None else 0,
+        storage_failed_pages_total=storage.failed_pages if storage is not None else 0,
         preemptions_total=scheduled.preemptions,
         tokens_total=reports.tokens,
         steps_total=reports.steps,

@@ -15,7 +15,9 @@ State slots of hybrid models, by their interval, with their owner:
     [keep, evicted)         the prefix cache; no owner if `keep` finds no use for the state
 
 With a second tier (`disagg.kv.host_tier`), `reserve` may plan a load to pages of the block table, and `keep` a store;
-the tier has its own references and locks until every rank has reported the end of the copy (`moved`).
+the tier has its own references and locks until every rank has reported the end of the copy (`moved`). With a third
+tier (`disagg.kv.storage_tier`), `prefetch` reads pages of a queued prompt into the second tier; a request owns its
+prefetch until `end_prefetch`.
 """
 
 from __future__ import annotations
@@ -25,10 +27,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from disagg.core.config.groups import EvictionName, HostWriteName
+from disagg.core.config.groups import EvictionName, GroupConfig, HostWriteName
 from disagg.core.errors import InvariantError
 from disagg.core.prefixes import PrefixKey
-from disagg.kv.cache_operations import CacheOperation
+from disagg.kv.cache_operations import CacheOperation, StorageOperation, StorageReport
 from disagg.kv.event_log import KVEventLog
 from disagg.kv.host_tier import HostTier, HostTierStatistics, TierLoad
 from disagg.kv.page_values import PageCopy, PageStatistics
@@ -38,6 +40,7 @@ from disagg.kv.radix_node import Node
 from disagg.kv.radix_values import Match, RadixStatistics
 from disagg.kv.sequence import KVSequence
 from disagg.kv.state_slots import StateSlots
+from disagg.kv.storage_tier import Links, Prefetch, StorageTier
 
 
 class Layout(NamedTuple):
@@ -156,6 +159,16 @@ class KVManager:
                 eviction=self._eviction,
                 states=states,
             )
+
+    def add_storage(self, links: Links, group: GroupConfig) -> None:
+        """Adds a third tier behind the second tier, if there is one; see `HostTier.add_storage`."""
+        if self.host is not None:
+            self.host.add_storage(links, group)
+
+    @property
+    def storage(self) -> StorageTier | None:
+        """The third tier of the prefix cache; None without one."""
+        return self.host.storage if self.host is not None else None
 
     @property
     def page_size(self) -> int:
@@ -276,6 +289,20 @@ class KVManager:
         hit = self.cache.match(prompt, prompt.tokens - 1)
         return (self._longer_in_host(prompt, hit) or hit).tokens
 
+    def prefetch(self, prompt: PrefixKey | None) -> Prefetch | None:
+        """Begins to read what the memory lacks of a queued prompt from the third tier; None if nothing is read.
+
+        The caller owns the result until `end_prefetch`.
+        """
+        if self.storage is None or prompt is None:
+            return None
+        return self.storage.prefetch(prompt.shortened(prompt.tokens - 1), self.cached_tokens(prompt))
+
+    def end_prefetch(self, prefetch: Prefetch | None) -> None:
+        """Ends a prefetch: its request has its pages, or has ended. Idempotent."""
+        if self.storage is not None and prefetch is not None:
+            self.storage.release(prefetch)
+
     def alloc_state(self) -> int | None:
         """Returns a state slot, owned by the caller until `keep` or `free_state`, or None if all are in use.
 
@@ -351,6 +378,19 @@ class KVManager:
         """Records a rank's report of an operation of the second tier; see `HostTier.moved`."""
         if self.host is not None:
             self.host.moved(number, rank, error)
+
+    def take_storage_operations(self) -> list[StorageOperation]:
+        """Returns the third tier's operations for the next plan; see `StorageTier.take_operations`."""
+        return self.storage.take_operations() if self.storage is not None else []
+
+    def take_unwanted_fetches(self) -> list[int]:
+        """Returns the fetches that ranks must end now; see `StorageTier.take_unwanted`."""
+        return self.storage.take_unwanted() if self.storage is not None else []
+
+    def storage_moved(self, report: StorageReport) -> None:
+        """Records a rank's report of an operation of the third tier; see `StorageTier.moved`."""
+        if self.storage is not None:
+            self.storage.moved(report)
 
     def fork(self, block_table: BlockTable) -> BlockTable | None:
         """Returns a fork of the sequence with its own row and the same pages; None if no row is free."""

@@ -31,6 +31,7 @@ from disagg.core.prefixes import PrefixKey
 from disagg.core.status import GroupStatus, RankStatus
 from disagg.core.tokens import TokenIds
 from disagg.core.types import GroupInfo, RequestKey
+from disagg.kv.cache_operations import StorageReport
 from disagg.kv.event_log import KVEventLog
 from disagg.model.sampling.constraints import Constraints, no_tokenizer
 from disagg.model.spec.model_spec import ModelSpec
@@ -113,6 +114,9 @@ class Leader(ABC):
                     self._on_report(message.status)
                 case m.CacheMoved():
                     self._scheduler.moved(message.operation, message.rank, message.error)
+                    self._memory_freed()
+                case m.StorageMoved():
+                    self._scheduler.storage_moved(_storage_report(message))
                     self._memory_freed()
                 case _:
                     self._on_message(peer, message)
@@ -412,3 +416,7 @@ class Leader(ABC):
         now_s = self._clock()
         for request in [r for r in self._requests() if now_s > r.deadline_s]:
             self._fail(request, RequestTimeoutError(f"request {request.key} is past its deadline"))
+
+
+def _storage_report(message: m.StorageMoved) -> StorageReport:
+    return StorageReport(message.operation, message.rank, message.pages, message.done, message.error)

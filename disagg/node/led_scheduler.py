@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from disagg.core.types import RequestKey
+from disagg.kv.cache_operations import StorageReport
 
 
 class LedRequest(Protocol):
@@ -27,6 +28,9 @@ class LedScheduler(Protocol):
 
     def moved(self, number: int, rank: int, error: str) -> None:
         """Records a rank's report of an operation between tiers of the prefix cache; see `KVManager.moved`."""
+
+    def storage_moved(self, report: StorageReport) -> None:
+        """Records a rank's report of an operation of the third tier; see `KVManager.storage_moved`."""
 
     def check(self) -> None:
         """Raises `InvariantError` if the scheduler is inconsistent."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import msgspec
 
 from disagg.core.types import RequestKey, Span
-from disagg.kv.cache_operations import CacheOperation
+from disagg.kv.cache_operations import CacheOperation, StorageOperation
 from disagg.kv.page_values import PageCopy
 
 
@@ -90,6 +90,10 @@ class StepPlan(msgspec.Struct, frozen=True):
     ranks' reports instead."""
     dropped: list[tuple[RequestKey, int]] = []
     """Requests, with their reservations, that had `early` work and have ended."""
+    storage_operations: list[StorageOperation] = []
+    """Work with the third tier of the prefix cache, which ranks do while steps run."""
+    unwanted_fetches: list[int] = []
+    """Numbers of `storage_operations` of earlier plans that end now, with what has landed."""
 
     def encode(self) -> bytes:
         """Returns the encoding for `transport.control.messages.Plan.body`."""

@@ -30,9 +30,10 @@ from disagg.model.chunks import PromptChunks
 from disagg.model.load.tokenizer import load_tokenizer
 from disagg.model.sampling.constraints import Constraints
 from disagg.node.agent import Agent
-from disagg.node.cache_controller import HybridCacheController, host_block_counts
+from disagg.node.cache_controller import HybridCacheController, LoadedLayers, host_block_counts
 from disagg.node.compute import ComputeThread, PlanQueue, StepExecutor
 from disagg.node.device import memory_bytes
+from disagg.node.group_storage import open_group_storage, page_keys, part_grid, rank_parts
 from disagg.node.kv_manager import KVManager
 from disagg.node.leader import Leader
 from disagg.node.links import Link
@@ -41,6 +42,7 @@ from disagg.node.rank_peers import RankPeers
 from disagg.node.sizing import device_limit_bytes, pool_bytes, state_bytes
 from disagg.node.step_watch import FACTOR as STEP_FACTOR
 from disagg.node.step_watch import StepWatch
+from disagg.node.storage_controller import StorageController
 from disagg.node.transfer_loop import LoopCallbacks, TransferLoop
 from staging.allocator import ALIGNMENT_BYTES
 from transport.base import Transport
@@ -103,6 +105,9 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
         """Executor of a plan's forward pass; used on the compute thread."""
         self.cache_controller = self._make_cache_controller()
         """Executor of copies between the tiers of the prefix cache; the compute thread orders the copies."""
+        self._storage = open_group_storage(group_config, runner.spec)
+        self.storage_controller: StorageController | None = None
+        """Executor of reads and writes of the third tier; set by `join`, None without such a tier."""
         self._memory = {
             "weights_bytes": runner.weights_bytes,
             "kv_bytes": pool_bytes(runner),
@@ -221,12 +226,39 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
             states = min(rank.host_states for rank in group.ranks)
             write = self.group_config.host_cache_write
             self.kv_manager.add_host_tier(pages, states, len(group.ranks), write)
+        self._join_storage(group)
+        if self.leader is not None:
             self.leader.join(group)
         for peer in group.ranks:
             # The leader watches all other ranks; each other rank watches the leader.
             if (self.rank == 0) != (peer.rank == 0):
                 self.control.watch(peer.control_address)
         self.compute_thread.start()
+
+    def _join_storage(self, group: GroupInfo) -> None:
+        """Begins to use the storage: its keys contain the fingerprint of the model."""
+        if self._storage is None:
+            return
+        section, spec = self.group_config, self.runner.spec
+        keys = page_keys(group, self.config, section, spec)
+        read, written = rank_parts(group, self.rank, part_grid(section, spec))
+        self.storage_controller = StorageController(
+            self._storage, keys, read, written, self.cache_controller, self._storage_moved, self.clock
+        )
+        if self.kv_manager is not None:
+            self.kv_manager.add_storage(keys.links, section)
+
+    def _storage_moved(self, number: int, pages: int, done: bool, error: str) -> None:
+        self.to_leader(m.StorageMoved(number, self.rank, pages, done, error))
+
+    def order_copies(self, plan: StepPlan) -> LoadedLayers:
+        """Starts the plan's work between the tiers of the prefix cache; returns the loads for which the step waits.
+
+        Runs on the compute thread; never blocks.
+        """
+        if self.storage_controller is not None:
+            self.storage_controller.order(plan.storage_operations, plan.unwanted_fetches)
+        return self.cache_controller.order(plan.cache_operations)
 
     def link(self, other: GroupInfo) -> None:
         """Links this group with a group of the other role.
@@ -254,11 +286,18 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
             self.leader.wait_idle(drain_timeout_s)
         self.compute_thread.stop(self.leader.wake if self.leader is not None else self.plans.wake)
         self.cache_controller.stop()
+        self._stop_storage()
         if self.leader is not None:
             self.leader.constraints.close()
         self._end_copies()
         self.transfer_loop.stop()
         self.control.close(linger_s=0.1)
+
+    def _stop_storage(self) -> None:
+        if self.storage_controller is not None:
+            self.storage_controller.stop()
+        elif self._storage is not None:
+            self._storage.close()
 
     # --- inspection
 
@@ -296,8 +335,22 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
         if self._group is not None:
             status = self.agent.status()
             faults = status.faults_total + self.transfer_loop.faults
-            status = msgspec.structs.replace(status, faults_total=faults, **self._memory)
+            status = msgspec.structs.replace(
+                status, faults_total=faults, **self._memory, **self._storage_status()
+            )
             self.to_leader(m.RankReport(status))
+
+    def _storage_status(self) -> dict[str, int]:
+        """Returns the fields of the rank's status that describe its storage; empty without one."""
+        if self._storage is None:
+            return {}
+        counts = self._storage.statistics()
+        return {
+            "storage_bytes": counts.stored_bytes,
+            "storage_faults_total": counts.errors + counts.late + counts.full,
+            "storage_corrupt_total": counts.corrupt,
+            "storage_paused": int(counts.paused),
+        }
 
     def spans(self) -> list[TimelineSpan]:
         """Returns the timeline spans since the last call."""

@@ -3,6 +3,9 @@
 Queued requests are admitted whenever rows or pages may have become free. There are four such events: a request frees
 its memory, a copy to host memory ends, a queued request leaves, and a step ends (before the next step is planned).
 The leader's lock is held.
+
+With a third tier of the prefix cache, a new request may wait for a prefetch (`disagg.kv.storage_tier`), which has a
+time limit. The leader owns the prefetch until the request starts or leaves the queue.
 """
 
 from __future__ import annotations
@@ -13,7 +16,9 @@ from typing import Protocol
 
 from disagg.core.errors import BusyError, DisaggError, PeerLostError, RequestTimeoutError
 from disagg.core.ports import Clock
-from disagg.core.types import SamplingParams
+from disagg.core.prefixes import PrefixKey
+from disagg.core.types import RequestKey, SamplingParams
+from disagg.kv.storage_tier import Prefetch
 from disagg.model.spec.model_spec import ModelSpec
 from disagg.node.leader import Leader, Send
 from disagg.node.led_scheduler import LedScheduler
@@ -32,6 +37,16 @@ class ReservingScheduler(LedScheduler, Protocol):
     def require_fits(self, prompt_tokens: int, sampling: SamplingParams) -> None:
         """Raises `InvalidRequestError` or `PromptTooLongError` if the request does not fit an empty pool."""
 
+    @property
+    def caches_prefixes(self) -> bool:
+        """Whether the group has a prefix cache."""
+
+    def prefetch(self, prefix: PrefixKey | None) -> Prefetch | None:
+        """Begins a prefetch; see `KVManager.prefetch`."""
+
+    def end_prefetch(self, prefetch: Prefetch) -> None:
+        """Ends a prefetch; see `KVManager.end_prefetch`."""
+
 
 class ReservingLeader(Leader):
     """Base of `DecodeLeader` and `ColocatedLeader`."""
@@ -49,6 +64,8 @@ class ReservingLeader(Leader):
         super().__init__(spec, send, to_self, clock)
         self.waiting = WaitingQueue(max_waiting)
         """Queued requests, guarded by the leader's lock."""
+        self._prefetches: dict[RequestKey, Prefetch] = {}
+        """Prefetches of queued requests."""
 
     def handle(self, peer: str, message: m.Message) -> None:
         """Handles a message to the leader, then admits queued requests if the message may have freed memory."""
@@ -88,13 +105,39 @@ class ReservingLeader(Leader):
         message, count = one.reserve, len(self.waiting)
         try:
             self._scheduler.require_fits(len(message.prompt), message.sampling)
+            self._begin_prefetch(message)
             if count:
                 raise BusyError(f"{count} requests wait for room in the {self._role} group already")
-            self._start(one)
+            self._start_fetched(one)
         except BusyError as error:
             self._wait(one, error)
         except DisaggError as error:
             self._refuse(one.router, one.reserve.key, error)
+
+    def _begin_prefetch(self, message: m.Reserve) -> None:
+        """Begins a prefetch of a new request, unless the request must not wait."""
+        if message.wait_s > 0 and (prefix := self._prefix_of(message)) is not None:
+            prefetch = self._scheduler.prefetch(prefix.extended(message.answered))
+            if prefetch is not None:
+                self._prefetches[message.key] = prefetch
+
+    def _start_fetched(self, one: WaitingRequest) -> None:
+        """Starts a request, or raises `BusyError` while the request waits for its prefetch."""
+        prefetch = self._prefetches.get(one.reserve.key)
+        if prefetch is not None and prefetch.holds:
+            raise BusyError("the request's prefix is being read from the storage")
+        self._start(one)
+        if prefetch is not None:
+            self._scheduler.end_prefetch(self._prefetches.pop(one.reserve.key))
+
+    def _end_prefetches(self) -> None:
+        """Ends the prefetches of requests that have left the queue."""
+        for key in [key for key in self._prefetches if self.waiting.get(key) is None]:
+            self._scheduler.end_prefetch(self._prefetches.pop(key))
+
+    def _prefix_of(self, message: m.Reserve) -> PrefixKey | None:
+        """Returns the key of a request's prompt; None without a prefix cache."""
+        return self._prefix(message.prompt, message.cache_salt) if self._scheduler.caches_prefixes else None
 
     def _wait(self, one: WaitingRequest, error: BusyError) -> None:
         """Queues a request. Refuses it with `error` if its wait limit is 0, with `BusyError` if the queue is full."""
@@ -110,9 +153,10 @@ class ReservingLeader(Leader):
 
     def _admit_waiting(self) -> None:
         """Admits requests from the head of the queue until memory is too short for the head."""
+        self._end_prefetches()
         while (one := self.waiting.head) is not None:
             try:
-                self._start(one)
+                self._start_fetched(one)
             except BusyError:
                 return
             except DisaggError as error:

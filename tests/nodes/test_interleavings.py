@@ -84,4 +84,5 @@ def test_the_simulation_reaches_what_it_is_for() -> None:
     directory = {m.Join, m.Groups, m.Using, m.Scale, m.Scaled}
     metrics = {m.Watch, m.RankReport, m.GroupReport, m.CacheDigest}
     broken = {m.RankBroken, m.LinkBroken}  # no step breaks here, and the fabric keeps every connection
-    assert set(m.MESSAGE_TYPES) - seen == broken | directory | metrics
+    storage = {m.StorageMoved}  # of groups with a storage, which the kinds `tiers storage` have
+    assert set(m.MESSAGE_TYPES) - seen == broken | directory | metrics | storage

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable
+from typing import Any
 
 import msgspec
 import pytest
@@ -78,6 +79,20 @@ def with_tiers(config: Config, blocks: int) -> Config:
         prefill=msgspec.structs.replace(config.prefill, **small),
         decode=msgspec.structs.replace(config.decode, **small),
     )
+
+
+def with_storage(config: Config, choose: random.Random) -> Config:
+    """Host memory for few documents, and one storage of both groups, which has all of them."""
+    roles: dict[str, Any] = {}
+    for role in ("prefill", "decode"):
+        storage = {
+            "storage": "simulated",
+            "prefetch": choose.choice(["best_effort", "timeout", "wait"]),
+            "prefetch_base_s": choose.choice([0.01, 1.0]),
+            "prefetch_min_tokens": 1,
+        }
+        roles[role] = msgspec.structs.replace(getattr(config, role), **storage)
+    return msgspec.structs.replace(config, **roles)
 
 
 def add_faults(simulation: Simulation, what: str, choose: random.Random) -> None:
@@ -170,10 +185,12 @@ def run(
     crowded = "crowded" in what
     config = config_of(choose, seed % 2 == 1, crowded)
     if "tiers" in what:
-        config = with_tiers(config, choose.choice([30, 100]))
+        config = with_tiers(config, choose.choice([16, 30] if "storage" in what else [30, 100]))
+    if "storage" in what:
+        config = with_storage(config, choose)
     decode = msgspec.structs.replace(config.decode, kv_dtype=kv_dtype)
     prefill = msgspec.structs.replace(config.prefill, state_interval_tokens=8)
-    states = seed // 2 % 2 == 1
+    states = seed // 2 % 2 == 1 and "storage" not in what
     more = ((2, 1), (4, 5)) if seed % 3 == 0 and not states else ()
     simulation = Simulation(
         msgspec.structs.replace(config, prefill=prefill, decode=decode),
@@ -188,8 +205,11 @@ def run(
         damage(simulation, what, patch, seed)
     if "fence" in what:
         patch.setattr(InprocTransport, "disconnect", no_fence)
+    documents = 6 if "storage" in what else 4
     if "tiers" in what:  # more documents than the pools have room for
-        simulation.router.documents = [[choose.randrange(64) for _ in range(48)] for _ in range(4)]
+        simulation.router.documents = [[choose.randrange(64) for _ in range(48)] for _ in range(documents)]
+    if "storage" in what:  # an earlier life of the groups has stored some of them
+        simulation.stock(simulation.router.documents[:4])
     pace = 4 if crowded else 1  # answers are longer, with fewer events for each token
     left, kill_at = choose.choice([2, 4, 7]), choose.randrange(100, 4000)
     if crowded:
@@ -270,6 +290,9 @@ ENDS = {
     "tiers": {"done"},
     "tiers abort": {"done", "aborted"},
     "tiers death": {"done", "peer_lost", "not_linked"},
+    "tiers storage": {"done"},
+    "tiers storage abort": {"done", "aborted"},
+    "tiers storage death": {"done", "peer_lost", "not_linked"},
     "crowded": {"done"},
     "crowded abort": {"done", "aborted"},
     "crowded death": {"done", "peer_lost", "not_linked"},

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from fake_model import DIGITS_HEAD_DIM, HEAD_DIM, FakeRunner, FakeSampledTokens, fake_spec
+from fake_model import DIGITS_HEAD_DIM, HEAD_DIM, FakeRunner, FakeSampledTokens, fake_spec, kv_of
 from simulated_memory import (
     Device,
     LateThread,
@@ -32,7 +32,10 @@ from simulated_router import SimulatedRouter
 from decode_node.rank import DecodeRank
 from disagg.core.config.read import Config
 from disagg.core.errors import TransportError
-from disagg.core.types import PROTOCOL_VERSION, GroupInfo
+from disagg.core.prefixes import PrefixKey
+from disagg.core.types import PROTOCOL_VERSION, GroupInfo, Shard
+from disagg.node.group_storage import page_keys, part_grid
+from disagg.storage.memory import MemoryStorage
 from prefill_node.probe import Probed
 from prefill_node.rank import PrefillRank
 from transport.control import messages as m
@@ -80,6 +83,27 @@ class Channel(ControlChannel):
     def close(self, linger_s: float = 0.0) -> None: ...
 
 
+class FlakyStorage(MemoryStorage):
+    """Of both groups; some pages cannot be read or written, and some are damaged."""
+
+    def __init__(self, choose: random.Random) -> None:
+        super().__init__(1 << 22)
+        self._choose = choose
+
+    def put(self, keys: Sequence[bytes], pages: Sequence[memoryview], timeout_s: float) -> list[bool]:
+        if self._choose.random() < 0.05:
+            return [False] * len(keys)
+        return super().put(keys, pages, timeout_s)
+
+    def get(self, keys: Sequence[bytes], into: Sequence[memoryview], timeout_s: float) -> list[bool]:
+        if self._choose.random() < 0.05:
+            return [False] * len(keys)
+        records = self.records()
+        if records and self._choose.random() < 0.05:
+            self._choose.choice(list(records.values()))[-1] ^= 1
+        return super().get(keys, into, timeout_s)
+
+
 class Simulation:
     """`run` a workload, then `settle`. All randomness is `choose`."""
 
@@ -112,6 +136,12 @@ class Simulation:
         """Pages on their way to host memory; in decode ranks also those of preempted requests on their way back."""
         self.loads: dict[str, Device] = {}
         """Cached KV on its way from host memory."""
+        self.reads: dict[str, Device] = {}
+        """Pages on their way from the storage to host memory."""
+        self.writes: dict[str, Device] = {}
+        """Pages on their way to the storage."""
+        self.storage = FlakyStorage(random.Random(seed))
+        patch.setattr("disagg.node.group_storage.open_storage", lambda *_: self.storage)
         self.computing: set[str] = set()
         self.plans: dict[str, tuple[Any, set[str]]] = {}
         """For each group, the step that its leader has planned and the followers that have not computed it."""
@@ -145,6 +175,23 @@ class Simulation:
         at = {buffer.data_ptr(): self.devices[n] for n, buffers in pools.items() for buffer in buffers}
         late_kernels(at, patch)
         self._weights: dict[str, float] = {}
+
+    def stock(self, prompts: Sequence[Sequence[int]]) -> None:
+        """Stores the whole pages of `prompts`, as groups with the same model have done before."""
+        for info in self.groups:
+            rank = next(rank for rank in self.ranks.values() if rank.role == info.role)
+            group, spec = rank.group_config, rank.runner.spec
+            keys, grid = page_keys(info, self.config, group, spec), part_grid(group, spec)
+            for prompt in prompts:
+                for number, link in enumerate(keys.links(PrefixKey.of(prompt))):
+                    positions = torch.arange(number * group.page_size, (number + 1) * group.page_size)
+                    tokens = torch.tensor(prompt)[positions]
+                    for part in grid.kv_parts:
+                        kv = kv_of(tokens, positions, Shard(0, part.layers, part.heads)).contiguous()
+                        content = kv.view(torch.uint8).numpy().tobytes()
+                        MemoryStorage.put(
+                            self.storage, [keys.part_key(link, part)], [memoryview(content)], 0.0
+                        )
 
     # --- what happens next
 
@@ -205,8 +252,9 @@ class Simulation:
                 found.append((f"device {name}", self.devices[name].step))
             if name in self.copies and self.copies[name].work:
                 found.append((f"copy {name}", self.copies[name].step))
-            if name in self.loads and self.loads[name].work:
-                found.append((f"load {name}", self.loads[name].step))
+            for what, devices in (("load", self.loads), ("read", self.reads), ("write", self.writes)):
+                if name in devices and devices[name].work:
+                    found.append((f"{what} {name}", devices[name].step))
             found.append((f"wire {name}", partial(self._wire, rank)))
             if rank.role not in self.computing:  # a rank computes one step at a time, and its group with it
                 found.append((f"compute {name}", partial(self._compute, rank)))
@@ -288,6 +336,8 @@ class Simulation:
             assert host is None or host.used_blocks == 0, f"{name}: {host}"
             tier = memory.host
             assert tier is None or tier.storing_pages == tier.loading_pages == 0, f"{name}: {tier}"
+            stored = tier.storage if tier is not None else None
+            assert stored is None or stored.writing_pages == stored.fetching_pages == 0, f"{name}: {tier}"
             assert rank.leader.wait_idle(0.0), name
 
     def _deliver(self, source: str, destination: str) -> None:
@@ -395,6 +445,7 @@ class Simulation:
         mine = [rank for rank in self.ranks.values() if rank.role == cls.role]
         for rank in mine:
             rank.join(info)
+            self._store_late(rank)
         poison_pages(mine[0].kv_manager, mine)
         poison_blocks(mine[0].kv_manager, mine)
         if cls is DecodeRank:
@@ -411,3 +462,12 @@ class Simulation:
         controller = rank.cache_controller
         loads = self.loads[name] = Device()
         controller.storing, controller.loading = LateThread(copies), LateThread(loads)
+
+    def _store_late(self, rank: Any) -> None:
+        """Threads that read and write the storage come to each batch when they like."""
+        if rank.storage_controller is not None:
+            name = rank.control.address
+            reads, writes = Device(), Device()
+            self.reads[name], self.writes[name] = reads, writes
+            rank.storage_controller.fetching = LateThread(reads)
+            rank.storage_controller.writing = LateThread(writes)

@@ -117,17 +117,25 @@ def poison_blocks(kv_manager: KVManager, ranks: Sequence[Any]) -> None:
     if kv_manager.host is None:
         return
     unused = kv_manager.host.blocks.unused
-    put = unused.put
+    take, put = unused.take, unused.put
+    poisoned: set[int] = set()
+
+    def checked_take(count: int) -> list[int]:
+        pages = take(count)
+        for rank in ranks:
+            used = [page for page in pages if page in poisoned]
+            for block in rank.cache_controller.kv_blocks([page - 1 for page in used]):
+                assert (block == POISON).all(), f"{rank.lane}: a block was written after it was freed"
+        return pages
 
     def poisoning_put(pages: Sequence[int]) -> None:
         put(pages)
+        poisoned.update(pages)
         for rank in ranks:
-            memory = rank.cache_controller.kv.memory
-            memory.reserve([page - 1 for page in pages])
-            for page in pages:
-                memory.block(page - 1).fill_(POISON)
+            for block in rank.cache_controller.kv_blocks([page - 1 for page in pages]):
+                block.fill_(POISON)
 
-    unused.put = poisoning_put  # type: ignore[method-assign]
+    unused.take, unused.put = checked_take, poisoning_put  # type: ignore[method-assign]
 
 
 def poison_ring(ring: StagingAllocator, memory: torch.Tensor) -> None:

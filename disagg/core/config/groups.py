@@ -20,6 +20,11 @@ GroupKVDTypeName = Literal["model", "auto", "int8", "float8_e4m3fn", "float8_e5m
 Preemption = Literal["auto", "recompute", "swap"]
 EvictionName = Literal["lru", "lfu", "fifo"]
 HostWriteName = Literal["through", "second_hit"]
+PrefetchName = Literal["best_effort", "timeout", "wait"]
+
+STORAGE_SCHEMES = ("redis", "rediss", "unix")
+"""Schemes of URLs of a storage on a server; all other storages are folders."""
+LEAST_STORAGE_BYTES = 1 << 20
 
 
 class GroupConfig(Section, frozen=True):
@@ -70,6 +75,21 @@ class GroupConfig(Section, frozen=True):
     host_cache_write: HostWriteName = "through"
     """KV that is copied to the second tier. through: all cached KV. second_hit: prefixes that a later request has
     used, so that prompts which never come back cost no copies."""
+    storage: str = ""
+    """Third tier of the prefix cache, behind host memory: a folder, or the URL of a Redis server
+    (`redis://HOST:PORT/DB`, `rediss://` for TLS, `unix:///PATH`). Groups of the same model share its pages, also
+    after a restart. Needs `host_cache_bytes`; not for models with recurrent layers. Empty: no third tier."""
+    storage_bytes: int = 64 << 30
+    """Largest size of the files that each rank writes to a `storage` folder. A server has a limit of its own."""
+    prefetch: PrefetchName = "timeout"
+    """Whether a queued prompt waits while its KV is read from `storage` into host memory. best_effort: no; it uses
+    what has been read when the group computes it. wait: until all is read. timeout: as wait, with a time limit."""
+    prefetch_base_s: float = 0.2
+    """Time limit of `prefetch = "timeout"`, for a prefix of any length: of the search, and of the reading."""
+    prefetch_s_per_1k_tokens: float = 0.1
+    """Growth of these time limits for each 1024 tokens."""
+    prefetch_min_tokens: int = 256
+    """Smallest number of tokens of a prompt, beyond those cached in memory, for which `storage` is searched."""
     eviction: EvictionName = "lru"
     """Eviction policy of the prefix cache: least recently used, least frequently used, oldest."""
 
@@ -86,6 +106,7 @@ class GroupConfig(Section, frozen=True):
         self._one_of("kv_dtype", GroupKVDTypeName)
         self._one_of("eviction", EvictionName)
         self._one_of("host_cache_write", HostWriteName)
+        self._check_storage()
         self._needs(
             self.pool_tokens % self.page_size == 0,
             "pool_tokens",
@@ -97,6 +118,20 @@ class GroupConfig(Section, frozen=True):
             "max_context_tokens",
             f"at most pool_tokens ({self.pool_tokens})",
         )
+
+    def _check_storage(self) -> None:
+        self._one_of("prefetch", PrefetchName)
+        self._at_least(LEAST_STORAGE_BYTES, "storage_bytes")
+        self._at_least(0, "prefetch_base_s", "prefetch_s_per_1k_tokens", "prefetch_min_tokens")
+        if not self.storage:
+            return
+        scheme, separator, _ = self.storage.partition("://")
+        schemes = ", ".join(f"{one}://" for one in STORAGE_SCHEMES)
+        if separator and scheme not in STORAGE_SCHEMES:  # the rest of a URL may contain a password
+            raise FieldError("storage", f"{scheme}://...", f"a folder, or a URL that begins with {schemes}")
+        if not (self.prefix_cache and self.host_cache_bytes):
+            shown = f"{scheme}://..." if separator else self.storage
+            raise FieldError("storage", shown, "empty without prefix_cache and host_cache_bytes")
 
     @property
     def ranks(self) -> int:
@@ -172,6 +207,9 @@ class DecodeConfig(BatchingConfig, frozen=True):
     """Groups that receive the KV of prompts and compute answers."""
 
     role = "decode"
+    prefetch: PrefetchName = "best_effort"
+    """As in the other roles. The default differs, because the prefill group usually sends KV faster than a storage
+    can be read."""
     preemption: Preemption = "auto"
     """Preemption of requests. recompute: compute the KV again. swap: copy the KV to host memory, or recompute if the
     host memory is full. auto: the faster way."""

@@ -73,6 +73,7 @@ EXAMPLES: list[Message] = [
     messages.Landed(KEY, 7, 1),
     messages.Swapped(KEY, 7, 1, 0.25),
     messages.CacheMoved(12, 1, "why"),
+    messages.StorageMoved(12, 1, 3, True, "why"),
     messages.RankFailed(KEY, 7, 1, "transport", "why"),
     messages.LeaseRequest(KEY, 7, 1, [Segment(0, 1, 2, Span(0, 2), Span(0, 1), Span(0, 9), 4096)]),
     messages.LeaseGrant(KEY, 7, 2, [(0, 1 << 40)], 1 << 20, 5),

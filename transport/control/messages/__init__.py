@@ -32,6 +32,7 @@ from transport.control.messages.ranks import (
     RankOpened,
     RankSent,
     RankStopped,
+    StorageMoved,
     Swapped,
 )
 from transport.control.messages.requests import (
@@ -110,6 +111,7 @@ __all__ = [
     "SenderEnded",
     "StepTokens",
     "StopSending",
+    "StorageMoved",
     "Swapped",
     "Tokens",
     "TransferVerified",

@@ -107,6 +107,19 @@ class CacheMoved(Message, frozen=True):
     error: str = ""
 
 
+class StorageMoved(Message, frozen=True):
+    """Rank -> its leader: progress of an operation with the third tier of the prefix cache."""
+
+    operation: Count
+    rank: Rank
+    pages: Count
+    """Number of leading pages that the rank has found, fetched or stored so far."""
+    done: bool
+    """Whether the rank does no more for the operation."""
+    error: str = ""
+    """Error after which the operation's blocks cannot be used; only with `done`."""
+
+
 class RankFailed(Message, frozen=True):
     """Rank -> its leader: the request failed on this rank."""
 

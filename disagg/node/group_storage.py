@@ -1,0 +1,46 @@
+"""The third tier of a group's prefix cache: its storage, and the keys and parts of its pages."""
+
+from __future__ import annotations
+
+from disagg.core.config.read import Config, GroupConfig
+from disagg.core.errors import ConfigError
+from disagg.core.types import GroupInfo
+from disagg.model.spec.model_spec import ModelSpec
+from disagg.node.block_parts import BlockParts
+from disagg.storage.contract import PageStorage
+from disagg.storage.keys import PageKeys, StoredModel
+from disagg.storage.open import open_storage
+from disagg.storage.parts import PartGrid
+
+
+def part_grid(group: GroupConfig, spec: ModelSpec) -> PartGrid:
+    """Returns the parts of a group's pages: one KV head each, so that groups of any size can share them."""
+    return PartGrid(spec.layout, group.page_size)
+
+
+def open_group_storage(group: GroupConfig, spec: ModelSpec) -> PageStorage | None:
+    """Opens the storage of a group; None without one, or without a prefix cache. Raises `ConfigError`."""
+    if not group.storage or spec.cache_refused:
+        return None
+    if spec.has_state:
+        raise ConfigError(
+            f"{group.role}.storage is not available for models with recurrent layers ({spec.architecture}): a prefix "
+            f"in a storage has no recurrent states. Unset {group.role}.storage"
+        )
+    grid = part_grid(group, spec)
+    return open_storage(group.storage, group.storage_bytes, max(map(grid.nbytes, grid.kv_parts)))
+
+
+def page_keys(info: GroupInfo, config: Config, group: GroupConfig, spec: ModelSpec) -> PageKeys:
+    """Returns the keys of a group's pages; equal for groups whose pages have the same content."""
+    settings = ["deterministic"] if config.model.deterministic else []
+    if spec.layout.quantized:  # otherwise the layout has the type of the computation
+        settings.append(f"quantized from {config.model.dtype}")
+    return PageKeys(StoredModel(info.fingerprint, part_grid(group, spec), ", ".join(settings)))
+
+
+def rank_parts(info: GroupInfo, rank: int, grid: PartGrid) -> tuple[BlockParts, BlockParts]:
+    """Returns the parts that a rank reads, and the parts that it writes."""
+    shards = [one.shard for one in info.ranks]
+    read, written = grid.parts_of(shards[rank]), grid.parts_to_store(shards, rank)
+    return BlockParts(grid, shards[rank], read), BlockParts(grid, shards[rank], written)

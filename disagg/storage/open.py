@@ -1,0 +1,33 @@
+"""Opens the storage that a setting names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from disagg.core.log import get_logger
+from disagg.storage.bounce import aligned
+from disagg.storage.contract import PageStorage
+from disagg.storage.files import FileSettings, FileStorage
+from disagg.storage.record import HEADER_BYTES
+from disagg.storage.remote import RemoteSettings, RemoteStorage
+
+log = get_logger(__name__)
+
+_SEGMENT_BYTES = 64 << 20
+_SEGMENTS = 8
+"""Number of segments of a folder that is too small for eight segments of the usual size."""
+
+
+def open_storage(where: str, capacity_bytes: int, largest_bytes: int) -> PageStorage:
+    """Opens a folder, or the server of a URL; see `GroupConfig.storage`. Raises `ConfigError`.
+
+    `capacity_bytes`: limit of the files of this process. `largest_bytes`: length of the largest page.
+    """
+    if "://" in where:
+        return RemoteStorage(RemoteSettings(where))
+    least = 2 * aligned(HEADER_BYTES + largest_bytes)  # a page may have half of a segment
+    segment_bytes = max(least, min(_SEGMENT_BYTES, aligned(capacity_bytes // _SEGMENTS // 2) * 2))
+    storage = FileStorage(FileSettings(Path(where).expanduser(), capacity_bytes, segment_bytes))
+    pages = storage.statistics().pages
+    log.info("storage_opened", storage=where, pages=pages, direct=storage.direct)
+    return storage

@@ -1,0 +1,397 @@
+"""The third tier of the prefix cache: what the leader orders, who owns blocks meanwhile, and random sequences.
+
+Memory and storage are simulated: each block and stored page holds the prefix whose KV it would have. Ranks work when
+the test says so.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from disagg.core.config.groups import PrefillConfig
+from disagg.core.prefixes import PrefixKey
+from disagg.core.tokens import TOKEN_BYTES
+from disagg.kv.cache_operations import CacheOperation, StorageOperation, StorageReport
+from disagg.kv.storage_tier import Prefetch, StorageTier, StorageTierStatistics
+from disagg.node.kv_manager import BlockTable, KVManager
+
+PAGE = 4
+Tokens = tuple[int, ...]
+
+
+def prompt(*pages: int) -> Tokens:
+    """A prompt of whole pages, each of one repeated token, and a last token."""
+    return (*(token for page in pages for token in [page] * PAGE), 99)
+
+
+def links(prefix: PrefixKey) -> list[bytes]:
+    """Of each page, the prefix itself up to its end."""
+    size = PAGE * TOKEN_BYTES
+    return [prefix.data[:stop] for stop in range(size, len(prefix.data) + 1, size)]
+
+
+@dataclass
+class RankWork:
+    """An operation on one rank, which reports once or several times."""
+
+    operation: StorageOperation
+    rank: int
+    finished: int = 0
+    unwanted: bool = False
+
+
+@dataclass
+class StoringGroup:
+    """A KV manager, the memory of its ranks, its storage, and the work that is under way."""
+
+    kv_manager: KVManager
+    ranks: int = 1
+    storage: dict[tuple[int, bytes], bytes] = field(default_factory=dict)
+    """Content of each rank's part of a page."""
+    pages: dict[int, bytes] = field(default_factory=dict)
+    blocks: dict[tuple[int, int], bytes] = field(default_factory=dict)
+    """The prefix whose KV a rank has in a block."""
+    copies: list[CacheOperation] = field(default_factory=list)
+    works: list[RankWork] = field(default_factory=list)
+    running: list[BlockTable] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, pages: int = 16, blocks: int = 32, ranks: int = 1, **more: Any) -> StoringGroup:
+        kv_manager = KVManager(pool_tokens=pages * PAGE, page_size=PAGE, rows=4, eviction="lru")
+        group = cls(kv_manager, ranks)
+        group.add_memory(blocks, **more)
+        return group
+
+    def add_memory(self, blocks: int, **more: Any) -> None:
+        self.kv_manager.add_host_tier(blocks, 0, self.ranks)
+        self.kv_manager.add_storage(links, PrefillConfig(**{"prefetch_min_tokens": 1, **more}))
+
+    @property
+    def tier(self) -> StorageTier:
+        assert self.kv_manager.storage is not None
+        return self.kv_manager.storage
+
+    @property
+    def counts(self) -> StorageTierStatistics:
+        return self.tier.statistics()
+
+    def restarted(self, **more: Any) -> StoringGroup:
+        """Another group with the same storage."""
+        other = StoringGroup.of(ranks=self.ranks, **more)
+        other.storage = self.storage
+        return other
+
+    def take(self) -> None:
+        """Sends a plan to all ranks."""
+        self.copies += self.kv_manager.take_operations()
+        for operation in self.kv_manager.take_storage_operations():
+            self.works += [RankWork(operation, rank) for rank in range(self.ranks)]
+        for number in self.kv_manager.take_unwanted_fetches():
+            found = [work for work in self.works if work.operation.number == number]
+            for work in found:
+                work.unwanted = True
+
+    def copy(self, operation: CacheOperation) -> None:
+        self.copies.remove(operation)
+        for part in operation.transfers:
+            for page, block in zip(part.device, part.host, strict=True):
+                for rank in range(self.ranks):
+                    if operation.store:
+                        self.blocks[rank, block] = self.pages[page]
+                    else:
+                        self.pages[page] = self.blocks[rank, block]
+        for rank in range(self.ranks):
+            self.kv_manager.moved(operation.number, rank)
+        self.take()
+
+    def work(self, one: RankWork, pages: int = 100, error: str = "") -> None:
+        """A rank works on up to `pages` pages, and reports."""
+        operation, rank = one.operation, one.rank
+        done = one.unwanted or bool(error)
+        for at in range(one.finished, min(len(operation.links), one.finished + pages) if not done else 0):
+            link = operation.links[at]
+            if operation.kind == "write":
+                assert self.blocks[rank, operation.blocks[at]] == link, "the page of the link is written"
+                self.storage[rank, link] = link
+            elif (rank, link) not in self.storage:
+                done = True
+                break
+            elif operation.kind == "fetch":
+                self.blocks[rank, operation.blocks[at]] = self.storage[rank, link]
+            one.finished += 1
+        done |= one.finished == len(operation.links)
+        if done:
+            self.works.remove(one)
+        self.kv_manager.storage_moved(StorageReport(operation.number, rank, one.finished, done, error))
+        self.take()
+
+    def settle(self) -> None:
+        """All copies and all work."""
+        self.take()
+        while self.copies or self.works:
+            for operation in list(self.copies):
+                self.copy(operation)
+            for one in list(self.works):
+                self.work(one)
+        self.check()
+
+    def begin(self, tokens: Tokens) -> BlockTable | None:
+        table = self.kv_manager.reserve(len(tokens), PrefixKey.of(tokens, ""))
+        self.take()
+        if table is not None:
+            self.running.append(table)
+        return table
+
+    def compute(self, table: BlockTable, tokens: Tokens) -> None:
+        """Reads what is cached and loaded, computes the rest, and caches it."""
+        wanted = links(PrefixKey.of(tokens, ""))
+        have = table.cached_tokens // PAGE
+        assert [self.pages[page] for page in table.pages[:have]] == wanted[:have], "cached KV is the prompt's"
+        self.pages.update(zip(table.pages[have:], wanted[have:], strict=False))
+        self.kv_manager.keep(table, PrefixKey.of(tokens, ""))
+        self.running.remove(table)
+        self.kv_manager.release(table)
+        self.take()
+
+    def answer(self, tokens: Tokens) -> int:
+        """A whole request without a prefetch, and all work; returns the number of cached tokens."""
+        table = self.begin(tokens)
+        assert table is not None
+        self.settle()
+        cached = table.cached_tokens
+        self.compute(table, tokens)
+        self.settle()
+        return cached
+
+    def prefetch(self, tokens: Tokens) -> Prefetch | None:
+        found = self.kv_manager.prefetch(PrefixKey.of(tokens, ""))
+        self.take()
+        return found
+
+    def check(self) -> None:
+        self.kv_manager.check([[table] for table in self.running])
+
+
+@pytest.fixture
+def stored() -> StoringGroup:
+    """A group of two ranks that has stored the pages of a prompt."""
+    group = StoringGroup.of(ranks=2)
+    group.answer(prompt(1, 2, 3))
+    assert group.counts.written_pages == 3
+    return group
+
+
+def test_a_restarted_group_finds_what_was_stored(stored: StoringGroup) -> None:
+    group = stored.restarted()
+    one = group.prefetch(prompt(1, 2, 3, 4))
+    assert one is not None
+    assert one.holds
+    group.settle()
+    assert not one.holds
+    assert group.counts.fetched_pages == 3
+    assert group.answer(prompt(1, 2, 3, 4)) == 3 * PAGE
+    assert group.counts.written_pages == 1, "what came from the storage is not written again"
+
+
+def test_a_prompt_that_is_not_stored_evicts_nothing(stored: StoringGroup) -> None:
+    group = stored.restarted(blocks=4)
+    group.answer(prompt(5, 6, 7, 8))
+    one = group.prefetch(prompt(9, 9, 9, 9))
+    assert one is not None
+    group.settle()
+    assert not one.holds
+    host = group.kv_manager.statistics().host
+    assert host is not None
+    assert (host.used_pages, host.cache.evicted_pages) == (4, 0)
+
+
+def test_only_what_every_rank_has_fetched_counts(stored: StoringGroup) -> None:
+    """One rank lacks its part of the last page; the other one is ahead."""
+    group = stored.restarted()
+    del group.storage[1, links(PrefixKey.of(prompt(1, 2, 3), ""))[2]]
+    one = group.prefetch(prompt(1, 2, 3))
+    assert one is not None
+    for find in list(group.works):
+        group.work(find)
+    first, second = group.works
+    assert len(first.operation.links) == 2, "the third page is not on every rank"
+    group.work(first)
+    assert group.counts.fetched_pages == 0
+    group.work(second, pages=1)
+    assert (group.counts.fetched_pages, group.counts.fetching_pages) == (1, 1)
+    group.check()
+    assert one.holds
+    group.work(second)
+    assert group.counts.fetched_pages == 2
+    assert not one.holds
+    group.check()
+
+
+def test_a_request_uses_what_has_landed_when_its_turn_comes(stored: StoringGroup) -> None:
+    group = stored.restarted(prefetch="best_effort")
+    one = group.prefetch(prompt(1, 2, 3))
+    assert one is not None
+    assert not one.holds
+    for find in list(group.works):
+        group.work(find)
+    for fetch in list(group.works):
+        group.work(fetch, pages=2)
+    assert group.kv_manager.cached_tokens(PrefixKey.of(prompt(1, 2, 3), "")) == 2 * PAGE
+    group.kv_manager.end_prefetch(one)
+    group.kv_manager.end_prefetch(one)
+    group.take()
+    assert all(work.unwanted for work in group.works)
+    group.check()
+    group.settle()
+    assert group.counts.fetching_pages == 0
+    assert group.answer(prompt(1, 2, 3)) == 2 * PAGE
+
+
+def test_requests_share_a_fetch(stored: StoringGroup) -> None:
+    """The second request joins, and then fetches what only it needs; the end of the first one ends nothing."""
+    stored.answer(prompt(1, 2, 3, 4))
+    group = stored.restarted()
+    first, second = group.prefetch(prompt(1, 2, 3)), group.prefetch(prompt(1, 2, 3, 4))
+    assert first is not None
+    assert second is not None
+    assert first.operation == second.operation
+    for find in list(group.works):
+        group.work(find)
+    group.kv_manager.end_prefetch(first)
+    group.take()
+    assert not any(work.unwanted for work in group.works)
+    group.settle()
+    assert group.counts.fetched_pages == 4
+    assert not second.holds
+
+
+def test_a_failed_write_is_tried_again_at_the_next_use() -> None:
+    group = StoringGroup.of()
+    table = group.begin(prompt(1, 2))
+    assert table is not None
+    group.compute(table, prompt(1, 2))
+    group.copy(group.copies[0])
+    group.work(group.works[0], error="broken")
+    assert (group.counts.failed_pages, group.counts.written_pages, group.counts.writing_pages) == (2, 0, 0)
+    group.answer(prompt(1, 2))
+    assert group.counts.written_pages == 2
+
+
+def test_writes_and_fetches_take_a_share_of_host_memory(stored: StoringGroup) -> None:
+    group = stored.restarted(blocks=8, pages=32)
+    table = group.begin(prompt(*range(10, 17)))
+    assert table is not None
+    group.compute(table, prompt(*range(10, 17)))
+    for operation in list(group.copies):
+        group.copy(operation)
+    assert group.counts.writing_pages == 2
+    assert group.counts.skipped_pages > 0
+    group.settle()
+    one = group.prefetch(prompt(1, 2, 3))
+    assert one is not None
+    for find in list(group.works):
+        group.work(find)
+    assert group.counts.fetching_pages == 2
+    group.settle()
+
+
+def test_few_tokens_are_computed(stored: StoringGroup) -> None:
+    group = stored.restarted(prefetch_min_tokens=3 * PAGE + 1)
+    assert group.prefetch(prompt(1, 2, 3)) is None
+    group = stored.restarted(prefetch_min_tokens=3 * PAGE)
+    assert group.prefetch(prompt(1, 2, 3)) is not None
+
+
+def test_the_time_limit_grows_with_the_size(stored: StoringGroup) -> None:
+    group = stored.restarted(prefetch_base_s=1.0, prefetch_s_per_1k_tokens=1024.0)
+    assert group.prefetch(prompt(1, 2, 3)) is not None
+    assert group.works[0].operation.limit_s == 1 + 3 * PAGE
+    group = stored.restarted(prefetch="wait", prefetch_base_s=1.0)
+    assert group.prefetch(prompt(1, 2, 3)) is not None
+    assert group.works[0].operation.limit_s >= 60
+
+
+def test_blocks_that_cannot_be_pinned_are_not_used_again(stored: StoringGroup) -> None:
+    group = stored.restarted()
+    one = group.prefetch(prompt(1, 2, 3))
+    assert one is not None
+    for find in list(group.works):
+        group.work(find)
+    first, second = group.works
+    group.work(first)
+    group.work(second, error="cannot pin")
+    assert not one.holds
+    assert group.counts.failed_pages == 3
+    group.check()
+    assert group.answer(prompt(1, 2, 3)) == 0
+    host = group.kv_manager.statistics().host
+    assert host is not None
+    assert host.used_pages == 6
+
+
+@pytest.mark.parametrize(
+    "seeds", [range(20), pytest.param(range(20, 400), marks=pytest.mark.slow)], ids=["first", "more"]
+)
+def test_random_sequences(seeds: range) -> None:
+    """Requests, copies, fetches, evictions and restarts in any order: KV is always the prompt's, nothing leaks."""
+    fetched = sum(random_run(random.Random(seed)) for seed in seeds)
+    assert fetched > 5 * len(seeds)
+
+
+def random_run(choose: random.Random) -> int:
+    """Returns the number of fetched pages."""
+    ranks, fetched = choose.randint(1, 2), 0
+    group = StoringGroup.of(ranks=ranks)
+    for _ in range(3):
+        group = group.restarted(
+            pages=choose.randint(6, 16),
+            blocks=choose.choice([6, 12, 40]),
+            prefetch=choose.choice(["best_effort", "wait"]),
+        )
+        random_life(group, choose)
+        fetched += group.counts.fetched_pages
+    return fetched
+
+
+def random_life(group: StoringGroup, choose: random.Random) -> None:
+    waiting: list[tuple[Tokens, Prefetch | None]] = []
+    tokens: dict[int, Tokens] = {}
+    for _ in range(150):
+        what = choose.random()
+        if what < 0.2 and len(waiting) < 4:
+            one = prompt(*(choose.randrange(3) for _ in range(choose.randint(1, 5))))
+            waiting.append((one, group.prefetch(one)))
+        elif what < 0.4 and waiting:
+            at = choose.randrange(len(waiting))
+            one, prefetch = waiting[at]
+            table = group.begin(one) if prefetch is None or not prefetch.holds else None
+            if table is not None or choose.random() < 0.1:  # aborted
+                del waiting[at]
+                group.kv_manager.end_prefetch(prefetch)
+                group.take()
+            if table is not None:
+                tokens[table.row] = one
+        elif what < 0.55 and group.copies:
+            group.copy(choose.choice(group.copies))
+        elif what < 0.85 and group.works:
+            error = "failed" if choose.random() < 0.02 else ""
+            group.work(choose.choice(group.works), choose.choice([0, 1, 2, 9]), error)
+            if choose.random() < 0.02 and group.storage:
+                del group.storage[choose.choice(list(group.storage))]
+        elif group.running:
+            table = choose.choice(group.running)
+            if not table.loading:
+                group.compute(table, tokens[table.row])
+        group.check()
+    for _, prefetch in waiting:
+        group.kv_manager.end_prefetch(prefetch)
+    for table in list(group.running):
+        group.running.remove(table)
+        group.kv_manager.release(table)
+    group.settle()
+    assert (group.counts.writing_pages, group.counts.fetching_pages) == (0, 0)
+    assert group.kv_manager.free_pages == group.kv_manager.pages

@@ -1,0 +1,325 @@
+"""A rank's work with the third tier: parts of other group sizes, faults of the storage, and ends of fetches."""
+
+from __future__ import annotations
+
+import errno
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from file_storages import Opened, opened
+from storage_pages import TIMEOUT_S
+
+from disagg.core.config.read import DecodeConfig, PrefillConfig
+from disagg.core.errors import ConfigError
+from disagg.core.prefixes import PrefixKey
+from disagg.core.types import KVLayout, LayerClass, Shard
+from disagg.kv.cache_operations import StorageOperation
+from disagg.kv.pool import make_pool
+from disagg.kv.transfer_pools import TransferPools
+from disagg.model.spec.model_spec import shard_of
+from disagg.node import storage_controller
+from disagg.node.block_parts import BlockParts
+from disagg.node.cache_controller import HostBlockCounts, HybridCacheController
+from disagg.node.storage_controller import StorageController
+from disagg.storage.contract import PageStorage
+from disagg.storage.keys import PageKeys, StoredModel
+from disagg.storage.memory import MemoryStorage
+from disagg.storage.open import open_storage
+from disagg.storage.parts import PartGrid
+
+__all__ = ["opened"]
+
+PAGE, BLOCKS = 4, 12
+LAYOUT = KVLayout(3, 4, 8, "float32", more=(LayerClass(2, 2, 16),))
+GRID = PartGrid(LAYOUT, PAGE)
+KEYS = PageKeys(StoredModel("model", GRID))
+LINKS = KEYS.links(PrefixKey.of(list(range(BLOCKS * PAGE))))
+NOBODY: Sequence[int] = ()
+
+
+class StoringRank:
+    """One rank's blocks and controller, and its reports."""
+
+    def __init__(self, storage: PageStorage, rank: int = 0, ranks: int = 1) -> None:
+        shards = [shard_of(LAYOUT, number, ranks) for number in range(ranks)]
+        self.shard: Shard = shards[rank]
+        pool = make_pool(LAYOUT, self.shard, 2 * PAGE, torch.float32)
+        pools = TransferPools.of(pool, None)
+        counts = HostBlockCounts(BLOCKS, 0)
+        self.memory = HybridCacheController(
+            pools, PAGE, counts, layered=True, moved=lambda *_: None, broken=lambda *_: None
+        )
+        self.reports: dict[int, list[tuple[int, bool, str]]] = {}
+        self.reported = threading.Condition()
+        self.now_s = 0.0
+        self.controller = StorageController(
+            storage,
+            KEYS,
+            BlockParts(GRID, self.shard, GRID.parts_of(self.shard)),
+            BlockParts(GRID, self.shard, GRID.parts_to_store(shards, rank)),
+            self.memory,
+            self._moved,
+            lambda: self.now_s,
+        )
+
+    def _moved(self, number: int, pages: int, done: bool, error: str) -> None:
+        with self.reported:
+            self.reports.setdefault(number, []).append((pages, done, error))
+            self.reported.notify_all()
+
+    def order(self, kind: Any, pages: int, *, limit_s: float = 100.0, number: int = 1) -> None:
+        blocks = list(range(pages)) if kind != "find" else []
+        self.controller.order([StorageOperation(number, kind, LINKS[:pages], blocks, limit_s)], NOBODY)
+
+    def finished(self, number: int = 1) -> int:
+        """Waits for the last report; returns its pages."""
+        with self.reported:
+            assert self.reported.wait_for(
+                lambda: self.reports.get(number, [(0, False, "")])[-1][1], TIMEOUT_S
+            )
+            found = self.reports.pop(number)
+        assert not any(error for _, _, error in found)
+        assert sorted(pages for pages, _, _ in found) == [pages for pages, _, _ in found]
+        return found[-1][0]
+
+    def run(self, kind: Any, pages: int) -> int:
+        self.order(kind, pages)
+        return self.finished()
+
+    def fill(self, pages: int) -> None:
+        """Writes the rank's part of known content to blocks."""
+        blocks = self.memory.kv_blocks(range(pages))
+        for number, block in enumerate(blocks):
+            block.copy_(self.wanted(number))
+
+    def wanted(self, number: int) -> torch.Tensor:
+        """A block of page `number`, of which each element depends on layer, plane, token, head."""
+        content = []
+        for part, one in zip(self.shard.parts, LAYOUT.classes, strict=True):
+            shape = (LAYOUT.kv_layers, one.planes, PAGE, one.kv_heads, one.head_bytes // 4)
+            whole = torch.arange(torch.Size(shape).numel()).view(shape) * 7 + number
+            mine = whole[part.layers.start : part.layers.stop, :, :, part.heads.start : part.heads.stop]
+            content.append(mine.to(torch.float32).contiguous().view(torch.uint8).flatten())
+        found = torch.cat(content)
+        size = len(self.memory.kv_blocks([0])[0])
+        return torch.cat([found, torch.zeros(size - len(found), dtype=torch.uint8)])
+
+    def right(self, pages: int) -> list[bool]:
+        blocks = self.memory.kv_blocks(range(pages))
+        return [torch.equal(block, self.wanted(number)) for number, block in enumerate(blocks)]
+
+    def clear(self) -> None:
+        for block in self.memory.kv_blocks(range(BLOCKS)):
+            block.zero_()
+
+    def stop(self) -> None:
+        self.controller.stop()
+        self.memory.stop()
+
+
+@pytest.fixture
+def ranks() -> Iterator[list[StoringRank]]:
+    made: list[StoringRank] = []
+    yield made
+    for one in made:
+        one.stop()
+
+
+@pytest.mark.parametrize(("writers", "readers"), [(2, 1), (1, 2), (4, 3), (8, 2)])
+def test_a_group_of_another_size_reads_the_pages(
+    writers: int, readers: int, ranks: list[StoringRank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With more ranks than heads, only some ranks store a part; batches are smaller than operations."""
+    monkeypatch.setattr(storage_controller, "BATCH_BYTES", 3000)
+    storage = MemoryStorage(1 << 20)
+    for rank in range(writers):
+        ranks.append(StoringRank(storage, rank, writers))
+        ranks[-1].fill(5)
+        assert ranks[-1].run("write", 5) == 5
+    for rank in range(readers):
+        ranks.append(StoringRank(storage, rank, readers))
+        ranks[-1].clear()
+        assert ranks[-1].run("find", 8) == 5
+        assert ranks[-1].run("fetch", 8) == 5
+        assert ranks[-1].right(5) == [True] * 5
+
+
+def test_stored_pages_are_not_sent_again(ranks: list[StoringRank]) -> None:
+    storage = MemoryStorage(1 << 20)
+    ranks.append(StoringRank(storage))
+    ranks[0].fill(6)
+    assert ranks[0].run("write", 3) == 3
+    written = storage.statistics().put_pages
+    assert ranks[0].run("write", 3) == 3
+    assert storage.statistics().put_pages == written
+    assert ranks[0].run("write", 6) == 6
+    assert storage.statistics().put_pages == 2 * written
+
+
+def test_a_corrupt_page_ends_the_fetch(ranks: list[StoringRank]) -> None:
+    storage = MemoryStorage(1 << 20)
+    ranks.append(StoringRank(storage))
+    ranks[0].fill(4)
+    assert ranks[0].run("write", 4) == 4
+    ranks[0].clear()
+    key = KEYS.part_key(LINKS[2], GRID.kv_parts[1])
+    storage.records()[key][-1] ^= 1
+    assert ranks[0].run("find", 4) == 4
+    assert ranks[0].run("fetch", 4) == 2
+    assert ranks[0].right(4) == [True, True, False, False]
+    assert storage.statistics().corrupt == 1
+    ranks[0].fill(4)
+    assert ranks[0].run("write", 4) == 4, "the dropped page is written again"
+    assert ranks[0].run("fetch", 4) == 4
+
+
+def test_a_hung_disk_ends_reads_and_writes(
+    opened: Opened, ranks: list[StoringRank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A late read changes no block: the leader may have given the block to another page."""
+    monkeypatch.setattr(storage_controller, "CALL_LIMIT_S", 0.05)
+    storage = opened()
+    ranks.append(StoringRank(storage))
+    ranks[0].fill(4)
+    opened.disk.writes_go.clear()
+    assert ranks[0].run("write", 4) == 0
+    opened.disk.writes_go.set()
+    opened.clock.now_s += 100
+    monkeypatch.setattr(storage_controller, "CALL_LIMIT_S", TIMEOUT_S)
+    assert ranks[0].run("write", 4) == 4
+    ranks[0].clear()
+    monkeypatch.setattr(storage_controller, "CALL_LIMIT_S", 0.05)
+    opened.disk.reads_go.clear()
+    assert ranks[0].run("find", 4) == 4
+    assert ranks[0].run("fetch", 4) == 0
+    opened.disk.reads_go.set()
+    assert ranks[0].right(4) == [False] * 4
+    opened.clock.now_s += 100
+    monkeypatch.setattr(storage_controller, "CALL_LIMIT_S", TIMEOUT_S)
+    assert ranks[0].run("fetch", 4) == 4
+    assert ranks[0].right(4) == [True] * 4
+
+
+def test_a_full_disk_pauses_writes_and_reads_go_on(opened: Opened, ranks: list[StoringRank]) -> None:
+    storage = opened()
+    ranks.append(StoringRank(storage))
+    ranks[0].fill(6)
+    assert ranks[0].run("write", 2) == 2
+    opened.disk.write_error = errno.ENOSPC
+    assert ranks[0].run("write", 6) == 2
+    assert storage.statistics().full > 0
+    skipped = storage.statistics().skipped
+    assert ranks[0].run("write", 6) <= 2, "the oldest pages may have been evicted"
+    assert storage.statistics().skipped > skipped, "during the pause"
+    assert ranks[0].run("fetch", 6) == ranks[0].run("find", 6)
+    opened.disk.write_error = 0
+    opened.clock.now_s += 100
+    assert ranks[0].run("write", 6) == 6
+
+
+class GatedStorage(MemoryStorage):
+    """Waits in each `get` until the test lets it go on."""
+
+    def __init__(self) -> None:
+        super().__init__(1 << 20)
+        self.began, self.goes = threading.Semaphore(0), threading.Semaphore(0)
+
+    def get(self, keys: Sequence[bytes], into: Sequence[memoryview], timeout_s: float) -> list[bool]:
+        self.began.release()
+        assert self.goes.acquire(timeout=TIMEOUT_S)
+        return super().get(keys, into, timeout_s)
+
+
+@pytest.fixture
+def gated(ranks: list[StoringRank], monkeypatch: pytest.MonkeyPatch) -> GatedStorage:
+    """A storage of 8 pages, and a rank that reads one page at a time."""
+    monkeypatch.setattr(storage_controller, "BATCH_BYTES", 1)
+    storage = GatedStorage()
+    ranks.append(StoringRank(storage))
+    ranks[0].fill(8)
+    assert ranks[0].run("write", 8) == 8
+    return storage
+
+
+def test_an_unwanted_fetch_ends_with_what_has_landed(gated: GatedStorage, ranks: list[StoringRank]) -> None:
+    ranks[0].order("fetch", 8)
+    gated.goes.release(2)
+    for _ in range(3):
+        assert gated.began.acquire(timeout=TIMEOUT_S)
+    ranks[0].controller.order([], [1, 77])
+    gated.goes.release()
+    assert ranks[0].finished() == 3
+
+
+def test_a_fetch_ends_at_its_time_limit(gated: GatedStorage, ranks: list[StoringRank]) -> None:
+    ranks[0].order("fetch", 8, limit_s=1.0)
+    assert gated.began.acquire(timeout=TIMEOUT_S)
+    ranks[0].now_s = 2.0
+    gated.goes.release()
+    assert ranks[0].finished() == 1
+
+
+def test_fetches_take_turns(gated: GatedStorage, ranks: list[StoringRank]) -> None:
+    """A short fetch does not wait for the end of a long one."""
+    ranks[0].order("fetch", 8, number=1)
+    assert gated.began.acquire(timeout=TIMEOUT_S)
+    ranks[0].order("fetch", 2, number=2)
+    gated.goes.release(4)
+    assert ranks[0].finished(2) == 2
+    gated.goes.release(6)
+    assert ranks[0].finished(1) == 8
+
+
+def test_a_bug_ends_its_operation_only(ranks: list[StoringRank], monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = MemoryStorage(1 << 20)
+    ranks.append(StoringRank(storage))
+
+    def fails(*_: object) -> list[bool]:
+        raise TypeError("a bug")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(storage, "exists", fails)
+        for kind in ("find", "write"):
+            ranks[0].order(kind, 3)
+            with ranks[0].reported:
+                assert ranks[0].reported.wait_for(lambda: 1 in ranks[0].reports, TIMEOUT_S)
+            assert ranks[0].reports.pop(1) == [(0, True, "TypeError: a bug")]
+    ranks[0].fill(3)
+    assert ranks[0].run("write", 3) == 3
+
+
+@pytest.mark.parametrize(
+    ("setting", "error"),
+    [
+        (
+            {"storage": "/x"},
+            "storage = '/x' is not allowed; it must be empty without prefix_cache and host_cache",
+        ),
+        (
+            {"storage": "redis://:secret@h", "prefix_cache": False, "host_cache_bytes": 1},
+            r"storage = 'redis://\.\.\.' is not allowed",
+        ),
+        ({"storage": "s3://bucket"}, "a folder, or a URL that begins with redis://, rediss://, unix://"),
+        ({"storage_bytes": 1}, "storage_bytes = 1 is not allowed"),
+        ({"prefetch": "never"}, "one of best_effort, timeout, wait"),
+        ({"prefetch_base_s": -1}, "at least 0"),
+    ],
+)
+def test_settings(setting: dict[str, Any], error: str) -> None:
+    with pytest.raises(ConfigError, match=error):
+        PrefillConfig(**setting)
+
+
+def test_a_folder_is_opened(tmp_path: Path) -> None:
+    assert (PrefillConfig().prefetch, DecodeConfig().prefetch) == ("timeout", "best_effort")
+    storage = open_storage(str(tmp_path / "pages"), 1 << 20, 1000)
+    storage.close()
+    with pytest.raises(ConfigError, match="a file storage needs 3 segments"):
+        open_storage(str(tmp_path / "pages"), 1 << 20, 1 << 20)
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="not usable"):
+        open_storage(str(tmp_path / "file"), 1 << 20, 1000)
