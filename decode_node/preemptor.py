@@ -24,7 +24,6 @@ from decode_node.request import DecodeRequest, Residency
 from decode_node.scheduler_options import SchedulerOptions
 from disagg.core.errors import InvariantError
 from disagg.core.types import RequestKey
-from disagg.kv.cache_operations import CacheOperation, StorageOperation
 from disagg.kv.host_blocks import HostBlocks
 from disagg.kv.page_values import PageCopy
 from disagg.kv.pages import pages_for
@@ -133,18 +132,6 @@ class Preemptor:
         """Returns the copies to and from host memory for the next plan, once."""
         orders, self._orders = self._orders, []
         return orders
-
-    def take_operations(self) -> list[CacheOperation]:
-        """Returns the copies between tiers of the prefix cache for the next plan; each copy is returned once."""
-        return self._kv_manager.take_operations()
-
-    def take_storage_operations(self) -> list[StorageOperation]:
-        """Returns the operations of the third tier for the next plan; each operation is returned once."""
-        return self._kv_manager.take_storage_operations()
-
-    def take_unwanted_fetches(self) -> list[int]:
-        """Returns the fetches that ranks must end now; each fetch is returned once."""
-        return self._kv_manager.take_unwanted_fetches()
 
     def take_copies(self) -> list[PageCopy]:
         """Returns the page copies that the next step makes before it computes (copy on write), once."""

@@ -29,10 +29,8 @@ from decode_node.step_planner import Stepped, StepPlanner
 from disagg.core.prefixes import PrefixKey
 from disagg.core.tokens import TokenIds
 from disagg.core.types import RequestKey, SamplingParams
-from disagg.kv.cache_operations import StorageReport
 from disagg.kv.event_log import KVEventLog
 from disagg.kv.host_blocks import HostBlocks, HostStatistics
-from disagg.kv.storage_tier import Prefetch
 from disagg.model.sampling.beam_search import Candidate
 from disagg.node.kv_manager import KVManager, KVManagerStatistics
 from disagg.node.plan import StepPlan
@@ -67,12 +65,12 @@ class DecodeScheduler:
     """
 
     def __init__(self, kv_manager: KVManager, options: SchedulerOptions) -> None:
-        self._kv_manager, self._options = kv_manager, options
+        self.kv_manager, self._options = kv_manager, options
         self.requests: dict[RequestKey, DecodeRequest] = {}
         self.preemptor = Preemptor(kv_manager, self.requests, options)
         self._admission = DecodeAdmission(kv_manager, options, self.preemptor)
         self._forks = Forks(kv_manager, options)
-        self._planner = StepPlanner(options, self.requests, self.preemptor, self._forks)
+        self._planner = StepPlanner(kv_manager, options, self.requests, self.preemptor, self._forks)
 
     def join(self, host_blocks: int) -> None:
         """Sets the number of host memory blocks: the smallest number that a rank of the complete group has."""
@@ -156,22 +154,6 @@ class DecodeScheduler:
         request then ends."""
         return self._forks.end(request, sequence)
 
-    def moved(self, number: int, rank: int, error: str) -> None:
-        """Records a rank's report of an operation between tiers of the prefix cache; see `KVManager.moved`."""
-        self._kv_manager.moved(number, rank, error)
-
-    def storage_moved(self, report: StorageReport) -> None:
-        """Records a rank's report of an operation of the third tier; see `KVManager.storage_moved`."""
-        self._kv_manager.storage_moved(report)
-
-    def prefetch(self, prefix: PrefixKey | None) -> Prefetch | None:
-        """Begins a prefetch; see `KVManager.prefetch`."""
-        return self._kv_manager.prefetch(prefix)
-
-    def end_prefetch(self, prefetch: Prefetch) -> None:
-        """Ends a prefetch; see `KVManager.end_prefetch`."""
-        self._kv_manager.end_prefetch(prefetch)
-
     def swapped(self, request: DecodeRequest, rank: int) -> None:
         """Records that a rank has ended the copy of the request's pages, or could not make it."""
         self.preemptor.swapped(request, rank)
@@ -207,11 +189,11 @@ class DecodeScheduler:
             self._forks.cache(request, request.sequences)
             kept, *others = request.held_tables
             for block_table in others:
-                self._kv_manager.release(block_table)
+                self.kv_manager.release(block_table)
             if request.successor is not None and resident:
                 request.kept = kept  # the leader admits the successor, which owns it from then on
             else:
-                self._kv_manager.release(kept)
+                self.kv_manager.release(kept)
             del self.requests[request.key]
 
     def drop(self, resumption: Resumption) -> None:
@@ -221,7 +203,7 @@ class DecodeScheduler:
     def resumption(self, request: DecodeRequest, answered: Tokens[int]) -> Resumption:
         """Returns the remains of a settled request for its successor, with whole pages of landed KV."""
         landed_tokens = min(request.landed_tokens.values())
-        have, size = request.ticket.tokens.start + landed_tokens, self._kv_manager.page_size
+        have, size = request.ticket.tokens.start + landed_tokens, self.kv_manager.page_size
         if not self._options.has_kv:
             have = 0
         if request.layout is not None:
@@ -235,12 +217,12 @@ class DecodeScheduler:
     @property
     def caches_prefixes(self) -> bool:
         """True when a request's `prefix` is used."""
-        return self._kv_manager.caches
+        return self.kv_manager.caches
 
     @property
     def kv_events(self) -> KVEventLog | None:
         """KV events of the prefix cache; see `KVManager`."""
-        return self._kv_manager.kv_events
+        return self.kv_manager.kv_events
 
     def statistics(self) -> DecodeStatistics:
         """Returns the counts at this moment."""
@@ -253,7 +235,7 @@ class DecodeScheduler:
             running=running,
             preempted=preempted,
             closing=len(self.requests) - len(requests),
-            memory=self._kv_manager.statistics(),
+            memory=self.kv_manager.statistics(),
             host=self.preemptor.host.statistics(),
             recomputed_total=counts.recomputed,
             swapped_total=counts.swapped,
@@ -262,5 +244,5 @@ class DecodeScheduler:
 
     def check(self) -> None:
         """Raises `InvariantError` unless rows, pages and host blocks belong to exactly the requests."""
-        self._kv_manager.check([request.held_tables for request in self.requests.values()])
+        self.kv_manager.check([request.held_tables for request in self.requests.values()])
         self.preemptor.check()

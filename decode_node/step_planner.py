@@ -23,6 +23,8 @@ from decode_node.preemptor import Preemptor
 from decode_node.request import DecodeRequest, Sequence
 from decode_node.scheduler_options import SchedulerOptions
 from disagg.core.types import RequestKey
+from disagg.kv.cache_operations import NO_CACHE_WORK
+from disagg.node.kv_manager import KVManager
 from disagg.node.plan import StateCopy, StepPlan, Work
 
 _ONE = [1]
@@ -43,12 +45,14 @@ class StepPlanner:
 
     def __init__(
         self,
+        kv_manager: KVManager,
         options: SchedulerOptions,
         requests: dict[RequestKey, DecodeRequest],
         preemptor: Preemptor,
         forks: Forks,
     ) -> None:
-        self._requests, self._preemptor, self._forks = requests, preemptor, forks
+        self._kv_manager, self._requests = kv_manager, requests
+        self._preemptor, self._forks = preemptor, forks
         self._max_batch, self._chunks = options.max_batch, options.chunks
         self._steps_ahead = options.steps_ahead
         self._step = 0
@@ -77,10 +81,8 @@ class StepPlanner:
         swaps = self._preemptor.take_orders()
         # A plan of cache operations alone would make the ranks end the step in flight first.
         goes = bool(work or swaps or not self._in_flight)
-        operations = self._preemptor.take_operations() if goes else []
-        stored = self._preemptor.take_storage_operations() if goes else []
-        unwanted = self._preemptor.take_unwanted_fetches() if goes else []
-        if not (work or swaps or operations or stored or unwanted):
+        cache = self._kv_manager.take_cache_work() if goes else NO_CACHE_WORK
+        if not (work or swaps or any(cache)):
             return None
         self._step += 1
         if work:
@@ -88,18 +90,7 @@ class StepPlanner:
         shared = self._steps_ahead > 0 and any(one.samples for one in stepped)
         copies, given = self._state_copies, self._state_gifts
         page_copies = self._preemptor.take_copies()
-        return StepPlan(
-            self._step,
-            work,
-            swaps,
-            page_copies,
-            shared,
-            copies,
-            given,
-            operations,
-            storage_operations=stored,
-            unwanted_fetches=unwanted,
-        )
+        return StepPlan(self._step, work, swaps, page_copies, shared, copies, given, **cache._asdict())
 
     def stepped(self, plan: StepPlan) -> list[Stepped]:
         """Returns the work items of the latest plan."""

@@ -27,7 +27,6 @@ from dataclasses import dataclass
 from disagg.core.errors import BusyError, PromptTooLongError
 from disagg.core.tokens import tokens_at
 from disagg.core.types import RequestKey, Ticket
-from disagg.kv.cache_operations import StorageReport
 from disagg.kv.event_log import KVEventLog
 from disagg.model.chunks import PromptChunks
 from disagg.node.kv_manager import KVManager, KVManagerStatistics
@@ -61,7 +60,7 @@ class PrefillScheduler:
         state_interval_tokens: int = 1,
     ) -> None:
         """`state_interval_tokens`: see `GroupConfig`."""
-        self._kv_manager = kv_manager
+        self.kv_manager = kv_manager
         self._ranks = ranks
         self._chunks = chunks
         self._max_tokens = min(max_context_tokens, kv_manager.capacity_tokens)
@@ -86,7 +85,7 @@ class PrefillScheduler:
                 f"{self._max_tokens}: raise prefill.max_context_tokens or prefill.pool_tokens, or shorten it"
             )
         self.requests[request.key] = request
-        request.prefetch = self._kv_manager.prefetch(request.prefix)
+        request.prefetch = self.kv_manager.prefetch(request.prefix)
 
     def give_ticket(self, request: PrefillRequest, ticket: Ticket) -> bool:
         """Sets the request's ticket. Returns True if it has its memory already: the ranks need `OpenSend` now.
@@ -132,12 +131,8 @@ class PrefillScheduler:
         work: list[Work] = []
         if self._plan([one for one in self.requests.values() if one.admitted], work):
             self._plan(self._early(), work)
-        operations = self._kv_manager.take_operations()
-        stored, unwanted = (
-            self._kv_manager.take_storage_operations(),
-            self._kv_manager.take_unwanted_fetches(),
-        )
-        if not (work or self._dropped or operations or stored or unwanted):
+        cache = self.kv_manager.take_cache_work()
+        if not (work or self._dropped or any(cache)):
             return None
         self._step += 1
         dropped, self._dropped = self._dropped, []
@@ -147,21 +142,19 @@ class PrefillScheduler:
             work,
             state_copies=copies,
             state_saves=saves,
-            cache_operations=operations,
             dropped=dropped,
-            storage_operations=stored,
-            unwanted_fetches=unwanted,
+            **cache._asdict(),
         )
 
     @property
     def caches_prefixes(self) -> bool:
         """Whether the scheduler uses a request's `prefix`."""
-        return self._kv_manager.caches
+        return self.kv_manager.caches
 
     @property
     def kv_events(self) -> KVEventLog | None:
         """KV events of the prefix cache; see `KVManager`."""
-        return self._kv_manager.kv_events
+        return self.kv_manager.kv_events
 
     def commit(self, plan: StepPlan, failed: Container[RequestKey] = ()) -> list[PrefillRequest]:
         """Ends a step; returns the open requests whose prompt is now computed.
@@ -181,14 +174,6 @@ class PrefillScheduler:
             self._settle(request)
         return finished
 
-    def moved(self, number: int, rank: int, error: str) -> None:
-        """Records a rank's report of an operation between tiers of the prefix cache; see `KVManager.moved`."""
-        self._kv_manager.moved(number, rank, error)
-
-    def storage_moved(self, report: StorageReport) -> None:
-        """Records a rank's report of an operation of the third tier; see `KVManager.storage_moved`."""
-        self._kv_manager.storage_moved(report)
-
     def rank_sent(self, request: PrefillRequest, rank: int) -> bool:
         """Records that a rank sent all its segments. Returns True when this rank was the last."""
         if rank in request.sent_ranks:
@@ -202,7 +187,7 @@ class PrefillScheduler:
         if request.closing:
             return False
         request.closing = True
-        self._kv_manager.end_prefetch(request.prefetch)
+        self.kv_manager.end_prefetch(request.prefetch)
         if not request.admitted:
             self._settle(request)
         return request.admitted
@@ -222,12 +207,12 @@ class PrefillScheduler:
                 r.admitted and r.computed and r.block_table is not None for r in requests if not r.closing
             ),
             closing=sum(r.closing for r in requests),
-            memory=self._kv_manager.statistics(),
+            memory=self.kv_manager.statistics(),
         )
 
     def check(self) -> None:
         """Raises `InvariantError` unless the reserved rows and pages are those of the requests' block tables."""
-        self._kv_manager.check([[r.block_table] for r in self.requests.values() if r.block_table is not None])
+        self.kv_manager.check([[r.block_table] for r in self.requests.values() if r.block_table is not None])
 
     def _waits(self, request: PrefillRequest) -> bool:
         """Returns whether a request with a ticket has no memory."""
@@ -235,10 +220,10 @@ class PrefillScheduler:
 
     def _reserve(self, request: PrefillRequest) -> bool:
         """Reserves row and pages; False, changing nothing, if either is short."""
-        request.block_table = self._kv_manager.reserve(request.total_tokens, request.prefix)
+        request.block_table = self.kv_manager.reserve(request.total_tokens, request.prefix)
         if request.block_table is None:
             return False
-        self._kv_manager.end_prefetch(request.prefetch)
+        self.kv_manager.end_prefetch(request.prefetch)
         request.planned_tokens = request.cached_tokens = request.block_table.cached_tokens
         if request.prefix is not None:
             request.states = self._states.begin(request.block_table, request.total_tokens)
@@ -272,7 +257,7 @@ class PrefillScheduler:
 
     def _rest_tokens(self, request: PrefillRequest) -> int:
         if request.rest_tokens is None:  # only once: the lookup of a long prompt takes time
-            request.rest_tokens = request.total_tokens - self._kv_manager.cached_tokens(request.prefix)
+            request.rest_tokens = request.total_tokens - self.kv_manager.cached_tokens(request.prefix)
         return request.rest_tokens
 
     def _drop(self, request: PrefillRequest) -> None:
@@ -284,7 +269,7 @@ class PrefillScheduler:
     def _free(self, request: PrefillRequest) -> None:
         assert request.block_table is not None, "the request holds memory"
         self._states.drop(request.states)
-        self._kv_manager.release(request.block_table)
+        self.kv_manager.release(request.block_table)
         request.block_table = None
 
     def _plan(self, requests: list[PrefillRequest], work: list[Work]) -> bool:

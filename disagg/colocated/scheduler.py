@@ -21,9 +21,7 @@ from disagg.core.errors import BusyError, PromptTooLongError
 from disagg.core.prefixes import PrefixKey
 from disagg.core.tokens import TokenIds, tokens_at
 from disagg.core.types import RequestKey, SamplingParams, Span, Ticket
-from disagg.kv.cache_operations import StorageReport
 from disagg.kv.event_log import KVEventLog
-from disagg.kv.storage_tier import Prefetch
 from disagg.model.chunks import PromptChunks
 from disagg.model.sampling.constraints import AnswerConstraint
 from disagg.model.sampling.penalties import TokenHistory
@@ -106,7 +104,7 @@ class ColocatedScheduler:
         `state_interval_tokens`: see `GroupConfig`.
         """
         self._states = StateSaves(kv_manager, chunks, state_interval_tokens)
-        self._kv_manager = kv_manager
+        self.kv_manager = kv_manager
         self._group = group
         self._chunks = chunks
         self._max_batch = max_batch
@@ -134,9 +132,9 @@ class ColocatedScheduler:
         self.require_fits(len(prompt), sampling)
         total = len(prompt) + sampling.max_tokens
         begin = prefix.extended(answered) if prefix is not None else None
-        block_table = self._kv_manager.reserve(total, begin)
+        block_table = self.kv_manager.reserve(total, begin)
         if block_table is None:
-            memory = self._kv_manager.statistics()
+            memory = self.kv_manager.statistics()
             raise BusyError(
                 f"the group has no room for {total} tokens now ({memory.pages.free_pages} pages and "
                 f"{memory.free_rows} rows are free)"
@@ -169,12 +167,8 @@ class ColocatedScheduler:
         decodes = itertools.islice(filter(self._decodes, self.requests.values()), self._max_batch)
         work = [self._next_token(request) for request in decodes]
         work += self._prompts(self._chunks.chunk_tokens - len(work))
-        operations = self._kv_manager.take_operations()
-        stored, unwanted = (
-            self._kv_manager.take_storage_operations(),
-            self._kv_manager.take_unwanted_fetches(),
-        )
-        if not (work or operations or stored or unwanted):
+        cache = self.kv_manager.take_cache_work()
+        if not (work or any(cache)):
             return None
         self._step += 1
         copies, saves = self._states.take_copies(), self._states.take_saves()
@@ -183,9 +177,7 @@ class ColocatedScheduler:
             work,
             state_copies=copies,
             state_saves=saves,
-            cache_operations=operations,
-            storage_operations=stored,
-            unwanted_fetches=unwanted,
+            **cache._asdict(),
         )
 
     def commit(self, plan: StepPlan) -> None:
@@ -200,22 +192,6 @@ class ColocatedScheduler:
                 self.requests[request.key] = self.requests.pop(request.key)
             self._settle(request)
 
-    def moved(self, number: int, rank: int, error: str) -> None:
-        """Records a rank's report of an operation between tiers of the prefix cache; see `KVManager.moved`."""
-        self._kv_manager.moved(number, rank, error)
-
-    def storage_moved(self, report: StorageReport) -> None:
-        """Records a rank's report of an operation of the third tier; see `KVManager.storage_moved`."""
-        self._kv_manager.storage_moved(report)
-
-    def prefetch(self, prefix: PrefixKey | None) -> Prefetch | None:
-        """Begins a prefetch; see `KVManager.prefetch`."""
-        return self._kv_manager.prefetch(prefix)
-
-    def end_prefetch(self, prefetch: Prefetch) -> None:
-        """Ends a prefetch; see `KVManager.end_prefetch`."""
-        self._kv_manager.end_prefetch(prefetch)
-
     def close(self, request: ColocatedRequest) -> None:
         """Closes a request: at once, or at the end of the step that computes it. Idempotent."""
         request.closing = True
@@ -224,12 +200,12 @@ class ColocatedScheduler:
     @property
     def caches_prefixes(self) -> bool:
         """Whether the group has a prefix cache."""
-        return self._kv_manager.caches
+        return self.kv_manager.caches
 
     @property
     def kv_events(self) -> KVEventLog | None:
         """KV events of the prefix cache; see `KVManager`."""
-        return self._kv_manager.kv_events
+        return self.kv_manager.kv_events
 
     def statistics(self) -> ColocatedStatistics:
         """Returns the counts at this moment."""
@@ -239,12 +215,12 @@ class ColocatedScheduler:
             prefilling=sum(r.started and not self._answers(r) for r in live),
             decoding=sum(map(self._answers, live)),
             closing=len(self.requests) - len(live),
-            memory=self._kv_manager.statistics(),
+            memory=self.kv_manager.statistics(),
         )
 
     def check(self) -> None:
         """Raises `InvariantError` unless each used row and page belongs to one request."""
-        self._kv_manager.check([[r.block_table] for r in self.requests.values() if r.block_table is not None])
+        self.kv_manager.check([[r.block_table] for r in self.requests.values() if r.block_table is not None])
 
     def _answers(self, request: ColocatedRequest) -> bool:
         return len(request.tokens) > request.answered
@@ -293,7 +269,7 @@ class ColocatedScheduler:
             return
         self._keep(request)
         self._states.drop(request.states)
-        self._kv_manager.release(request.block_table)
+        self.kv_manager.release(request.block_table)
         request.block_table = None
         del self.requests[request.key]
 

@@ -68,3 +68,15 @@ class StorageOperation(msgspec.Struct, frozen=True, array_like=True):
     """Host memory block of each page; empty for `find`."""
     limit_s: float
     """Time after which a rank ends `find` or `fetch` with what has landed, from the order on."""
+
+
+class CacheWork(NamedTuple):
+    """The work of one plan between the tiers, in fields of `disagg.node.plan.StepPlan`."""
+
+    cache_operations: list[CacheOperation]
+    storage_operations: list[StorageOperation]
+    unwanted_fetches: list[int]
+    """Numbers of earlier fetches that end now."""
+
+
+NO_CACHE_WORK = CacheWork([], [], [])

@@ -30,7 +30,7 @@ from typing import NamedTuple
 from disagg.core.config.groups import EvictionName, GroupConfig, HostWriteName
 from disagg.core.errors import InvariantError
 from disagg.core.prefixes import PrefixKey
-from disagg.kv.cache_operations import CacheOperation, StorageOperation, StorageReport
+from disagg.kv.cache_operations import CacheOperation, CacheWork, StorageOperation, StorageReport
 from disagg.kv.event_log import KVEventLog
 from disagg.kv.host_tier import HostTier, HostTierStatistics, TierLoad
 from disagg.kv.page_values import PageCopy, PageStatistics
@@ -386,6 +386,10 @@ class KVManager:
     def take_unwanted_fetches(self) -> list[int]:
         """Returns the fetches that ranks must end now; see `StorageTier.take_unwanted`."""
         return self.storage.take_unwanted() if self.storage is not None else []
+
+    def take_cache_work(self) -> CacheWork:
+        """Returns the work between the tiers for the next plan; each item is returned once."""
+        return CacheWork(self.take_operations(), self.take_storage_operations(), self.take_unwanted_fetches())
 
     def storage_moved(self, report: StorageReport) -> None:
         """Records a rank's report of an operation of the third tier; see `StorageTier.moved`."""

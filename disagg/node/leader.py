@@ -113,10 +113,10 @@ class Leader(ABC):
                 case m.RankReport():
                     self._on_report(message.status)
                 case m.CacheMoved():
-                    self._scheduler.moved(message.operation, message.rank, message.error)
+                    self._scheduler.kv_manager.moved(message.operation, message.rank, message.error)
                     self._memory_freed()
                 case m.StorageMoved():
-                    self._scheduler.storage_moved(_storage_report(message))
+                    self._scheduler.kv_manager.storage_moved(_storage_report(message))
                     self._memory_freed()
                 case _:
                     self._on_message(peer, message)

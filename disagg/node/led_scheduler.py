@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from disagg.core.types import RequestKey
-from disagg.kv.cache_operations import StorageReport
+from disagg.node.kv_manager import KVManager
 
 
 class LedRequest(Protocol):
@@ -20,17 +20,15 @@ class LedRequest(Protocol):
 
 
 class LedScheduler(Protocol):
-    """The methods that a leader uses of its scheduler."""
+    """The members that a leader uses of its scheduler."""
 
     @property
     def requests(self) -> Mapping[RequestKey, LedRequest]:
         """Requests that still own memory or wait for a release."""
 
-    def moved(self, number: int, rank: int, error: str) -> None:
-        """Records a rank's report of an operation between tiers of the prefix cache; see `KVManager.moved`."""
-
-    def storage_moved(self, report: StorageReport) -> None:
-        """Records a rank's report of an operation of the third tier; see `KVManager.storage_moved`."""
+    @property
+    def kv_manager(self) -> KVManager:
+        """Owner of rows, pages and the prefix cache; the leader reports copies between the tiers to it."""
 
     def check(self) -> None:
         """Raises `InvariantError` if the scheduler is inconsistent."""

@@ -41,12 +41,6 @@ class ReservingScheduler(LedScheduler, Protocol):
     def caches_prefixes(self) -> bool:
         """Whether the group has a prefix cache."""
 
-    def prefetch(self, prefix: PrefixKey | None) -> Prefetch | None:
-        """Begins a prefetch; see `KVManager.prefetch`."""
-
-    def end_prefetch(self, prefetch: Prefetch) -> None:
-        """Ends a prefetch; see `KVManager.end_prefetch`."""
-
 
 class ReservingLeader(Leader):
     """Base of `DecodeLeader` and `ColocatedLeader`."""
@@ -117,7 +111,7 @@ class ReservingLeader(Leader):
     def _begin_prefetch(self, message: m.Reserve) -> None:
         """Begins a prefetch of a new request, unless the request must not wait."""
         if message.wait_s > 0 and (prefix := self._prefix_of(message)) is not None:
-            prefetch = self._scheduler.prefetch(prefix.extended(message.answered))
+            prefetch = self._scheduler.kv_manager.prefetch(prefix.extended(message.answered))
             if prefetch is not None:
                 self._prefetches[message.key] = prefetch
 
@@ -128,12 +122,12 @@ class ReservingLeader(Leader):
             raise BusyError("the request's prefix is being read from the storage")
         self._start(one)
         if prefetch is not None:
-            self._scheduler.end_prefetch(self._prefetches.pop(one.reserve.key))
+            self._scheduler.kv_manager.end_prefetch(self._prefetches.pop(one.reserve.key))
 
     def _end_prefetches(self) -> None:
         """Ends the prefetches of requests that have left the queue."""
         for key in [key for key in self._prefetches if self.waiting.get(key) is None]:
-            self._scheduler.end_prefetch(self._prefetches.pop(key))
+            self._scheduler.kv_manager.end_prefetch(self._prefetches.pop(key))
 
     def _prefix_of(self, message: m.Reserve) -> PrefixKey | None:
         """Returns the key of a request's prompt; None without a prefix cache."""

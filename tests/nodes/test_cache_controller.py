@@ -151,7 +151,7 @@ def test_a_decode_request_waits_for_its_load() -> None:
     kv_manager.keep(table, prefix)
     kv_manager.release(table)
     (store,) = kv_manager.take_operations()
-    scheduler.moved(store.number, 0, "")
+    kv_manager.moved(store.number, 0, "")
     assert kv_manager.cache is not None
     kv_manager.cache.evict(3)
     key = RequestKey("r1")
@@ -173,7 +173,7 @@ def test_a_decode_request_waits_for_its_load() -> None:
     assert (plan.work, len(plan.cache_operations)) == ([], 1)
     assert scheduler.next_step() is None
     scheduler.check()
-    scheduler.moved(plan.cache_operations[0].number, 0, "")
+    kv_manager.moved(plan.cache_operations[0].number, 0, "")
     plan = scheduler.next_step()
     assert plan is not None
     assert [work.key for work in plan.work] == [key]
