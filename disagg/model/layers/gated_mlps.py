@@ -4,6 +4,7 @@ bit."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import MethodType
 from typing import Any
 
@@ -17,8 +18,6 @@ from kernels.layers.rms_norm import DTYPES
 from kernels.layers.silu_mul import silu_mul
 
 _MERGED = ("gate_proj", "up_proj")
-_PROJECTIONS = (*_MERGED, "down_proj")
-_SHARED = ("input_linear", "output_linear")
 _SILU = (nn.SiLU, SiLUActivation)
 
 
@@ -35,10 +34,18 @@ def _granite_shared(module: Any, x: torch.Tensor) -> Any:
     return module.output_linear(silu_mul(*module.input_linear(x).chunk(2, dim=-1)))
 
 
-_Forward = Callable[[Any, torch.Tensor], Any]
-GATED_MLPS: dict[str, _Forward] = by_name(
+@dataclass(frozen=True)
+class MLPForm:
+    """How the MLPs of a class are computed, and the names of their parts."""
+
+    forward: Callable[[Any, torch.Tensor], Any]
+    layers: tuple[str, ...] = (*_MERGED, "down_proj")
+    activation: str = "act_fn"
+
+
+GATED_MLPS: dict[str, MLPForm] = by_name(
     (
-        _llama,
+        MLPForm(_llama),
         """
         afmoe.AfmoeMLP aria.AriaSharedExpertsMLP axk1.AXK1MLP axk2.AXK2MLP bailing_hybrid.BailingHybridMLP
         bamba.BambaMLP cohere.CohereMLP cohere2.Cohere2MLP cohere2_moe.Cohere2MoeMLP cohere_compass.CohereCompassMLP
@@ -55,20 +62,22 @@ GATED_MLPS: dict[str, _Forward] = by_name(
         seed_oss.SeedOssMLP smollm3.SmolLM3MLP solar_open.SolarOpenMLP stablelm.StableLmMLP youtu.YoutuMLP
         """,
     ),
-    (_falcon_h1, "falcon_h1.FalconH1MLP"),
-    (_granite_shared, "granitemoehybrid.GraniteMoeHybridMLP granitemoeshared.GraniteMoeSharedMLP"),
+    (MLPForm(_falcon_h1), "falcon_h1.FalconH1MLP"),
+    (
+        MLPForm(_granite_shared, ("input_linear", "output_linear"), "activation"),
+        "granitemoehybrid.GraniteMoeHybridMLP granitemoeshared.GraniteMoeSharedMLP",
+    ),
 )
-"""Fused forwards by class name."""
+"""Forms by class name."""
 
 
 def fuse_gated_mlp(module: Any) -> bool:
     """If an MLP is registered and uses SiLU, replaces its forward by one with the kernel. Returns whether it did."""
-    forward = GATED_MLPS.get(class_name(module))
-    shared = forward is _granite_shared
-    if forward is None or not isinstance(module.activation if shared else module.act_fn, _SILU):
+    form = GATED_MLPS.get(class_name(module))
+    if form is None or not isinstance(getattr(module, form.activation), _SILU):
         return False
-    layers = [getattr(module, name) for name in (_SHARED if shared else _PROJECTIONS)]
+    layers = [getattr(module, name) for name in form.layers]
     if not all(isinstance(layer, nn.Linear) and layer.weight.dtype in DTYPES for layer in layers):
         return False
-    module.forward = MethodType(forward, module)
+    module.forward = MethodType(form.forward, module)
     return True
