@@ -161,7 +161,6 @@ class HybridCacheController:
         Raises `RuntimeError` if the host has no memory for them.
         """
         with self._reserving:
-            self.kv.memory.reserve(numbers)
             return [self.kv.memory.block(number) for number in numbers]
 
     def stop(self) -> None:
