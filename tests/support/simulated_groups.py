@@ -8,6 +8,7 @@ pages must still be NaN when they are handed out again: whatever is read or writ
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -48,6 +49,7 @@ ROUTER = "router"
 LOST: Any = object()
 """In a queue: its source is gone."""
 DRAIN_ROUNDS = 3000
+"""Rounds without progress of any request, after which a run counts as stuck."""
 TAKE_DOWN_ROUND = 300
 """When the processes of groups that lost a rank end, as the cluster ends them."""
 
@@ -270,7 +272,8 @@ class Simulation:
 
     def settle(self) -> None:
         """Lets everything happen that can, time included; then every request is over and every book empty."""
-        for number in range(DRAIN_ROUNDS):
+        progress, progressed_at = self._progress(), 0
+        for number in itertools.count():
             if number == TAKE_DOWN_ROUND:
                 self._take_down_broken_groups()
             for _, action in self.actions():
@@ -278,6 +281,10 @@ class Simulation:
             self.now_s += 0.01
             over = all(request.over for request in self.router.requests.values())
             if over and not any(self.queues.values()) and not self.probing():
+                break
+            if progress != (progress := self._progress()):
+                progressed_at = number
+            if number - progressed_at == DRAIN_ROUNDS:
                 break
         stuck = [request for request in self.router.requests.values() if not request.over]
         assert not stuck, f"never ended: {stuck}"
@@ -287,6 +294,13 @@ class Simulation:
         for name, rank in self.ranks.items():
             if name not in self.dead and not self._group_is_broken(rank.role):
                 self._check_empty(name, rank)
+
+    def _progress(self) -> tuple[int, int]:
+        """The number of requests that are over, and of tokens that the router has; both are bounded."""
+        requests = self.router.requests.values()
+        return sum(one.over for one in requests), sum(
+            len(tokens) for one in requests for tokens in one.answers
+        )
 
     def check(self) -> None:
         """Every book is right, at any moment."""

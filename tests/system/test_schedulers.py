@@ -249,13 +249,19 @@ class CachingStatesMachine(CachingPrefillMachine):
     def compute(self, plan: StepPlan) -> None:
         """Copies states, computes the chunks and copies states."""
         self.states |= {one.destination: self.states[one.source] for one in plan.state_copies}
+        saved: set[int] = set()
         for work in plan.work:
             prompt = tuple(self.scheduler.requests[work.key].prompt)
             wrong = work.key in self.wrong and self.states.get(work.row) == ()
             assert work.start == 0 or wrong or self.states[work.row] == prompt[: work.start]
-            self.states[work.row] = () if work.key in self.wrong else prompt[: work.span.stop]
+            known = work.key not in self.wrong
+            inside = {slot: prompt[:border] if known else () for border, slot in work.saves}
+            assert not inside.keys() & saved
+            saved |= inside.keys()
+            self.states |= inside
+            self.states[work.row] = prompt[: work.span.stop] if known else ()
         destinations = [one.destination for one in plan.state_saves]
-        assert len(set(destinations)) == len(destinations)
+        assert len({*destinations, *saved}) == len(destinations) + len(saved)
         self.states |= {one.destination: self.states[one.source] for one in plan.state_saves}
 
     @invariant()
