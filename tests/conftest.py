@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+from hypothesis.internal.conjecture import providers
 
 if TYPE_CHECKING:
     from scripted_server import ScriptedServer
@@ -29,6 +30,10 @@ settings.register_profile(
 )
 settings.register_profile("explore", deadline=None, max_examples=1000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+# Hypothesis also draws constants that occur in the sources of imported modules. With them, the examples of a worker
+# would depend on the files that the worker ran before.
+assert providers._get_local_constants is not None
+providers._get_local_constants = lambda: providers._local_constants
 
 RAY = (
     "tests/cluster/on_ray/",
