@@ -13,7 +13,7 @@ PROBE_SIZES_BYTES = (64 * KIB, MIB, 16 * MIB)
 PROBE_REPEATS = 3
 """Timed messages of each size, after one untimed message that sets up connections and mappings."""
 PROBE_BUDGET_S = 1.0
-"""Total time limit; larger sizes that would exceed it are skipped."""
+"""Time limit for all messages of a probe; message sizes that would exceed this limit are skipped."""
 PROBE_LIMIT_S = 2.0
 """A probe that takes longer is cancelled."""
 LEAST_SEGMENT_BYTES = MIB
@@ -28,7 +28,7 @@ class Wire:
     """Cost model: a message of n bytes takes `overhead_s + n / bytes_per_s`."""
 
     overhead_s: float
-    """Overhead of one more segment; 0 when not modelled."""
+    """Additional time for each message; 0 when not modelled."""
     bytes_per_s: float
 
     @property
@@ -43,11 +43,13 @@ def probe_sizes(limit_bytes: int) -> tuple[int, ...]:
 
 
 def fit_wire(samples: Mapping[int, Sequence[float]]) -> Wire | None:
-    """Fits a line to time over bytes; `samples` maps each size to its times, all above 0.
+    """Returns the cost model fitted to timed messages; None when fewer than two sizes were timed.
 
-    Least squares of the relative errors through the median of each size. Noise grows with the time, so
-    absolute errors would let the largest message decide alone. Values outside the bounds of `Wire.is_sane`
-    (such as a negative overhead) are clamped. None when fewer than two sizes were timed.
+    `samples` maps each message size in bytes to its times in seconds, all above 0.
+
+    The fit minimizes the squared relative errors of the median time of each size. Noise grows with the time: with
+    absolute errors, the largest message alone would determine the fit. Values outside the bounds of `Wire.is_sane`
+    (such as a negative overhead) are clamped.
     """
     points = [(nbytes, median(times)) for nbytes, times in samples.items() if times]
     if len(points) < 2:
@@ -70,9 +72,9 @@ def best_segment_bytes(wire: Wire, limit_bytes: int) -> int:
     """Returns the smallest segment size whose doubling gains less than 5 % of throughput; at most
     `limit_bytes`.
 
-    A segment of x seconds on the wire reaches `x / (o + x)` of the wire's rate, and a doubled one `2 x / (o +
-    2 x)`. The gain falls below 1.05 at `x = 9.5 o`. The result is at least `LEAST_SEGMENT_BYTES`, unless the
-    limit is smaller.
+    With an overhead of `o` seconds, a segment of `x` seconds on the wire reaches `x / (o + x)` of the wire's rate. A
+    segment of twice the size reaches `2 x / (o + 2 x)`. The gain of doubling falls below 5 % at `x = 9.5 o`. The
+    result is at least `LEAST_SEGMENT_BYTES`, unless the limit is smaller.
     """
     wanted = math.ceil((2 - _GAIN) / (2 * (_GAIN - 1)) * wire.overhead_s * wire.bytes_per_s)
     return min(limit_bytes, max(LEAST_SEGMENT_BYTES, wanted))
