@@ -146,7 +146,7 @@ def _cut(
     if cells < 1:
         raise ConfigError(
             f"a segment to rank {route.dst_rank} may have {limit_bytes} bytes, but one token of one layer of "
-            f"KV heads {route.heads} needs {_cell_bytes(layout, route)}: enlarge that rank's ring (transfer.ring_bytes)"
+            f"KV heads {route.heads} needs {_cell_bytes(layout, route)}: enlarge its ring (transfer.ring_bytes)"
         )
     for part in split(layers, _ceil_div(len(layers), cells)):
         step_tokens = cells // len(part)

@@ -1,8 +1,8 @@
-"""The contract of the data plane: moving bytes from one rank's staging memory into another's.
+"""The contract of the data plane: moving bytes from one rank's memory into another rank's memory.
 
-Receives are *matched on arrival*. A receiver polls `arrivals()`, derives the destination from the tag, and
-then calls `receive`, or `discard` for a stale message. No receive is posted for a message that may never
-come, so none has to be cancelled.
+Receives are *matched on arrival*. A receiver polls `arrivals()`, derives the destination from the tag, and then calls
+`receive`, or `discard` for a stale message. No receive is posted before its message has arrived or is announced, so
+no receive has to be cancelled.
 
 Every operation ends exactly once, `done` or `failed`, and `progress()` returns it once. An error of a peer or
 the network ends an operation. A mistake of the caller (a wrong tensor, a tag out of range, a closed
@@ -41,7 +41,7 @@ class Operation:
     tag: int
     nbytes: int
     context: object = None
-    """The caller's object, returned unchanged."""
+    """An object of the caller, which the transport does not use."""
     state: OperationState = OperationState.PENDING
     error: TransportError | None = None
     """Error of a failed operation; None otherwise."""
@@ -60,7 +60,7 @@ class Arrival:
     tag: int
     nbytes: int
     handle: object = field(repr=False)
-    """The backend's own object."""
+    """The backend's own object for this message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +158,7 @@ class Transport(ABC):
 
     @abstractmethod
     def receive(self, peer: str, arrival: Arrival, into: torch.Tensor, context: object = None) -> Operation:
-        """Starts moving the bytes into `into`, uint8 `[arrival.nbytes]`. Consumes the arrival even on
+        """Starts moving the message's bytes into `into`, uint8 `[arrival.nbytes]`. Consumes the arrival even on
         failure.
 
         `peer` is the sender, which the caller derives from the tag: `disconnect(peer)` ends this operation.
@@ -170,15 +170,14 @@ class Transport(ABC):
 
     @abstractmethod
     def progress(self) -> list[Operation]:
-        """Drives the transport without blocking; returns the operations that ended since the last call.
+        """Advances the transport without blocking; returns the operations that ended since the last call.
 
         Raises `TransportError` when a fence cannot be proven; see `disconnect`.
         """
 
     @abstractmethod
     def wait(self, timeout_s: float) -> None:
-        """Blocks until `progress` or `arrivals` may return something, `wake` is called, or `timeout_s` has
-        passed.
+        """Blocks until `progress` or `arrivals` may have a result, `wake` is called, or `timeout_s` has passed.
 
         Spurious early returns are possible. Never blocks while an ended operation or an arrival is available.
         """

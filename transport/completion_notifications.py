@@ -67,8 +67,10 @@ class CompletionNotifications:
         return notification.context
 
     def read(self, operation: Operation) -> Written:
-        """Returns the body of a received notification. Call it before the next receive. Raises
-        `ProtocolError`."""
+        """Returns the body of a received notification. Raises `ProtocolError` for invalid bytes.
+
+        Call this before the next `send` or `receive`, which may reuse the slot that `ended` has freed.
+        """
         notification = operation.context
         assert isinstance(notification, CompletionNotification), (
             "not an operation of a completion notification"

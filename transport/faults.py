@@ -31,6 +31,7 @@ class Rule:
     victim: str = ""
     """For `kill`: name of the transport that dies just before the send."""
     seen: int = 0
+    """Number of sends counted so far."""
 
 
 @dataclass(slots=True)

@@ -1,5 +1,5 @@
-"""Handles of memory that another rank may open (`transport.peer_memory`). Free of torch, because messages
-carry them."""
+"""Handles of memory that another rank may open (`transport.peer_memory`). This file does not import torch, because
+messages contain the handles."""
 
 from __future__ import annotations
 

@@ -39,8 +39,8 @@ def is_loopback(host: str) -> bool:
 
 
 def interface_of(host: str) -> str:
-    """Returns the network interface of this host with the address `host`. Raises `ConfigError` when there is
-    none."""
+    """Returns the network interface of this host with the address `host`. Raises `ConfigError` when no interface has
+    this address."""
     try:
         wanted = {str(found[4][0]) for found in socket.getaddrinfo(host, None)}
     except OSError as exc:

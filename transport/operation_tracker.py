@@ -1,4 +1,4 @@
-"""State that every backend keeps: registered memory, pending and ended operations, and counts.
+"""Common state of the transport backends: registered memory, pending and ended operations, and counts.
 
 Not thread-safe: a backend whose operations end on other threads holds its own lock.
 """
@@ -21,7 +21,7 @@ class OperationTracker:
         self._waiting: set[Arrival] = set()
         self._registered: dict[int, torch.Tensor] = {}
         self._spans: dict[int, tuple[int, torch.device]] = {}
-        """Start address of each registered buffer -> its end and its device."""
+        """End address and device of each registered buffer, by start address."""
         # The tensor reference keeps the memory alive until the operation has ended.
         self._pending: dict[Operation, torch.Tensor | None] = {}
         self._ended: list[Operation] = []
@@ -101,8 +101,8 @@ class OperationTracker:
         self._waiting.update(arrivals)
 
     def consume(self, arrival: Arrival) -> None:
-        """Records that the caller receives or discards `arrival`. Raises `ValueError` unless `hand_out` recorded it,
-        and for a second call."""
+        """Records that the caller receives or discards `arrival`. Raises `ValueError` for an arrival that `hand_out`
+        did not record, or that was already consumed."""
         if arrival not in self._waiting:
             raise ValueError(f"{arrival} was received or discarded before, or belongs to another transport")
         self._waiting.remove(arrival)

@@ -1,4 +1,4 @@
-"""Chooses a rank's transport backend and its kind of link, from the configuration and the rank's host.
+"""Chooses a rank's transport backend and its kind of link, from the configuration and the host.
 
 The choice matters for security: UCX's TCP transport has no authentication and executes memory writes for its
 peers. Only `Reach.TCP` opens a TCP port for UCX, and it requires `transport.trusted_network`.
@@ -53,7 +53,7 @@ class Probes:
 def choose(config: TransportConfig, host: str, probes: Probes | None = None) -> Choice:
     """Returns the backend for a rank whose control channel listens on `host` (resolved, not `auto`).
 
-    Raises `ConfigError`, which names the settings to change, when `transport.backend` is not safe there.
+    Raises `ConfigError`, which names the settings to change, when `transport.backend` is not safe on that host.
     """
     if config.backend == "inproc":
         return Choice("inproc", "transport.backend is inproc")

@@ -16,7 +16,7 @@ _MADE_AT_ONCE = 64
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """Memory of one message, from `take` to `give`."""
+    """The memory of one message, in use between `Slots.take` and `Slots.give`."""
 
     memory: torch.Tensor
     """Host memory of the slot, uint8, at least `SLOT_BYTES`."""
