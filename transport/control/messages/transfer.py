@@ -1,6 +1,7 @@
 """Transfer of KV: messages between prefill ranks and decode ranks.
 
-Messages up to `ProbeEnded` are active messages (`transport.active_messages`); later ones use the control channel.
+The messages from `LeaseRequest` to `ProbeEnded` are active messages (`transport.active_messages`). The messages after
+`ProbeEnded` use the control channel.
 """
 
 from __future__ import annotations
@@ -32,18 +33,19 @@ class LeaseRequest(Message, frozen=True):
 
 
 class LeaseGrant(Message, frozen=True):
-    """Decode rank -> prefill rank: `(segment index, ring position)` pairs, and the ring's current watermark."""
+    """Decode rank -> prefill rank: grants ring space. `watermark` is the ring's current watermark."""
 
     key: RequestKey
     ticket: TicketNumber
     dst_rank: Rank
     starts: list[tuple[SegmentIndex, Count]]
+    """A `(segment index, start of the lease)` pair for each segment; the start is a ring position."""
     ring_bytes: Count
     watermark: Count
 
 
 class Watermark(Message, frozen=True):
-    """Decode rank -> prefill ranks: the ring's watermark. It only grows."""
+    """Decode rank -> prefill ranks: the ring's current watermark, which never decreases."""
 
     dst_rank: Rank
     watermark: Count
@@ -86,7 +88,8 @@ class ProbeAnswer(Message, frozen=True):
     host: Label
     device: Label
     refused: str = ""
-    """Temporary reason for a refusal; the sender may repeat the request. Empty if ring space is reserved."""
+    """Temporary reason for a refusal, after which the prefill rank may repeat the request. Empty if the probe may
+    start."""
 
 
 class ProbeEnded(Message, frozen=True):
@@ -116,7 +119,7 @@ class LinkBroken(Message, frozen=True):
     """Rank -> peer rank: the data connection between them is broken; the sender has fenced the receiver."""
 
     answer: bool = False
-    """True if this message is itself the reply. A message with False is always answered by a message with True."""
+    """True in a reply. A message with False is always answered by a message with True."""
 
 
 class Linked(Message, frozen=True):
@@ -126,7 +129,7 @@ class Linked(Message, frozen=True):
 
 
 class SenderEnded(Message, frozen=True):
-    """Prefill rank -> decode rank: the segments `sent` were sent, and no more follow for this ticket."""
+    """Prefill rank -> decode rank: the segments `sent` were sent, and no further segments follow for this ticket."""
 
     key: RequestKey
     ticket: TicketNumber
