@@ -104,7 +104,7 @@ class StagingAllocator:
 
     @property
     def watermark(self) -> int:
-        """Start of the oldest unfreed lease, or the head when there is none. It never decreases."""
+        """Start of the oldest unfreed lease, or the head when there is none. The watermark never decreases."""
         return self.order[0].start if self.order else self.head
 
     @property
@@ -137,7 +137,7 @@ class StagingAllocator:
         return lease
 
     def writable(self, lease: Lease) -> bool:
-        """Returns whether `lease` may be written now; once true, it stays true until the lease is freed."""
+        """Returns whether `lease` may be written now. A writable lease stays writable until it is freed."""
         return is_writable(lease.end, self.watermark, self.size_bytes)
 
     def offset(self, lease: Lease) -> int:
@@ -145,9 +145,10 @@ class StagingAllocator:
         return lease.start % self.size_bytes
 
     def free(self, lease_id: int) -> Lease:
-        """Frees a lease; leases may be freed in any order. The caller guarantees that no later write occurs.
+        """Frees a lease; leases may be freed in any order.
 
-        Raises ValueError for an unknown lease (never assigned, or already freed).
+        The caller guarantees that no later write to the lease occurs. Raises ValueError for an unknown lease (never
+        assigned, or already freed).
         """
         lease = self.leases.pop(lease_id, None)
         if lease is None:

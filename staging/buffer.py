@@ -10,9 +10,9 @@ PAGE_BYTES = 4096
 class StagingBuffer:
     """A buffer of `size_bytes` on `device`, allocated once and aligned to a page.
 
-    `pin` page-locks host memory (needs CUDA). `poison` fills the memory with that byte, which lets a test
-    detect unwritten bytes. Raises ValueError when `size_bytes` is below 1, when `pin` is set for device
-    memory, or when `poison` is not a byte.
+    `pin` page-locks host memory (needs CUDA). `poison` is a byte value that fills the new memory, so that a test can
+    detect unwritten bytes. Raises ValueError when `size_bytes` is below 1, when `pin` is set for device memory, or
+    when `poison` is not a byte.
     """
 
     def __init__(

@@ -1,4 +1,5 @@
-"""Cost model of the wire between two ranks, fitted to a few timed messages, and the best segment size for it."""
+"""Cost model of the wire between two ranks, fitted to a few timed messages, and the segment size chosen by this
+model."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ PROBE_REPEATS = 3
 PROBE_BUDGET_S = 1.0
 """Time limit for all messages of a probe; message sizes that would exceed this limit are skipped."""
 PROBE_LIMIT_S = 2.0
-"""A probe that takes longer is cancelled."""
+"""Time after which a probe is cancelled."""
 LEAST_SEGMENT_BYTES = MIB
 """Smallest segment size that the wire model may choose: each segment also costs two kernel launches."""
 _OVERHEAD_S = (1e-6, 1e-2)
@@ -33,12 +34,13 @@ class Wire:
 
     @property
     def is_sane(self) -> bool:
-        """Whether the values are plausible: 1 us to 10 ms, 1 MB/s to 10 TB/s."""
+        """Whether both values are plausible: 1 us to 10 ms, 1 MB/s to 10 TB/s."""
         return _within(self.overhead_s, _OVERHEAD_S) and _within(self.bytes_per_s, _BYTES_PER_S)
 
 
 def probe_sizes(limit_bytes: int) -> tuple[int, ...]:
-    """Returns the message sizes to time, in bytes, ascending, up to `limit_bytes`. A fit needs at least two."""
+    """Returns the message sizes to time, in bytes, ascending, up to `limit_bytes`. `fit_wire` needs at least two
+    sizes."""
     return tuple(size for size in PROBE_SIZES_BYTES if size <= limit_bytes)
 
 

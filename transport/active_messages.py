@@ -138,7 +138,7 @@ class ActiveMessages:
             inbox.closed = True
             for entry in inbox.coming:
                 if entry.came is not None:
-                    self._slots.give(entry.slot)  # an unfinished receive frees its slot at its end
+                    self._slots.give(entry.slot)  # `ended` frees the slots of unfinished receives
             inbox.coming.clear()
 
     def send(self, peer: str, message: Message) -> None:
@@ -203,7 +203,7 @@ class ActiveMessages:
         return isinstance(entry, _Incoming | _Outgoing)
 
     def _hand_over(self, coming: deque[_Incoming]) -> None:
-        """Handles the received messages at the head of the queue, up to the first that is incomplete."""
+        """Handles the received messages at the head of the queue, up to the first message that is incomplete."""
         while coming and coming[0].came is not None:
             entry = coming.popleft()
             body = entry.slot.read()

@@ -48,7 +48,7 @@ class Operation:
 
     @property
     def ended(self) -> bool:
-        """True once the operation is done or failed: the transport no longer touches its memory."""
+        """True once the operation is done or failed: the transport no longer accesses the operation's memory."""
         return self.state is not OperationState.PENDING
 
 
@@ -129,7 +129,7 @@ class Transport(ABC):
 
     @abstractmethod
     def lost_peers(self) -> list[str]:
-        """Returns the peers whose connection broke. Operations with them fail until `disconnect` and a new
+        """Returns the peers whose connection broke. Operations with a lost peer fail until `disconnect` and a new
         `connect`.
 
         A connection may break on one side only.
@@ -149,7 +149,7 @@ class Transport(ABC):
         """Starts sending `view`, uint8 `[nbytes]`. The operation fails if the peer is not connected or is
         lost.
 
-        `done` means that the bytes may be overwritten; it does not mean that they are in the peer's memory.
+        `done` means that the caller may overwrite the bytes, not that the bytes are in the peer's memory.
         """
 
     @abstractmethod
@@ -184,7 +184,7 @@ class Transport(ABC):
 
     @abstractmethod
     def wake(self) -> None:
-        """Ends the current or the next `wait`. Any thread may call it at any time, also after `close`."""
+        """Ends the current or the next `wait`. Any thread may call this at any time, also after `close`."""
 
     @abstractmethod
     def statistics(self) -> TransportStatistics:

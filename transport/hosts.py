@@ -31,7 +31,7 @@ def own_host(configured: str) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Returns whether only processes on the same host can reach this address."""
+    """Returns whether only processes on the same host can reach the address `host`."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

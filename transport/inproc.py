@@ -72,7 +72,7 @@ class InprocFabric:
                 victim.lose(other, f"the connection to {other} broke")
 
     def deliver(self, message: _Message) -> None:
-        """Puts a message in the queue of its destination; without a destination, the send fails."""
+        """Puts a message in the queue of its destination. The send fails if the destination is not on the fabric."""
         for observer in self._observers:
             observer(message.source, message.destination, message.tag, message.data)
         destination = self.transports.get(message.destination)
@@ -309,8 +309,8 @@ class InprocTransport(Transport):
     def _part(self, peer: str, name: str, error: PeerLostError) -> None:
         """Ends all operations with `peer`, so that neither side accesses the other's memory afterwards.
 
-        The peer is not notified: its own operations end when it disconnects in turn, or when this transport
-        dies.
+        The peer is not notified: the peer's own operations end when the peer disconnects in turn, or when this
+        transport dies.
         """
         for message in [message for message in self.wire if message.destination == name]:
             message.void = True

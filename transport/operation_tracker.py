@@ -31,7 +31,7 @@ class OperationTracker:
         self._handed_out = 0
 
     def register(self, memory: torch.Tensor) -> None:
-        """Adds a registered buffer. Raises `ValueError` unless it is contiguous, not empty and new."""
+        """Adds a registered buffer. Raises `ValueError` unless the buffer is contiguous, not empty and new."""
         if not memory.is_contiguous() or memory.nbytes == 0:
             raise ValueError(f"register: expected a contiguous, non-empty buffer, got {_shape(memory)}")
         if memory.data_ptr() in self._registered:
@@ -40,7 +40,8 @@ class OperationTracker:
         self._spans[memory.data_ptr()] = (memory.data_ptr() + memory.nbytes, memory.device)
 
     def deregister(self, memory: torch.Tensor) -> None:
-        """Removes a registered buffer. Raises `ValueError` when it is unknown or a pending operation uses it."""
+        """Removes a registered buffer. Raises `ValueError` if the buffer is unknown or in use by a pending
+        operation."""
         if memory.data_ptr() not in self._registered:
             raise ValueError(f"deregister: buffer at {memory.data_ptr():#x} was never registered")
         users = [op for op, view in self._pending.items() if view is not None and _within(view, memory)]

@@ -77,7 +77,7 @@ class ControlChannel(ABC):
         on_peer_met: PeerMet = lambda peer: None,
         on_peer_suspected: PeerSuspected = lambda peer, silent: None,
     ) -> None:
-        """Starts the channel's thread. Call it once."""
+        """Starts the channel's thread. Call this method once."""
 
     @abstractmethod
     def call_soon(self, callback: Callable[[], None]) -> None:

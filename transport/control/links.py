@@ -128,7 +128,7 @@ class Links:
                 link.keys, link.failures = self._generations[0], 0
                 self._resend_at(peer, time.monotonic())
             elif len(self._generations) > 1:
-                link.watch()  # the peer may retire this generation earlier
+                link.watch()  # dials again if the peer retires this generation earlier
 
     def look(self) -> None:
         """Processes handshake events. A link whose handshake failed dials with the next generation."""

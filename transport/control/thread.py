@@ -241,7 +241,8 @@ class ThreadedControl(ControlChannel):
         return not self._work and not (lingers and owes)
 
     def _safe_turn(self) -> float | None:
-        """Runs one iteration of the thread; returns when the next one is due, or None if the iteration raised."""
+        """Runs one iteration of the thread; returns the time of the next iteration, or None if the iteration
+        raised."""
         try:
             due_s = self._turn()
             self._failing = False

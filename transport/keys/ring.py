@@ -76,7 +76,7 @@ class KeyRing:
 
     @property
     def keys(self) -> KeySet:
-        """Returns the current key set, to be sent to another process. It contains secrets."""
+        """Returns the current key set, to be sent to another process. The key set contains secrets."""
         with self._lock:
             self._refresh()
             return self._keys

@@ -1,4 +1,5 @@
-"""The address of a TLS transport, as passed to `connect`: host, port, and a number unique to the transport."""
+"""The address of a TLS transport, as passed to `connect`: host, port, and random bytes that identify the
+transport."""
 
 from __future__ import annotations
 

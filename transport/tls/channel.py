@@ -34,7 +34,7 @@ class Channel(ABC):
         self.error: PeerLostError | None = None
         """The error that ended the channel; None while the channel is open."""
         self.work = threading.Condition(state.lock)
-        """Notified when a thread of the channel may have something to do."""
+        """Notified when there may be work for a thread of the channel."""
         self._threads = 0
         self.streams: set[TlsStream] = set()
         """Open connections."""
@@ -112,7 +112,7 @@ class Channel(ABC):
             body()
         except (OSError, ProtocolError, PeerLostError) as exc:
             self.end(str(exc) or type(exc).__name__)
-        except Exception as exc:  # hostile bytes end only the channel with their sender
+        except Exception as exc:  # invalid bytes from a peer must end only this channel
             log.exception("tls_fault", peer=self.label)
             self.end(f"{type(exc).__name__}: {exc}")
         finally:

@@ -3,7 +3,7 @@ key.
 
 A channel carries messages from the side that dialled to the side that accepted. A channel consists of one *reply*
 connection (frames to the dialler) and one or more *lanes* (frames and bytes to the acceptor). Every connection begins
-with a hello, followed by frames of fixed size. Some frames have a payload.
+with a hello, followed by frame headers of fixed size. EAGER and PIECE frames have a payload.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ class Kind(enum.IntEnum):
     PIECE = 3
     """A piece of an announced message: (number, offset, nbytes), then the bytes."""
     RENEW = 4
-    """The lane continues in a new connection with fresh keys."""
+    """The lane or reply connection continues in a new connection with new keys."""
     WELCOME = 16
     """The acceptor has accepted the reply connection."""
     CLEAR = 17
-    """(number): the sender shall send the message's bytes."""
+    """(number): the sender must send the bytes of this announced message."""
     DROP = 18
-    """(number): the receiver has discarded the message; the sender shall not send the bytes."""
+    """(number): the receiver has discarded this announced message; the sender must not send the bytes."""
     CREDIT = 19
     """(eager bytes, messages): buffer space that the receiver has freed since the last CREDIT."""
 
@@ -115,7 +115,7 @@ class FrameReader:
     def frame(self) -> Frame | None:
         """Reads the next frame header; None when the peer closed the connection between two frames.
 
-        Raises `ProtocolError` for an unknown frame, or when the connection ends within one.
+        Raises `ProtocolError` for an unknown frame, or when the connection ends within a frame.
         """
         if self._start == self._end and not self._fill():
             return None

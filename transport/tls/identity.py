@@ -104,7 +104,7 @@ class Contexts:
     def check(self, certificate: bytes | None) -> None:
         """Raises `ssl.SSLError` unless `certificate`, presented by the peer, is one of `trusted`."""
         if certificate not in self.trusted:
-            raise ssl.SSLError("the peer's certificate is not the cluster's")
+            raise ssl.SSLError("the peer's certificate does not belong to this cluster")
 
     def presenting(self, certificate: bytes) -> Contexts:
         """Returns contexts that present `certificate`, one of `trusted`, and accept the same certificates as these
@@ -146,7 +146,7 @@ def _context(protocol: int, identity: Identity, trusted: Iterable[bytes]) -> ssl
     """Returns a context that presents `identity` and accepts the certificates `trusted`, DER."""
     context = ssl.SSLContext(protocol)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
-    context.check_hostname = False  # the key is the identity; addresses change
+    context.check_hostname = False  # the key identifies a peer; addresses can change
     context.verify_mode = ssl.CERT_REQUIRED
     context.options |= ssl.OP_NO_RENEGOTIATION | ssl.OP_NO_COMPRESSION | _OP_ENABLE_KTLS
     context.load_verify_locations(cadata=b"".join(trusted))

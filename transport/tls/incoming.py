@@ -30,14 +30,14 @@ from transport.tls.stream import TlsStream
 LANES_TIMEOUT_S = 10.0
 """Time limit for the first lane of a channel, and for the end of the old connection of a renewed lane."""
 MAX_LANE_CONNECTIONS = 2 * MAX_LANES
-"""A lane has one connection, and two during its renewal."""
+"""Limit of the lane connections of one channel: one for each lane, and two while the lane is renewed."""
 _CREDIT_MESSAGES, _CREDIT_BYTES = 64, 1 << 18
 """Credit in messages and in bytes that the receiver accumulates before it returns the credit to the sender."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ArrivalHandle:
-    """The handle of an arrival from this channel."""
+    """The `Arrival.handle` of a message that arrived through an incoming channel."""
 
     channel: IncomingChannel
     number: int
@@ -138,7 +138,7 @@ class IncomingChannel(Channel):
     def serve_replies(self, stream: TlsStream) -> None:
         """Writes replies until the channel ends, in the thread that accepted the connection.
 
-        A second reply connection replaces the first one, whose thread then writes to the new one.
+        A second reply connection replaces the first one, whose thread then writes to the new connection.
         """
         with self.state.lock:
             if self._replying and not self.ended:
@@ -187,7 +187,7 @@ class IncomingChannel(Channel):
             while not self._replies and self._fresh is None and not self.ended:
                 waited = self.work.wait(None if self._had_lanes else LANES_TIMEOUT_S)
                 if not waited and not self._had_lanes:
-                    raise ProtocolError("the peer opened no lane")
+                    raise ProtocolError("the peer opened no lane in time")
             if self.ended:
                 return b"", None
             frames = b"".join(frame.pack() for frame in self._replies)

@@ -142,7 +142,7 @@ class OutgoingChannel(Channel):
             self.detach(stream)
 
     def _welcomed(self, stream: TlsStream) -> FrameReader:
-        """Returns the reader of a reply connection once the peer has accepted it."""
+        """Waits until the peer has accepted a reply connection, and returns the reader of this connection."""
         reader = FrameReader(stream)
         welcome = reader.frame()
         if welcome is None or welcome.kind is not Kind.WELCOME:
@@ -221,7 +221,7 @@ class OutgoingChannel(Channel):
         return False
 
     def take_fresh(self) -> TlsStream:
-        """Returns the renewed reply connection, and waits until lane 0 has dialed it.
+        """Waits until lane 0 has dialed the new reply connection, and returns this connection.
 
         The wait is needed because the peer can announce the connection before the dialing thread has stored it in
         `fresh`.

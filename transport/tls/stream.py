@@ -33,7 +33,7 @@ class TlsStream(ABC):
     def __init__(self, raw: socket.socket) -> None:
         self._raw = raw
         self.certificates: frozenset[bytes] = frozenset()
-        """Both sides' certificates, DER, once the connection is authenticated."""
+        """Certificates of both sides in DER; empty until the connection is authenticated."""
 
     @property
     @abstractmethod
@@ -68,11 +68,11 @@ class TlsStream(ABC):
 
     @abstractmethod
     def read_into(self, into: memoryview) -> int:
-        """See `Readable`. Raises `OSError`."""
+        """Reads decrypted bytes into `into`, as in `Readable`. Raises `OSError`."""
 
     @abstractmethod
     def write(self, *buffers: bytes | memoryview) -> None:
-        """Blocks until the kernel has all bytes. Raises `OSError`."""
+        """Writes `buffers`, and blocks until the kernel has all bytes. Raises `OSError`."""
 
     def wait_for_end(self) -> None:
         """Blocks until the peer has closed the connection. Raises `OSError` when the peer sends bytes."""

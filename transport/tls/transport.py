@@ -41,8 +41,8 @@ FENCE_WAIT_S = 0.02
 threads."""
 _MOST_DEFAULT_LANES = 2
 MAX_CHANNELS_PER_PEER = 4
-"""Largest number of channels of one peer. A peer needs one; after a reconnect, the peer's previous channel may not
-have ended here yet."""
+"""Largest number of channels of one peer. A peer needs one channel. After a reconnect, the peer's previous channel
+may not have ended on this side yet."""
 MAX_CHANNELS = 4096
 """Largest number of channels of all peers together; equal to the control channel's limit on peers."""
 UPKEEP_S = 1.0
@@ -263,7 +263,7 @@ class TlsTransport(Transport):
             return found
 
     def _open(self, hello: Hello) -> IncomingChannel:
-        """Creates a channel. Call with the lock held."""
+        """Creates an incoming channel for a reply connection. Call with the lock held."""
         if self._closed or hello.lane != REPLY_LANE:
             raise ProtocolError("the channel has ended or does not exist")
         try:
@@ -320,8 +320,8 @@ class TlsTransport(Transport):
             return self.state.quiet.wait_for(lambda: all(one.quiet for one in channels), timeout_s)
 
     def _check_fences(self) -> None:
-        """Removes fences whose channels are all quiet. Raises `TransportError` for a fence that could not be proven
-        in time."""
+        """Removes fences whose channels are all quiet. Raises `TransportError` for a fence that is older than
+        `FENCE_TIMEOUT_S`."""
         with self.state.lock:
             self._fences = [fence for fence in self._fences if not all(one.quiet for one in fence.channels)]
         for fence in self._fences:
@@ -332,7 +332,8 @@ class TlsTransport(Transport):
                 )
 
     def _usable(self, operation: Operation) -> OutgoingChannel | None:
-        """Returns the peer's channel. Without one, ends the operation and returns None."""
+        """Returns the open channel to the operation's peer. Without an open channel, fails the operation and returns
+        None."""
         peer = self.peers.get(operation.peer or "")
         if peer is not None and not peer.outgoing.ended:
             return peer.outgoing

@@ -37,7 +37,7 @@ def version() -> str:
 
 
 def offers(transport: str) -> bool:
-    """Returns whether UCX can use a transport, or a group of them (`ib`), on this host.
+    """Returns whether UCX can use a UCX transport, or a group of UCX transports such as `ib`, on this host.
 
     Raises `ConfigError` when ucxx cannot be imported.
     """

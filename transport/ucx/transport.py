@@ -335,7 +335,8 @@ class UcxTransport(Transport):
         self._tracker.end(operation, error)
 
     def _usable(self, operation: Operation) -> Any:
-        """Returns the peer's endpoint. Without one, ends the operation and returns None."""
+        """Returns the live endpoint of the operation's peer. Without a live endpoint, fails the operation and returns
+        None."""
         peer = self.peers.get(operation.peer or "")
         if peer is not None and peer.endpoint.alive:
             return peer.endpoint
@@ -351,7 +352,8 @@ class UcxTransport(Transport):
         return {operation for fence in self._fences for operation in fence.operations}
 
     def _advance_fences(self) -> bool:
-        """Ends the operations of proven fences. Returns whether no fence is left."""
+        """Ends the operations of each fence whose UCX requests have all completed. Returns whether no fence is
+        left."""
         for fence in list(self._fences):
             if all(self.requests[operation].completed for operation in fence.operations):
                 self._fences.remove(fence)
@@ -363,7 +365,7 @@ class UcxTransport(Transport):
         return not self._fences
 
     def _check_fences(self) -> None:
-        """Raises `TransportError` for a fence that could not be proven in time."""
+        """Raises `TransportError` for a fence that is older than `FENCE_TIMEOUT_S`."""
         for fence in self._fences:
             if time.monotonic() > fence.until_s:
                 pending = sum(not self.requests[operation].completed for operation in fence.operations)

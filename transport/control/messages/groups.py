@@ -30,7 +30,8 @@ class CacheDigest(Message, frozen=True):
     group: Label
     digest: Digest
     switch_tokens: Count = 0
-    """Length beyond which prompts use other rotary embeddings; see `disagg.core.prefixes.PrefixKey.of`."""
+    """Prompt length in tokens above which other rotary embeddings are used; see
+    `disagg.core.prefixes.PrefixKey.of`."""
 
 
 class GroupReport(Message, frozen=True):
@@ -68,7 +69,8 @@ class Using(Message, frozen=True):
 
 
 class Scale(Message, frozen=True):
-    """Operator -> directory: run `count` groups of `role`. `Scaled` replies once they are running."""
+    """Operator -> directory: run `count` groups of `role`. The directory replies with `Scaled` once the groups are
+    running."""
 
     role: Role
     count: Annotated[int, msgspec.Meta(ge=1)]

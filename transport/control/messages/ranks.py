@@ -64,7 +64,7 @@ class RankOpened(Message, frozen=True):
 
 
 class CloseTransfer(Message, frozen=True):
-    """Leader -> its ranks: stop moving this ticket's KV. `RankClosed` replies. Idempotent."""
+    """Leader -> its ranks: stop moving this ticket's KV. Each rank replies with `RankClosed`. Idempotent."""
 
     key: RequestKey
     ticket: TicketNumber
@@ -72,7 +72,7 @@ class CloseTransfer(Message, frozen=True):
 
 
 class RankClosed(Message, frozen=True):
-    """Rank -> its leader: the rank no longer accesses memory of the ticket; its pages may be reused."""
+    """Rank -> its leader: the rank no longer accesses memory of the ticket; the ticket's pages may be reused."""
 
     key: RequestKey
     ticket: TicketNumber
@@ -82,7 +82,7 @@ class RankClosed(Message, frozen=True):
 
 
 class Landed(Message, frozen=True):
-    """Decode rank -> its leader: all segments of the ticket for this rank are in its pages."""
+    """Decode rank -> its leader: all segments of the ticket for this rank are in the rank's pages."""
 
     key: RequestKey
     ticket: TicketNumber

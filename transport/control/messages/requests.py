@@ -73,7 +73,7 @@ class Prefill(Message, frozen=True):
 
 
 class Prefilled(Message, frozen=True):
-    """Prefill leader -> router: the prompt is computed; its last segments may still be in flight."""
+    """Prefill leader -> router: the prompt is computed; the last segments of its KV may still be in flight."""
 
     key: RequestKey
     first_tokens: list[Count]
@@ -141,13 +141,13 @@ class EndAnswer(Message, frozen=True):
 
 
 class Release(Message, frozen=True):
-    """Router -> both leaders: the request has ended; free all its resources. Idempotent."""
+    """Router -> both leaders: the request has ended; free all resources of the request. Idempotent."""
 
     key: RequestKey
     reason: str
 
 
 class Released(Message, frozen=True):
-    """Leader -> router: all resources of the request are freed here."""
+    """Leader -> router: the leader's group has freed all resources of the request."""
 
     key: RequestKey

@@ -65,7 +65,7 @@ class SendAgain(Message, frozen=True):
 
 
 class TransferVerified(Message, frozen=True):
-    """Decode rank -> each of its prefill ranks: all segments of the tickets are in their pages, with valid
+    """Decode rank -> each of its prefill ranks: all segments of the tickets are in the tickets' pages, with valid
     checksums."""
 
     tickets: Annotated[list[tuple[RequestKey, TicketNumber]], msgspec.Meta(min_length=1)]
@@ -76,7 +76,7 @@ class ProbeRequest(Message, frozen=True):
     """Prefill rank -> decode rank: requests a wire probe with messages of at most `nbytes`. Idempotent."""
 
     number: ProbeNumber
-    """Random number of the probe; part of its messages' tag."""
+    """Random number of the probe; part of the tag of the probe's messages."""
     nbytes: Annotated[int, msgspec.Meta(ge=1)]
 
 
@@ -93,7 +93,7 @@ class ProbeAnswer(Message, frozen=True):
 
 
 class ProbeEnded(Message, frozen=True):
-    """Prefill rank -> decode rank: the probe has ended; its ring space may be freed."""
+    """Prefill rank -> decode rank: the probe has ended; the probe's ring space may be freed."""
 
     number: ProbeNumber
 
@@ -108,15 +108,15 @@ class PoolOffer(Message, frozen=True):
 
 
 class PoolRefused(Message, frozen=True):
-    """Prefill rank -> decode rank: the pool cannot be opened; tickets opened from now on do not use direct
-    writes."""
+    """Prefill rank -> decode rank: this rank cannot open the offered pool. Tickets opened from now on do not use
+    direct writes."""
 
     src_rank: Rank
     reason: str
 
 
 class LinkBroken(Message, frozen=True):
-    """Rank -> peer rank: the data connection between them is broken; the sender has fenced the receiver."""
+    """Rank -> peer rank: the data connection between the two ranks is broken; the sender has fenced the receiver."""
 
     answer: bool = False
     """True in a reply. A message with False is always answered by a message with True."""
@@ -141,7 +141,7 @@ class SenderEnded(Message, frozen=True):
 
 
 class StopSending(Message, frozen=True):
-    """Decode rank -> prefill rank: stop sending for this ticket. `SenderEnded` replies."""
+    """Decode rank -> prefill rank: stop sending for this ticket. The prefill rank replies with `SenderEnded`."""
 
     key: RequestKey
     ticket: TicketNumber
