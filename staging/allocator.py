@@ -1,16 +1,16 @@
-"""The allocator of a staging ring with watermark and overcommit. It works on integers only and touches no
-memory.
+"""Allocator of a staging ring with watermark and overcommit. The allocator computes positions and touches no memory.
 
-Positions are byte counters that only grow (64 bits on the wire); `position % size_bytes` is the memory
-offset. A lease `[start, end)` never wraps: it skips to the next multiple of the size instead. Leases are
-granted beyond the free space (overcommit), so `assign` never blocks. A lease may be *written* once `end <=
-watermark + size`. The watermark is the start of the oldest unfreed lease, or the head when there is none.
+Positions are byte counters that only grow (64 bits on the wire); `position % size_bytes` is the memory offset. A
+lease `[start, end)` never wraps: a lease that would wrap starts at the next multiple of the size instead. Leases are
+granted beyond the free space (overcommit), so `assign` never blocks. A lease may be *written* once
+`end <= watermark + size`. The watermark is the start of the oldest unfreed lease, or the head if all leases are
+freed.
 
-Why no byte has two owners: an older unfreed lease starts at `s >= watermark`. The byte at its position `p` is
-therefore reused first at `p + size >= watermark + size`, which is at or past the end of every writable lease.
+Why no byte has two owners: every unfreed lease starts at or past the watermark. The memory of its position `p` is
+reused first at position `p + size >= watermark + size`, which is at or past the end of every writable lease.
 
-Why the ring never stalls: for the oldest lease, `watermark + size - end = size - nbytes >= 0`. Skipped bytes
-belong to no lease, so the watermark passes over them together with the lease before them.
+Why the ring never stalls: for the oldest lease, `watermark + size - end = size - nbytes >= 0`, so this lease is
+writable. Skipped bytes belong to no lease. The watermark passes over them when the lease before them is freed.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from dataclasses import dataclass
 from disagg.core.errors import InvariantError
 
 ALIGNMENT_BYTES = 256
-"""Alignment of lease starts; sizes of rings and staging buffers are multiples of it."""
+"""Alignment of lease starts. The sizes of rings and staging buffers are multiples of this value."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """Ring positions `[start, end)` granted to `owner`, until freed."""
+    """A range of ring positions, `[start, end)`, that belongs to `owner` until the lease is freed."""
 
     id: int
     start: int
@@ -65,9 +65,9 @@ class RingStatistics:
 
 
 def is_writable(end: int, watermark: int, size_bytes: int) -> bool:
-    """Returns whether a lease that ends at `end` may be written: the ring's one rule, for both sides.
+    """Returns whether a lease that ends at position `end` may be written. Sender and receiver both apply this rule.
 
-    A stale watermark is safe: it is smaller, so the lease only becomes writable later.
+    A stale watermark is safe: a stale value is smaller, so the lease becomes writable later, never too early.
     """
     return end <= watermark + size_bytes
 
@@ -75,8 +75,8 @@ def is_writable(end: int, watermark: int, size_bytes: int) -> bool:
 class StagingAllocator:
     """Grants ring space. Each call is O(1) amortised (`free_owner`: per lease freed). Not thread-safe.
 
-    `size_bytes` must be a multiple of `alignment_bytes`; every lease starts at such a multiple. Raises ValueError
-    when a size is below 1 or not such a multiple.
+    `size_bytes` must be a multiple of `alignment_bytes`; every lease starts at a multiple of `alignment_bytes`.
+    Raises ValueError when a size is below 1 or `size_bytes` is not such a multiple.
     """
 
     def __init__(self, size_bytes: int, alignment_bytes: int = ALIGNMENT_BYTES) -> None:
@@ -104,7 +104,7 @@ class StagingAllocator:
 
     @property
     def watermark(self) -> int:
-        """Start of the oldest unfreed lease, or the head when there is none. It never decreases."""
+        """Start of the oldest unfreed lease, or the head when there is none. The watermark never decreases."""
         return self.order[0].start if self.order else self.head
 
     @property
@@ -113,10 +113,10 @@ class StagingAllocator:
         return self._waited
 
     def assign(self, nbytes: int, owner: Hashable) -> Lease:
-        """Grants `nbytes` to `owner`, which frees the lease. The lease may be written once `writable` returns
-        True.
+        """Returns a new lease of `nbytes` for `owner`, which must free the lease. The lease may be written once
+        `writable` returns True.
 
-        Raises ValueError when `nbytes` is below 1 or exceeds the ring: the planner cuts such a segment.
+        Raises ValueError when `nbytes` is below 1 or exceeds the size of the ring.
         """
         if not 1 <= nbytes <= self.size_bytes:
             raise ValueError(f"a lease needs 1 to {self.size_bytes} bytes (the ring's size); got {nbytes}")
@@ -137,7 +137,7 @@ class StagingAllocator:
         return lease
 
     def writable(self, lease: Lease) -> bool:
-        """Returns whether `lease` may be written now; once true, it stays true until the lease is freed."""
+        """Returns whether `lease` may be written now. A writable lease stays writable until it is freed."""
         return is_writable(lease.end, self.watermark, self.size_bytes)
 
     def offset(self, lease: Lease) -> int:
@@ -145,9 +145,10 @@ class StagingAllocator:
         return lease.start % self.size_bytes
 
     def free(self, lease_id: int) -> Lease:
-        """Frees a lease, in any order. The caller guarantees that no write to it can still happen.
+        """Frees a lease; leases may be freed in any order.
 
-        Raises ValueError for an unknown lease (never assigned, or already freed).
+        The caller guarantees that no later write to the lease occurs. Raises ValueError for an unknown lease (never
+        assigned, or already freed).
         """
         lease = self.leases.pop(lease_id, None)
         if lease is None:
@@ -162,12 +163,12 @@ class StagingAllocator:
         return lease
 
     def free_owner(self, owner: Hashable) -> tuple[Lease, ...]:
-        """Frees and returns all leases of `owner`, possibly none. The caller gives the same guarantee as for
-        `free`."""
+        """Frees and returns all leases of `owner`, possibly none. The caller guarantees that no later write to these
+        leases occurs."""
         return tuple(self.free(lease_id) for lease_id in list(self.by_owner.get(owner, ())))
 
     def oldest(self) -> Lease | None:
-        """Returns the unfreed lease at the watermark, which is always writable; None when there is none."""
+        """Returns the oldest unfreed lease, which is always writable; None when all leases are freed."""
         return self.order[0] if self.order else None
 
     def outstanding(self) -> tuple[Lease, ...]:

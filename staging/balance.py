@@ -1,24 +1,29 @@
-"""Distribution of KV cells over replicas that can all send them, with the least load on the busiest sender."""
+"""Distributes KV cells over the replicas that can send them, and minimizes the load of the busiest sender.
+
+A cell is the KV of one layer and one KV head. A demand is a number of cells that all have the same holders.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
 Holders = tuple[int, ...]
+"""Ranks that each hold the same cells, so that any of these ranks can send any of the cells."""
 Quotas = dict[Holders, dict[int, int]]
+"""For the holders of each demand: the number of cells that each holder sends."""
 Step = tuple[int, Holders]
-"""A link of a chain: the rank that gives cells, and the demand from which it gives."""
+"""One link of a chain of moves: the rank that gives cells, and the holders of the demand whose cells it gives."""
 
 
 def balanced_quotas(demands: Mapping[Holders, int], load: Mapping[int, int]) -> Quotas:
     """Returns, for each demand, the number of cells that each of its holders sends.
 
-    A demand is a number of cells that any one of its holders can send; `load` is the number of other cells
-    that each rank sends. The result minimizes the largest total, then the second largest, and so on.
+    `demands` maps holders to their number of cells; `load` is the number of other cells that each rank sends. The
+    result minimizes the largest total of a rank, then the second largest, and so on. The order of the arguments does
+    not change the result.
 
-    Cells are unit jobs: an assignment is optimal when no chain of moves takes a unit from a rank to another
-    with at least two fewer (semi-matchings; Harvey, Ladner, Lovász and Tamir, 2003). The result does not
-    depend on the order of the arguments.
+    The assignment is an optimal semi-matching with cells as unit jobs (Harvey, Ladner, Lovász and Tamir, 2003): no
+    chain of moves can take a cell from one rank to a rank that sends at least two cells fewer.
     """
     total = dict(load)
     quotas: Quotas = {}
@@ -32,7 +37,7 @@ def balanced_quotas(demands: Mapping[Holders, int], load: Mapping[int, int]) -> 
 
 
 def _pour(loads: Sequence[int], amount: int) -> list[int]:
-    """Returns the share of each of `loads` when `amount` fills up the lowest loads to a common level."""
+    """Returns each rank's part of `amount` when `amount` raises the lowest `loads` to a common level."""
     order = sorted(range(len(loads)), key=lambda i: loads[i])
     total = amount
     for count, i in enumerate(order, 1):
@@ -47,7 +52,7 @@ def _pour(loads: Sequence[int], amount: int) -> list[int]:
 
 
 def _even_out(quotas: Quotas, total: dict[int, int]) -> None:
-    """Moves cells along chains of demands until no rank can give to a rank with at least two fewer."""
+    """Moves cells along chains of demands until no rank can give to a rank that sends at least two cells fewer."""
     demands_of: dict[int, list[Holders]] = {}
     for holders in quotas:
         for rank in holders:
@@ -69,7 +74,7 @@ def _even_out(quotas: Quotas, total: dict[int, int]) -> None:
 def _reach(
     giving: int, quotas: Quotas, demands_of: Mapping[int, Sequence[Holders]]
 ) -> dict[int, Step | None]:
-    """Returns the ranks that cells of `giving` can reach, each with the last link of a shortest chain to it."""
+    """Returns the ranks to which cells of rank `giving` can move, each with the last link of a shortest chain."""
     steps: dict[int, Step | None] = {giving: None}
     queue = [giving]
     for rank in queue:
@@ -82,8 +87,10 @@ def _reach(
 
 
 def _move(taking: int, most: int, steps: Mapping[int, Step | None], quotas: Quotas) -> int:
-    """Moves up to `most` cells along the chain to `taking`, limited by the ranks between; returns the number
-    moved."""
+    """Moves up to `most` cells along the chain to rank `taking`; returns the number of cells moved.
+
+    Each link of the chain limits the number to the cells that its giving rank sends now.
+    """
     chain: list[tuple[int, int, Holders]] = []
     at = taking
     while (step := steps[at]) is not None:

@@ -8,11 +8,11 @@ PAGE_BYTES = 4096
 
 
 class StagingBuffer:
-    """`size_bytes` of memory on `device`, allocated once, aligned to a page.
+    """A buffer of `size_bytes` on `device`, allocated once and aligned to a page.
 
-    `pin` page-locks host memory (needs CUDA). `poison` fills the memory with that byte, which lets a test
-    detect unwritten bytes. Raises ValueError when `size_bytes` is below 1, when `pin` is set for device
-    memory, or when `poison` is not a byte.
+    `pin` page-locks host memory (needs CUDA). `poison` is a byte value that fills the new memory, so that a test can
+    detect unwritten bytes. Raises ValueError when `size_bytes` is below 1, when `pin` is set for device memory, or
+    when `poison` is not a byte.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class StagingBuffer:
         return self._memory
 
     def view(self, offset: int, nbytes: int) -> torch.Tensor:
-        """Returns a view, uint8 `[nbytes]`, at `offset`. Raises ValueError for a range outside, or after
+        """Returns a view, uint8 `[nbytes]`, at `offset`. Raises ValueError for a range outside the buffer, or after
         `close`."""
         if offset < 0 or nbytes < 0 or offset + nbytes > self.size_bytes:
             raise ValueError(f"[{offset}, {offset + nbytes}) is outside the buffer's {self.size_bytes} bytes")

@@ -33,8 +33,9 @@ def shard_groups(shard: Shard, count: int) -> tuple[Span, ...]:
 def group_count(nbytes: int, most: int, overhead_s: float, bytes_per_s: float) -> int:
     """Returns the best number of layer groups (at most `most`) for a chunk of `nbytes` to one destination.
 
-    The exposed time is the time of the last group on the wire, `nbytes / bytes_per_s / count`; each group adds
-    `overhead_s`. The sum is smallest at the square root of their quotient, so small chunks use one group.
+    Compute hides the transfer of all groups but the last one, which takes `nbytes / bytes_per_s / count`. Each group
+    adds `overhead_s`. The total is smallest when `count` is the square root of `nbytes / bytes_per_s / overhead_s`,
+    so small chunks use one group.
     """
     if overhead_s <= 0:
         return most
@@ -42,7 +43,7 @@ def group_count(nbytes: int, most: int, overhead_s: float, bytes_per_s: float) -
 
 
 def smallest_ring_bytes(layout: KVLayout, routes: Sequence[Route]) -> int:
-    """Returns the smallest ring that can receive all `routes`: one token of one layer of the widest route."""
+    """Returns the size of the smallest ring for `routes`: the bytes of one token of one layer of the widest route."""
     return max((_cell_bytes(layout, route) for route in routes), default=0)
 
 
@@ -56,14 +57,14 @@ def plan_segments(
 ) -> tuple[Segment, ...]:
     """Returns segments that cover every route, for `tokens`, exactly once.
 
-    `groups` (see `layer_groups`) are ascending spans of global layers that together cover every route's
-    layers. `max_segment_bytes` maps each destination rank to its segment limit: its ring's size, or less. A
-    route's part of a group is cut along the tokens; it is cut along the layers only when one token of all its
-    layers is too large.
+    `groups` (see `layer_groups`) are ascending spans of global layers that together cover every route's layers.
+    `max_segment_bytes` maps each destination rank to its segment limit: its ring's size, or less. The part of a route
+    within a group is cut along the tokens. This part is also cut along the layers if one token of all its layers
+    exceeds the limit.
 
-    The order is by group, then by token, so that early layers are sent first; `index` counts up from
-    `first_index`. Raises ConfigError when one token of one layer exceeds a destination's limit. Raises
-    ValueError when the groups overlap or omit a layer.
+    Segments are ordered by group, then by token, so that early layers are sent first; `index` counts up from
+    `first_index`. Raises ConfigError when one token of one layer exceeds a destination's limit. Raises ValueError
+    when the groups overlap or omit a layer.
     """
     _check_groups(routes, groups)
     cuts: list[tuple[Route, Span, Span]] = []
@@ -91,10 +92,11 @@ def plan_segments(
 def cut_tails(
     segments: Sequence[Segment], dst_ranks: Collection[int], tail_bytes: int
 ) -> tuple[Segment, ...]:
-    """Cuts a tail of about `tail_bytes` off the last segment to each of `dst_ranks`, if that segment is at least
-    three times as large.
+    """Cuts a tail of about `tail_bytes` off the last segment to each of `dst_ranks`, if that segment has at least
+    `3 * tail_bytes`.
 
-    A tail directly follows its segment; later indices shift. A segment of one token stays whole.
+    The tail follows its segment in the result, and the indices of later segments increase. A segment of one token
+    stays whole.
     """
     last = {segment.dst_rank: segment.index for segment in segments if segment.dst_rank in dst_ranks}
     found: list[Segment] = []
@@ -115,10 +117,10 @@ def segment_count_bound(
     groups: Sequence[Span],
     max_segment_bytes: Mapping[int, int],
 ) -> int:
-    """Returns an upper bound of the number of segments: one per route and group, plus `3 * bytes / limit`.
+    """Returns an upper bound of the number of segments: one for each route and group, plus `3 * bytes / limit`.
 
-    A cut leaves parts at least half full, or a third when it also divides layers. The number of messages
-    therefore depends on routes x groups x chunks, not on tokens, pages or heads.
+    A cut along tokens fills each part to at least half of the limit, and a cut along layers too to at least a third.
+    The number of messages therefore depends on routes x groups x chunks, not on pages or heads.
     """
     bound = 0
     for group in groups:
@@ -144,7 +146,7 @@ def _cut(
     if cells < 1:
         raise ConfigError(
             f"a segment to rank {route.dst_rank} may have {limit_bytes} bytes, but one token of one layer of "
-            f"KV heads {route.heads} needs {_cell_bytes(layout, route)}: enlarge that rank's ring"
+            f"KV heads {route.heads} needs {_cell_bytes(layout, route)}: enlarge its ring (transfer.ring_bytes)"
         )
     for part in split(layers, _ceil_div(len(layers), cells)):
         step_tokens = cells // len(part)

@@ -1,8 +1,8 @@
 """Routes between two groups: which source rank sends which layers and heads to which destination rank.
 
-Each destination shard is cut along the source shards' bounds into *pieces*; a source holds a piece as a whole
-or not at all. A piece with one holder is sent by that holder. Pieces with several holders are distributed to
-minimize the load of the busiest source. No size has to divide another.
+Each destination shard is cut along the source shards' bounds into *pieces*; a source holds a piece as a whole or not
+at all. A piece with one holder is sent by that holder. Pieces with several holders are distributed to minimize the
+load of the busiest source. The numbers of ranks, layers and heads need not divide each other.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Route(msgspec.Struct, frozen=True, order=True):
 
 
 class _ShardPiece(NamedTuple):
-    """Part of a destination shard that all of `holders` hold."""
+    """Part of a destination shard that each source rank in `holders` holds completely."""
 
     dst_rank: int
     layers: Span
@@ -44,16 +44,16 @@ class _ShardPiece(NamedTuple):
 def plan_routes(src: Sequence[Shard], dst: Sequence[Shard]) -> tuple[Route, ...]:
     """Returns routes that write every (layer, head) of every destination shard exactly once.
 
-    A route covers one class of layers. Among several sources that hold the same cell, the choice minimizes
-    the number of cells of the busiest source (`balanced_quotas`). The choice is made in runs of layers, so
-    that another replica adds few segments, and depends on the arguments only.
+    A route covers one class of layers. Among several sources that hold the same cell, the choice minimizes the number
+    of cells of the busiest source (`balanced_quotas`). Each chosen source sends runs of consecutive layers, so that
+    another replica adds few segments. The result depends on the arguments only.
 
-    With tensor and pipeline parallelism, sources share at most one head. For sources that share more heads, each run
-    is rounded to whole layers. A source may then exceed the minimum by the number of shared heads, once for each set
-    of sources that contains it.
+    With tensor and pipeline parallelism, two sources share at most one head. For sources that share more heads, each
+    run is rounded to whole layers. Such a source may send more cells than the optimum: for each set of sources that
+    contains this source, at most the number of heads that the set shares.
 
-    Sorted by (source, destination, layers, heads). Raises HandshakeError when no source holds a destination's
-    cell, ValueError when a rank appears twice on one side.
+    The routes are sorted by (source, destination, layers, heads). Raises HandshakeError when no source holds a cell
+    that a destination needs, ValueError when a rank appears twice on one side.
     """
     for side, shards in (("source", src), ("destination", dst)):
         if len({shard.rank for shard in shards}) != len(shards):
@@ -84,7 +84,7 @@ def _plan_class(src: Sequence[Shard], dst: Sequence[Shard], load: dict[int, int]
 
 
 def _cut(src: Sequence[Shard], dst: Sequence[Shard]) -> Iterator[_ShardPiece]:
-    """Cuts the destination shards along the source shards' bounds."""
+    """Yields the pieces of the destination shards, which are cut along the source shards' bounds."""
     layer_bounds = sorted({bound for shard in src for bound in (shard.layers.start, shard.layers.stop)})
     head_bounds = sorted({bound for shard in src for bound in (shard.heads.start, shard.heads.stop)})
     holders: dict[tuple[int, int], list[int]] = {}
@@ -105,7 +105,7 @@ def _cut(src: Sequence[Shard], dst: Sequence[Shard]) -> Iterator[_ShardPiece]:
 
 
 def _pieces(span: Span, bounds: Sequence[int]) -> Iterator[tuple[int, Span]]:
-    """Yields the parts of `span` between sorted `bounds`, each with the index of its gap."""
+    """Yields the parts of `span` between sorted `bounds`, each with the index of its interval among the bounds."""
     start = span.start
     while start < span.stop:
         gap = bisect_left(bounds, start + 1)
@@ -115,8 +115,8 @@ def _pieces(span: Span, bounds: Sequence[int]) -> Iterator[tuple[int, Span]]:
 
 
 def _deal(quota_of: Mapping[int, int], pieces: list[_ShardPiece], routes: list[Route]) -> None:
-    """Distributes `pieces` over the ranks of `quota_of`, each of which holds all pieces. The pieces are laid end to
-    end and cut at the quotas."""
+    """Distributes `pieces` over the ranks of `quota_of`, each of which holds all pieces. The concatenated pieces are
+    cut at the quotas, rounded to whole layers."""
     holders, quotas = list(quota_of), list(quota_of.values())
     turn, last = 0, len(holders) - 1
     for piece in pieces:

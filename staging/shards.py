@@ -18,10 +18,11 @@ def split(span: Span, parts: int) -> tuple[Span, ...]:
 
 
 def head_span(kv_heads: int, tp: int, tp_rank: int) -> Span:
-    """Returns the KV heads of rank `tp_rank` of `tp`: all heads that its even share of the query heads uses.
+    """Returns the KV heads of rank `tp_rank` of `tp` ranks: all KV heads that the rank's query heads use.
 
-    The formula covers a split (heads >= ranks), replicas (ranks > heads) and mixed cases. With 4 heads on 3
-    ranks, the shares [0, 4/3), [4/3, 8/3), [8/3, 4) use heads 0-1, 1-2 and 2-3.
+    Each rank has an even share of the query heads. The formula covers a split (heads >= ranks), replicas (ranks >
+    heads) and mixed cases. With 4 heads on 3 ranks, the shares [0, 4/3), [4/3, 8/3), [8/3, 4) use heads 0-1, 1-2 and
+    2-3.
     """
     return Span(tp_rank * kv_heads // tp, -(-(tp_rank + 1) * kv_heads // tp))
 
@@ -45,9 +46,10 @@ def make_shards(layers: int, kv_heads: int, tp: int, pp: int = 1) -> tuple[Shard
 
 
 def layout_shards(layout: KVLayout, tp: int, pp: int = 1) -> tuple[Shard, ...]:
-    """Returns `make_shards` for every class of layers, with whole recurrent states on each rank.
+    """Returns the shards of a group of `tp * pp` ranks for a model's KV layout, with the heads of each layer class.
 
-    Raises ConfigError if several classes or states meet pipeline stages.
+    Each rank holds whole recurrent states. Raises ConfigError for pp > 1 with several layer classes or with recurrent
+    states.
     """
     if not (layout.more or layout.states):
         return make_shards(layout.layers, layout.kv_heads, tp, pp)

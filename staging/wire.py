@@ -1,4 +1,5 @@
-"""Cost model of the wire between two ranks, fitted to a few timed messages, and the best segment size for it."""
+"""Cost model of the wire between two ranks, fitted to a few timed messages, and the segment size chosen by this
+model."""
 
 from __future__ import annotations
 
@@ -13,9 +14,9 @@ PROBE_SIZES_BYTES = (64 * KIB, MIB, 16 * MIB)
 PROBE_REPEATS = 3
 """Timed messages of each size, after one untimed message that sets up connections and mappings."""
 PROBE_BUDGET_S = 1.0
-"""Total time limit; larger sizes that would exceed it are skipped."""
+"""Time limit for all messages of a probe; message sizes that would exceed this limit are skipped."""
 PROBE_LIMIT_S = 2.0
-"""A probe that takes longer is cancelled."""
+"""Time after which a probe is cancelled."""
 LEAST_SEGMENT_BYTES = MIB
 """Smallest segment size that the wire model may choose: each segment also costs two kernel launches."""
 _OVERHEAD_S = (1e-6, 1e-2)
@@ -28,26 +29,29 @@ class Wire:
     """Cost model: a message of n bytes takes `overhead_s + n / bytes_per_s`."""
 
     overhead_s: float
-    """Overhead of one more segment; 0 when not modelled."""
+    """Additional time for each message; 0 when not modelled."""
     bytes_per_s: float
 
     @property
     def is_sane(self) -> bool:
-        """Whether the values are plausible: 1 us to 10 ms, 1 MB/s to 10 TB/s."""
+        """Whether both values are plausible: 1 us to 10 ms, 1 MB/s to 10 TB/s."""
         return _within(self.overhead_s, _OVERHEAD_S) and _within(self.bytes_per_s, _BYTES_PER_S)
 
 
 def probe_sizes(limit_bytes: int) -> tuple[int, ...]:
-    """Returns the message sizes to time, in bytes, ascending, up to `limit_bytes`. A fit needs at least two."""
+    """Returns the message sizes to time, in bytes, ascending, up to `limit_bytes`. `fit_wire` needs at least two
+    sizes."""
     return tuple(size for size in PROBE_SIZES_BYTES if size <= limit_bytes)
 
 
 def fit_wire(samples: Mapping[int, Sequence[float]]) -> Wire | None:
-    """Fits a line to time over bytes; `samples` maps each size to its times, all above 0.
+    """Returns the cost model fitted to timed messages; None when fewer than two sizes were timed.
 
-    Least squares of the relative errors through the median of each size. Noise grows with the time, so
-    absolute errors would let the largest message decide alone. Values outside the bounds of `Wire.is_sane`
-    (such as a negative overhead) are clamped. None when fewer than two sizes were timed.
+    `samples` maps each message size in bytes to its times in seconds, all above 0.
+
+    The fit minimizes the squared relative errors of the median time of each size. Noise grows with the time: with
+    absolute errors, the largest message alone would determine the fit. Values outside the bounds of `Wire.is_sane`
+    (such as a negative overhead) are clamped.
     """
     points = [(nbytes, median(times)) for nbytes, times in samples.items() if times]
     if len(points) < 2:
@@ -70,9 +74,9 @@ def best_segment_bytes(wire: Wire, limit_bytes: int) -> int:
     """Returns the smallest segment size whose doubling gains less than 5 % of throughput; at most
     `limit_bytes`.
 
-    A segment of x seconds on the wire reaches `x / (o + x)` of the wire's rate, and a doubled one `2 x / (o +
-    2 x)`. The gain falls below 1.05 at `x = 9.5 o`. The result is at least `LEAST_SEGMENT_BYTES`, unless the
-    limit is smaller.
+    With an overhead of `o` seconds, a segment of `x` seconds on the wire reaches `x / (o + x)` of the wire's rate. A
+    segment of twice the size reaches `2 x / (o + 2 x)`. The gain of doubling falls below 5 % at `x = 9.5 o`. The
+    result is at least `LEAST_SEGMENT_BYTES`, unless the limit is smaller.
     """
     wanted = math.ceil((2 - _GAIN) / (2 * (_GAIN - 1)) * wire.overhead_s * wire.bytes_per_s)
     return min(limit_bytes, max(LEAST_SEGMENT_BYTES, wanted))

@@ -1,1 +1,1 @@
-"""Moving bytes (UCX, in-process) and moving control messages (ZMQ)."""
+"""Data plane (UCX, TLS, in-process) and control plane (ZMQ, in-process) between ranks."""

@@ -4,8 +4,9 @@ A control message costs six thread wake-ups, too many for small requests. Leases
 the transport directly, without another thread, encryption or a queue.
 
 Each link of a rank with a peer has an *inbox*, whose number is part of the tag. The receiver announces the number
-with `Linked` over the control channel. Until then the sender holds its messages, so none reaches a rank that has
-not linked yet. A fence closes the inbox: a message from before the fence carries an old number, and is dropped.
+with `Linked` over the control channel. The sender holds its messages until `Linked` arrives, so no message reaches a
+rank that has not linked the sender yet. A fence closes the inbox: a message from before the fence carries a closed
+number, and is dropped.
 
 A process that can forge the tag could also write the ring directly, so the tag needs no authentication. Messages
 of one sender are handled in the order of `send`; a control message may overtake them. A message is lost without an
@@ -70,7 +71,7 @@ class _Outgoing:
 
 @dataclass(slots=True)
 class _Held:
-    """Messages for a linked peer whose inbox is not announced yet."""
+    """Messages for a linked peer that has not announced its inbox yet."""
 
     messages: list[tuple[Message, bytes]] = field(default_factory=list)
     nbytes: int = 0
@@ -99,10 +100,11 @@ class ActiveMessages:
         """Inbox numbers that peers have announced; a peer may announce its inbox before this rank links the peer."""
         self._held: dict[str, _Held] = {}
         self.dropped = 0
-        """Number of messages dropped: the inbox is closed, the type unknown, the bytes invalid, or too many held."""
+        """Number of messages dropped because of a closed inbox, an unknown type, invalid bytes or
+        `MAX_HELD_BYTES`."""
 
     def link(self, peer: str) -> None:
-        """Opens an inbox for `peer`, which is connected, and announces it; no effect if one is open."""
+        """Opens an inbox for the connected `peer` and announces its number. No effect if the peer's inbox is open."""
         if peer in self._linked:
             return
         self._last_number = (self._last_number + 1) % INBOX_NUMBERS
@@ -136,23 +138,25 @@ class ActiveMessages:
             inbox.closed = True
             for entry in inbox.coming:
                 if entry.came is not None:
-                    self._slots.give(entry.slot)  # an unfinished receive frees its slot at its end
+                    self._slots.give(entry.slot)  # `ended` frees the slots of unfinished receives
             inbox.coming.clear()
 
     def send(self, peer: str, message: Message) -> None:
         """Starts sending `message`, or holds it until the peer announces its inbox.
 
-        The caller passes ended operations of the transport to `ended`.
+        The caller passes each ended operation of the transport to `ended`.
         """
         body = encode(message)
-        if peer in self._numbers or peer not in self._linked:  # without a link the operation fails
+        if peer in self._numbers or peer not in self._linked:  # without a link the send fails
             self._post(peer, message, body)
             return
         held = self._held.setdefault(peer, _Held())
         if held.nbytes + len(body) > MAX_HELD_BYTES:
             self.dropped += 1
             log.warning(
-                "active_message_dropped", peer=peer, error=f"{held.nbytes} bytes are held until it links"
+                "active_message_dropped",
+                peer=peer,
+                error=f"{held.nbytes} bytes are held until the peer links",
             )
             return
         held.messages.append((message, body))
@@ -179,7 +183,10 @@ class ActiveMessages:
         return True
 
     def ended(self, operation: Operation) -> bool:
-        """Passes complete messages to their handlers. Returns False for an operation of another kind."""
+        """Handles an ended operation, and passes complete messages to their handlers.
+
+        Returns False for an operation that is not of an active message.
+        """
         entry = operation.context
         failed = operation.state is OperationState.FAILED
         if isinstance(entry, _Incoming):
@@ -191,12 +198,12 @@ class ActiveMessages:
         elif isinstance(entry, _Outgoing):
             self._slots.give(entry.slot)
             if failed:
-                error = operation.error or TransportError("not delivered")
+                error = operation.error or TransportError("the active message was not delivered")
                 self._undelivered(entry.peer, entry.message, error)
         return isinstance(entry, _Incoming | _Outgoing)
 
     def _hand_over(self, coming: deque[_Incoming]) -> None:
-        """Handles the received messages at the head of the queue, up to the first that is incomplete."""
+        """Handles the received messages at the head of the queue, up to the first message that is incomplete."""
         while coming and coming[0].came is not None:
             entry = coming.popleft()
             body = entry.slot.read()

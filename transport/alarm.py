@@ -1,4 +1,4 @@
-"""An eventfd with which any thread wakes the thread that owns it."""
+"""A wake-up signal for the thread that owns it, sent by any thread through an eventfd."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Alarm:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._raised = False
-        """True between `wake` and `clear`: a second write or read would cost a system call without effect."""
+        """True between `wake` and `clear`: a further write or read of `fd` would have no effect."""
         self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         """File descriptor to poll for reading; -1 after `close`."""
 

@@ -1,8 +1,8 @@
-"""The contract of the data plane: moving bytes from one rank's staging memory into another's.
+"""The contract of the data plane: moving bytes from one rank's memory into another rank's memory.
 
-Receives are *matched on arrival*. A receiver polls `arrivals()`, derives the destination from the tag, and
-then calls `receive`, or `discard` for a stale message. No receive is posted for a message that may never
-come, so none has to be cancelled.
+Receives are *matched on arrival*. A receiver polls `arrivals()`, derives the destination from the tag, and then calls
+`receive`, or `discard` for a stale message. No receive is posted before its message has arrived or is announced, so
+no receive has to be cancelled.
 
 Every operation ends exactly once, `done` or `failed`, and `progress()` returns it once. An error of a peer or
 the network ends an operation. A mistake of the caller (a wrong tensor, a tag out of range, a closed
@@ -41,14 +41,14 @@ class Operation:
     tag: int
     nbytes: int
     context: object = None
-    """The caller's object, returned unchanged."""
+    """An object of the caller, which the transport does not use."""
     state: OperationState = OperationState.PENDING
     error: TransportError | None = None
     """Error of a failed operation; None otherwise."""
 
     @property
     def ended(self) -> bool:
-        """True once the operation is done or failed: the transport no longer touches its memory."""
+        """True once the operation is done or failed: the transport no longer accesses the operation's memory."""
         return self.state is not OperationState.PENDING
 
 
@@ -60,7 +60,7 @@ class Arrival:
     tag: int
     nbytes: int
     handle: object = field(repr=False)
-    """The backend's own object."""
+    """The backend's own object for this message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +129,7 @@ class Transport(ABC):
 
     @abstractmethod
     def lost_peers(self) -> list[str]:
-        """Returns the peers whose connection broke. Operations with them fail until `disconnect` and a new
+        """Returns the peers whose connection broke. Operations with a lost peer fail until `disconnect` and a new
         `connect`.
 
         A connection may break on one side only.
@@ -149,7 +149,7 @@ class Transport(ABC):
         """Starts sending `view`, uint8 `[nbytes]`. The operation fails if the peer is not connected or is
         lost.
 
-        `done` means that the bytes may be overwritten; it does not mean that they are in the peer's memory.
+        `done` means that the caller may overwrite the bytes, not that the bytes are in the peer's memory.
         """
 
     @abstractmethod
@@ -158,7 +158,7 @@ class Transport(ABC):
 
     @abstractmethod
     def receive(self, peer: str, arrival: Arrival, into: torch.Tensor, context: object = None) -> Operation:
-        """Starts moving the bytes into `into`, uint8 `[arrival.nbytes]`. Consumes the arrival even on
+        """Starts moving the message's bytes into `into`, uint8 `[arrival.nbytes]`. Consumes the arrival even on
         failure.
 
         `peer` is the sender, which the caller derives from the tag: `disconnect(peer)` ends this operation.
@@ -170,22 +170,21 @@ class Transport(ABC):
 
     @abstractmethod
     def progress(self) -> list[Operation]:
-        """Drives the transport without blocking; returns the operations that ended since the last call.
+        """Advances the transport without blocking; returns the operations that ended since the last call.
 
         Raises `TransportError` when a fence cannot be proven; see `disconnect`.
         """
 
     @abstractmethod
     def wait(self, timeout_s: float) -> None:
-        """Blocks until `progress` or `arrivals` may return something, `wake` is called, or `timeout_s` has
-        passed.
+        """Blocks until `progress` or `arrivals` may have a result, `wake` is called, or `timeout_s` has passed.
 
         Spurious early returns are possible. Never blocks while an ended operation or an arrival is available.
         """
 
     @abstractmethod
     def wake(self) -> None:
-        """Ends the current or the next `wait`. Any thread may call it at any time, also after `close`."""
+        """Ends the current or the next `wait`. Any thread may call this at any time, also after `close`."""
 
     @abstractmethod
     def statistics(self) -> TransportStatistics:

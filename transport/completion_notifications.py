@@ -1,10 +1,10 @@
 """Completion notifications: small messages that confirm a direct write, from transfer thread to transfer
 thread.
 
-A completion notification reports that a segment has been written into the receiver's memory, and the
-segment's checksum. The notification has the same tag as the segment. A sender that can write the memory could also
-forge the bytes, so notifications need no authentication of their own. They use the transport directly, without
-another thread, encryption or a queue.
+A completion notification reports that a segment has been written into the receiver's memory, and the segment's
+checksum. The notification has the same tag as the segment. A sender that can write the memory could also forge the
+bytes, so notifications need no authentication of their own. Notifications use the transport directly, without another
+thread, encryption or a queue.
 """
 
 from __future__ import annotations
@@ -67,8 +67,10 @@ class CompletionNotifications:
         return notification.context
 
     def read(self, operation: Operation) -> Written:
-        """Returns the body of a received notification. Call it before the next receive. Raises
-        `ProtocolError`."""
+        """Returns the body of a received notification. Raises `ProtocolError` for invalid bytes.
+
+        Call this before the next `send` or `receive`, which may reuse the slot that `ended` has freed.
+        """
         notification = operation.context
         assert isinstance(notification, CompletionNotification), (
             "not an operation of a completion notification"

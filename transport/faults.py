@@ -31,45 +31,51 @@ class Rule:
     victim: str = ""
     """For `kill`: name of the transport that dies just before the send."""
     seen: int = 0
+    """Number of sends that `when` has counted so far."""
 
 
 @dataclass(slots=True)
 class Faults:
-    """The fault rules of one fabric. Add a rule before the sends that it should affect."""
+    """The fault rules of one fabric. Add a rule before the send that the rule should affect.
+
+    Each rule applies to one send: the `nth` (from 0) that `when` counts.
+    """
 
     rules: list[Rule] = field(default_factory=list)
 
     def fail_send(self, nth: int = 0, when: When = always) -> None:
-        """Fails the send; nothing arrives."""
+        """Adds a rule that fails the send; no message arrives."""
         self.rules.append(Rule("fail", nth, when))
 
     def hold(self, nth: int = 0, when: When = always) -> None:
-        """Keeps the message on the wire until `InprocFabric.release`."""
+        """Adds a rule that keeps the message on the wire until `InprocFabric.release`."""
         self.rules.append(Rule("hold", nth, when))
 
     def duplicate(self, nth: int = 0, when: When = always) -> None:
-        """Delivers the message twice."""
+        """Adds a rule that delivers the message twice."""
         self.rules.append(Rule("duplicate", nth, when))
 
     def truncate(self, nbytes: int, nth: int = 0, when: When = always) -> None:
-        """Delivers only the first `nbytes` (at least 1) bytes."""
+        """Adds a rule that delivers only the first `nbytes` (at least 1) bytes of the message."""
         self.rules.append(Rule("truncate", nth, when, nbytes=nbytes))
 
     def flip(self, bit: int, nth: int = 0, when: When = always) -> None:
-        """Inverts one bit of the message."""
+        """Adds a rule that inverts one bit of the message."""
         self.rules.append(Rule("flip", nth, when, bit=bit))
 
     def kill(self, victim: str, nth: int = 0, when: When = always) -> None:
-        """Kills the transport `victim` just before the send."""
+        """Adds a rule that kills the transport `victim` just before the send."""
         self.rules.append(Rule("kill", nth, when, victim=victim))
 
     def sever(self, nth: int = 0, when: When = always) -> None:
-        """Breaks the sender's connection to the destination just before the send; both ranks continue."""
+        """Adds a rule that breaks the sender's connection to the destination just before the send; both ranks
+        continue."""
         self.rules.append(Rule("sever", nth, when))
 
     @property
     def all_struck(self) -> bool:
-        """Whether each rule has been applied. Tests assert this: an unused fault proves nothing."""
+        """Whether each rule has been applied. Tests assert this, because a fault that never occurred tests
+        nothing."""
         return all(rule.seen > rule.nth for rule in self.rules)
 
     def take(self, source: str, destination: str, tag: int) -> list[Rule]:

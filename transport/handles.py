@@ -1,5 +1,5 @@
-"""Handles of memory that another rank may open (`transport.peer_memory`). Free of torch, because messages
-carry them."""
+"""Handles of memory that another rank may open (`transport.peer_memory`). This file does not import torch, because
+messages contain the handles."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import msgspec
 
 
 class IpcHandle(msgspec.Struct, frozen=True):
-    """Arguments that `torch.multiprocessing` needs to open a CUDA allocation. The names are torch's."""
+    """Arguments that `torch.multiprocessing` needs to open a CUDA allocation. The field names are those of torch."""
 
     storage_handle: bytes
     storage_bytes: int
@@ -19,7 +19,7 @@ class IpcHandle(msgspec.Struct, frozen=True):
 
 
 class MemoryHandle(msgspec.Struct, frozen=True):
-    """A tensor that another rank may open once. A handle gives access to the memory, so it is only sent
+    """A tensor that another rank may open once. A handle gives access to the memory, so handles are only sent
     encrypted."""
 
     host: str

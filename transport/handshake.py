@@ -11,9 +11,9 @@ from disagg.core.types import GroupInfo
 def check_compatible(ours: GroupInfo, theirs: GroupInfo) -> None:
     """Raises `HandshakeError`, with all differing values, unless KV can move from `ours` to `theirs`.
 
-    Compared: protocol version, model fingerprint, number of layers, KV heads, head size (of each class of
-    layers), element type, transport, `model.deterministic`, `transfer.checksum`. Page sizes and numbers of
-    ranks may differ: segments are per token and per head. Element types may differ when only `theirs` is
+    The check compares the protocol version, model fingerprint, number of layers, KV heads and head size (of each
+    class of layers), element type, transport, `model.deterministic` and `transfer.checksum`. Page sizes and numbers
+    of ranks may differ: segments are per token and per head. Element types may differ when only `theirs` is
     quantized: KV is then quantized during the transfer.
     """
     differences = [

@@ -31,7 +31,7 @@ def own_host(configured: str) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Returns whether only processes on the same host can reach this address."""
+    """Returns whether only processes on the same host can reach the address `host`."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -39,8 +39,8 @@ def is_loopback(host: str) -> bool:
 
 
 def interface_of(host: str) -> str:
-    """Returns the network interface of this host with the address `host`. Raises `ConfigError` when there is
-    none."""
+    """Returns the network interface of this host with the address `host`. Raises `ConfigError` when no interface has
+    this address."""
     try:
         wanted = {str(found[4][0]) for found in socket.getaddrinfo(host, None)}
     except OSError as exc:

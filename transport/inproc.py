@@ -24,7 +24,8 @@ from transport.tags import unpack
 
 @dataclass(slots=True, eq=False)
 class _Message:
-    """A message that its receiver has not consumed yet. `sender` is None for a duplicate, which owns its bytes."""
+    """A message that its receiver has not consumed yet. A duplicate has its own copy of the bytes, and no
+    `sender`."""
 
     source: str
     destination: str
@@ -36,7 +37,7 @@ class _Message:
 
 
 class InprocFabric:
-    """The wire between in-process transports; injects the faults."""
+    """The wire between in-process transports, with injected faults."""
 
     def __init__(self, faults: Faults | None = None) -> None:
         self.faults = faults or Faults()
@@ -57,7 +58,7 @@ class InprocFabric:
                 self.deliver(message)
 
     def kill(self, name: str) -> None:
-        """Kills a rank: all operations of the rank, and operations of peers with it, end with `PeerLostError`."""
+        """Kills transport `name`: its operations, and its peers' operations with it, end with `PeerLostError`."""
         with self.lock:
             victim = self.transports.get(name)
             if victim is not None:
@@ -71,14 +72,14 @@ class InprocFabric:
                 victim.lose(other, f"the connection to {other} broke")
 
     def deliver(self, message: _Message) -> None:
-        """Puts a message in the queue of its destination; without a destination, the send fails."""
+        """Puts a message in the queue of its destination. The send fails if the destination is not on the fabric."""
         for observer in self._observers:
             observer(message.source, message.destination, message.tag, message.data)
         destination = self.transports.get(message.destination)
         if destination is not None:
             destination.accept(message)
         else:
-            self.end_send(message, PeerLostError(f"{message.destination} is gone"))
+            self.end_send(message, PeerLostError(f"{message.destination} is not on the fabric"))
 
     def end_send(self, message: _Message, error: TransportError | None = None) -> None:
         """Ends the send of a message, unless it has already ended."""
@@ -244,23 +245,24 @@ class InprocTransport(Transport):
             self._part(peer, name, PeerLostError(why))
 
     def die(self) -> None:
-        """Leaves the fabric: ends all operations of this transport, and all operations of peers with it."""
+        """Leaves the fabric: ends all operations of this transport, and all operations of peers with this
+        transport."""
         self._closed = True
         for peer, name in list(self._peers.items()):
             self._part(peer, name, PeerLostError(f"{self._name} was closed"))
         while self._receives:
             operation, message = self._receives.popleft()
             self.end(operation, PeerLostError(f"{self._name} was closed"))
-            self._fabric.end_send(message, PeerLostError(f"{self._name} is gone"))
+            self._fabric.end_send(message, PeerLostError(f"{self._name} was closed"))
         for message in self._unread:
-            self._fabric.end_send(message, PeerLostError(f"{self._name} is gone"))
+            self._fabric.end_send(message, PeerLostError(f"{self._name} was closed"))
         for arrival in self._tracker.take_arrivals():
-            self._fabric.end_send(_message_of(arrival), PeerLostError(f"{self._name} is gone"))
+            self._fabric.end_send(_message_of(arrival), PeerLostError(f"{self._name} was closed"))
         self._unread.clear()
         self._peers.clear()
         del self._fabric.transports[self._name]
         for other in list(self._fabric.transports.values()):
-            other.lose(self._name, f"{self._name} is gone")
+            other.lose(self._name, f"{self._name} was closed")
 
     def _transmit(self, message: _Message) -> None:
         rules = self._fabric.faults.take(message.source, message.destination, message.tag)
@@ -288,7 +290,9 @@ class InprocTransport(Transport):
     def _consume(self, operation: Operation, arrival: Arrival) -> Operation:
         message = _message_of(arrival)
         if operation.kind == "receive" and self._unusable(operation):
-            self._fabric.end_send(message, PeerLostError(f"{self._name} does not know {message.source}"))
+            self._fabric.end_send(
+                message, PeerLostError(f"{self._name} is not connected to {message.source}")
+            )
         else:
             self._receives.append((operation, message))
             self._wake_up.set()
@@ -305,8 +309,8 @@ class InprocTransport(Transport):
     def _part(self, peer: str, name: str, error: PeerLostError) -> None:
         """Ends all operations with `peer`, so that neither side accesses the other's memory afterwards.
 
-        The peer is not notified: its own operations end when it disconnects in turn, or when this transport
-        dies.
+        The peer is not notified: the peer's own operations end when the peer disconnects in turn, or when this
+        transport dies.
         """
         for message in [message for message in self.wire if message.destination == name]:
             message.void = True

@@ -1,4 +1,4 @@
-"""State that every backend keeps: registered memory, pending and ended operations, and counts.
+"""Common state of the transport backends: registered memory, pending and ended operations, and counts.
 
 Not thread-safe: a backend whose operations end on other threads holds its own lock.
 """
@@ -21,7 +21,7 @@ class OperationTracker:
         self._waiting: set[Arrival] = set()
         self._registered: dict[int, torch.Tensor] = {}
         self._spans: dict[int, tuple[int, torch.device]] = {}
-        """Start address of each registered buffer -> its end and its device."""
+        """End address and device of each registered buffer, by start address."""
         # The tensor reference keeps the memory alive until the operation has ended.
         self._pending: dict[Operation, torch.Tensor | None] = {}
         self._ended: list[Operation] = []
@@ -31,7 +31,7 @@ class OperationTracker:
         self._handed_out = 0
 
     def register(self, memory: torch.Tensor) -> None:
-        """Adds a registered buffer. Raises `ValueError` unless it is contiguous, not empty and new."""
+        """Adds a registered buffer. Raises `ValueError` unless the buffer is contiguous, not empty and new."""
         if not memory.is_contiguous() or memory.nbytes == 0:
             raise ValueError(f"register: expected a contiguous, non-empty buffer, got {_shape(memory)}")
         if memory.data_ptr() in self._registered:
@@ -40,7 +40,8 @@ class OperationTracker:
         self._spans[memory.data_ptr()] = (memory.data_ptr() + memory.nbytes, memory.device)
 
     def deregister(self, memory: torch.Tensor) -> None:
-        """Removes a registered buffer. Raises `ValueError` when it is unknown or a pending operation uses it."""
+        """Removes a registered buffer. Raises `ValueError` if the buffer is unknown or in use by a pending
+        operation."""
         if memory.data_ptr() not in self._registered:
             raise ValueError(f"deregister: buffer at {memory.data_ptr():#x} was never registered")
         users = [op for op, view in self._pending.items() if view is not None and _within(view, memory)]
@@ -101,8 +102,8 @@ class OperationTracker:
         self._waiting.update(arrivals)
 
     def consume(self, arrival: Arrival) -> None:
-        """Records that the caller receives or discards `arrival`. Raises `ValueError` unless `hand_out` recorded it,
-        and for a second call."""
+        """Records that the caller receives or discards `arrival`. Raises `ValueError` for an arrival that `hand_out`
+        did not record, or that was already consumed."""
         if arrival not in self._waiting:
             raise ValueError(f"{arrival} was received or discarded before, or belongs to another transport")
         self._waiting.remove(arrival)

@@ -1,4 +1,4 @@
-"""Memory of another rank, opened in this process: through CUDA IPC, or directly within one process.
+"""Access to another rank's memory: through CUDA IPC, or directly if both ranks run in one process.
 
 Kernels of this rank write opened memory over NVLink or PCIe, without a message or a receive on the other
 side. CUDA keeps the mapping valid for the life of the opened tensor, even after the owner process ends.
@@ -23,8 +23,8 @@ _own: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictiona
 
 
 def offer(tensor: torch.Tensor) -> MemoryHandle:
-    """Returns a handle of a contiguous tensor for ONE other rank. The memory lives until the other rank has closed it
-    too.
+    """Returns a handle of a contiguous tensor for ONE other rank. The memory stays allocated until the other rank has
+    closed its tensor too.
 
     Raises `TransportError` when the memory cannot be shared.
     """
@@ -35,7 +35,7 @@ def offer(tensor: torch.Tensor) -> MemoryHandle:
 
 
 def open_memory(handle: MemoryHandle, device: torch.device) -> torch.Tensor:
-    """Returns the tensor of a handle, for kernels on `device`. Raises `TransportError` with the reason."""
+    """Opens the memory of `handle` and returns its tensor, for kernels on `device`. Raises `TransportError`."""
     if handle.host != _host():
         raise TransportError("the memory is on another host")
     if handle.process == os.getpid():

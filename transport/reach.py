@@ -1,7 +1,7 @@
-"""Chooses a rank's transport backend and its kind of link, from the configuration and the rank's host.
+"""Chooses a rank's transport backend and its kind of link, from the configuration and the host.
 
-The choice matters for security: UCX's TCP transport has no authentication and executes memory writes for its
-peers. Only `Reach.TCP` opens a TCP port for UCX, and it requires `transport.trusted_network`.
+The choice matters for security: UCX's TCP transport has no authentication and executes memory writes for its peers.
+Only `Reach.TCP` opens a TCP port for UCX; this choice requires `transport.trusted_network`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Probes:
-    """Queries of the machine that the choice depends on; tests replace them."""
+    """Functions that query the machine for `choose`; tests replace these functions."""
 
     rdma: Callable[[], str]
     """Returns why UCX cannot use RDMA on this host; empty if it can."""
@@ -53,7 +53,7 @@ class Probes:
 def choose(config: TransportConfig, host: str, probes: Probes | None = None) -> Choice:
     """Returns the backend for a rank whose control channel listens on `host` (resolved, not `auto`).
 
-    Raises `ConfigError`, which names the settings to change, when `transport.backend` is not safe there.
+    Raises `ConfigError`, which names the settings to change, when `transport.backend` is not safe on that host.
     """
     if config.backend == "inproc":
         return Choice("inproc", "transport.backend is inproc")

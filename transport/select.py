@@ -1,4 +1,4 @@
-"""Creates a data-plane transport by name. A backend is imported only when chosen."""
+"""Creates a data-plane transport by the name of its backend, which is imported only on this call."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def make_transport(
     `inproc` needs `rank_name` and `fabric`; `tls` needs `tls`. `gpu` (whether the transferred bytes lie on GPUs),
     `reach` and `interface` are for `ucx`.
 
-    Raises `ConfigError` for an unknown name, or when the backend cannot be used here.
+    Raises `ConfigError` for an unknown name, or when the backend cannot be used on this host.
     """
     if name == "ucx":
         from transport.ucx.options import options, prepare_host

@@ -16,7 +16,7 @@ _MADE_AT_ONCE = 64
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """Memory of one message, from `take` to `give`."""
+    """The memory of one message, in use between `Slots.take` and `Slots.give`."""
 
     memory: torch.Tensor
     """Host memory of the slot, uint8, at least `SLOT_BYTES`."""
@@ -39,8 +39,8 @@ class Slot:
 
 
 class Slots:
-    """A pool of slots, owned by the transfer thread. The caller of `take` returns the slot after its
-    operation ended."""
+    """A pool of slots, owned by the transfer thread. The caller of `take` returns the slot with `give` after the
+    slot's operation has ended."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
@@ -58,7 +58,7 @@ class Slots:
         return slot
 
     def give(self, slot: Slot) -> None:
-        """Frees a slot. Nothing may read or write it any more."""
+        """Frees a slot. No operation may use the slot any more."""
         if slot.nbytes > SLOT_BYTES:
             self._transport.deregister(slot.memory)
         else:

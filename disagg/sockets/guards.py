@@ -1,4 +1,4 @@
-"""The purpose of each listening socket, and the mechanism that protects it."""
+"""Determines the purpose of each listening socket, and the mechanism that protects the socket."""
 
 from __future__ import annotations
 
@@ -48,11 +48,12 @@ class Guarded(NamedTuple):
 
 SendProbe = Callable[[str, int], ProbeReply]
 Known = Mapping[tuple[str, int], ProbeReply]
-"""Replies by IP address and port, which make a probe unnecessary."""
+"""Replies of servers that need no probe, by IP address and port."""
 
 
 def guarded(found: Iterable[ListeningSocket], send_probe: SendProbe = probe) -> list[Guarded]:
-    """Returns the purpose and protection of sockets of this host. `send_probe` connects to each TCP socket.
+    """Returns the sockets `found` on this host with their purpose and protection. `send_probe` probes each TCP
+    socket.
 
     Sockets that have closed in the meantime are omitted.
     """
@@ -62,7 +63,7 @@ def guarded(found: Iterable[ListeningSocket], send_probe: SendProbe = probe) -> 
 
 
 def log_listening(pids: Iterable[int], send_probe: SendProbe = probe) -> None:
-    """Logs one line for each socket, as a warning if the socket is unprotected."""
+    """Logs one line for each listening socket of the processes `pids`; a warning if the socket is unprotected."""
     for one in guarded(listeners(pids), send_probe):
         emit = log.warning if one.protection == NOTHING else log.info
         emit(
@@ -91,7 +92,8 @@ def log_own_sockets(ranks: Iterable[RankInfo] = (), *, descendants: bool) -> Non
 
 
 def tls_ports(ranks: Iterable[RankInfo]) -> Known:
-    """Returns the addresses of ranks with a TLS transport, which requires a key of the cluster."""
+    """Returns a guarded reply for the address of each rank with a TLS transport, which requires a key of the
+    cluster."""
     found: dict[tuple[str, int], ProbeReply] = {}
     for rank in ranks:
         with contextlib.suppress(

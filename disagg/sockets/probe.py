@@ -1,7 +1,7 @@
 """Finds the protocol of a listening TCP socket, and whether the server accepts a client without a key.
 
-The probe observes the server's behaviour, not its configuration. It changes no state of the server: its requests only
-read public information, or are refused.
+The probe observes the server's behaviour, not its configuration. The probe changes no state of the server: each
+request reads only public information, or is refused.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import NamedTuple
 ANSWER_S = 2.0
 """Timeout of a reply. A server on this host answers much sooner."""
 GREETING_S = 0.2
-"""Timeout of a greeting. ZMQ and gRPC servers send their greeting within a millisecond after the connection."""
+"""Timeout of a server's greeting. ZMQ and gRPC servers greet within a millisecond after the connection."""
 
 _ZMQ_GREETING = b"\xff" + bytes(7) + b"\x01\x7f" + b"\x03"
 """ZMTP signature and version. The server replies with its whole greeting before the client names its mechanism."""
@@ -44,7 +44,7 @@ class ProbeReply(NamedTuple):
     """Protocol: `http`, `zmq`, `grpc` or `tls`; `unknown`: no reply, or a reply of an unknown protocol; `closed`: no
     server listens."""
     guarded: bool = False
-    """Whether the server requires a key. For TLS, this is assumed."""
+    """Whether the server requires a key; True for every TLS server, without a test."""
     mechanism: str = ""
     """ZMQ security mechanism (`CURVE`, `NULL`); empty for other protocols."""
 

@@ -18,7 +18,7 @@ _UNIX_LISTENS = 0x10000
 """Flag of listening unix sockets in /proc/net/unix: the kernel's `__SO_ACCEPTCON`."""
 _UNIX_DATAGRAM = "0002"
 SPAWNED = "spawn_main"
-"""Process kind of a benchmark's rank, which is started by `multiprocessing`."""
+"""Process kind of a rank that a benchmark starts by `multiprocessing`."""
 _COMMAND = "disagg"
 """Process kind of every `disagg` command."""
 
@@ -59,8 +59,8 @@ class ListeningSocket(NamedTuple):
 
 
 def listeners(pids: Iterable[int]) -> list[ListeningSocket]:
-    """Returns the listening sockets of the processes. A socket that several processes share occurs once for each of
-    them. Processes that have ended are skipped."""
+    """Returns the listening sockets of the processes. A socket that several processes share occurs once for each
+    process. Processes that have ended are skipped."""
     found: list[ListeningSocket] = []
     for pid in pids:
         try:

@@ -1,8 +1,8 @@
 """The contract of the control plane: small typed messages between named peers, exactly once and in order.
 
 A peer's name is the address on which its channel listens. A sent message either reaches the peer's handler once, in
-the order of `send`, or `on_peer_lost` is called for that peer. A message is dropped without either only after
-`forget`.
+the order of `send`, or `on_peer_lost` is called for that peer. After `forget`, messages can be dropped without this
+call.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from transport.control.messages import Message
 
 Handler = Callable[[str, Message], None]
 """Callback `handler(peer, message)` for received messages, on the channel's own thread. A handler must not block,
-because the channel waits for it. Exceptions are logged and counted, and the channel continues."""
+because a blocked handler stops the channel. Exceptions are logged and counted, and the channel continues."""
 
 PeerLost = Callable[[str], None]
 """Callback `on_peer_lost(peer)`, on the channel's own thread: the peer died, restarted, or cannot be reached. No
@@ -27,8 +27,8 @@ callback runs when the peer is first reached, and once more after each loss."""
 
 PeerSuspected = Callable[[str, bool], None]
 """Callback `on_peer_suspected(peer, silent)`, on the channel's own thread. `silent` is True when a watched peer has
-been silent for a part of the peer timeout, and False when the peer sends again. A loss ends a suspicion without a
-further call."""
+been silent for a part of the peer timeout, and False when the peer sends again. For a silent peer that is lost, only
+`on_peer_lost` follows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class ControlStatistics:
     """Counts since the channel was created."""
 
     peers: int
-    """Peers known now."""
+    """Number of peers for which the channel keeps state now."""
     unacknowledged: int
     """Sent messages that are not acknowledged now."""
     sent: int
@@ -50,7 +50,8 @@ class ControlStatistics:
     bad_frames: int
     """Frames dropped because they could not be decoded, or because the peer table was full."""
     handler_errors: int
-    """Exceptions raised by handlers or by the channel itself (a bug; the work is retried)."""
+    """Exceptions raised by handlers, or by the channel itself: each is a bug. Only the channel's own work is
+    retried."""
     peers_lost: int
     last_lost: str = ""
     """Peer and reason of the latest loss; empty when no peer was lost."""
@@ -59,7 +60,7 @@ class ControlStatistics:
     clients_refused: int = 0
     """Connections refused because their key does not belong to this cluster."""
     handshakes_failed: int = 0
-    """Outgoing connections that a peer refused; each was dialed again."""
+    """Outgoing connections that a peer refused; the channel dialed each one again."""
 
 
 class ControlChannel(ABC):
@@ -76,36 +77,37 @@ class ControlChannel(ABC):
         on_peer_met: PeerMet = lambda peer: None,
         on_peer_suspected: PeerSuspected = lambda peer, silent: None,
     ) -> None:
-        """Starts the channel's thread. Call it once."""
+        """Starts the channel's thread. Call this method once."""
 
     @abstractmethod
     def call_soon(self, callback: Callable[[], None]) -> None:
         """Calls `callback` on the channel's own thread; any thread may call this; never blocks.
 
-        On a closed channel, it has no effect.
+        The call has no effect on a closed channel.
         """
 
     @abstractmethod
     def send(self, peer: str, message: Message) -> None:
-        """Queues a message; any thread may call it; never blocks. Order is kept per peer and sending thread.
+        """Queues a message; any thread may call this; never blocks. Order is kept per peer and sending thread.
 
-        Raises `ProtocolError` when the message is too large. On a closed channel, it has no effect.
+        Raises `ProtocolError` when the message is too large. The call has no effect on a closed channel.
         """
 
     @abstractmethod
     def cork(self) -> None:
-        """Until `uncork`, messages do not wake the channel's thread, which may still send them earlier.
+        """Stops `send` from waking the channel's thread until `uncork`, to wake the thread once for several messages.
 
-        Only one thread of the process may cork, for at most a few milliseconds.
+        The thread may still send the messages before `uncork`. Only one thread of the process may cork, for at most a
+        few milliseconds.
         """
 
     @abstractmethod
     def uncork(self) -> None:
-        """Ends `cork`: wakes the thread once for all messages."""
+        """Ends `cork`: wakes the channel's thread once for all messages sent since then."""
 
     @abstractmethod
     def watch(self, peer: str) -> None:
-        """Pings `peer` regularly until `peer` is lost or forgotten, even when there is no message to send.
+        """Watches `peer`: pings it regularly, even without messages to send, until `peer` is lost or forgotten.
 
         A call after a loss starts the pings again.
         """
@@ -114,7 +116,7 @@ class ControlChannel(ABC):
     def forget(self, peer: str) -> None:
         """Drops all state of `peer`, including unsent and unacknowledged messages. Calls no callback.
 
-        If the peer continues to send, it sees this channel as a lost peer.
+        If the peer continues to send, the peer detects the loss of this channel.
         """
 
     @abstractmethod
@@ -127,5 +129,5 @@ class ControlChannel(ABC):
 
     @abstractmethod
     def close(self, linger_s: float = 0.0) -> None:
-        """Waits up to `linger_s` for acknowledgements of both sides, then stops the thread. No callback runs
-        afterwards."""
+        """Waits up to `linger_s` until both sides have acknowledged all messages, then stops the thread. No callback
+        runs afterwards."""

@@ -1,12 +1,12 @@
 """The listening side of a ZMQ channel: one ROUTER for each valid key generation, all on one port.
 
-A ROUTER takes its CURVE server key at `bind`, and unbinding closes the connections that it accepted. A
-rotation opens a second ROUTER on the same port (SO_REUSEPORT), and existing connections continue. The
-kernel spreads new connections over both; a peer whose handshake reaches the other generation dials again
-(`transport.control.links`).
+A ROUTER takes its CURVE server key at `bind`, and unbinding closes the connections that the ROUTER accepted. A key
+rotation therefore opens a second ROUTER on the same port (SO_REUSEPORT), and existing connections continue. The
+kernel distributes new connections over both ROUTERs. A peer whose handshake reaches the ROUTER of another generation
+dials again (`transport.control.links`).
 
-Each ROUTER accepts only the client key of its own generation: closing it also ends every connection made with
-that generation.
+Each ROUTER accepts only the client key of its own generation. Closing a ROUTER therefore ends every connection made
+with that generation.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ class _ClientKeys:
             self._allowed = {keys.name: keys.client_public.encode() for keys in generations}
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """Accepts or refuses a client key in Z85. ZMQ calls it per connection, on the authenticator's thread."""
+        """Returns whether a client key (Z85) is accepted. ZMQ calls this for each connection, on the authenticator's
+        thread."""
         with self._lock:
             if self._allowed.get(domain) == key:
                 return True
@@ -58,7 +59,7 @@ class _ClientKeys:
 class _Door:
     keys: ControlKeys
     listener: socket.socket
-    """ZMQ holds a duplicate of the file descriptor; `close` closes both."""
+    """The listening socket. ZMQ holds a duplicate of its file descriptor; `close` closes both."""
     router: zmq.Socket[bytes]
 
     def close(self) -> None:
@@ -79,7 +80,7 @@ class Doors:
         max_frame_bytes: int,
         high_water_mark: int,
     ) -> None:
-        """Listens on `host` and `port`; port 0 selects a free one. Raises `ConfigError` when that fails."""
+        """Listens on `host` and `port`; port 0 selects a free port. Raises `ConfigError` when listening fails."""
         self._context = context
         self._max_frame_bytes, self._high_water_mark = max_frame_bytes, high_water_mark
         self._host, self.port = host, port
@@ -119,7 +120,7 @@ class Doors:
                     self._open(keys)
         finally:
             for door in [one for one in self._doors if one.keys not in generations]:
-                if len(self._doors) > 1:  # the last ROUTER keeps the port
+                if len(self._doors) > 1:  # keep the last ROUTER: it holds the port
                     self._doors.remove(door)
                     door.close()
 

@@ -1,4 +1,4 @@
-"""An in-process control plane for tests: real threads, real encoding, and faults at an exact message."""
+"""An in-process control plane for tests, with real threads and encoding, and with faults at exact messages."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class InprocHub:
         self.struck = 0
         """Number of messages to which a fault rule was applied."""
         self._side: frozenset[str] = frozenset()
-        """Names of channels that reach only each other."""
+        """Names of the channels on one side of a network partition; empty without a partition."""
 
     def observe(self, observer: Observer) -> None:
         """Calls `observer` on the sender's thread for the first transmission of every message."""
@@ -65,7 +65,7 @@ class InprocHub:
             self._hand_over(destination, envelope, 1)
 
     def cut(self, name: str) -> None:
-        """Disconnects `name` from all other channels, which then see it as dead."""
+        """Disconnects `name` from all other channels, which lose `name` after the peer timeout."""
         with self._lock:
             self._cut.add(name)
 
@@ -147,7 +147,7 @@ class InprocControl(ThreadedControl):
         hub.join(self)
 
     def accept(self, frame: bytes) -> None:
-        """Accepts a received frame; any thread may call it."""
+        """Queues a frame for this channel; any thread may call this."""
         self._arrived.append(frame)
         self._wake_up.set()
 

@@ -1,8 +1,8 @@
 """The dialing side of a ZMQ channel: one DEALER for each peer, with keys that the peer accepts.
 
-A link dials with the presented generation. After a failed handshake, it dials with the next valid generation. The
-peer may have reloaded its keys earlier or later, or the kernel may have selected the peer's other listener. An
-established link keeps its generation until that generation is retired.
+A link first dials with the presented generation of the keys. After a failed handshake, the link dials with the next
+valid generation. A handshake fails if the peer has reloaded its keys earlier or later, or if the kernel has selected
+the peer's listener for another generation. An established link keeps its generation until that generation is retired.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from transport.keys.curve import ControlKeys
 log = structlog.get_logger(__name__)
 
 HANDSHAKE_S = 2.0
-"""Expected longest handshake. A peer that needs longer counts as absent, and its link is polled less often."""
+"""Longest expected handshake. A peer that needs more time counts as absent, and its link is polled less often."""
 FIRST_PAUSE_S, LAST_PAUSE_S = 0.05, 1.0
-"""Backoff between dialing rounds, doubled after each. A round is one attempt per valid generation."""
+"""First and longest backoff between dialing rounds; each round doubles the backoff. A round dials once with each
+valid generation."""
 _FAILED = (
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
@@ -30,7 +31,7 @@ _FAILED = (
 )
 _REASONS = {
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "the peer closed the connection: its server key differs",
-    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "the peer speaks another protocol",
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "the peer uses another protocol",
     zmq.EVENT_HANDSHAKE_FAILED_AUTH: "the peer refused the client key",
 }
 _WATCHED = _FAILED | zmq.EVENT_HANDSHAKE_SUCCEEDED
@@ -54,7 +55,7 @@ class _Link:
             self.dealer = None
 
     def linger(self, flush_ms: int) -> None:
-        """Sets the time for which the end of the context waits for queued frames, after `drop`."""
+        """Sets how long the end of the ZMQ context waits for this link's queued frames. Call before `drop`."""
         if self.dealer is not None:
             self.dealer.linger = flush_ms
 
@@ -98,11 +99,11 @@ class Links:
 
     @property
     def unsettled(self) -> bool:
-        """Whether a handshake is in progress that began less than `HANDSHAKE_S` ago."""
+        """Whether a handshake is in progress, and the latest handshake began less than `HANDSHAKE_S` ago."""
         return bool(self._in_handshake) and time.monotonic() - self._dialed_s < HANDSHAKE_S
 
     def socket(self, peer: str) -> zmq.Socket[bytes] | None:
-        """Returns the peer's DEALER, and dials it if needed; None during the backoff after failed handshakes.
+        """Returns the peer's DEALER, connected on first use; None during the backoff after failed handshakes.
 
         Raises `zmq.ZMQError` for an address that cannot be dialed.
         """
@@ -118,7 +119,7 @@ class Links:
         return link.dealer
 
     def follow(self, generations: Sequence[ControlKeys]) -> None:
-        """Sets the valid generations. Links that use another generation dial again."""
+        """Sets the valid generations. Links whose generation is no longer valid dial again."""
         self._generations = tuple(generations)
         for peer, link in self._links.items():
             if link.keys not in self._generations:
@@ -127,10 +128,10 @@ class Links:
                 link.keys, link.failures = self._generations[0], 0
                 self._resend_at(peer, time.monotonic())
             elif len(self._generations) > 1:
-                link.watch()  # the peer may retire this generation first
+                link.watch()  # dials again if the peer retires this generation earlier
 
     def look(self) -> None:
-        """Processes handshake events. After a failure the link dials with the next generation."""
+        """Processes handshake events. A link whose handshake failed dials with the next generation."""
         for peer, link in self._links.items():
             while link.monitor is not None and link.monitor.poll(0):
                 event = zmq.Event(recv_monitor_message(link.monitor)["event"])
@@ -140,14 +141,14 @@ class Links:
                     self._succeeded(peer, link)
 
     def drop(self, peer: str) -> None:
-        """Closes the peer's link and forgets it."""
+        """Closes and removes the peer's link."""
         link = self._links.pop(peer, None)
         if link is not None:
             link.drop()
             self._in_handshake.discard(peer)
 
     def close(self, flush_ms: int) -> None:
-        """Closes all links. The end of the context waits up to `flush_ms` for their queued frames."""
+        """Closes all links. The end of the ZMQ context waits up to `flush_ms` for their queued frames."""
         for peer in self.peers:
             self._links[peer].linger(flush_ms)
             self.drop(peer)

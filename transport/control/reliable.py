@@ -1,19 +1,22 @@
 """Exactly-once, in-order delivery over a network that loses, repeats and reorders.
 
-A pure state machine: no threads, no sockets, time passed in. Each direction between two peers is a *stream*,
-whose number grows even across restarts; its messages count from 1. A message is retransmitted until
-acknowledged. Acknowledgements are cumulative and piggyback on envelopes of the other direction.
+`Reliable` is a pure state machine without threads and sockets; its caller passes in the time. Each direction between
+two peers is a *stream*. Stream numbers grow even across restarts, and the messages of a stream are numbered from 1. A
+message is retransmitted until acknowledged. Acknowledgements are cumulative and piggyback on envelopes of the other
+direction.
 
-A peer is *lost* after too long a silence, if the peer is watched or owes acknowledgements. A peer is lost too if it
-has forgotten this side, which a new stream or a reset shows. After a loss, no message of the old streams is
-delivered, and both directions start new streams. A watched peer is *met* when it names this side's stream, which
-proves that both directions work. If the network fails in one direction only, neither side therefore meets the other.
+A peer that is watched or owes acknowledgements is *lost* after a silence of `peer_timeout_s`. A peer is also lost if
+it has dropped its state of this side; a new stream or a reset from the peer proves this. After a loss, no message of
+the old streams is delivered, and both directions start new streams. A watched peer is *met* when its envelope names
+this side's stream, which proves that both directions work. If the network fails in one direction only, neither side
+therefore meets the other.
 
-A watched peer is *suspected* after a shorter silence, if other peers answer meanwhile, and *heard* at its next
-envelope. Neither event changes the streams.
+A watched peer is *suspected* after a silence of `suspect_after_s`, if other peers answer meanwhile. A suspected peer
+is *heard* at its next envelope. Neither event changes the streams.
 
-The idea is TCP's: sequence numbers, resets, and an initial sequence number drawn from a clock, here the
-stream number. An envelope of an older stream is therefore recognised as stale, however late it arrives.
+As in TCP, messages have sequence numbers, a side can send resets, and a number is drawn from a clock: here the
+initial stream number. An envelope of an older stream is therefore recognised as stale, however late the envelope
+arrives.
 """
 
 from __future__ import annotations
@@ -32,9 +35,10 @@ from disagg.core.errors import InvariantError
 
 PING, RESET = 1, 2
 PROBE_S = 0.5
-"""Time that a watched peer has to answer a last ping before it is suspected."""
+"""Time limit for a watched peer to answer a last ping before the peer is suspected."""
 ACK_DELAY_S = 0.1
-"""Time that an acknowledgement waits for a message that carries it, while it collects further received messages."""
+"""Longest delay of an acknowledgement. Meanwhile a message to the peer may carry the acknowledgement, and further
+received messages are included."""
 FIRST_RESEND_S, LAST_RESEND_S = 0.3, 2.0
 RESEND_WINDOW = 128
 """Largest number of messages retransmitted at once."""
@@ -42,7 +46,8 @@ MAX_UNACKNOWLEDGED = 65536
 MAX_UNACKNOWLEDGED_BYTES = 256 << 20
 """Limit of the unacknowledged bytes per peer. A peer that exceeds this limit, or `MAX_UNACKNOWLEDGED`, is lost."""
 MAX_EARLY = 4096
-"""Largest number of out-of-order messages that are buffered. Further ones are dropped, and retransmitted later."""
+"""Largest number of out-of-order messages that are buffered. Further messages are dropped, and later retransmitted by
+the sender."""
 MAX_PEERS = 4096
 IDLE_S = 60.0
 """Silence after which an unwatched peer without unacknowledged messages may be dropped to make room for another
@@ -54,18 +59,20 @@ received in a reset."""
 
 
 class Envelope(msgspec.Struct, frozen=True, array_like=True):
-    """The unit on the wire. `seq` 0 carries no message: an acknowledgement, a ping or a reset."""
+    """The unit on the wire. An envelope with `seq` 0 carries no message: it is an acknowledgement, a ping or a
+    reset."""
 
     source: str
     stream: Number
-    """The source's stream; in a reset, the newest of the receiver's streams that the source has seen."""
+    """Number of the source's stream; in a reset, the newest stream number that the source has seen from the
+    receiver."""
     seq: Number
     base: Number
-    """Lowest sequence number that may still be retransmitted; all lower ones are acknowledged."""
+    """Lowest sequence number that may still be retransmitted; all lower numbers are acknowledged."""
     ack: Number
     """All messages of `ack_of` up to this number have arrived."""
     ack_of: Number
-    """The receiver's stream; 0 before the first envelope from the receiver."""
+    """Number of the receiver's stream that `ack` acknowledges; 0 before the first envelope from the receiver."""
     flags: Number = 0
     body: bytes = b""
 
@@ -90,7 +97,7 @@ class Delivered:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """Event: a peer was lost; nothing of its old streams follows."""
+    """Event: a peer was lost. No message of the peer's old streams is delivered afterwards."""
 
     peer: str
     reason: str
@@ -98,7 +105,8 @@ class Lost:
 
 @dataclass(frozen=True, slots=True)
 class Met:
-    """Event: a watched peer has named this side's stream for the first time, or for the first time since its loss."""
+    """Event: a watched peer is reachable in both directions. Occurs once, and once more after each loss of the
+    peer."""
 
     peer: str
 
@@ -138,7 +146,7 @@ class _StreamPeer:
     ack_at_s: float | None = None
     watched: bool = False
     met: bool = False
-    """Whether the peer has received an envelope of this stream."""
+    """Whether the peer has proven, by naming `stream`, that it receives this side's envelopes."""
     suspected: bool = False
     probed_s: float | None = None
     """Time of the ping that decides whether the peer is suspected; None while no such ping is unanswered."""
@@ -162,17 +170,18 @@ class Reliable:
         self._probe_s = min(PROBE_S, self._suspect_after_s / 2)
         self._last_stream = time.time_ns() if first_stream is None else first_stream
         self.known: dict[str, _StreamPeer] = {}
-        """Streams of each peer."""
+        """State of both streams with each peer, by name."""
         self._ticked_s: float | None = None
         self._heard_s = -math.inf
         """Time of the last envelope from any peer."""
         self._resumed_s = -math.inf
-        """Time of the last envelope before which all peers had been silent."""
+        """Time of the latest envelope that ended a silence of all peers."""
         self._looks: list[tuple[float, int, _StreamPeer]] = []
         """Heap of scheduled checks, as (time, peer). An entry is void if its time is not the peer's `look_at_s`."""
         self._look_numbers = itertools.count()
         self._past: dict[str, int] = {}
-        """Latest ended stream of each source; that stream and older ones are rejected."""
+        """Number of the latest ended stream of each source. Envelopes of that stream and of older streams are
+        rejected."""
         self.outbox: list[tuple[str, Envelope]] = []
         """Envelopes to transmit; the network may lose them."""
         self.events: list[Event] = []
@@ -191,7 +200,7 @@ class Reliable:
         if not peer.unacknowledged:
             peer.resend_at_s, peer.resend_after_s = now_s + FIRST_RESEND_S, FIRST_RESEND_S
             if not peer.watched:
-                peer.since_s = now_s  # earlier silence does not count: the peer had nothing to acknowledge
+                peer.since_s = now_s  # earlier silence is ignored: the peer had nothing to acknowledge
         peer.unacknowledged.append((peer.next_seq, body))
         peer.unacknowledged_bytes += len(body)
         peer.next_seq += 1
@@ -199,7 +208,7 @@ class Reliable:
         self._look_in_time(peer)
 
     def watch(self, name: str, now_s: float) -> None:
-        """Pings `name` from now on."""
+        """Starts regular pings to `name`, which detect a silent peer."""
         peer = self._peer(name, now_s)
         if not peer.watched:
             peer.watched, peer.since_s = True, now_s
@@ -214,7 +223,8 @@ class Reliable:
             self._bury(peer)
 
     def resend_at(self, name: str, at_s: float) -> None:
-        """Schedules retransmission of unacknowledged messages for `at_s`, unless one is due earlier."""
+        """Schedules retransmission of the unacknowledged messages for `at_s`, unless a retransmission is due
+        earlier."""
         peer = self.known.get(name)
         if peer is not None:
             peer.resend_at_s = min(peer.resend_at_s, at_s)
@@ -225,7 +235,7 @@ class Reliable:
         if envelope.flags & RESET:
             reset = self.known.get(envelope.source)
             if reset is not None and reset.stream == envelope.ack_of:
-                # After a clock was set back, new numbers must not look stale to the other side.
+                # If this host's clock was set back, new stream numbers must not look stale to the other side.
                 self._last_stream = max(self._last_stream, envelope.stream)
                 self._lose(reset, "the peer has dropped its state: it restarted or lost this side")
             return
@@ -251,7 +261,7 @@ class Reliable:
         self._look_in_time(peer)
 
     def tick(self, now_s: float) -> float:
-        """Does the work that is due. Returns the time by which `tick` must be called again."""
+        """Does all work that is due at `now_s`. Returns the time by which `tick` must be called again."""
         self._pardon(now_s)
         for peer in self._take_looks(now_s):
             owed = peer.watched or bool(peer.unacknowledged)
@@ -304,13 +314,13 @@ class Reliable:
 
     @property
     def acknowledges(self) -> bool:
-        """Whether an acknowledgement to a peer is due, now or later."""
+        """Whether this side still has to send an acknowledgement to any peer."""
         return any(peer.ack_at_s is not None for peer in self.known.values())
 
     # --- internal
 
     def _due_s(self, peer: _StreamPeer) -> float:
-        """Returns when the next work for a peer is due; infinity if none is."""
+        """Returns the time of the next work for a peer; infinity if no work is scheduled."""
         due_s = math.inf if peer.ack_at_s is None else peer.ack_at_s
         if peer.unacknowledged:
             due_s = min(due_s, peer.resend_at_s)
@@ -331,9 +341,9 @@ class Reliable:
     def _suspect_if_silent(self, peer: _StreamPeer, now_s: float) -> None:
         """Pings a silent peer and the other watched peers; suspects the peer if only others answer in time.
 
-        If no peer has answered, or the first one only just now, this side may be cut off or overloaded: another ping
-        decides. Another ping also decides after a pause of this process, in which it received nothing: `tick` is then
-        late.
+        This side may itself be cut off or overloaded if no peer has answered, or if the first answer arrived only
+        just now. Another ping decides in this case. Another ping also decides if `tick` is late, because a paused
+        process receives nothing.
         """
         doubt_s = self._doubt_s(peer)
         if now_s < doubt_s:
@@ -352,8 +362,8 @@ class Reliable:
     def _look_in_time(self, peer: _StreamPeer) -> None:
         """Schedules a check of the peer by `tick`, if work is due earlier than the scheduled check.
 
-        Call this after a change that may add earlier work. A change that postpones work needs no call: the scheduled
-        check then finds nothing to do, and is scheduled again.
+        Call this after a change that may add earlier work. A change that postpones work needs no call: `tick` finds
+        nothing to do at the scheduled check, and schedules the check again.
         """
         due_s = self._due_s(peer)
         if due_s < peer.look_at_s:
@@ -378,7 +388,7 @@ class Reliable:
         return peer
 
     def _known(self, envelope: Envelope, now_s: float) -> _StreamPeer | None:
-        """Returns the peer of an envelope; None for a stale envelope or one answered by a reset."""
+        """Returns the peer of an envelope; None for an envelope that is ignored, or refused with a reset."""
         peer = self.known.get(envelope.source)
         newest = peer.their_stream if peer is not None else 0
         if envelope.stream <= 0:
@@ -395,14 +405,14 @@ class Reliable:
         ours = peer.stream if peer is not None else 0
         goes_on = envelope.base > 1 or envelope.ack_of not in (0, ours)
         if goes_on or (peer is None and not self._has_room(now_s)):
-            self._refuse(envelope)  # the stream continues from state that this side has dropped
+            self._refuse(envelope)  # this side has dropped the stream's state, or has no room
             return None
         peer = peer or self._peer(envelope.source, now_s)
         peer.their_stream = envelope.stream
         return peer
 
     def _has_room(self, now_s: float) -> bool:
-        """Returns whether a new peer fits; a full table drops the peer that was idle longest."""
+        """Returns whether the table has room for a new peer; a full table drops the peer that was idle longest."""
         if len(self.known) < MAX_PEERS:
             return True
         idle = [peer for peer in self.known.values() if not (peer.watched or peer.unacknowledged)]
@@ -413,7 +423,7 @@ class Reliable:
         return True
 
     def _pardon(self, now_s: float) -> None:
-        """Extends all peer timeouts by the length of a pause of this process, which received nothing during it."""
+        """Extends all peer timeouts after a pause of this process, because a paused process receives nothing."""
         gap_s = 0.0 if self._ticked_s is None else now_s - self._ticked_s
         self._ticked_s = now_s
         if gap_s > self._options.heartbeat_s + self._options.peer_timeout_s / 2:

@@ -41,10 +41,10 @@ Arguments = TypeVarTuple("Arguments")
 
 
 class TurnPace:
-    """Limits the rate of a thread's turns, its loop iterations, so that under load each turn handles more frames.
+    """Limits the rate of a thread's turns (loop iterations), so that under load each turn handles more frames.
 
-    Bursts of up to `burst` turns are not delayed, so a thread with less than a turn per `interval_s` never waits.
-    Routers limit their turns, because a turn wakes the event loop, which costs more than a message.
+    Bursts of up to `burst` turns are not delayed, so a thread with less than one turn per `interval_s` never waits.
+    Routers limit their turns, because each turn wakes the event loop, which costs more than handling a message.
     """
 
     def __init__(self, interval_s: float = 0.001, burst: int = 8) -> None:
@@ -52,7 +52,7 @@ class TurnPace:
         self._credit, self._counted_s = float(burst), 0.0
 
     def pause_s(self, now_s: float) -> float:
-        """Counts a turn; returns how long the caller waits before the turn."""
+        """Counts a turn; returns how many seconds the caller must wait before this turn."""
         earned = (now_s - self._counted_s) / self._interval_s
         self._credit = min(self._credit + earned, self._burst) - 1.0
         self._counted_s = now_s
@@ -88,8 +88,8 @@ class ThreadedControl(ControlChannel):
         self._failing = False
         """Whether the latest turn of the thread failed."""
         self._waits = True
-        """Whether the thread waits, or is about to wait without another look for work. Only then must new work wake
-        it."""
+        """Whether the thread waits, or is about to wait without checking for work again. Only in this state must new
+        work wake the thread."""
         self._corked = False
         self._thread = threading.Thread(target=self._run, name=f"control-{address}", daemon=True)
         self._sent = self._delivered = self._bad_frames = self._handler_errors = self._lost = 0
@@ -183,11 +183,11 @@ class ThreadedControl(ControlChannel):
 
     @abstractmethod
     def _wait(self, timeout_s: float) -> None:
-        """Blocks until a frame arrives, `_wake` is called, or the time is up."""
+        """Blocks until a frame arrives, `_wake` is called, or `timeout_s` has passed."""
 
     @abstractmethod
     def _wake(self) -> None:
-        """Ends the current or next `_wait`; any thread may call it."""
+        """Ends the current or next `_wait`; any thread may call this."""
 
     def _hang_up(self, peer: str) -> None:
         """Frees the subclass's state of a lost or forgotten peer."""
@@ -199,7 +199,7 @@ class ThreadedControl(ControlChannel):
         """Frees the subclass's resources at the end of the thread."""
 
     def _bad_frame(self, error: Exception, peer: str = "") -> None:
-        """Counts and logs a dropped frame; `peer` is the sender that the frame names, if any."""
+        """Counts and logs a dropped frame. `peer` is the sender that the frame names, or empty."""
         self._bad_frames += 1
         log.warning("bad_control_frame", channel=self.address, peer=peer, error=str(error))
 
@@ -236,17 +236,18 @@ class ThreadedControl(ControlChannel):
         lingers = self._clock() < self._linger_until_s
         if self._failing:  # the remaining work may never be done
             return not lingers
-        # A peer that never gets the acknowledgement of its last message would log this one as lost.
+        # A peer that never receives the acknowledgement of its last message would log this channel as lost.
         owes = self._streams.unacknowledged or self._streams.acknowledges
         return not self._work and not (lingers and owes)
 
     def _safe_turn(self) -> float | None:
-        """Runs one iteration of the thread; returns when the next one is due, or None if the iteration raised."""
+        """Runs one iteration of the thread; returns the time of the next iteration, or None if the iteration
+        raised."""
         try:
             due_s = self._turn()
             self._failing = False
         except Exception:
-            # A bug. Without the thread, every request of this process would hang.
+            # A bug. The thread continues: if the thread ended, every request of this process would hang.
             self._failing = True
             self._handler_errors += 1
             log.exception("control_turn_failed", channel=self.address)
@@ -267,8 +268,8 @@ class ThreadedControl(ControlChannel):
             due_s = self._streams.tick(now_s)
             events, self._streams.events = self._streams.events, []
         self._transmit_all()
-        # One by one: a failed transmission is repeated, but a skipped event was acknowledged and would be
-        # lost.
+        # Handle each event separately: a failed transmission is repeated, but an event skipped after an exception
+        # would be lost, because its message is already acknowledged.
         if not self._closing.is_set():
             for event in events:
                 self._handle(event)

@@ -31,30 +31,30 @@ from transport.keys.ring import AnyKeys, as_ring
 log = structlog.get_logger(__name__)
 
 FLUSH_MS = 100
-"""Longest wait of a lingering close for frames that ZMQ has queued, such as the last acknowledgement."""
+"""Time limit, at `close` with a linger time, for frames that ZMQ has queued, such as the last acknowledgement."""
 HIGH_WATER_MARK = 20000
 """Largest number of frames that ZMQ queues for a peer. Further frames are dropped, and retransmitted by the reliable
 streams."""
 RECEIVE_BATCH = 512
 MAX_STRAY_PEERS = 64
-"""Largest number of connections kept to addresses without an open stream. Such an address has been sent a reset
-only."""
+"""Largest number of connections kept to addresses without an open stream. Only resets were sent to these
+addresses."""
 _ADDRESS = re.compile(r"tcp://[^/:@;]+:\d{1,5}")
 _WILDCARDS = ("*", "", "::", "[::]")
 ENVELOPE_BYTES = 4096
 """Space for the envelope around the largest message."""
 UNSETTLED_S, SETTLED_S = 0.02, 0.25
-"""Intervals between checks of keys and handshakes: while a handshake is in progress, and at other times."""
+"""Intervals between checks of keys and handshakes: the first during a handshake, the second at other times."""
 _MAX_SOCKETS = 3 * MAX_PEERS + 64
-"""Limit of ZMQ sockets: a DEALER and two monitor sockets per peer, and a few others. ZMQ allocates a pointer for
-each."""
+"""Limit of ZMQ sockets: a DEALER and two monitor sockets per peer, and a few others. ZMQ allocates a pointer for each
+socket."""
 
 
 class ZmqControl(ThreadedControl):
     """A channel over TCP; see `ControlChannel`. Raises `ConfigError` when it cannot listen.
 
-    The channel follows `keys`: existing connections stay when generations are added, and end when their own
-    generation is retired.
+    The channel follows changes of `keys`. Existing connections stay when a generation is added, and end when their
+    own generation is retired.
     """
 
     def __init__(
@@ -206,7 +206,7 @@ class ZmqControl(ThreadedControl):
 
 
 def _is_any(host: str) -> bool:
-    """Returns whether the system treats `host` as 0.0.0.0, of which `0` and `0x0` are spellings."""
+    """Returns whether the system reads `host` as 0.0.0.0, which can also be written as `0` or `0x0`."""
     try:
         return socket.inet_aton(host) == bytes(4)
     except OSError:
@@ -216,7 +216,7 @@ def _is_any(host: str) -> bool:
 def make_control(
     config: ControlConfig, keys: AnyKeys, port: int = 0, pace: TurnPace | None = None
 ) -> ZmqControl:
-    """Creates the configured channel on this host; port 0 selects a free port. Raises `ConfigError` if it
+    """Creates the configured channel on this host; port 0 selects a free port. Raises `ConfigError` if the channel
     cannot listen."""
     options = ReliableOptions(config.peer_timeout_s, config.heartbeat_s, config.suspect_after_s or math.inf)
     largest = config.max_message_bytes

@@ -1,7 +1,7 @@
-"""CURVE keys of a cluster: only processes that hold them may join.
+"""CURVE keys of a cluster. Only processes with these keys can join the cluster.
 
-`ControlKeys` is one generation. `KeySet` holds the generations that are valid together during a rotation.
-`transport.keys.file` stores a set in a file; in a running process, `transport.keys.ring` reloads the changed file.
+`ControlKeys` is one generation of keys. `KeySet` holds all valid generations: one, or two during a key rotation.
+`transport.keys.file` stores a key set in a file. In a running process, `transport.keys.ring` reloads a changed file.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ class ControlKeys(msgspec.Struct, frozen=True):
 
     @property
     def name(self) -> str:
-        """Name of the generation in logs; computed from the public key, so it reveals no secret."""
+        """Name of the generation in logs: a hash of the public key, which reveals no secret."""
         return hashlib.sha256(self.server_public.encode()).hexdigest()[:8]
 
     def check(self) -> None:
-        """Raises `ConfigError` unless both are pairs of CURVE keys."""
+        """Raises `ConfigError` unless the server keys and the client keys are each a pair of CURVE keys."""
         for what, public, secret in (
             ("server", self.server_public, self.server_secret),
             ("client", self.client_public, self.client_secret),
@@ -51,10 +51,10 @@ class KeySet(msgspec.Struct, frozen=True):
     current: ControlKeys
     next: ControlKeys | None = None
     next_from_unix_s: float = 0.0
-    """From this time on, channels dial with `next`, and `current` is the previous generation."""
+    """Unix time from which channels dial with `next`; `current` is then the previous generation."""
 
     def generations(self, now_unix_s: float) -> tuple[ControlKeys, ...]:
-        """Returns the valid generations: channels present the first generation and accept all of them."""
+        """Returns the valid generations. Channels present the first one and accept peers of every one."""
         if self.next is None:
             return (self.current,)
         if self.is_rotated(now_unix_s):
@@ -67,7 +67,7 @@ class KeySet(msgspec.Struct, frozen=True):
         return frozenset(keys.name for keys in self.generations(0.0))
 
     def is_rotated(self, now_unix_s: float) -> bool:
-        """Returns whether `next` has replaced `current`."""
+        """Returns whether channels present `next` instead of `current`."""
         return self.next is not None and now_unix_s >= self.next_from_unix_s
 
     def check(self) -> None:

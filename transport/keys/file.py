@@ -24,7 +24,7 @@ from transport.keys.curve import ControlKeys, KeySet, make_keys
 
 
 def load_keys(path: str | Path) -> KeySet:
-    """Reads a key file. Raises `ConfigError` when it is missing, readable by others, or broken."""
+    """Reads a key file. Raises `ConfigError` when the file is missing, readable by others, or broken."""
     try:
         with Path(path).open("rb") as file:
             found = os.fstat(file.fileno())
@@ -41,7 +41,7 @@ def load_keys(path: str | Path) -> KeySet:
 
 
 def save_keys(keys: ControlKeys | KeySet, path: str | Path) -> None:
-    """Writes a new key file with mode 0600. Raises `ConfigError` when it exists or cannot be written."""
+    """Writes a new key file with mode 0600. Raises `ConfigError` when the file exists or cannot be written."""
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except FileExistsError as exc:
@@ -55,7 +55,7 @@ def save_keys(keys: ControlKeys | KeySet, path: str | Path) -> None:
 
 
 def replace_keys(keys: KeySet, path: str | Path) -> None:
-    """Writes a key file with mode 0600 atomically, and replaces an existing one. Raises `ConfigError`."""
+    """Writes or replaces a key file atomically, with mode 0600. Raises `ConfigError` when the write fails."""
     target = Path(path).resolve()  # keeps a symbolic link
     try:
         replace_file(target, _encode(keys), 0o600, durable=True)
@@ -64,10 +64,10 @@ def replace_keys(keys: KeySet, path: str | Path) -> None:
 
 
 def rotate_keys(path: str | Path, grace_s: float, now_unix_s: float | None = None) -> KeySet:
-    """Adds a new generation that is presented in `grace_s`; drops a previous generation, if any.
+    """Adds a new generation, which channels present after `grace_s`; drops the previous generation, if any.
 
-    Returns the file's new content. Raises `ConfigError` for a file that cannot be read or written, or while
-    an earlier rotation has not taken effect.
+    Returns the file's new content. Raises `ConfigError` for a file that cannot be read or written, or if the earlier
+    rotation has not taken effect yet.
     """
     now = time.time() if now_unix_s is None else now_unix_s
     with _locked(path):
@@ -82,7 +82,7 @@ def rotate_keys(path: str | Path, grace_s: float, now_unix_s: float | None = Non
 
 
 def retire_keys(path: str | Path, now_unix_s: float | None = None) -> KeySet:
-    """Drops the previous generation. Returns the file's new content.
+    """Drops the previous generation after a rotation. Returns the file's new content.
 
     Raises `ConfigError` for a file that cannot be read or written, and when there is no previous generation.
     """
@@ -120,7 +120,7 @@ def _encode(keys: KeySet) -> bytes:
 
 
 class _Content(msgspec.Struct, frozen=True):
-    """The fields that the file adds to the current generation's keys."""
+    """The fields of the file besides the keys of the current generation."""
 
     next: ControlKeys | None = None
     next_from_unix_s: float = 0.0

@@ -1,4 +1,4 @@
-"""The keys of a running process, either followed from a key file or set by the cluster's owner."""
+"""The keys of a running process: reloaded from a key file, or set by the owner of the cluster."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _Signature = tuple[int, int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class KeyState:
-    """A ring's generations at one moment: names, no secrets."""
+    """Names of a ring's generations at one moment. The names reveal no secrets."""
 
     presented: str
     accepted: tuple[str, ...]
@@ -34,7 +34,7 @@ class KeyState:
 
 
 class KeyRing:
-    """The valid generations of a process's keys. Any thread may use it.
+    """The valid generations of a process's keys. Any thread may use a ring.
 
     A ring has no thread: reading `generations` checks the file and the clock.
     """
@@ -47,7 +47,7 @@ class KeyRing:
         poll_s: float = POLL_S,
         unix_clock: Callable[[], float] = time.time,
     ) -> None:
-        """Follows `file` if given; `KeyRing.follow` also reads the file first."""
+        """With `file`, the ring reloads later changes of this file. `KeyRing.follow` also reads the file first."""
         self._keys = keys if isinstance(keys, KeySet) else KeySet(keys)
         self._file, self._poll_s, self._unix_clock = file, poll_s, unix_clock
         self._lock = threading.Lock()
@@ -69,14 +69,14 @@ class KeyRing:
 
     @property
     def generations(self) -> tuple[ControlKeys, ...]:
-        """Returns the valid generations: the first is presented, all are trusted."""
+        """Returns the valid generations: the first is presented to peers, all are accepted from peers."""
         with self._lock:
             self._refresh()
             return self._keys.generations(self._unix_clock())
 
     @property
     def keys(self) -> KeySet:
-        """Returns the current key set, to be sent to another process. It contains secrets."""
+        """Returns the current key set, to be sent to another process. The key set contains secrets."""
         with self._lock:
             self._refresh()
             return self._keys
@@ -88,7 +88,7 @@ class KeyRing:
             return self._state_now()
 
     def replace(self, keys: KeySet) -> None:
-        """Replaces the keys."""
+        """Replaces all keys of the ring."""
         with self._lock:
             self._keys = keys
             self._say()
@@ -113,11 +113,11 @@ class KeyRing:
         try:
             self._keys = load_keys(file)
         except ConfigError as exc:
-            # The old keys stay valid; the file is read again until it is sound.
+            # The old keys stay valid; the file is read again until it holds valid keys.
             if str(exc) != self._complaint:
                 self._complaint = str(exc)
                 log.warning(
-                    "key_file_not_read", error=self._complaint, keeps="the keys that were read before"
+                    "key_file_not_read", error=self._complaint, keeps="the keys from the last valid file"
                 )
             return
         self._seen, self._complaint = found, ""
@@ -141,7 +141,7 @@ class KeyRing:
 
 
 AnyKeys = KeyRing | KeySet | ControlKeys
-"""Keys of a channel: a ring to follow, or fixed keys."""
+"""Keys of a channel: a ring, whose changes the channel follows, or fixed keys."""
 
 
 def as_ring(keys: AnyKeys) -> KeyRing:
@@ -150,7 +150,8 @@ def as_ring(keys: AnyKeys) -> KeyRing:
 
 
 def _signature(file: Path | None) -> _Signature | None:
-    """Returns a value that changes with the file, also when a link to it is replaced; None when `stat` fails."""
+    """Returns a value that differs after each change of the file or of a symbolic link to it; None if `stat`
+    fails."""
     if file is None:
         return None
     try:

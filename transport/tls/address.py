@@ -1,4 +1,5 @@
-"""The address of a TLS transport, as passed to `connect`: host, port, and a number unique to the transport."""
+"""The address of a TLS transport, as passed to `connect`: host, port, and random bytes that identify the
+transport."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ class Address(NamedTuple):
     host: str
     port: int
     unique: bytes
-    """Random bytes, `ID_BYTES` of them: a restarted process on the same port is another peer."""
+    """`ID_BYTES` random bytes, which distinguish a restarted process on the same port from its predecessor."""
 
     def pack(self) -> bytes:
         """Returns the opaque bytes for `connect`."""
@@ -31,7 +32,7 @@ class Address(NamedTuple):
 
 
 def parse_address(peer: str, packed: bytes) -> Address:
-    """Returns the address in `packed`. Raises `TransportError` for bytes that `Address.pack` cannot have made."""
+    """Returns the address in `packed`. Raises `TransportError` for bytes that are not an output of `Address.pack`."""
     problem = TransportError(
         f"cannot connect to {peer}: {len(packed)} bytes are not the address of a TLS transport"
     )

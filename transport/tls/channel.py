@@ -1,7 +1,7 @@
-"""Common part of both ends of a channel: its worker threads, and its shutdown.
+"""Common part of both ends of a TLS channel: worker threads and shutdown.
 
-A channel ends in two steps. `end` shuts its connections, which unblocks its threads. The last thread to leave
-then ends the operations; afterwards nothing of this channel touches the caller's memory.
+A channel ends in two steps. First, `end` shuts the channel's connections, which unblocks its threads. Then the last
+thread that leaves ends the operations; afterwards no thread of the channel accesses the caller's memory.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ class Channel(ABC):
         self.on_end: Callable[[], None] = lambda: None
         self.on_quiet: Callable[[], None] = lambda: None
         """Callbacks of the shutdown, called with the lock held: `on_end` when `ended` becomes true, `on_quiet` when
-        `quiet` does."""
+        `quiet` becomes true."""
         self.state, self.peer_address, self.label = state, peer_address, label
         self.error: PeerLostError | None = None
         """The error that ended the channel; None while the channel is open."""
         self.work = threading.Condition(state.lock)
-        """Notified when a thread of the channel may have something to do."""
+        """Notified when there may be work for a thread of the channel."""
         self._threads = 0
         self.streams: set[TlsStream] = set()
         """Open connections."""
 
     @property
     def ended(self) -> bool:
-        """True from the first step of the shutdown: the channel starts no operation."""
+        """True from the first step of the shutdown on: the channel starts no further operations."""
         return self.error is not None
 
     @property
     def quiet(self) -> bool:
-        """True from the second step on: no thread touches memory, and every operation has ended."""
+        """True from the second step of the shutdown on: no thread accesses memory, and every operation has ended."""
         return self.ended and self._threads == 0
 
     def end(self, why: str) -> None:
@@ -79,7 +79,8 @@ class Channel(ABC):
         self._run(body)
 
     def attach(self, stream: TlsStream) -> None:
-        """Makes `end` shut `stream`. Raises `ConnectionAbortedError` when the channel has ended."""
+        """Adds `stream` to the connections that `end` shuts. Raises `ConnectionAbortedError` when the channel has
+        ended."""
         with self.state.lock:
             self.streams.add(stream)
             if self.ended:
@@ -87,16 +88,16 @@ class Channel(ABC):
                 raise ConnectionAbortedError("the channel has ended")
 
     def detach(self, stream: TlsStream) -> None:
-        """Frees `stream`. Call from the thread that used it."""
+        """Removes and closes `stream`. Called by the thread that used the stream."""
         with self.state.lock:
             self.streams.discard(stream)
         stream.close()
 
     def follow(self, contexts: Contexts) -> None:
-        """Ends the channel if one of its connections was made with keys that are no longer valid."""
+        """Ends the channel if any of its connections was made with keys that are no longer valid."""
         with self.state.lock:
             if not all(stream.certificates <= contexts.trusted for stream in self.streams):
-                self.end("the keys of its connection are no longer valid")
+                self.end("the keys of this connection are no longer valid")
 
     def pending(self) -> set[Operation]:
         """Returns the operations that this channel will end. Call with the lock held."""
@@ -111,7 +112,7 @@ class Channel(ABC):
             body()
         except (OSError, ProtocolError, PeerLostError) as exc:
             self.end(str(exc) or type(exc).__name__)
-        except Exception as exc:  # hostile bytes end only the channel with their sender
+        except Exception as exc:  # invalid bytes from a peer must end only this channel
             log.exception("tls_fault", peer=self.label)
             self.end(f"{type(exc).__name__}: {exc}")
         finally:

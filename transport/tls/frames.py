@@ -1,9 +1,9 @@
 """The wire format inside an authenticated TLS connection. No frame is read before the peer has proven its
 key.
 
-A channel carries messages from the side that dialled to the side that accepted. It consists of one *reply*
-connection (frames to the dialler) and one or more *lanes* (frames and bytes to the acceptor). Every
-connection begins with a hello, followed by frames of fixed size. Some frames have a payload.
+A channel carries messages from the side that dialled to the side that accepted. A channel consists of one *reply*
+connection (frames to the dialler) and one or more *lanes* (frames and bytes to the acceptor). Every connection begins
+with a hello, followed by frame headers of fixed size. EAGER and PIECE frames have a payload.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from disagg.core.errors import ProtocolError
 from transport.tls.address import MAX_ADDRESS_BYTES
 
 EAGER_BYTES = 8192
-"""Eager limit: a message up to this size follows its announcement immediately."""
+"""Eager limit: the bytes of a message up to this size are sent together with its header."""
 PIECE_BYTES = 1 << 20
-"""Piece size of larger messages, which use rendezvous: the sender waits for CLEAR, and a piece may use any lane."""
+"""Piece size of larger messages, which use rendezvous: the sender waits for CLEAR, then sends pieces on any lane."""
 WINDOW_MESSAGES = 4096
 WINDOW_BYTES = 8 << 20
-"""Limits of the messages and of the eager bytes that a receiver buffers for one sender. The sender queues the rest.
-"""
+"""Limits of the messages and of the eager bytes that a receiver buffers for one sender. The sender queues further
+messages."""
 MAX_LANES = MAX_TLS_LANES
 _MAX_MESSAGE_BYTES = 1 << 40
 _READ_BYTES = 1 << 14
@@ -38,20 +38,21 @@ class Kind(enum.IntEnum):
     """Frame kinds. Dialler to acceptor: 1 to 4. Acceptor to dialler: 16 to 19."""
 
     EAGER = 1
-    """(number, tag, nbytes), then the bytes."""
+    """A message up to `EAGER_BYTES`: (number, tag, nbytes), then the bytes."""
     ANNOUNCE = 2
-    """(number, tag, nbytes): the message waits for CLEAR or DROP."""
+    """A larger message without its bytes: (number, tag, nbytes). The sender waits for CLEAR or DROP."""
     PIECE = 3
-    """(number, offset, nbytes), then the bytes."""
+    """A piece of an announced message: (number, offset, nbytes), then the bytes."""
     RENEW = 4
-    """The lane continues in a new connection with fresh keys."""
+    """The lane or reply connection continues in a new connection with new keys."""
     WELCOME = 16
+    """The acceptor has accepted the reply connection."""
     CLEAR = 17
-    """(number): send the bytes."""
+    """(number): the sender must send the bytes of this announced message."""
     DROP = 18
-    """(number): the receiver discards the message; do not send its bytes."""
+    """(number): the receiver has discarded this announced message; the sender must not send the bytes."""
     CREDIT = 19
-    """(eager bytes, messages) that the receiver has released."""
+    """(eager bytes, messages): buffer space that the receiver has freed since the last CREDIT."""
 
 
 class Frame(NamedTuple):
@@ -88,7 +89,8 @@ class Readable(Protocol):
     """Decrypted bytes of one connection."""
 
     def read_into(self, into: memoryview) -> int:
-        """Blocks until bytes arrive, copies them to `into` and returns their count; 0: the connection ended."""
+        """Blocks until bytes arrive, copies them to `into` and returns their number; 0 when the connection has
+        ended."""
 
 
 class FrameReader:
@@ -103,7 +105,7 @@ class FrameReader:
         """Reads the hello at the start of a connection. Raises `ProtocolError` for other bytes."""
         magic, version, lane, channel, source, destination = _HELLO.unpack(self._exactly(_HELLO.size))
         if magic != _MAGIC or version != 1:
-            raise ProtocolError("the peer speaks another version of the protocol")
+            raise ProtocolError("the peer uses another version of the protocol")
         if not 0 < source <= MAX_ADDRESS_BYTES or not 0 < destination <= MAX_ADDRESS_BYTES:
             raise ProtocolError("the hello has an address of an invalid size")
         if lane >= MAX_LANES and lane != REPLY_LANE:
@@ -113,7 +115,7 @@ class FrameReader:
     def frame(self) -> Frame | None:
         """Reads the next frame header; None when the peer closed the connection between two frames.
 
-        Raises `ProtocolError` for an unknown frame, or when the connection ends within one.
+        Raises `ProtocolError` for an unknown frame, or when the connection ends within a frame.
         """
         if self._start == self._end and not self._fill():
             return None
@@ -152,7 +154,7 @@ class FrameReader:
 
 
 def check_size(kind: Kind, nbytes: int) -> None:
-    """Raises `ProtocolError` when a message of `nbytes` must not use frames of this kind."""
+    """Raises `ProtocolError` unless a message of `nbytes` may use a frame of this kind (EAGER or ANNOUNCE)."""
     least, most = (1, EAGER_BYTES) if kind is Kind.EAGER else (EAGER_BYTES + 1, _MAX_MESSAGE_BYTES)
     if not least <= nbytes <= most:
         raise ProtocolError(f"{kind.name} of {nbytes} bytes: expected {least} to {most}")

@@ -3,10 +3,9 @@
 Every process with the key file derives the same bytes. Both sides of a connection present the certificate and
 accept only the certificates of their own generations; there is no other trust anchor.
 
-During a key rotation, two processes may present different generations. The dialler names its generation by
-SNI, and the listener presents that generation if it has it. Two sides with a common generation therefore
-never receive a certificate unknown to them. `OutgoingChannel` handles a listener without the dialler's
-generation.
+During a key rotation, two processes may present different generations. The dialler names its generation by SNI. A
+listener that has this generation presents it, so neither side receives an unknown certificate. `OutgoingChannel`
+handles a listener without the dialler's generation.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ class Identity:
 
     @property
     def server_name(self) -> str:
-        """SNI name of the generation. It is sent unencrypted, and reveals no more than the certificate."""
+        """SNI name of the generation. The name is sent unencrypted, and reveals no more than the certificate."""
         return f"g-{hashlib.sha256(self.certificate).hexdigest()[:32]}"
 
 
@@ -61,7 +60,7 @@ def derive(keys: ControlKeys) -> Identity:
     private = Ed25519PrivateKey.from_private_bytes(seed)
     public = private.public_key()
     raw = public.public_bytes(serialization.Encoding.Raw, serialization.PublicFormat.Raw)
-    # Generations have different names: a verifier with several certificates selects the right one.
+    # Each generation has its own name, by which a verifier with several certificates selects the right one.
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, f"disagg {raw[:16].hex()}")])
     certificate = (
         x509.CertificateBuilder()
@@ -83,13 +82,13 @@ def derive(keys: ControlKeys) -> Identity:
 
 
 class Contexts:
-    """TLS settings for one or more `generations` of keys: all are accepted, the first is presented."""
+    """TLS contexts for one or more `generations` of keys: all generations are accepted, the first is presented."""
 
     def __init__(self, generations: Sequence[ControlKeys]) -> None:
         self._generations = tuple(generations)
         identities = [derive(keys) for keys in generations]
         self.presented = identities[0].certificate
-        """The presented certificate, DER."""
+        """The certificate that both contexts present by default, in DER."""
         self.server_name = identities[0].server_name
         """SNI name by which a dialler requests a certificate."""
         self.trusted = frozenset(identity.certificate for identity in identities)
@@ -103,12 +102,13 @@ class Contexts:
         return self._certificates.get(context, self.presented)
 
     def check(self, certificate: bytes | None) -> None:
-        """Raises `ssl.SSLError` unless the peer presented exactly a certificate of a valid generation."""
+        """Raises `ssl.SSLError` unless `certificate`, presented by the peer, is one of `trusted`."""
         if certificate not in self.trusted:
-            raise ssl.SSLError("the peer's certificate is not the cluster's")
+            raise ssl.SSLError("the peer's certificate does not belong to this cluster")
 
     def presenting(self, certificate: bytes) -> Contexts:
-        """Returns contexts with the same trust that present `certificate`, one of `trusted`."""
+        """Returns contexts that present `certificate`, one of `trusted`, and accept the same certificates as these
+        contexts."""
         return Contexts(sorted(self._generations, key=lambda keys: derive(keys).certificate != certificate))
 
     def _make_server(self, identity: Identity) -> ssl.SSLContext:
@@ -125,7 +125,7 @@ class Contexts:
 
 
 class Identities:
-    """The TLS contexts for the currently valid keys. Any thread may use it."""
+    """Provides the TLS contexts for the currently valid keys. Any thread may use this object."""
 
     def __init__(self, ring: KeyRing) -> None:
         self._ring, self._lock = ring, threading.Lock()
@@ -146,7 +146,7 @@ def _context(protocol: int, identity: Identity, trusted: Iterable[bytes]) -> ssl
     """Returns a context that presents `identity` and accepts the certificates `trusted`, DER."""
     context = ssl.SSLContext(protocol)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
-    context.check_hostname = False  # the key is the identity; addresses change
+    context.check_hostname = False  # the key identifies a peer; addresses can change
     context.verify_mode = ssl.CERT_REQUIRED
     context.options |= ssl.OP_NO_RENEGOTIATION | ssl.OP_NO_COMPRESSION | _OP_ENABLE_KTLS
     context.load_verify_locations(cadata=b"".join(trusted))

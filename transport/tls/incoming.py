@@ -1,4 +1,4 @@
-"""The accepting end of a channel: received messages, their destination, and the replies to the dialler."""
+"""The accepting end of a TLS channel: receives the dialler's messages and sends replies."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from transport.tls.state import ChannelState
 from transport.tls.stream import TlsStream
 
 LANES_TIMEOUT_S = 10.0
-"""Time limit for a channel without lanes, and for a renewed lane to wait for the end of its old connection."""
+"""Time limit for the first lane of a channel, and for the end of the old connection of a renewed lane."""
 MAX_LANE_CONNECTIONS = 2 * MAX_LANES
-"""A lane has one connection, and two during its renewal."""
+"""Limit of the lane connections of one channel: one for each lane, and two while the lane is renewed."""
 _CREDIT_MESSAGES, _CREDIT_BYTES = 64, 1 << 18
-"""Credit that the receiver accumulates before it returns the credit to the sender."""
+"""Credit in messages and in bytes that the receiver accumulates before it returns the credit to the sender."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ArrivalHandle:
-    """The handle of an arrival from this channel."""
+    """The `Arrival.handle` of a message that arrived through an incoming channel."""
 
     channel: IncomingChannel
     number: int
@@ -53,9 +53,9 @@ class _Landing:
     view: torch.Tensor
     pieces_left: int
     began: set[int] = field(default_factory=set)
-    """Offsets of pieces that were received or are being received: no piece is written twice."""
+    """Offsets of the pieces whose receive has begun, so that no piece is written twice."""
     copies: list[Any] = field(default_factory=list)
-    """Events of the copies to the device."""
+    """CUDA events of the copies to the device."""
 
 
 class IncomingChannel(Channel):
@@ -65,7 +65,8 @@ class IncomingChannel(Channel):
         super().__init__(state, peer_address, label)
         self._lanes: set[int] = set()
         self.lane_connections = 0
-        """Open lane connections, including those that wait for the end of an earlier one."""
+        """Number of open lane connections, including new connections of a lane whose old connection has not ended
+        yet."""
         self._had_lanes = False
         self._next_number = 0
         self._announced: dict[int, int] = {}
@@ -77,12 +78,12 @@ class IncomingChannel(Channel):
         """The reply connection that replaces the current one."""
         self._held_messages = self._held_bytes = 0
         self._freed_messages = self._freed_bytes = 0
-        """Credit not yet returned: freed eager messages that the sender still counts."""
+        """Credit not yet returned to the sender: the number and bytes of freed eager messages."""
 
     # --- for the owner thread, with the lock held
 
     def receive(self, message: ArrivalHandle, operation: Operation, into: torch.Tensor) -> None:
-        """Receives the bytes of `message` into `into`, and ends the operation, possibly later."""
+        """Receives the bytes of `message` into `into`. `operation` ends once all bytes have arrived."""
         if message.data is not None:
             into.copy_(torch.frombuffer(bytearray(message.data), dtype=torch.uint8))
             if into.is_cuda:  # once the receive has ended, every stream must see the bytes
@@ -98,7 +99,7 @@ class IncomingChannel(Channel):
             self._reply(Frame(Kind.CLEAR, message.number))
 
     def drop(self, message: ArrivalHandle) -> None:
-        """Discards `message`."""
+        """Discards `message`: frees an eager message's buffer, or replies DROP to an announced message."""
         if message.data is not None:
             self._free(message)
         elif not self.ended:
@@ -137,7 +138,7 @@ class IncomingChannel(Channel):
     def serve_replies(self, stream: TlsStream) -> None:
         """Writes replies until the channel ends, in the thread that accepted the connection.
 
-        A second reply connection replaces the first one, whose thread then writes to the new one.
+        A second reply connection replaces the first one, whose thread then writes to the new connection.
         """
         with self.state.lock:
             if self._replying and not self.ended:
@@ -180,12 +181,13 @@ class IncomingChannel(Channel):
             self.detach(stream)
 
     def _take_replies(self) -> tuple[bytes, TlsStream | None]:
-        """Returns bytes to write and a new reply connection, if any. When the channel has ended, returns neither."""
+        """Waits for replies. Returns their bytes and the new reply connection, if any; neither once the channel has
+        ended."""
         with self.state.lock:
             while not self._replies and self._fresh is None and not self.ended:
                 waited = self.work.wait(None if self._had_lanes else LANES_TIMEOUT_S)
                 if not waited and not self._had_lanes:
-                    raise ProtocolError("the peer opened no lane")
+                    raise ProtocolError("the peer opened no lane in time")
             if self.ended:
                 return b"", None
             frames = b"".join(frame.pack() for frame in self._replies)
@@ -212,7 +214,7 @@ class IncomingChannel(Channel):
             self.detach(stream)
 
     def _enter(self, lane: int) -> None:
-        """Waits until the lane's previous connection has ended, because a lane's frames are ordered."""
+        """Waits until the lane's previous connection has ended, because the frames of a lane are read in order."""
         deadline_s = time.monotonic() + LANES_TIMEOUT_S
         with self.state.lock:
             while lane in self._lanes and not self.ended:
@@ -248,7 +250,8 @@ class IncomingChannel(Channel):
         return not self.ended
 
     def _accept(self, frame: Frame) -> None:
-        """Counts a message. Raises `ProtocolError` when it is out of order or exceeds the window."""
+        """Counts a message towards the window. Raises `ProtocolError` if the message is out of order or exceeds the
+        window."""
         with self.state.lock:
             if frame.first != self._next_number:
                 raise ProtocolError(f"received message {frame.first}: expected {self._next_number}")
@@ -257,7 +260,7 @@ class IncomingChannel(Channel):
                 self._held_messages + self._freed_messages >= WINDOW_MESSAGES
                 or self._held_bytes + self._freed_bytes + eager_bytes > WINDOW_BYTES
             ):
-                raise ProtocolError("the peer exceeded the window")
+                raise ProtocolError("the peer sent more unreceived messages or bytes than the window allows")
             self._next_number += 1
             self._held_messages += 1
             self._held_bytes += eager_bytes
@@ -286,7 +289,8 @@ class IncomingChannel(Channel):
                 self.state.end(landing.operation)
 
     def _piece_of(self, frame: Frame) -> _Landing:
-        """Returns the message of a piece. Raises `ProtocolError` unless the piece was requested and is new."""
+        """Returns the message to which a piece belongs. Raises `ProtocolError` unless the piece was requested and is
+        new."""
         number, offset, nbytes = frame.first, frame.second, frame.third
         with self.state.lock:
             landing = self._landings.get(number)

@@ -1,4 +1,4 @@
-"""Accepts connections and authenticates them by the cluster's keys.
+"""Accepts TLS connections and authenticates the peers by the cluster's keys.
 
 Each handshake has its own thread and deadline, so no handshake delays another. The number of unauthenticated
 connections is limited: beyond the limit, the address with the most such connections loses its oldest one. A
@@ -30,12 +30,12 @@ MAX_HANDSHAKES = 256
 MAX_HANDSHAKES_PER_ADDRESS = 64
 _BACKLOG = 256
 _PAUSE_S = 0.05
-"""Pause after an `accept` that failed for lack of file descriptors."""
+"""Pause after a failed `accept`, for example for lack of file descriptors."""
 OnConnection = Callable[[Hello, TlsStream, FrameReader], None]
-"""Callback for an authenticated connection and its hello. The call returns when the connection ends, and frees the
-stream. Raises `ProtocolError` to refuse a connection, whose stream the listener then frees."""
+"""Callback for an authenticated connection and its hello. The callback returns when the connection ends, and frees
+the stream. The callback raises `ProtocolError` to refuse a connection; the listener then frees the stream."""
 _EXPECTED = (OSError, ProtocolError, RuntimeError)
-"""Errors caused by peers, or by a system without a free thread. Any other error is a bug."""
+"""Errors that peers cause, or a system that cannot start a thread. Any other error is a bug."""
 
 
 class TLSListener:
@@ -73,8 +73,10 @@ class TLSListener:
             return len(self._handshakes)
 
     def close(self, timeout_s: float) -> bool:
-        """Closes the socket and every handshake. Returns whether all threads have ended within `timeout_s`, including
-        the threads of connections."""
+        """Closes the listening socket and ends every handshake.
+
+        Returns whether all threads have ended within `timeout_s`, including the threads of established connections.
+        """
         with self._lock:
             self._closed = True
             for stream in self._handshakes:
@@ -102,7 +104,7 @@ class TLSListener:
             except _EXPECTED as exc:
                 raw.close()
                 self._refuse(host, exc)
-            except Exception as exc:  # an error of one connection; the thread continues with the next one
+            except Exception as exc:  # an error of one connection: the thread accepts the next one
                 log.exception("tls_fault", peer=host)
                 raw.close()
                 self._refuse(host, exc)
@@ -139,7 +141,7 @@ class TLSListener:
             return
         oldest = next(stream for stream, address in self._handshakes.items() if address == crowded)
         del self._handshakes[oldest]
-        oldest.shut()  # its thread frees it
+        oldest.shut()  # the connection's own thread closes it
 
     def _serve(self, stream: TlsStream, contexts: Contexts, host: str) -> None:
         try:

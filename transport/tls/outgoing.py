@@ -1,4 +1,4 @@
-"""The dialling end of a channel: sends small messages at once, and large ones in pieces when requested."""
+"""The dialling end of a TLS channel: sends small messages at once, and large messages in pieces on request."""
 
 from __future__ import annotations
 
@@ -37,13 +37,15 @@ log = structlog.get_logger(__name__)
 
 DIAL_TIMEOUT_S = 10.0
 _ATTEMPTS = 3
-"""Dialing attempts: a listener may drop a connection in its handshake, because it keeps few unauthenticated
-ones."""
+"""Number of dialing attempts. A listener limits its unauthenticated connections, so it may drop a connection during
+the handshake."""
 _BATCH_BYTES = 1 << 15
 RENEW_INTERVAL_S = 10.0
-"""Interval between renewals after a change of keys: the peer may not present the new keys yet."""
+"""Interval between renewals after a change of keys. A renewal is repeated while the peer does not present the new
+keys."""
 RENEW_BYTES = 256 << 30
-"""Limit of the bytes encrypted with one key; RFC 8446 limits AES-GCM to 2^24.5 records, about 388 GB."""
+"""Limit of the bytes written to one connection, whose key is used for all of them. RFC 8446 limits AES-GCM to 2^24.5
+records per key, about 388 GB."""
 
 
 class OutgoingChannel(Channel):
@@ -58,11 +60,11 @@ class OutgoingChannel(Channel):
         self._hello = partial(Hello, channel=os.urandom(16), source=own, destination=self.peer_address)
         self._sends: dict[int, Send] = {}
         self._waiting: deque[Send] = deque()
-        """Messages beyond the window, in order."""
+        """Messages that the receiver's window does not admit yet, in order."""
         self._frames: deque[Send] = deque()
         self._pieces: deque[Send] = deque()
         self._stale: set[int] = set()
-        """Lanes that must continue in new connections."""
+        """Lanes that must continue in new connections, with new keys."""
         self._renew_at_s = 0.0
         self.fresh: TlsStream | None = None
         """The reply connection that replaces the current one."""
@@ -71,14 +73,14 @@ class OutgoingChannel(Channel):
         """Messages and eager bytes of this sender that the receiver buffers."""
 
     def open(self) -> None:
-        """Dials in a new thread."""
+        """Starts a thread that dials the peer, opens the lanes and reads replies."""
         try:
             self.start(f"tls-replies-{self.label}", self._dial_and_read)
         except OSError as exc:
             self.end(str(exc))
 
     def submit(self, operation: Operation, view: torch.Tensor) -> None:
-        """Accepts a send; the channel ends its `operation`. Call with the lock held, on an open channel."""
+        """Queues a message; the channel ends `operation`. Call with the lock held, on an open channel."""
         number, nbytes = self._next_number, operation.nbytes
         self._next_number += 1
         if nbytes <= EAGER_BYTES:
@@ -92,7 +94,7 @@ class OutgoingChannel(Channel):
         self._admit()
 
     def follow(self, contexts: Contexts) -> None:
-        """See `Channel.follow`. First renews connections made with keys that are no longer presented."""
+        """Ends the channel if its keys are no longer valid; renews connections whose keys are no longer presented."""
         super().follow(contexts)
         now_s = time.monotonic()
         with self.state.lock:
@@ -140,7 +142,7 @@ class OutgoingChannel(Channel):
             self.detach(stream)
 
     def _welcomed(self, stream: TlsStream) -> FrameReader:
-        """Returns the reader of a reply connection once the peer has accepted it."""
+        """Waits until the peer has accepted a reply connection, and returns the reader of this connection."""
         reader = FrameReader(stream)
         welcome = reader.frame()
         if welcome is None or welcome.kind is not Kind.WELCOME:
@@ -200,7 +202,7 @@ class OutgoingChannel(Channel):
     # --- replies
 
     def _read(self, reader: FrameReader) -> bool:
-        """Reads replies. Returns whether further replies come through another connection."""
+        """Reads replies until the connection ends. Returns True if further replies come through a new connection."""
         while (frame := reader.frame()) is not None:
             with self.state.lock:
                 match frame.kind:
@@ -219,7 +221,7 @@ class OutgoingChannel(Channel):
         return False
 
     def take_fresh(self) -> TlsStream:
-        """Returns the renewed reply connection, and waits until lane 0 has dialed it.
+        """Waits until lane 0 has dialed the new reply connection, and returns this connection.
 
         The wait is needed because the peer can announce the connection before the dialing thread has stored it in
         `fresh`.
@@ -246,7 +248,7 @@ class OutgoingChannel(Channel):
 
     def _credit(self, nbytes: int, messages: int) -> None:
         if nbytes > self._held_bytes or messages > self._held_messages:
-            raise ProtocolError("the peer returned more credit than it had")
+            raise ProtocolError("the peer returned more credit than this sender used")
         self._held_bytes -= nbytes
         self._held_messages -= messages
 
@@ -259,7 +261,7 @@ class OutgoingChannel(Channel):
     # --- lanes
 
     def _admit(self) -> None:
-        """Moves messages that fit the window to lane 0."""
+        """Moves waiting messages to lane 0, as far as the window admits them."""
         while self._waiting:
             send = self._waiting[0]
             if self._held_messages == WINDOW_MESSAGES or self._held_bytes + send.eager_bytes > WINDOW_BYTES:
@@ -288,8 +290,11 @@ class OutgoingChannel(Channel):
             self.detach(stream)
 
     def _take(self, lane: int, source: PieceSource, wait: bool) -> Batch | SendPiece | None:
-        """Returns the next write; None when there is none and `wait` is false, or when the lane must be
-        renewed."""
+        """Returns the next batch or piece that `lane` must write.
+
+        Returns None if nothing is to be written and `wait` is false, if the lane must be renewed, or if the channel
+        has ended.
+        """
         with self.state.lock:
             while not self.ended:
                 if lane == 0 and self._frames:
@@ -357,8 +362,8 @@ class OutgoingChannel(Channel):
     def _renew(self, lane: int, stream: TlsStream) -> TlsStream:
         """Returns the new connection of a lane. Lane 0 renews the reply connection too.
 
-        First waits until the peer has read the old connection to its end. Otherwise the peer could read the new
-        connection first, because a separate thread accepts each connection.
+        This method first waits until the peer has read the old connection to its end. Otherwise the peer could read
+        the new connection first, because a separate thread accepts each connection.
         """
         if lane == 0:
             self._renew_replies()
@@ -377,7 +382,7 @@ class OutgoingChannel(Channel):
         with self.state.lock:
             self.work.wait_for(lambda: self.fresh is None or self.ended, DIAL_TIMEOUT_S)
             if self.fresh is not None:
-                raise ProtocolError("the peer did not take the last renewal")
+                raise ProtocolError("the peer has not accepted the previous renewal of the reply connection")
         fresh = self.dial(REPLY_LANE, time.monotonic() + DIAL_TIMEOUT_S)
         with self.state.lock:
             self.fresh = fresh

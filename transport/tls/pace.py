@@ -1,4 +1,4 @@
-"""Limits the rate of new connections per address: a burst, then a rate. Each connection costs a handshake."""
+"""Limits the rate of new connections from each address, because each connection costs a handshake."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 BURST = 512
-"""Connections that an address may open at once: all ranks of a large host dial together, several times each."""
+"""Number of connections that an address may open at once: all ranks of a large host may dial at the same time."""
 CONNECTIONS_PER_S = 100.0
 MAX_ADDRESSES = 4096
 """Largest number of remembered addresses; the address that dialled longest ago is dropped first."""

@@ -1,4 +1,4 @@
-"""Access to views as bytes: host memory in place, device memory through pinned host buffers."""
+"""Access to the bytes of tensor views: host memory in place, device memory through pinned host buffers."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import torch
 from transport.tls.frames import PIECE_BYTES
 
 STAGED = 2
-"""Pieces staged ahead by a writer: one is encrypted while the next is copied from the device."""
+"""Number of pieces that a writer stages: one piece is encrypted while the next is copied from the device."""
 Bytes = Callable[[], memoryview]
-"""Blocks until the bytes are in host memory, and returns them. They are valid until the buffer is reused."""
+"""Function that blocks until the bytes of a piece are in host memory, and returns these bytes. The bytes are valid
+until the buffer is reused."""
 
 
 def host_bytes(view: torch.Tensor) -> memoryview:
@@ -21,11 +22,11 @@ def host_bytes(view: torch.Tensor) -> memoryview:
 
 
 class _Pinned:
-    """Pinned buffers of one thread, used in rotation, each with the event of its last copy."""
+    """`STAGED` pinned buffers of one thread, used in turn. Each buffer has the CUDA event of its last copy."""
 
     def __init__(self, device: torch.device) -> None:
         self.stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        with torch.cuda.device(device):  # otherwise the buffers would create a context on the first device
+        with torch.cuda.device(device):  # otherwise the buffers would create a CUDA context on device 0
             self._buffers = [
                 torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(STAGED)
             ]
@@ -56,7 +57,8 @@ class PieceSource:
         self._pinned: dict[torch.device, _Pinned] = {}
 
     def stage(self, view: torch.Tensor, offset: int, nbytes: int) -> Bytes:
-        """Starts the copy of `view[offset : offset + nbytes]` to the host."""
+        """Starts to copy `view[offset : offset + nbytes]` to the host; returns the function that waits for the
+        bytes."""
         piece = view[offset : offset + nbytes]
         if not view.is_cuda:
             return lambda: host_bytes(piece)
@@ -71,7 +73,7 @@ class PieceSource:
         return ready
 
     def finish(self) -> None:
-        """Waits until no copy reads a view."""
+        """Waits until all copies from views have ended."""
         _finish(self._pinned)
 
 
@@ -82,7 +84,10 @@ class PieceSink:
         self._pinned: dict[torch.device, _Pinned] = {}
 
     def put(self, view: torch.Tensor, offset: int, nbytes: int, fill: Callable[[memoryview], None]) -> Any:
-        """Fills `view[offset : offset + nbytes]`; returns the event of the device copy, None without one."""
+        """Fills `view[offset : offset + nbytes]` by `fill`.
+
+        Returns the CUDA event of the copy to the device; None for a view in host memory.
+        """
         piece = view[offset : offset + nbytes]
         if not view.is_cuda:
             fill(host_bytes(piece))
@@ -93,7 +98,7 @@ class PieceSink:
         return pinned.copy(piece, buffer)
 
     def finish(self) -> None:
-        """Waits until no copy writes a view."""
+        """Waits until all copies into views have ended."""
         _finish(self._pinned)
 
 

@@ -18,7 +18,7 @@ class Send:
     number: int
     view: torch.Tensor
     frame: bytes
-    """The EAGER frame with its bytes, or the ANNOUNCE frame."""
+    """The EAGER frame with the message's bytes, or the ANNOUNCE frame."""
     eager_bytes: int
     """Bytes that count towards the eager window; 0 for an announced message."""
     announced: bool = False
@@ -43,4 +43,4 @@ class SendPiece:
     offset: int
     nbytes: int
     read: Bytes | None = None
-    """Function that returns the bytes of the piece; set when the piece is staged, outside the lock."""
+    """Function that returns the bytes of the piece; None until the piece is staged."""

@@ -17,7 +17,7 @@ class ChannelState:
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.quiet = threading.Condition(self.lock)
-        """Notified when the last thread of a channel has left."""
+        """Notified when the last thread of any channel has left, which makes that channel quiet."""
         self.tracker = OperationTracker()
         self.unread: list[Arrival] = []
         self._alarm = Alarm()
@@ -35,7 +35,7 @@ class ChannelState:
         self.wake()
 
     def wake(self) -> None:
-        """Ends the current or the next `wait`. Any thread may call it, also after `close`."""
+        """Ends the current or the next `wait`. Any thread may call this, also after `close`."""
         self._alarm.wake()
 
     def wait(self, timeout_s: float) -> None:
@@ -44,5 +44,5 @@ class ChannelState:
         self._alarm.clear()
 
     def close(self) -> None:
-        """Frees the alarm."""
+        """Frees the file descriptor of the wake-up."""
         self._alarm.close()

@@ -1,7 +1,8 @@
 """A TLS connection as a byte stream, either read or written by one thread at a time.
 
-Without kernel offload, `ssl` encrypts in memory and the socket moves large buffers. Reading records straight
-from the socket would cost two more system calls per record (16 KiB). With offload, OpenSSL owns the socket.
+Without kernel TLS offload, `ssl` encrypts in memory, and large buffers are written to and read from the socket.
+Reading each record (16 KiB) straight from the socket would cost two more system calls per record. With kernel TLS
+offload, OpenSSL reads and writes the socket itself.
 """
 
 from __future__ import annotations
@@ -18,21 +19,21 @@ from typing import Any, cast
 from transport.tls.identity import Contexts
 
 BUFFER_BYTES = 1 << 18
-"""Bytes encrypted, or read from the socket, at a time."""
+"""Number of bytes that are encrypted, or read from the socket, at a time."""
 _KEEP_ALIVE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 4))
 _STALL_TIMEOUT_MS = 60_000
-"""Time after which a peer that accepts no bytes is lost."""
+"""Time after which the kernel ends a connection whose peer acknowledges no bytes."""
 _TCP_ULP = 31
 _SOL_TLS, _TLS_TX, _CRYPTO_INFO_BYTES = 282, 1, 4
 
 
 class TlsStream(ABC):
-    """An authenticated connection. Any thread may call `shut`, which unblocks the others."""
+    """An authenticated connection. Any thread may call `shut`, which unblocks a thread that reads or writes."""
 
     def __init__(self, raw: socket.socket) -> None:
         self._raw = raw
         self.certificates: frozenset[bytes] = frozenset()
-        """Both sides' certificates, DER, once the connection is authenticated."""
+        """Certificates of both sides in DER; empty until the connection is authenticated."""
 
     @property
     @abstractmethod
@@ -40,12 +41,12 @@ class TlsStream(ABC):
         """Name of the cipher suite, such as `TLS_AES_256_GCM_SHA384`."""
 
     def connect(self, where: tuple[Any, ...], deadline_s: float) -> None:
-        """Connects to `where`, as returned by `getaddrinfo`. Raises `OSError`, also after `shut`."""
+        """Connects to `where`, a socket address of `getaddrinfo`. Raises `OSError`, also after `shut`."""
         self._raw.settimeout(_left_s(deadline_s))
         self._raw.connect(where)
 
     def authenticate(self, contexts: Contexts, deadline_s: float) -> None:
-        """Runs the handshake until `deadline_s` of `time.monotonic`. Raises `OSError`, including
+        """Runs the TLS handshake; `deadline_s` is a time of `time.monotonic`. Raises `OSError`, including
         `ssl.SSLError`."""
         certificate = self._handshake(deadline_s)
         contexts.check(certificate)
@@ -67,11 +68,11 @@ class TlsStream(ABC):
 
     @abstractmethod
     def read_into(self, into: memoryview) -> int:
-        """See `Readable`. Raises `OSError`."""
+        """Reads decrypted bytes into `into`, as in `Readable`. Raises `OSError`."""
 
     @abstractmethod
     def write(self, *buffers: bytes | memoryview) -> None:
-        """Blocks until the kernel has all bytes. Raises `OSError`."""
+        """Writes `buffers`, and blocks until the kernel has all bytes. Raises `OSError`."""
 
     def wait_for_end(self) -> None:
         """Blocks until the peer has closed the connection. Raises `OSError` when the peer sends bytes."""
@@ -86,7 +87,7 @@ class TlsStream(ABC):
             return False
 
     def shut(self) -> None:
-        """Ends all traffic. A second call has no effect."""
+        """Ends all traffic in both directions. A second call has no effect."""
         with contextlib.suppress(OSError):
             # `SSLSocket.shutdown` would drop the TLS state, and a later write would send plain bytes.
             socket.socket.shutdown(self._raw, socket.SHUT_RDWR)
@@ -98,7 +99,7 @@ class TlsStream(ABC):
 
 
 class BufferedStream(TlsStream):
-    """TLS through memory buffers; this class moves the bytes between them and the socket."""
+    """TLS in memory buffers (`ssl.MemoryBIO`); this class moves the bytes between the buffers and the socket."""
 
     def __init__(
         self, raw: socket.socket, context: ssl.SSLContext, server_side: bool, server_name: str | None
@@ -163,7 +164,7 @@ class BufferedStream(TlsStream):
 
 
 class DirectStream(TlsStream):
-    """TLS on the socket itself: OpenSSL can pass the keys to the kernel."""
+    """TLS by OpenSSL on the socket itself, which lets OpenSSL pass the keys to the kernel for offload."""
 
     _raw: ssl.SSLSocket
 
@@ -236,5 +237,5 @@ def _tune(raw: socket.socket) -> None:
 def _left_s(deadline_s: float) -> float:
     left_s = deadline_s - time.monotonic()
     if left_s <= 0:
-        raise TimeoutError("the handshake took too long")
+        raise TimeoutError("the connection and its TLS handshake took too long")
     return left_s

@@ -1,9 +1,9 @@
 """The data plane over TCP for untrusted networks: TLS 1.3 with the cluster's keys.
 
-Each side dials the other: a *channel* carries the messages of its dialler. Small messages are sent at once.
-Large ones are announced, and sent when requested, in pieces over one or more connections (lanes). Worker
-threads encrypt, decrypt, and access the caller's memory; the owner thread only queues and collects. A peer is
-identified by its address and its possession of the keys.
+Each of two peers dials the other. A *channel* carries the messages of its dialler. Small messages are sent at once.
+Large messages are announced, and sent on request, in pieces over one or more connections (lanes). Worker threads
+encrypt, decrypt, and access the caller's memory; the owner thread only queues operations and collects their results.
+A peer is identified by its address and its possession of the keys.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from transport.tls.stream import TlsStream
 log = structlog.get_logger(__name__)
 
 FENCE_TIMEOUT_S = 10.0
-"""Time within which all threads must stop using the memory of a disconnected peer's operations."""
+"""Time limit for all threads to stop using the memory of a disconnected peer's operations."""
 FENCE_WAIT_S = 0.02
-"""Longest time that `disconnect` blocks until all threads have left. `progress` then waits for the remaining
+"""Time limit for `disconnect` to block until all threads of the peer have left. `progress` waits for slower
 threads."""
 _MOST_DEFAULT_LANES = 2
 MAX_CHANNELS_PER_PEER = 4
-"""Largest number of channels of one peer. A peer needs one; after a reconnect, the peer's previous channel may not
-have ended here yet."""
+"""Largest number of channels of one peer. A peer needs one channel. After a reconnect, the peer's previous channel
+may not have ended on this side yet."""
 MAX_CHANNELS = 4096
 """Largest number of channels of all peers together; equal to the control channel's limit on peers."""
 UPKEEP_S = 1.0
@@ -67,7 +67,7 @@ class _TLSFence:
 class TlsTransport(Transport):
     """One rank's end of the TLS data plane; see `Transport`. Listens on `host` and a free port.
 
-    `keys` are the cluster's. `lanes` is the number of connections for one large message; 0 means
+    `keys` are the keys of the cluster. `lanes` is the number of connections for one large message; 0 means
     `default_lanes`. Raises `ConfigError` when `host` cannot be bound.
     """
 
@@ -78,13 +78,13 @@ class TlsTransport(Transport):
             raise ValueError(f"lanes {lanes}: expected 0 to {MAX_LANES}")
         self._identities, self._lanes = Identities(keys), lanes or default_lanes()
         self.listener = TLSListener(host, self._identities, self._on_connection)
-        """The port, with the count of refused connections."""
+        """Listens on the port of `address`, and counts refused connections."""
         self.state = ChannelState()
         """Lock, operations and arrivals, shared with the channels."""
         self.peers: dict[str, _TLSPeer] = {}
-        """Connected peers; `state.lock` guards them, and the channels."""
+        """Connected peers by name. `state.lock` guards this table, `incoming` and `outgoing`."""
         self.incoming: dict[bytes, IncomingChannel] = {}
-        """Incoming channels by their random bytes."""
+        """Incoming channels by their identifier, which is random bytes."""
         self.outgoing: set[OutgoingChannel] = set()
         """Outgoing channels; channels of disconnected peers stay until they are quiet."""
         self._closed = False
@@ -236,7 +236,7 @@ class TlsTransport(Transport):
             if not self._end(channels, "this transport was closed", FENCE_TIMEOUT_S):
                 raise TransportError(f"tls: close: threads still run after {FENCE_TIMEOUT_S:g} s; no fence")
         finally:
-            # Accepted connections run in the listener's threads; after `_closed` none becomes a channel.
+            # Accepted connections run in the listener's threads. Once `_closed` is set, none of them opens a channel.
             self.listener.close(FENCE_TIMEOUT_S)
             self.state.close()
 
@@ -263,7 +263,7 @@ class TlsTransport(Transport):
             return found
 
     def _open(self, hello: Hello) -> IncomingChannel:
-        """Creates a channel. Call with the lock held."""
+        """Creates an incoming channel for a reply connection. Call with the lock held."""
         if self._closed or hello.lane != REPLY_LANE:
             raise ProtocolError("the channel has ended or does not exist")
         try:
@@ -277,8 +277,8 @@ class TlsTransport(Transport):
         return channel
 
     def _make_room(self, channel: IncomingChannel) -> None:
-        """Ends a peer's oldest channel if the peer has too many channels. Raises `ProtocolError` if the limit stays
-        exceeded.
+        """Ends the oldest channel of a peer that has `MAX_CHANNELS_PER_PEER`. Raises `ProtocolError` at
+        `MAX_CHANNELS`.
 
         Call with the lock held.
         """
@@ -291,7 +291,7 @@ class TlsTransport(Transport):
             raise ProtocolError(f"{len(self.incoming)} channels are open, which is the limit")
 
     def _forget(self, name: bytes) -> None:
-        """Removes a channel that is quiet. Call with the lock held."""
+        """Removes an incoming channel that is quiet. Call with the lock held."""
         self.incoming.pop(name, None)
 
     def _on_lost(self, outgoing: OutgoingChannel) -> None:
@@ -303,7 +303,7 @@ class TlsTransport(Transport):
     # --- for the owner
 
     def _upkeep(self) -> None:
-        """Ends channels whose keys are no longer valid, every `UPKEEP_S`."""
+        """Every `UPKEEP_S`, ends channels whose keys are no longer valid and renews channels with old keys."""
         now_s = time.monotonic()
         if now_s >= self._upkeep_at_s:
             self._upkeep_at_s = now_s + UPKEEP_S
@@ -313,25 +313,27 @@ class TlsTransport(Transport):
                     channel.follow(contexts)
 
     def _end(self, channels: Sequence[Channel], why: str, timeout_s: float) -> bool:
-        """Ends channels; returns whether their last threads left in time."""
+        """Ends channels. Returns whether all their threads have left within `timeout_s`."""
         for channel in channels:
             channel.end(why)
         with self.state.lock:
             return self.state.quiet.wait_for(lambda: all(one.quiet for one in channels), timeout_s)
 
     def _check_fences(self) -> None:
-        """Forgets proven fences. Raises `TransportError` for a fence that could not be proven in time."""
+        """Removes fences whose channels are all quiet. Raises `TransportError` for a fence that is older than
+        `FENCE_TIMEOUT_S`."""
         with self.state.lock:
             self._fences = [fence for fence in self._fences if not all(one.quiet for one in fence.channels)]
         for fence in self._fences:
             if time.monotonic() > fence.until_s:
                 raise TransportError(
                     f"tls: {fence.peer} was disconnected, but threads still use its operations' memory after "
-                    f"{FENCE_TIMEOUT_S:g} s: no fence"
+                    f"{FENCE_TIMEOUT_S:g} s: no fence, so this rank must end"
                 )
 
     def _usable(self, operation: Operation) -> OutgoingChannel | None:
-        """Returns the peer's channel. Without one, ends the operation and returns None."""
+        """Returns the open channel to the operation's peer. Without an open channel, fails the operation and returns
+        None."""
         peer = self.peers.get(operation.peer or "")
         if peer is not None and not peer.outgoing.ended:
             return peer.outgoing
@@ -346,7 +348,8 @@ class TlsTransport(Transport):
 
 
 def default_lanes() -> int:
-    """Returns half of this process's cores, from 1 to 4: a lane that moves bytes uses one core on each side."""
+    """Returns the default number of lanes: 2, or 1 with fewer than 4 cores. A busy lane uses one core on each
+    side."""
     return min(_MOST_DEFAULT_LANES, max(1, len(os.sched_getaffinity(0)) // 2))
 
 

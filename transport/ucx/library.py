@@ -15,8 +15,9 @@ _QUIET = {"UCX_WARN_UNUSED_ENV_VARS": "n", "UCX_LOG_LEVEL": "fatal", "UCXX_LOG_L
 
 
 def load() -> tuple[ModuleType, Any]:
-    """Returns UCX's low-level Python module and its array type; imports them on first use."""
-    # UCX reads it once, at load time. Errors are returned as statuses; UCX's log on stderr would repeat them.
+    """Returns ucxx's low-level Python module and array type, imported on first use. Raises `ConfigError`."""
+    # UCX reads these variables once, at load time. UCX also logs to stderr the errors that it returns: switch this
+    # off.
     for name, value in _QUIET.items():
         os.environ.setdefault(name, value)
     try:
@@ -36,7 +37,7 @@ def version() -> str:
 
 
 def offers(transport: str) -> bool:
-    """Returns whether UCX can use a transport, or a group of them (`ib`), on this host.
+    """Returns whether UCX can use a UCX transport, or a group of UCX transports such as `ib`, on this host.
 
     Raises `ConfigError` when ucxx cannot be imported.
     """
@@ -49,13 +50,13 @@ def offers(transport: str) -> bool:
 
 
 def settings(environment: Mapping[str, str]) -> str:
-    """Returns the UCX variables of the environment, except logging: `UCX_TLS=tcp`, ...; sorted."""
+    """Returns the UCX variables of the environment, sorted and without those for logging, as `UCX_TLS=tcp ...`."""
     names = (name for name in environment if name.startswith("UCX_") and name not in _QUIET)
     return " ".join(f"{name}={environment[name]}" for name in sorted(names))
 
 
 def wrap_address(address: bytes) -> bytes:
-    """Adds a checksum to a worker address, because UCX aborts the process on a damaged one."""
+    """Adds a checksum to a worker address, because UCX aborts the process on a damaged address."""
     return _MAGIC + zlib.crc32(address).to_bytes(4, "big") + address
 
 

@@ -1,4 +1,4 @@
-"""UCX's own settings for each reach. They override UCX's environment variables and configuration files."""
+"""UCX settings for each `Reach`. These settings override UCX's environment variables and configuration files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ log = structlog.get_logger(__name__)
 
 SHM = Path("/dev/shm")
 SHM_LEAST_BYTES = 16 << 20
-"""Free shared memory below which UCX does not use it."""
+"""Smallest free space in /dev/shm with which a rank can start UCX over shared memory."""
 
 # Receivers pull large messages, because a fenced sender must not be able to write. By default UCX may let the
 # sender write; such a write was observed after the receiver's fence (one H200, both ends in one process). UCX
@@ -28,8 +28,8 @@ _SHARED_MEMORY = {
     "TLS": "posix,cma,cuda",
     "POSIX_USE_PROC_LINK": "y",
     "POSIX_ERROR_HANDLING": "y",
-    # With cma, large messages bypass the receiver's queue. A sender killed while it writes to that queue
-    # blocks it for all other senders: 8 of 25 kills in a bulk transfer without cma, 0 of 105 with it.
+    # With cma, large messages bypass the receiver's queue. A sender killed while it writes to that queue blocks the
+    # queue for all other senders: 8 of 25 kills in a bulk transfer without cma, 0 of 105 with it.
     "CMA_MEMORY_INVALIDATE": "y",
     "RNDV_SCHEME": "get_zcopy",
     # A process of another user can send an empty datagram to the wake-up socket of posix. UCX aborts the
@@ -50,7 +50,8 @@ def options(reach: Reach, *, gpu: bool, interface: str = "") -> dict[str, str]:
 
 
 def prepare_host(reach: Reach, environment: Mapping[str, str], shm: Path = SHM) -> None:
-    """Warns if UCX_TLS is overridden. Raises `ConfigError` when /dev/shm is too small for the reach."""
+    """Logs a warning if the environment sets UCX_TLS, which has no effect. Raises `ConfigError` when /dev/shm is too
+    small for the reach."""
     wanted = environment.get("UCX_TLS")
     if wanted is not None:
         ours = options(reach, gpu=False)["TLS"]

@@ -13,4 +13,4 @@ class Reach(enum.Enum):
     RDMA = "rdma"
     """RDMA devices and CUDA IPC. No TCP port."""
     TCP = "tcp"
-    """TCP on one interface, and CUDA IPC. For a trusted network."""
+    """TCP on one interface, and CUDA IPC. Only for a trusted network."""

@@ -1,11 +1,11 @@
 """The data plane over UCX (through `ucxx`): shared memory and CUDA IPC, RDMA, or TCP on a trusted network.
 
-`transport.ucx.options` selects the links. The owner thread drives UCX's worker itself: no progress thread, no event
-loop. A probe takes each arriving message out of UCX's matching queue. The message's receive then uses the sender's
-endpoint, so closing this endpoint ends the receive.
+`transport.ucx.options` selects the links. The owner thread drives UCX's worker, without a progress thread or an event
+loop. A tag probe takes each arriving message out of UCX's matching queue. The message is then received on the
+sender's endpoint, so closing this endpoint ends the receive.
 
-A discard receives into a small buffer: UCX ends the receive as truncated and completes the send (measured for
-eager and rendezvous messages).
+A discard receives the message into a small buffer. UCX ends this receive as truncated and completes the peer's send
+(measured for eager and rendezvous messages).
 """
 
 from __future__ import annotations
@@ -30,24 +30,22 @@ from transport.ucx.reach import Reach
 FENCE_TIMEOUT_S = 10.0
 """Time limit for UCX to end all accesses to the memory of a fenced peer's operations."""
 FENCE_WAIT_S = 0.02
-"""Longest time that `disconnect` blocks until UCX has cancelled the operations. `progress` then continues a slow
+"""Time limit for `disconnect` to block until UCX has cancelled the peer's operations. `progress` continues a slower
 fence."""
 _SCRATCH_BYTES = 64
 _KEPT_BYTES = 4096
 _KEPT = 1024
-"""Limits of the cache of ucxx arrays: the largest size of a host view, and the number of views. Small messages reuse
-their memory, so the cache helps them; segments do not."""
+"""Limits of the cache of ucxx arrays: the largest size of a host view, and the number of views. The cache serves
+small messages, which reuse their memory. Segments do not reuse theirs."""
 _PROGRESS_STEPS = 64
-"""Most UCX progress calls in one call of `progress`: a steady stream of messages must not block the owner thread."""
+"""Limit of UCX progress calls in one call of `progress`: a steady stream of messages must not block the owner
+thread."""
 _MAX_IDLE_WAKEUPS = 100
 _NAP_S = 0.0006
 
 
 class _CudaBytes:
-    """Exposes device memory by the CUDA array interface.
-
-    torch's own implementation takes longer than the rest of a send.
-    """
+    """Exposes device memory by the CUDA array interface. torch's own implementation is slower than a whole send."""
 
     __slots__ = ("__cuda_array_interface__",)
 
@@ -101,10 +99,10 @@ class UcxTransport(Transport):
         self.peers: dict[str, _UCXPeer] = {}
         self.requests: dict[Operation, Any] = {}
         self._arrays: dict[tuple[int, int], Any] = {}
-        """Cached arrays by address and size, within registered host memory."""
+        """Cached ucxx arrays of registered host memory, by address and size in bytes."""
         self._fences: list[_Fence] = []
         self._swallowed: list[Any] = []
-        """Requests that consume unwanted messages; kept until UCX no longer uses the scratch bytes."""
+        """UCX requests that consume unwanted messages; each is kept until UCX no longer uses the scratch bytes."""
         self._scratch = self._array_type(bytearray(_SCRATCH_BYTES))
         self._any_tag = (self._ucx.UCXXTag(0), self._ucx.UCXXTagMask(0))
         self._alarm = Alarm()
@@ -196,7 +194,8 @@ class UcxTransport(Transport):
         self._ensure_open()
         self._tracker.consume(arrival)
         operation = self._tracker.start("discard", peer, arrival.tag, arrival.nbytes)
-        # Received by the worker, not an endpoint: nobody uses the scratch bytes, so no fence has to cover them.
+        # The worker receives the message, not an endpoint: no caller uses the scratch bytes, so no fence must cover
+        # them.
         self._submit(operation, lambda: self._worker.tag_recv_with_handle(self._scratch, arrival.handle))
         return operation
 
@@ -206,7 +205,7 @@ class UcxTransport(Transport):
             if not self._worker.progress_once():
                 break
         if not all(peer.endpoint.alive for peer in self.peers.values()):
-            # Also ends the operations of failed endpoints.
+            # This call also ends the operations of failed endpoints.
             self._worker.progress()
         if self._fences and not self._advance_fences():
             self._check_fences()
@@ -250,7 +249,7 @@ class UcxTransport(Transport):
         for peer in list(self.peers):
             self.disconnect(peer)
         try:
-            self._complete("messages left over", [*self._swallowed, *self.requests.values()])
+            self._complete("unreceived messages", [*self._swallowed, *self.requests.values()])
         except TransportError as exc:
             unproven.append(exc)
         self._advance_fences()
@@ -268,7 +267,7 @@ class UcxTransport(Transport):
         """
         by_ucx = True
         if self._idle_wakeups >= _MAX_IDLE_WAKEUPS:
-            time.sleep(min(timeout_s, _NAP_S))  # polling file descriptors takes whole milliseconds
+            time.sleep(min(timeout_s, _NAP_S))  # `poll` cannot time out after less than a millisecond
         elif self._arm():
             events = self._poll.poll(timeout_s * 1000)
             by_ucx = any(fd != self._alarm.fd for fd, _ in events)
@@ -317,7 +316,7 @@ class UcxTransport(Transport):
             self._settle(operation)
 
     def _settle(self, operation: Operation, lost: bool = False) -> None:
-        """Ends an operation whose request has ended, and converts UCX's errors."""
+        """Ends an operation by its UCX request, and converts UCX's errors. A pending request counts as cancelled."""
         request = self.requests.pop(operation)
         error: TransportError | None = None
         if not request.completed:
@@ -336,7 +335,8 @@ class UcxTransport(Transport):
         self._tracker.end(operation, error)
 
     def _usable(self, operation: Operation) -> Any:
-        """Returns the peer's endpoint. Without one, ends the operation and returns None."""
+        """Returns the live endpoint of the operation's peer. Without a live endpoint, fails the operation and returns
+        None."""
         peer = self.peers.get(operation.peer or "")
         if peer is not None and peer.endpoint.alive:
             return peer.endpoint
@@ -352,7 +352,8 @@ class UcxTransport(Transport):
         return {operation for fence in self._fences for operation in fence.operations}
 
     def _advance_fences(self) -> bool:
-        """Ends the operations of proven fences. Returns whether no fence is left."""
+        """Ends the operations of each fence whose UCX requests have all completed. Returns whether no fence is
+        left."""
         for fence in list(self._fences):
             if all(self.requests[operation].completed for operation in fence.operations):
                 self._fences.remove(fence)
@@ -364,13 +365,13 @@ class UcxTransport(Transport):
         return not self._fences
 
     def _check_fences(self) -> None:
-        """Raises `TransportError` for a fence that could not be proven in time."""
+        """Raises `TransportError` for a fence that is older than `FENCE_TIMEOUT_S`."""
         for fence in self._fences:
             if time.monotonic() > fence.until_s:
                 pending = sum(not self.requests[operation].completed for operation in fence.operations)
                 raise TransportError(
                     f"ucx: {fence.peer} was disconnected, but {pending} operations are still pending after "
-                    f"{FENCE_TIMEOUT_S:g} s: no fence"
+                    f"{FENCE_TIMEOUT_S:g} s: no fence, so this rank must end"
                 )
 
     def _devices(self, operations: list[Operation]) -> set[torch.device]:
@@ -385,7 +386,7 @@ class UcxTransport(Transport):
             if time.monotonic() > deadline_s:
                 self._swallowed.extend(requests)
                 raise TransportError(
-                    f"ucx: {what}: operations still pending after {FENCE_TIMEOUT_S} s; no fence"
+                    f"ucx: {what}: operations still pending after {FENCE_TIMEOUT_S} s: no fence"
                 )
 
     def _has_events(self) -> bool:

@@ -1,7 +1,7 @@
 """All messages of the control plane, and their encoding: typed msgpack, never pickle.
 
-A new message is one more `Message` subclass in a file of this folder, exported here. The class name is its tag on
-the wire. Fields that a peer could abuse carry bounds, which decoding checks.
+To add a message, define a `Message` subclass in a file of this folder, and export the class here. The class name is
+the message's tag on the wire. Fields that a peer could abuse carry bounds, which decoding checks.
 """
 
 from __future__ import annotations

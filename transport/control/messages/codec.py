@@ -1,4 +1,4 @@
-"""Encoding of the messages."""
+"""Encodes and decodes the messages of the control plane."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def decode(body: bytes) -> Message:
 
 
 def _packed(value: object) -> bytes:
-    """Encodes token ids as their memory, without conversion."""
+    """Encodes token ids as the bytes of their array, without conversion."""
     if isinstance(value, array):
         return value.tobytes()
     raise NotImplementedError(f"no message has a field of type {type(value).__name__}")
@@ -57,7 +57,7 @@ MESSAGE_TYPES: tuple[type[Message], ...] = tuple(
     if isinstance(kind, type) and issubclass(kind, Message) and kind is not Message
 )
 _ENCODER = msgspec.msgpack.Encoder(enc_hook=_packed)
-# A run-time union: the files are the only list of messages.
+# The union is built at run time, because the files above are the only list of messages.
 _DECODER: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(
     Union[MESSAGE_TYPES],  # noqa: UP007
     dec_hook=_unpacked,

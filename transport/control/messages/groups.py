@@ -15,12 +15,12 @@ from transport.control.messages.base import Message
 
 
 class Watch(Message, frozen=True):
-    """Router -> leader: send group reports; the router renews the request within `interval_s`. 0 stops the
+    """Router -> leader: send group reports. The router repeats this message within `interval_s`; 0 stops the
     reports."""
 
     interval_s: Annotated[float, msgspec.Meta(ge=0, le=3600)]
     prefixes: Literal["none", "events", "all"] = "none"
-    """Whether to send cache digests too; `all` requests a full digest because the router missed some."""
+    """Whether to send cache digests too; `all` requests a full digest because the router has missed a digest."""
 
 
 class CacheDigest(Message, frozen=True):
@@ -30,7 +30,8 @@ class CacheDigest(Message, frozen=True):
     group: Label
     digest: Digest
     switch_tokens: Count = 0
-    """Length beyond which prompts use other rotary embeddings; see `disagg.core.prefixes.PrefixKey.of`."""
+    """Prompt length in tokens above which other rotary embeddings are used; see
+    `disagg.core.prefixes.PrefixKey.of`."""
 
 
 class GroupReport(Message, frozen=True):
@@ -50,24 +51,26 @@ class Join(Message, frozen=True):
 
 
 class Groups(Message, frozen=True):
-    """Directory -> router: all current groups. A group that is missing since the last version has died."""
+    """Directory -> router: all current groups. A group that was in the previous version, but is not in this one, has
+    died."""
 
     version: Count
     """Increases with every change of the list."""
     groups: list[GroupInfo]
     draining: list[str]
-    """Names of groups that must receive no new requests."""
+    """Names of the groups that must not receive new requests."""
 
 
 class Using(Message, frozen=True):
-    """Router -> directory: from list version `version` on, this router has requests on these groups only."""
+    """Router -> directory: from version `version` of the list on, this router has requests on these groups only."""
 
     version: Count
     names: list[str]
 
 
 class Scale(Message, frozen=True):
-    """Operator -> directory: run `count` groups of `role`. `Scaled` replies once they are running."""
+    """Operator -> directory: run `count` groups of `role`. The directory replies with `Scaled` once the groups are
+    running."""
 
     role: Role
     count: Annotated[int, msgspec.Meta(ge=1)]

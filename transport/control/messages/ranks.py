@@ -8,14 +8,14 @@ from transport.control.messages.base import Message, Rank, TicketNumber
 
 
 class Plan(Message, frozen=True):
-    """Leader -> its ranks: the work of step `step`; `body` has the engine's own encoding."""
+    """Leader -> its ranks: the work of step `step`. `body` is an encoded `disagg.node.plan.StepPlan`."""
 
     step: Count
     body: bytes
 
 
 class OpenSend(Message, frozen=True):
-    """Prefill leader -> its ranks: a request's KV is in `pages` and goes to the ticket's group."""
+    """Prefill leader -> its ranks: send a request's KV, which is in `pages`, to the ticket's decode group."""
 
     key: RequestKey
     ticket: Ticket
@@ -23,13 +23,13 @@ class OpenSend(Message, frozen=True):
     reservation: Count = 0
     """Reservation of `pages`; see `disagg.node.plan.Work`."""
     begun: bool = False
-    """Whether steps before this message computed KV in `pages`, which is sent too."""
+    """Whether steps planned before this message compute KV in `pages`; this KV is sent too."""
     row: Count = 0
     """Row of the request, which is also the slot of its recurrent state."""
 
 
 class RankSent(Message, frozen=True):
-    """Prefill rank -> its leader: this rank has sent all segments of the ticket; its pages may be freed."""
+    """Prefill rank -> its leader: this rank has sent all segments of the ticket; the rank's pages may be freed."""
 
     key: RequestKey
     ticket: TicketNumber
@@ -48,7 +48,7 @@ class RankStopped(Message, frozen=True):
 
 
 class OpenReceive(Message, frozen=True):
-    """Decode leader -> its ranks: a ticket is open; its KV comes from `prefill_group` and goes into `pages`."""
+    """Decode leader -> its ranks: accept a ticket's KV from `prefill_group`, and write the KV into `pages`."""
 
     ticket: Ticket
     pages: list[Count]
@@ -64,7 +64,7 @@ class RankOpened(Message, frozen=True):
 
 
 class CloseTransfer(Message, frozen=True):
-    """Leader -> its ranks: stop moving this ticket's KV. `RankClosed` replies. Idempotent."""
+    """Leader -> its ranks: stop moving this ticket's KV. Each rank replies with `RankClosed`. Idempotent."""
 
     key: RequestKey
     ticket: TicketNumber
@@ -72,7 +72,7 @@ class CloseTransfer(Message, frozen=True):
 
 
 class RankClosed(Message, frozen=True):
-    """Rank -> its leader: the rank no longer accesses memory of the ticket; its pages may be reused."""
+    """Rank -> its leader: the rank no longer accesses memory of the ticket; the ticket's pages may be reused."""
 
     key: RequestKey
     ticket: TicketNumber
@@ -82,7 +82,7 @@ class RankClosed(Message, frozen=True):
 
 
 class Landed(Message, frozen=True):
-    """Decode rank -> its leader: all segments of the ticket for this rank are in its pages."""
+    """Decode rank -> its leader: all segments of the ticket for this rank are in the rank's pages."""
 
     key: RequestKey
     ticket: TicketNumber
@@ -115,7 +115,7 @@ class StorageMoved(Message, frozen=True):
     pages: Count
     """Number of leading pages that the rank has found, fetched or stored so far."""
     done: bool
-    """Whether the rank does no more for the operation."""
+    """Whether the rank has finished the operation."""
     error: str = ""
     """Error after which the operation's blocks cannot be used; only with `done`."""
 

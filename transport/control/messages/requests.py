@@ -24,8 +24,8 @@ class Reserve(Message, frozen=True):
     cache_salt: str = ""
     """Salt of the prompt: only prompts with the same salt share cached KV."""
     answered: list[Count] = msgspec.field(default_factory=list)
-    """Tokens that a lost group has already generated; their KV is transferred after the prompt's. If there are any,
-    the request has one sequence."""
+    """Tokens that a lost group has already generated; their KV is transferred after the prompt's. A request with such
+    tokens has exactly one sequence."""
     after: RequestKey | None = None
     """The earlier attempt in this group whose row, pages and landed KV this attempt takes over."""
     wait_s: Seconds = 0.0
@@ -35,7 +35,8 @@ class Reserve(Message, frozen=True):
 class Reserved(Message, frozen=True):
     """Decode leader -> router: the row and the pages are reserved.
 
-    Router -> prefill leader: send the prompt's KV to this ticket; the prompt itself was sent with `Prefill`.
+    Router -> prefill leader: send the prompt's KV to this ticket. The router has already sent the prompt in
+    `Prefill`.
     """
 
     key: RequestKey
@@ -62,8 +63,8 @@ class Prefill(Message, frozen=True):
     prompt: TokenIds
     sampling: SamplingParams
     ticket: Ticket | None
-    """The request's ticket; None if it follows in `Reserved`. The prompt may be computed before that; its KV is sent
-    afterwards."""
+    """The request's ticket; None if the ticket follows in `Reserved`. The prompt may be computed before the ticket
+    arrives; the KV is sent afterwards."""
     deadline_s: Seconds
     cache_salt: str = ""
     """Salt of the prompt: only prompts with the same salt share cached KV."""
@@ -72,11 +73,11 @@ class Prefill(Message, frozen=True):
 
 
 class Prefilled(Message, frozen=True):
-    """Prefill leader -> router: the prompt is computed; its last segments may still be in flight."""
+    """Prefill leader -> router: the prompt is computed; the last segments of its KV may still be in flight."""
 
     key: RequestKey
     first_tokens: list[Count]
-    """The next token of each answer, after `Prefill.answered`; empty if chosen later, as in beam search."""
+    """The next token of each answer, after `Prefill.answered`; empty if the tokens are chosen later (beam search)."""
     logprobs: list[TokenLogprobs] = msgspec.field(default_factory=list)
     """One entry for each first token if the request has `logprobs`, else empty."""
     cached_tokens: Count = 0
@@ -84,7 +85,7 @@ class Prefilled(Message, frozen=True):
 
 
 class Transferred(Message, frozen=True):
-    """Prefill leader -> router: every segment has been sent. Counts cover this request on all ranks.
+    """Prefill leader -> router: every segment has been sent. The counts cover this request on all ranks.
 
     `messages` counts control messages sent by prefill ranks to decode ranks for this request.
     """
@@ -94,7 +95,7 @@ class Transferred(Message, frozen=True):
     segments: Count
     messages: Count
     seconds: Seconds
-    """Time during which at least one segment was gathered or sent, on the rank where it was longest."""
+    """Time during which at least one segment was being gathered or sent; the maximum over all ranks."""
 
 
 class FirstTokens(Message, frozen=True):
@@ -140,13 +141,13 @@ class EndAnswer(Message, frozen=True):
 
 
 class Release(Message, frozen=True):
-    """Router -> both leaders: the request has ended; free all its resources. Idempotent."""
+    """Router -> both leaders: the request has ended; free all resources of the request. Idempotent."""
 
     key: RequestKey
     reason: str
 
 
 class Released(Message, frozen=True):
-    """Leader -> router: all resources of the request are freed here."""
+    """Leader -> router: the leader's group has freed all resources of the request."""
 
     key: RequestKey

@@ -1,6 +1,7 @@
 """Transfer of KV: messages between prefill ranks and decode ranks.
 
-Messages up to `ProbeEnded` are active messages (`transport.active_messages`); later ones use the control channel.
+The messages from `LeaseRequest` to `ProbeEnded` are active messages (`transport.active_messages`). The messages after
+`ProbeEnded` use the control channel.
 """
 
 from __future__ import annotations
@@ -32,18 +33,19 @@ class LeaseRequest(Message, frozen=True):
 
 
 class LeaseGrant(Message, frozen=True):
-    """Decode rank -> prefill rank: `(segment index, ring position)` pairs, and the ring's current watermark."""
+    """Decode rank -> prefill rank: grants ring space. `watermark` is the ring's current watermark."""
 
     key: RequestKey
     ticket: TicketNumber
     dst_rank: Rank
     starts: list[tuple[SegmentIndex, Count]]
+    """A `(segment index, start of the lease)` pair for each segment; the start is a ring position."""
     ring_bytes: Count
     watermark: Count
 
 
 class Watermark(Message, frozen=True):
-    """Decode rank -> prefill ranks: the ring's watermark. It only grows."""
+    """Decode rank -> prefill ranks: the ring's current watermark, which never decreases."""
 
     dst_rank: Rank
     watermark: Count
@@ -63,7 +65,7 @@ class SendAgain(Message, frozen=True):
 
 
 class TransferVerified(Message, frozen=True):
-    """Decode rank -> each of its prefill ranks: all segments of the tickets are in their pages, with valid
+    """Decode rank -> each of its prefill ranks: all segments of the tickets are in the tickets' pages, with valid
     checksums."""
 
     tickets: Annotated[list[tuple[RequestKey, TicketNumber]], msgspec.Meta(min_length=1)]
@@ -74,7 +76,7 @@ class ProbeRequest(Message, frozen=True):
     """Prefill rank -> decode rank: requests a wire probe with messages of at most `nbytes`. Idempotent."""
 
     number: ProbeNumber
-    """Random number of the probe; part of its messages' tag."""
+    """Random number of the probe; part of the tag of the probe's messages."""
     nbytes: Annotated[int, msgspec.Meta(ge=1)]
 
 
@@ -86,11 +88,12 @@ class ProbeAnswer(Message, frozen=True):
     host: Label
     device: Label
     refused: str = ""
-    """Temporary reason for a refusal; the sender may repeat the request. Empty if ring space is reserved."""
+    """Temporary reason for a refusal, after which the prefill rank may repeat the request. Empty if the probe may
+    start."""
 
 
 class ProbeEnded(Message, frozen=True):
-    """Prefill rank -> decode rank: the probe has ended; its ring space may be freed."""
+    """Prefill rank -> decode rank: the probe has ended; the probe's ring space may be freed."""
 
     number: ProbeNumber
 
@@ -105,18 +108,18 @@ class PoolOffer(Message, frozen=True):
 
 
 class PoolRefused(Message, frozen=True):
-    """Prefill rank -> decode rank: the pool cannot be opened; tickets opened from now on do not use direct
-    writes."""
+    """Prefill rank -> decode rank: this rank cannot open the offered pool. Tickets opened from now on do not use
+    direct writes."""
 
     src_rank: Rank
     reason: str
 
 
 class LinkBroken(Message, frozen=True):
-    """Rank -> peer rank: the data connection between them is broken; the sender has fenced the receiver."""
+    """Rank -> peer rank: the data connection between the two ranks is broken; the sender has fenced the receiver."""
 
     answer: bool = False
-    """True if this message is itself the reply. A message with False is always answered by a message with True."""
+    """True in a reply. A message with False is always answered by a message with True."""
 
 
 class Linked(Message, frozen=True):
@@ -126,7 +129,7 @@ class Linked(Message, frozen=True):
 
 
 class SenderEnded(Message, frozen=True):
-    """Prefill rank -> decode rank: the segments `sent` were sent, and no more follow for this ticket."""
+    """Prefill rank -> decode rank: the segments `sent` were sent, and no further segments follow for this ticket."""
 
     key: RequestKey
     ticket: TicketNumber
@@ -138,7 +141,7 @@ class SenderEnded(Message, frozen=True):
 
 
 class StopSending(Message, frozen=True):
-    """Decode rank -> prefill rank: stop sending for this ticket. `SenderEnded` replies."""
+    """Decode rank -> prefill rank: stop sending for this ticket. The prefill rank replies with `SenderEnded`."""
 
     key: RequestKey
     ticket: TicketNumber
