@@ -51,7 +51,7 @@ class ConnectionStatistics(msgspec.Struct, frozen=True):
 
 
 class ConnectionTable:
-    """Limits the connections, in total and for each client address. One event loop uses the table; it has no lock.
+    """Limits the connections, in total and for each client address. Not thread-safe: one event loop uses the table.
 
     A full table evicts the connection that has been idle longest. When the address limit is reached, the eviction is
     limited to connections of that address. A connection with a request in progress is never evicted.

@@ -196,7 +196,7 @@ def encode_text(tokenizer: Any, text: str, special: bool) -> list[int]:
 def _render(
     tokenizer: Any, messages: Sequence[dict[str, Any]], options: Mapping[str, Any]
 ) -> tuple[str, list[int]]:
-    """Returns the text of a conversation and its tokens. Raises a 400 if the template rejects it.
+    """Returns the text of a conversation and its tokens. Raises a 400 if the template rejects the messages.
 
     A template is code of the checkpoint, which may raise any error for unexpected messages or options.
     """

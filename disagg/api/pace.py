@@ -40,7 +40,7 @@ class _Window:
     ended: int
     """Number of requests that completed."""
     answers: int
-    """Answers of the completed requests."""
+    """Number of answers of the completed requests."""
     full: bool
     """Whether every arriving request found all running slots taken, so that the server completes at its full rate."""
     most: int

@@ -90,7 +90,7 @@ class ChatMessage(msgspec.Struct, frozen=True):
     tool_calls: list[ToolCall] | UnsetType = UNSET
     reasoning_content: str | UnsetType = UNSET
     reasoning: str | UnsetType = UNSET
-    """The same as `reasoning_content`."""
+    """Copy of `reasoning_content`, for clients that read this field."""
 
 
 class Delta(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -100,7 +100,7 @@ class Delta(msgspec.Struct, frozen=True, omit_defaults=True):
     content: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
-    """The same as `reasoning_content`."""
+    """Copy of `reasoning_content`, for clients that read this field."""
     tool_calls: list[ToolCallDelta] | None = None
 
 

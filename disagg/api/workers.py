@@ -34,7 +34,7 @@ _SUMS = (
 
 
 class Share(NamedTuple):
-    """The share of one worker in limits for all `workers`."""
+    """One worker's share of the limits that all `workers` have together."""
 
     worker: int = 0
     workers: int = 1

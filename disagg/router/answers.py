@@ -40,7 +40,7 @@ class SessionReport:
 
     prefill: str = ""
     decode: str = ""
-    """Names of the groups of the latest session."""
+    """Name of the decode group of the latest session, as `prefill` is of the prefill group."""
     prompt_tokens: int = 0
     cached_tokens: int | None = None
     """Prompt tokens whose KV came from the prefix cache of the first prefill group; None before the first token."""
@@ -58,12 +58,13 @@ class SessionReport:
     recoveries: list[str] = field(default_factory=list)
     """The cause of each recovery: a value of `disagg.router.session_events.Loss`."""
     sessions: int = 0
-    """Number of sessions of the request; `released_sessions` counts those whose groups all confirmed the release."""
+    """Number of sessions of the request; `released_sessions` counts the sessions whose groups all confirmed the
+    release."""
     released_sessions: int = 0
 
     @property
     def released(self) -> bool:
-        """Whether every group of every session confirmed that it freed the request."""
+        """Whether all groups of all sessions have confirmed the release of the request."""
         return self.sessions == self.released_sessions > 0
 
     @property

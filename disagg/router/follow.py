@@ -56,7 +56,7 @@ class Follower:
                 self._router.add(group)
 
     def using(self) -> list[str]:
-        """Returns the names of the groups that have or may get requests."""
+        """Returns the names of the router's groups, which have requests or can get new ones."""
         return [engine.group.name for engine in self._router.engines]
 
     async def close(self) -> None:

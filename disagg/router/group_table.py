@@ -110,8 +110,8 @@ class GroupTable:
         return self._by_prefixes() and len(self.of(engine.group.role)) > 1
 
     def hash_kinds(self) -> set[tuple[int, int]]:
-        """Returns each (`unit_tokens`, `switch_tokens`) of the prefix caches that the policy compares with a
-        prompt."""
+        """Returns the kinds of block hashes, (`unit_tokens`, `switch_tokens`), of the prefix caches that the policy
+        compares with a prompt."""
         if not self._by_prefixes():
             return set()
         compared = [engines for engines in self._current().of.values() if len(engines) > 1]

@@ -53,7 +53,7 @@ class SessionLoad:
     decode: RoutedGroup
     """The decode group; equal to `prefill` if colocated."""
     sequences: int
-    """Sequences of the request; each one is part of a decode group's steps."""
+    """Number of sequences of the request; each sequence counts as one of the decode group's `requests`."""
     tokens: dict[RoutedGroup, int]
     """Prompt tokens that each group has to compute or receive."""
 
@@ -65,7 +65,8 @@ class SessionLoad:
             engine.tokens += tokens
 
     def prompt_computed(self) -> None:
-        """Subtracts the prompt from a prefill group's tokens; a colocated group keeps it until the request ends."""
+        """Subtracts the prompt from a prefill group's tokens. A colocated group counts the prompt until the request
+        ends."""
         if self.prefill is not self.decode:
             self.prefill.tokens -= self.tokens[self.prefill]
             self.tokens[self.prefill] = 0
@@ -160,7 +161,7 @@ POLICIES: dict[PolicyName, Policy] = {
 
 
 def _of_session(engines: Sequence[RoutedGroup], session: str) -> RoutedGroup:
-    """Returns the decode group of a session by rendezvous hashing with bounded loads.
+    """Returns the decode group of a client's session by rendezvous hashing with bounded loads.
 
     Each session has its own order of the groups; the first group below the load limit is returned. A new or removed
     group moves only its own sessions (Thaler and Ravishankar 1998; Mirrokni, Thorup and Zadimoghaddam 2016).

@@ -63,7 +63,7 @@ class Branch:
     @property
     def link_pause_s(self) -> float:
         """Seconds before the next session, after a session whose groups were not linked."""
-        doublings = min(self.unlinked - 1, 16)  # a long wait for the link must not overflow
+        doublings = min(self.unlinked - 1, 16)  # a bounded exponent: a long wait must not overflow
         return min(FIRST_LINK_PAUSE_S * 2.0**doublings, LONGEST_LINK_PAUSE_S)
 
     def is_same_fault(
@@ -174,7 +174,7 @@ class RecoveryBudget:
         self._next_s = clock() - 1.0
 
     def wait_s(self) -> float:
-        """Takes one recovery from the budget; returns the seconds until it may start."""
+        """Takes one recovery from the budget; returns the seconds until this recovery may start."""
         now_s = self._clock()
         self._next_s = max(self._next_s, now_s - 1.0) + self._interval_s
         return max(0.0, self._next_s - now_s)

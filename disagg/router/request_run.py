@@ -149,7 +149,7 @@ class RequestRun:
     async def _next_session(
         self, branch: Branch, failed: SessionDriver | None, full: Set[str]
     ) -> tuple[Session, SessionLoad]:
-        """Chooses groups for a new session; waits while a role has none. Raises `BusyError`."""
+        """Chooses groups for a new session; waits while a role has no usable group. Raises `BusyError`."""
         before = failed.session if failed is not None else None
         pair = await self._pair(before.decode.name if before is not None else "", full)
         after = before.key if before is not None and pair[1].group == before.decode else None
@@ -206,7 +206,7 @@ class RequestRun:
         peer_lost = session.loss is not None and session.loss.of_group
         silent = context.silent_groups(groups)
         if session.unlinked or (peer_lost and self._is_same_fault(branch, session, silent)):
-            # A lost prefill group may have failed because of the prompt, with or without a ticket.
+            # The prompt itself may have crashed a lost prefill group, even before the ticket was sent.
             branch = branch.after_wait(groups if peer_lost or session.prompt_lost else (), silent)
             self._require_recoverable(branch, error)
             if not session.suspicion:

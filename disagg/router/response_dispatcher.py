@@ -27,7 +27,8 @@ Receiver = Callable[[str, Received], None]
 ResponseInbox = asyncio.Queue["tuple[str, Received]"]
 """Queue of the arguments of `Receiver` calls."""
 Listener = Callable[[m.Message | PeerLostError], None]
-"""Callback on the loop that receives a peer's messages without a request, or an error when the peer is lost."""
+"""Callback on the loop that receives messages of a peer that belong to no request, or an error when the peer is
+lost."""
 
 
 class ResponseDispatcher:
@@ -158,14 +159,14 @@ class ResponseDispatcher:
             self._loop.call_soon_threadsafe(self._take_arrived)
 
     def _take_arrived(self) -> None:
-        self._woken = False  # before `len`: a later event then wakes the loop again
+        self._woken = False  # reset before `len`: a later event then wakes the loop again
         left = len(self._arrived)
         try:
             while left:
                 left -= 1
                 self._arrived.popleft()()
         finally:
-            if left:  # an event raised: the loop reports the error, and the other events follow
+            if left:  # an event raised an error, which the loop reports: handle the other events next
                 self._loop.call_soon(self._take_arrived)
 
     def _deliver(self, peer: str, message: m.Message) -> None:

@@ -73,7 +73,7 @@ class Router:
         self.recoveries: Counter[str] = Counter()
         """Recoveries of requests since the start, by `Loss`."""
         self._shunned: dict[tuple[str, str], float] = {}
-        """Avoided pairs of a prefill and a decode group, with the end of the avoidance."""
+        """Clock time until which each (prefill, decode) pair is avoided."""
         self._roles: tuple[str, ...] = ("prefill", "decode")
         """Roles of the groups that each request needs."""
         self._changed: GroupsChanged = lambda groups: None
@@ -116,7 +116,7 @@ class Router:
             self._report_groups()
 
     async def drain(self, name: str) -> None:
-        """Stops new requests to the group, waits for its running ones, then removes the group.
+        """Stops new requests to the group, waits for running requests, then removes the group.
 
         A cancelled drain leaves the group in use.
         """
@@ -266,8 +266,8 @@ class Router:
                 running.exception()  # marks an error as retrieved after an early `aclose`
 
     async def run(self, request: RouterRequest, emit: Emit) -> None:
-        """Emits the answers to a request, and returns when both groups have released it. A cancellation aborts the
-        request in both groups.
+        """Emits the answers to a request, and returns when both groups have released the request. A cancellation
+        aborts the request in both groups.
 
         A request that loses a group, or whose KV arrives damaged twice, continues after its last token on other
         groups; see `disagg.router.recovery`.

@@ -15,7 +15,7 @@ class SessionPhase(Enum):
     """Phase of a session."""
 
     NEW = "new"
-    """No leader has the request."""
+    """The request has not been sent to any leader."""
     RESERVING = "reserving"
     """The decode leader has the `Reserve` request, and queues the request if the group is full."""
     PREFILLING = "prefilling"

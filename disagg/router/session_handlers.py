@@ -160,7 +160,7 @@ class SessionHandlers(ABC):
             min(self.reserve_wait_s, left_s),
         )
         for group in (self.decode, self.prefill):
-            self._require_receiver(group)  # before the first message
+            self._require_receiver(group)  # check both groups before any message is sent
         actions: list[SessionAction] = [self._send(self.decode, reserve)]
         if not (self._is_colocated or self.careful):
             actions.append(self._send(self.prefill, self._prefill(None)))
@@ -239,7 +239,7 @@ class SessionHandlers(ABC):
         return self.fail(error)
 
     def drop_prefill(self, peer: str) -> list[SessionAction]:
-        """Continues without the prefill group: if KV is missing, the decode group reports it."""
+        """Continues without the prefill group. If KV is missing, the decode group reports the loss."""
         self.involved.discard(peer)
         return []
 
@@ -288,7 +288,7 @@ class SessionHandlers(ABC):
 
     def _require_receiver(self, group: GroupInfo) -> None:
         peer = group.leader.control_address
-        if peer in self.lost:  # a later Release could not reach it either
+        if peer in self.lost:  # a lost leader could not receive `Release` either
             raise NoReceiverError(peer)
 
     def _lost_error(self, peer: str) -> PeerLostError:

@@ -111,7 +111,8 @@ class _StreamedPieces:
     def _piece(self, token: int) -> str:
         """Returns the text that is final after `token`.
 
-        The stream gets no special tokens, because it would keep them pending and decode all of them for each token.
+        The stream gets no special tokens, because `DecodeStream` would keep special tokens pending and decode all of
+        them for each token.
         """
         if token not in self._special:
             return self._step(token)

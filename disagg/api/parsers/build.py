@@ -17,7 +17,7 @@ from disagg.api.parsers.thinking import THINK_MARKERS, PlainText, ThinkingParser
 
 @dataclass(frozen=True)
 class AnswerPlan:
-    """Which parts (reasoning, tool calls) the answers to a chat request can have, and in which syntax."""
+    """The parts (reasoning, tool calls) that answers to a chat request can have, and the syntax of these parts."""
 
     names: ParserNames
     tools: Sequence[dict[str, Any]] = ()

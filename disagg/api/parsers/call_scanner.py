@@ -26,7 +26,8 @@ class Unfinished(NamedTuple):
     """Result of `CallSyntax.read`: the text is too short for another result."""
 
     needs: str = ""
-    """Characters that can complete the call: only text with one of them is read again; empty: any text."""
+    """Characters that can complete a call: the text is read again only after one of them has arrived; empty: after
+    any character."""
 
 
 Read = Found | Malformed | Unfinished

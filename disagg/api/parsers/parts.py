@@ -1,4 +1,4 @@
-"""The contract of answer parsers, and the parts into which they divide an answer."""
+"""The contract of answer parsers, and the kinds of parts of an answer."""
 
 from __future__ import annotations
 

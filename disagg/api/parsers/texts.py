@@ -88,6 +88,6 @@ class Trimmer:
         self._held, self.begun, self._drop_start = "", False, True
 
     def rest(self) -> str:
-        """Ends the text; returns withheld white space, unless only white space to drop has passed."""
+        """Ends the text; returns the withheld white space, except at a start where white space is dropped."""
         held, self._held = self._held, ""
         return held if self.begun or not self._drop_start else ""
