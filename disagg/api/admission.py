@@ -19,7 +19,7 @@ RETRY_AFTER_S = 1.0
 class Admission:
     """Runs up to `max_running` requests and queues up to `max_queued` answers, first come, first served.
 
-    Answers to one prompt that are computed together are admitted together. Used on one event loop.
+    Answers to one prompt that are computed together are admitted together. All methods run on one event loop.
     """
 
     def __init__(
@@ -36,7 +36,8 @@ class Admission:
         self._inside = 0
         self._turns = asyncio.Semaphore(max_running)
         self._surplus = 0
-        """Running slots to remove after `max_running` was lowered; each is removed when it becomes free."""
+        """Number of running slots still to remove after `max_running` was lowered. Slots are removed when they become
+        free."""
         self._waiting: set[asyncio.Timeout] = set()
         """Timeouts of queued requests that an overload may reject."""
         self._metrics = metrics
@@ -75,12 +76,14 @@ class Admission:
             raise
 
     def enter(self, answers: int) -> None:
-        """Admits `answers` answers; the caller must `leave` for each. Raises `BusyError`, admitting none, if full."""
+        """Admits `answers` answers; the caller must call `leave` for them later. If not all have room, admits none
+        and raises `BusyError`."""
         self._check(answers)
         self._inside += answers
 
     def ended(self, report: SessionReport, inside: int, answers: int = 1) -> None:
-        """Records `answers` complete answers, computed together; `inside` is the number admitted at their start."""
+        """Records that `answers` answers, computed together, are complete. `inside`: number of admitted answers at
+        their start."""
         if self._pace is not None:
             most = max(inside, self._inside)
             steps = max(map(len, report.answers), default=0)  # the longest answer sets the duration
@@ -88,7 +91,7 @@ class Admission:
 
     @property
     def inside(self) -> int:
-        """Running and queued answers."""
+        """Number of running and queued answers."""
         return self._inside
 
     def _check(self, answers: int) -> None:
@@ -111,17 +114,17 @@ class Admission:
             self._waiting.pop().reschedule(asyncio.get_running_loop().time())
 
     def leave(self, answers: int = 1) -> None:
-        """Ends `answers` admitted answers."""
+        """Removes `answers` ended answers from the admitted answers."""
         self._inside -= answers
         assert self._inside >= 0, "more answers left than entered"
 
     @asynccontextmanager
     async def turn(self, deadline_s: float, alone: bool = True) -> AsyncIterator[None]:
-        """Within the block, holds a running slot; waits for the slot until `deadline_s`, on `time.monotonic`'s clock,
+        """Within the block, holds a running slot. Waits for the slot until `deadline_s`, on `time.monotonic`'s clock;
         then raises `RequestTimeoutError`.
 
-        `alone`: whether this is the only part of its request. Only then may an overload still reject it with
-        `BusyError`.
+        `alone`: whether the HTTP request consists of this part alone. While such a part is queued, an overload may
+        reject the request with `BusyError`.
         """
         with self._metrics.queued.track_inprogress():
             await self._acquire(deadline_s, alone)
@@ -153,4 +156,6 @@ class Admission:
         except TimeoutError as exc:
             if rejected:
                 raise self._busy(self._inside - 1) from exc
-            raise RequestTimeoutError("the request reached its deadline in the queue") from exc
+            raise RequestTimeoutError(
+                "the request reached its deadline (api.request_timeout_s) in the queue"
+            ) from exc

@@ -1,4 +1,4 @@
-"""The answers to one HTTP request: passes the outputs of several tasks to one sink.
+"""Runs the answers to one HTTP request: passes the outputs of several tasks to one sink.
 
 Each task runs one request of the router, and ends only when the router has released the request's memory, even if the
 client disconnects earlier. `abort` therefore cancels the tasks without waiting for them.
@@ -19,14 +19,15 @@ class Sink(Protocol):
     """Receives the answers to one HTTP request, on the event loop. Its methods do not block."""
 
     def put(self, answer: int, output: Output) -> None:
-        """Takes an output. The outputs of one answer arrive in order."""
+        """Receives an output of an answer. The outputs of one answer arrive in order."""
 
     def end(self, error: Exception | None) -> None:
-        """Called once: after the last output of all answers, or with the first error of any answer."""
+        """Ends the answers. Called once: after the last output of all answers, or with the first error of any
+        answer."""
 
 
 class Answers:
-    """The tasks of one request and the end of its answers. After the end, further outputs are dropped."""
+    """The tasks of one HTTP request. When all answers have ended, or one has failed, further outputs are dropped."""
 
     def __init__(self, sink: Sink) -> None:
         self._sink = sink
@@ -43,8 +44,8 @@ class Answers:
         return task
 
     def put(self, answer: int, output: Output) -> None:
-        """Passes an output to the sink. After an answer's last output, `abort` does not cancel the answer's task any
-        more: the task is releasing memory."""
+        """Passes an output to the sink. After an answer's last output, `abort` no longer cancels the answer's task,
+        because the task is releasing memory."""
         if self._ended:
             return
         self._sink.put(answer, output)

@@ -1,4 +1,4 @@
-"""The routes. FastAPI only dispatches; msgspec decodes and encodes the bodies."""
+"""The HTTP routes. FastAPI only dispatches requests; msgspec decodes and encodes the bodies."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def make_app(
     tracing: Tracing | None = None,
     siblings: Siblings | None = None,
 ) -> ASGIApp:
-    """Returns the API as an ASGI application. The caller closes `tracing`; `siblings`: the server's other workers."""
+    """Returns the API as an ASGI application. `siblings`: the server's other workers. The caller closes `tracing`."""
     app = FastAPI(title="disagg", docs_url=None, redoc_url=None, openapi_url=None)
     for path, method, handler in _routes(service, siblings or Siblings(Share())):
         app.router.add_route(path, handler, methods=[method])
@@ -118,11 +118,11 @@ class _Routes:
         return _json({"prompt": self._model.spell(self._model.check_tokens(body.tokens, "tokens"))})
 
     async def version(self, request: Request) -> Response:
-        """Returns the release of the server."""
+        """Returns the version of the server."""
         return _json({"version": __version__})
 
     async def health(self, request: Request) -> Response:
-        """Returns 200 whenever the process can answer."""
+        """Returns 200 while the process responds."""
         return _json({"status": "alive"})
 
     async def ready(self, request: Request) -> Response:
@@ -198,6 +198,6 @@ async def _on_bug(request: Request, exc: Exception) -> Response:
 
 
 def _refused(request: Request, error: ApiError) -> Response:
-    """Returns the response, and records the reason for the log."""
+    """Returns the response of an error, and records the reason for the log."""
     exchange_of(request).reason = error.message
     return error_response(error)

@@ -26,8 +26,10 @@ def decode_object(body: bytes) -> dict[str, Any]:
 
 
 def to_struct(values: Mapping[str, Any], cls: type[T], off: Mapping[str, tuple[Any, ...]], at: str = "") -> T:
-    """Converts `values` to `cls`; null means absent. Raises a 400 that names the field, with `at` before its name.
-    `off`: unsupported fields, which are ignored if they have one of the listed values."""
+    """Converts `values` to `cls`; null means absent. Raises a 400 that names the field, with the prefix `at`.
+
+    `off`: unsupported fields, which are ignored if they have one of the listed values.
+    """
     given = {name: value for name, value in values.items() if value is not None}
     known = cls.__struct_encode_fields__
     tag = cls.__struct_config__.tag_field

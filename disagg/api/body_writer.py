@@ -14,8 +14,9 @@ EXTENSION = "disagg.body_writer"
 def body_writer(scope: Scope) -> Callable[[bytes], bool] | None:
     """Returns the function that writes a part of the response's body; None on a server without the extension.
 
-    The response must have started and not ended. The function writes nothing and returns False if the part must be
-    sent with an `await`. This is the case for a slow reader, or a response other than chunked HTTP/1.1.
+    The response must have started and not ended. The function writes the part and returns True. If the client reads
+    too slowly, or the response is not chunked HTTP/1.1, the function writes nothing and returns False: the caller
+    must then send the part with `await`.
     """
     found: Callable[[bytes], bool] | None = scope.get("extensions", {}).get(EXTENSION)
     return found
@@ -31,5 +32,5 @@ def offer_body_writer(cycle: RequestResponseCycle) -> None:
             cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
         return True
 
-    scope: Scope = cast(Scope, cycle.scope)  # uvicorn's type does not know further extensions
+    scope: Scope = cast(Scope, cycle.scope)  # uvicorn's type excludes this extension
     scope["extensions"] = {EXTENSION: write}

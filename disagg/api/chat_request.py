@@ -46,7 +46,7 @@ ROLES = {
 
 
 async def parse_chat(raw: bytes, model: ServedModel, config: ApiConfig) -> GenerationRequest:
-    """Parses a body of `/v1/chat/completions`. Raises an `ApiError` for an invalid one."""
+    """Parses a body of `/v1/chat/completions`. Raises an `ApiError` if the body is invalid."""
     body = to_struct(decode_object(raw), ChatBody, CHAT_OFF)
     check_model(body.model, model)
     check_limits(body, model, config)
@@ -69,19 +69,19 @@ async def parse_chat(raw: bytes, model: ServedModel, config: ApiConfig) -> Gener
 
 
 def _grammar(body: ChatBody, plan: AnswerPlan, model: ServedModel) -> Wanted | None:
-    """Returns the grammar of the whole answer; None without one. Raises a 400."""
+    """Returns the grammar that the whole answer must follow; None for unconstrained answers. Raises a 400."""
     wanted = wanted_grammar(body)
     if wanted is not None and plan.tools:
         raise bad(
             wanted.param,
-            f"{wanted.param} cannot be combined with tools that the answer may call: set tool_choice to 'none'",
+            f"{wanted.param} cannot be combined with tools unless tool_choice is 'none'",
         )
     if wanted is None:
         if plan.forced is None:
             return None
         if body.use_beam_search:
             raise bad(
-                "use_beam_search", "use_beam_search does not support calls that must be made (tool_choice)"
+                "use_beam_search", "use_beam_search does not support a tool_choice that requires a call"
             )
         wanted = Wanted("tools", calls_grammar(plan))
     model.require_tokenizer(wanted.param)
@@ -89,7 +89,7 @@ def _grammar(body: ChatBody, plan: AnswerPlan, model: ServedModel) -> Wanted | N
 
 
 def _forced(body: ChatBody) -> str | None:
-    """Returns the name of the tool that the answer must call; empty for any tool; None if it need not call one."""
+    """Returns the name of the tool that the answer must call: empty for any tool, None if no call is required."""
     if isinstance(body.tool_choice, NamedTool):
         return body.tool_choice.function.name
     return "" if body.tool_choice == "required" else None
@@ -134,14 +134,14 @@ RESERVED = frozenset(
 
 
 def conversation(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the messages in the form of chat templates: text parts are joined by line breaks. Raises a 400."""
+    """Converts messages for chat templates; text parts of one message are joined by line breaks. Raises a 400."""
     if not messages:
         raise bad("messages", "messages is empty")
     return [_turn(fields, f"messages[{number}].") for number, fields in enumerate(messages)]
 
 
 def _turn(fields: dict[str, Any], at: str) -> dict[str, Any]:
-    """Returns one message for the chat template; `at`: its place, for errors."""
+    """Converts one message for the chat template. `at`: path of the message in the body, for error messages."""
     message = to_struct(fields, PromptMessage, MESSAGE_OFF, at)
     if message.role not in ROLES:
         raise bad(f"{at}role", f"{at}role = {message.role!r} is not supported; roles are {', '.join(ROLES)}")
@@ -184,7 +184,8 @@ def _require_role(message: PromptMessage, at: str) -> None:
 
 
 def _requested(call: RequestedCall, at: str) -> dict[str, Any]:
-    """Returns an earlier call for the chat template. The arguments are an object, which templates print as JSON."""
+    """Converts a tool call in an earlier message for the chat template. The arguments become an object, which
+    templates print as JSON."""
     try:
         arguments = load_json(call.function.arguments or "{}")
     except ValueError as exc:
@@ -205,14 +206,14 @@ def _tools(body: ChatBody) -> list[dict[str, Any]]:
         raise bad("tool_choice", "tool_choice needs tools")
     names = [tool.function.name for tool in body.tools]
     if len(set(names)) < len(names):
-        raise bad("tools", "tools has two functions of one name")
+        raise bad("tools", "tools contains two functions with the same name")
     if isinstance(chosen, NamedTool) and chosen.function.name not in names:
-        raise bad("tool_choice", f"tool_choice names {chosen.function.name!r}, which is not among tools")
+        raise bad("tool_choice", f"tool_choice names {chosen.function.name!r}, which tools does not contain")
     return [] if chosen == "none" else plain_tools(body.tools)
 
 
 def plain_tools(tools: Sequence[Tool]) -> list[dict[str, Any]]:
-    """Returns the tools as chat templates print them."""
+    """Returns the tools as plain dictionaries for chat templates."""
     plain: list[dict[str, Any]] = msgspec.to_builtins(tools)
     return plain
 
@@ -222,7 +223,7 @@ def _require_tool_parser(tools: Sequence[object], model: ServedModel) -> None:
         names = [name for name in get_args(ToolParserName) if name not in ("auto", "none")]
         raise bad(
             "tools",
-            f"tools is not supported: the chat template of {model.name} shows no known syntax of tool calls. "
+            f"tools is not supported: the chat template of {model.name} contains no known tool-call syntax. "
             f"Restart the server with api.tool_parser set to one of {', '.join(names)}",
             "no_tool_parser",
         )

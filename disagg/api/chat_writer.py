@@ -1,4 +1,4 @@
-"""Converts session outputs to the reply of `/v1/chat/completions`, with reasoning and tool calls."""
+"""Converts outputs of the router to the reply of `/v1/chat/completions`, with reasoning and tool calls."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class _ParsedAnswer:
         """Whether the latest call was dropped, because the answer may have only one call."""
 
     def push(self, output: Output) -> list[r.Delta]:
-        """Adds an output; returns the deltas of the parts that are final now."""
+        """Adds an output; returns the deltas of the parts that became final."""
         parts = self._parser.push(output.text)
         if output.finish is not None:
             parts += self._parser.end()

@@ -15,7 +15,8 @@ import msgspec
 from disagg.core.errors import InvariantError
 
 SPARE = 64
-"""Connections accepted above the limit, only to read their first head: health probes are still answered."""
+"""Connections accepted above the limit, only to read the head of their first request: health probes are still
+answered."""
 _IPV6_PREFIX = 64
 """Prefix length by which IPv6 clients are counted: one client usually owns a whole /64 network."""
 
@@ -31,7 +32,7 @@ class ConnectionDecision(NamedTuple):
     """The decision about a new connection."""
 
     held: bool
-    """Whether the connection was entered; if False, the caller closes it at once."""
+    """Whether the table has a place for the connection; if False, the caller closes the connection immediately."""
     evicted: Connection | None = None
     """The connection that was removed from the table to make room; the caller closes it."""
     refused: str = ""
@@ -50,7 +51,7 @@ class ConnectionStatistics(msgspec.Struct, frozen=True):
 
 
 class ConnectionTable:
-    """Limits the connections, in total and for each client address. One event loop uses the table; it has no lock.
+    """Limits the connections, in total and for each client address. Not thread-safe: one event loop uses the table.
 
     A full table evicts the connection that has been idle longest. When the address limit is reached, the eviction is
     limited to connections of that address. A connection with a request in progress is never evicted.
@@ -64,7 +65,7 @@ class ConnectionTable:
         self._waiting_of: dict[str, OrderedDict[Connection, None]] = {}
 
     def admit(self, connection: Connection, address: str) -> ConnectionDecision:
-        """Enters a new connection as idle, until its first request."""
+        """Adds a new connection, which counts as idle until its first request. Returns what the caller must do."""
         waiting, why = self._room(address)
         if not why:
             self._enter(connection, address)
@@ -84,7 +85,8 @@ class ConnectionTable:
             self._leave_waiting(connection, address)
 
     def wait(self, connection: Connection) -> None:
-        """Marks the connection as idle: its requests have ended. No effect if it is not in the table."""
+        """Marks the connection as idle, because its requests have ended. No effect on a connection that is not in the
+        table."""
         address = self._open.get(connection)
         if address is not None:
             self._waiting[connection] = None
@@ -120,7 +122,7 @@ class ConnectionTable:
             raise InvariantError(f"connections: {self.statistics()}, {self._counts}, {self._open}")
 
     def _room(self, address: str) -> tuple[Iterable[Connection], str]:
-        """Returns the candidates for eviction, and the limit that was reached; '' if there is room."""
+        """Returns the connections that may be evicted, and the limit that was reached; '' if no limit was reached."""
         if self._counts[address] >= self._address_limit:
             why = f"this address has {self._address_limit} connections (api.max_connections_per_address), all in use"
             return self._waiting_of.get(address, ()), why

@@ -1,4 +1,4 @@
-"""HTTP connections with limits on their number, on the size and time of heads, and on slow readers."""
+"""HTTP connections with limits on their number, on the size and duration of request heads, and on slow readers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PHRASES = {408: b"Request Timeout", 431: b"Request Header Fields Too Large", 503
 OTHER_FILES = 256
 """File descriptors that libraries, Ray and control channels need besides the HTTP connections."""
 MAX_PIPELINED = 32
-"""Largest number of pipelined requests of one connection: their heads stay in memory."""
+"""Largest number of pipelined requests of one connection, whose heads stay in memory."""
 MIN_SEND_BYTES_PER_S = 1024
 """Lowest rate at which a client must read a full buffer; slower connections are aborted."""
 
@@ -32,8 +32,8 @@ def bounded_http(config: ApiConfig, metrics: Metrics) -> type[asyncio.Protocol]:
     """Returns uvicorn's protocol with the limits of `config`, for the connections of one server.
 
     - uvicorn has no time limit for a head: `header_timeout_s` adds one.
-    - `ConnectionTable` chooses the connection that is closed when too many are open. A connection for which no room
-      can be made gets its 503 after its first head; health probes on it are answered.
+    - `ConnectionTable` chooses the connection that is closed when too many are open. If no connection can be closed,
+      the new one receives a 503 after the head of its first request, unless that is a health probe.
     - uvicorn does not detect clients that do not read. The kernel closes connections without acknowledgements for
       `idle_timeout_s`; `_check_progress` aborts slow readers.
     """
@@ -59,7 +59,7 @@ class _BoundedHttp(HttpToolsProtocol):
     _late: asyncio.TimerHandle | None = None
     _watch: asyncio.TimerHandle | None = None
     _running: RequestResponseCycle | None = None
-    """The current or latest request."""
+    """Cycle of the current or latest request."""
     _unsent_bytes: int | None = None
     """Unsent bytes at the last check; None if the connection was not blocked then."""
 
@@ -99,7 +99,7 @@ class _BoundedHttp(HttpToolsProtocol):
         if self._in_head and self._head_bytes > self.api.max_header_bytes:
             self._refuse(head_too_large("the request's head", self.api.max_header_bytes))
         elif self._late is None and self._answered():
-            # The body of a refused request, or line breaks before a head, stopped uvicorn's own timer.
+            # uvicorn's own timer was stopped by the body of a refused request, or by line breaks before a head.
             self._late = self.loop.call_later(self.api.header_timeout_s, self.transport.close)
 
     def on_message_begin(self) -> None:
@@ -145,7 +145,7 @@ class _BoundedHttp(HttpToolsProtocol):
         return self.transport.get_write_buffer_size() == 0
 
     def drop(self) -> None:
-        """Closes a connection that was evicted from the table while it had no request in progress."""
+        """Closes this connection, which the table has evicted while no request was in progress."""
         if self._head_bytes:
             self._refuse(_too_many("the server needed this connection for another client"))
         else:
@@ -204,8 +204,8 @@ def check_file_limit(config: ApiConfig) -> None:
             "open_files_limit",
             limit=hard,
             needed=needed,
-            means="connections are refused before api.max_connections is reached",
-            how=f"ulimit -n {needed}, or a lower api.max_connections",
+            means="the limit of open files is reached before api.max_connections: connections fail",
+            how=f"run ulimit -n {needed}, or lower api.max_connections",
         )
 
 
@@ -224,5 +224,7 @@ def _too_many(why: str) -> ApiError:
 
 
 def _too_slow(config: ApiConfig) -> ApiError:
-    message = f"the request's head did not come within {config.header_timeout_s:g} s (api.header_timeout_s)"
+    message = (
+        f"the request's head was not received within {config.header_timeout_s:g} s (api.header_timeout_s)"
+    )
     return ApiError(408, message, code="timeout")

@@ -1,7 +1,7 @@
-"""ASGI middleware before the routes: request ids, limits of heads, API keys, admission, logs and counts.
+"""ASGI middleware before the routes: request ids, limits of request heads, API keys, admission, logs and counts.
 
-Under overload most requests end here and must cost little. They are rejected before routing and before their body is
-read, with one log line per second.
+Under overload, most requests end here and must cost little. The middleware rejects them before their body is read,
+and logs one line per second for all of them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ OPEN = frozenset({"/", "/health", "/ready", "/metrics"})
 OFTEN = OPEN | {"/status"}
 """Frequently polled paths, logged at level debug."""
 ID_PREFIXES = {"/v1/completions": "cmpl-", "/v1/chat/completions": "chatcmpl-"}
-"""First characters of the ids that this server makes, which are also the `id` of the reply, by path."""
+"""Prefixes of the request ids that the server generates, by path. The id is also the `id` of the reply."""
 ANSWERING = frozenset(ID_PREFIXES)
 MAX_REASON_CHARS = 500
 REFUSALS_S = 1.0
@@ -74,7 +74,7 @@ class Edge:
             self._check_head(scope)
             if scope["path"] not in OPEN:
                 check_key(self._keys, headers.get(b"authorization"))
-            # After the key check, so that requests without a key neither reveal nor affect the load.
+            # After the key check: a request without a key must not reveal or affect the load.
             if scope["path"] in ANSWERING and scope["method"] == "POST":
                 self._check_capacity()
             exchange.timeout_s = timeout_s(headers.get(TIMEOUT.encode()), exchange.timeout_s)
@@ -90,7 +90,7 @@ class Edge:
             self._account(scope, exchange, status)
 
     def _check_head(self, scope: Scope) -> None:
-        lines = [len(name) + len(value) + 4 for name, value in scope["headers"]]  # ": " and the line's end
+        lines = [len(name) + len(value) + 4 for name, value in scope["headers"]]  # 4: ": " and the line's end
         lines.append(len(scope["raw_path"]) + len(scope["query_string"]) + len("OPTIONS  HTTP/1.1\r\n"))
         for nbytes, limit_bytes, what in (
             (max(lines), self._config.max_line_bytes, "a header or the request line"),
@@ -138,7 +138,7 @@ def _client(scope: Scope) -> str:
 
 
 def _plain(message: str) -> str:
-    """Returns the message as one line of printable characters; it may repeat bytes of the request."""
+    """Returns the message as one line of printable characters, because the message may quote bytes of the request."""
     return "".join(one if one.isprintable() else " " for one in message)[:MAX_REASON_CHARS]
 
 

@@ -1,4 +1,4 @@
-"""Per-request state of the HTTP server: id, times, log fields; and reading of the body."""
+"""State of an HTTP request (id, times, log fields), and functions that read its headers and body."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Exchange:
     request_id: str
     """Id in the log, the reply's `id` and its header `x-request-id`: the client's id if valid, else a new one."""
     key: str
-    """Unique prefix of the names of the request's sessions; starts with `request_id`."""
+    """Unique prefix of the ids of the requests to the router; starts with `request_id`."""
     timeout_s: float
     arrived_s: float = field(default_factory=time.monotonic)
     reason: str = ""
@@ -59,7 +59,7 @@ def exchange_of(request: Request) -> Exchange:
 def exchange_for(given_id: bytes | None, prefix: str, timeout_s: float) -> Exchange:
     """Returns a new exchange. Its id is `given_id` if that is safe to echo and log, else `prefix` and a random id.
 
-    Clients may repeat an id, so a random part follows it in the names of the sessions.
+    A client may repeat an id. Therefore `Exchange.key` has a random part after the id.
     """
     random = random_id()
     if given_id and _ID.fullmatch(given_id):
@@ -94,8 +94,8 @@ def timeout_s(given: bytes | None, most_s: float) -> float:
 async def read_body(scope: Scope, receive: Receive, config: ApiConfig, exchange: Exchange) -> bytes:
     """Returns the whole body. Raises a 413 as soon as the size exceeds the limit, and a 408 for a slow body.
 
-    The time limit is `body_timeout_s` from the request's arrival, plus a second per `min_body_bytes_per_s` received,
-    at most the request's own deadline.
+    The time limit is `body_timeout_s` from the request's arrival, plus one second for each `min_body_bytes_per_s`
+    bytes received, but never later than the request's deadline.
     """
     loop = asyncio.get_running_loop()
     arrived_s = loop.time() - (time.monotonic() - exchange.arrived_s)
@@ -134,8 +134,9 @@ async def _pieces(scope: Scope, receive: Receive, limit_bytes: int) -> AsyncIter
 def _too_slow(config: ApiConfig) -> ApiError:
     return ApiError(
         408,
-        f"the body did not come in time: {config.body_timeout_s:g} s (api.body_timeout_s) and a second for each "
-        f"{config.min_body_bytes_per_s} bytes of it (api.min_body_bytes_per_s), within the request's own time",
+        f"the body was not received in time: the limit is {config.body_timeout_s:g} s (api.body_timeout_s), plus one "
+        f"second for each {config.min_body_bytes_per_s} bytes received (api.min_body_bytes_per_s), and at most the "
+        f"request's own time limit",
         code="timeout",
         headers={"Connection": "close"},
     )
@@ -146,5 +147,5 @@ def _too_large(limit_bytes: int) -> ApiError:
         413,
         f"the body is larger than the limit of {limit_bytes} bytes (api.max_body_bytes)",
         code="body_too_large",
-        headers={"Connection": "close"},  # to keep the connection, the rest of the body would have to be read
+        headers={"Connection": "close"},  # a connection is reusable only after its whole body was read
     )

@@ -1,4 +1,4 @@
-"""Bodies of requests, with the field names and defaults of OpenAI's API."""
+"""Structs of request bodies, with the field names and defaults of OpenAI's API."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import msgspec
 
 
 class Body(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of bodies; unknown fields are refused."""
+    """Base of request bodies; unknown fields are rejected."""
 
 
 class StreamOptions(Body, frozen=True, kw_only=True):
@@ -16,7 +16,7 @@ class StreamOptions(Body, frozen=True, kw_only=True):
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
-    """Whether each chunk has the counts so far; needs `include_usage`."""
+    """Whether each chunk contains the token counts so far; needs `include_usage`."""
 
 
 class JsonSchema(Body, frozen=True, kw_only=True):
@@ -26,7 +26,7 @@ class JsonSchema(Body, frozen=True, kw_only=True):
     description: str | None = None
     schema_: dict[str, Any] | None = msgspec.field(default=None, name="schema")
     strict: bool | None = None
-    """Accepted; answers always follow the schema."""
+    """Accepted without effect: answers always follow the schema."""
 
 
 class ResponseFormat(Body, frozen=True, kw_only=True):
@@ -44,7 +44,7 @@ class StructuredOutputs(Body, frozen=True, kw_only=True):
     regex: str | None = None
     choice: list[str] | None = None
     grammar: str | None = None
-    """In llguidance's Lark dialect, or GBNF."""
+    """Grammar in llguidance's Lark dialect, or in GBNF."""
 
 
 class AnswerBody(Body, frozen=True, kw_only=True):
@@ -211,7 +211,7 @@ OFF: dict[str, tuple[Any, ...]] = {
     "tools": ([],),
     "web_search_options": (),
 }
-"""Unsupported fields of OpenAI's API. Each is ignored if null or one of the listed values, else refused."""
+"""Unsupported fields of OpenAI's API. A field is ignored if null or one of the listed values, else rejected."""
 
 CHAT_OFF = {name: values for name, values in OFF.items() if name not in ChatBody.__struct_fields__}
 """Unsupported fields of chat requests."""

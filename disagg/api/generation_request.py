@@ -21,7 +21,7 @@ from disagg.core.types import SamplingParams
 from disagg.router.text import Decode
 
 COMPLETION_TOKENS = 16
-"""OpenAI's default of `max_tokens` for completions; chat answers default to the rest of the context."""
+"""OpenAI's default of `max_tokens` for completions. The default for chat answers is the rest of the context."""
 STOP_CHARACTERS = 256
 SALT_CHARACTERS = 256
 SESSION_CHARACTERS = 256
@@ -47,7 +47,7 @@ class EngineRequest:
 class GenerationRequest:
     """A checked HTTP request: `n` answers to each of `prompts` (tokens). Choice `p * n + i` is answer i to prompt p.
 
-    The engine generates `made` answers per prompt: `n`, or `best_of`, of which the best `n` are returned.
+    The engine generates `made` answers per prompt: `n`, or `best_of` if set. The reply contains the best `n`.
     """
 
     prompts: tuple[Sequence[int], ...]
@@ -67,11 +67,11 @@ class GenerationRequest:
     cache_salt: str = ""
     """Salt of the prompts: only prompts with equal salts share cached KV."""
     session: str = ""
-    """The client's name for the conversation, whose requests use one decode group; empty without one."""
+    """The client's name for the conversation; empty without one. Requests of a conversation use one decode group."""
     plan: AnswerPlan | None = None
-    """Parts into which each answer is divided; None: answers are plain text."""
+    """Plan for the parser of each answer (reasoning, tool calls); None: answers are plain text."""
     decode: Decode | None = None
-    """Decoder of the answers' tokens; None: the model's decoder, which leaves special tokens out."""
+    """Decoder of the answers' tokens; None: the model's decoder, which omits special tokens."""
 
     @property
     def made(self) -> int:
@@ -91,8 +91,8 @@ class GenerationRequest:
     def parts(self, most: Callable[[int, int], int]) -> list[EngineRequest]:
         """Returns the requests to the engine.
 
-        `most(prompt_tokens, max_tokens)` returns how many sequences the engine can compute together. If a prompt has
-        more answers, each is requested separately, with the same results. Raises a 400 for too many beams.
+        `most(prompt_tokens, max_tokens)` returns how many sequences the engine can compute at once. If a prompt needs
+        more, each answer becomes a request of its own, with the same result. Raises a 400 for too many beams.
         """
         firsts = range(0, self.answers, self.made)
         parts = zip(firsts, self.prompts, strict=True)
@@ -118,7 +118,7 @@ class GenerationRequest:
 
 
 async def parse_completion(raw: bytes, model: ServedModel, config: ApiConfig) -> GenerationRequest:
-    """Parses a body of `/v1/completions`. Raises an `ApiError` for an invalid one."""
+    """Parses a body of `/v1/completions`. Raises an `ApiError` if the body is invalid."""
     body = to_struct(decode_object(raw), CompletionBody, OFF)
     check_model(body.model, model)
     check_limits(body, model, config)
@@ -131,8 +131,8 @@ async def parse_completion(raw: bytes, model: ServedModel, config: ApiConfig) ->
 
 
 async def with_grammar(request: GenerationRequest, wanted: Wanted, model: ServedModel) -> GenerationRequest:
-    """Returns the request with a grammar for its answers. Raises a 400 for an invalid grammar, and for fields that
-    contradict the grammar."""
+    """Returns the request with a grammar for its answers. Raises a 400 for an invalid grammar, or if other fields of
+    the request cannot be combined with a grammar."""
     await model.check_grammar(wanted.grammar, wanted.param)
     sampling = msgspec.structs.replace(request.sampling, grammar=wanted.grammar)
     try:
@@ -178,7 +178,7 @@ def check_limits(body: AnswerBody, model: ServedModel, config: ApiConfig) -> Non
         check_number("best_of", body.best_of, body.n, config.max_n)
         if body.best_of > body.n and body.stream:
             raise bad(
-                "best_of", "best_of above n cannot be streamed: the best answers are known only at the end"
+                "best_of", "best_of above n cannot be streamed: the best answers are chosen only at the end"
             )
     if body.use_beam_search and body.stream:
         raise bad(
@@ -290,5 +290,5 @@ def _sampling(body: AnswerBody, max_tokens: int, logprobs: int | None, model: Se
 def _biases(given: dict[str, float]) -> tuple[tuple[int, float], ...]:
     for token in given:
         if not (token.isascii() and token.isdigit() and len(token) < 10):
-            raise bad("logit_bias", f"logit_bias has the key {token!r}, which is not a token's number")
+            raise bad("logit_bias", f"logit_bias has the key {token!r}, which is not a token id")
     return tuple((int(token), bias) for token, bias in given.items())

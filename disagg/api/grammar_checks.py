@@ -1,4 +1,4 @@
-"""Checks the grammars of requests before the engine gets the requests."""
+"""Checks the grammar of each request before the request is admitted."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
 KEPT_CHECKS = 1024
-"""Number of check results that are kept."""
+"""Number of cached check results."""
 
 
 class GrammarChecks:
-    """Checks grammars by compiling them on a separate thread. Used on one event loop."""
+    """Checks grammars by compiling them on a separate thread. Callers run on one event loop."""
 
     def __init__(self, tokenizer: Any, vocab_tokens: int, eos_ids: Sequence[int]) -> None:
-        """`tokenizer`: a tokenizer of transformers, used once, on the thread."""
+        """`tokenizer`: a transformers tokenizer. The checking thread reads its vocabulary once."""
         self._tokenizer, self._vocab_tokens, self._eos_ids = tokenizer, vocab_tokens, eos_ids
         self._vocabulary: LLTokenizer | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")
         self._errors: OrderedDict[bytes, str] = OrderedDict()
-        """Error of each checked grammar, empty if it is valid, by the grammar's hash."""
+        """Error message by the grammar's hash; empty for a valid grammar."""
 
     def close(self) -> None:
         """Ends the thread."""

@@ -1,6 +1,6 @@
-"""The groups' part of `/metrics`: built at each scrape from their latest statuses, so removed groups disappear.
+"""The groups' part of `/metrics`: built at each scrape from the latest statuses, without removed groups.
 
-Several servers report the same groups: take the `max` of each series over the servers before a sum.
+If several servers report the same groups, take the `max` of each series over the servers before any sum.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ STATES = ("waiting", "running", "closing")
 
 
 class Series(NamedTuple):
-    """A metric family: its name (without `_total` for a counter), and the field of the group status it reports."""
+    """A metric family: its name (without `_total` for a counter), and the status field that the family reports."""
 
     name: str
     field: str
@@ -37,15 +37,17 @@ class Series(NamedTuple):
 GROUP = (
     Series("disagg_group_broken", "broken", "1 if the group is broken and serves no requests, else 0"),
     Series(
-        "disagg_group_tokens", "tokens_total", "Computed tokens: of prompts (prefill), of answers (decode)"
+        "disagg_group_tokens",
+        "tokens_total",
+        "Computed tokens: prompt tokens (prefill), generated tokens (decode)",
     ),
     Series(
         "disagg_group_cached_tokens",
         "cached_tokens_total",
-        "Tokens found in the prefix cache: not computed (prefill), not sent (decode)",
+        "Prefix cache hits in tokens, which are not computed (prefill) or not transferred (decode)",
     ),
-    Series("disagg_steps", "steps_total", "Steps of the model"),
-    Series("disagg_step_seconds", "step_s_total", "Time in steps"),
+    Series("disagg_steps", "steps_total", "Model steps"),
+    Series("disagg_step_seconds", "step_s_total", "Time spent in model steps"),
     Series("disagg_kv_page_size_tokens", "page_size", "Tokens per page"),
     Series("disagg_kv_pages", "pages", "Pages of the pool"),
     Series("disagg_kv_pages_used", "pages_used", "Pages held by requests"),
@@ -53,16 +55,20 @@ GROUP = (
     Series("disagg_kv_tokens_held", "tokens_held", "Tokens stored in the used pages"),
     Series("disagg_kv_evicted_pages", "evicted_pages_total", "Pages evicted from the prefix cache"),
     Series(
-        "disagg_state_slots", "state_slots", "Slots for recurrent states of requests; 0 without such layers"
+        "disagg_state_slots",
+        "state_slots",
+        "Slots for recurrent states of requests; 0 without recurrent layers",
     ),
-    Series("disagg_state_slots_used", "state_slots_used", "State slots of requests that have a row"),
-    Series("disagg_state_cache_slots", "cached_state_slots", "Slots for states of the prefix cache"),
-    Series("disagg_state_cached", "cached_states", "States held by the prefix cache, or saved for it"),
-    Series("disagg_state_evicted", "evicted_states_total", "States evicted from the prefix cache"),
+    Series("disagg_state_slots_used", "state_slots_used", "State slots in use by requests"),
+    Series(
+        "disagg_state_cache_slots", "cached_state_slots", "Slots for recurrent states of the prefix cache"
+    ),
+    Series("disagg_state_cached", "cached_states", "Recurrent states in the slots of the prefix cache"),
+    Series("disagg_state_evicted", "evicted_states_total", "Recurrent states evicted from the prefix cache"),
     Series(
         "disagg_host_cache_pages",
         "host_pages",
-        "Capacity of the prefix cache in host memory, in pages; 0 without such a cache",
+        "Capacity of the prefix cache in host memory, in pages; 0 without a second tier",
     ),
     Series(
         "disagg_host_cache_pages_used", "host_pages_used", "Used pages of the prefix cache in host memory"
@@ -75,12 +81,12 @@ GROUP = (
     Series(
         "disagg_host_cache_loaded_tokens",
         "host_loaded_tokens_total",
-        "Tokens found in the prefix cache in host memory; part of disagg_group_cached_tokens",
+        "Prefix cache hits in host memory, in tokens; included in disagg_group_cached_tokens",
     ),
     Series(
         "disagg_storage_written_pages",
         "storage_written_pages_total",
-        "Pages of the prefix cache that were stored in the storage behind host memory",
+        "Pages of the prefix cache that were written to the storage behind host memory",
     ),
     Series(
         "disagg_storage_fetched_pages",
@@ -90,12 +96,12 @@ GROUP = (
     Series(
         "disagg_storage_skipped_pages",
         "storage_skipped_pages_total",
-        "Pages that were not written or searched in the storage, because too many were under way",
+        "Pages neither written to the storage nor looked up, because too many operations were in flight",
     ),
     Series(
         "disagg_storage_failed_pages",
         "storage_failed_pages_total",
-        "Pages that a rank could not write to the storage, or had no memory for",
+        "Pages that a rank could not write to the storage, or for which the rank had no memory",
     ),
     Series("disagg_preemptions", "preemptions_total", "Preempted requests"),
 )
@@ -118,11 +124,13 @@ RANK = (
     Series(
         "disagg_ring_wait_seconds", "ring_wait_s_total", "Time that segments waited for ring space", "decode"
     ),
-    Series("disagg_landed_bytes", "landed_bytes_total", "KV scattered into its pages", "decode"),
+    Series(
+        "disagg_landed_bytes", "landed_bytes_total", "Received KV that was scattered into pages", "decode"
+    ),
     Series(
         "disagg_checksum_mismatches",
         "checksum_mismatches_total",
-        "Segments with a wrong checksum: each is sent again; a second mismatch fails its request",
+        "Segments with a wrong checksum. A segment is sent again once; a second mismatch fails the request",
         "decode",
     ),
     Series("disagg_storage_bytes", "storage_bytes", "Size of the pages in the storage folder"),
@@ -134,10 +142,10 @@ RANK = (
     Series(
         "disagg_storage_corrupt_pages",
         "storage_corrupt_total",
-        "Stored pages that did not verify, and were dropped",
+        "Stored pages that failed verification and were dropped",
     ),
     Series("disagg_storage_paused", "storage_paused", "1 while the storage is skipped after faults, else 0"),
-    Series("disagg_rank_faults", "faults_total", "Errors that failed only their own work, not the rank"),
+    Series("disagg_rank_faults", "faults_total", "Errors that ended a single request or task, not the rank"),
 )
 ROUTE = (
     Series("disagg_route_bytes", "bytes_total", "KV sent from one rank to another"),
@@ -147,8 +155,7 @@ ROUTE = (
 
 
 class GroupCollector(Collector):
-    """Collects the statuses at each scrape. `collect` calls `groups`, so scrape on a thread that may call
-    `groups`."""
+    """Collects the statuses of groups at each scrape. `collect` calls `groups` on the thread of the scrape."""
 
     def __init__(self, groups: Callable[[], Sequence[GroupStatus]]) -> None:
         self._groups = groups

@@ -19,7 +19,8 @@ def load_api_keys(file: str | None, env: MutableMapping[str, str]) -> tuple[byte
 
     Empty lines and `#` comments of the file are skipped. The variable is removed from `env`, so later processes do
     not inherit the keys. Without keys and without a file, returns (): clients then need no key. Raises `ConfigError`
-    for a file without a key, which would open the server by mistake, and for a key that is not valid in a header.
+    for a file without a key, because such a server would be open by mistake, and for a key that is invalid in a
+    header.
     """
     lines = _lines(file) if file is not None else []
     keys = [key.strip() for key in (*lines, *env.pop(VARIABLE, "").split(","))]
@@ -28,13 +29,13 @@ def load_api_keys(file: str | None, env: MutableMapping[str, str]) -> tuple[byte
         raise ConfigError(f"{file} contains no API key: write one key per line")
     for key in keys:
         if not (key.isascii() and key.isprintable() and " " not in key):
-            raise ConfigError("an API key may contain only printable ASCII characters without blanks")
+            raise ConfigError("an API key may contain only printable ASCII characters without spaces")
     return tuple(key.encode() for key in keys)
 
 
 def require_api_keys(config: ApiConfig, env: MutableMapping[str, str]) -> tuple[bytes, ...]:
-    """Returns the API keys as `load_api_keys`. Raises `ConfigError` if there is no key and other machines can reach
-    the address, unless `api.allow_no_key` is set."""
+    """Returns the API keys, read by `load_api_keys`. Raises `ConfigError` if there is no key and other machines can
+    reach the address, unless `api.allow_no_key` is set."""
     keys = load_api_keys(config.key_file, env)
     if not (keys or is_loopback(config.host) or config.allow_no_key):
         raise ConfigError(
@@ -49,10 +50,10 @@ def check_key(keys: tuple[bytes, ...], header: bytes | None) -> None:
     if not keys:
         return
     scheme, _, given = (header or b"").partition(b" ")
-    # Compare all keys: the duration must not depend on the matching one.
+    # Compare all keys: the duration must not reveal which key matches.
     matches = [hmac.compare_digest(key, given.strip()) for key in keys]
     if scheme.lower() != b"bearer" or not any(matches):
-        said = "is not one of this server's" if given else "is missing: send 'Authorization: Bearer KEY'"
+        said = "is not valid for this server" if given else "is missing: send 'Authorization: Bearer KEY'"
         raise ApiError(
             401, f"the API key {said}", code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"}
         )

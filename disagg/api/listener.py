@@ -1,4 +1,4 @@
-"""The HTTP server's bound socket. Imports no server, so the port is checked early."""
+"""Binds the HTTP server's socket. This module imports no HTTP server, so commands can check the port early."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from disagg.core.errors import ConfigError
 
 
 def bind(config: ApiConfig, *, shared: bool = False) -> socket.socket:
-    """Returns a bound socket that does not listen: the kernel refuses connections until `serve` listens.
+    """Returns a bound socket that does not listen yet: the kernel refuses connections until `serve` listens.
 
-    `shared`: other processes bind the port, too. Raises `ConfigError` when the address cannot be used. The caller
-    closes the socket, or passes it to `serve`.
+    `shared`: whether other processes bind the same port. Raises `ConfigError` when the address cannot be used. The
+    caller closes the socket, or passes it to `serve`.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-        # The protocol number is set, because asyncio disables Nagle's delay (40 ms per reply) only for explicit TCP.
+        # Pass the protocol number: asyncio disables Nagle's delay (40 ms per reply) only for explicit TCP.
         listener = socket.socket(family, kind, protocol)
     except OSError as exc:
         raise ConfigError(f"api.host = {config.host!r} is not an address of this machine: {exc}") from exc

@@ -27,7 +27,7 @@ class RecoveryCollector(Collector):
         """Yields the family with a sample per cause."""
         name, text = (
             "disagg_recoveries",
-            "Losses of a group behind which a request continued on others, by cause",
+            "Losses after which a request continued in another session, by cause",
         )
         family = CounterMetricFamily(name, text, labels=["cause"])
         for loss in Loss:
@@ -44,7 +44,7 @@ class SuspicionCollector(Collector):
 
     def collect(self) -> Iterator[CounterMetricFamily]:
         """Yields the family with a sample for each group that was ever suspected."""
-        text = "Suspicions of a group, which was silent but not lost, by group"
+        text = "Number of times that a group was suspected (silent but not lost), by group"
         family = CounterMetricFamily("disagg_suspicions", text, labels=["group"])
         for group, count in self._suspicions.items():
             family.add_metric([group], count)
@@ -52,7 +52,7 @@ class SuspicionCollector(Collector):
 
 
 class Metrics:
-    """Counts and times of a server; times in seconds unless the name has a unit. An *answer* is one choice."""
+    """Prometheus metrics of one server. In the help texts, an *answer* is one choice of a reply."""
 
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
@@ -83,14 +83,14 @@ class Metrics:
         )
         self.generated_tokens = Counter("disagg_generated_tokens", "Tokens of answers", registry=registry)
         self.requests = Counter(
-            "disagg_requests", "HTTP requests for answers, by how they ended", ["outcome"], registry=registry
+            "disagg_requests", "HTTP requests for answers, by outcome", ["outcome"], registry=registry
         )
         self.errors = Counter(
             "disagg_errors", "Answers that ended with an error, by its code", ["kind"], registry=registry
         )
         self.aborts = Counter(
             "disagg_aborts",
-            "Aborted answers: the client disconnected, another answer of the request failed, or a stop",
+            "Aborted answers: the client disconnected, another answer of the request failed, or the server stopped",
             registry=registry,
         )
         self.connections = Gauge(

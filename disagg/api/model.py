@@ -27,9 +27,10 @@ log = structlog.get_logger(__name__)
 T = TypeVar("T")
 NO_PARSERS = ParserNames()
 SHORT_CHARACTERS = 1024
-"""Longest text that is encoded on the event loop. Takes under 1 ms, about as long as waking a thread."""
+"""Number of characters up to which a text is encoded on the event loop, in under 1 ms: about the time to wake a
+thread."""
 SHORT_MESSAGES = 16
-"""Largest number of messages in a conversation that is rendered on the event loop."""
+"""Number of messages up to which a conversation is rendered on the event loop."""
 _BYTE = re.compile("<0x([0-9A-F]{2})>")
 
 
@@ -67,7 +68,8 @@ class ServedModel:
         self.created_s = int(time.time())
         self._tokens: Any = list[Annotated[int, msgspec.Meta(ge=0, lt=vocab_tokens)]]
         self.decode: Decode = IdDecode() if tokenizer is None else decode_with(tokenizer)
-        """Decodes an answer to text, without special tokens such as the end token; to ids without a tokenizer."""
+        """Decodes an answer to text, without special tokens such as the end token. Without a tokenizer, the text is
+        the token ids."""
         self.parsers = parsers.chosen(_template_text(tokenizer))
         """Parsers of chat answers."""
         visible = self.parsers.visible if tokenizer is not None else frozenset[str]()
@@ -82,7 +84,7 @@ class ServedModel:
         self._grammars = GrammarChecks(self._encoder, vocab_tokens, eos_ids)
 
     def close(self) -> None:
-        """Ends the threads that encode texts and check grammars."""
+        """Stops the threads that encode texts and check grammars."""
         self._thread.shutdown(wait=True, cancel_futures=True)
         self._grammars.close()
 
@@ -145,13 +147,14 @@ class ServedModel:
         return Rendered(tokens, opens_reasoning(self.parsers, text))
 
     def spell(self, tokens: Sequence[int]) -> str:
-        """Returns the text of tokens, including special tokens; their ids without a tokenizer."""
+        """Returns the text of tokens, including special tokens. Without a tokenizer, the text is the token ids."""
         if self._tokenizer is None:
             return self.decode(tokens)
         return str(self._tokenizer.decode(list(tokens)))
 
     def token_bytes(self, token: int) -> bytes:
-        """Returns the UTF-8 bytes of a token, possibly part of a character; clients join the bytes of tokens."""
+        """Returns the UTF-8 bytes of a token. A token may be part of a character; clients join the bytes of
+        tokens."""
         text = self.spell([token])
         if REPLACEMENT not in text:
             return text.encode()
@@ -175,7 +178,7 @@ class ServedModel:
                 if type(token) is not int or not 0 <= token < limit
             )
             raise bad(
-                param, f"{param}[{at}] = {token!r} is not a token of the model: 0 to {limit - 1}"
+                param, f"{param}[{at}] = {token!r} is not a token id of the model (0 to {limit - 1})"
             ) from exc
 
     async def _in_thread(self, work: Callable[..., T], *arguments: Any) -> T:
@@ -183,17 +186,17 @@ class ServedModel:
 
 
 def encode_text(tokenizer: Any, text: str, special: bool) -> list[int]:
-    """Returns the tokens of `text`. Raises a 400 for half of a surrogate pair."""
+    """Returns the tokens of `text`. Raises a 400 for a lone surrogate."""
     try:
         return list(tokenizer(text, add_special_tokens=special)["input_ids"])
     except UnicodeEncodeError as exc:
-        raise bad("prompt", "the text contains half of a surrogate pair, which is not a character") from exc
+        raise bad("prompt", "the text contains a lone surrogate, which is not a valid character") from exc
 
 
 def _render(
     tokenizer: Any, messages: Sequence[dict[str, Any]], options: Mapping[str, Any]
 ) -> tuple[str, list[int]]:
-    """Returns the text of a conversation and its tokens. Raises a 400 if the template rejects it.
+    """Returns the text of a conversation and its tokens. Raises a 400 if the template rejects the messages.
 
     A template is code of the checkpoint, which may raise any error for unexpected messages or options.
     """

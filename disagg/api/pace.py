@@ -1,10 +1,10 @@
-"""The limit of admitted answers, derived from the recent completion rate. Pure: the caller passes the time.
+"""Limits the admitted answers by the recent completion rate. The caller passes the time; no I/O.
 
 Bursts and closed-loop clients, which send one request after another, may fill the queue without an overload. An
-overload begins when a request is refused while clearly more requests arrive than complete. Queueing is then useless:
-queued requests are rejected too. The number of admitted answers is limited so that half of the answers take at most
-`max_slowdown` times their time on an idle server. The limit starts from Little's law. Each fast answer raises the
-limit and each slow answer lowers it, so it settles where half of the answers are fast. Two windows without excess
+overload begins when a request is refused while clearly more requests arrive than complete. Queueing is then useless,
+so queued requests are rejected too. The number of admitted answers is limited so that half of the answers take at
+most `max_slowdown` times their time on an idle server. The limit starts from Little's law. Each fast answer raises
+the limit and each slow answer lowers it, so it settles where half of the answers are fast. Two windows without excess
 arrivals end the overload.
 
 Without an overload, a queued request should start within `max_queue_s`, estimated from the completions of the latest
@@ -28,8 +28,8 @@ CALM = 2
 KEPT = 0.9
 """Weight of a running mean's former value when a new value is added."""
 STEP = 0.25
-"""Change of the overload limit per answer: while all admitted answers complete, the limit changes by at most a
-quarter."""
+"""Change of the overload limit per completed answer. While each admitted answer completes once, the limit changes by
+at most a quarter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class _Window:
     ended: int
     """Number of requests that completed."""
     answers: int
-    """Answers of the completed requests."""
+    """Number of answers of the completed requests."""
     full: bool
     """Whether every arriving request found all running slots taken, so that the server completes at its full rate."""
     most: int
@@ -78,7 +78,7 @@ class Mean:
 
 
 class Pace:
-    """Counts arrivals and completions, and limits the admitted answers. All times are on one clock of the caller."""
+    """Counts arrivals and completions, and limits the admitted answers. All times are on the caller's clock."""
 
     def __init__(self, max_running: int, max_queue_s: float, max_slowdown: float) -> None:
         """A `max_slowdown` of 0 disables the overload limit; `max_queue_s` and the caller's limits still apply."""
@@ -105,15 +105,15 @@ class Pace:
         return self._overload_s is not None
 
     def arrived(self, inside: int, now_s: float) -> None:
-        """Counts an arriving request, admitted or refused; `inside` answers are admitted now."""
+        """Counts an arriving request, admitted or refused. `inside`: number of answers that are admitted now."""
         self._advance(now_s)
         self._arrived += 1
         self._most = max(self._most, inside + 1)
         self._full &= inside >= self._max_running
 
     def refused(self, now_s: float) -> bool:
-        """Records that the latest arrival was refused. Returns True if an overload begins: reject queued requests
-        too."""
+        """Records that the latest arrival was refused. Returns True if an overload begins; the caller then rejects
+        the queued requests too."""
         self._advance(now_s)
         lately = (self._windows[-1] if self._windows else NOTHING).then(self._current(now_s))
         if self.overload or not self._max_slowdown or not lately.outrun:
@@ -193,7 +193,7 @@ class Pace:
 
     def _add(self, window: _Window) -> None:
         self._windows.append(window)
-        # Two windows: the event loop may have been too busy during one of them to read arrivals.
+        # Check two windows: during one of them, the event loop may have been too busy to read arrivals.
         if not any(one.outrun for one in list(self._windows)[-2:]):
             self._overload_s = None
         if len(self._windows) < WINDOWS or not all(one.full for one in self._windows):

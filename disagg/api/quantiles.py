@@ -1,4 +1,4 @@
-"""Quantiles of the last minute in bounded memory: counts in buckets of 5 % width."""
+"""Quantiles of the last minute's values in bounded memory: counts in logarithmic buckets of 5 % width."""
 
 from __future__ import annotations
 

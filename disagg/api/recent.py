@@ -30,7 +30,7 @@ class Track:
         self.arrived_unix_s = time.time() - (time.monotonic() - self.arrived_s)
 
     def ended(self, ending: Ending, error: str = "") -> None:
-        """Records the end; only the first call counts."""
+        """Records the end of the answer; later calls have no effect."""
         if not self.ended_s:
             self.ended_s, self.ending, self.error = time.monotonic(), ending, error
 
@@ -59,7 +59,7 @@ class Track:
 
 
 class Recent:
-    """The latest `KEPT` answers."""
+    """Buffer of the latest `KEPT` answers."""
 
     def __init__(self) -> None:
         self._tracks: deque[Track] = deque(maxlen=KEPT)

@@ -58,7 +58,7 @@ class CompletionLogprobs(msgspec.Struct, frozen=True):
 
 
 class Function(msgspec.Struct, omit_defaults=True):
-    """Name and arguments (a JSON text) of a tool call; in a chunk, only the new part of each."""
+    """Name and arguments (a JSON text) of a tool call. A chunk contains only their new parts."""
 
     name: str | None = None
     arguments: str | None = None
@@ -90,7 +90,7 @@ class ChatMessage(msgspec.Struct, frozen=True):
     tool_calls: list[ToolCall] | UnsetType = UNSET
     reasoning_content: str | UnsetType = UNSET
     reasoning: str | UnsetType = UNSET
-    """The same as `reasoning_content`."""
+    """Copy of `reasoning_content`, for clients that read this field."""
 
 
 class Delta(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -100,7 +100,7 @@ class Delta(msgspec.Struct, frozen=True, omit_defaults=True):
     content: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
-    """The same as `reasoning_content`."""
+    """Copy of `reasoning_content`, for clients that read this field."""
     tool_calls: list[ToolCallDelta] | None = None
 
 
@@ -136,7 +136,8 @@ class CompletionChoice(msgspec.Struct, frozen=True):
 
 
 class ReplyEnvelope(msgspec.Struct, frozen=True):
-    """Common fields of all replies. Chunks have `usage` only on request; it is null in all chunks but one."""
+    """Common fields of all replies. Chunks have `usage` only if requested: the counts in the last chunk, or in all
+    chunks with `continuous_usage_stats`, else null."""
 
     id: str
     object: str

@@ -23,9 +23,9 @@ from disagg.core.errors import DisaggError
 from disagg.router.answers import Output
 
 SEND_GRACE_S = 5.0
-"""Time after a request's deadline in which its stream may still send the rest to a slow client."""
+"""Seconds after a request's deadline for which a stream may still send buffered events to a slow client."""
 EVENTS_AT_ONCE = 32
-"""Largest number of events in one write of a stream's task; between writes, the task waits for a slow client."""
+"""Largest number of events in one write of a stream's task, which waits for a slow client between writes."""
 HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 Start = Callable[[Sink], Answers]
@@ -38,14 +38,14 @@ def error_response(error: ApiError) -> Response:
 
 
 async def whole_reply(start: Start, writer: Writer, exchange: Exchange, receive: Receive) -> Response:
-    """Waits for all answers and returns the reply. Raises the error that ended them."""
+    """Waits for all answers and returns the reply. Raises the error that ended the answers."""
     reply = _WholeReply(writer)
     answers = start(reply)
     try:
         async with _aborted_when_gone(answers, receive):
             await reply.ended()
     except ClientGoneError as exc:
-        raise ApiError(CLIENT_GONE, "the client went away", code="client_gone") from exc
+        raise ApiError(CLIENT_GONE, "the client disconnected", code="client_gone") from exc
     finally:
         answers.abort()
         _record_tokens(exchange, writer)
@@ -53,7 +53,7 @@ async def whole_reply(start: Start, writer: Writer, exchange: Exchange, receive:
 
 
 class _AwaitedSink:
-    """A sink that one task waits on."""
+    """Base of sinks: lets one task wait until the answers end or output arrives."""
 
     def __init__(self) -> None:
         self._over = False
@@ -103,9 +103,9 @@ class EventStream(_AwaitedSink, Response):
         del self.headers["content-length"]
         self._writer, self._exchange = writer, exchange
         self._unsent: list[bytes] = []
-        """Events for the task to send, in order."""
+        """Events that the stream's task must send, in order."""
         self._write: Callable[[bytes], bool] | None = None
-        """Function that writes to the connection; None while only the task may send."""
+        """Function that writes directly to the connection; None while only the stream's task may send."""
         self._answers = start(self)
 
     def put(self, answer: int, output: Output) -> None:
@@ -127,7 +127,7 @@ class EventStream(_AwaitedSink, Response):
                     raise self._error
                 await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
                 await self._send_all(send, body_writer(scope))
-        except (ClientGoneError, TimeoutError):  # disconnected, or not reading: the connection is closed
+        except (ClientGoneError, TimeoutError):  # the client disconnected, or reads too slowly
             self._exchange.ended = CLIENT_GONE
         finally:
             self._answers.abort()

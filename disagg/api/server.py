@@ -1,4 +1,4 @@
-"""The HTTP server: uvicorn on a given socket, stopped by the caller instead of uvicorn's signal handlers."""
+"""The HTTP server: uvicorn on a given socket. The caller stops the server; uvicorn handles no signals."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ log = structlog.get_logger(__name__)
 BACKLOG = 4096
 """Connections that the kernel queues until the event loop accepts them; `net.core.somaxconn` limits the number."""
 LAST_BYTES_S = 5
-"""Time after the end of the last answers to send their remaining bytes; then connections are closed."""
+"""Seconds after the end of the last answers in which their remaining bytes are sent; then connections are closed."""
 
 
 async def serve(
@@ -57,7 +57,7 @@ async def _drain(service: Service, stop_now: asyncio.Event) -> None:
         await asyncio.wait([draining])
         await service.drain(0.0)
     elif not draining.result():
-        log.warning("answers_aborted", reason="they did not end in time")
+        log.warning("answers_aborted", reason="they did not end within api.drain_timeout_s")
 
 
 async def _first(task: asyncio.Task[Any], other: Any) -> None:
@@ -79,7 +79,7 @@ class _Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        yield  # the caller handles signals: after the first one, requests are refused on the open socket
+        yield  # the caller handles signals: after the first signal, the open socket refuses requests
 
 
 def _settings(app: ASGIApp, service: Service) -> uvicorn.Config:

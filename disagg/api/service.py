@@ -43,16 +43,17 @@ class Generator(Protocol):
 
     @property
     def suspicions(self) -> Counter[str]:
-        """Suspicions of groups since the start, by name."""
+        """How often each group was suspected since the start, by the group's name."""
 
     def missing(self) -> list[str]:
         """Returns the roles (`prefill`, `decode`; `colocated`) without a living group."""
 
     def refused_roles(self) -> list[str]:
-        """Returns the roles without a living group for too long: requests are then refused instead of queued."""
+        """Returns the roles that have had no living group for too long. While such a role exists, requests are
+        refused instead of queued."""
 
     def max_sequences(self, prompt_tokens: int, max_tokens: int) -> int:
-        """Returns how many answers or beams of a request of these lengths are computed together."""
+        """Returns how many answers or beams of one request of these lengths a decode group can compute at once."""
 
     def groups(self) -> tuple[GroupStatus, ...]:
         """Returns the latest status of each group."""
@@ -68,7 +69,7 @@ class Generator(Protocol):
 
 
 class Service:
-    """Runs generation requests for the routes, and reports the server's status. Used on one event loop."""
+    """Runs generation requests for the routes, and reports the server's status. All methods run on one event loop."""
 
     def __init__(
         self, generator: Generator, model: ServedModel, config: ApiConfig, share: Share | None = None
@@ -91,9 +92,9 @@ class Service:
         """True during shutdown: new requests are refused, running ones continue."""
 
     def follow_groups(self, groups: Sequence[GroupInfo]) -> None:
-        """Sets the limits of admission and context length to those of the groups that take requests.
+        """Derives the limits of admission and context length from `groups`, the groups that accept new requests.
 
-        If a role has no group, the role's former limits stay, because the server then refuses all requests.
+        Without groups of a role, the previous limits of this role stay; the server then refuses all requests anyway.
         """
         max_running = self._running_limit(groups) or self._admission.max_running
         context_tokens = min((group.context_tokens for group in groups), default=self.model.context_tokens)
@@ -109,7 +110,7 @@ class Service:
         return max(1, self._share.of(total)) if total else 0
 
     def why_not_ready(self) -> str | None:
-        """Returns why requests are refused now; None if they are served."""
+        """Returns the reason why the server cannot serve requests now; None if the server is ready."""
         if self.stopping:
             return "the server is stopping"
         missing = self._generator.missing()
@@ -155,7 +156,7 @@ class Service:
         )
 
     def report(self) -> WorkerReport:
-        """Returns status and metrics of this worker, for the server's other workers."""
+        """Returns status and metrics of this worker, which the server's other workers combine with their own."""
         return WorkerReport(
             self._share.worker,
             self.status(),
@@ -170,12 +171,15 @@ class Service:
         self._admission.check_capacity()
 
     def start(self, request: GenerationRequest, exchange: Exchange, sink: Sink) -> Answers:
-        """Starts all answers; `sink` gets the outputs. Raises `ApiError`, or `BusyError` if the server is full."""
+        """Starts all answers to a request, with their outputs passed to `sink`. Raises `ApiError`, or `BusyError` if
+        the server is full."""
         self.check_ready()
         parts = request.parts(self._generator.max_sequences)
         if request.sequences > self._admission.limit:
             raise bad(
-                "n", f"{request.sequences} answers in one request; this server runs {self._admission.limit}"
+                "n",
+                f"the request has {request.sequences} answers; the limit is {self._admission.limit} "
+                f"(api.max_running + api.max_queued)",
             )
         self._admission.enter(request.sequences)
         answers = Answers(sink)
@@ -192,7 +196,10 @@ class Service:
         return answers
 
     async def drain(self, timeout_s: float) -> bool:
-        """Waits for running answers, then aborts the rest; True if none was aborted. Set `stopping` first."""
+        """Waits up to `timeout_s` for running answers, then aborts the others. Returns True if none was aborted.
+
+        The caller sets `stopping` first.
+        """
         if await self._wait_idle(timeout_s):
             return True
         for answers in set(self._tasks.values()):

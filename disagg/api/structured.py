@@ -14,14 +14,15 @@ ANY_OBJECT = {"type": "object"}
 
 
 class Wanted(NamedTuple):
-    """A grammar, and the field that requests it."""
+    """A grammar, and the name of the request field that contains the grammar."""
 
     param: str
     grammar: str
 
 
 def wanted_grammar(body: AnswerBody) -> Wanted | None:
-    """Returns the grammar in a request; None without one. Raises a 400, also if several fields have a grammar."""
+    """Returns the grammar in a request, or None. Raises a 400 for an invalid field, or for several fields with a
+    grammar."""
     found = [one for one in (_response_format(body), *_structured_outputs(body), *_guided(body)) if one]
     if len(found) > 1:
         raise bad(
@@ -59,7 +60,7 @@ def _guided(body: AnswerBody) -> list[Wanted]:
 
 
 def _choices(prefix: str, given: StructuredOutputs) -> list[Wanted]:
-    """Returns the grammar of each field; `prefix`: text before a field's name in errors."""
+    """Returns the grammar of each field that is set. `prefix`: text before a field's name in error messages."""
     found: list[Wanted] = []
     if given.json is not None:
         found.append(Wanted(f"{prefix}json", schema_grammar(_schema(f"{prefix}json", given.json))))
@@ -69,7 +70,7 @@ def _choices(prefix: str, given: StructuredOutputs) -> list[Wanted]:
         found.append(Wanted(f"{prefix}regex", _made(f"{prefix}regex", regex_grammar, given.regex)))
     if given.choice is not None:
         if not given.choice or not all(given.choice):
-            raise bad(f"{prefix}choice", f"{prefix}choice must be a list of texts that are not empty")
+            raise bad(f"{prefix}choice", f"{prefix}choice must be a list of texts, none of them empty")
         found.append(Wanted(f"{prefix}choice", choice_grammar(given.choice)))
     if given.grammar is not None:
         found.append(Wanted(f"{prefix}grammar", _made(f"{prefix}grammar", any_grammar, given.grammar)))
@@ -102,5 +103,5 @@ def arguments_schema(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 def schema_rule(schema: dict[str, Any]) -> str:
-    """Returns a JSON schema as a term of llguidance's Lark dialect. Each schema has its own references."""
+    """Returns a JSON schema as a term of llguidance's Lark dialect. `$ref` stays local to the schema."""
     return "%json " + json.dumps(json.loads(schema_grammar(schema))["grammars"][0]["json_schema"])

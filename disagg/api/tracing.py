@@ -1,7 +1,7 @@
 """Spans of requests for OpenTelemetry, sent to the collector `metrics.otlp_endpoint` (extra `otel`).
 
 request                              the HTTP request; its parent is the client's span (W3C `traceparent`)
-  queue | reserve | prefill | decode   consecutive phases of each answer, up to its last one
+  queue | reserve | prefill | decode   consecutive phases of each answer, up to the phase in which the answer ended
   transfer                             the transfer of the answer's KV, concurrent with the phases
 
 The spans of an answer are created at its end from recorded times, so tracing does not slow a running request.
@@ -31,7 +31,7 @@ class SpanPhase(NamedTuple):
 
 
 def phases(track: Track) -> Iterator[SpanPhase]:
-    """Yields the phases of an answer in order, then its transfer, if reported."""
+    """Yields the phases of an answer in order, then the KV transfer if the prefill group reported one."""
     report, begin_s = track.report, track.arrived_s
     moments = {
         "queue": track.turn_s,

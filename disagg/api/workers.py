@@ -1,7 +1,7 @@
-"""Several servers (workers) on one port: the share of each in the limits, and their common status and metrics.
+"""Several server processes (workers) on one port: their shares of the limits, and their combined status and metrics.
 
-Each worker listens on a unix socket in a private folder, where the others read its `WorkerReport`. So any worker
-answers `/status` and `/metrics` for all of them.
+Each worker sends its `WorkerReport` to the other workers over a unix socket in a private folder. Therefore any worker
+can answer `/status` and `/metrics` for all workers.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from disagg.core.config.read import ApiConfig
 from disagg.core.status import GroupStatus, ServiceStatus
 
 REPLY_TIMEOUT_S = 1.0
-"""Time limit of a worker's report; status and metrics omit a worker that exceeds the limit."""
+"""Seconds to wait for another worker's report; status and metrics omit workers that do not reply in time."""
 LABEL = "worker"
-"""Label of each router metric with several workers. A sum without it would fall when a worker is restarted."""
+"""Label that distinguishes the workers in router metrics. Sums over the workers would fall when a worker restarts."""
 _SUMS = (
     *("requests_running", "requests_queued", "max_running", "max_queued", "prompt_tokens_total"),
     *("generated_tokens_total", "errors_total", "aborts_total", "refused_total", "recoveries_total"),
@@ -34,7 +34,7 @@ _SUMS = (
 
 
 class Share(NamedTuple):
-    """The share of one worker in limits for all `workers`."""
+    """One worker's share of the limits that all `workers` have together."""
 
     worker: int = 0
     workers: int = 1
@@ -77,14 +77,14 @@ class WorkerReport(msgspec.Struct, frozen=True):
     worker: int
     status: ServiceStatus
     ttft: dict[int, int]
-    """Answers of the last minute by bucket of their time to first token; see `RollingQuantiles`."""
+    """Number of answers of the last minute in each bucket of time to first token; see `RollingQuantiles`."""
     itl: dict[int, int]
     metrics: list[MetricReport]
     """Metrics of the router, without those of its groups."""
 
 
 def merged_status(reports: Sequence[WorkerReport]) -> ServiceStatus:
-    """Returns the status of all workers; fields that are not sums come from the first report."""
+    """Merges the reports of all workers into one status; fields that cannot be merged come from the first report."""
     statuses = [report.status for report in reports]
     if len(statuses) == 1:
         return statuses[0]
@@ -109,7 +109,8 @@ def merged_status(reports: Sequence[WorkerReport]) -> ServiceStatus:
 
 
 def merged_groups(reports: Sequence[WorkerReport]) -> tuple[GroupStatus, ...]:
-    """Returns the newest status of each group of the first report: totals must not fall from scrape to scrape."""
+    """Returns the newest status, in any report, of each group in the first report: totals never fall between
+    scrapes."""
     newest: dict[str, GroupStatus] = {}
     for report in reports:
         for group in report.status.groups:
@@ -130,7 +131,7 @@ def merged_metrics(reports: Sequence[WorkerReport], *, labelled: bool) -> Iterat
 
 
 class Siblings:
-    """The other workers of a server; without a folder there are none."""
+    """The other workers of a server. Without a folder, the server has one worker."""
 
     def __init__(self, share: Share, folder: Path | None = None) -> None:
         """`folder`: private folder with the workers' sockets."""
@@ -149,12 +150,12 @@ class Siblings:
                 await writer.drain()
 
         path = self._path(self.share.worker)
-        path.unlink(missing_ok=True)  # of a worker that was killed
+        path.unlink(missing_ok=True)  # left by a worker that was killed
         async with await asyncio.start_unix_server(send, path):
             yield
 
     async def reports(self) -> list[WorkerReport]:
-        """Returns the reports of the other workers that run."""
+        """Returns the reports of the other workers, without workers that do not reply in time."""
         others = [one for one in range(self.share.workers) if one != self.share.worker]
         found = await asyncio.gather(*(self._read(self._path(one)) for one in others))
         return [report for report in found if report is not None]

@@ -1,4 +1,4 @@
-"""Converts session outputs to a whole reply or to the chunks of a stream."""
+"""Converts outputs of the router to a whole reply or to the chunks of a stream."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Writer(ABC):
         self._only_text = not (request.running_usage or request.returns_tokens)
         """Whether the middle chunks of a stream differ only in their text."""
         self._templates: dict[int, tuple[bytes, bytes]] = {}
-        """Text before and after the content of a plain-text event, for each choice that has begun."""
+        """Constant bytes before and after the text of an event, by choice; set by the choice's first event."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -80,13 +80,13 @@ class Writer(ABC):
         )
 
     def _count(self, index: int, output: Output) -> None:
-        """Counts the tokens of an output, and the cached tokens of its prompt, once for each prompt."""
+        """Counts the tokens of an output. Cached prompt tokens are counted only for the first answer to a prompt."""
         self.completion_tokens += len(output.tokens)
         if output.cached_tokens is not None and output.index == 0 and index % self._request.made == 0:
             self._cached_tokens = (self._cached_tokens or 0) + output.cached_tokens
 
     def _common_prompt(self) -> Sequence[int] | UnsetType:
-        """Returns the prompt's tokens if the reply contains them outside of its choices."""
+        """Returns the prompt's tokens if the reply contains them at its top level, outside of the choices."""
         return UNSET
 
     def _best(self) -> list[int]:
@@ -157,7 +157,7 @@ class Writer(ABC):
 
     @abstractmethod
     def _plain(self, index: int, text: str) -> object:
-        """Returns the choice of a chunk that has only text: not an answer's first chunk, nor its last."""
+        """Returns the choice of a chunk that contains only text: any chunk between an answer's first and last."""
 
 
 class CompletionWriter(Writer):
@@ -180,7 +180,8 @@ class CompletionWriter(Writer):
     def _with_tokens(
         self, choice: r.CompletionChoice, answer: int, tokens: Sequence[int], *, first: bool
     ) -> r.CompletionChoice:
-        """Returns `choice` with the ids of its `tokens`, and if `first`, of its prompt, if the request wants ids."""
+        """Returns `choice` with the ids of `tokens` if the request has `return_token_ids`. With `first`, also adds
+        the ids of the prompt."""
         if not self._request.returns_tokens:
             return choice
         prompt = list(self._request.prompts[answer // self._request.made]) if first else UNSET

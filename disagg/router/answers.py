@@ -13,7 +13,7 @@ from transport.control import messages as m
 
 
 class Output(msgspec.Struct, frozen=True):
-    """New tokens of one answer. `finish` is None until the last output: `stop` or `length`."""
+    """New tokens of one answer. `finish` is `stop` or `length` in the last output, None before."""
 
     index: int
     """Position of the first of `tokens` in the answer."""
@@ -25,8 +25,8 @@ class Output(msgspec.Struct, frozen=True):
     answer: int = 0
     """Number of the answer within the request."""
     cached_tokens: int | None = None
-    """Number of prompt tokens whose KV the prefill group had cached; set only in the first output of an answer, if
-    known."""
+    """Number of prompt tokens whose KV the prefill group had cached; None if unknown, and in all but the first output
+    of an answer."""
 
 
 Emit = Callable[[Output], None]
@@ -40,7 +40,7 @@ class SessionReport:
 
     prefill: str = ""
     decode: str = ""
-    """Names of the groups of the latest session."""
+    """Name of the decode group of the latest session, as `prefill` is of the prefill group."""
     prompt_tokens: int = 0
     cached_tokens: int | None = None
     """Prompt tokens whose KV came from the prefix cache of the first prefill group; None before the first token."""
@@ -52,18 +52,19 @@ class SessionReport:
     messages: int = 0
     transfer_s: float = 0.0
     transferred_s: float = 0.0
-    """Time at which the prefill leader reported that the last segment was sent."""
+    """Time at which the router received the prefill leader's report of the completed transfer."""
     answers: list[list[int]] = field(default_factory=list)
     """Tokens of each answer."""
     recoveries: list[str] = field(default_factory=list)
     """The cause of each recovery: a value of `disagg.router.session_events.Loss`."""
     sessions: int = 0
-    """Number of sessions of the request; `released_sessions` counts those whose groups all confirmed the release."""
+    """Number of sessions of the request; `released_sessions` counts the sessions whose groups all confirmed the
+    release."""
     released_sessions: int = 0
 
     @property
     def released(self) -> bool:
-        """Whether every group of every session confirmed that it freed the request."""
+        """Whether all groups of all sessions have confirmed the release of the request."""
         return self.sessions == self.released_sessions > 0
 
     @property
@@ -86,13 +87,15 @@ class Answer:
     stream: TextStream | None
     tokens: list[int] = field(default_factory=list)
     early: dict[int, m.Tokens] = field(default_factory=dict)
-    """Messages that arrived before an earlier token, by index: prefill and decode group send independently."""
+    """Messages that arrived before their preceding tokens, by token index: prefill and decode group send
+    independently."""
     over: bool = False
 
     def add(self, message: m.Tokens) -> Iterable[tuple[Output, bool]]:
         """Adds `message`; yields the outputs whose preceding tokens have all arrived.
 
-        The flag of each output is True if a stop string ended the answer before the decode group did.
+        The flag of each output is True if a stop string ended the answer while the decode group still generates
+        tokens.
         """
         self.early.setdefault(message.index, message)
         while not self.over and (tokens := self.early.pop(len(self.tokens), None)) is not None:
@@ -114,8 +117,8 @@ class Answer:
 
 
 def new_answers(sampling: SamplingParams, decode: Decode | None) -> list[Answer]:
-    """Returns the answers of a request, without tokens. Without `decode`, which converts tokens to text, outputs have
-    no text."""
+    """Returns the answers of a new request. `decode` converts tokens to text; without `decode`, outputs have no
+    text."""
     return [
         Answer(number, TextStream(decode, sampling.stop, sampling.min_tokens) if decode else None)
         for number in range(sampling.n)
@@ -124,14 +127,14 @@ def new_answers(sampling: SamplingParams, decode: Decode | None) -> list[Answer]
 
 @dataclass(frozen=True, slots=True)
 class RouterRequest:
-    """A request to a router."""
+    """Argument of `Router.run`: a prompt, its sampling parameters, and options of the request."""
 
     request_id: str
     prompt: Sequence[int]
     sampling: SamplingParams
     timeout_s: float
     decode: Decode | None = None
-    """Function that converts tokens to text, which stop strings need; made by `disagg.router.text.decode_with`."""
+    """Function that converts tokens to text, required for stop strings; see `disagg.router.text.decode_with`."""
     report: SessionReport = field(default_factory=SessionReport)
     cache_salt: str = ""
     """Salt of the prompt: only prompts with the same salt share cached KV."""

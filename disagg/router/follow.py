@@ -25,7 +25,7 @@ RETRY_S = 1.0
 
 
 class Follower:
-    """Adds, drains and removes a router's groups. Used on the router's event loop."""
+    """Adds, drains and removes a router's groups. All methods run on the router's event loop."""
 
     def __init__(self, router: Router, changed: Callable[[], None] = lambda: None) -> None:
         """`changed` is called after a draining group has no more requests."""
@@ -33,9 +33,11 @@ class Follower:
         self._draining: dict[str, asyncio.Task[None]] = {}
 
     def apply(self, groups: Sequence[GroupInfo], draining: Sequence[str]) -> None:
-        """Adopts the complete list of groups: drains those in `draining`, and removes groups not in the list as dead.
+        """Makes the router use exactly `groups`: drains those in `draining`, and removes groups not in the list as
+        dead.
 
-        A group that was draining but is not in `draining` is used again: the directory that drained it has died.
+        If a draining group is not in `draining` any more, the drain is cancelled: the directory that started the
+        drain has died.
         """
         listed = {group.name: group for group in groups}
         for engine in self._router.engines:
@@ -54,7 +56,7 @@ class Follower:
                 self._router.add(group)
 
     def using(self) -> list[str]:
-        """Returns the names of the groups that have or may get requests."""
+        """Returns the names of the router's groups, which have requests or can get new ones."""
         return [engine.group.name for engine in self._router.engines]
 
     async def close(self) -> None:
@@ -116,7 +118,8 @@ class _Joined:
         self._dispatcher.watch(self._directory)
 
     async def close(self) -> None:
-        """Reports that no group is in use; otherwise the directory would wait for a timeout."""
+        """Reports that no group is in use, so that the directory need not wait for a timeout before it stops a
+        group."""
         if self._version is not None:
             self._dispatcher.send(self._directory, m.Using(self._version, []))
         self._closed = True

@@ -1,4 +1,4 @@
-"""A router's groups with their load. The lists of usable groups are cached until a change."""
+"""The table of a router's groups and their load. Lists of usable groups are cached until a group changes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class SequenceLimit(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _GroupView:
-    """The groups by role, computed when the change counts were `version`."""
+    """Cached lists of groups by role; valid while the three change counters equal `version`."""
 
     version: tuple[int, int, int]
     of: dict[str, list[RoutedGroup]] = field(default_factory=dict)
@@ -33,7 +33,7 @@ class _GroupView:
 
 
 class GroupTable:
-    """Groups by name. Used on the router's event loop.
+    """Groups by name. All methods run on the router's event loop.
 
     Whether a group is lost depends on the dispatcher's lost peers and on the group's reports. The dispatcher, the
     reports and this table each count their changes; the cached view is computed again when a count differs.
@@ -45,7 +45,7 @@ class GroupTable:
         self._engines: dict[str, RoutedGroup] = {}
         self._changes = 0
         self.statuses = GroupStatuses(dispatcher, self.living, self.compares)
-        """Statuses of the groups, updated within `disagg.router.status.watching`."""
+        """Latest statuses of the groups; updated only within the context `disagg.router.status.watching`."""
         self._view = _GroupView((-1, -1, -1))
 
     @property
@@ -58,8 +58,8 @@ class GroupTable:
         return self._engines.get(name)
 
     def add(self, group: GroupInfo) -> bool:
-        """Adds a group without load, in place of one of the same name with another leader. Returns False, changing
-        nothing, if the group is known."""
+        """Adds a group without load, and replaces a group of the same name with another leader. If the group is
+        already known, returns False and changes nothing."""
         known = self._engines.get(group.name)
         if known is not None and known.group.leader.control_address == group.leader.control_address:
             return False
@@ -78,11 +78,12 @@ class GroupTable:
         self._changes += 1
 
     def of(self, role: str) -> Sequence[RoutedGroup]:
-        """Returns the groups of a role, including lost and draining ones, with an up-to-date `lost`."""
+        """Returns all groups of a role, including lost and draining ones; their `lost` flags are up to date."""
         return self._current().of.get(role, ())
 
     def usable(self, role: str) -> Sequence[RoutedGroup]:
-        """Returns the groups of a role that take requests: those that respond, else those that are suspected."""
+        """Returns the groups of a role that accept requests: the responsive ones, or the suspected ones if none
+        responds."""
         return self._current().usable.get(role, ())
 
     def suspected(self) -> list[RoutedGroup]:
@@ -109,7 +110,8 @@ class GroupTable:
         return self._by_prefixes() and len(self.of(engine.group.role)) > 1
 
     def hash_kinds(self) -> set[tuple[int, int]]:
-        """Returns `unit_tokens` and `switch_tokens` of the cached prefixes that the policy compares."""
+        """Returns the kinds of block hashes, (`unit_tokens`, `switch_tokens`), of the prefix caches that the policy
+        compares with a prompt."""
         if not self._by_prefixes():
             return set()
         compared = [engines for engines in self._current().of.values() if len(engines) > 1]

@@ -14,10 +14,9 @@ from disagg.core.prefixes import HeldPrefixes
 from disagg.core.types import GroupInfo
 
 SLACK = 16
-"""Divisor of the prompt's tokens. Groups whose costs differ by at most this part of the prompt (1/16) count as equal;
-see `prefix_aware`."""
+"""Groups whose costs differ by at most 1/`SLACK` of the prompt's tokens count as equal; see `prefix_aware`."""
 SESSION_LOAD = 1.25
-"""Load limit of a session's group relative to the mean (c of Mirrokni et al.)."""
+"""Largest load of a group that keeps its client sessions, relative to the mean load (c of Mirrokni et al.)."""
 
 
 @dataclass(slots=True, eq=False)
@@ -54,7 +53,7 @@ class SessionLoad:
     decode: RoutedGroup
     """The decode group; equal to `prefill` if colocated."""
     sequences: int
-    """Sequences of the request; each one is part of a decode group's steps."""
+    """Number of sequences of the request; each sequence counts as one of the decode group's `requests`."""
     tokens: dict[RoutedGroup, int]
     """Prompt tokens that each group has to compute or receive."""
 
@@ -66,7 +65,8 @@ class SessionLoad:
             engine.tokens += tokens
 
     def prompt_computed(self) -> None:
-        """Subtracts the prompt from a prefill group's tokens; a colocated group keeps it until the request ends."""
+        """Subtracts the prompt from a prefill group's tokens. A colocated group counts the prompt until the request
+        ends."""
         if self.prefill is not self.decode:
             self.prefill.tokens -= self.tokens[self.prefill]
             self.tokens[self.prefill] = 0
@@ -83,17 +83,17 @@ class SessionLoad:
 
 @dataclass(frozen=True, slots=True)
 class RoutingRequest:
-    """Properties of a request for a policy."""
+    """Properties of a request that a policy uses to choose a group."""
 
     tokens: int
     """Tokens of the prompt."""
     session: str = ""
-    """The client's name for the conversation; empty: none."""
+    """The client's name for the conversation; empty without one."""
     block_hashes: Mapping[tuple[int, int], Sequence[int]] = field(default_factory=dict)
     """Block hashes of the prompt, by `unit_tokens` and `switch_tokens` of the groups; see `HeldPrefixes`."""
 
     def missing_tokens(self, engine: RoutedGroup) -> int:
-        """Returns the prompt tokens minus the group's prefix cache hit; at least 1: the last token is always
+        """Returns the prompt tokens minus the group's prefix cache hit. At least 1, because the last token is always
         computed."""
         held = engine.held
         block_hashes = self.block_hashes.get(held.kind)
@@ -117,8 +117,8 @@ def round_robin(engines: Sequence[RoutedGroup], request: RoutingRequest) -> Rout
 
 
 def prefix_aware(engines: Sequence[RoutedGroup], request: RoutingRequest) -> RoutedGroup:
-    """Returns the group with the lowest cost: queued tokens plus uncached prompt tokens. Sessions keep a decode
-    group.
+    """Returns the group with the lowest cost: queued tokens plus uncached prompt tokens. Requests of a named session
+    use the same decode group instead.
 
     Groups whose cost exceeds the lowest by at most 1/16 of the prompt count as equal. Otherwise a short prefix common
     to all prompts would send every request to one group. Among equal groups the order is: fewest requests, then
@@ -138,7 +138,7 @@ def prefix_aware(engines: Sequence[RoutedGroup], request: RoutingRequest) -> Rou
 
 
 def _costs(engines: Sequence[RoutedGroup], request: RoutingRequest) -> list[int]:
-    """Returns each group's queued tokens plus `request.missing_tokens`, called only for cached prefixes."""
+    """Returns each group's cost in tokens; calls `request.missing_tokens` only if the group caches a prefix."""
     firsts = {kind: block_hashes[0] for kind, block_hashes in request.block_hashes.items() if block_hashes}
     if not firsts:
         return [engine.tokens + request.tokens for engine in engines]
@@ -161,10 +161,10 @@ POLICIES: dict[PolicyName, Policy] = {
 
 
 def _of_session(engines: Sequence[RoutedGroup], session: str) -> RoutedGroup:
-    """Returns the first group below the load limit in the session's order: rendezvous hashing with bounded loads.
+    """Returns the decode group of a client's session by rendezvous hashing with bounded loads.
 
-    A new or removed group moves only its own sessions (Thaler and Ravishankar 1998; Mirrokni, Thorup and
-    Zadimoghaddam 2016).
+    Each session has its own order of the groups; the first group below the load limit is returned. A new or removed
+    group moves only its own sessions (Thaler and Ravishankar 1998; Mirrokni, Thorup and Zadimoghaddam 2016).
     """
     order = sorted(engines, key=lambda e: xxhash.xxh3_64_intdigest(f"{e.group.name} {session}".encode()))
     full = math.ceil(SESSION_LOAD * (1 + sum(engine.requests for engine in engines)) / len(engines))
@@ -174,7 +174,7 @@ def _of_session(engines: Sequence[RoutedGroup], session: str) -> RoutedGroup:
 def _usable(engines: Sequence[RoutedGroup]) -> list[RoutedGroup]:
     usable = [
         engine for engine in engines if not (engine.lost or engine.draining)
-    ]  # `usable`, without its call
+    ]  # `engine.usable`, inlined for speed
     if not usable:
         roles = sorted({engine.group.role for engine in engines}) or ["any"]
         raise BusyError(f"no {'/'.join(roles)} group is up", retry_after_s=1.0)

@@ -1,8 +1,8 @@
 """Recovery of requests whose groups are lost: the answers still to compute, and the limits on count and rate.
 
-A request is cut into attempts, each a `disagg.router.session.Session` under its own epoch. When a session fails with
-a `Loss`, another session continues from the prompt and the answer so far. If a request has several answers with
-tokens, each continues in its own session. A request without tokens, or a beam search, starts again as a whole.
+Each attempt of a request is a `disagg.router.session.Session` with its own epoch. When a session fails with a `Loss`,
+another session continues from the prompt and the answer so far. If several answers of a request have tokens, each
+answer continues in its own session. A request without tokens, or a beam search, starts again as a whole.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from disagg.core.types import SamplingParams
 from disagg.router.answers import Answer
 
 DEADLY = 2
-"""Number of sessions of a request that lose a group at the same token before the request counts as the cause."""
+"""Number of sessions that must lose a group at the same token before the request itself is blamed and fails."""
 FIRST_LINK_PAUSE_S, LONGEST_LINK_PAUSE_S = 0.05, 2.0
 """First and longest pause after a session whose groups were not linked; the pause doubles for each such session in a
 row."""
 SAME_FAULT_S = 5.0
-"""Time after a loss within which a new session may fail from the same, still undetected fault."""
+"""Seconds after a loss within which the failure of the next session can be due to the same fault."""
 SECOND_PAUSE_S = 1.0
 """Pause before the second recovery of a request; each later pause is four times as long as the one before."""
 
@@ -38,7 +38,7 @@ class Branch:
     sampling: SamplingParams
     recoveries: int = 0
     recovered_s: float = -math.inf
-    """Time of the latest loss that counts as a recovery."""
+    """Clock time of the latest loss that counts as a recovery."""
     suspects: tuple[frozenset[str], ...] = ()
     """Groups of each session that failed since the latest new token. Which group died may become known only later."""
     silent: frozenset[str] = frozenset()
@@ -47,22 +47,23 @@ class Branch:
     tokens: int = 0
     """Number of tokens of all answers at the latest loss."""
     unlinked: int = 0
-    """Number of sessions since the latest recovery that failed for unlinked groups or for the same fault."""
+    """Number of sessions since the latest recovery that failed because groups were not linked, or from the fault that
+    caused this recovery."""
 
     @property
     def is_fresh(self) -> bool:
-        """Whether no output has been returned."""
+        """Whether no answer of the branch has a token."""
         return not any(answer.tokens for answer in self.answers)
 
     @property
     def pause_s(self) -> float:
-        """Pause before the next session: 0 for the first recovery, then time for a connection or group to return."""
+        """Seconds before the next session: 0 for the first recovery, then longer, so that a group can come back."""
         return 0.0 if self.recoveries < 2 else SECOND_PAUSE_S * 4.0 ** (self.recoveries - 2)
 
     @property
     def link_pause_s(self) -> float:
-        """Pause before the next session, after one whose groups were not linked."""
-        doublings = min(self.unlinked - 1, 16)  # a long wait for the link must not overflow
+        """Seconds before the next session, after a session whose groups were not linked."""
+        doublings = min(self.unlinked - 1, 16)  # a bounded exponent: a long wait must not overflow
         return min(FIRST_LINK_PAUSE_S * 2.0**doublings, LONGEST_LINK_PAUSE_S)
 
     def is_same_fault(
@@ -73,14 +74,15 @@ class Branch:
         *,
         decoded: bool = False,
     ) -> bool:
-        """Returns whether the loss of a session, started at `started_s` with these groups, has the same cause as the
-        latest loss.
+        """Returns whether the loss of a session on `groups`, started at `started_s`, has the same cause as the latest
+        loss.
 
-        Each data connection and each control channel of the groups detects a fault at its own time. `silent`: names
-        of groups that are lost to the router, or were at the latest loss, but are not dead. When both sessions had
-        such a group, the router itself may be cut off, which it detects for one group after the other. `decoded`: the
-        session's decode group has sent tokens, so its groups and their connection worked. The first token of a
-        session comes from the prefill group alone.
+        Every data connection and control channel detects a fault at a different time. A new session can therefore
+        fail from the fault that ended the session before. `silent`: names of groups that are silent now, or were
+        silent at the latest loss, but are not dead. If both sessions had a silent group, the router itself may be cut
+        off from the network; the router detects the silence of each group separately. `decoded`: whether the
+        session's decode group has sent tokens, which proves that both groups and their connection worked. The first
+        token proves less, because the prefill group sends it.
         """
         if not self.suspects or decoded or started_s > self.recovered_s + SAME_FAULT_S:
             return False
@@ -91,7 +93,7 @@ class Branch:
     def after_loss(self, groups: Iterable[str], now_s: float, silent: Set[str] = frozenset()) -> Branch:
         """Returns the branch after the failure of a session with these groups; counts one recovery.
 
-        `silent`: the groups among them that did not respond, but are not known to be dead.
+        `silent`: those of `groups` that did not respond, but are not known to be dead.
         """
         return replace(
             self._with_suspects(groups, silent),
@@ -114,7 +116,8 @@ class Branch:
         return sum(len(answer.tokens) for answer in self.answers)
 
     def unfinished(self) -> list[Branch]:
-        """Returns the branches that compute the rest: one per answer with tokens, else one for all.
+        """Returns the branches for the unfinished answers: one branch per answer, or one for all answers if none has
+        tokens or the request is a beam search.
 
         Clears the `early` messages of the failed session.
         """
@@ -139,7 +142,8 @@ def _alone(sampling: SamplingParams, answer: Answer) -> SamplingParams:
 def require_recoverable(
     request_id: str, branch: Branch, dead: Collection[str], max_recoveries: int, error: DisaggError
 ) -> None:
-    """Raises an error when a request has been recovered too often (of `error`'s class), or seems to kill its groups.
+    """Raises an error of `error`'s class if the request was recovered too often, or `PeerLostError` if the request
+    seems to crash its groups.
 
     `dead`: names of dead groups, without groups that are only silent.
     """
@@ -147,7 +151,7 @@ def require_recoverable(
         raise error_from_code(
             error.code,
             f"request {request_id} failed {branch.recoveries} times on its groups, more than router.max_recoveries = "
-            f"{max_recoveries}; the last time: {error}",
+            f"{max_recoveries}; last error: {error}",
         ) from error
     died, deadly = frozenset[str](), 0
     for groups in branch.suspects:
@@ -155,13 +159,14 @@ def require_recoverable(
         died, deadly = died | new, deadly + bool(new)
     if deadly >= DEADLY:
         raise PeerLostError(
-            f"request {request_id} is given up: {' and '.join(sorted(died))} were lost while they computed "
-            f"token {branch.tokens} of its answer, which it may have caused; the last time: {error}"
+            f"request {request_id} is given up, because it may crash its groups: {' and '.join(sorted(died))} were "
+            f"lost while they computed token {branch.tokens} of its answer; last error: {error}"
         ) from error
 
 
 class RecoveryBudget:
-    """A token bucket that spreads a router's recoveries over time: a lost group can have hundreds of requests."""
+    """A token bucket that limits the rate at which a router starts recoveries: a lost group can have hundreds of
+    requests."""
 
     def __init__(self, per_s: float, clock: Clock) -> None:
         """At most `per_s` recoveries start per second, plus a burst of the same number after an idle second."""
@@ -169,7 +174,7 @@ class RecoveryBudget:
         self._next_s = clock() - 1.0
 
     def wait_s(self) -> float:
-        """Takes one recovery from the budget; returns the seconds until it may start."""
+        """Takes one recovery from the budget; returns the seconds until this recovery may start."""
         now_s = self._clock()
         self._next_s = max(self._next_s, now_s - 1.0) + self._interval_s
         return max(0.0, self._next_s - now_s)

@@ -1,4 +1,4 @@
-"""One request from its prompt to its last token: a new session follows each loss of a group."""
+"""Runs one request from its prompt to its last token. When a session loses a group, a new session continues."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from disagg.router.session_handlers import SessionHandlers
 log = structlog.get_logger(__name__)
 
 NO_GROUP_PAUSE_S = 0.25
-"""Longest pause between two choices of groups while a role has none."""
+"""Seconds between two attempts to choose groups while a role has no usable group."""
 
 Pair = tuple[RoutedGroup, RoutedGroup]
 """The prefill and the decode group of a session; the same group twice if colocated."""
@@ -45,7 +45,7 @@ class RecoveryOptions:
 
 @dataclass(frozen=True, slots=True)
 class RoutedRequest:
-    """A request as its router received it. Times on the router's clock."""
+    """A request as the router received it. Times are on the router's clock."""
 
     request_id: str
     prompt: TokenIds
@@ -64,13 +64,13 @@ class RunContext:
     budget: RecoveryBudget
     clock: Clock
     recovered: Callable[[Loss], None]
-    """Callback for each recovery."""
+    """Callback that counts a recovery, by its cause."""
     avoid: Callable[[Pair], None]
-    """Callback with the groups of each failed session whose request continues: the pair is avoided for a while."""
+    """Callback that makes the router avoid a pair for a while, because a session on this pair failed."""
     dead_groups: Callable[[Iterable[str]], set[str]]
     """Callback that returns which of the named groups are dead. A silent group, which may return, is not dead."""
     silent_groups: Callable[[Iterable[str]], set[str]]
-    """Callback that returns which of the named groups are silent and not known as dead."""
+    """Callback that returns which of the named groups are silent, but not known to be dead."""
     decode_groups: Callable[[], int]
     """Callback that returns the number of usable groups that decode."""
     suspected: Set[str]
@@ -101,8 +101,8 @@ class RequestRun:
                 await asyncio.wait(self._releases)
 
     async def _branch(self, branch: Branch, failed: SessionDriver | None) -> None:
-        """Emits the answers of `branch`. `failed`: driver of the branch's last session, whose pages the next session
-        may take over."""
+        """Emits the answers of `branch`. `failed`: driver of the branch's previous session; the next session can
+        reuse the pages of this session."""
         lost: DisaggError | None = None
         full: frozenset[str] = frozenset()
         pause_s = 0.0
@@ -118,7 +118,7 @@ class RequestRun:
                     wait_s = self.context.options.group_wait_s
                     found = f"{lost}; {error}" if lost is not None else str(error)
                     raise PeerLostError(
-                        f"{found}: none came in time (router.group_wait_s = {wait_s:g})"
+                        f"{found}: no usable group within router.group_wait_s = {wait_s:g} s"
                     ) from error
                 raise
             if failed is not None:
@@ -149,7 +149,7 @@ class RequestRun:
     async def _next_session(
         self, branch: Branch, failed: SessionDriver | None, full: Set[str]
     ) -> tuple[Session, SessionLoad]:
-        """Chooses groups for a new session; waits while a role has none. Raises `BusyError`."""
+        """Chooses groups for a new session; waits while a role has no usable group. Raises `BusyError`."""
         before = failed.session if failed is not None else None
         pair = await self._pair(before.decode.name if before is not None else "", full)
         after = before.key if before is not None and pair[1].group == before.decode else None
@@ -199,14 +199,14 @@ class RequestRun:
     def _recover(
         self, branch: Branch, session: Session, load: SessionLoad, error: DisaggError
     ) -> tuple[list[Branch], float]:
-        """Returns the branches that are still to compute, and the pause before they start. Raises `error`, or an
-        error with the reason why the request is not recovered."""
+        """Returns the branches still to compute, and the pause in seconds before their sessions start. If the request
+        cannot continue, raises `error`, or an error that gives the reason."""
         request, context = self.request, self.context
         groups = {session.prefill.name, session.decode.name}
         peer_lost = session.loss is not None and session.loss.of_group
         silent = context.silent_groups(groups)
         if session.unlinked or (peer_lost and self._is_same_fault(branch, session, silent)):
-            # A lost prefill group may have failed because of the prompt, with or without a ticket.
+            # The prompt itself may have crashed a lost prefill group, even before the ticket was sent.
             branch = branch.after_wait(groups if peer_lost or session.prompt_lost else (), silent)
             self._require_recoverable(branch, error)
             if not session.suspicion:
@@ -246,7 +246,8 @@ class RequestRun:
         return branch.is_same_fault(groups, session.started_s, both, decoded=decoded)
 
     def _may_leave(self, branch: Branch, session: SessionHandlers) -> bool:
-        """Returns whether a suspicion may end the session: its end costs no recovery, or a recovery is left."""
+        """Returns whether a suspicion may end the session: the request has a recovery left, or the next session would
+        not count as a recovery, because the latest loss has the same cause."""
         if branch.recoveries < self.context.options.max_recoveries:
             return True
         silent = self.context.silent_groups({session.prefill.name, session.decode.name})

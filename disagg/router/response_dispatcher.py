@@ -1,4 +1,4 @@
-"""The control channel for asyncio: dispatches the messages of each request to its own receiver."""
+"""Dispatches messages of the control channel to the receivers of their requests, on an asyncio event loop."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from transport.control.base import ControlChannel
 
 
 class Suspicion(msgspec.Struct, frozen=True):
-    """Event: a peer is silent, and another group can continue its requests."""
+    """Event: a peer is silent, and another group can continue the requests of the peer's group."""
 
 
 Received = m.Message | PeerLostError | Suspicion
@@ -27,7 +27,8 @@ Receiver = Callable[[str, Received], None]
 ResponseInbox = asyncio.Queue["tuple[str, Received]"]
 """Queue of the arguments of `Receiver` calls."""
 Listener = Callable[[m.Message | PeerLostError], None]
-"""Callback on the loop that receives a peer's messages without a request, or an error when the peer is lost."""
+"""Callback on the loop that receives messages of a peer that belong to no request, or an error when the peer is
+lost."""
 
 
 class ResponseDispatcher:
@@ -43,7 +44,7 @@ class ResponseDispatcher:
         self.lost: set[str] = set()
         """Peers that are dead or silent."""
         self.dead: set[str] = set()
-        """Peers that are dead; a peer that is silent may return."""
+        """Peers that are dead. A peer in `lost` that is only silent may respond again."""
         self.suspected: set[str] = set()
         """Watched peers that are silent, but not for long enough to be lost."""
         self.changes = 0
@@ -51,12 +52,12 @@ class ResponseDispatcher:
         self.on_change: Callable[[], None] = lambda: None
         """Callback for each change of `lost`, `dead` and `suspected`."""
         self.unclaimed = 0
-        """Dropped messages: of ended requests, or of peers without a listener."""
+        """Number of dropped messages, because their request had ended or their peer had no listener."""
         self._arrived: deque[Callable[[], None]] = deque()
-        """Events from the channel's thread, in order; one wake-up of the loop serves all of them."""
+        """Events from the channel's thread, in order; one wake-up of the loop handles all queued events."""
         self._woken = False
         self._corked = False
-        """Whether messages wait for the end of this iteration of the loop."""
+        """Whether sent messages are held back until the end of this iteration of the loop."""
 
     def start(self) -> None:
         """Starts the channel."""
@@ -68,7 +69,7 @@ class ResponseDispatcher:
         )
 
     def watch(self, peer: str) -> None:
-        """Starts to monitor `peer`: its death, silence and return are detected even without traffic."""
+        """Starts to monitor `peer`: death, silence and recovery of the peer are detected even without traffic."""
         self._watched.add(peer)
         self._control.watch(peer)
 
@@ -87,14 +88,14 @@ class ResponseDispatcher:
         self.listeners.pop(peer, None)
 
     def revive(self, peers: Iterable[str]) -> None:
-        """Clears the loss of `peers`: new processes use these addresses."""
+        """Removes `peers` from the lost peers, because new processes use these addresses."""
         peers = list(peers)
         for known in (self.lost, self.dead, self.suspected):
             known.difference_update(peers)
         self._count_change()
 
     def suspect(self, peer: str) -> None:
-        """Notifies every receiver that `peer` is silent and that another group can continue its requests."""
+        """Sends a `Suspicion` of `peer` to every receiver."""
         for receiver in list(self.receivers.values()):
             receiver(peer, Suspicion())
 
@@ -158,14 +159,14 @@ class ResponseDispatcher:
             self._loop.call_soon_threadsafe(self._take_arrived)
 
     def _take_arrived(self) -> None:
-        self._woken = False  # before the events are counted, so that a later event wakes the loop again
+        self._woken = False  # reset before `len`: a later event then wakes the loop again
         left = len(self._arrived)
         try:
             while left:
                 left -= 1
                 self._arrived.popleft()()
         finally:
-            if left:  # an event raised: the loop reports the error, and the other events follow
+            if left:  # an event raised an error, which the loop reports: handle the other events next
                 self._loop.call_soon(self._take_arrived)
 
     def _deliver(self, peer: str, message: m.Message) -> None:
@@ -195,7 +196,8 @@ class ResponseDispatcher:
         self._lose(peer)
 
     def _silent(self, peer: str) -> None:
-        """Treats a silent peer as dead until it returns: its network may only be interrupted."""
+        """Marks a silent peer as lost until it responds again. A watched peer stays watched: only its network may be
+        down."""
         self._lose(peer)
         if peer in self._watched:
             self._control.watch(peer)
@@ -220,7 +222,7 @@ class ResponseDispatcher:
         self.lost.add(peer)
         self.suspected.discard(peer)
         self._count_change()
-        for receiver in list(self.receivers.values()):  # a receiver may end its session
+        for receiver in list(self.receivers.values()):  # a copy: a receiver may close its session
             receiver(peer, PeerLostError(f"lost {peer}"))
         if peer in self.listeners:
             self.listeners[peer](PeerLostError(f"lost {peer}"))

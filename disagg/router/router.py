@@ -1,4 +1,4 @@
-"""The router: the table of groups, the choice of a pair for each session, and the counts of recoveries."""
+"""The `Router`: chooses the groups of each session, runs requests on them, and counts recoveries."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ from disagg.router.text import Decode
 
 DEFAULTS = RouterConfig()
 SHUNNED_S = 5.0
-"""Time for which a pair with a failed transfer is avoided if another pair exists."""
+"""Seconds for which the router avoids a (prefill, decode) pair after a failed transfer, if another pair exists."""
 DRAIN_PAUSE_S = 0.05
-"""Interval at which a draining group's requests are counted."""
+"""Seconds between two checks whether a draining group still has requests."""
 
 GroupsChanged = Callable[[Sequence[GroupInfo]], None]
-"""Callback for changes of the groups that take requests."""
+"""Callback that receives the groups that accept new requests, after each change of these groups."""
 
 
 class Router:
-    """Routes requests to groups and runs their sessions. Used on one event loop."""
+    """Routes requests to groups and runs their sessions. All methods run on one event loop."""
 
     def __init__(
         self,
@@ -69,11 +69,11 @@ class Router:
             self._suspicions.leaders,
         )
         self._missing_since_s: dict[str, float] = {}
-        """Time since which each role is known to have no usable group."""
+        """Clock time at which each role was first seen without a usable group."""
         self.recoveries: Counter[str] = Counter()
         """Recoveries of requests since the start, by `Loss`."""
         self._shunned: dict[tuple[str, str], float] = {}
-        """Avoided pairs of a prefill and a decode group, with the end of the avoidance."""
+        """Clock time until which each (prefill, decode) pair is avoided."""
         self._roles: tuple[str, ...] = ("prefill", "decode")
         """Roles of the groups that each request needs."""
         self._changed: GroupsChanged = lambda groups: None
@@ -87,16 +87,16 @@ class Router:
 
     @property
     def suspicions(self) -> Counter[str]:
-        """Suspicions of groups since the start, by name."""
+        """How often each group was suspected since the start, by the group's name."""
         return self._suspicions.counts
 
     @property
     def statuses(self) -> GroupStatuses:
-        """Statuses of the groups, updated within `disagg.router.status.watching`."""
+        """Latest statuses of the groups; updated only within the context `disagg.router.status.watching`."""
         return self._table.statuses
 
     def on_groups_changed(self, changed: GroupsChanged) -> None:
-        """Calls `changed` now, and on every change of the groups."""
+        """Calls `changed` with the groups that accept new requests, now and after every change of these groups."""
         self._changed = changed
         self._report_groups()
 
@@ -106,8 +106,8 @@ class Router:
     def add(self, group: GroupInfo) -> None:
         """Adds a group; no effect if the group is known.
 
-        A group of the same name with another leader replaces a dead one. Either all groups of a cluster are colocated
-        or none.
+        A known name with another leader address replaces the old group, which is dead. Either all groups of a cluster
+        are colocated or none.
         """
         self._roles = ("colocated",) if group.role == "colocated" else ("prefill", "decode")
         if self._table.add(group):
@@ -116,7 +116,7 @@ class Router:
             self._report_groups()
 
     async def drain(self, name: str) -> None:
-        """Stops new requests to the group, waits for its running ones, then removes the group.
+        """Stops new requests to the group, waits for running requests, then removes the group.
 
         A cancelled drain leaves the group in use.
         """
@@ -156,7 +156,8 @@ class Router:
         return self._suspicions.names
 
     def max_sequences(self, prompt_tokens: int, max_tokens: int) -> int:
-        """Returns how many answers or beams of a request of these lengths each living group can compute together."""
+        """Returns how many answers or beams one request of these lengths may have: as many as every living decode
+        group can compute at once."""
         most = (
             min(limit.max_sequences, sequences_that_fit(prompt_tokens, max_tokens, *limit[1:]))
             for limit in self._table.limits(self._roles[-1])
@@ -170,14 +171,15 @@ class Router:
         return missing
 
     def refused_roles(self) -> list[str]:
-        """Returns the roles without a usable group for at least `router.group_wait_s`: their requests are refused."""
+        """Returns the roles that have had no usable group for at least `router.group_wait_s`. While such a role
+        exists, requests are refused; before, requests wait for a group."""
         missing, now_s = self.missing(), self._clock()
         longest_s = self._context.options.group_wait_s
         return [role for role in missing if now_s - self._missing_since_s[role] >= longest_s]
 
     def _routing_request(self, prompt: TokenIds, cache_salt: str, session: str) -> RoutingRequest:
-        """Returns the request's properties for the policy; hashes the prompt only if the policy compares cached
-        prefixes."""
+        """Returns the properties of the request that the policy compares; hashes the prompt only if the policy
+        compares cached prefixes."""
         block_hashes = {
             (unit, switch): PrefixKey.of(prompt, cache_salt, switch).block_hashes(unit)
             for unit, switch in self._table.hash_kinds()
@@ -216,11 +218,11 @@ class Router:
     def _met(
         self, groups: Sequence[RoutedGroup], meets: Callable[[RoutedGroup], bool]
     ) -> Sequence[RoutedGroup]:
-        """Returns the groups for which `meets` is true; all groups, without calls, while no pair is avoided."""
+        """Returns the groups for which `meets` is true; returns all groups unchecked while no pair is avoided."""
         return [one for one in groups if meets(one)] if self._shunned else groups
 
     def _meet(self, prefill: RoutedGroup, decode: RoutedGroup) -> bool:
-        """Returns whether the pair may be chosen: it is not avoided after a failed transfer."""
+        """Returns whether the pair may be chosen; False for a while after a failed transfer between its groups."""
         return _names(prefill, decode) not in self._shunned
 
     def _shun(self, pair: Pair) -> None:
@@ -261,11 +263,11 @@ class Router:
             running.cancel()
             await to_its_end(running)
             if not running.cancelled():
-                running.exception()  # raised above, unless the caller has ended the request
+                running.exception()  # marks an error as retrieved after an early `aclose`
 
     async def run(self, request: RouterRequest, emit: Emit) -> None:
-        """Emits the answers to a request, and returns when both groups have released it. A cancellation aborts the
-        request in both groups.
+        """Emits the answers to a request, and returns when both groups have released the request. A cancellation
+        aborts the request in both groups.
 
         A request that loses a group, or whose KV arrives damaged twice, continues after its last token on other
         groups; see `disagg.router.recovery`.

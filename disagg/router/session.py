@@ -13,10 +13,10 @@
       | <- Released ------------ | <- Released ----------------------- |
 
 Several answers to one prompt are one request: the prompt is computed and sent once, then decoded as forks of one
-sequence. `EndAnswer` ends one answer whose text met a stop string. A beam search sends its tokens at its end only.
-A colocated group has both roles: one leader receives the same messages, and no KV is transferred.
+sequence. `EndAnswer` ends one answer whose text contains a stop string. A beam search sends tokens only at its end. A
+colocated group has both roles: one leader receives the same messages, and no KV is transferred.
 
-`Session` decides and does no I/O: an event goes in, `SessionAction`s come out, `TRANSITIONS` lists every transition.
+`Session` does no I/O: each event returns `SessionAction`s, and `TRANSITIONS` lists every transition.
 `disagg.router.session_driver` performs the actions. Every ending (last token, error, deadline, client gone) leads
 through RELEASING: each involved leader frees the request by (request, epoch) and confirms with `Released`.
 """
@@ -34,7 +34,8 @@ from transport.control import messages as m
 
 
 class Session(SessionHandlers):
-    """One request with its chosen groups. Pure: each event returns the actions to perform, in order."""
+    """State machine of one attempt of a request on its chosen groups. Each event returns the actions to perform, in
+    order."""
 
     __slots__ = ()
 
@@ -74,9 +75,10 @@ class Session(SessionHandlers):
                 return self.step(SessionTrigger.OTHER)
 
     def _leaves(self, peer: str) -> bool:
-        """Returns whether the suspicion of a group ends the session, or its wait for the group's release.
+        """Returns whether the suspicion of the group led by `peer` has an effect on the session.
 
-        A session whose KV has landed needs no prefill group. A session without a recovery left waits for the loss.
+        During the release, a suspicion ends the wait for the group. A session whose KV has arrived needs no prefill
+        group. A session whose request cannot be recovered again continues until the group is lost.
         """
         if self.phase is SessionPhase.RELEASING:
             return True
@@ -130,7 +132,7 @@ _MESSAGES = (_T.RESERVED, _T.PREFILLED, _T.TOKENS, _T.TRANSFERRED, _T.RELEASED, 
 
 
 def _ignoring(phase: SessionPhase) -> dict[SessionTrigger, _Transition]:
-    """Returns the rows that ignore a peer's messages in `phase`; the phase's own rows take precedence."""
+    """Returns transitions that ignore every message and stay in `phase`; `TRANSITIONS` overrides some of them."""
     return dict.fromkeys(_MESSAGES, (phase, Session.ignore))
 
 
@@ -145,7 +147,7 @@ TRANSITIONS: Mapping[SessionPhase, Mapping[SessionTrigger, _Transition]] = {
     | {
         _T.RESERVED: (_P.PREFILLING, Session.send_ticket),
         _T.DEADLINE: (_P.FAILED, Session.fail_waiting),
-        # The answer has ended already; only the lost group's report of the end is missing.
+        # The answer of a recovered request may be complete already: the decode leader then sends its end, no ticket.
         _T.TOKENS: (_P.RESERVING, Session.tokens),
         _T.ALL_ANSWERED: (_P.ANSWERED, Session.ignore),
     },

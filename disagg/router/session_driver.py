@@ -1,6 +1,6 @@
 """The I/O of one session: feeds events into `disagg.router.session.Session` and performs its actions.
 
-Messages are handled as they arrive, on the stack of the response dispatcher: a task wakes only when a session ends.
+The response dispatcher calls the driver directly for each message. The task of a session wakes only at its end.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ log = structlog.get_logger(__name__)
 
 RELEASE_TIMEOUT_S = 10.0
 _OVER = (SessionPhase.ANSWERED, SessionPhase.ENDED)
-"""Phases that end `run` and `release` of a driver."""
+"""Phases in which `SessionDriver.run` or `SessionDriver.release` returns."""
 
 
 class SessionDriver:
@@ -40,7 +40,7 @@ class SessionDriver:
     def __init__(
         self, dispatcher: ResponseDispatcher, session: Session, load: SessionLoad, clock: Clock, emit: Emit
     ) -> None:
-        """Registers for the session's messages at once. Raises `RequestInUseError`."""
+        """Registers as the receiver of the session's messages. Raises `RequestInUseError`."""
         self.session = session
         self._dispatcher, self._load, self._clock, self._emit = dispatcher, load, clock, emit
         self._opened = ExitStack()
@@ -48,13 +48,15 @@ class SessionDriver:
         self._held: list[tuple[str, Received]] = []
         """Messages that arrived while neither `run` nor `release` was running."""
         self._ending: asyncio.Future[None] | None = None
-        """Future that is done when the session is over or has failed; None unless `run` or `release` waits."""
+        """Future that is done when the session is over or has failed; None while neither `run` nor `release`
+        waits."""
         self._ended: list[SessionAction] = []
         self.reserving = asyncio.Event()
         """Event that is set when the first `Reserve` is sent, or when the session has ended without sending one."""
 
     async def run(self) -> None:
-        """Emits the answers. Raises the error that ended them. `release` must follow, also after an error."""
+        """Emits the answers until the session is over. Raises the error that ended the session. The caller must then
+        call `release`, also after an error."""
         loop = asyncio.get_running_loop()
         deadline: asyncio.TimerHandle | None = None
         self._load.begin()
@@ -73,13 +75,14 @@ class SessionDriver:
             self._load.end()
 
     async def release(self) -> None:
-        """Frees the request in every group that has it, and waits for the confirmations, even if cancelled."""
+        """Frees the request in every group that received it, and waits for the confirmations, even if cancelled."""
         releasing = asyncio.ensure_future(self._release())
         await to_its_end(releasing)
         releasing.result()
 
     async def release_after(self, reserving: asyncio.Event) -> None:
-        """Releases the request after `reserving`, which is set once another session has claimed its pages."""
+        """Waits until `reserving` is set, because the next session first claims the pages; then releases the
+        request."""
         await reserving.wait()
         await self.release()
 
@@ -97,7 +100,7 @@ class SessionDriver:
             self._opened.close()
 
     async def _until_over(self) -> None:
-        """Handles messages until the session is over. Raises its error."""
+        """Handles messages until the session is over. Raises the error that ended the session."""
         self._ending = asyncio.get_running_loop().create_future()
         held, self._held = self._held, []
         for peer, message in held:

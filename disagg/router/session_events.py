@@ -15,24 +15,24 @@ class SessionPhase(Enum):
     """Phase of a session."""
 
     NEW = "new"
-    """No leader has the request."""
+    """The request has not been sent to any leader."""
     RESERVING = "reserving"
     """The decode leader has the `Reserve` request, and queues the request if the group is full."""
     PREFILLING = "prefilling"
     """The prefill leader has the `Prefill` request."""
     DECODING = "decoding"
-    """The first tokens are known."""
+    """The prefill group has sampled the first tokens."""
     ANSWERED = "answered"
     """Every answer is complete."""
     FAILED = "failed"
     """An error ended the request."""
     RELEASING = "releasing"
-    """Involved leaders have the `Release` request; some have not confirmed yet."""
+    """`Release` was sent to the involved leaders; some have not confirmed yet."""
     ENDED = "ended"
 
 
 class SessionTrigger(Enum):
-    """Kind of an event that a session handles: one column of `TRANSITIONS`."""
+    """Kind of event that a session handles; key of the inner tables of `TRANSITIONS`."""
 
     START = "start"
     DEADLINE = "deadline"

@@ -1,4 +1,4 @@
-"""The handlers of a session's transitions; `disagg.router.session` has the protocol and the table."""
+"""The handlers of a session's transitions; `disagg.router.session` has the protocol and the transition table."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from transport.control import messages as m
 
 
 class NoReceiverError(Exception):
-    """The group that a message is for is lost."""
+    """Raised for a message whose destination group is lost."""
 
     def __init__(self, peer: str) -> None:
         super().__init__(peer)
@@ -65,16 +65,16 @@ class SessionHandlers(ABC):
     after: RequestKey | None = None
     """Key of the failed session whose row and pages the decode group keeps for this session."""
     careful: bool = False
-    """Whether the prompt goes to the prefill group only together with the ticket; set after a loss. A session that
-    waits for room is then not blamed for the death of its prefill group. An answer that has already ended needs no
-    prefill group."""
+    """Whether to send the prompt to the prefill group only together with the ticket; set after a loss. A request that
+    still waits for room is then not blamed for a crash of the prefill group, and an answer that is already complete
+    uses no prefill group."""
     suspected: Set[str] = frozenset()
     """Addresses of leaders of groups with a silent rank; the router updates the set."""
     may_leave: Callable[[SessionHandlers], bool] = lambda session: True
-    """Callback that returns whether the request may be recovered once more; if so, it may leave a suspected group."""
+    """Callback that returns whether the session may leave a suspected group: the request can be recovered again."""
     phase: SessionPhase = SessionPhase.NEW
     involved: set[str] = field(default_factory=set)
-    """Leaders that received the request, and so must release it."""
+    """Leaders to which the request was sent, and which must therefore release the request."""
     unreleased: set[str] = field(default_factory=set)
     """Leaders that have not confirmed the release."""
     loss: Loss | None = None
@@ -82,12 +82,12 @@ class SessionHandlers(ABC):
     suspicion: bool = False
     """Whether a suspicion ended the session."""
     no_room: bool = False
-    """Whether the session failed because the decode group had no room in time; another group may have some."""
+    """Whether the session failed because the decode group had no room in time; another group may have room."""
     unlinked: bool = False
     """Whether the session failed because its groups were not linked, or because the prefill group was lost before the
     decode group had room."""
     prompt_lost: bool = False
-    """Whether the prefill group was lost after it got the prompt, and may have begun to compute the prompt."""
+    """Whether the prefill group was lost after the prompt was sent, and may have begun to compute the prompt."""
     resumable: bool = False
     """Whether the decode group keeps this session's row and pages for the next session, which names this session in
     `after`."""
@@ -96,9 +96,9 @@ class SessionHandlers(ABC):
     _ticketed: bool = False
     """Whether the ticket has been sent to the prefill group."""
     _answered: list[int] = field(init=False)
-    """Tokens of the answer at the start of the session; empty with several answers."""
+    """Tokens that the answer already had at the start of the session; empty if the session has several answers."""
     decoded: bool = False
-    """Whether the decode group has sent tokens, so that all KV has landed."""
+    """Whether the decode group has sent tokens, which proves that the whole KV has arrived."""
     transferred: bool = False
     """Whether the prefill group has sent the whole KV."""
     now_s: float = 0.0
@@ -119,7 +119,7 @@ class SessionHandlers(ABC):
         elif isinstance(error, NotLinkedError) or (
             prefill and isinstance(error, PeerLostError) and not self._ticketed
         ):
-            # One network interruption is detected several times: by each data connection, and repeatedly by silence.
+            # Every data connection reports the same network interruption, and silence is detected repeatedly.
             self.unlinked, self.resumable = True, resumable
             # The decode group may report the loss of the prefill group before the router detects it. A prefill group
             # that refuses the prompt itself is alive.
@@ -160,7 +160,7 @@ class SessionHandlers(ABC):
             min(self.reserve_wait_s, left_s),
         )
         for group in (self.decode, self.prefill):
-            self._require_receiver(group)  # before the first message
+            self._require_receiver(group)  # check both groups before any message is sent
         actions: list[SessionAction] = [self._send(self.decode, reserve)]
         if not (self._is_colocated or self.careful):
             actions.append(self._send(self.prefill, self._prefill(None)))
@@ -239,7 +239,7 @@ class SessionHandlers(ABC):
         return self.fail(error)
 
     def drop_prefill(self, peer: str) -> list[SessionAction]:
-        """Continues without the prefill group: if KV is missing, the decode group reports it."""
+        """Continues without the prefill group. If KV is missing, the decode group reports the loss."""
         self.involved.discard(peer)
         return []
 
@@ -256,9 +256,9 @@ class SessionHandlers(ABC):
     def release(self, _: None) -> list[SessionAction]:
         """Sends `Release` to every involved leader that is not lost; a lost leader holds no resources of the request.
 
-        A suspected group releases the request when the group responds again. The other group may have to wait for
-        this release, because its pages may still be written. Nothing waits for the release of a session that a
-        suspicion ended.
+        Does not wait for a suspected group, which releases the request when the group responds again. After a
+        suspicion ended the session, waits for no group: the other group confirms only when the suspected group can no
+        longer write to the pages.
         """
         self.report.ended_s = self._elapsed_s()
         reached = self.involved - self.lost
@@ -288,7 +288,7 @@ class SessionHandlers(ABC):
 
     def _require_receiver(self, group: GroupInfo) -> None:
         peer = group.leader.control_address
-        if peer in self.lost:  # a later Release could not reach it either
+        if peer in self.lost:  # a lost leader could not receive `Release` either
             raise NoReceiverError(peer)
 
     def _lost_error(self, peer: str) -> PeerLostError:

@@ -1,5 +1,6 @@
-"""Latest status of each of a router's groups, and the KV events of their caches. A router subscribes with `Watch`,
-which it renews periodically; `disagg.node.reports` sends the reports.
+"""Latest status of each group of a router, and the KV events of the groups' prefix caches.
+
+A router subscribes with `Watch` messages, renewed periodically; `disagg.node.reports` sends the reports.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ log = structlog.get_logger(__name__)
 
 
 class GroupStatuses:
-    """Watches the leaders and stores their latest reports. Used on the router's event loop."""
+    """Watches the leaders and stores their latest reports. All methods run on the router's event loop."""
 
     def __init__(
         self,
@@ -37,7 +38,7 @@ class GroupStatuses:
         self._statuses: dict[str, GroupStatus | None] = {}
         """Latest status by the leader's address; None before the first report."""
         self.changes = 0
-        """Counter that increases at least whenever `broken` or `has_silent_rank` changes for a group."""
+        """Counter that increases with every change of `broken` or `has_silent_rank`, and possibly without one."""
         self.on_change: Callable[[], None] = lambda: None
         """Callback for each change of `broken` or `has_silent_rank`."""
 
@@ -68,17 +69,17 @@ class GroupStatuses:
         return tuple(self._of(engine) for engine in engines)
 
     def broken(self, engine: RoutedGroup) -> bool:
-        """Returns whether the group is broken, by its latest report, and can serve no more."""
+        """Returns whether the group's latest report says that the group is broken: it serves no more requests."""
         return bool(self._of(engine).broken)
 
     def has_silent_rank(self, engine: RoutedGroup) -> bool:
-        """Returns whether the group's leader receives nothing from another rank, by the group's latest report."""
+        """Returns whether the group's latest report names a rank from which the leader receives nothing."""
         return bool(self._of(engine).silent_ranks)
 
     def _of(self, engine: RoutedGroup) -> GroupStatus:
         group = engine.group
         status = self._statuses.get(group.leader.control_address)
-        if status is not None and status.name == group.name:  # else of a former group with the same address
+        if status is not None and status.name == group.name:  # else: status of an earlier group
             return status
         return GroupStatus(group.name, cast(Role, group.role))
 
@@ -119,7 +120,7 @@ def _usability(status: GroupStatus) -> tuple[str, str, tuple[int, ...]]:
 
 @contextlib.asynccontextmanager
 async def watching(statuses: GroupStatuses, interval_s: float) -> AsyncIterator[None]:
-    """Within the block, watches the groups every `interval_s`; 0: never."""
+    """Within the block, receives reports of the groups every `interval_s` seconds; 0: no reports."""
     if interval_s <= 0:
         yield
         return

@@ -1,4 +1,4 @@
-"""Suspected groups, which are silent but not lost: requests move from them to other groups.
+"""Suspected groups, which are silent but not lost: their requests move to other groups.
 
 A router suspects a group when the leader has sent nothing for `control.suspect_after_s`, or when the leader reports
 another rank that has been silent for as long. The suspicion ends when the silent rank responds again or is lost.
@@ -18,7 +18,7 @@ log = structlog.get_logger(__name__)
 
 
 class Suspicions:
-    """The suspected groups of a router. Used on the router's event loop."""
+    """The suspected groups of a router. All methods run on the router's event loop."""
 
     def __init__(self, dispatcher: ResponseDispatcher, table: GroupTable) -> None:
         self._dispatcher, self._table = dispatcher, table
@@ -26,7 +26,7 @@ class Suspicions:
         self.leaders: set[str] = set()
         """Control addresses of the leaders of suspected groups."""
         self.counts: Counter[str] = Counter()
-        """Suspicions since the start, by the group's name."""
+        """How often each group was suspected since the start, by the group's name."""
         dispatcher.on_change = table.statuses.on_change = self.review
 
     @property
@@ -35,9 +35,9 @@ class Suspicions:
         return tuple(sorted(self._names))
 
     def review(self) -> None:
-        """Updates the suspected groups, and moves their requests if another group can continue these.
+        """Updates the suspected groups, and moves their requests if another group of the role responds.
 
-        Called after each change of the groups, because a request also moves when another group comes up or responds
+        Called after each change of the groups: a request can also move later, when another group starts or responds
         again.
         """
         groups = {engine.group.name: engine.group for engine in self._table.suspected()}

@@ -79,7 +79,7 @@ class Pieces(Protocol):
     """Incremental decoder of one answer."""
 
     def push(self, tokens: Sequence[int]) -> str:
-        """Adds tokens; returns the text that is final now."""
+        """Adds tokens; returns the text that became final: later tokens do not change this text."""
 
     def rest(self) -> str:
         """Returns the text that was withheld, such as half a character; called at the end of the answer."""
@@ -89,13 +89,13 @@ class _StreamedPieces:
     """Decodes with `DecodeStream`, which decodes each new token with only a few neighbouring tokens.
 
     `DecodeStream` returns text that ends with a whole character, and cannot be flushed, so this class also keeps the
-    pending tokens. Each token of a run of invalid bytes decodes the whole run again.
+    pending tokens. Within a run of invalid bytes, each new token decodes the whole run again.
     """
 
     def __init__(
         self, decode: Decode, tokenizer: Any, special: frozenset[int], visible: Mapping[int, str]
     ) -> None:
-        """`special`: all special tokens; `visible`: those that are part of the text, with their texts."""
+        """`special`: all special tokens. `visible`: texts of the special tokens that are part of an answer's text."""
         self._decode, self._tokenizer = decode, tokenizer
         self._special, self._visible = special, visible
         self._stream = DecodeStream(skip_special_tokens=True)
@@ -111,7 +111,8 @@ class _StreamedPieces:
     def _piece(self, token: int) -> str:
         """Returns the text that is final after `token`.
 
-        The stream gets no special tokens, because it would keep them pending and decode all of them for each token.
+        The stream gets no special tokens, because `DecodeStream` would keep special tokens pending and decode all of
+        them for each token.
         """
         if token not in self._special:
             return self._step(token)
@@ -134,13 +135,13 @@ class _StreamedPieces:
         except Exception as exc:
             if "Invalid prefix" not in str(exc):
                 raise
-        # Invalid bytes would change text that was returned already: restart with the pending tokens.
+        # The invalid bytes would change text that was already returned: restart with the pending tokens.
         self._stream = DecodeStream(skip_special_tokens=True)
         return self._stream.step(self._tokenizer, self._waiting)
 
 
 class _IdPieces:
-    """The text of an id is final at once."""
+    """Incremental decoder of an `IdDecode`. The text of each token is final immediately."""
 
     def __init__(self, decode: IdDecode) -> None:
         self._decode = decode
@@ -184,9 +185,9 @@ class TextStream:
         self._pieces = decode.pieces() if isinstance(decode, FastDecode | IdDecode) else _WholePieces(decode)
         self._stop = tuple(s for s in stop if s)
         self._early_tokens = min_tokens
-        """Remaining tokens in whose text stop strings are ignored."""
+        """Number of further tokens in whose text stop strings are ignored."""
         self._early = 0
-        """Characters of `_held` in which stop strings are ignored."""
+        """Number of characters at the start of `_held` in which stop strings are ignored."""
         self._held = ""
         self.text = ""
         """All text that was returned so far."""
@@ -194,7 +195,8 @@ class TextStream:
         """Whether a stop string has occurred."""
 
     def push(self, tokens: Sequence[int], last: bool = False) -> str:
-        """Adds tokens; returns the text that is final now, all text if `last`."""
+        """Adds tokens; returns the text that became final, without a stop string. With `last`, nothing is
+        withheld."""
         if self.stopped:
             return ""
         early, late = tokens[: self._early_tokens], tokens[self._early_tokens :]

@@ -78,7 +78,7 @@ def test_a_head_that_does_not_end_runs_out_of_time(sent: bytes) -> None:
         connection.sendall(sent)
         said = rest(connection)
         assert said.startswith(b"HTTP/1.1 408 Request Timeout\r\n")
-        assert b"did not come within 0.2 s" in said
+        assert b"was not received within 0.2 s" in said
 
 
 def test_a_head_that_drips_does_not_win_time() -> None:

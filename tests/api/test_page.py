@@ -322,7 +322,7 @@ def test_a_server_that_stops_and_one_that_restarts(browser: Browser) -> None:
         assert texts(tab, ".tile output")[3] == "120 tok/s"
         no_trouble(tab, server)
     look(tab)
-    assert "cannot be reached since" in tab.text("#notice")
+    assert "has been unreachable since" in tab.text("#notice")
     assert tab.text("#ready") == "unreachable"
     assert tab.value("document.getElementById('main').className") == "stale"
     assert texts(tab, "#decode h3") == ["decode", "decode-2"], "the last status stays"

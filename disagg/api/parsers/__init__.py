@@ -1,1 +1,1 @@
-"""Parsers of answers: separate reasoning, content and tool calls in the text of a model family."""
+"""Parsers that divide the text of an answer into reasoning, content and tool calls, by the model family's syntax."""

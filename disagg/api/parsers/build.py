@@ -17,7 +17,7 @@ from disagg.api.parsers.thinking import THINK_MARKERS, PlainText, ThinkingParser
 
 @dataclass(frozen=True)
 class AnswerPlan:
-    """The parts that the answers to one chat request can have, and their syntax."""
+    """The parts (reasoning, tool calls) that answers to a chat request can have, and the syntax of these parts."""
 
     names: ParserNames
     tools: Sequence[dict[str, Any]] = ()
@@ -25,7 +25,7 @@ class AnswerPlan:
     forced: str | None = None
     """Name of the tool that the answer must call; empty: any tools, in a list of calls; None: no call is required."""
     thinking: bool = False
-    """Whether the prompt ends within reasoning."""
+    """Whether the prompt ends inside reasoning, which the answer continues."""
     parallel: bool = True
     """Whether an answer may have several calls; otherwise calls after the first one are dropped."""
 
@@ -36,7 +36,7 @@ class AnswerPlan:
 
     @property
     def short_ids(self) -> bool:
-        """Whether ids of calls must consist of nine letters and digits."""
+        """Whether the model family requires call ids of nine letters and digits."""
         syntax = SYNTAXES.get(self.names.tools)
         return syntax is not None and syntax.short_ids
 

@@ -11,21 +11,23 @@ from disagg.api.parsers.texts import Trimmer, dump_json, first_marker, load_json
 
 
 class Found(NamedTuple):
-    """Result of `CallSyntax.read`: the calls and the end of their text. Without calls, a marker that is dropped."""
+    """Result of `CallSyntax.read`: the calls in the text before position `end`. Without calls, this text is a marker
+    to drop."""
 
     calls: list[Call]
     end: int
 
 
 class Malformed(NamedTuple):
-    """Result of `CallSyntax.read`: the marker begins no call, so it is content."""
+    """Result of `CallSyntax.read`: the marker begins no call and is therefore content."""
 
 
 class Unfinished(NamedTuple):
     """Result of `CallSyntax.read`: the text is too short for another result."""
 
     needs: str = ""
-    """Characters of which at least one must arrive before another read is useful; empty: any character."""
+    """Characters that can complete a call: the text is read again only after one of them has arrived; empty: after
+    any character."""
 
 
 Read = Found | Malformed | Unfinished
@@ -40,7 +42,7 @@ class CallSyntax(ABC):
     first_markers: ClassVar[tuple[str, ...]] = ()
     """Texts that begin a call only where no content precedes them."""
     visible: ClassVar[tuple[str, ...]] = ()
-    """Markers that can be special tokens; the text of an answer must contain these tokens."""
+    """Markers that can be special tokens. The decoder must not remove these tokens from the text of an answer."""
     short_ids: ClassVar[bool] = False
     """Whether the family's chat templates need call ids of nine letters and digits."""
 
@@ -69,11 +71,11 @@ class CallScanner(AnswerParser):
     def __init__(self, syntax: CallSyntax) -> None:
         self._syntax = syntax
         self._text = ""
-        """Text that is not final."""
+        """Text that is not yet divided into parts."""
         self._marker = ""
-        """Marker with which `_text` begins; empty while none is found."""
+        """Marker at the start of `_text`; empty while no marker is found."""
         self._needs = ""
-        """`Unfinished.needs` of the latest read, so that a long call is not read again for each piece of text."""
+        """`Unfinished.needs` of the latest read; a long call is then not read again for each piece of text."""
         self._trimmer = Trimmer()
 
     def push(self, text: str) -> list[Part]:
@@ -127,7 +129,8 @@ class CallScanner(AnswerParser):
 
 
 def call_of(name: object, arguments: object) -> Call | None:
-    """Returns the call; None unless `name` is a non-empty text, and `arguments` an object, or one as JSON text."""
+    """Returns a call. Returns None unless `name` is a non-empty string and `arguments` is an object or the JSON text
+    of an object."""
     if isinstance(arguments, str):
         try:
             arguments = load_json(arguments)
@@ -142,7 +145,7 @@ def call_of(name: object, arguments: object) -> Call | None:
 
 
 def calls_of(values: Sequence[object]) -> list[Call] | None:
-    """Returns the calls of JSON objects with `name` and `arguments` or `parameters`; None unless all are calls."""
+    """Converts JSON objects with `name` and `arguments` (or `parameters`) to calls; None if any value is no call."""
     calls = []
     for value in values:
         if not isinstance(value, dict):

@@ -16,7 +16,8 @@ _FENCED = re.compile(r"\s*([^\n]+?)\s*\n```json\s*\n(.*?)\n?\s*```\s*", re.DOTAL
 
 
 class DeepSeekCalls(DelimitedCalls):
-    """Calls of `function`, separator, name, and arguments in a code block (V3); or of name, separator, arguments."""
+    """Calls in two forms: `function`, separator, name, arguments in a code block (V3); or name, separator,
+    arguments."""
 
     finish, around = _END, _AROUND
     markers: ClassVar[tuple[str, ...]] = (_BEGIN, *_AROUND)

@@ -10,10 +10,10 @@ from disagg.api.parsers.parts import Call
 
 
 class DelimitedCalls(CallSyntax):
-    """Calls with a token before and a token after each; further tokens around the list of calls are dropped."""
+    """Calls between a begin token and an end token. Further tokens around the list of calls are dropped."""
 
     finish: ClassVar[str]
-    """Token after a call."""
+    """End token of a call."""
     around: ClassVar[tuple[str, ...]]
     """Tokens before and after the list of calls."""
 

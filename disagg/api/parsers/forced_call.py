@@ -6,7 +6,7 @@ from disagg.api.parsers.parts import AnswerParser, Arguments, Call, Part
 
 
 class ForcedCall(AnswerParser):
-    """Parser of a text that is the arguments of one call; a grammar ensures that the text is a JSON object."""
+    """Parser of answers that consist of the arguments of one call; a grammar ensures that they are a JSON object."""
 
     def __init__(self, name: str) -> None:
         self._name, self._begun = name, False

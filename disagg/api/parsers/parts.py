@@ -1,4 +1,4 @@
-"""The contract of answer parsers, and the parts into which they divide an answer."""
+"""The contract of answer parsers, and the kinds of parts of an answer."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ Part = Reasoning | Content | Call | Arguments
 class AnswerParser(ABC):
     """Divides one answer into parts, incrementally.
 
-    The joined parts do not depend on the division of the text into pushes. Text that is not a complete, valid call is
-    `Content`. Only markers, and white space beside calls and reasoning, are dropped. No text raises an error.
+    The joined parts do not depend on how the text is split into `push` calls. A malformed or incomplete call is
+    `Content`. Only markers, and white space next to calls and reasoning, are dropped. No text raises an error.
     """
 
     @abstractmethod
     def push(self, text: str) -> list[Part]:
-        """Adds text; returns the parts that are final now."""
+        """Adds text; returns the parts that became final."""
 
     @abstractmethod
     def end(self) -> list[Part]:
@@ -72,5 +72,5 @@ def joined(parts: Sequence[Part]) -> list[Part]:
 
 
 def schemas_of(tools: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Returns the JSON schema of each tool's arguments, by name; `tools`: field of a chat request."""
+    """Returns the JSON schema of each tool's arguments, by the tool's name. `tools`: field of a chat request."""
     return {one["function"]["name"]: one["function"].get("parameters") or {} for one in tools}

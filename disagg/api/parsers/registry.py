@@ -1,4 +1,4 @@
-"""Names of the parsers, and their automatic choice by the checkpoint's chat template."""
+"""Names of the parsers, and their automatic choice from the checkpoint's chat template."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SYNTAXES: dict[ToolParserName, type[CallSyntax]] = {
     "deepseek": DeepSeekCalls,
     "kimi_k2": KimiCalls,
 }
-"""Syntax of tool calls by parser name. `harmony` is absent: its parser reads whole answers."""
+"""Syntax of tool calls by parser name. `harmony` is absent, because `HarmonyParser` reads whole answers."""
 
 _TOOL_SIGNS: tuple[tuple[str, ToolParserName], ...] = (
     ("<|channel|>", "harmony"),
@@ -36,7 +36,7 @@ _TOOL_SIGNS: tuple[tuple[str, ToolParserName], ...] = (
     ("<|python_tag|>", "llama3_json"),
     ("Environment: ipython", "llama3_json"),
 )
-"""Texts in chat templates, each with the parser that it indicates; the first text in this order decides."""
+"""Texts in chat templates, each with the parser that the text indicates. The first text found decides."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class ParserNames:
 
     @property
     def visible(self) -> frozenset[str]:
-        """Special tokens that the text of answers must contain."""
+        """Special tokens that the decoder must keep in the text of answers, for the parsers."""
         if self.harmony:
             return frozenset(HarmonyParser.visible)
         syntax = SYNTAXES.get(self.tools)

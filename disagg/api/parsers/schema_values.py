@@ -1,4 +1,5 @@
-"""Converts arguments that models write without quotation marks; the tool's schema determines which are texts."""
+"""Converts tool arguments that a model writes without quotation marks; the tool's schema decides which are
+strings."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ from disagg.api.parsers.texts import load_json
 
 
 def typed_value(text: str, schema: object) -> Any:
-    """Returns an argument's value: a text, unless the parameter's schema allows no text."""
+    """Returns an argument's value: parsed as JSON if the parameter's schema excludes strings, else the text
+    itself."""
     types = _types(schema)
     if not types or "string" in types:
         return None if text == "null" and "null" in types else text

@@ -1,4 +1,4 @@
-"""Searches text that arrives in pieces: markers that may be incomplete, white space to drop, JSON values."""
+"""Helpers for text that arrives in pieces: incomplete markers, white space to drop, the end of JSON values."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ _CLOSING = {"{": "}", "[": "]"}
 
 
 def first_marker(text: str, markers: Iterable[str]) -> tuple[int, str]:
-    """Returns position and text of the first marker, at equal positions the longest one; -1 without a marker."""
+    """Returns position and text of the first marker; -1 without a marker. At equal positions, the longest marker
+    wins."""
     found = [(at, -len(one), one) for one in markers if (at := text.find(one)) >= 0]
     at, _, marker = min(found, default=(-1, 0, ""))
     return at, marker
@@ -24,9 +25,9 @@ def unsure_characters(text: str, markers: Iterable[str]) -> int:
 
 
 def json_end(text: str, start: int) -> int | None:
-    """Returns the end of the JSON object or array that begins at `start`, by its brackets and strings alone.
+    """Returns the end position of the JSON object or array that begins at `start`; checks only brackets and strings.
 
-    None if the value is not complete; `start` if its brackets do not match.
+    Returns None if the value is incomplete, and `start` if the brackets do not match.
     """
     open_brackets: list[str] = []
     for found in _TOKEN.finditer(text, start):
@@ -60,7 +61,7 @@ def dump_json(value: Any) -> str:
 
 
 def _no_number(name: str) -> Any:
-    raise ValueError(f"{name} is no JSON number")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 class Trimmer:
@@ -73,7 +74,7 @@ class Trimmer:
         """Whether text other than white space has passed since the start or `restart`."""
 
     def push(self, text: str) -> str:
-        """Returns the text that is final."""
+        """Adds text; returns the text that became final."""
         text = self._held + text
         if self._drop_start and not self.begun:
             text = text.lstrip()
@@ -87,6 +88,6 @@ class Trimmer:
         self._held, self.begun, self._drop_start = "", False, True
 
     def rest(self) -> str:
-        """Ends the text; returns the withheld white space."""
+        """Ends the text; returns the withheld white space, except at a start where white space is dropped."""
         held, self._held = self._held, ""
         return held if self.begun or not self._drop_start else ""

@@ -13,7 +13,7 @@ THINK_MARKERS: dict[ReasoningParserName, tuple[str, str]] = {
     "kimi": ("◁think▷", "◁/think▷"),
     "command": ("<|START_THINKING|>", "<|END_THINKING|>"),
 }
-"""First and last marker of the reasoning, by the parser's name. `think`: Qwen 3, DeepSeek R1, GLM 4.5 and others."""
+"""Markers before and after the reasoning, by the parser's name. `think`: Qwen 3, DeepSeek R1, GLM 4.5 and others."""
 
 
 class PlainText(AnswerParser):
@@ -29,7 +29,7 @@ class PlainText(AnswerParser):
 class ThinkingParser(AnswerParser):
     """Parser of an answer that begins with reasoning; another parser reads the text after the reasoning.
 
-    An answer without the first marker has no reasoning, unless the prompt ends with that marker.
+    An answer that does not begin with the opening marker has no reasoning, unless the prompt ends with that marker.
     """
 
     def __init__(self, markers: tuple[str, str], rest: AnswerParser, *, begun: bool) -> None:
@@ -64,7 +64,8 @@ class ThinkingParser(AnswerParser):
         return parts + self._after(self._last) if at >= 0 else parts
 
     def _skip_first(self, last: bool) -> bool:
-        """Skips the first marker, which may repeat the prompt's. Returns False while the text is too short."""
+        """Skips the opening marker, even if the prompt already ends with one. Returns False while the text is too
+        short to decide."""
         begun, text = self._state == "reasoning", self._text.lstrip()
         if text.startswith(self._first):
             self._text = text[len(self._first) :]

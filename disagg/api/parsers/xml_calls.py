@@ -57,7 +57,7 @@ class QwenCoderCalls(CallSyntax):
         return Found([call], end) if last or not closing.startswith(rest) else UNFINISHED
 
     def _arguments(self, text: str, at: int, name: str) -> tuple[dict[str, Any], int]:
-        """Returns the arguments from `at` on, and the end of the last complete one."""
+        """Returns the complete arguments from position `at` on, and the end position of the last one."""
         arguments: dict[str, Any] = {}
         while found := _PARAMETER.match(text, at):
             key = found[1].strip()
