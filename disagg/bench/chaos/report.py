@@ -42,7 +42,7 @@ class FaultLine(msgspec.Struct, frozen=True):
     stop_s: float | None
     """Duration of a stop."""
     full_strength_s: float | None
-    """Time from the fault until every group served again; None if the limit passed first."""
+    """Time from the fault until every group served again; None if `ChaosBench.recover_s` passed first."""
     forced: bool
     """Whether the run killed the rank that hung, because the system had not replaced its group."""
     touched: int
@@ -106,7 +106,7 @@ class ChaosFigures(msgspec.Struct, frozen=True):
     """Distribution of `FaultLine.pauses_s` over all faults."""
     full_strength_s: Spread | None
     not_recovered: int
-    """Number of faults after which full strength was not reached in time, or only after a forced kill."""
+    """Number of faults after which the system did not reach full strength in time, or only after a forced kill."""
     recoveries: dict[str, int]
     """Number of recoveries by cause."""
     faults: dict[str, int]

@@ -2,8 +2,8 @@
 
 Recurrent states count twice, because a step reads and writes them.
 
-With `deterministic`, it also measures the cost of `model.deterministic`: decode and prefill steps in both modes, in
-one run. It then checks that a request's logits have the same bits alone and in the batch.
+With `deterministic`, the benchmark also measures the cost of `model.deterministic`: decode and prefill steps in both
+modes, in one run. It then checks that a request's logits have the same bits alone and in the batch.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class DecodeBench:
     max_context_tokens: int = 0
     """Longest context that the block table has room for, as in a server; at least `context_tokens`."""
     recurrent_kernels: RecurrentName = "auto"
-    """See `ModelConfig.recurrent_kernels`."""
+    """Kernels of recurrent layers, as in `ModelConfig.recurrent_kernels`."""
 
     def __post_init__(self) -> None:
         for name in ("batch", "context_tokens", "page_size", "repeats", "prefill_tokens"):
@@ -59,8 +59,8 @@ class DecodeBench:
 
 
 def run(bench: DecodeBench, report_progress: Callable[[str], None] = lambda text: None) -> list[Result]:
-    """Measures the time of a step, its read rate relative to the copy rate, and tokens per second. With both modes,
-    it measures prefill steps too, and the slowdown of the deterministic mode."""
+    """Measures the time of a step, its read rate relative to the copy rate, and tokens per second. With
+    `bench.deterministic`, also measures prefill steps, and the slowdown of the deterministic mode."""
     report_progress("device copy")
     nbytes = COPY_BYTES if bench.device.type == "cuda" else COPY_BYTES // 16
     ceiling = copy_rate(bench.device, bench.device, nbytes, bench.repeats)
@@ -160,7 +160,7 @@ def _cost(
             ),
             None,
             {"model": bench.model},
-            "over the median without",
+            "relative to the median time without `model.deterministic`",
         )
         for kind in times
     ]
@@ -180,7 +180,7 @@ def prefill_step(bench: DecodeBench, batch: StepBatch) -> StepBatch:
 def prepare(bench: DecodeBench, deterministic: bool = False) -> tuple[ModelRunner, StepBatch]:
     """Returns a runner whose pool holds noise for every request, in shuffled pages, and the step's batch.
 
-    Recurrent states are those after a prompt of two tokens.
+    Each request's recurrent state is the state after a prompt of two tokens.
     """
     pages_each = -(-bench.context_tokens // bench.page_size)
     pages = bench.batch * pages_each
@@ -256,7 +256,7 @@ def read_weights_bytes(runner: ModelRunner) -> int:
 
 
 def read_kv_bytes(runner: ModelRunner, bench: DecodeBench) -> int:
-    """Returns the KV bytes of all requests."""
+    """Returns the KV bytes of all requests, which a decode step reads."""
     return bench.batch * bench.context_tokens * (runner.pool.nbytes // runner.pool.slots)
 
 

@@ -96,7 +96,7 @@ async def _beside(
             if turn == "pause":
                 await asyncio.wait(decoders, timeout=pause_s, return_when=asyncio.FIRST_COMPLETED)
                 continue
-            # Two tokens: the second one uses the transferred KV.
+            # Two tokens, because only the second one is computed from the transferred KV.
             one = await (client.generate(other, 2) if turn == "arrival" else client.prefill_only(other))
             (found.arrivals if turn == "arrival" else found.prefills).append(one)
             pause_s = one.ended_s - one.began_s

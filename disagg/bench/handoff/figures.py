@@ -1,4 +1,4 @@
-"""The arithmetic of `disagg bench handoff`: seconds and shares from time stamps. Pure."""
+"""Computes the figures of `disagg bench handoff`, seconds and shares, from time stamps. All functions are pure."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def moved(spans: Iterable[TimelineSpan], request: str) -> RequestTransfer:
 
 
 def arrival(spans: Iterable[TimelineSpan], request: str) -> Window:
-    """Returns the time from the first receive or write to the last landing. Raises `ValueError` without an
+    """Returns the interval from the first receive or write to the last landing. Raises `ValueError` without an
     arrival."""
     ours = [span for span in spans if span.request == request and span.name in ARRIVALS]
     if not ours:

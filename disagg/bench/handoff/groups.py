@@ -60,7 +60,7 @@ def spread_gpus(
 
 
 class HandoffGroups:
-    """Both groups, started and linked. `processes` ends their processes."""
+    """A prefill group and a decode group, started and linked. The caller's `Processes` ends their rank processes."""
 
     def __init__(self, config: Config, processes: Processes, gpus: Sequence[str]) -> None:
         """Starts the ranks. Raises `ConfigError`, `UnsupportedModelError`, and exceptions of ranks."""
@@ -160,7 +160,7 @@ class Served(NamedTuple):
     key: RequestKey
     """Key of the request; `str(key)` is the request's name in timeline spans."""
     began_s: float
-    """Time of the call of the router."""
+    """Time at which the client called the router."""
     tokens: list[int]
     times_s: list[float]
     """Time of each token."""
@@ -214,12 +214,12 @@ class HandoffClient:
             found += output.logprobs
         if [one.token for one in found[:-1]] != list(last):
             raise DisaggError(
-                f"the split system does not answer {last[0]} first, with a bias of {MAX_BIAS:g}"
+                f"the split system did not generate token {last[0]} first, in spite of a logit bias of {MAX_BIAS:g}"
             )
         return found[-1]
 
     async def prefill_only(self, prompt: Sequence[int]) -> Served:
-        """Runs the prompt on the prefill group only. Its ticket requests no position, so no KV is sent."""
+        """Runs the prompt on the prefill group only. The ticket requests KV of no position, so no KV is sent."""
         key, end = RequestKey(f"only-{next(self._numbers)}"), len(prompt)
         ticket = Ticket(key, 0, self._decode, Span(end, end))
         leader, sampling = self._prefill.leader.control_address, SamplingParams(max_tokens=1, ignore_eos=True)

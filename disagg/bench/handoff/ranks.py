@@ -113,7 +113,7 @@ class TimedRank(RankNode[Any, Any, Any]):
         super().on_message(peer, message)
 
     def pages_of(self, key: RequestKey) -> list[int]:
-        """Returns the pages of a request that ran since `restart`. Raises `KeyError` for another one."""
+        """Returns the pages of a request that ran since `restart`. Raises `KeyError` for any other request."""
         return self._pages[key]
 
     def kv_digests(self, key: RequestKey, tokens: int, dtype: str) -> dict[tuple[int, int], tuple[int, ...]]:
@@ -165,21 +165,21 @@ class TimedHost(RankHost):
     """Adds the benchmark's calls to a rank's host. No request may be running during a call."""
 
     def start(self, rendezvous: Rendezvous) -> Started:
-        """See `RankHost.start`. On a CPU a rank uses one thread, as under Ray, because ranks share the cores."""
+        """Starts the rank. On a CPU, a rank uses one thread, as under Ray, because ranks share the cores."""
         if self.group_config.device == "cpu":
             torch.set_num_threads(1)
         return super().start(rendezvous)
 
     def restart(self) -> None:
-        """Starts a measurement."""
+        """Drops the rank's records and starts a new measurement."""
         self._timed().restart()
 
     def step_times(self) -> list[StepTime]:
-        """Returns the forward passes since `restart`."""
+        """Returns the rank's forward passes since `restart`, in order."""
         return self._timed().step_times()
 
     def kv_digests(self, key: RequestKey, tokens: int, dtype: str) -> dict[tuple[int, int], tuple[int, ...]]:
-        """See `TimedRank.kv_digests`."""
+        """Returns digests of the rank's KV; see `TimedRank.kv_digests`."""
         return self._timed().kv_digests(key, tokens, dtype)
 
     def unsplit(self, prompt: Sequence[int], max_tokens: int) -> tuple[list[int], float]:

@@ -26,8 +26,8 @@ _ERROR_BYTES = 1 << 16
 class ServeClient:
     """Sends requests to one endpoint, each on its own connection. Use with `async with`.
 
-    Each running request has its own `httpx.AsyncClient`: with a shared pool, the cost of a request grows with the
-    square of the connections (httpcore 1.0).
+    Each running request has its own `httpx.AsyncClient`: with a shared pool, the CPU time of a request grows with the
+    square of the number of connections (httpcore 1.0).
     """
 
     def __init__(self, url: str, api_key: str | None, chat: bool, timeout_s: float, clock: RunClock) -> None:
@@ -62,14 +62,14 @@ class ServeClient:
 
     def _connect(self) -> httpx.AsyncClient:
         limits = httpx.Limits(keepalive_expiry=_KEEP_ALIVE_S)
-        # An explicit transport: httpx then ignores proxies of the environment.
+        # With an explicit transport, httpx ignores the proxies that environment variables name.
         transport = httpx.AsyncHTTPTransport(verify=self._tls, limits=limits)
         http = httpx.AsyncClient(transport=transport, headers=self._headers, timeout=None)
         self._made.append(http)
         return http
 
     async def model(self) -> str:
-        """Returns the first model of the server. Raises `DisaggError` when the server lists none."""
+        """Returns the name of the first model that the server lists. Raises `DisaggError` when the list is empty."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 with self._connection() as http:

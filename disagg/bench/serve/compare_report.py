@@ -106,7 +106,7 @@ def comparison_lines(found: SystemsComparison) -> Iterator[str]:
 
 
 def equality_lines(equal: Equality) -> Iterator[str]:
-    """Yields the positions where the greedy answers of both systems differ."""
+    """Yields the first difference of each pair of greedy answers, and whether rounding explains the differences."""
     if not equal.differences:
         yield f"all {equal.tokens} tokens of {equal.prompts} greedy answers are the same on both systems"
         return
