@@ -211,7 +211,8 @@ def _answers(
 def _logits(
     runner: ModelRunner, texts: list[list[int]], right: list[list[int]], steps: int, chunk_tokens: int
 ) -> torch.Tensor:
-    """Returns float32 `[prompts, steps, vocab]`: each prompt alone, continued by the reference's tokens."""
+    """Returns the logits of the first steps, float32 `[prompts, steps, vocab]`. Each prompt runs alone, and continues
+    with the reference's tokens."""
     return torch.stack(
         [
             torch.stack(

@@ -26,8 +26,8 @@ log = structlog.get_logger(__name__)
 
 
 class _NotPassed(Exception):  # noqa: N818 - no fault of this program
-    """Raised inside the cluster's `with` block after a run that did not pass, so that a private Ray keeps the ranks'
-    logs."""
+    """Raised inside the cluster's `with` block after a run that did not pass. A private Ray keeps the ranks' logs if
+    the block ends with an exception."""
 
     def __init__(self, report: ChaosReport) -> None:
         super().__init__("the run did not pass")

@@ -1,7 +1,7 @@
 """Injects faults into rank processes of this host: SIGKILL, SIGSTOP and SIGCONT.
 
-A stopped process belongs to the injector until `resume`, `finish` or `close`, so no process stays stopped after the
-run.
+The injector keeps a list of the processes that it stopped, and `close` kills them, so no process stays stopped after
+the run.
 """
 
 from __future__ import annotations

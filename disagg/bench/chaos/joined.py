@@ -41,7 +41,7 @@ class JoinedSystem(RoutedSystem):
         self._find_pids, self._directory_lost = find_pids, directory_lost
 
     def obstacle(self) -> str:
-        """Returns why no group is replaced: `disagg launch`, which replaces groups, is lost. Empty while it runs."""
+        """Returns the reason why lost groups are not replaced: the launch's directory is lost. Empty otherwise."""
         return "its directory is lost: start `disagg launch` again" if self._directory_lost() else ""
 
     def ranks(self) -> list[TargetRank]:

@@ -84,11 +84,11 @@ class ChaosFigures(msgspec.Struct, frozen=True):
 
     requests: int
     equal: int
-    """Requests that were answered as in the quiet run."""
+    """Number of requests whose answers equal those of the quiet run."""
     failed: dict[str, int]
     """Number of failed requests by error code."""
     different: int
-    """Requests with any difference from the quiet run."""
+    """Number of requests whose answers differ from those of the quiet run in any way."""
     tokens: int
     wrong_tokens: int
     missing_tokens: int
@@ -97,7 +97,7 @@ class ChaosFigures(msgspec.Struct, frozen=True):
     """Number of answers whose finish reason differs from the quiet run's."""
     wrong_logprobs: int
     logprob_distance: float
-    """Largest difference of a chosen token's log-probability."""
+    """Largest difference of a chosen token's log-probability from the quiet run's."""
     longest_pause_s: float
     """Longest time between two outputs of one request."""
     longest_first_s: float

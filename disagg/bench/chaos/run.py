@@ -34,7 +34,7 @@ class ChaosBench:
     overlap: bool = False
     """Whether a fault may be injected before the system has recovered from the previous one."""
     duration_s: float | None = None
-    """No fault is injected after this time; None: no limit."""
+    """Seconds after which no further fault is injected; None: no limit."""
     recover_s: float = 120.0
     """Longest wait for full strength. A rank that still hangs is then killed, and the run waits once more."""
 
@@ -164,7 +164,7 @@ class _Course:
         return rank.role in self.bench.schedule.roles and rank.group not in self.injector.wounded
 
     async def _recover(self, fault: FaultRecord) -> None:
-        """Continues a stopped rank after its time, and waits until the system has its full strength."""
+        """Continues a stopped rank after `stop_s`, and waits until the system has its full strength."""
         if fault.plan.kind == "stop":
             await asyncio.sleep(fault.plan.stop_s)
             self.injector.resume(fault.target)

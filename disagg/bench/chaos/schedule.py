@@ -44,7 +44,7 @@ class Schedule:
     kinds: tuple[FaultKind, ...] = ("kill",)
     count: int = 10
     gap_s: float = 2.0
-    """Mean of the uniform delays."""
+    """Mean of `PlannedFault.delay_s`, which is uniformly distributed."""
     stops_s: tuple[float, ...] = (1.0, 15.0)
     """Durations of a `stop`; each one is equally likely."""
     seed: int = 0

@@ -26,7 +26,7 @@ class Ceilings:
     copies: tuple[Measurement, ...]
     """Rates of copies within the device, and to a second device if there is one."""
     raw: dict[int, Measurement]
-    """UCX messages between two processes, by size in bytes."""
+    """Rates of UCX messages between two processes, by message size in bytes."""
 
     @property
     def ceiling(self) -> Measurement:

@@ -38,7 +38,7 @@ def rounding(dtype: torch.dtype, layers: int = 1) -> float:
 
 
 def recorded(work: Callable[[], object], device: torch.device) -> Callable[[], object]:
-    """Returns `work` as a CUDA graph, for kernels shorter than their launch; on a CPU, `work` itself."""
+    """Returns `work` as a CUDA graph, so that launches do not limit short kernels; on a CPU, `work` itself."""
     if device.type != "cuda":
         return work
     work()  # compiles

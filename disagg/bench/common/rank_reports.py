@@ -1,4 +1,4 @@
-"""Messages of a benchmark's ranks to their leader."""
+"""Collects the messages that a benchmark's ranks send to their leader."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ def _measure(
 ) -> tuple[list[Result], dict[str, tuple[float, ...]]]:
     """Returns the results of one mode, and its seconds for each kind of step. Frees the model's memory."""
     found = _measure_mode(bench, deterministic, ceiling, report_progress)
-    gc.collect()  # a model's modules have reference cycles
+    gc.collect()  # frees the model, because its modules have reference cycles
     if bench.device.type == "cuda":
         torch.cuda.empty_cache()
     return found
@@ -217,9 +217,9 @@ def prepare(bench: DecodeBench, deterministic: bool = False) -> tuple[ModelRunne
 def check(runner: ModelRunner, batch: StepBatch) -> None:
     """Raises `InvariantError` unless, up to rounding, each request has the same logits in the step and alone.
 
-    For a deterministic runner they must be equal bit for bit. Otherwise their norms are compared, because products of
-    another shape use another summation order. Random weights amplify this difference from layer to layer. bf16
-    differs by 5 % from float32 after 32 layers; another request's logits differ by 140 %.
+    For a deterministic runner, the logits must be equal bit for bit. Otherwise the norm of their difference must be
+    small, because products of another shape use another summation order. Random weights amplify this difference from
+    layer to layer. bf16 differs by 5 % from float32 after 32 layers; another request's logits differ by 140 %.
     """
     with same_states(runner):
         together = runner.forward(batch).clone()

@@ -217,7 +217,9 @@ def _decode_step(bench: MemoryBench) -> Result:
             copies = allocator.append_one_to_each(sequences)
             times.stop("step")
             if copies is None or copies:
-                raise InvariantError(f"a step of sequences without shared pages returned copies: {copies}")
+                raise InvariantError(
+                    f"a step of sequences without shared pages gave {copies}, not an empty list"
+                )
         values.append(times.medians_us()["step"])
         floors.append(_counting(bench.requests))
     allocator.check()

@@ -77,7 +77,7 @@ def union_s(windows: Iterable[Window]) -> float:
 
 
 def with_a_moment(windows: Iterable[Window], moments_s: Iterable[float]) -> list[Window]:
-    """Returns the windows that contain one of the moments."""
+    """Returns the windows that contain at least one of `moments_s`."""
     ordered = [*sorted(moments_s), math.inf]
     return [window for window in windows if ordered[bisect_left(ordered, window.start_s)] <= window.stop_s]
 

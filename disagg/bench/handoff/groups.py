@@ -63,7 +63,7 @@ class HandoffGroups:
     """A prefill group and a decode group, started and linked. The caller's `Processes` ends their rank processes."""
 
     def __init__(self, config: Config, processes: Processes, gpus: Sequence[str]) -> None:
-        """Starts the ranks. Raises `ConfigError`, `UnsupportedModelError`, and exceptions of ranks."""
+        """Starts the ranks. Raises `ConfigError`, `UnsupportedModelError`, and any exception that a rank raises."""
         placement = choose_placement(
             len(gpus), config.prefill.ranks, config.decode.ranks, "cuda" if gpus else "cpu"
         )
@@ -99,7 +99,7 @@ class HandoffGroups:
         return [span for spans in call_all([*self.prefill, *self.decode], "spans") for span in spans]
 
     def step_times(self, ranks: Sequence[Remote]) -> list[list[StepTime]]:
-        """Returns the forward passes of each rank since `restart`. No request may be running."""
+        """Returns the forward passes of each rank in `ranks` since `restart`. No request may be running."""
         return call_all(ranks, "step_times")
 
     def unsplit(self, prompt: Sequence[int], max_tokens: int) -> tuple[list[int], float]:
@@ -109,7 +109,10 @@ class HandoffGroups:
         return answers[0]
 
     def judge(self, prompt: Sequence[int], answer: Sequence[int], candidates: Sequence[int]) -> Judge:
-        """Returns the prefill group's `Judge` of the last token of `answer`. No request may be running."""
+        """Returns the prefill engine's log-probabilities of `candidates` in place of the last token of `answer`.
+
+        No request may be running.
+        """
         judges: list[Judge] = call_all(self.prefill, "judge", prompt, answer, candidates)
         return judges[0]
 

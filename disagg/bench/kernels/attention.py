@@ -1,7 +1,7 @@
 """Measures the attention kernels and their ceilings on the same device, and checks the kernels' results.
 
-The ceiling of decode is a plain read, that of prefill is torch's attention over contiguous K and V, and that of KV
-writes is a plain copy.
+The ceiling of decode is a plain read. The ceiling of prefill is torch's attention over contiguous K and V. The
+ceiling of KV writes is a plain copy.
 """
 
 from __future__ import annotations

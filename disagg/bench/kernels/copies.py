@@ -16,7 +16,7 @@ from kernels.copy.layout import segment_bytes
 from kernels.copy.scatter import scatter
 
 HEAD_BYTES = 256
-"""One head of 128 elements in a 16-bit type."""
+"""Bytes of one head of 128 elements in a 16-bit type."""
 
 
 @dataclass(frozen=True)

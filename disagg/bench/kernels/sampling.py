@@ -63,7 +63,7 @@ class SamplingBench:
         return -_EXPONENT * (1.0 + noise.argsort(dim=-1)).log()
 
     def rows(self, params: SamplingParams) -> list[SamplingRow]:
-        """Returns a row for each answer, before its first token."""
+        """Returns the sampling state of each answer in the batch, before the answer's first token."""
         return [SamplingRow(params, (), history_of(_PROMPT, params)) for _ in range(self.batch)]
 
 

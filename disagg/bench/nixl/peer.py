@@ -91,7 +91,10 @@ def compare(
 
 
 def measure(bench: TransferBench, pair: Pair, tokens: int, threads: int) -> list[NixlResult]:
-    """Measures both ways of creating descriptors in two child processes, which are killed after `MOST_S`."""
+    """Measures both ways of creating descriptors, with one child process for each of the two ranks.
+
+    A transfer that takes longer than `MOST_S` ends the measurement.
+    """
     gpus = visible_gpus() if bench.cuda else []
     found: list[NixlResult] = []
     with Processes() as processes:

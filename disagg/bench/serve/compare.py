@@ -109,7 +109,7 @@ def _measure(name: str, load: ServeBench, report_progress: ReportProgress) -> Re
 
 
 def _warm_up(load: ServeBench, ranks: int) -> None:
-    """Sends all warm-up requests at once, so that every group of the system receives some."""
+    """Sends all warm-up requests at once, so that the router distributes them over all groups of the system."""
     count = WARM_REQUESTS * ranks
     warm = replace(
         _with_seed(load, WARM_SEED), arrivals=None, concurrency=count, requests=count, duration_s=None

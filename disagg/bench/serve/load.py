@@ -1,4 +1,4 @@
-"""Sends requests at precomputed times (open loop), or after earlier ones have ended (closed loop)."""
+"""Sends requests at precomputed times (open loop), or each one when an earlier request has ended (closed loop)."""
 
 from __future__ import annotations
 

@@ -17,8 +17,8 @@ _PERCENTS = (50, 90, 99)
 
 
 class Spread(msgspec.Struct, frozen=True):
-    """Percentiles, in seconds, of a quantity over requests or over intervals between tokens. Each percentile is one
-    of the values, without interpolation."""
+    """Mean and percentiles, in seconds, of a quantity over requests or over intervals between tokens. Each percentile
+    is one of the values, without interpolation."""
 
     mean: float
     p50: float
@@ -58,9 +58,9 @@ class Summary(msgspec.Struct, frozen=True):
     most_running: int
     ttft_s: Spread | None
     itl_s: Spread | None
-    """All intervals between two events with tokens, over all answers."""
+    """Distribution of the intervals between two consecutive events with tokens, over all answers."""
     token_s: Spread | None
-    """Mean time per token after the first (TPOT), one value for each answer."""
+    """Distribution of the mean time per token after the first (TPOT), with one value for each answer."""
     latency_s: Spread | None
     late_s: Spread | None
     """The client's send delays for all requests of an open loop, including failed ones; None in a closed loop."""
@@ -107,7 +107,7 @@ def summarize(rows: Sequence[RequestResult], slo: Slo, most_running: int) -> Sum
 
 
 def spread(values: Iterable[float | None]) -> Spread | None:
-    """Returns the spread of the values that are not None; None without any."""
+    """Returns mean and percentiles of the values that are not None; None if there are no such values."""
     found = sorted(value for value in values if value is not None)
     if not found:
         return None

@@ -55,7 +55,7 @@ class Workload:
     seed: int
 
     def request(self, index: int) -> WorkloadRequest:
-        """Returns request `index`, equal for equal seeds."""
+        """Returns request number `index`. Equal seeds give equal requests."""
         random = np.random.default_rng([self.seed, _REQUESTS, index])
         prompt = self._units(random, self.input.draw(random))
         if self.prefix_tokens:

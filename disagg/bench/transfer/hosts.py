@@ -85,7 +85,7 @@ class PrefillHost(BenchRank):
         self._span, self._event = span, event
 
     def _sent(self, key: RequestKey) -> None:
-        if key in self._batch:  # else a late report of the previous round
+        if key in self._batch:  # ignore late reports of the previous round
             self._compute(1)
 
     def _plan(self, count: int) -> None:
@@ -104,7 +104,7 @@ class PrefillHost(BenchRank):
             if self._planned:
                 step = self._planned.popleft()
                 first = self._shard.layers.start
-                for group in self._agent.groups:  # cumulative, as a real step reports its layers
+                for group in self._agent.groups:  # cumulative spans, as a real step reports finished layers
                     self._agent.layers_ready(StepPart(step, Part.CHUNK), Span(first, group.stop), self._event)
                 self._plan(1)
 

@@ -56,7 +56,7 @@ class WireBench:
     lanes: tuple[int, ...]
     """Numbers of TLS lanes."""
     most_bytes: int
-    """Bytes moved in one measurement."""
+    """Number of bytes that one measurement moves; at least 8 and at most 512 messages are sent."""
     repeats: int
 
 
