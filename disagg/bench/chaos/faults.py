@@ -59,7 +59,7 @@ class FaultInjector:
 
     @property
     def wounded(self) -> set[str]:
-        """Names of groups with a killed or stopped rank. A replacement has a new name."""
+        """Names of groups with a killed or stopped rank. A group that replaces one of them has a new name."""
         return self._dead | {target.group for target in self._stopped}
 
     def inject(self, kind: FaultKind, target: TargetRank) -> bool:

@@ -172,7 +172,7 @@ class Served(NamedTuple):
 
 
 class HandoffClient:
-    """Sends requests to both groups through a router, or to the prefill group alone. Use `client_of`."""
+    """Sends requests to both groups through a router, or to the prefill group alone. Made by `client_of`."""
 
     def __init__(self, groups: HandoffGroups, dispatcher: ResponseDispatcher) -> None:
         self._dispatcher, self._numbers = dispatcher, itertools.count(1)

@@ -2,8 +2,8 @@
 
 NIXL moves a list of contiguous pieces to a list of pieces with the same lengths. In a pool `[layers, 2, slots, heads,
 head_dim]` a token's slice is contiguous. The next token's slice follows directly only if the slice covers all heads
-of the pool. A page is then one piece; otherwise each token is a piece. SGLang's NIXL connector creates the same
-pieces; vLLM's needs a page's tokens of one head to be adjacent when the groups' sizes differ.
+of the pool. In this case a page is one piece; otherwise each token is a piece. SGLang's NIXL connector creates the
+same pieces. When the groups' sizes differ, vLLM's connector needs a page's tokens of one head to be adjacent.
 """
 
 from __future__ import annotations

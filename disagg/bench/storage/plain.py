@@ -21,7 +21,8 @@ def plain_files(
 ) -> tuple[float, float]:
     """Returns the seconds to write `pages` into one new file and to read them back, with one system call per page.
 
-    The space is reserved first, as in a segment. `flags`: `O_DIRECT`, for which the memory must be aligned, or 0.
+    The file's space is reserved first, as in the storage's segment files. `flags`: 0, or `O_DIRECT`, which needs aligned
+    memory.
     """
     path = folder / "plain.bytes"
     page_bytes = pages[0].nbytes

@@ -64,8 +64,8 @@ class TransferBench:
         return ceiling_bytes(self.cuda)
 
     def cases(self) -> tuple[TransferRound, ...]:
-        """Returns three rounds for each size: requests one at a time with early leases, one at a time without, and
-        `in_flight` requests at a time."""
+        """Returns three rounds for each size: one request at a time with early leases, one request at a time without
+        early leases, and `in_flight` requests at a time."""
         found: list[TransferRound] = []
         for tokens in self.tokens:
             nbytes = tokens * self.layout.token_bytes
