@@ -21,8 +21,8 @@ def plain_files(
 ) -> tuple[float, float]:
     """Returns the seconds to write `pages` into one new file and to read them back, with one system call per page.
 
-    The file's space is reserved first, as in the storage's segment files. `flags`: 0, or `O_DIRECT`, which needs aligned
-    memory.
+    The file's space is reserved first, as in the storage's segment files. `flags`: 0, or `O_DIRECT`, which needs
+    aligned memory.
     """
     path = folder / "plain.bytes"
     page_bytes = pages[0].nbytes
