@@ -1,1 +1,1 @@
-"""Benchmarks. Each one checks its results, and measures the ceiling of its figures in the same run."""
+"""Benchmarks. Each benchmark checks the computed results, and measures the hardware's ceiling in the same run."""

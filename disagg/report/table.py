@@ -1,4 +1,4 @@
-"""The table of a run's requests. Pure functions."""
+"""The table of a demo run's requests. All functions are pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 TEXT_LIMIT = 60
-"""Largest number of an answer's characters that are shown."""
+"""Largest number of characters of an answer that `answer_lines` prints."""
 
 
 class RequestReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -115,7 +115,8 @@ def _sums(reports: Sequence[RequestReport]) -> list[str]:
 def _verdict(reports: Sequence[RequestReport]) -> str:
     """Returns the worst result of all answers.
 
-    `NO`: an answer is wrong. `-`: one was not compared. `rounding`: rounding explains all differences. `yes`: equal.
+    `NO`: an answer is wrong. `-`: an answer was not compared with a reference. `rounding`: rounding explains all
+    differences. `yes`: all answers are equal to the reference.
     """
     if any(one.exact is False and not one.within_rounding for one in reports):
         return "[bold red]NO[/]"

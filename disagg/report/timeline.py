@@ -98,7 +98,7 @@ def _kind_order(kind: str) -> int:
 
 
 def _tops(rows: Sequence[_Row]) -> list[float]:
-    """Returns the upper edge of each row, with half a row of space between two lanes."""
+    """Returns the y position of each row's upper edge, in units of a row's height. Half a row separates two lanes."""
     tops: list[float] = []
     top = 0.0
     for row, before in zip(rows, [None, *rows], strict=False):

@@ -1,4 +1,4 @@
-"""The arithmetic of `disagg bench agreement`: shares and means from answers and logits. Pure functions."""
+"""Computes the figures of `disagg bench agreement`, shares and means, from answers and logits. Pure functions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Agreement:
     until: tuple[int, ...]
     """For each prompt: number of tokens before the first difference; all tokens if there is no difference."""
     equal: tuple[int, ...]
-    """For each prompt: tokens that equal the reference's at the same position."""
+    """For each prompt: number of tokens that equal the reference's token at the same position."""
     logit_errors: tuple[float, ...]
     """Mean absolute difference of logits at each of the first steps, over all prompts and the vocabulary.
     Both engines compute the logits after the reference's tokens."""

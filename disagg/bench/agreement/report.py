@@ -64,27 +64,28 @@ def agreement_lines(found: AgreementResult) -> Iterator[str]:
     settings, reference = found.settings, found.reference
     dtype = settings["dtype"]
     yield (
-        f"- beside one engine that prefills and decodes, with KV in {dtype}: {settings['prompts']} prompts of "
-        f"{settings['prompt_tokens']} random tokens, answers of {settings['answer_tokens']}, greedy. Tokens until "
-        "the first difference: a mean. Tokens equal: position by position, also behind a difference"
+        f"- reference: one engine that prefills and decodes, with KV in {dtype}; {settings['prompts']} prompts of "
+        f"{settings['prompt_tokens']} random tokens, greedy answers of {settings['answer_tokens']}. Tokens until "
+        "the first difference: mean over the prompts. Tokens equal: position by position, also after a difference"
     )
     yield (
-        f"- {dtype}, other chunks: the same pool once more, with prompts cut into other chunks. Differences there "
-        "are due to rounding only; the cost of an 8-bit type is its difference from this row"
+        f"- {dtype}, other chunks: the reference once more, with prompts cut into other chunks. Only rounding causes "
+        "the differences in this row; the cost of an 8-bit type is the difference between its row and this row"
     )
     yield (
-        "- logits off by: mean absolute difference over prompts and vocabulary, both for the reference's tokens. "
-        f"The logits' standard deviation is {short(reference.logit_std)}, the best one is {short(reference.gap)} "
-        f"above the next (median), and an answer has {short(reference.distinct_tokens)} different tokens (mean)"
+        "- logits off by: mean absolute difference over prompts and vocabulary; both engines compute logits after "
+        f"the reference's tokens. The logits' standard deviation is {short(reference.logit_std)}, the best logit is "
+        f"{short(reference.gap)} above the second best (median), and an answer has "
+        f"{short(reference.distinct_tokens)} different tokens (mean)"
     )
     if found.random:
         yield (
-            "- the weights are random, so the logits are nearly flat and a small difference decides: a trained "
-            "model's best token is mostly far ahead. These figures do not measure answer quality"
+            "- the weights are random, so the logits are nearly flat, and a small error changes the best token; a "
+            "trained model's best logit usually has a large margin. These figures do not measure answer quality"
         )
     yield (
         "- pool: the allocation's bytes over its slots; wire: the planner's segments for a prompt, TP 1 -> 1. "
-        "`disagg bench handoff --kv-dtype` counts bytes as they land"
+        "`disagg bench handoff --kv-dtype` counts the bytes that land"
     )
 
 

@@ -47,7 +47,7 @@ _PAGE_SIZE = 16
 
 @dataclass(frozen=True)
 class AgreementBench:
-    """Settings of a run. Raises `ConfigError` for invalid ones."""
+    """Settings of a run. The constructor raises `ConfigError` for invalid settings."""
 
     device: torch.device
     source: ModelSource
@@ -83,7 +83,7 @@ class AgreementBench:
         return min(LOGIT_STEPS, self.answer_tokens)
 
     def texts(self) -> list[list[int]]:
-        """Returns the prompts."""
+        """Returns the random prompts, as token ids."""
         generator = torch.Generator().manual_seed(self.seed)
         size = (self.prompts, self.prompt_tokens)
         drawn: list[list[int]] = torch.randint(
@@ -148,7 +148,7 @@ def run(bench: AgreementBench, report_progress: Callable[[str], None] = lambda t
     report_progress(f"KV in {own}, other chunks")
     rows = [compared.row(f"{own}, other chunks", runner, OTHER_CHUNK_TOKENS)]
     for name in KV_DTYPES:
-        del runner  # frees the memory of its weights and its pool before the next runner
+        del runner  # frees the memory of weights and pool before the next runner is made
         report_progress(f"KV in {name}")
         runner = bench.runner(getattr(torch, name))
         rows.append(compared.row(name, runner, CHUNK_TOKENS))
@@ -177,7 +177,7 @@ def wire_token_bytes(layout: KVLayout, tokens: int) -> float:
 
 @dataclass(frozen=True)
 class _Compared:
-    """The reference's answers and logits."""
+    """The reference's answers and logits; `row` compares another run with them."""
 
     bench: AgreementBench
     texts: list[list[int]]
@@ -211,7 +211,8 @@ def _answers(
 def _logits(
     runner: ModelRunner, texts: list[list[int]], right: list[list[int]], steps: int, chunk_tokens: int
 ) -> torch.Tensor:
-    """Returns float32 `[prompts, steps, vocab]`: each prompt alone, continued by the reference's tokens."""
+    """Returns the logits of the first steps, float32 `[prompts, steps, vocab]`. Each prompt runs alone, and continues
+    with the reference's tokens."""
     return torch.stack(
         [
             torch.stack(

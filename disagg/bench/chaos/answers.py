@@ -14,7 +14,7 @@ from disagg.router.answers import Output
 
 @dataclass(slots=True)
 class ReceivedAnswer:
-    """One answer, assembled by the positions of its outputs."""
+    """One streamed answer. Tokens are stored at the positions that their outputs name."""
 
     tokens: list[int | None] = field(default_factory=list)
     """The tokens by position; None where no output carried the token."""
@@ -45,7 +45,7 @@ class AnswerFaults(msgspec.Struct, frozen=True):
     """Differences between a request's answers and those of the quiet run, as counts over all its answers."""
 
     wrong: int = 0
-    """Number of tokens that differ."""
+    """Number of tokens that differ from the quiet run's token at the same position."""
     missing: int = 0
     """Number of tokens that never arrived; 0 for a failed request, whose answers end early."""
     repeated: int = 0
@@ -53,7 +53,7 @@ class AnswerFaults(msgspec.Struct, frozen=True):
     finishes: int = 0
     """Number of answers whose finish reason differs."""
     logprobs: int = 0
-    """Tokens whose log-probabilities are missing, belong to another token, or were not requested."""
+    """Number of tokens whose log-probabilities are missing, belong to another token, or were not requested."""
 
     @property
     def any(self) -> bool:
@@ -73,7 +73,8 @@ def compare_received(
 
 
 def logprob_distance(expected: Sequence[ReceivedAnswer], found: Sequence[ReceivedAnswer]) -> float:
-    """Returns the largest difference of two log-probabilities of the same chosen token; 0 without any."""
+    """Returns the largest difference between expected and found log-probability, over positions with equal tokens; 0
+    without such a position."""
     return max(
         (
             abs(one.logprob - other.logprob)

@@ -26,8 +26,8 @@ log = structlog.get_logger(__name__)
 
 
 class _NotPassed(Exception):  # noqa: N818 - no fault of this program
-    """Raised inside the cluster's `with` block after a run that did not pass, so that a private Ray keeps the ranks'
-    logs."""
+    """Raised inside the cluster's `with` block after a run that did not pass. A private Ray keeps the ranks' logs if
+    the block ends with an exception."""
 
     def __init__(self, report: ChaosReport) -> None:
         super().__init__("the run did not pass")
@@ -37,10 +37,11 @@ class _NotPassed(Exception):  # noqa: N818 - no fault of this program
 def chaos_config(config: Config, deterministic: bool | None, faults: int) -> Config:
     """Returns the configuration of the system under test.
 
-    `deterministic`: None means true, also on a CPU. Without it, rounding depends on the rest of the batch, and may
-    decide which of two tokens is drawn. If no model is configured, the small model of `with_model` is used, on the
-    CPU unless a device is set. Groups are replaced at once (`cluster.restart_backoff_s`), with one more try per fault
-    (`restart_tries`): a fault soon after a restart counts as a failed try.
+    `deterministic`: None means true, also on a CPU. Without deterministic mode, rounding depends on the rest of the
+    batch and can change a sampled token. If no model is configured, the small model of `with_model` is used, on the
+    CPU unless a device is set. `cluster.restart` is true. Two settings change unless the user set them:
+    `cluster.restart_backoff_s` becomes 0, and `cluster.restart_tries` grows by `faults`, because a fault soon after a
+    restart counts as a failed try.
     """
     replace = msgspec.structs.replace
     if not (config.model.path or config.model.random_init):
@@ -91,7 +92,8 @@ def run_joined_bench(
 ) -> ChaosReport:
     """Runs the bench on the groups of a `disagg launch`, whose directory is at `directory`; returns the report.
 
-    Raises as `disagg.bench.chaos.joined.joined_system`. This process cannot run the ranks' own invariant checks.
+    Raises the errors of `disagg.bench.chaos.joined.joined_system`. The ranks' invariants are not checked, because
+    this process did not start the ranks.
     """
     configure(config.log)
 

@@ -43,7 +43,7 @@ def write_chaos_chart(path: Path, report: ChaosReport) -> None:
 
 
 def _answers(axis: Any, requests: Sequence[RequestLine], seconds: float) -> None:
-    """Draws the number of running requests over time, and how many of them wait for an output."""
+    """Draws the number of running requests over time, and the number of those that wait for an output."""
     edges = np.linspace(0.0, max(seconds, 1e-3), _BINS + 1)
     waiting = [(one.begun_s, one.ended_s if one.first_s is None else one.first_s) for one in requests]
     pauses = [pause for one in requests for pause in one.pauses]

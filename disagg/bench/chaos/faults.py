@@ -1,7 +1,7 @@
 """Injects faults into rank processes of this host: SIGKILL, SIGSTOP and SIGCONT.
 
-A stopped process belongs to the injector until `resume`, `finish` or `close`, so no process stays stopped after the
-run.
+The injector keeps a list of the processes that it stopped, and `close` kills them, so no process stays stopped after
+the run.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class FaultInjector:
 
     @property
     def wounded(self) -> set[str]:
-        """Names of groups with a killed or stopped rank. A replacement has a new name."""
+        """Names of groups with a killed or stopped rank. A group that replaces one of them has a new name."""
         return self._dead | {target.group for target in self._stopped}
 
     def inject(self, kind: FaultKind, target: TargetRank) -> bool:

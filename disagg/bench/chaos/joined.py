@@ -32,7 +32,7 @@ FindPids = Callable[[], dict[str, int]]
 
 
 class JoinedSystem(RoutedSystem):
-    """The groups of a directory, with a router of this process."""
+    """The groups of a `disagg launch`, with a router in this process."""
 
     def __init__(
         self, router: Router, timeout_s: float, find_pids: FindPids, directory_lost: Callable[[], bool]
@@ -41,7 +41,7 @@ class JoinedSystem(RoutedSystem):
         self._find_pids, self._directory_lost = find_pids, directory_lost
 
     def obstacle(self) -> str:
-        """Returns why no group is replaced: `disagg launch`, which replaces groups, is lost. Empty while it runs."""
+        """Returns the reason why lost groups are not replaced: the launch's directory is lost. Empty otherwise."""
         return "its directory is lost: start `disagg launch` again" if self._directory_lost() else ""
 
     def ranks(self) -> list[TargetRank]:
@@ -58,7 +58,7 @@ class JoinedSystem(RoutedSystem):
 
 @contextlib.asynccontextmanager
 async def joined_system(config: Config, directory: str) -> AsyncIterator[JoinedSystem]:
-    """Runs a router of the groups of `directory`, `tcp://HOST:PORT`, within the block.
+    """Runs a router for the groups of the directory at `directory` (`tcp://HOST:PORT`) within the block.
 
     Raises `ConfigError` for a malformed address, missing keys, or when no rank runs on this host; `PeerLostError`
     when no directory answers, or has no groups.
@@ -78,8 +78,8 @@ async def joined_system(config: Config, directory: str) -> AsyncIterator[JoinedS
             await _wait_for_groups(system, router, directory)
             if not system.ranks():
                 raise ConfigError(
-                    f"--join {directory}: none of its ranks is a process of this user on this host, and a fault "
-                    f"needs one: run the command on a host of the ranks"
+                    f"--join {directory}: none of its ranks runs on this host as this user, and a fault needs such a "
+                    f"rank: run the command on a host of the ranks"
                 )
             yield system
     finally:

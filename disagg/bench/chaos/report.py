@@ -42,7 +42,7 @@ class FaultLine(msgspec.Struct, frozen=True):
     stop_s: float | None
     """Duration of a stop."""
     full_strength_s: float | None
-    """Time from the fault until every group served again; None if the limit passed first."""
+    """Time from the fault until every group served again; None if `ChaosBench.recover_s` passed first."""
     forced: bool
     """Whether the run killed the rank that hung, because the system had not replaced its group."""
     touched: int
@@ -84,11 +84,11 @@ class ChaosFigures(msgspec.Struct, frozen=True):
 
     requests: int
     equal: int
-    """Requests that were answered as in the quiet run."""
+    """Number of requests whose answers equal those of the quiet run."""
     failed: dict[str, int]
     """Number of failed requests by error code."""
     different: int
-    """Requests with any difference from the quiet run."""
+    """Number of requests whose answers differ from those of the quiet run in any way."""
     tokens: int
     wrong_tokens: int
     missing_tokens: int
@@ -97,7 +97,7 @@ class ChaosFigures(msgspec.Struct, frozen=True):
     """Number of answers whose finish reason differs from the quiet run's."""
     wrong_logprobs: int
     logprob_distance: float
-    """Largest difference of a chosen token's log-probability."""
+    """Largest difference of a chosen token's log-probability from the quiet run's."""
     longest_pause_s: float
     """Longest time between two outputs of one request."""
     longest_first_s: float
@@ -106,7 +106,7 @@ class ChaosFigures(msgspec.Struct, frozen=True):
     """Distribution of `FaultLine.pauses_s` over all faults."""
     full_strength_s: Spread | None
     not_recovered: int
-    """Number of faults after which full strength was not reached in time, or only after a forced kill."""
+    """Number of faults after which the system did not reach full strength in time, or only after a forced kill."""
     recoveries: dict[str, int]
     """Number of recoveries by cause."""
     faults: dict[str, int]

@@ -34,7 +34,7 @@ class ChaosBench:
     overlap: bool = False
     """Whether a fault may be injected before the system has recovered from the previous one."""
     duration_s: float | None = None
-    """No fault is injected after this time; None: no limit."""
+    """Seconds after which no further fault is injected; None: no limit."""
     recover_s: float = 120.0
     """Longest wait for full strength. A rank that still hangs is then killed, and the run waits once more."""
 
@@ -49,7 +49,7 @@ class FaultRecord:
     touched: list[RequestRecord]
     """Requests that ran in the victim's group."""
     full_s: float | None = None
-    """Time at which the system had its full strength again; None if the limit passed first."""
+    """Time at which the system had its full strength again; None if `ChaosBench.recover_s` passed first."""
     forced: bool = False
     """Whether the run killed a rank that hung, because the system had not replaced its group."""
 
@@ -59,7 +59,7 @@ class ChaosResult:
     """Everything that a run recorded."""
 
     quiet: list[RequestRecord]
-    """The quiet run's records, with which answers are compared, in the order of the set."""
+    """Records of the quiet run, in the order of the request set: the reference for all later answers."""
     requests: list[RequestRecord]
     """Requests sent while faults were injected."""
     faults: list[FaultRecord]
@@ -106,7 +106,7 @@ def _check_quiet(quiet: Sequence[RequestRecord]) -> None:
         )
     if any(compare_received(record.answers, record.answers, failed=False).any for record in quiet):
         raise DisaggError(
-            "answers of the quiet run have missing or repeated tokens: compare a system that works"
+            "answers of the quiet run have missing or repeated tokens, so they cannot serve as a reference"
         )
 
 
@@ -164,7 +164,7 @@ class _Course:
         return rank.role in self.bench.schedule.roles and rank.group not in self.injector.wounded
 
     async def _recover(self, fault: FaultRecord) -> None:
-        """Continues a stopped rank after its time, and waits until the system has its full strength."""
+        """Continues a stopped rank after `stop_s`, and waits until the system has its full strength."""
         if fault.plan.kind == "stop":
             await asyncio.sleep(fault.plan.stop_s)
             self.injector.resume(fault.target)

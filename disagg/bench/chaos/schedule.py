@@ -1,4 +1,4 @@
-"""The schedule of faults: kind, time and victim of each, as a function of a seed. No I/O."""
+"""The schedule of faults: kind, time and victim of each fault, as a function of a seed. No I/O."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from disagg.core.config.read import Role
 from disagg.core.errors import ConfigError
 
 FaultKind = Literal["kill", "stop", "hang"]
-"""Kind of a fault. `kill`: SIGKILL. `stop`: SIGSTOP, and SIGCONT after a time. `hang`: SIGSTOP for ever."""
+"""Kind of a fault. `kill`: SIGKILL. `stop`: SIGSTOP, and SIGCONT after a time. `hang`: SIGSTOP without SIGCONT."""
 FAULT_KINDS: tuple[FaultKind, ...] = get_args(FaultKind)
 ROLES: tuple[Role, ...] = get_args(Role)
 Name = TypeVar("Name", bound=str)
@@ -26,7 +26,7 @@ class PlannedFault(NamedTuple):
     """Number of the fault, counted from 1."""
     kind: FaultKind
     share: float
-    """In [0, 1): chooses the victim among the ranks that run then. 0 is the first rank; just below 1 is the last."""
+    """Position of the victim in the list of ranks that run at the fault's time, as a share of the list in [0, 1)."""
     delay_s: float
     """Delay after full strength is reached again; with overlapping faults, delay after the previous fault."""
     stop_s: float
@@ -44,7 +44,7 @@ class Schedule:
     kinds: tuple[FaultKind, ...] = ("kill",)
     count: int = 10
     gap_s: float = 2.0
-    """Mean of the uniform delays."""
+    """Mean of `PlannedFault.delay_s`, which is uniformly distributed."""
     stops_s: tuple[float, ...] = (1.0, 15.0)
     """Durations of a `stop`; each one is equally likely."""
     seed: int = 0
@@ -52,7 +52,7 @@ class Schedule:
     """Roles of the groups whose ranks may be victims."""
 
     def faults(self) -> list[PlannedFault]:
-        """Returns the faults in order. Kinds are in random order, and their numbers differ by at most one."""
+        """Returns the faults in order. The kinds are shuffled and equally frequent (counts differ by at most one)."""
         draw = random.Random(self.seed)
         kinds = [self.kinds[number % len(self.kinds)] for number in range(self.count)]
         draw.shuffle(kinds)

@@ -18,10 +18,12 @@ from disagg.core.errors import DisaggError
 from disagg.router.answers import Output, SessionReport
 
 FAILURE_PAUSE_S = 0.2
-"""Pause of a stream after a failed request. Without it, thousands of requests would fail while the system rejects."""
+"""Pause of a stream after a failed request. Without the pause, thousands of requests would fail while the system
+rejects requests."""
 
 Generate = Callable[[str, ChaosRequest, str, SessionReport], AsyncGenerator[Output, None]]
-"""Function `generate(request_id, request, cache_salt, report)`, which streams the answers, as `Router.generate`."""
+"""Function `generate(request_id, request, cache_salt, report)` that streams a request's answers; see
+`Router.generate`."""
 
 
 @dataclass(slots=True, eq=False)
@@ -54,7 +56,7 @@ class RequestRecord:
         yield from pairwise((self.begun_s, *self.outputs_s, *([self.ended_s] if self.ended_s else [])))
 
     def longest_gap_s(self, begin_s: float, end_s: float) -> float:
-        """Returns the longest time without an output among those that overlap the interval; 0 if there is none."""
+        """Returns the length in seconds of the longest gap that overlaps the given interval; 0 without such a gap."""
         met = (stop_s - start_s for start_s, stop_s in self.gaps() if start_s <= end_s and stop_s >= begin_s)
         return max(met, default=0.0)
 

@@ -1,4 +1,4 @@
-"""The system under test: a router of this process, and the rank processes of its groups."""
+"""The system under test: a router in this process, and the rank processes of its groups."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class ChaosSystem(Protocol):
         """Returns the role of each group that gets new requests, by name."""
 
     def obstacle(self) -> str:
-        """Returns why no group is replaced now; empty if no reason is known."""
+        """Returns the reason why lost groups are not replaced at present; empty if no reason is known."""
 
 
 def strength(system: ChaosSystem, without: Collection[str] = ()) -> Counter[str]:
@@ -44,7 +44,7 @@ def strength(system: ChaosSystem, without: Collection[str] = ()) -> Counter[str]
 
 
 class RoutedSystem:
-    """Sends requests with a router of this process. Subclasses find the rank processes."""
+    """Sends requests through a router in this process. Subclasses find the rank processes."""
 
     def __init__(self, router: Router, timeout_s: float) -> None:
         """`timeout_s`: time limit of each request."""

@@ -12,7 +12,7 @@ from disagg.bench.serve.lengths import Lengths
 from disagg.core.types import SamplingParams
 
 TOKEN_IDS = (32, 255)
-"""Range of random ids; every vocabulary has these."""
+"""Lowest and highest random token id of prompts; every vocabulary contains these ids."""
 _MIX: tuple[dict[str, Any], ...] = (
     {},
     {"temperature": 0.8, "top_p": 0.95},

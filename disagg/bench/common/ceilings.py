@@ -19,14 +19,14 @@ RAW_SIZES = tuple(MIB // 16 << 2 * step for step in range(7))
 
 @dataclass(frozen=True)
 class Ceilings:
-    """Rates in GB/s moved."""
+    """The hardware's ceilings, as rates in GB/s (10^9 bytes moved per second)."""
 
     nbytes: int
     """Bytes of one plain copy."""
     copies: tuple[Measurement, ...]
     """Rates of copies within the device, and to a second device if there is one."""
     raw: dict[int, Measurement]
-    """UCX messages between two processes, by size in bytes."""
+    """Rates of UCX messages between two processes, by message size in bytes."""
 
     @property
     def ceiling(self) -> Measurement:
@@ -43,7 +43,7 @@ class Ceilings:
 
 
 def ceiling_bytes(cuda: bool) -> int:
-    """Returns the bytes of a plain copy. One measurement of the wire moves at most the same number of bytes."""
+    """Returns the size of a plain copy in bytes. It also limits the bytes that one measurement of the wire moves."""
     return 1024 * MIB if cuda else 32 * MIB
 
 

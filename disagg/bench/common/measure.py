@@ -1,4 +1,4 @@
-"""Timing of work on a device, and the ceilings that need no other process."""
+"""Times work on a device, and measures the ceilings of plain copies."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from disagg.bench.common.report import Measurement
 _INNER = 6  # launches between two events: the queue is never empty, so the host's launch time does not count
 _WARM_UPS = 2
 _CALLS = 200
-_ROUNDED = 4.0  # units of the type
-_SUMMED = 1e-5
+_ROUNDED = 4.0  # error that one layer's rounding may cause, in units of the type's epsilon
+_SUMMED = 1e-5  # relative error that another order of float32 sums may cause
 
 cuda: Any = torch.cuda  # events of torch.cuda are untyped
 
@@ -38,7 +38,7 @@ def rounding(dtype: torch.dtype, layers: int = 1) -> float:
 
 
 def recorded(work: Callable[[], object], device: torch.device) -> Callable[[], object]:
-    """Returns `work` as a CUDA graph, for kernels shorter than their launch; on a CPU, `work` itself."""
+    """Returns `work` as a CUDA graph, so that launches do not limit short kernels; on a CPU, `work` itself."""
     if device.type != "cuda":
         return work
     work()  # compiles
@@ -50,7 +50,7 @@ def recorded(work: Callable[[], object], device: torch.device) -> Callable[[], o
 
 
 def host_us(work: Callable[[], object], device: torch.device) -> float:
-    """Returns the mean host time of a call of `work`, in microseconds; on a CPU, including the work."""
+    """Returns the mean host time of a call of `work` in microseconds; on a CPU, the time includes the work itself."""
     work()
     if device.type == "cuda":
         torch.cuda.synchronize(device)

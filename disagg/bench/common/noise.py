@@ -1,6 +1,6 @@
-"""Reproducible noise as KV: a function of request, layer, plane, token and head.
+"""Fills KV pools with reproducible noise, a function of request, layer, plane, token and head.
 
-Every rank can compute it, so a destination is compared with its source's KV without another transfer.
+Every rank can compute the noise, so a destination rank checks received KV without a second transfer.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from disagg.core.types import KVLayout, Shard, Span
 from disagg.kv.pool import MHATokenToKVPool
 
 WORD_BYTES = 8
-"""Size of the words of `words`."""
-_HEAD_WORD_BYTES = 4  # a quantized row with its scales is not a multiple of a longer word
+"""Size in bytes of each word that `words` returns."""
+_HEAD_WORD_BYTES = 4  # the bytes of a quantized head with its scales are no multiple of a longer word
 _POISON = -1
 """The value of every word of a pool after `MHATokenToKVPool.poison`."""
 # Splitmix64 (Steele, Lea, Flood, 2014), with its constants as signed words.
@@ -27,7 +27,7 @@ def words(count: int, device: torch.device, first: int = 0) -> torch.Tensor:
 
 
 def check_layout(layout: KVLayout) -> None:
-    """Raises `ConfigError` for heads that are not whole words."""
+    """Raises `ConfigError` unless a head's bytes are a multiple of the noise's word (4 bytes)."""
     if layout.head_bytes % _HEAD_WORD_BYTES:
         raise ConfigError(
             f"a head of {layout.head_dim} x {layout.dtype} has {layout.head_bytes} bytes; the benchmark needs a "
@@ -36,7 +36,7 @@ def check_layout(layout: KVLayout) -> None:
 
 
 class NoisyPool:
-    """A rank's pool, filled with the noise of requests or compared with it."""
+    """A rank's KV pool: `fill` writes a request's noise to its slots, `take` compares the slots with the noise."""
 
     def __init__(
         self, pool: MHATokenToKVPool, shard: Shard, layout: KVLayout, part: Shard | None = None

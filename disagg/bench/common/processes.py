@@ -37,7 +37,7 @@ class Remote:
             target=_serve, args=(theirs, gpu, make, arguments), name=name, daemon=True
         )
         self._process.start()
-        theirs.close()  # otherwise the end of the child would not be detected
+        theirs.close()  # an open copy of the child's end would hide the child's exit from `recv`
 
     @property
     def pid(self) -> int:
@@ -46,14 +46,14 @@ class Remote:
         return self._process.pid
 
     def start_call(self, method: str, *arguments: object) -> None:
-        """Starts a call."""
+        """Starts a call; `answer` returns its result."""
         try:
             self._pipe.send((method, arguments))
         except OSError as exc:
             raise TransportError(f"the process {self.name} has ended") from exc
 
     def answer(self, timeout_s: float = ANSWER_TIMEOUT_S) -> Any:
-        """Returns the result of the call.
+        """Returns the result of the call that `start_call` started.
 
         Raises the call's exception, `TransportError` when the process ended, `SilentError` after `timeout_s`.
         """
@@ -73,7 +73,7 @@ class Remote:
         return self.answer()
 
     def end(self) -> None:
-        """Requests the end of the process, and kills the process if it does not end."""
+        """Requests the end of the process, and kills the process if it still runs after `END_TIMEOUT_S`."""
         self._pipe.close()
         self._process.join(END_TIMEOUT_S)
         if self._process.is_alive():

@@ -1,4 +1,4 @@
-"""Messages of a benchmark's ranks to their leader."""
+"""Collects the messages that a benchmark's ranks send to their leader."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ class RankReports:
             self._look()
 
     def wait(self, kind: str, count: int) -> float:
-        """Waits for `count` messages of a kind; returns when the last one arrived, in `time.monotonic()` seconds.
+        """Waits for `count` messages of a kind; returns the arrival time of the last one (`time.monotonic()`).
 
-        Raises the error of a `RankFailed`, and `TransportError` after `WAIT_S`.
+        Raises the error of a `RankFailed` message, and `TransportError` after `WAIT_S`.
         """
         with self._lock:
             self._wanted = (kind, count)

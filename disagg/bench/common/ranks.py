@@ -94,7 +94,7 @@ class BenchRank(ABC):
         self._loop = TransferLoop(f"{self.role} r{options.rank}", self._transport, self._agent, spin_s=spin_s)
 
     def start(self) -> RankInfo:
-        """Starts the control and the transfer thread."""
+        """Starts the control thread and the transfer thread; returns the rank's addresses and shard."""
         self._control.start(self._on_message, lambda peer: None)
         self._loop.start()
         if self._options.cuda:
@@ -121,11 +121,11 @@ class BenchRank(ABC):
             self._loop.post(partial(self._agent.close, message))
 
     def clear(self) -> None:
-        """Drops the previous round's messages. Called on the leader before any rank opens a round."""
+        """Drops the counts of the previous round's messages. Called on the leader before any rank opens a round."""
         self._reports.clear()
 
     def wait(self, kind: str, count: int) -> float:
-        """See `RankReports.wait`. Called on the leader only."""
+        """Waits for messages of the group's ranks, like `RankReports.wait`. Called on the leader only."""
         return self._reports.wait(kind, count)
 
     def close(self) -> None:
@@ -160,4 +160,5 @@ class BenchRank(ABC):
 
     @abstractmethod
     def _handler(self, peer: str, message: m.Message) -> Callable[[], None] | None:
-        """Returns the transfer thread's work for a message of the other group; None for a report of a rank."""
+        """Returns the call that the transfer thread runs for a message of the other group; None for a report that a
+        rank sent to its leader."""

@@ -18,7 +18,7 @@ from transport.ucx.options import options
 from transport.ucx.reach import Reach
 
 WINDOW = 4
-"""Messages in flight at once."""
+"""Number of messages in flight at once."""
 _DATA, _GO = 1, 2
 _LEAST, _MOST = 8, 512
 
@@ -56,7 +56,8 @@ def _rate(sender: Remote, receiver: Remote, size: int, most_bytes: int, repeats:
         found.append(size * count / receiver.call("receive", size, count) / 1e9)
         sender.answer()
         receiver.call("check", size)
-    return Measurement("raw UCX", "GB/s", tuple(found[1:]))  # the first one opens connections and maps memory
+    # Leave out the first round, which opens connections and maps memory.
+    return Measurement("raw UCX", "GB/s", tuple(found[1:]))
 
 
 class RawEnd:
@@ -100,7 +101,7 @@ class RawEnd:
         self._stream(size, count, lambda array: self._endpoint.tag_send(array, tag))
 
     def receive(self, size: int, count: int) -> float:
-        """Receives `count` messages and returns the seconds taken."""
+        """Receives `count` messages of `size` bytes; returns the seconds from the start signal to the last byte."""
         tag = self._ucx.UCXXTag(_DATA)
         started_s = time.perf_counter()
         go = self._endpoint.tag_send(self._note, self._ucx.UCXXTag(_GO))
@@ -110,7 +111,7 @@ class RawEnd:
         return seconds
 
     def check(self, size: int) -> None:
-        """Raises `InvariantError` unless the last messages are the sender's noise."""
+        """Raises `InvariantError` unless the last `WINDOW` messages contain the sender's noise."""
         used = WINDOW * size // WORD_BYTES
         if not torch.equal(self._buffer.view(torch.int64)[:used], words(used, self._device)):
             raise InvariantError(f"raw UCX moved wrong bytes, in messages of {size}")

@@ -1,5 +1,4 @@
-"""Reports of benchmarks: a table, a JSON file and a chart. Functions are pure, except the one that writes the
-chart."""
+"""Reports of benchmarks: a table, a JSON file and a chart. All functions are pure, except `write_chart`."""
 
 from __future__ import annotations
 
@@ -60,16 +59,17 @@ class Result:
     definition: str = ""
     """Exact definition of the figure; empty if the title is sufficient."""
     ours: Measurement | None = None
-    """If the result is another library's time: this project's time for the same work, in the same unit and run."""
+    """This project's time for the same work, in the same unit and run, if the result is another library's time; else
+    None."""
 
     @property
     def ratio(self) -> float | None:
-        """The other library's median time over this project's."""
+        """The other library's median time divided by this project's median time; None if `ours` is None."""
         return None if self.ours is None else self.measured.median / self.ours.median
 
     @property
     def share(self) -> float | None:
-        """The median divided by the ceiling's median."""
+        """The measured median divided by the ceiling's median; None without a ceiling."""
         return None if self.ceiling is None else self.measured.median / self.ceiling.median
 
 
@@ -179,7 +179,7 @@ def _draw(axis: Any, results: Sequence[Result]) -> None:
     axis.set_yticks(places, [result.title for result in results], fontsize=8)
     axis.invert_yaxis()
     if any(result.ours for result in results):
-        axis.margins(x=0.15)  # space for the text behind the longest bar
+        axis.margins(x=0.15)  # space for the text at the end of the longest bar
     axis.set_xlim(left=0)
     axis.spines[["top", "right"]].set_visible(False)
 

@@ -1,1 +1,1 @@
-"""Benchmarks of parts of the engine: decode steps, KV management, collectives."""
+"""Benchmarks of parts of the engine: prefill and decode steps, KV management, collectives."""

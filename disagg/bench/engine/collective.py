@@ -19,7 +19,7 @@ from disagg.core.errors import ConfigError, InvariantError
 from disagg.core.folders import private_folder
 
 _CALLS_BYTES = 32 << 20
-"""Limit of the bytes that all calls of one measurement reduce together."""
+"""Largest number of bytes that the calls of one measurement reduce in total."""
 _MOST_CALLS = 200
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -41,7 +41,7 @@ class CollectiveBench:
                 raise ConfigError(f"--sizes {size}: give multiples of 4 bytes")
 
     def calls(self, nbytes: int) -> int:
-        """Returns the number of calls in one measurement."""
+        """Returns the number of all-reduces of `nbytes` in one measurement."""
         return max(1, min(_MOST_CALLS, _CALLS_BYTES // nbytes))
 
 
@@ -58,7 +58,7 @@ class CollectiveRank:
         self._gloo = _gloo(rank, ranks, Path(folder) / "gloo")
 
     def microseconds(self, kind: str, nbytes: int, dtype: str, calls: int) -> float:
-        """Returns the mean time of an all-reduce of `kind`, `shared` or `gloo`, over `calls`. Raises
+        """Returns the mean time of an all-reduce of `kind` (`shared` or `gloo`) over `calls` calls. Raises
         `InvariantError` for a wrong sum."""
         tensor = torch.full((nbytes // _DTYPES[dtype].itemsize,), self._rank + 1.0, dtype=_DTYPES[dtype])
         reduce = self._shared.all_reduce if kind == "shared" else self._reduce_with_gloo
@@ -85,14 +85,13 @@ def _gloo(rank: int, ranks: int, store: Path) -> Any:
     import torch.distributed
 
     dist: Any = torch.distributed
-    os.environ["GLOO_SOCKET_IFNAME"] = (
-        "lo"  # otherwise gloo listens on other interfaces, without authentication
-    )
+    # Without this variable, gloo listens on other interfaces, without authentication.
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     return dist.ProcessGroupGloo(dist.FileStore(str(store), ranks), rank, ranks, timedelta(seconds=60))
 
 
 def run(bench: CollectiveBench, report_progress: Callable[[str], None] = lambda text: None) -> list[Result]:
-    """Measures gloo and shared memory for each size. Raises `InvariantError` for a wrong sum."""
+    """Measures all-reduces over gloo and in shared memory, for each size. Raises `InvariantError` for a wrong sum."""
     folder = private_folder("bench")
     try:
         with Processes() as processes:

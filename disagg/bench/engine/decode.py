@@ -2,8 +2,8 @@
 
 Recurrent states count twice, because a step reads and writes them.
 
-With `deterministic`, it also measures the cost of `model.deterministic`: decode and prefill steps in both modes, in
-one run. It then checks that a request's logits have the same bits alone and in the batch.
+With `deterministic`, the benchmark also measures the cost of `model.deterministic`: decode and prefill steps in both
+modes, in one run. It then checks that a request's logits have the same bits alone and in the batch.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class DecodeBench:
     max_context_tokens: int = 0
     """Longest context that the block table has room for, as in a server; at least `context_tokens`."""
     recurrent_kernels: RecurrentName = "auto"
-    """See `ModelConfig.recurrent_kernels`."""
+    """Kernels of recurrent layers, as in `ModelConfig.recurrent_kernels`."""
 
     def __post_init__(self) -> None:
         for name in ("batch", "context_tokens", "page_size", "repeats", "prefill_tokens"):
@@ -59,8 +59,8 @@ class DecodeBench:
 
 
 def run(bench: DecodeBench, report_progress: Callable[[str], None] = lambda text: None) -> list[Result]:
-    """Measures the time of a step, its read rate relative to the copy rate, and tokens per second. With both modes,
-    it measures prefill steps too, and the slowdown of the deterministic mode."""
+    """Measures the time of a step, its read rate relative to the copy rate, and tokens per second. With
+    `bench.deterministic`, also measures prefill steps, and the slowdown of the deterministic mode."""
     report_progress("device copy")
     nbytes = COPY_BYTES if bench.device.type == "cuda" else COPY_BYTES // 16
     ceiling = copy_rate(bench.device, bench.device, nbytes, bench.repeats)
@@ -76,7 +76,7 @@ def _measure(
 ) -> tuple[list[Result], dict[str, tuple[float, ...]]]:
     """Returns the results of one mode, and its seconds for each kind of step. Frees the model's memory."""
     found = _measure_mode(bench, deterministic, ceiling, report_progress)
-    gc.collect()  # a model's modules have reference cycles
+    gc.collect()  # frees the model, because its modules have reference cycles
     if bench.device.type == "cuda":
         torch.cuda.empty_cache()
     return found
@@ -160,7 +160,7 @@ def _cost(
             ),
             None,
             {"model": bench.model},
-            "over the median without",
+            "relative to the median time without `model.deterministic`",
         )
         for kind in times
     ]
@@ -180,7 +180,7 @@ def prefill_step(bench: DecodeBench, batch: StepBatch) -> StepBatch:
 def prepare(bench: DecodeBench, deterministic: bool = False) -> tuple[ModelRunner, StepBatch]:
     """Returns a runner whose pool holds noise for every request, in shuffled pages, and the step's batch.
 
-    Recurrent states are those after a prompt of two tokens.
+    Each request's recurrent state is the state after a prompt of two tokens.
     """
     pages_each = -(-bench.context_tokens // bench.page_size)
     pages = bench.batch * pages_each
@@ -217,9 +217,9 @@ def prepare(bench: DecodeBench, deterministic: bool = False) -> tuple[ModelRunne
 def check(runner: ModelRunner, batch: StepBatch) -> None:
     """Raises `InvariantError` unless, up to rounding, each request has the same logits in the step and alone.
 
-    For a deterministic runner they must be equal bit for bit. Otherwise their norms are compared, because products of
-    another shape use another summation order. Random weights amplify this difference from layer to layer. bf16
-    differs by 5 % from float32 after 32 layers; another request's logits differ by 140 %.
+    For a deterministic runner, the logits must be equal bit for bit. Otherwise the norm of their difference must be
+    small, because products of another shape use another summation order. Random weights amplify this difference from
+    layer to layer. bf16 differs by 5 % from float32 after 32 layers; another request's logits differ by 140 %.
     """
     with same_states(runner):
         together = runner.forward(batch).clone()
@@ -256,7 +256,7 @@ def read_weights_bytes(runner: ModelRunner) -> int:
 
 
 def read_kv_bytes(runner: ModelRunner, bench: DecodeBench) -> int:
-    """Returns the KV bytes of all requests."""
+    """Returns the KV bytes of all requests, which a decode step reads."""
     return bench.batch * bench.context_tokens * (runner.pool.nbytes // runner.pool.slots)
 
 

@@ -24,7 +24,7 @@ from disagg.kv.radix import RadixCache
 from disagg.kv.sequence import KVSequence
 
 _PROMPTS = 24
-"""Number of requests of one measurement, which reports their median."""
+"""Number of requests in one measurement; the measurement is the median over these requests."""
 _PREFIXES = 8
 _STEPS = 64
 _VOCABULARY = 128_000
@@ -36,7 +36,7 @@ class MemoryBench:
 
     page_size: int
     cached_tokens: int
-    """Tokens in the prefix cache, none of them in use."""
+    """Number of tokens in the prefix cache. No running request uses them."""
     prompt_tokens: int
     """Length of a prompt. Its first half is shared with other prompts."""
     requests: int
@@ -59,7 +59,8 @@ class MemoryBench:
 
 
 def run(bench: MemoryBench, report_progress: Callable[[str], None] = lambda text: None) -> list[Result]:
-    """Returns all results. Raises `InvariantError` when the KV manager is inconsistent afterwards."""
+    """Runs all measurements and returns their results. Raises `InvariantError` when prefix cache or page allocator
+    are inconsistent afterwards."""
     report_progress("prefix cache")
     results = list(_prefix_cache(bench))
     report_progress("decode step")
@@ -69,7 +70,7 @@ def run(bench: MemoryBench, report_progress: Callable[[str], None] = lambda text
 
 
 class _Times:
-    """Seconds spent in the parts of requests, by name."""
+    """Records the seconds spent in each part of the measured work, by the part's name."""
 
     def __init__(self) -> None:
         self._spent: dict[str, list[float]] = {}
@@ -83,12 +84,12 @@ class _Times:
         self._spent.setdefault(name, []).append(time.perf_counter() - self._from_s)
 
     def medians_us(self) -> dict[str, float]:
-        """Returns the median of each part in microseconds. Other load on the machine hardly changes a median."""
+        """Returns the median time of each part in microseconds. Other load on the machine hardly changes a median."""
         return {name: statistics.median(spent) * 1e6 for name, spent in self._spent.items()}
 
 
 class _Served:
-    """Serves requests with a full prefix cache, and measures each part of a request's life."""
+    """Performs the KV management of requests with a full prefix cache, and measures its parts."""
 
     def __init__(self, bench: MemoryBench) -> None:
         self._bench = bench
@@ -108,7 +109,7 @@ class _Served:
         return known + self._draw(self._bench.prompt_tokens - len(known))
 
     def serve(self, prompt: list[int], times: _Times) -> None:
-        """Performs a scheduler's work from admission to the prompt's end."""
+        """Performs the KV management of a prompt, from admission to the release of its pages; records each part."""
         cache, allocator = self.cache, self.allocator
         times.start()
         key = PrefixKey.of(prompt)
@@ -167,8 +168,8 @@ def _prefix_cache(bench: MemoryBench) -> Iterator[Result]:
         (
             "match and insert",
             both,
-            "a prompt's tokens packed, matched, locked, and inserted when computed. Ceiling: a look-up in a dict for "
-            "each page of it, no hash computed, nothing inserted",
+            "a prompt's tokens are packed, matched and locked, and inserted once computed. Ceiling: one dict look-up "
+            "for each page of the prompt, without a block hash and without an insertion",
         ),
         ("of that: packing", values["key"], "token ids from a list to bytes, once for a request"),
         ("of that: match", values["match"], "with lock and statistics"),
@@ -176,7 +177,7 @@ def _prefix_cache(bench: MemoryBench) -> Iterator[Result]:
         (
             "pages of a prompt",
             _sums(values, "take", "free"),
-            "references to the matched ones, eviction and taking of the rest, freeing at the end",
+            "references to the matched pages, eviction for and allocation of the other pages, freeing at the end",
         ),
     ):
         limit = ceiling if part is both else None
@@ -216,7 +217,9 @@ def _decode_step(bench: MemoryBench) -> Result:
             copies = allocator.append_one_to_each(sequences)
             times.stop("step")
             if copies is None or copies:
-                raise InvariantError(f"a step of sequences that share nothing gave {copies}")
+                raise InvariantError(
+                    f"a step of sequences without shared pages gave {copies}, not an empty list"
+                )
         values.append(times.medians_us()["step"])
         floors.append(_counting(bench.requests))
     allocator.check()
@@ -226,7 +229,8 @@ def _decode_step(bench: MemoryBench) -> Result:
         Measurement(title, "us", tuple(values)),
         Measurement("counting", "us", tuple(floors)),
         {"page_size": bench.page_size, "requests": bench.requests},
-        "each gets room for one more token, a page where it needs one. Ceiling: one added to as many numbers",
+        "each request gets a slot for one more token, and a new page if its last page is full. Ceiling: one integer "
+        "of a list incremented for each request",
     )
 
 

@@ -13,7 +13,7 @@ from disagg.kv.pages import TokenToKVPoolAllocator, pages_for
 from disagg.kv.sequence import KVSequence
 
 _ROUNDS = 3
-"""Number of requests of a simulation, as a multiple of the number that decode at the same time."""
+"""Number of requests that end in a simulation, as a multiple of the number of concurrent requests."""
 
 
 @dataclass

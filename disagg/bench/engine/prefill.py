@@ -1,5 +1,7 @@
-"""Measures prefill steps of a whole model, launched kernel by kernel or as a recorded CUDA graph, against the time of
-their matrix products."""
+"""Measures prefill steps of a whole model, launched kernel by kernel or as a recorded CUDA graph.
+
+The ceiling of a step's matrix products is the rate of one large matrix product.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ from disagg.model.batch import SequenceSlice, StepBatch
 from disagg.model.runner import ModelRunner
 
 _PRODUCT = 8192
-"""Rows and columns of the square matrices whose product is the ceiling, on a GPU. On a CPU, a sixteenth of them."""
+"""Number of rows of the square matrices whose product is the ceiling on a GPU; on a CPU, a sixteenth of it."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,7 @@ class PrefillBench:
     page_size: int
     repeats: int
     recurrent_kernels: RecurrentName = "auto"
-    """See `ModelConfig.recurrent_kernels`."""
+    """Kernels of recurrent layers, as in `ModelConfig.recurrent_kernels`."""
 
     def __post_init__(self) -> None:
         if min(self.tokens, default=0) < 1 or min(self.page_size, self.repeats) < 1 or self.cached_tokens < 0:
@@ -42,7 +44,7 @@ class PrefillBench:
 
 
 def run(bench: PrefillBench, report_progress: Callable[[str], None] = lambda text: None) -> list[Result]:
-    """Measures a step of each size in tokens per second and ms, and the host's time for it.
+    """Measures a step of each size: the rate of its matrix products in TFLOP/s, its time and the host's time in ms.
 
     Raises `InvariantError` unless, up to rounding, a recorded step has the same logits as a step without recording.
     """
@@ -108,7 +110,7 @@ def _measure(
 
 
 def _host_ms(runner: ModelRunner, step: StepBatch) -> float:
-    """Returns the milliseconds in which the host launches a step; on a CPU, the time of the whole step."""
+    """Returns the milliseconds that the host needs to launch a step; on a CPU, the time of the whole step."""
     if runner.device.type == "cuda":
         torch.cuda.synchronize(runner.device)
     started_s = time.perf_counter()

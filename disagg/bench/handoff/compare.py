@@ -44,10 +44,10 @@ class AnswerComparison:
                 self.judged.append(judged)
                 return
             why = f"of {count} tokens {words(judged)}"
-        raise MismatchError(f"the split system's answer is not the unsplit engine's: {why}")
+        raise MismatchError(f"the split system's answer differs from the unsplit engine's: {why}")
 
     async def _judge(self, prompt: Sequence[int], tokens: Sequence[int]) -> Judged:
-        """Returns whether rounding explains the last one of `tokens`."""
+        """Judges whether rounding explains that the last of `tokens` differs from the unsplit engine's token."""
         logprobs = _of_token(tokens[-1], await self._client.logprobs(prompt, tokens[:-1]))
         judge = self._groups.judge(prompt, tokens, compared_tokens(logprobs))
         return judge_answer([logprobs], judge)[0]._replace(position=len(tokens) - 1)

@@ -37,7 +37,7 @@ async def decode_rounds(
 ) -> list[Sorted]:
     """Runs a round for each repeat. In round `i`, prompt `i` arrives; `answers[i]` is the unsplit engine's answer.
 
-    Raises `MismatchError` for a wrong answer, and `DisaggError` when a round has no step of one kind.
+    Raises `MismatchError` for a wrong answer, and `DisaggError` when a round has no step of one of the three kinds.
     """
     report_progress("reference answers of the decoders")
     prompts = [sizes.prompt(-1 - i, sizes.decoder_tokens) for i in range(sizes.decoders)]
@@ -74,15 +74,15 @@ async def _try(
     groups.restart()
     try:
         return await _beside(client, sizes, prompts, sizes.prompt(repeat, sizes.tokens), turns)
-    except ExceptionGroup as error:  # the first exception cancelled the others
+    except ExceptionGroup as error:  # the first exception cancelled the other tasks
         raise error.exceptions[0] from error
 
 
 async def _beside(
     client: HandoffClient, sizes: Sizes, prompts: Sequence[list[int]], other: list[int], turns: Iterator[str]
 ) -> _Beside:
-    """Decodes all of `prompts`. Meanwhile, phases alternate: `other` arrives, `other` is only prefilled, or nothing
-    happens for the same time."""
+    """Decodes all of `prompts`. Meanwhile, three kinds of phases alternate: `other` arrives, `other` is prefilled but
+    not sent, or a pause as long as the previous phase."""
     found = _Beside()
     async with asyncio.TaskGroup() as group:
         decoders: list[asyncio.Task[Served]] = []
@@ -96,7 +96,7 @@ async def _beside(
             if turn == "pause":
                 await asyncio.wait(decoders, timeout=pause_s, return_when=asyncio.FIRST_COMPLETED)
                 continue
-            # Two tokens: the second one uses the transferred KV.
+            # Two tokens, because only the second one is computed from the transferred KV.
             one = await (client.generate(other, 2) if turn == "arrival" else client.prefill_only(other))
             (found.arrivals if turn == "arrival" else found.prefills).append(one)
             pause_s = one.ended_s - one.began_s

@@ -1,4 +1,4 @@
-"""The arithmetic of `disagg bench handoff`: seconds and shares from time stamps. Pure."""
+"""Computes the figures of `disagg bench handoff`, seconds and shares, from time stamps. All functions are pure."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def moved(spans: Iterable[TimelineSpan], request: str) -> RequestTransfer:
 
 
 def arrival(spans: Iterable[TimelineSpan], request: str) -> Window:
-    """Returns the time from the first receive or write to the last landing. Raises `ValueError` without an
+    """Returns the interval from the first receive or write to the last landing. Raises `ValueError` without an
     arrival."""
     ours = [span for span in spans if span.request == request and span.name in ARRIVALS]
     if not ours:
@@ -77,7 +77,7 @@ def union_s(windows: Iterable[Window]) -> float:
 
 
 def with_a_moment(windows: Iterable[Window], moments_s: Iterable[float]) -> list[Window]:
-    """Returns the windows that contain one of the moments."""
+    """Returns the windows that contain at least one of `moments_s`."""
     ordered = [*sorted(moments_s), math.inf]
     return [window for window in windows if ordered[bisect_left(ordered, window.start_s)] <= window.stop_s]
 

@@ -60,10 +60,10 @@ def spread_gpus(
 
 
 class HandoffGroups:
-    """Both groups, started and linked. `processes` ends their processes."""
+    """A prefill group and a decode group, started and linked. The caller's `Processes` ends their rank processes."""
 
     def __init__(self, config: Config, processes: Processes, gpus: Sequence[str]) -> None:
-        """Starts the ranks. Raises `ConfigError`, `UnsupportedModelError`, and exceptions of ranks."""
+        """Starts the ranks. Raises `ConfigError`, `UnsupportedModelError`, and any exception that a rank raises."""
         placement = choose_placement(
             len(gpus), config.prefill.ranks, config.decode.ranks, "cuda" if gpus else "cpu"
         )
@@ -99,7 +99,7 @@ class HandoffGroups:
         return [span for spans in call_all([*self.prefill, *self.decode], "spans") for span in spans]
 
     def step_times(self, ranks: Sequence[Remote]) -> list[list[StepTime]]:
-        """Returns the forward passes of each rank since `restart`. No request may be running."""
+        """Returns the forward passes of each rank in `ranks` since `restart`. No request may be running."""
         return call_all(ranks, "step_times")
 
     def unsplit(self, prompt: Sequence[int], max_tokens: int) -> tuple[list[int], float]:
@@ -109,7 +109,10 @@ class HandoffGroups:
         return answers[0]
 
     def judge(self, prompt: Sequence[int], answer: Sequence[int], candidates: Sequence[int]) -> Judge:
-        """Returns the prefill group's `Judge` of the last token of `answer`. No request may be running."""
+        """Returns the prefill engine's log-probabilities of `candidates` in place of the last token of `answer`.
+
+        No request may be running.
+        """
         judges: list[Judge] = call_all(self.prefill, "judge", prompt, answer, candidates)
         return judges[0]
 
@@ -160,7 +163,7 @@ class Served(NamedTuple):
     key: RequestKey
     """Key of the request; `str(key)` is the request's name in timeline spans."""
     began_s: float
-    """Time of the call of the router."""
+    """Time at which the client called the router."""
     tokens: list[int]
     times_s: list[float]
     """Time of each token."""
@@ -169,7 +172,7 @@ class Served(NamedTuple):
 
 
 class HandoffClient:
-    """Sends requests to both groups through a router, or to the prefill group alone. Use `client_of`."""
+    """Sends requests to both groups through a router, or to the prefill group alone. Made by `client_of`."""
 
     def __init__(self, groups: HandoffGroups, dispatcher: ResponseDispatcher) -> None:
         self._dispatcher, self._numbers = dispatcher, itertools.count(1)
@@ -214,12 +217,12 @@ class HandoffClient:
             found += output.logprobs
         if [one.token for one in found[:-1]] != list(last):
             raise DisaggError(
-                f"the split system does not answer {last[0]} first, with a bias of {MAX_BIAS:g}"
+                f"the split system did not generate token {last[0]} first, in spite of a logit bias of {MAX_BIAS:g}"
             )
         return found[-1]
 
     async def prefill_only(self, prompt: Sequence[int]) -> Served:
-        """Runs the prompt on the prefill group only. Its ticket requests no position, so no KV is sent."""
+        """Runs the prompt on the prefill group only. The ticket requests KV of no position, so no KV is sent."""
         key, end = RequestKey(f"only-{next(self._numbers)}"), len(prompt)
         ticket = Ticket(key, 0, self._decode, Span(end, end))
         leader, sampling = self._prefill.leader.control_address, SamplingParams(max_tokens=1, ignore_eos=True)

@@ -24,11 +24,13 @@ class HandOver:
     after_kv_s: float
     """Transfer time after the last layer's KV was written."""
     prefill_sending_s: float
-    """Time from the start of the first chunk to the end of the last one, on the device."""
+    """Time from the start of the first chunk to the end of the last one on the device, while KV is sent."""
     prefill_only_s: float
+    """Time of the same chunks on the device, when no KV is sent."""
     split_s: tuple[float, float]
     """Seconds from the request to its first and to its second token, disaggregated."""
     unsplit_s: tuple[float, float]
+    """Seconds in which the unsplit engine generates one token, and two tokens."""
 
 
 @dataclass
@@ -59,7 +61,7 @@ async def measure(
         one = await _hand_over(
             client, groups, sizes, comparison, prompt, answers[-1], sends_first=repeat % 2 == 0
         )
-        if repeat:  # the first one opens connections and maps memory
+        if repeat:  # the first hand-over opens connections and maps memory
             found.handovers.append(one)
     found.rounds = await decode_rounds(client, groups, sizes, comparison, answers, report_progress)
     found.compared_tokens, found.judged = comparison.tokens, comparison.judged

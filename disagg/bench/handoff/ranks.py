@@ -30,7 +30,7 @@ from transport.control import messages as m
 
 cuda: Any = torch.cuda  # events of torch.cuda are untyped
 Moment = Any
-"""A CUDA event; on a CPU, a `time.monotonic()` value."""
+"""A point in time of the compute stream: a CUDA event; on a CPU, a `time.monotonic()` value."""
 
 
 class StepTime(NamedTuple):
@@ -38,7 +38,7 @@ class StepTime(NamedTuple):
 
     begin_s: float
     kv_s: float
-    """Time at which the last layer had written its KV; `end_s` on a rank that does not record it."""
+    """Time at which the last layer had written its KV; equal to `end_s` on a rank that does not record this time."""
     end_s: float
     requests: int
 
@@ -46,7 +46,8 @@ class StepTime(NamedTuple):
 class DeviceClock:
     """Converts moments of the compute stream to `time.monotonic()` seconds.
 
-    The device's clock may drift by some parts in a million after `restart`: restart before each measurement.
+    After `restart`, the device's clock may drift by some parts in a million, so call `restart` before each
+    measurement.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -113,15 +114,15 @@ class TimedRank(RankNode[Any, Any, Any]):
         super().on_message(peer, message)
 
     def pages_of(self, key: RequestKey) -> list[int]:
-        """Returns the pages of a request that ran since `restart`. Raises `KeyError` for another one."""
+        """Returns the pages of a request that ran since `restart`. Raises `KeyError` for any other request."""
         return self._pages[key]
 
     def kv_digests(self, key: RequestKey, tokens: int, dtype: str) -> dict[tuple[int, int], tuple[int, ...]]:
         """Returns digests of this rank's KV of positions `0 .. tokens`: one per plane, for each (layer, head)
         of the model.
 
-        `dtype` is the decode ranks' KV type; KV of another type is quantized to it first. The request ran
-        since `restart`, and no later request has overwritten its KV.
+        `dtype` is the decode ranks' KV type; KV of another type is first quantized to `dtype`. The request must have
+        run since `restart`, and no later request may have overwritten its KV.
         """
         slots = slots_of(self.pages_of(key), self.runner.page_size, Span(0, tokens))
         slots = slots.long().to(self.runner.device)
@@ -165,21 +166,21 @@ class TimedHost(RankHost):
     """Adds the benchmark's calls to a rank's host. No request may be running during a call."""
 
     def start(self, rendezvous: Rendezvous) -> Started:
-        """See `RankHost.start`. On a CPU a rank uses one thread, as under Ray, because ranks share the cores."""
+        """Starts the rank. On a CPU, a rank uses one thread, as under Ray, because ranks share the cores."""
         if self.group_config.device == "cpu":
             torch.set_num_threads(1)
         return super().start(rendezvous)
 
     def restart(self) -> None:
-        """Starts a measurement."""
+        """Drops the rank's records and starts a new measurement."""
         self._timed().restart()
 
     def step_times(self) -> list[StepTime]:
-        """Returns the forward passes since `restart`."""
+        """Returns the rank's forward passes since `restart`, in order."""
         return self._timed().step_times()
 
     def kv_digests(self, key: RequestKey, tokens: int, dtype: str) -> dict[tuple[int, int], tuple[int, ...]]:
-        """See `TimedRank.kv_digests`."""
+        """Returns digests of the rank's KV; see `TimedRank.kv_digests`."""
         return self._timed().kv_digests(key, tokens, dtype)
 
     def unsplit(self, prompt: Sequence[int], max_tokens: int) -> tuple[list[int], float]:
@@ -196,7 +197,7 @@ class TimedHost(RankHost):
             return answers[0], time.monotonic() - started_s
 
     def judge(self, prompt: Sequence[int], answer: Sequence[int], candidates: Sequence[int]) -> Judge:
-        """Returns this group's `Judge` of the last token of `answer`, with log-probabilities of `candidates`.
+        """Returns this group's log-probabilities of `candidates` in place of the last token of `answer`.
 
         All ranks of the group must be called together.
         """
@@ -236,12 +237,12 @@ class TimedDecodeHost(TimedHost):
 def as_quantized(pool: MHATokenToKVPool, slots: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Returns an unquantized pool's KV in `slots`, int64 `[tokens]`, as stored in a pool of `dtype`.
 
-    uint8 `[layers, 1, tokens, heads, 2 * (head_dim + 2)]`; computed by torch, independently of the tested
-    kernel.
+    The result is uint8 `[layers, 1, tokens, heads, 2 * (head_dim + 2)]`, and is computed by torch, independently of
+    the tested kernel.
     """
     shape = (pool.layers, 1, len(slots), pool.heads, quantized_row_bytes(pool.head_dim))
     found = torch.empty(shape, dtype=torch.uint8, device=slots.device)
-    for layer in range(pool.layers):  # one layer at a time: float32 takes twice the memory
+    for layer in range(pool.layers):  # one layer at a time: the reference works in float32
         one = Span(layer, layer + 1)
         gather_quantized_reference(pool.buffer, slots, one, Span(0, pool.heads), dtype, found[layer].view(-1))
     return found
@@ -256,7 +257,7 @@ def digests(pool: torch.Tensor, slots: torch.Tensor, shard: Shard) -> dict[tuple
     """
     head_bytes = pool.shape[-1] * pool.element_size()
     weights = (words(len(slots) * head_bytes, pool.device) | 1).view(len(slots), 1, head_bytes)
-    # One layer at a time: int64 takes eight times the memory.
+    # One layer at a time: int64 products take eight times the memory of the layer's bytes.
     sums = [(layer[:, slots].view(torch.uint8) * weights).sum(dim=(1, 3)).tolist() for layer in pool]
     return {
         (layer, head): tuple(of_planes)

@@ -1,4 +1,4 @@
-"""The results of `disagg bench handoff`: each figure with its definition. Pure."""
+"""The results of `disagg bench handoff`: each figure with its definition. All functions are pure."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from disagg.model.rounding import worst_of
 
 _PERCENTS = (50, 99)
 _BESIDE = {
-    "quiet": "nothing beside it",
-    "prefill": "the prefill group computing a prompt that it does not send beside it",
+    "quiet": "no other activity",
+    "prefill": "the prefill group computing a prompt whose KV is not sent",
     "arriving": "another request's KV arriving in this group (start of the first receive or write to last landing)",
 }
 

@@ -58,7 +58,7 @@ class HandoffOptions:
 
 @dataclass(frozen=True)
 class HandoffBench:
-    """Configuration and sizes of a run. Use `of`."""
+    """Configuration and sizes of a run, made by `HandoffBench.of`."""
 
     config: Config
     sizes: Sizes
@@ -174,8 +174,8 @@ async def _measure(
 
 
 def _with_room(group: GroupT, options: HandoffOptions, sizes: Sizes) -> GroupT:
-    """Returns the group's configuration with room for all decoding requests and two others: one that arrives, and the
-    previous one, whose memory may not be released yet."""
+    """Returns the group's configuration with room for all decoding requests and two arriving ones: the current one,
+    and the previous one, whose memory may not be freed yet."""
     page = group.page_size
     each = (sizes.decoder_tokens + sizes.steps, sizes.tokens + sizes.answer_tokens)
     decoding, arriving = (page * pages_for(tokens, page) for tokens in each)

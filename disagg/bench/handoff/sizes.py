@@ -26,7 +26,7 @@ class Sizes:
     repeats: int
     vocab_size: int
     tokens_equal: bool
-    """Whether all tokens must equal the unsplit engine's. If False, tokens may differ if rounding explains it."""
+    """Whether all tokens must equal the unsplit engine's. If False, rounding may explain differences."""
     quantized_values_differ: bool
     """Whether only the decode group's KV is quantized. Then only the first token of answers is compared,
     which the prefill group computes in both systems."""

@@ -1,7 +1,7 @@
 """Measures the attention kernels and their ceilings on the same device, and checks the kernels' results.
 
-The ceiling of decode is a plain read, that of prefill is torch's attention over contiguous K and V, and that of KV
-writes is a plain copy.
+The ceiling of decode is a plain read. The ceiling of prefill is torch's attention over contiguous K and V. The
+ceiling of KV writes is a plain copy.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class AttentionBench:
 
     def __post_init__(self) -> None:
         if backend(self.device) != "triton":
-            raise ConfigError("the attention kernels run on a GPU: give --device cuda where there is one")
+            raise ConfigError("the attention kernels need a GPU: give --device cuda on a machine with a GPU")
 
     @property
     def params(self) -> AttentionParams:
@@ -68,7 +68,7 @@ class AttentionBench:
         return slots.view(sequences, -1)[:, :tokens].int().contiguous()
 
     def filled(self, table: torch.Tensor, kv_dtype: torch.dtype) -> MHATokenToKVPool:
-        """Returns a pool of one layer with noise in all slots of the table, written by the kernel."""
+        """Returns a pool of one layer with noise in all slots of the table, written by `kv_write`."""
         slots = int(table.max()) + self.page_size
         pool = MHATokenToKVPool(1, slots, self.kv_heads, self.head_dim, kv_dtype, self.device)
         pool.poison()
@@ -78,7 +78,7 @@ class AttentionBench:
 
 
 def run(bench: AttentionBench, report_progress: Callable[[str], None] = lambda text: None) -> list[Result]:
-    """Returns all results. Raises `InvariantError` for wrong output."""
+    """Measures the attention kernels for each case and KV type. Raises `InvariantError` for wrong output."""
     sequences, tokens = bench.decodes[0]
     report_progress("device read and copy")
     nbytes = 2 * sequences * tokens * bench.kv_heads * bench.head_dim * bench.dtype.itemsize

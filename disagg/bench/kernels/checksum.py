@@ -21,8 +21,8 @@ _ORIGIN = Origin(layer=0, token=0, head=0)
 
 
 def run(bench: KernelBench, report_progress: Callable[[str], None] = lambda text: None) -> list[Result]:
-    """Measures pairs of rates, and host times of a call. Raises `InvariantError` when two sums of the same
-    bytes differ."""
+    """Measures each copy kernel with and without a checksum: its rate, and the host time of a call. Raises
+    `InvariantError` when two checksums of the same bytes differ."""
     report_progress("device copy")
     copy = copy_rate(bench.device, bench.device, bench.nbytes, bench.repeats)
     results: list[Result] = []

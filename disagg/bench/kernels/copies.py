@@ -16,7 +16,7 @@ from kernels.copy.layout import segment_bytes
 from kernels.copy.scatter import scatter
 
 HEAD_BYTES = 256
-"""One head of 128 elements in a 16-bit type."""
+"""Bytes of one head of 128 elements in a 16-bit type."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class KernelBench:
         return self.nbytes // (2 * self.layers * row_bytes) // self.page_size * self.page_size
 
     def case(self, row_bytes: int) -> CopyCase:
-        """Returns pool, slots and staging for one row width. The pool has 8 heads, or more if the row needs more."""
+        """Returns a pool with a segment of the given row width. The pool has 8 heads, or more for wider rows."""
         heads = row_bytes // HEAD_BYTES
         all_heads = max(8, heads)
         first = (all_heads - heads) // 2
@@ -115,7 +115,7 @@ def _measure(bench: KernelBench, case: CopyCase, row_bytes: int, ceiling: Measur
 
 
 def check(case: CopyCase, staged: torch.Tensor, target: torch.Tensor) -> None:
-    """Raises `InvariantError` unless staging and the scattered pool hold exactly the segment."""
+    """Raises `InvariantError` unless the staging buffer and the pool `target` hold exactly the segment."""
     if not torch.equal(case.rows(case.pool), staged):
         raise InvariantError("gather moved wrong bytes")
     expected = torch.full_like(target, float("nan"))

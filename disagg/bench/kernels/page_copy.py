@@ -43,7 +43,7 @@ class PageCopyBench:
         return 2 * self.layers * self.page_size * row_bytes
 
     def pool(self, row_bytes: int) -> torch.Tensor:
-        """Returns noise, `[layers, 2, slots, 1, elements]`."""
+        """Returns a pool of noise, int16 `[layers, 2, slots, 1, elements]`."""
         pages = 2 * (self.nbytes // self.page_bytes(row_bytes))
         noise = random_bytes(pages * self.page_bytes(row_bytes), self.device).view(torch.int16)
         return noise.view(self.layers, 2, pages * self.page_size, 1, row_bytes // _ELEMENT_BYTES)

@@ -1,4 +1,4 @@
-"""Measures the sampling step of a batch, without a wait for its tokens, against the time to read the logits once."""
+"""Measures the sampling step of a batch, without waiting for its tokens, against the time to read the logits once."""
 
 from __future__ import annotations
 
@@ -63,14 +63,14 @@ class SamplingBench:
         return -_EXPONENT * (1.0 + noise.argsort(dim=-1)).log()
 
     def rows(self, params: SamplingParams) -> list[SamplingRow]:
-        """Returns a row for each answer, before its first token."""
+        """Returns the sampling state of each answer in the batch, before the answer's first token."""
         return [SamplingRow(params, (), history_of(_PROMPT, params)) for _ in range(self.batch)]
 
 
 def run(bench: SamplingBench, report_progress: Callable[[str], None] = lambda text: None) -> list[Result]:
     """Returns the times of a step for each case, and the logits' bytes divided by the step's time.
 
-    Raises `InvariantError` if the tokens differ from those drawn by sorting.
+    Raises `InvariantError` if the sampled tokens differ from those that the CPU samples by sorting.
     """
     report_progress("read of the logits")
     nbytes = 4 * bench.batch * bench.vocab
@@ -118,7 +118,7 @@ def _measure(
 
 
 def _check(bench: SamplingBench, logits: torch.Tensor, params: SamplingParams) -> None:
-    """Raises `InvariantError` unless the tokens of the first rows equal those drawn on the CPU."""
+    """Raises `InvariantError` unless the tokens of the first `_CHECKED_ROWS` rows equal those sampled on the CPU."""
     rows = bench.rows(params)[:_CHECKED_ROWS]
     found = SamplingBatch(rows, (2,), bench.vocab, bench.device).sample(logits[:_CHECKED_ROWS])
     rows = bench.rows(params)[:_CHECKED_ROWS]

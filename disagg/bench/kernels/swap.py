@@ -66,7 +66,7 @@ def run(bench: SwapBench, report_progress: Callable[[str], None] = lambda text: 
         ceiling = host_copy_rate(bench.device, bench.nbytes, bench.repeats, out=out)
         report_progress(f"pages {name}")
         copy = partial(swapper.copy, Swap(_KEY, 0, out, pages, blocks), None)
-        # On the calling thread: each call returns after its copy has completed.
+        # Measure wall time, as on a CPU: each call returns after its copy has completed.
         seconds = seconds_of(copy, torch.device("cpu"), bench.repeats)
         if failures:
             raise TransportError(f"pages could not be swapped: {failures[0]}")
@@ -87,7 +87,7 @@ def run(bench: SwapBench, report_progress: Callable[[str], None] = lambda text: 
 
 
 def prepare(bench: SwapBench) -> tuple[MHATokenToKVPool, Swapper, list[str]]:
-    """Returns a pool of noise, its swapper with room for the request, and the list of its errors."""
+    """Returns a pool of noise, a swapper with room for the request, and a list that receives errors of swaps."""
     layout, slots = bench.layout, (2 * bench.pages + 1) * bench.page_size
     pool = MHATokenToKVPool(
         layout.layers, slots, layout.kv_heads, layout.head_dim, torch.bfloat16, bench.device

@@ -1,1 +1,1 @@
-"""The transfer benchmark's requests, moved by NIXL."""
+"""Moves the transfer benchmark's requests with NIXL, for a comparison with this project's transfer."""

@@ -2,8 +2,8 @@
 
 NIXL moves a list of contiguous pieces to a list of pieces with the same lengths. In a pool `[layers, 2, slots, heads,
 head_dim]` a token's slice is contiguous. The next token's slice follows directly only if the slice covers all heads
-of the pool. A page is then one piece; otherwise each token is a piece. SGLang's NIXL connector creates the same
-pieces; vLLM's needs a page's tokens of one head to be adjacent when the groups' sizes differ.
+of the pool. In this case a page is one piece; otherwise each token is a piece. SGLang's NIXL connector creates the
+same pieces. When the groups' sizes differ, vLLM's connector needs a page's tokens of one head to be adjacent.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class PoolMemory:
 
     @property
     def row_bytes(self) -> int:
-        """Distance between two tokens."""
+        """Bytes from one token to the next one in a plane of the pool."""
         return len(self.shard.heads) * self.head_bytes
 
     def planes(self, part: Shard) -> Array:
@@ -65,10 +65,11 @@ def run_starts(slots: tuple[Array, Array]) -> Array:
 def built(
     memories: tuple[PoolMemory, PoolMemory], part: Shard, slots: tuple[Array, Array]
 ) -> tuple[Descriptors, Descriptors]:
-    """Returns one request's descriptors for source and destination, with each run of tokens in one piece.
+    """Returns one request's descriptors for source and destination, built for this request only.
 
-    `slots` are the slots of the request's tokens, `[tokens]` for each side. Each result has the shape
-    `[planes * pieces, 3]`, plane by plane.
+    A piece is a run of adjacent tokens if the part is contiguous in both pools (`is_whole`), else one token. `slots`
+    are the slots of the request's tokens, `[tokens]` for each side. Each result has the shape `[planes * pieces, 3]`,
+    plane by plane.
     """
     tokens = len(slots[0])
     starts = run_starts(slots) if is_whole(memories, part) else np.arange(tokens)
@@ -85,21 +86,21 @@ def unit_tokens(
 ) -> int:
     """Returns the number of tokens of one piece in lists prepared for all requests.
 
-    A piece is one token. If consecutive tokens are contiguous in both pools, it is the largest number of tokens that
-    divides both page sizes and the length of the request.
+    If consecutive tokens are contiguous in both pools, a piece has the largest number of tokens that divides both
+    page sizes and the length of the request. Otherwise a piece is one token.
     """
     return math.gcd(*page_sizes, tokens) if is_whole(memories, part) else 1
 
 
 def prepared(memory: PoolMemory, part: Shard, unit: int) -> Descriptors:
-    """Returns `[planes * slots // unit, 3]`: every piece of a whole pool, from which requests choose."""
+    """Returns descriptors of all pieces of a pool, `[planes * slots // unit, 3]`, from which `chosen` selects."""
     offsets = np.arange(memory.slots // unit) * (unit * memory.row_bytes)
     lengths = np.full(len(offsets), unit * len(part.heads) * memory.head_bytes)
     return _rows(memory.planes(part), offsets, lengths)
 
 
 def chosen(memory: PoolMemory, part: Shard, slots: Array, unit: int) -> npt.NDArray[np.int32]:
-    """Returns `[planes * tokens // unit]`: the pieces of `prepared` for a request with the slots `[tokens]`."""
+    """Returns the indices in `prepared` of a request's pieces, `[planes * tokens // unit]`. `slots`: `[tokens]`."""
     planes = np.arange(memory.sides * len(part.layers)) * (memory.slots // unit)
     return (planes[:, None] + slots[::unit] // unit).astype(np.int32).ravel()
 

@@ -20,8 +20,8 @@ from staging.routes import plan_routes
 from staging.shards import make_shards
 
 MOST_S = 60.0
-"""Time limit for one transfer, and for all repeats of one way of creating descriptors. A slower measurement is ended,
-which the report states."""
+"""Time limit for one transfer, and for all repeats of one way of creating descriptors. The report marks a measurement
+that was ended by this limit."""
 _HOW = {
     "prepared": "descriptors chosen from lists of all pages that were prepared once",
     "built": "descriptors built for the request",
@@ -91,7 +91,10 @@ def compare(
 
 
 def measure(bench: TransferBench, pair: Pair, tokens: int, threads: int) -> list[NixlResult]:
-    """Measures both ways of creating descriptors in two child processes, which are killed after `MOST_S`."""
+    """Measures both ways of creating descriptors, with one child process for each of the two ranks.
+
+    A transfer that takes longer than `MOST_S` ends the measurement.
+    """
     gpus = visible_gpus() if bench.cuda else []
     found: list[NixlResult] = []
     with Processes() as processes:
@@ -110,7 +113,7 @@ def measure(bench: TransferBench, pair: Pair, tokens: int, threads: int) -> list
         for way in WAYS:
             found.append(_moved(source, destination, way, bench.repeats))
             if found[-1].given_up:
-                break  # the source has not finished
+                break  # the source process is still blocked in the transfer
     return found
 
 
@@ -143,7 +146,7 @@ def _moved(source: Remote, destination: Remote, way: str, repeats: int) -> NixlR
         except SilentError:
             return NixlResult(way, tuple(found), given_up=True)
         destination.call("check")
-        if number:  # the first one opens connections and maps memory
+        if number:  # the first transfer opens connections and maps memory
             found.append(moved)
         if found and time.monotonic() > ends_s:
             break
@@ -167,7 +170,7 @@ def _results(
     }
     if not found.moved:
         limit = Measurement("NIXL", "us", (MOST_S * 1e6,))
-        note = f"not done after {MOST_S:g} s and given up: a lower bound, not a measurement"
+        note = f"the transfer was not complete after {MOST_S:g} s and was given up: a lower bound, not a measurement"
         yield Result(f"{name}: given up", limit, labels=labels | {"given_up": 1}, definition=note)
         return
     count = found.moved[0].descriptors
@@ -190,7 +193,7 @@ def _definition(bench: TransferBench, pair: Pair, found: NixlResult) -> str:
             "project's time covers all of them"
         )
     if len(found.moved) < bench.repeats:
-        note += f"; {len(found.moved)} of {bench.repeats} repeats, by time"
+        note += f"; {len(found.moved)} of {bench.repeats} repeats, because of the time limit"
     return (
         "one source rank writes the KV that one destination rank needs, until the source sees the last completion; "
         f"{_HOW[found.way]}{note}"

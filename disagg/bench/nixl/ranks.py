@@ -30,7 +30,7 @@ WAYS = ("prepared", "built")
 
 def load() -> ModuleType:
     """Returns NIXL's Python module. Raises `ConfigError` when the module cannot be imported."""
-    # Both log to standard output by default, where --json prints.
+    # By default, NIXL and UCX log to standard output, which --json uses for the report.
     os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
     os.environ.setdefault("UCX_LOG_FILE", "stderr")
     try:
@@ -79,9 +79,9 @@ class NixlTransfer:
     """Times of one transfer."""
 
     descriptors_s: float
-    """Time until NIXL had its descriptors."""
+    """Time to create the descriptors and NIXL's transfer handle."""
     transfer_s: float
-    """Time after `descriptors_s`, until the source saw the completion of all writes."""
+    """Time from posting the transfer until the source detected the completion of all writes."""
     descriptors: int
 
 
@@ -170,7 +170,7 @@ class NixlRank:
         self._settle()
 
     def poison(self) -> None:
-        """Poisons the pool before a transfer."""
+        """Overwrites the whole pool with poison before a transfer."""
         self._pool.poison()
         self._settle()
 

@@ -14,7 +14,7 @@ from disagg.core.errors import InvariantError, TransportError
 
 T = TypeVar("T")
 OPENING = 64
-"""Number of streams that are opened at once."""
+"""Number of streams that `LoadClient.open` opens concurrently."""
 _TOKEN = b'"text":"'
 """Bytes that occur exactly once in each event with a token, because no answer contains a quotation mark."""
 _END = b"\r\n0\r\n\r\n"
@@ -36,7 +36,7 @@ class _Chunk(msgspec.Struct):
 
 
 class StreamConnection(asyncio.Protocol):
-    """One connection. Its requests follow one after another."""
+    """One HTTP connection, which carries one request at a time."""
 
     def __init__(self, client: StreamCounts) -> None:
         self._client = client
@@ -50,7 +50,7 @@ class StreamConnection(asyncio.Protocol):
         self._transport = transport
 
     def send(self, host: str, prompt: str, max_tokens: int) -> None:
-        """Sends a request; `first` and `ended` are its events."""
+        """Sends a request. The future `first` completes with its first token, `ended` with its end."""
         loop = asyncio.get_running_loop()
         self.first, self.ended = loop.create_future(), loop.create_future()
         self._prompt, self.tokens, self._pieces, self._tail = prompt, 0, [], b""
@@ -70,7 +70,7 @@ class StreamConnection(asyncio.Protocol):
         self._pieces.append(data)
         seen = self._tail + data
         found = seen.count(_TOKEN)
-        self._tail = seen[1 - len(_TOKEN) :]  # an event may be cut
+        self._tail = seen[1 - len(_TOKEN) :]  # `_TOKEN` may be split between two calls
         self.tokens += found
         self._client.add(found)
         if self.tokens and not self.first.done():
@@ -78,7 +78,7 @@ class StreamConnection(asyncio.Protocol):
         if seen.endswith(_END) and not self.ended.done():
             self.ended.set_result(None)
         elif not self.tokens and not data.startswith(b"HTTP/1.1 200"):
-            self._fail(InvariantError(f"not an answer: {data[:200].decode(errors='replace')}"))
+            self._fail(InvariantError(f"unexpected reply: {data[:200].decode(errors='replace')}"))
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._fail(TransportError(f"the server closed a stream's connection: {exc}"))
@@ -87,7 +87,7 @@ class StreamConnection(asyncio.Protocol):
         """Raises `InvariantError` unless the answer repeats the prompt, one token in each event."""
         head, _, body = b"".join(self._pieces).partition(b"\r\n\r\n")
         if not head.startswith(b"HTTP/1.1 200"):
-            raise InvariantError(f"not an answer: {head[:200].decode(errors='replace')}")
+            raise InvariantError(f"unexpected reply: {head[:200].decode(errors='replace')}")
         *events, done = _data_lines(_unchunked(body))
         choices = [msgspec.json.decode(event, type=_Chunk).choices[0] for event in events]
         text = "".join(choice.text for choice in choices)
@@ -105,7 +105,7 @@ class StreamConnection(asyncio.Protocol):
         for event in (self.first, self.ended):
             if not event.done():
                 event.set_exception(error)
-                event.exception()  # several readers, or none
+                event.exception()  # marks the exception as retrieved, because no task may await this future
 
 
 class StreamCounts:
@@ -142,11 +142,11 @@ class LoadClient:
         self._number = 0
 
     def open(self, streams: int, max_tokens: int) -> None:
-        """Opens streams, `OPENING` at once; returns when each has its first token."""
+        """Opens streams, `OPENING` at a time; returns when each stream has its first token."""
         self._run(self._open(streams, max_tokens))
 
     def received(self) -> int:
-        """Returns the tokens received so far."""
+        """Returns the number of tokens that all streams have received so far."""
         return self._counts.tokens
 
     def wait_received(self, tokens: int, timeout_s: float) -> None:
@@ -163,7 +163,7 @@ class LoadClient:
         return self._run(self._finish())
 
     def drop(self) -> None:
-        """Closes all streams, without a check."""
+        """Closes all streams without checking their answers."""
         self._run(self._drop())
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""The unavoidable part of a router's work: a server without an engine, and a control channel without a router."""
+"""Measures the floor of a router's CPU time, with a server without an engine and a channel without a router."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class FloorServer:
         self._control.start(self._on_message, lambda peer: None)
 
     def where(self) -> tuple[int, int, str]:
-        """Returns process id, port and control address."""
+        """Returns this process's id, the HTTP port and the control address."""
         return os.getpid(), self._listener.getsockname()[1], self._control.address
 
     def write(self, steps: int, steps_per_s: float) -> None:

@@ -61,7 +61,7 @@ class SimulatedStream:
 
 @dataclass(slots=True)
 class _Owners:
-    """The decode leader of each request, by which a prefill leader starts the request's stream."""
+    """Maps each request to its decode leader, so that a prefill leader can start the request's stream."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     decode: dict[RequestKey, SimulatedLeader] = field(default_factory=dict)
@@ -126,7 +126,8 @@ class SimulatedLeader:
         return sum(map(len, together.values()))
 
     def begin(self, key: RequestKey) -> None:
-        """Starts a stream with its second token; the prefill group has sent the first one."""
+        """Starts a stream at its second token, because the prefill leader has sent the first token. All tokens of a
+        short request are sent immediately."""
         with self._shared.lock:
             stream = self.streams.get(key)
             if stream is None:
@@ -183,7 +184,8 @@ class SimulatedLeader:
             digest = Digest(None, 1, PAGE_SIZE, held, b"")
             self._control.send(router, m.CacheDigest(self.info.name, digest))
         self._watchers.add(router)
-        self._control.send(router, m.GroupReport(self._status))  # routers renew as often as leaders report
+        # A router renews its watch periodically; each renewal is answered with one report.
+        self._control.send(router, m.GroupReport(self._status))
 
     def _on_lost(self, peer: str) -> None:
         self._watchers.discard(peer)
@@ -217,7 +219,7 @@ class SimulatedGroups:
         return self._directory.address
 
     def announce(self, pairs: int) -> None:
-        """Announces the first `pairs` pairs to the router."""
+        """Announces the first `pairs` pairs of groups to the router, through the directory."""
         self._announced = [leader for pair in self._pairs[:pairs] for leader in pair]
         self._directory.announce([leader.info for leader in self._announced], [])
 
@@ -238,7 +240,7 @@ class SimulatedGroups:
         return sent
 
     def send_steps(self, peer: str, tokens: int, messages: int, tokens_per_s: float) -> None:
-        """Sends `messages` messages of `tokens` tokens to a channel without a router."""
+        """Sends `messages` messages of `tokens` tokens each to the control channel of a `FloorServer`."""
         leader, due_s = self._pairs[0][1], time.monotonic()
         step = [m.Tokens(RequestKey(secrets.token_hex(16) + "-0"), 7, [97]) for _ in range(tokens)]
         for _ in range(messages):

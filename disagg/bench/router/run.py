@@ -32,14 +32,14 @@ CONCURRENCY = 8
 
 @dataclass(frozen=True)
 class RouterBench:
-    """Settings of a run, which measures each number in `streams` with each number in `groups`."""
+    """Settings of a run. Each number in `streams` is measured with each number in `groups`."""
 
     streams: tuple[int, ...]
     groups: tuple[int, ...]
     tokens_per_s: float
     """Rate of tokens over all streams."""
     window_tokens: int
-    """Tokens of one measurement, at least one for each stream."""
+    """Tokens of one measurement over all streams; each stream sends at least one token."""
     requests: int
     """Short requests of one measurement."""
     prompt_tokens: int
@@ -79,7 +79,7 @@ class RouterPoint:
 
 @dataclass
 class FloorPoint:
-    """Unavoidable CPU time of a router's work, in microseconds."""
+    """CPU time in microseconds that no router can avoid: writing chunks, receiving messages, handling requests."""
 
     chunk_us: dict[int, list[float]] = field(default_factory=dict)
     """CPU time per written chunk, by number of streams."""
@@ -89,7 +89,7 @@ class FloorPoint:
 
 
 def run(bench: RouterBench, report_progress: Callable[[str], None] = lambda text: None) -> list[Result]:
-    """Measures the floor, then each point. Raises `InvariantError` for a wrong answer."""
+    """Measures the floor, then each combination of streams and groups. Raises `InvariantError` for a wrong answer."""
     from disagg.model.load.source import ModelSource
 
     with tempfile.TemporaryDirectory(prefix="disagg-router-") as folder, Processes() as processes:
@@ -142,7 +142,7 @@ def _point(
 
 
 class CpuWindow:
-    """CPU seconds of a process since the creation of this object, less the CPU seconds of an idle process."""
+    """Measures the CPU seconds of a process since this object's creation, less those of an idle process."""
 
     def __init__(self, pid: int, idle_share: float = 0.0) -> None:
         self._pid, self._idle_share = pid, idle_share

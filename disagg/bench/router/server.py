@@ -47,7 +47,7 @@ def router_config(keys: Path, port: int, streams: int) -> Config:
 
 
 class RouterProcess:
-    """Runs the command in the main thread of its process; log lines go to a file."""
+    """Runs `disagg serve --join` in the main thread of its process, with standard error redirected to a log file."""
 
     def __init__(self, config: Config, directory: str, log: str) -> None:
         self._config, self._directory = config, directory
@@ -77,7 +77,7 @@ def running_router(processes: Processes, config: Config, directory: str, log: Pa
 
 
 def wait_for_groups(port: int, count: int) -> None:
-    """Waits until the router has `count` groups, each with a report. Raises `DisaggError`."""
+    """Waits until the router has received reports of `count` groups. Raises `DisaggError` after `START_TIMEOUT_S`."""
     until_s, reported = time.monotonic() + START_TIMEOUT_S, 0
     while time.monotonic() < until_s:
         with urllib.request.urlopen(f"http://{HOST}:{port}/status", timeout=START_TIMEOUT_S) as reply:
@@ -86,11 +86,11 @@ def wait_for_groups(port: int, count: int) -> None:
         if reported == count:
             return
         time.sleep(LOOK_S)
-    raise DisaggError(f"the router has reports of {reported} of {count} groups")
+    raise DisaggError(f"the router received reports of only {reported} of {count} groups in time")
 
 
 def free_port() -> int:
-    """Returns a port that is free now."""
+    """Returns a TCP port of this host that is free at present."""
     with socket.create_server((HOST, 0)) as found:
         return int(found.getsockname()[1])
 

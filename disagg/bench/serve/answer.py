@@ -29,23 +29,23 @@ class RequestResult(msgspec.Struct, frozen=True, kw_only=True):
     requested_input_tokens: int | None
     requested_output_tokens: int
     input_tokens: int | None
-    """Number of prompt tokens, from the reply's `usage` field like `output_tokens`; None if the server sent no such
-    field."""
+    """Number of prompt tokens by the reply's `usage` field; None if the server sent no such field. `output_tokens` is
+    read from the same field."""
     output_tokens: int | None
     finish_reason: str | None
     kind: str
     """Outcome: `ok`, or the kind of failure: `http 500`, `disconnect`, `token count`, ..."""
     problem: str
-    """Description of the failure."""
+    """Description of the failure; empty for a correct answer."""
 
     @property
     def ttft_s(self) -> float | None:
-        """Time to first token, from sending, including connecting."""
+        """Time to first token, from the start of sending; includes the time to connect."""
         return None if self.first_s is None else self.first_s - self.sent_s
 
     @property
     def latency_s(self) -> float:
-        """Time from sending to the end."""
+        """Time from sending the request to the end of its answer, or to its failure."""
         return self.ended_s - self.sent_s
 
     @property
@@ -74,7 +74,7 @@ class _StreamChoice(msgspec.Struct):
         """
         if self.delta is None:
             return bool(self.text) or (self.text is not None and self.finish_reason is None)
-        # fields such as `reasoning_content` are tokens too
+        # fields such as `reasoning_content` carry tokens too
         texts = [value for key, value in self.delta.items() if key != "role" and isinstance(value, str)]
         return any(texts) or (bool(texts) and "role" not in self.delta and self.finish_reason is None)
 
@@ -113,7 +113,7 @@ class ResponseParser:
         return self._failure is not None
 
     def fail(self, kind: str, problem: str) -> None:
-        """Marks the request as failed; the first failure counts."""
+        """Marks the request as failed. If it has already failed, the call has no effect."""
         self._failure = self._failure or (kind, " ".join(problem.split()))
 
     def feed(self, chunk: bytes, now_s: float) -> None:
@@ -204,7 +204,7 @@ class ResponseParser:
 
 
 def error_message(body: bytes) -> str:
-    """Returns the message of an error reply in OpenAI's format; otherwise the start of its text."""
+    """Returns the message of an error reply in OpenAI's format; for a body in another format, its first bytes."""
     try:
         found = msgspec.json.decode(body)
     except msgspec.DecodeError:

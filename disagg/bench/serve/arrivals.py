@@ -14,7 +14,7 @@ ArrivalKind = Literal["poisson", "fixed", "burst"]
 
 @dataclass(frozen=True)
 class Arrivals:
-    """An arrival process; `rate` is its mean, in requests per second, for every kind."""
+    """An arrival process. For every kind, `rate` is the mean rate in requests per second."""
 
     kind: ArrivalKind
     """poisson: independent arrivals. fixed: evenly spaced. burst: groups of `burst_requests` at once, with

@@ -20,7 +20,7 @@ from disagg.core.errors import ConfigError
 
 @dataclass(frozen=True)
 class ServeBench:
-    """Settings of a run. Call `check` first."""
+    """Settings of a run of `disagg bench serve`."""
 
     url: str
     api_key: str | None
@@ -29,7 +29,7 @@ class ServeBench:
     arrivals: Arrivals | None
     """Arrivals of an open loop; None: closed loop."""
     concurrency: int | None
-    """Concurrency of a closed loop."""
+    """Number of requests that run at once in a closed loop; None in an open loop."""
     requests: int | None
     duration_s: float | None
     """Duration of sending; None if the number of requests is given instead."""
@@ -67,7 +67,7 @@ def check_url(url: str) -> str:
     except httpx.InvalidURL:
         usable = False
     if not usable:
-        raise ConfigError(f"--url {url}: give where the API begins, such as http://127.0.0.1:8000/v1")
+        raise ConfigError(f"--url {url}: give the API's base URL, such as http://127.0.0.1:8000/v1")
     return url.rstrip("/")
 
 
@@ -76,7 +76,7 @@ def run(
     report_progress: Callable[[LoadProgress, int | None], None] = lambda counts, total: None,
 ) -> Report:
     """Sends one probe request, then the load. After each request, `report_progress` is called with the counts so far
-    and the total number of requests.
+    and the total number of requests (None if a duration limits the run).
 
     Raises `DisaggError` when the server cannot be reached, or answers the probe with neither a valid answer
     nor 429.

@@ -40,7 +40,7 @@ def draw_distribution(axis: Any, name: str, values_s: Sequence[float], limit_s: 
     from matplotlib.ticker import LogLocator
 
     if values_s:
-        # A log axis has no place for 0, the gap of tokens that arrive together.
+        # A log axis cannot show 0, the interval between tokens that arrive together.
         axis.ecdf([1e3 * max(value, MIN_SHOWN_S) for value in values_s], color=_COLORS["answering"])
     if limit_s is not None:
         axis.axvline(1e3 * limit_s, color=_COLORS["error"], lw=1, label=f"SLO {1e3 * limit_s:g} ms")
@@ -48,7 +48,7 @@ def draw_distribution(axis: Any, name: str, values_s: Sequence[float], limit_s: 
     axis.set_xlabel(name)
     axis.set_ylabel("share")
     axis.set_ylim(0, 1)
-    axis.set_xscale("log")  # the largest of many gaps would hide the curve on a linear axis
+    axis.set_xscale("log")  # on a linear axis, a few long intervals would squeeze the curve
     axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axis.xaxis.set_major_formatter("{x:g}")
     axis.xaxis.set_minor_formatter("")
@@ -57,7 +57,7 @@ def draw_distribution(axis: Any, name: str, values_s: Sequence[float], limit_s: 
 
 
 def _runs(axis: Any, rows: Sequence[RequestResult]) -> None:
-    """Draws each request, from sending to the first token, and from there to the end."""
+    """Draws a line for each request: one colour from sending to the first token, another one to the end."""
     stretches: dict[str, list[tuple[int, float, float]]] = {name: [] for name in _COLORS}
     for row in rows:
         if row.kind != OK:
@@ -67,9 +67,8 @@ def _runs(axis: Any, rows: Sequence[RequestResult]) -> None:
         first_s = row.ended_s if row.first_s is None else row.first_s
         stretches["waiting"].append((row.index, row.sent_s, first_s))
         stretches["answering"].append((row.index, first_s, row.ended_s))
-    height = max(
-        0.6, min(4.0, 300 / len(rows))
-    )  # in points: with many requests, the lines touch each other; with few, they stay thin
+    # Line width in points: the lines of many requests touch each other, those of few requests stay thin.
+    height = max(0.6, min(4.0, 300 / len(rows)))
     for name, lines in stretches.items():
         if lines:
             places, begin_s, end_s = zip(*lines, strict=True)

@@ -20,14 +20,14 @@ _KEEP_ALIVE_S = 2.0
 """Keep-alive of the client, which must be shorter than a server's (uvicorn: 5 s). Otherwise a request could use a
 connection that the server is closing, and would be counted as a disconnect."""
 _ERROR_BYTES = 1 << 16
-"""Largest number of bytes read from an error's body."""
+"""Number of bytes of an error reply's body after which the client stops reading."""
 
 
 class ServeClient:
-    """Sends requests to one endpoint, each on its own connection. Use with `async with`.
+    """Sends requests to one endpoint. Concurrent requests use separate connections. Use with `async with`.
 
-    Each running request has its own `httpx.AsyncClient`: with a shared pool, the cost of a request grows with the
-    square of the connections (httpcore 1.0).
+    Each running request has its own `httpx.AsyncClient`: with a shared pool, the CPU time of a request grows with the
+    square of the number of connections (httpcore 1.0).
     """
 
     def __init__(self, url: str, api_key: str | None, chat: bool, timeout_s: float, clock: RunClock) -> None:
@@ -40,7 +40,7 @@ class ServeClient:
             self._headers["authorization"] = f"Bearer {api_key}"
         self._tls = httpx.create_ssl_context()
         self._made: list[httpx.AsyncClient] = []  # all clients, closed at the end
-        self._free: list[httpx.AsyncClient] = []  # unused clients; the last one used is the next
+        self._free: list[httpx.AsyncClient] = []  # idle clients; the most recently used one is taken first
 
     async def __aenter__(self) -> ServeClient:
         return self
@@ -62,14 +62,14 @@ class ServeClient:
 
     def _connect(self) -> httpx.AsyncClient:
         limits = httpx.Limits(keepalive_expiry=_KEEP_ALIVE_S)
-        # An explicit transport: httpx then ignores proxies of the environment.
+        # With an explicit transport, httpx ignores the proxies that environment variables name.
         transport = httpx.AsyncHTTPTransport(verify=self._tls, limits=limits)
         http = httpx.AsyncClient(transport=transport, headers=self._headers, timeout=None)
         self._made.append(http)
         return http
 
     async def model(self) -> str:
-        """Returns the first model of the server. Raises `DisaggError` when the server lists none."""
+        """Returns the name of the first model that the server lists. Raises `DisaggError` when the list is empty."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 with self._connection() as http:
@@ -130,7 +130,7 @@ class _Models(msgspec.Struct):
 
 
 async def _some(response: httpx.Response) -> bytes:
-    """Returns the first bytes of a response's body, at most `_ERROR_BYTES`."""
+    """Returns the start of a response's body; stops reading after `_ERROR_BYTES`."""
     body = b""
     async for chunk in response.aiter_raw():
         body += chunk

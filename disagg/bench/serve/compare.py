@@ -26,7 +26,7 @@ Serve = Callable[[Config, float], AbstractContextManager[str]]
 """Context manager `serve(config, request_timeout_s)`: runs a server for the duration of the block, and yields its
 URL."""
 ReportProgress = Callable[[str, LoadProgress | None, int | None], None]
-"""Callback `report_progress(what, counts, total)` with the current phase and its progress."""
+"""Callback `report_progress(phase, counts, total)`; `counts` and `total` are None in a phase without progress."""
 
 
 @dataclass(frozen=True)
@@ -43,13 +43,13 @@ class CompareBench:
 def both_systems(config: Config, colocated_tp: int | None = None) -> Systems:
     """Returns the configured split system, and a colocated system with the same number of ranks.
 
-    The colocated groups have `colocated_tp` ranks, by default as many as a decode group. Pool, batch and
-    pages follow the decode groups, `chunk_tokens` the prefill groups; explicit settings of `colocated` take
+    Each colocated group has `colocated_tp` ranks, by default as many as a decode group. The other settings are copied
+    from the decode groups, but `chunk_tokens` from the prefill groups; explicit settings of `colocated` take
     precedence. Raises `ConfigError` when the ranks cannot be divided into whole groups.
     """
     for name, group in (("prefill", config.prefill), ("decode", config.decode)):
         if group.tp is None:
-            raise ConfigError(f"--compare needs --{name}-tp: how many ranks both systems have depends on it")
+            raise ConfigError(f"--compare needs --{name}-tp, which determines both systems' number of ranks")
     prefill, decode = config.prefill, config.decode
     ranks = prefill.ranks * prefill.groups + decode.ranks * decode.groups
     tp = colocated_tp or decode.ranks
@@ -109,7 +109,7 @@ def _measure(name: str, load: ServeBench, report_progress: ReportProgress) -> Re
 
 
 def _warm_up(load: ServeBench, ranks: int) -> None:
-    """Sends all warm-up requests at once, so that every group of the system receives some."""
+    """Sends all warm-up requests at once, so that the router distributes them over all groups of the system."""
     count = WARM_REQUESTS * ranks
     warm = replace(
         _with_seed(load, WARM_SEED), arrivals=None, concurrency=count, requests=count, duration_s=None
@@ -117,7 +117,7 @@ def _warm_up(load: ServeBench, ranks: int) -> None:
     report = run(warm)
     wrong: Sequence[str] = [row.problem for row in report.rows if row.kind in report.summary.errors]
     if wrong:
-        raise DisaggError(f"{len(wrong)} of {count} requests to warm up failed: {wrong[0]}")
+        raise DisaggError(f"{len(wrong)} of {count} warm-up requests failed; the first: {wrong[0]}")
 
 
 def _with_seed(load: ServeBench, added: int) -> ServeBench:

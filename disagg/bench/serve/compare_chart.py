@@ -35,7 +35,7 @@ def write_compare_chart(path: Path, found: SystemsComparison) -> None:
 def _distributions(
     axis: Any, found: SystemsComparison, name: str, limit_s: float | None, values: Any
 ) -> None:
-    """Draws the distributions; higher rates have stronger lines."""
+    """Draws a cumulative distribution for each system and rate; the line is stronger for a higher rate."""
     from matplotlib.ticker import LogLocator
 
     for number, run in enumerate(found.runs, 1):
@@ -58,7 +58,7 @@ def _distributions(
     axis.set_xscale("log")
     axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axis.xaxis.set_major_formatter("{x:g}")
-    axis.xaxis.set_minor_formatter("")  # otherwise their labels overlap within one decade
+    axis.xaxis.set_minor_formatter("")  # labels of minor ticks would overlap within one decade
     axis.legend(loc="lower right", **_LEGEND)
     _plain(axis)
 

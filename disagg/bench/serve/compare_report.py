@@ -25,7 +25,7 @@ _COLUMNS = ("p50", "p90", "p99")
 
 
 class Compared(msgspec.Struct, frozen=True):
-    """One load on both systems."""
+    """Results of one load on both systems."""
 
     rate: float | None
     """Requests per second; None in a closed loop."""
@@ -48,7 +48,7 @@ class SystemsComparison(msgspec.Struct, frozen=True):
 
     @property
     def answered(self) -> bool:
-        """Whether each load has at least one answer."""
+        """Whether each system answered at least one request of each load correctly."""
         return all(report.summary.ok for run in self.runs for report in run.reports.values())
 
 
@@ -106,7 +106,7 @@ def comparison_lines(found: SystemsComparison) -> Iterator[str]:
 
 
 def equality_lines(equal: Equality) -> Iterator[str]:
-    """Yields the positions where the greedy answers of both systems differ."""
+    """Yields the first difference of each pair of greedy answers, and whether rounding explains the differences."""
     if not equal.differences:
         yield f"all {equal.tokens} tokens of {equal.prompts} greedy answers are the same on both systems"
         return

@@ -17,7 +17,7 @@ from disagg.core.sampling import MAX_LOGPROBS
 from disagg.core.types import TokenLogprobs
 
 PROMPTS = 8
-"""Number of prompts. All are sent at once, so that they share batches."""
+"""Number of prompts. All prompts are sent at once, so that the server batches them."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,8 @@ class Equality(msgspec.Struct, frozen=True):
     """Number of tokens in the first server's answers."""
     differences: list[Difference]
     rounding: str = ""
-    """Text that compares the difference with rounding, from `disagg.bench.serve.judge`; empty if not computed."""
+    """Comparison of the largest difference with rounding, as text by `disagg.bench.serve.judge`; empty if the answers
+    were not judged."""
     within_rounding: bool = False
     """Whether rounding explains all differences."""
 
@@ -72,7 +73,8 @@ class _Reply(msgspec.Struct):
 
 
 def request_answers(bench: ServeBench) -> Answers:
-    """Returns the answers to the first prompts of the load. Raises `DisaggError` unless all are answered."""
+    """Returns the greedy answers to the workload's first `PROMPTS` prompts. Raises `DisaggError` unless the server
+    answers all of them."""
     try:
         return asyncio.run(_request_all(bench, replace(bench.workload, chat=False)))
     except httpx.HTTPError as exc:
@@ -94,9 +96,8 @@ def _pairs(one: Answers, other: Answers) -> Iterator[tuple[list[str], list[str]]
 
 
 async def _request_all(bench: ServeBench, workload: Workload) -> Answers:
-    transport = (
-        httpx.AsyncHTTPTransport()
-    )  # an explicit transport: httpx then ignores proxies of the environment
+    # With an explicit transport, httpx ignores the proxies that environment variables name.
+    transport = httpx.AsyncHTTPTransport()
     async with httpx.AsyncClient(transport=transport, timeout=bench.timeout_s) as http:
         models = (await http.get(f"{bench.url}/models")).json()
         workload = replace(workload, model=workload.model or models["data"][0]["id"])

@@ -1,4 +1,7 @@
-"""Finds out, with an unsplit engine or Hugging Face, whether rounding explains different answers of two systems."""
+"""Decides whether rounding explains different answers of two systems, by log-probabilities of a reference engine.
+
+The reference is an unsplit engine or Hugging Face.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +19,8 @@ def judge(systems: Systems, answers: Sequence[Answers], equal: Equality) -> Equa
     """Returns the comparison `equal`, with `rounding` and `within_rounding` set if answers differ and rounding may be
     the cause.
 
-    `answers`: the answers of each system, in the order of `systems`. Call this after both systems have ended, because
-    it uses one of their devices.
+    `answers`: the answers of each system, in the order of `systems`. Both systems must have ended, because the
+    reference engine uses one of their devices.
     """
     differ = [one.prompt for one in equal.differences]
     shown = [of_system[number] for of_system in answers for number in differ]

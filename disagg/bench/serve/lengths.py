@@ -24,7 +24,7 @@ _LOGNORMAL = re.compile(r"lognormal:(\d+(?:\.\d+)?),(\d+(?:\.\d+)?)(?:,(\d+))?")
 
 @dataclass(frozen=True)
 class Lengths:
-    """A distribution of lengths, in tokens. Use `parse_lengths`."""
+    """A distribution of lengths in tokens, made by `parse_lengths`."""
 
     low_tokens: int
     high_tokens: int

@@ -1,4 +1,4 @@
-"""Sends requests at precomputed times (open loop), or after earlier ones have ended (closed loop)."""
+"""Sends requests at precomputed times (open loop), or each one when an earlier request has ended (closed loop)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class RunClock:
         return time.perf_counter() - self._origin_s
 
     async def until(self, due_s: float) -> None:
-        """Sleeps until `due_s`. Other tasks run at least once, even if that time has passed."""
+        """Sleeps until `due_s`. Other tasks run at least once, even if `due_s` is in the past."""
         await asyncio.sleep(max(0.0, due_s - self.now()))
 
 
@@ -49,7 +49,7 @@ class LoadProgress:
 
 
 class Load:
-    """Sends requests and collects their rows, for one run."""
+    """Sends the requests of one run and collects their results."""
 
     def __init__(
         self,
@@ -73,17 +73,17 @@ class Load:
         """Sends request `i` at `due_s[i]`, independently of earlier answers; returns when all have ended."""
         async with asyncio.TaskGroup() as group:
             for index, due in enumerate(due_s):
-                request = self._request(index)  # before the send time: drawing a long prompt takes time
+                request = self._request(index)  # drawn before the send time, because a long prompt takes time
                 await self._clock.until(due)
                 group.create_task(self._one(request, due))
-                await asyncio.sleep(0)  # sends it before the next one is drawn
+                await asyncio.sleep(0)  # the task sends the request before the next request is drawn
         return self._in_order()
 
     async def closed_loop(
         self, concurrency: int, requests: int | None = None, duration_s: float | None = None
     ) -> list[RequestResult]:
-        """Keeps `concurrency` requests running, for `requests` requests or `duration_s`; returns when all
-        have ended."""
+        """Keeps `concurrency` requests running until `requests` were sent or `duration_s` has passed; returns when
+        all requests have ended."""
         numbers: Iterator[int] = count() if requests is None else iter(range(requests))
 
         async def one_after_another() -> None:

@@ -39,7 +39,7 @@ class Offer:
     seed: int = 0
 
     def requests(self, count: int) -> list[bytes]:
-        """Returns `count` random requests as bytes. They are built before the run, to save time during it."""
+        """Returns `count` random HTTP requests as bytes, built before the run to save CPU time during the run."""
         parts, choose = urlsplit(self.url), random.Random(self.seed)
         key = f"Authorization: Bearer {self.api_key}\r\n" if self.api_key is not None else ""
         found = []
@@ -63,7 +63,7 @@ class RequestOutcome(NamedTuple):
     late_s: float
     """Time from the scheduled send to the actual send."""
     status: int
-    """HTTP status; 0: the connection broke, or was refused."""
+    """HTTP status; 0 if the connection failed or the reply did not arrive in time."""
     seconds: float
     """Time from the scheduled send to the complete reply."""
 
@@ -84,7 +84,7 @@ class LoadPhase(msgspec.Struct, frozen=True):
 
 
 def phase(name: str, rate: float, replies: Iterable[RequestOutcome]) -> LoadPhase:
-    """Summarizes replies."""
+    """Returns the figures of one load from its replies."""
     replies = list(replies)
     ok, busy = ([r.seconds for r in replies if r.status == status] for status in (OK, BUSY))
     failed = len(replies) - len(ok) - len(busy)
@@ -100,9 +100,8 @@ class _Exchange(asyncio.Protocol):
         self.status: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        cast("asyncio.WriteTransport", transport).write(
-            self._request
-        )  # uvloop's transport does not derive from it
+        # A cast instead of `isinstance`: uvloop's transport does not derive from `WriteTransport`.
+        cast("asyncio.WriteTransport", transport).write(self._request)
 
     def data_received(self, data: bytes) -> None:
         if len(self._first) < _STATUS.stop:
@@ -137,7 +136,7 @@ async def offer(load: Offer, rate: float, seconds: float) -> list[RequestOutcome
                     status = await exchange.status
                 finally:
                     link.close()
-        except OSError:  # includes a missing reply
+        except OSError:  # includes the `TimeoutError` of a missing reply
             status = 0
         replies.append(RequestOutcome(due_s, late_s, status, clock.now() - due_s))
 
@@ -160,8 +159,8 @@ def second_half(replies: Sequence[RequestOutcome]) -> list[RequestOutcome]:
 async def run(
     load: Offer, rate: float, seconds: float, idle_rate: float, say: Callable[[str], None]
 ) -> list[LoadPhase]:
-    """Offers a low load, a high load, and the low one again, each for `seconds`. `say(what)` reports the
-    current phase."""
+    """Offers `idle_rate`, then `rate`, then `idle_rate` again, each for `seconds`. `say(text)` receives the current
+    phase."""
     say(f"{idle_rate:g} requests a second, before")
     before = await offer(load, idle_rate, seconds)
     say(f"{rate:g} requests a second")
@@ -177,6 +176,7 @@ async def run(
 
 
 def slowdown(phases: Sequence[LoadPhase]) -> float | None:
-    """Returns the median latency of accepted requests under overload, relative to light load; None if not known."""
+    """Returns the median latency of accepted requests under overload, divided by that under light load; None if one
+    of the two phases has no accepted request."""
     idle, much = phases[0].answered_s, phases[1].answered_s
     return much.p50 / idle.p50 if idle is not None and much is not None else None

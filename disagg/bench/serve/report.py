@@ -109,7 +109,7 @@ def _spreads(found: Summary) -> Iterator[tuple[str, Spread | None]]:
 
 
 def rounded(row: RequestResult) -> dict[str, Any]:
-    """Returns a request's fields, with times to the microsecond."""
+    """Returns a request's fields by name, with times rounded to microseconds."""
 
     def short_of(value: Any) -> Any:
         if isinstance(value, list):

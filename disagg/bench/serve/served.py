@@ -57,8 +57,8 @@ def _local(config: Config, request_timeout_s: float) -> Config:
 
 
 def _environment() -> dict[str, str]:
-    """Returns this environment without variables for settings, which are in the file, and with this package on
-    PYTHONPATH."""
+    """Returns this process's environment with this package on PYTHONPATH, and without `DISAGG_*` variables, which
+    would override the settings file."""
     found = {name: value for name, value in os.environ.items() if not name.startswith("DISAGG_")}
     root = str(Path(disagg.__file__).parents[1])
     return found | {"PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))}
@@ -66,7 +66,8 @@ def _environment() -> dict[str, str]:
 
 def _wait_for_url(process: subprocess.Popen[bytes], log: Path) -> str:
     while True:
-        ended = process.poll() is not None  # before reading the log: no line is missed
+        # Poll the process before reading the log, so that the last line is not missed.
+        ended = process.poll() is not None
         lines = log.read_text(errors="replace").splitlines()
         for line in lines:
             if url := _url(line):

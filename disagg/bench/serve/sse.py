@@ -16,7 +16,7 @@ class SseError(ValueError):
 
 
 class SseParser:
-    """Returns the payloads of `data` fields; ignores comments, names and ids of events."""
+    """Parses a stream of events into the payloads of `data` fields. Comments, names and ids of events are ignored."""
 
     def __init__(self) -> None:
         self._rest = b""  # an incomplete line

@@ -1,4 +1,4 @@
-"""The arithmetic of `disagg bench serve`: figures from rows. Pure."""
+"""Computes the figures of `disagg bench serve` from the requests' results. All functions are pure."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _PERCENTS = (50, 90, 99)
 
 
 class Spread(msgspec.Struct, frozen=True):
-    """Percentiles, in seconds, of a quantity over requests or over intervals between tokens. Each percentile is one
-    of the values, without interpolation."""
+    """Mean and percentiles, in seconds, of a quantity over requests or over intervals between tokens. Each percentile
+    is one of the values, without interpolation."""
 
     mean: float
     p50: float
@@ -35,9 +35,9 @@ class Slo(msgspec.Struct, frozen=True):
     """Limit for the mean time per token after the first, like DistServe's TPOT (Zhong et al., 2024)."""
 
     def met_by(self, row: RequestResult) -> bool:
-        """Returns whether an answer met the SLO. If the answer has no token, its end counts as TTFT.
+        """Returns whether an answer met the SLO. For an answer without tokens, the time to its end counts as TTFT.
 
-        With fewer than two tokens, the ITL limit is met.
+        An answer with fewer than two tokens meets the ITL limit.
         """
         first_s = row.latency_s if row.ttft_s is None else row.ttft_s
         kept_first = self.ttft_s is None or first_s <= self.ttft_s
@@ -58,9 +58,9 @@ class Summary(msgspec.Struct, frozen=True):
     most_running: int
     ttft_s: Spread | None
     itl_s: Spread | None
-    """All intervals between two events with tokens, over all answers."""
+    """Distribution of the intervals between two consecutive events with tokens, over all answers."""
     token_s: Spread | None
-    """Mean time per token after the first (TPOT), one value for each answer."""
+    """Distribution of the mean time per token after the first (TPOT), with one value for each answer."""
     latency_s: Spread | None
     late_s: Spread | None
     """The client's send delays for all requests of an open loop, including failed ones; None in a closed loop."""
@@ -107,7 +107,7 @@ def summarize(rows: Sequence[RequestResult], slo: Slo, most_running: int) -> Sum
 
 
 def spread(values: Iterable[float | None]) -> Spread | None:
-    """Returns the spread of the values that are not None; None without any."""
+    """Returns mean and percentiles of the values that are not None; None if there are no such values."""
     found = sorted(value for value in values if value is not None)
     if not found:
         return None
@@ -121,14 +121,14 @@ def notes(summary: Summary) -> list[str]:
     late_s = summary.late_s
     if late_s is not None and late_s.p99 > LATE_S:
         found.append(
-            f"the client was late: it sent requests up to {1e3 * late_s.max:.0f} ms after they were due "
-            f"(p99 {1e3 * late_s.p99:.0f} ms); it was too busy, and measured latencies that are too high"
+            f"the client was late: requests were sent up to {1e3 * late_s.max:.0f} ms after their scheduled time "
+            f"(p99 {1e3 * late_s.p99:.0f} ms). The client was overloaded, so measured latencies are too high"
         )
     per_event = summary.tokens_per_event
     if per_event is not None and abs(per_event - 1) > 0.05:
         found.append(
-            f"an event brought {per_event:.3g} tokens on average: inter-token latencies are between events; the time "
-            "per token counts tokens"
+            f"an event carried {per_event:.3g} tokens on average: inter-token latencies are intervals between "
+            "events; only the time per token counts single tokens"
         )
     if summary.ok < summary.requests:
         found.append("latencies and rates count correct answers only")

@@ -1,4 +1,4 @@
-"""The workload: request bodies, each a function of the seed and its index."""
+"""The workload: request bodies, each a function of the seed and the request's index."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class WorkloadRequest(msgspec.Struct, frozen=True):
 
     index: int
     input_tokens: int | None
-    """Exact number of tokens; None for text, whose tokens only the server can count."""
+    """Exact number of prompt tokens; None for a text prompt, because only the server can count its tokens."""
     output_tokens: int
-    """Limit of the answer's tokens; with `ignore_eos` their exact number."""
+    """Limit of the answer's tokens; with `ignore_eos` the exact number of tokens."""
     ignore_eos: bool
     body: bytes
     """The request's body as JSON."""
@@ -38,7 +38,7 @@ class WorkloadRequest(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Workload:
-    """Draws requests."""
+    """Draws the random requests of a run."""
 
     model: str
     chat: bool
@@ -46,16 +46,16 @@ class Workload:
     input: Lengths
     output: Lengths
     prefix_tokens: int
-    """Length of a prefix before the `input` tokens; 0: no shared prefixes."""
+    """Length of the shared prefix that precedes the `input` tokens; 0: no shared prefixes."""
     prefixes: int
-    """Number of different prefixes; each request uses a random one of them."""
+    """Number of different shared prefixes; each request begins with a random one."""
     token_ids: tuple[int, int]
     """The lowest and the highest token id of prompts."""
     ignore_eos: bool
     seed: int
 
     def request(self, index: int) -> WorkloadRequest:
-        """Returns request `index`, equal for equal seeds."""
+        """Returns request number `index`. Equal seeds give equal requests."""
         random = np.random.default_rng([self.seed, _REQUESTS, index])
         prompt = self._units(random, self.input.draw(random))
         if self.prefix_tokens:
@@ -73,7 +73,7 @@ class Workload:
         return [self._units(random, self.prefix_tokens) for _ in range(self.prefixes)]
 
     def _units(self, random: np.random.Generator, count: int) -> list[Any]:
-        """Returns token ids, or words for text."""
+        """Returns `count` random token ids, or `count` random words for chat."""
         if self.chat:
             return [_WORDS[i] for i in random.integers(len(_WORDS), size=count)]
         low, high = self.token_ids

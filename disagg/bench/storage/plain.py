@@ -1,4 +1,4 @@
-"""Ceilings of a storage: the same bytes moved by plain system calls, or as one value of the server."""
+"""Ceilings of a page storage: the same bytes moved by plain system calls, or as one value of a Redis server."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ _TIMEOUT_S = 60.0
 def plain_files(
     folder: Path, pages: Sequence[memoryview], into: Sequence[memoryview], threads: int, flags: int
 ) -> tuple[float, float]:
-    """Returns the seconds to write `pages` into one new file and to read them back, one system call a page.
+    """Returns the seconds to write `pages` into one new file and to read them back, with one system call per page.
 
-    The space is reserved first, as in a segment. `flags`: `O_DIRECT`, for which the memory must be aligned, or 0.
+    The file's space is reserved first, as in the storage's segment files. `flags`: 0, or `O_DIRECT`, which needs
+    aligned memory.
     """
     path = folder / "plain.bytes"
     page_bytes = pages[0].nbytes

@@ -49,8 +49,8 @@ class StorageBench:
         """Raises `ConfigError` for values that cannot be measured."""
         if self.page_bytes % ALIGNMENT or not 0 < self.page_bytes < _SEGMENT_BYTES // 2:
             raise ConfigError(
-                f"--page-bytes {self.page_bytes}: give a multiple of {ALIGNMENT} below {_SEGMENT_BYTES // 2}, as "
-                "direct I/O needs for the ceiling"
+                f"--page-bytes {self.page_bytes}: give a multiple of {ALIGNMENT} below {_SEGMENT_BYTES // 2}; the "
+                "ceiling's direct I/O needs aligned pages"
             )
         if self.backend == "redis" and not self.url:
             raise ConfigError("--backend redis: name the server with --url redis://HOST:PORT/DB")
@@ -62,7 +62,7 @@ class StorageBench:
 
     @property
     def capacity_bytes(self) -> int:
-        """Capacity with which a file storage never evicts in this run."""
+        """Capacity in bytes at which a file storage never evicts a page in this run."""
         stored_bytes = (self.repeats + 1) * (self.nbytes + self.pages * ALIGNMENT)
         stored_bytes += _LATENCY_CALLS * (self.page_bytes + ALIGNMENT)
         return (stored_bytes // _SEGMENT_BYTES + 8) * _SEGMENT_BYTES
@@ -70,7 +70,7 @@ class StorageBench:
 
 @dataclass(frozen=True)
 class _PageMemory:
-    """Aligned pages to write, and as many to read into."""
+    """Aligned pages to write, and equally many pages to read into."""
 
     pages: list[memoryview]
     into: list[memoryview]
@@ -85,7 +85,7 @@ def run(bench: StorageBench, report_progress: Callable[[str], None] = lambda tex
         puts: list[float] = []
         gets: list[float] = []
         plain: list[tuple[float, float]] = []
-        for number in range(bench.repeats + 1):  # the first one warms up
+        for number in range(bench.repeats + 1):  # the first round warms up
             report_progress(f"{bench.pages} pages, {number} of {bench.repeats}")
             keys = [secrets.token_bytes(KEY_BYTES) for _ in memory.pages]
             puts.append(_timed(partial(storage.put, keys, memory.pages, _TIMEOUT_S)))

@@ -30,7 +30,8 @@ _SPIN_S = 0.0002
 
 
 class PrefillHost(BenchRank):
-    """Sends KV. When a request has been sent, the next one is marked as computed, so a fixed number is in flight."""
+    """A prefill rank that keeps a fixed number of requests in flight: once a request was sent, the rank marks the
+    next request as computed."""
 
     role: ClassVar[str] = "prefill"
     _agent: SegmentSender
@@ -53,7 +54,8 @@ class PrefillHost(BenchRank):
     def send(
         self, keys: Sequence[RequestKey], tokens: int, in_flight: int, ahead: bool, start_at_s: float
     ) -> float:
-        """Sends the requests, `in_flight` at a time; returns the `time.monotonic()` at which the first was computed.
+        """Sends the requests, `in_flight` at a time, from `start_at_s` on. Returns the time at which the first
+        request was marked as computed. Both times are `time.monotonic()` seconds.
 
         `ahead`: leases are requested before `start_at_s`, as in a real step.
         """
@@ -70,7 +72,7 @@ class PrefillHost(BenchRank):
         deadline_s = time.monotonic() + WAIT_S
         while time.monotonic() < deadline_s:
             latest: list[SenderStatistics] = []
-            self._loop.call(lambda: latest.append(self._agent.statistics()))  # noqa: B023 - it has run by then
+            self._loop.call(lambda: latest.append(self._agent.statistics()))  # noqa: B023 - `call` waits for its end
             if latest[0].open_pools + latest[0].refused_pools == count:
                 return latest[0].open_pools == count
             time.sleep(_SPIN_S)
@@ -83,11 +85,11 @@ class PrefillHost(BenchRank):
         self._span, self._event = span, event
 
     def _sent(self, key: RequestKey) -> None:
-        if key in self._batch:  # else a late report of the previous round
+        if key in self._batch:  # ignore late reports of the previous round
             self._compute(1)
 
     def _plan(self, count: int) -> None:
-        """Requests the leases of the next requests."""
+        """Requests the leases of the next `count` requests that wait."""
         for _ in range(min(count, len(self._waiting))):
             self._steps += 1
             part = StepPart(self._steps, Part.CHUNK)
@@ -95,19 +97,20 @@ class PrefillHost(BenchRank):
             self._planned.append(self._steps)
 
     def _compute(self, count: int) -> None:
-        """Marks the next requests as computed, and requests leases for the same number of requests after them."""
+        """Marks the next `count` requests as computed, and requests leases for the `count` requests after them."""
         for _ in range(count):
             if not self._planned:
                 self._plan(1)
             if self._planned:
                 step = self._planned.popleft()
                 first = self._shard.layers.start
-                for group in self._agent.groups:  # cumulative, as a real step reports its layers
+                for group in self._agent.groups:  # cumulative spans, as a real step reports finished layers
                     self._agent.layers_ready(StepPart(step, Part.CHUNK), Span(first, group.stop), self._event)
                 self._plan(1)
 
     def _to_leader(self, message: m.Message) -> None:
-        if isinstance(message, m.RankSent):  # a request was sent; posted, because the agent is not reentrant
+        if isinstance(message, m.RankSent):
+            # Post the next request to the loop: the agent, which calls this method, is not reentrant.
             self._loop.post(partial(self._sent, message.key))
         super()._to_leader(message)
 
@@ -141,7 +144,7 @@ class PrefillHost(BenchRank):
 
 
 class DecodeHost(BenchRank):
-    """Receives KV."""
+    """A decode rank that receives KV and checks the received bytes."""
 
     role: ClassVar[str] = "decode"
     _agent: SegmentReceiver
@@ -186,7 +189,7 @@ class DecodeHost(BenchRank):
 
 
 def _sleep_until(at_s: float) -> None:
-    """Sleeps, then spins until `at_s`, so that all ranks start within a microsecond. A sleep alone ends late."""
+    """Sleeps, then spins until `at_s`, so that all ranks start within a microsecond; a sleep alone would end late."""
     time.sleep(max(0.0, at_s - _SPIN_S - time.monotonic()))
     while time.monotonic() < at_s:
         pass

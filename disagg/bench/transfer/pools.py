@@ -55,16 +55,17 @@ class TransferBench:
             raise ConfigError(f"requests of {self.tokens} tokens: give 1 or more")
         if self.config.transport.backend == "inproc":
             raise ConfigError(
-                "transport inproc works within one process only; the benchmark's ranks are processes"
+                "transport.backend = inproc works within one process only; each rank of this benchmark is a process"
             )
 
     @property
     def ceiling_bytes(self) -> int:
-        """Bytes of a plain copy. One measurement of the wire moves at most the same number of bytes."""
+        """Size of a plain copy in bytes, which also limits the bytes of one measurement."""
         return ceiling_bytes(self.cuda)
 
     def cases(self) -> tuple[TransferRound, ...]:
-        """Returns the rounds of each size: one at a time, the same without early leases, and back to back."""
+        """Returns three rounds for each size: one request at a time with early leases, one request at a time without
+        early leases, and `in_flight` requests at a time."""
         found: list[TransferRound] = []
         for tokens in self.tokens:
             nbytes = tokens * self.layout.token_bytes
@@ -106,7 +107,7 @@ class TransferRound:
 
 
 def run(bench: TransferBench, report_progress: Callable[[str], None] = lambda text: None) -> list[Result]:
-    """Measures requests, then the wire, then copies. Raises `InvariantError` for wrong or misplaced bytes."""
+    """Measures the ceilings, then the transfers of requests. Raises `InvariantError` for wrong or misplaced bytes."""
     ceilings = measure_ceilings(bench.cuda, bench.repeats, report_progress)
     results: list[Result] = []
     with Processes() as processes:
@@ -157,7 +158,7 @@ def _results(
 
 
 class TransferGroups:
-    """Controls the two groups, as their leaders would."""
+    """The prefill and the decode group; this class sends them the messages that their leaders would send."""
 
     def __init__(self, bench: TransferBench, processes: Processes, gpus: Sequence[str]) -> None:
         self._bench = bench
@@ -203,7 +204,7 @@ class TransferGroups:
         for number in range(self._bench.repeats + 1):
             seconds = self._round(case, pages)
             call_all(self._decode, "check", pages[1], case.tokens)
-            if number:  # the first one opens connections and maps memory
+            if number:  # the first round opens connections and maps memory
                 found.extend(seconds)
         return tuple(found)
 

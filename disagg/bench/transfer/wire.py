@@ -26,7 +26,7 @@ from transport.select import TLSOptions, make_transport
 from transport.ucx.reach import Reach
 
 WINDOW = 4
-"""Messages in flight at once."""
+"""Number of messages in flight at once."""
 RECORD_BYTES = 1 << 14
 """Size of a TLS record."""
 _DATA, _GO = 1, 2
@@ -39,7 +39,7 @@ SWITCH_INTERVAL_S = 0.0002
 
 @dataclass(frozen=True)
 class Backend:
-    """One column of the benchmark."""
+    """One backend that the benchmark measures, with its settings."""
 
     title: str
     name: str
@@ -56,7 +56,7 @@ class WireBench:
     lanes: tuple[int, ...]
     """Numbers of TLS lanes."""
     most_bytes: int
-    """Bytes moved in one measurement."""
+    """Number of bytes that one measurement moves; at least 8 and at most 512 messages are sent."""
     repeats: int
 
 
@@ -124,11 +124,12 @@ def _rate(bench: WireBench, sender: Remote, receiver: Remote, size: int) -> Meas
         found.append(size * count / receiver.call("receive", size, count) / 1e9)
         sender.answer()
         receiver.call("check", size)
-    return Measurement("wire", "GB/s", tuple(found[1:]))  # the first one opens connections and touches memory
+    # Leave out the first round, which opens connections and touches memory.
+    return Measurement("wire", "GB/s", tuple(found[1:]))
 
 
 class _End:
-    """One of the two processes, with a buffer of `WINDOW` messages."""
+    """One end of the measured connection, in its own process, with a buffer of `WINDOW` messages."""
 
     def __init__(self, largest: int) -> None:
         torch.set_num_threads(1)
@@ -144,7 +145,7 @@ class _End:
         self.buffer.fill_(0xFF)
 
     def check(self, size: int) -> None:
-        """Raises `InvariantError` unless the last messages are the sender's noise."""
+        """Raises `InvariantError` unless the last `WINDOW` messages contain the sender's noise."""
         used = WINDOW * size // WORD_BYTES
         if not torch.equal(self.buffer.view(torch.int64)[:used], words(used, self.buffer.device)):
             raise InvariantError(f"wrong bytes in messages of {size}")
