@@ -1,7 +1,7 @@
 """The sum of several ranks' results, in rank order, in one launch.
 
-Each element's terms are added one after the other. Its bits therefore depend neither on the number of
-elements nor on its position in the tensor.
+The terms of an element are added one after the other. The bits of an element therefore depend neither on the number
+of elements nor on the element's position in the tensor.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ _WIDE = (torch.float16, torch.bfloat16)
 
 
 def rank_sum(parts: torch.Tensor, out: torch.Tensor) -> None:
-    """Computes `out[i] = parts[0, i] + parts[1, i] + ...`, from the left; float16 and bfloat16 in float32,
-    rounded once.
+    """Computes `out[i] = parts[0, i] + parts[1, i] + ...`, from left to right.
 
-    `parts`: `[ranks, elements]` and `out`: `[elements]`, contiguous, of one type; integers wrap around. On
-    CUDA: one launch on the current stream, no synchronization; may be captured into a graph after one run
-    outside of it. Raises ValueError (arguments) and ConfigError (`DISAGG_KERNELS`).
+    float16 and bfloat16 are summed in float32 and rounded once.
+
+    `parts`: `[ranks, elements]` and `out`: `[elements]`, contiguous, of one type; integers wrap around. On CUDA: one
+    launch on the current stream, no synchronization; may be captured into a graph after one run outside of it. Raises
+    ValueError (arguments) and ConfigError (`DISAGG_KERNELS`).
     """
     _check(parts, out)
     if backend(parts.device) != "triton":
@@ -51,7 +52,7 @@ def rank_sum_reference(parts: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def _sum_torch(parts: torch.Tensor, out: torch.Tensor) -> None:
-    if len(parts) == 2:  # torch adds in float32 too, without a temporary tensor
+    if len(parts) == 2:  # this addition of torch is in float32 too, without a temporary tensor
         torch.add(parts[0], parts[1], out=out)
         return
     total = parts[0].float() if parts.dtype in _WIDE else out.copy_(parts[0])
