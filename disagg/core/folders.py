@@ -15,7 +15,7 @@ _BASE_BYTES = 20
 
 
 def cache_folder(environment: Mapping[str, str]) -> Path:
-    """Returns `disagg` in `XDG_CACHE_HOME` if that is an absolute path, else in `~/.cache`.
+    """Returns the cache folder: `disagg` in `XDG_CACHE_HOME` if that is an absolute path, else in `~/.cache`.
 
     Raises `RuntimeError` if the user has no home folder.
     """

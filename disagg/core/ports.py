@@ -27,7 +27,7 @@ class Collective(Protocol):
 
     @property
     def recordable(self) -> bool:
-        """Whether `all_reduce` can be captured in a CUDA graph, because the call only queues device work."""
+        """Whether `all_reduce` only queues device work, and can therefore be captured in a CUDA graph."""
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """Replaces `tensor` by the sum over all ranks, in place; every rank gets the same bits.

@@ -60,12 +60,12 @@ class RankStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     ring_waits_total: Count = 0
     """Number of leases that were queued for ring space."""
     ring_wait_s_total: Seconds = 0.0
-    """Time that leases have spent in this queue, summed."""
+    """Time that leases have been queued for ring space, summed."""
     landed_bytes_total: Count = 0
     checksum_mismatches_total: Count = 0
     """Number of received segments with a wrong checksum."""
     faults_total: Count = 0
-    """Errors that ended a single request or task."""
+    """Number of errors that ended a single request or task."""
     storage_bytes: Count = 0
     """Size of the pages in the storage folder, by this rank's count; 0 with a storage server or without a storage."""
     storage_faults_total: Count = 0
@@ -178,7 +178,8 @@ class ServiceStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     refused_total: int
     """Number of requests answered with 429."""
     ttft_p50_s: float = 0.0
-    """Median over the answers of the last minute. This and the next three fields are 0 without answers."""
+    """Median of the last minute. This and the next three fields cover the answers of the last minute; 0 without
+    answers."""
     ttft_p99_s: float = 0.0
     itl_p50_s: float = 0.0
     itl_p99_s: float = 0.0

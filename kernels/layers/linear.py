@@ -54,8 +54,9 @@ class Linear:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Returns the product `[..., n]` for `x`, `[..., k]` of the weight's type. The result is rounded once.
 
-        On CUDA: one launch on the current stream, no synchronization. Raises ValueError and ConfigError like
-        `matmul`.
+        On CUDA: one launch on the current stream, or with the library one for each `LIBRARY_ROWS` rows. No
+        synchronization, except for the comparison with the library (once per shape). Raises ValueError and
+        ConfigError like `matmul`.
         """
         rows = x.reshape(-1, self._k)
         on_gpu = x.is_cuda and backend(x.device) == "triton" and x.dtype == self._weight.dtype

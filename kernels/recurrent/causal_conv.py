@@ -104,8 +104,10 @@ def causal_conv_reference(
     *,
     silu: bool,
 ) -> None:
-    """Computes `causal_conv` in plain torch, on any device. Slices of one token are batched; others run one by
-    one."""
+    """Computes `causal_conv` in plain torch, on any device.
+
+    If each slice has one token (`slices.host` is None), all sequences run together, otherwise one by one.
+    """
     if slices.host is None:
         held = state.index_select(0, slices.slots)
         inputs = torch.cat([held, x.index_select(0, slices.firsts)[:, :, None].to(state.dtype)], dim=2)

@@ -148,7 +148,8 @@ def gated_delta_reference(
 ) -> None:
     """Computes `gated_delta` in plain torch, on any device.
 
-    Slices of one token are batched. Other sequences run one by one, in chunks (Yang et al., 2024).
+    If each slice has one token (`slices.host` is None), all sequences run together. Otherwise sequences run one by
+    one, in chunks (Yang et al., 2024).
     """
     if slices.host is None:
         taken = _of_heads([one.index_select(0, slices.firsts) for one in (q, k, v, decay, beta)])

@@ -166,8 +166,8 @@ def state_space_reference(
 ) -> None:
     """Computes `state_space` in plain torch, on any device.
 
-    Slices of one token are batched. Other sequences run one by one: in chunks for Mamba-2 (Dao and Gu, 2024), token
-    by token for Mamba-1.
+    If each slice has one token (`slices.host` is None), all sequences run together. Otherwise sequences run one by
+    one: in chunks for Mamba-2 (Dao and Gu, 2024), token by token for Mamba-1.
     """
     if slices.host is None:
         xs, steps, bs, cs = _in_float32([one.index_select(0, slices.firsts) for one in (x, dt, b, c)], layer)

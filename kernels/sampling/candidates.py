@@ -15,13 +15,13 @@ from kernels.sampling.search import LOWEST_KEY, key_of, load_logits, search_keys
 from kernels.sampling.units import units_of
 
 _SHARE = tl.constexpr(2)
-"""One of `_SHARE` lanes has its highest logit in the list. The list then has about 0.69 logits for each lane."""
+"""Half of the lanes (1 of `_SHARE`) have a logit in the list. The list then has about 0.69 logits per lane."""
 _STAGES = tl.constexpr(3)
 
 
 @triton.jit
 def lowest_candidate(best):  # type: ignore[no-untyped-def]
-    """Returns the largest key, int64, that at least one of `_SHARE` lanes reaches; never the key of -infinity.
+    """Returns the largest key, int64, that at least `1 / _SHARE` of the lanes reach; never the key of -infinity.
 
     `best`: int32 `[lanes]`, the highest key of each lane.
     """

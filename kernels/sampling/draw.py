@@ -96,7 +96,7 @@ def gap_of(min_p: float, temperature: float) -> float:
 
 
 def likeliest_tokens(logits: torch.Tensor) -> torch.Tensor:
-    """Returns the likeliest token of each row, int64 `[n]`: the lowest id among equally likely tokens.
+    """Returns the likeliest token of each row, int64 `[n]`; of equally likely tokens, the token with the lowest id.
 
     `logits`: float32 `[n, vocab]`, contiguous. The token of a row is -1 if the row has NaN or infinity, or only
     -infinity. On CUDA: one launch, which reads the logits once, without synchronization.

@@ -24,10 +24,10 @@ ReasoningParserName = Literal["auto", "none", "think", "magistral", "seed_oss", 
 
 
 class ApiConfig(Section, frozen=True):
-    """The HTTP API. An *answer* is one choice: a request with 2 prompts and `n = 3` has 6 answers."""
+    """Settings of the HTTP API. An *answer* is one choice: a request with 2 prompts and `n = 3` has 6 answers."""
 
     host: str = "127.0.0.1"
-    """Address to listen on. 0.0.0.0 accepts other machines and needs API keys."""
+    """Address to listen on. 0.0.0.0 accepts connections from other machines and needs API keys."""
     port: int = 8000
     """Port to listen on; 0 takes a free port, which is logged."""
     workers: int = 1
@@ -36,8 +36,8 @@ class ApiConfig(Section, frozen=True):
     model_name: str | None = None
     """Name of the model for clients; None: name of the checkpoint folder or of the architecture."""
     key_file: str | None = None
-    """File of API keys, one per line; the variable DISAGG_API_KEYS adds keys. Without any key, clients need none, and
-    `host` must be a loopback address."""
+    """File of API keys, one per line; the variable DISAGG_API_KEYS adds keys. If there are no keys, clients need no
+    key, and `host` must be a loopback address unless `allow_no_key` is set."""
     allow_no_key: bool = False
     """Whether a `host` other than loopback is allowed without API keys."""
     max_running: int = 0

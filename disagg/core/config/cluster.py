@@ -1,4 +1,4 @@
-"""The sections `control`, `cluster` and `router`: messages, groups and requests of a running system."""
+"""The sections `control`, `cluster` and `router`: control messages, groups of ranks, and routing of requests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ PolicyName = Literal["prefix_aware", "least_loaded", "round_robin"]
 
 
 class ControlConfig(Section, frozen=True):
-    """The control channel (ZMQ)."""
+    """Settings of the control channel (ZMQ), over which ranks, leaders and routers exchange messages."""
 
     host: str = "127.0.0.1"
     """Address to listen on and to announce; `auto`: the address of each process's host."""

@@ -82,19 +82,21 @@ class GroupConfig(Section, frozen=True):
     (`redis://HOST:PORT/DB`, `rediss://` for TLS, `unix:///PATH`). Groups of the same model share the stored pages,
     also after a restart. Needs `host_cache_bytes`; not for models with recurrent layers. Empty: no third tier."""
     storage_bytes: int = 64 << 30
-    """Largest size of the files that each rank writes to a `storage` folder. A Redis server has its own limit."""
+    """Largest total size of the files that each rank writes to a `storage` folder. A Redis server has its own
+    limit."""
     prefetch: PrefetchName = "timeout"
     """Whether a queued prompt waits while its KV is read from `storage` into host memory. best_effort: no; the prompt
     uses the pages that have been read by the time it is scheduled. wait: until all pages are read. timeout: as wait,
     with a time limit."""
     prefetch_base_s: float = 0.2
-    """Constant part of the time limit of `prefetch = "timeout"`. The search and the reading have this limit each."""
+    """Constant part of the time limit of `prefetch = "timeout"`. The search and the reading have a separate limit
+    each."""
     prefetch_s_per_1k_tokens: float = 0.1
     """Increase of the time limit of `prefetch = "timeout"` for each 1024 tokens of the prefix."""
     prefetch_min_tokens: int = 256
     """Smallest number of tokens of a prompt, beyond those cached in memory, for which `storage` is searched."""
     eviction: EvictionName = "lru"
-    """Eviction policy of the prefix cache: least recently used, least frequently used, oldest."""
+    """Eviction policy of the prefix cache. lru: least recently used. lfu: least frequently used. fifo: oldest."""
 
     def __post_init__(self) -> None:
         if self.tp is not None:
@@ -178,13 +180,13 @@ class GroupConfig(Section, frozen=True):
 
 
 class PrefillConfig(GroupConfig, frozen=True):
-    """Groups that compute prompts."""
+    """Settings of prefill groups, which compute prompts."""
 
     role = "prefill"
 
 
 class BatchingConfig(GroupConfig, frozen=True):
-    """Base of the roles that decode."""
+    """Settings that decode and colocated groups have in addition."""
 
     max_batch: int = 0
     """Largest decode batch; each answer and each beam counts. 0: `max_requests`."""
@@ -208,7 +210,7 @@ class BatchingConfig(GroupConfig, frozen=True):
 
 
 class DecodeConfig(BatchingConfig, frozen=True):
-    """Groups that receive the KV of prompts and compute answers."""
+    """Settings of decode groups, which receive the KV of prompts and compute answers."""
 
     role = "decode"
     prefetch: PrefetchName = "best_effort"
@@ -243,6 +245,6 @@ class DecodeConfig(BatchingConfig, frozen=True):
 
 
 class ColocatedConfig(BatchingConfig, frozen=True):
-    """Groups that compute prompts and answers, in the same steps."""
+    """Settings of colocated groups, which compute prompts and answers in the same steps."""
 
     role = "colocated"

@@ -11,7 +11,7 @@ LogFormat = Literal["plain", "json"]
 
 
 class MetricsConfig(Section, frozen=True):
-    """Metrics of ranks, groups and routers."""
+    """Settings of the metrics of ranks, groups and routers."""
 
     interval_s: float = 1.0
     """Interval of reports from ranks to leaders and from leaders to routers; 0: no reports, so `/metrics` lacks the

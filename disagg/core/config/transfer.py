@@ -17,7 +17,7 @@ _WITHIN_A_HOST = ("inproc", "ucx-shm")
 
 
 class TransferConfig(Section, frozen=True):
-    """Transfer of KV from prefill to decode ranks."""
+    """Settings of the transfer of KV from prefill to decode ranks."""
 
     ring_bytes: int = 0
     """Size of each decode rank's receive ring; 0: chosen by `sized` for the device."""
@@ -103,7 +103,7 @@ class TransferConfig(Section, frozen=True):
 
 
 class TransportConfig(Section, frozen=True):
-    """Backend of the data path."""
+    """Settings of the transport: the backend that carries KV between ranks."""
 
     backend: TransportName = "auto"
     """Transport between ranks. auto: UCX over shared memory on one host (a loopback `control.host`). Between hosts:
