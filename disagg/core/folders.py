@@ -92,5 +92,5 @@ def _written_beside(path: Path, body: bytes, mode: int, durable: bool) -> Iterat
                 os.fsync(descriptor)
         yield new
     finally:
-        with suppress(OSError):  # keeps the error of the block
+        with suppress(OSError):  # an error of the block must be raised instead
             new.unlink(missing_ok=True)

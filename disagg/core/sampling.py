@@ -44,7 +44,7 @@ def check_sampling(
         ("min_tokens", 0 <= s.min_tokens <= s.max_tokens, f"0 to max_tokens, {s.max_tokens}"),
         ("presence_penalty", abs(s.presence_penalty) <= MAX_PENALTY, "-2 to 2"),
         ("frequency_penalty", abs(s.frequency_penalty) <= MAX_PENALTY, "-2 to 2"),
-        # Logits are divided in float32: a much smaller penalty rounds to 0, a much larger one to infinity.
+        # The penalty is a float32 divisor: a much smaller penalty rounds to 0, a much larger one to infinity.
         ("repetition_penalty", 1e-30 <= s.repetition_penalty <= 1e30, "from 1e-30 to 1e30; 1 is off"),
         ("logprobs", s.logprobs is None or 0 <= s.logprobs <= MAX_LOGPROBS, f"0 to {MAX_LOGPROBS}, or none"),
         ("n", 1 <= s.n <= MAX_SEQUENCES, f"1 to {MAX_SEQUENCES}"),

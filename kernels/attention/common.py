@@ -24,7 +24,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 MAX_HEAD_DIM = 256
 QUERY_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _WIDEN = tl.constexpr(INTERPRETED)  # the interpreter cannot multiply bfloat16
-_E4M3_CAPABILITY = (8, 9)  # first capability with float8_e4m3fn in Triton
+_E4M3_CAPABILITY = (8, 9)  # first compute capability with float8_e4m3fn in Triton
 
 
 @dataclass(frozen=True)

@@ -62,8 +62,8 @@ class LayerKV:
         same = self.k.shape == self.v.shape and self.k.stride() == self.v.stride()
         if self.k.dim() != 3 or not same or self.k.stride(2) != 1 or self.k.dtype != self.v.dtype:
             raise ValueError(
-                f"k and v must be [slots, kv_heads, head_dim] alike, heads contiguous; got {describe(self.k)} and "
-                f"{describe(self.v)}"
+                "k and v must be [slots, kv_heads, head_dim] with equal shapes and strides, heads contiguous; "
+                f"got {describe(self.k)} and {describe(self.v)}"
             )
         for name, scales in (("k_scales", self.k_scales), ("v_scales", self.v_scales)):
             coded = self.k.element_size() == 1

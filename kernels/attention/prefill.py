@@ -216,7 +216,7 @@ def _splits_for(
         return prefill_splits_of(programs, seen, q.device)
     splits = fixed_splits(seen, window=params.window_tokens is not None)
     small = partials_bytes(out, splits) <= _MOST_PARTIALS_BYTES
-    if not small or programs >= multiprocessors(q.device):  # one program per block: the same bits
+    if not small or programs >= multiprocessors(q.device):  # one program per block gives the same bits
         splits = fixed_splits(seen, window=params.window_tokens is not None, parallel=False)
     return splits
 

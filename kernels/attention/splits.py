@@ -154,7 +154,7 @@ def write_results(  # type: ignore[no-untyped-def]
     values_sum,
     # destinations
     row,  # int64 [rows], query token x query heads + query head
-    real,  # bool [rows]
+    real,  # bool [rows], False for padding
     split,
     used,  # number of splits of these rows
     splits,

@@ -258,7 +258,7 @@ def quantize_kernel(  # type: ignore[no-untyped-def]
     first_plane,
     first_token,
     first_unit,
-    # meta, in elements and in bytes
+    # meta: sizes in elements, or in bytes if so named
     HEADS: tl.constexpr,  # noqa: N803
     DIM: tl.constexpr,  # noqa: N803
     SOURCE_TOKEN: tl.constexpr,  # noqa: N803

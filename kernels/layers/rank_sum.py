@@ -68,7 +68,7 @@ def _check(parts: torch.Tensor, out: torch.Tensor) -> None:
     alike = out.shape == parts.shape[1:] and out.dtype == parts.dtype and out.device == parts.device
     if not alike or not out.is_contiguous():
         raise ValueError(
-            f"out must be contiguous {describe(parts[0])}, as a part of parts; got {describe(out)}"
+            f"out must be contiguous {describe(parts[0])}, like a row of parts; got {describe(out)}"
         )
 
 
@@ -83,7 +83,7 @@ def rank_sum_kernel(  # type: ignore[no-untyped-def]
 ):
     # int64 before the product: a long prompt's rows have more than 2^31 elements.
     element = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mask = element < elements  # mostly known to be a multiple of 16: otherwise accesses would be scalar
+    mask = element < elements  # vector accesses if Triton knows that 16 divides `elements`
     total = tl.load(parts + element, mask=mask, other=0)
     if WIDE:
         total = total.to(tl.float32)

@@ -101,7 +101,7 @@ def misfit(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tenso
         if not alike or x.dtype != q.dtype or x.dtype not in DTYPES or x.stride(3) != 1:
             return (
                 f"{name} must be float32, bfloat16 or float16 [batch, heads, tokens, dim], heads contiguous, "
-                f"q and k alike; got {describe(x)}"
+                f"q and k equal but for the number of heads; got {describe(x)}"
             )
     for name, x in (("cos", cos), ("sin", sin)):
         fits = x.dim() == 3 and x.shape[0] in (1, q.shape[0]) and x.shape[1] == q.shape[2]

@@ -91,7 +91,7 @@ def silu_mul_kernel(  # type: ignore[no-untyped-def]
     # int64 before any product: a long prompt's rows have more than 2^31 elements.
     row, block = (tl.program_id(0) // blocks).to(tl.int64), (tl.program_id(0) % blocks).to(tl.int64)
     element = block * BLOCK + tl.arange(0, BLOCK)
-    mask = element < columns  # mostly known to be a multiple of 16: otherwise accesses would be scalar
+    mask = element < columns  # vector accesses if Triton knows that 16 divides `columns`
     found = tl.load(gate + row * gate_stride + element, mask=mask, other=0.0)
     wide = found.to(tl.float32)
     silu = tl.div_rn(wide, 1.0 + tl.exp(-wide)).to(found.dtype).to(tl.float32)

@@ -42,7 +42,7 @@ def list_candidates(  # type: ignore[no-untyped-def]
     least,  # float32: lowest logit of the list
     highest,
     scale,
-    values,  # float32 [LIST]: memory of the row
+    values,  # float32 [LIST]: scratch memory of the row
     indices,  # int32 [LIST]
     BITS: tl.constexpr,  # noqa: N803 - constexpr arguments are upper case throughout Triton
     BLOCK: tl.constexpr,  # noqa: N803
@@ -79,7 +79,7 @@ def draw_listed(  # type: ignore[no-untyped-def]
     gap,
     k,
     uniform,  # float64
-    values,  # float32 [LIST]: memory of the row
+    values,  # float32 [LIST]: scratch memory of the row
     indices,  # int32 [LIST]
     BITS: tl.constexpr,  # noqa: N803
     BLOCK: tl.constexpr,  # noqa: N803

@@ -63,7 +63,7 @@ class TransferConfig(Section, frozen=True):
             self._at_least(0, "segment_overhead_s")
         self._positive("lease_timeout_s", "drain_timeout_s")
         self._at_least(0.001, "watermark_interval_s")  # a shorter interval would overload the transfer thread
-        smaller = min((n for n in (self.ring_bytes, self.staging_bytes) if n), default=0)  # 0: resolved later
+        smaller = min((n for n in (self.ring_bytes, self.staging_bytes) if n), default=0)  # 0: see `sized`
         self._needs(
             self.max_segment_bytes <= smaller or smaller == 0,
             "max_segment_bytes",
