@@ -15,14 +15,14 @@ VARIABLE = "DISAGG_KERNELS"
 
 # `triton.jit` reads the variable when a kernel's module is imported; later changes have no effect.
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
-"""Whether kernels run in Triton's interpreter, on the CPU."""
+"""Whether Triton kernels run in Triton's interpreter, on the CPU."""
 
 
 def backend(device: torch.device) -> Backend:
     """Returns the implementation for tensors on `device`.
 
     Raises ConfigError when `DISAGG_KERNELS` is neither `torch` nor `triton`, and for `triton` on a device without
-    compiler support. A CPU needs `TRITON_INTERPRET=1` in the environment from the start.
+    compiler support. On a CPU, Triton needs `TRITON_INTERPRET=1` in the environment when the process starts.
     """
     wanted = os.environ.get(VARIABLE, "")
     if wanted == "":

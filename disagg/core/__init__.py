@@ -1,1 +1,1 @@
-"""Types, configuration, errors and ports. Imports no other package of this project."""
+"""Types, configuration, errors and protocols. This package imports no other package of this project."""

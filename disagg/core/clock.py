@@ -1,4 +1,4 @@
-"""Protocol of a clock, for modules that cannot import `disagg.core.ports`, whose signatures use torch types."""
+"""Protocol of a clock, separate from `disagg.core.ports` because the other protocols there refer to torch types."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """Monotonic clock in seconds; tests pass a manual one."""
+    """Monotonic clock, in seconds. Tests pass a manual clock."""
 
     def __call__(self) -> float:
-        """Returns the current time."""
+        """Returns the current time in seconds."""

@@ -1,7 +1,7 @@
 """The error tree. Every message names the fault, its place and the remedy.
 
-`retryable`: the same request may succeed on another group or later. `exit_code`: the exit status of the command
-line, 2 for the user's input, 1 otherwise. `code`: the stable name that crosses the wire
+`retryable`: the same request may succeed on another group or later. `exit_code`: the exit status of the command line,
+2 for invalid user input, 1 otherwise. `code`: the stable name that crosses the wire
 (`transport.control.messages.Failed`) and that clients may rely on.
 """
 
@@ -51,7 +51,7 @@ class MismatchError(DisaggError):
 
 
 class BusyError(DisaggError):
-    """No capacity for another request now."""
+    """The group or the server has no capacity for another request now."""
 
     code = "busy"
     retryable = True
@@ -80,7 +80,7 @@ class InvalidRequestError(RequestError):
 
 
 class RequestInUseError(InvalidRequestError):
-    """A running request has the same id."""
+    """Another request with the same id is running."""
 
     code = "request_in_use"
 
@@ -130,13 +130,14 @@ class ProtocolError(RequestError):
 
 
 class InvariantError(DisaggError, AssertionError):
-    """A structure's `check()` found an inconsistent state: a bug. The message dumps the state."""
+    """A data structure's state is inconsistent, which is a bug. `check()` methods raise this error with a state
+    dump."""
 
     code = "invariant"
 
 
 def error_classes() -> dict[str, type[DisaggError]]:
-    """Returns the class of each `code`: converts a `Failed` message back into an exception."""
+    """Returns the exception class of each `code`, to convert a received `Failed` message into an exception."""
     found: dict[str, type[DisaggError]] = {}
     pending: list[type[DisaggError]] = [DisaggError]
     while pending:

@@ -11,11 +11,11 @@ from pathlib import Path
 from disagg.core.errors import ConfigError
 
 _BASE_BYTES = 20
-"""Longest path of a base folder: Ray's socket paths, the longest below it, must fit the limit of a unix socket."""
+"""Longest path of a base folder, in bytes: the paths of Ray's sockets below it must fit a unix socket's limit."""
 
 
 def cache_folder(environment: Mapping[str, str]) -> Path:
-    """Returns `disagg` in `XDG_CACHE_HOME` if that is an absolute path, else in `~/.cache`.
+    """Returns the cache folder: `disagg` in `XDG_CACHE_HOME` if that is an absolute path, else in `~/.cache`.
 
     Raises `RuntimeError` if the user has no home folder.
     """
@@ -37,7 +37,7 @@ def make_folder(path: Path) -> None:
 
 @contextmanager
 def writing(flag: str, path: Path) -> Iterator[None]:
-    """Converts an `OSError` of the block to a `ConfigError` that names `flag`; the block writes `path`."""
+    """Converts an `OSError` of the block, which writes `path`, to a `ConfigError` that names `flag`."""
     try:
         yield
     except OSError as exc:
@@ -65,21 +65,22 @@ def private_folder(name: str) -> Path:
 def replace_file(path: Path, body: bytes, mode: int = 0o600, *, durable: bool = False) -> None:
     """Writes or replaces a file atomically: a reader sees the old or the new content, never a part.
 
-    `durable`: syncs the content to disk before the replacement. Raises `OSError` and keeps the old file.
+    `durable`: whether to sync the content to disk before the replacement. On an `OSError` the old file stays.
     """
     with _written_beside(path, body, mode, durable) as new:
         new.replace(path)
 
 
 def create_file(path: Path, body: bytes, mode: int = 0o600) -> None:
-    """Writes a new file atomically. Raises `FileExistsError`, or another `OSError`."""
+    """Writes a new file atomically. Raises `FileExistsError` if `path` exists, or another `OSError`."""
     with _written_beside(path, body, mode, durable=False) as new:
         path.hardlink_to(new)
 
 
 @contextmanager
 def _written_beside(path: Path, body: bytes, mode: int, durable: bool) -> Iterator[Path]:
-    """Writes a temporary file in the same folder; removes the file after the block unless the block renamed it."""
+    """Writes a temporary file in the folder of `path`; removes the file after the block unless the block renamed
+    it."""
     descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)  # mode 0600
     new = Path(name)
     try:
@@ -91,5 +92,5 @@ def _written_beside(path: Path, body: bytes, mode: int, durable: bool) -> Iterat
                 os.fsync(descriptor)
         yield new
     finally:
-        with suppress(OSError):  # keeps the error of the block
+        with suppress(OSError):  # an error of the block must be raised instead
             new.unlink(missing_ok=True)

@@ -32,7 +32,7 @@ def regex_grammar(regex: str) -> str:
 
 
 def choice_grammar(choices: Sequence[str]) -> str:
-    """Returns the grammar whose only texts are `choices`."""
+    """Returns the grammar that accepts exactly the texts `choices`."""
     return lark_grammar("start: " + " | ".join(map(text_literal, choices)))
 
 
@@ -52,7 +52,7 @@ def any_grammar(text: str) -> str:
 
 
 def followed_by(first: str, grammar: str) -> str:
-    """Returns the grammar of the Lark rules `first`, in which `@body` stands for the texts of `grammar`."""
+    """Returns the grammar of the Lark rules `first`, in which `@body` refers to `grammar`."""
     [body] = json.loads(grammar)["grammars"]
     return json.dumps({"grammars": [{"lark_grammar": first}, {"name": "body", **body}]})
 
@@ -70,7 +70,7 @@ def regex_literal(regex: str) -> str:
 
 
 def grammar_tokenizer(tokenizer: Any, vocab_tokens: int, eos_ids: Sequence[int]) -> LLTokenizer:
-    """Returns the vocabulary of a transformers tokenizer for matchers. Takes about a second for a large vocabulary.
+    """Converts a transformers tokenizer to llguidance's form. Takes about a second for a large vocabulary.
 
     `vocab_tokens`: size of the model's vocabulary, which may exceed the tokenizer's. `eos_ids`: tokens that end an
     answer. Raises `UnsupportedModelError` without end tokens, for a tokenizer that is not of the `tokenizers`
@@ -95,7 +95,7 @@ def grammar_tokenizer(tokenizer: Any, vocab_tokens: int, eos_ids: Sequence[int])
 
 
 def compile_grammar(grammar: str, tokenizer: LLTokenizer) -> LLMatcher:
-    """Compiles a grammar to a matcher at the start of an answer. Releases the GIL during the compilation.
+    """Compiles a grammar to a matcher positioned at the start of an answer. Releases the GIL meanwhile.
 
     Raises `InvalidRequestError` for an invalid grammar, and for a grammar that no text satisfies.
     """

@@ -8,7 +8,7 @@ from disagg.core.errors import ConfigError
 
 
 def first_key(flag: str, path: Path) -> str:
-    """Returns the first line of `path`. Raises `ConfigError`, naming `flag`, if it is not a valid header value."""
+    """Returns the first line of `path`. Raises `ConfigError`, naming `flag`, if the line is no valid header value."""
     try:
         text = path.read_text().strip()
     except (OSError, UnicodeDecodeError) as exc:

@@ -1,7 +1,7 @@
 """Structured logs: `configure` once per process, then `get_logger(__name__).info("event", key=value)`.
 
-All lines go to stderr and leave stdout to the command. Format `plain` is for people, `json` (one object per line) for
-collectors. `disagg.core.log_limits` limits the rate of lines that peers can cause.
+All lines go to stderr; stdout is for the output of commands. Format `plain` is for people, `json` (one object per
+line) for collectors. `disagg.core.log_limits` limits the rate of lines that peers can cause.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ def _renderers(format_name: str, *, colors: bool) -> list[Any]:
 
 
 def _escape(logger: object, method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
-    """Escapes control characters in values that a client chose, such as a path: a terminal must not execute them.
+    """Escapes control characters in values, because a client may choose them and a terminal would execute them.
 
-    structlog quotes white space itself.
+    White space stays, because structlog itself quotes it.
     """
     for key, value in event.items():
         if isinstance(value, str) and not value.isprintable():

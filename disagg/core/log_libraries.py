@@ -1,4 +1,5 @@
-"""Forwards library logs (Python's `logging`) to structlog, so they get its format and the limits of `log_limits`."""
+"""Forwards log lines of libraries (Python's `logging`) to structlog, with its format and rate limits
+(`log_limits`)."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ LIBRARIES = ("uvicorn.error", "zmq.auth")
 
 
 class _Forward(logging.Handler):
-    """Forwards records to structlog. The field `said` has the library's text; rate limits count lines per text."""
+    """Forwards log records to structlog. The field `said` has the library's text; rate limits apply per text."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.levelno >= logging.ERROR:
@@ -22,7 +23,7 @@ class _Forward(logging.Handler):
 
 
 def forward_libraries() -> None:
-    """Forwards warnings and errors of `LIBRARIES`. Idempotent."""
+    """Forwards warnings and errors of `LIBRARIES` to structlog. Idempotent."""
     for name in LIBRARIES:
         logger = logging.getLogger(name)
         logger.propagate = False

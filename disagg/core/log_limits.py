@@ -1,9 +1,9 @@
 """Rate limits for log lines that peers can cause.
 
-In each minute an event writes a limited number of lines per peer; one summary line counts the dropped lines.
+The number of lines per event, peer and minute is limited; one summary line counts the dropped lines.
 
-`LIMITED` lists the limited events: a peer or a client can cause them repeatedly by invalid input, or a storage by its
-faults. Other events of this process and its groups, and errors of accepted requests, are never limited.
+`LIMITED` lists the limited events: invalid input from a peer or a client, or faults of a storage, can cause these
+events repeatedly. Other events of this process and its groups, and errors of accepted requests, are never limited.
 """
 
 from __future__ import annotations
@@ -78,13 +78,14 @@ def start_timer(after_s: float, call: Callable[[], None]) -> None:
 
 
 def _warn(event: str, **fields: Any) -> None:
-    """Logs a warning with a logger created at the call, because `configure` constructs `LogLimits` beforehand."""
+    """Logs a warning. The logger is created here, because `configure` constructs `LogLimits` before it sets up
+    loggers."""
     structlog.get_logger(__name__).warning(event, **fields)
 
 
 @dataclass(slots=True)
 class _LineCounts:
-    """Lines of one event in its current window."""
+    """Counts of one event's lines in the current window."""
 
     ends_s: float
     written: int = 0
@@ -95,7 +96,7 @@ class _LineCounts:
 
 
 class LogLimits:
-    """A structlog processor that must run after `add_log_level`. Thread-safe."""
+    """structlog processor that drops lines over the limits; must run after `add_log_level`. Thread-safe."""
 
     def __init__(
         self,
@@ -111,7 +112,7 @@ class LogLimits:
         self._timer_runs = False
 
     def __call__(self, logger: object, method: str, event: Event) -> Event:
-        """Returns the event, with long values cut if limited. Raises `structlog.DropEvent` over the limit."""
+        """Returns the event; cuts long values of limited events. Raises `structlog.DropEvent` over the limit."""
         kind = (str(event.get("level", method)), str(event.get("event")))
         named_by = LIMITED.get(kind)
         if named_by is None or named_by not in event:
@@ -156,7 +157,7 @@ class LogLimits:
                     raise InvariantError(f"log limits: {kind}: {window}")
 
     def _take(self, kind: tuple[str, str], peer: str) -> bool:
-        """Counts a line; returns whether to write it."""
+        """Counts a line; returns whether the line is within the limits and may be written."""
         now_s = self._clock()
         window = self._windows.get(kind)
         if window is None:

@@ -1,4 +1,4 @@
-"""Protocols of objects that a higher layer provides to a lower one."""
+"""Protocols of objects that higher layers pass to lower layers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Collective(Protocol):
 
     @property
     def rank(self) -> int:
-        """This rank, 0-based."""
+        """Number of this rank, from 0."""
 
     @property
     def size(self) -> int:
@@ -27,7 +27,7 @@ class Collective(Protocol):
 
     @property
     def recordable(self) -> bool:
-        """Whether `all_reduce` can be captured in a CUDA graph, because the call only queues device work."""
+        """Whether `all_reduce` only queues device work, and can therefore be captured in a CUDA graph."""
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """Replaces `tensor` by the sum over all ranks, in place; every rank gets the same bits.
@@ -36,12 +36,12 @@ class Collective(Protocol):
         """
 
     def barrier(self) -> None:
-        """Returns when every rank has called it."""
+        """Blocks until every rank has called `barrier`."""
 
     def close(self) -> None:
-        """Frees the collective; a rank blocked in a call gets an error."""
+        """Frees the collective. A rank that is blocked in a collective operation gets an error."""
 
 
 LayerHook = Callable[[int], None]
-"""Callback on the compute thread with a layer's index within the rank's shard. The call follows the write of the
-layer's K and V to the pool. On a GPU, the call follows the launch of the write on the compute stream."""
+"""Callback with a layer's index within the rank's shard. The compute thread calls it after it has written the layer's
+K and V to the pool; on a GPU, after it has launched this write on the compute stream."""

@@ -1,9 +1,9 @@
-"""Prefixes of prompts as keys of a prefix cache, and the KV events from which a router knows a group's cache.
+"""Keys of the prefix cache, and the KV events that report a group's cache content to routers.
 
 A *block hash* is a 64-bit hash (xxh3) of the first `k * unit_tokens` tokens of a prompt and of its salt. Groups send
 the block hashes of cached prefixes to routers. A router hashes a prompt once and counts how many of its block hashes
-a group has, as vLLM does within one engine. Block hashes only choose a group: the cache itself compares tokens, so a
-hash collision or a late event costs time and never yields wrong KV.
+each group has cached. Block hashes only affect the choice of the group. The cache itself compares tokens, so a hash
+collision or a late event costs time but never yields wrong KV.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class PrefixKey:
     """Salt of the prompt. Prompts with different salts share no KV: tenants cannot detect each other's prompts by
     timing."""
     prompt_only: bool = False
-    """Whether the key never covers an answer, because the KV and states of an answer differ from those of the same
-    tokens in a prompt."""
+    """Whether the key covers only the prompt, never the answer. Set for models whose KV or states of an answer differ
+    from those of the same tokens in a prompt."""
 
     @classmethod
     def of(
@@ -81,7 +81,8 @@ class PrefixKey:
 
 @dataclass(frozen=True, slots=True)
 class Digest:
-    """Changes of a cache from version `since` to `version`; the whole content if `since` is None."""
+    """KV events of one cache: its changes from version `since` to `version`, or the whole content if `since` is
+    None."""
 
     since: Count | None
     version: Count
@@ -92,7 +93,7 @@ class Digest:
 
 
 class HeldPrefixes:
-    """A router's copy of the block hashes in one group's cache, from digests. Not thread-safe."""
+    """A router's copy of the block hashes in one group's cache, updated by digests. Not thread-safe."""
 
     def __init__(self) -> None:
         self.version: int | None = None
@@ -128,15 +129,15 @@ class HeldPrefixes:
     def longest_tokens(self, block_hashes: Sequence[int]) -> int:
         """Returns how many leading tokens of a prompt the group has cached, a multiple of `unit_tokens`.
 
-        `block_hashes`: `key.block_hashes(unit_tokens)` of the prompt; the same for all groups with equal `kind`.
+        `block_hashes`: `key.block_hashes(unit_tokens)` of the prompt, which are equal for all groups of one `kind`.
         """
         return self.unit_tokens * longest_held(block_hashes, self.held)
 
 
 def longest_held(block_hashes: Sequence[int], held: Container[int]) -> int:
-    """Returns how many of a prompt's `block_hashes` are in `held`, by binary search.
+    """Returns how many of a prompt's leading `block_hashes` are in `held`, by binary search.
 
-    `held` contains, with each block hash, the hashes of all shorter prefixes.
+    If `held` contains a block hash of a prompt, it must contain the block hashes of all shorter prefixes too.
     """
     return bisect_left(block_hashes, True, key=lambda block_hash: block_hash not in held)
 

@@ -8,11 +8,11 @@ ID_BYTES = 16
 IDS_AT_ONCE = 256
 
 _unused: list[str] = []
-os.register_at_fork(after_in_child=_unused.clear)  # else both processes would use the same ids
+os.register_at_fork(after_in_child=_unused.clear)  # otherwise parent and child would use the same ids
 
 
 def random_id() -> str:
-    """Returns 128 random bits of the operating system as 32 hexadecimal digits. Thread-safe."""
+    """Returns 128 random bits from the operating system as 32 hexadecimal digits. Thread-safe."""
     while True:
         try:
             return _unused.pop()

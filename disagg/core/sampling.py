@@ -21,7 +21,7 @@ INFINITE = float("inf")
 MAX_GRAMMAR_CHARACTERS = 1 << 18
 """Largest grammar of a request. The compilation of the largest grammars takes up to a few seconds."""
 SEED_LIMIT = 1 << 63
-"""Upper limit of seeds, which are signed 64-bit integers."""
+"""Upper limit (exclusive) of seeds, which are signed 64-bit integers."""
 
 
 def check_sampling(
@@ -44,7 +44,7 @@ def check_sampling(
         ("min_tokens", 0 <= s.min_tokens <= s.max_tokens, f"0 to max_tokens, {s.max_tokens}"),
         ("presence_penalty", abs(s.presence_penalty) <= MAX_PENALTY, "-2 to 2"),
         ("frequency_penalty", abs(s.frequency_penalty) <= MAX_PENALTY, "-2 to 2"),
-        # Logits are divided in float32: a much smaller penalty rounds to 0, a much larger one to infinity.
+        # The penalty is a float32 divisor: a much smaller penalty rounds to 0, a much larger one to infinity.
         ("repetition_penalty", 1e-30 <= s.repetition_penalty <= 1e30, "from 1e-30 to 1e30; 1 is off"),
         ("logprobs", s.logprobs is None or 0 <= s.logprobs <= MAX_LOGPROBS, f"0 to {MAX_LOGPROBS}, or none"),
         ("n", 1 <= s.n <= MAX_SEQUENCES, f"1 to {MAX_SEQUENCES}"),
@@ -86,14 +86,14 @@ def check_sampling(
 
 
 def sampling_of(sampling: SamplingParams, index: int) -> SamplingParams:
-    """Returns the sampling parameters of the `index`-th answer, which differ in the seed only."""
+    """Returns the sampling parameters of a request's answer number `index`. Answers differ in the seed only."""
     if index == 0 or sampling.seed is None:
         return sampling
     return msgspec.structs.replace(sampling, seed=derived_seed(sampling.seed, index))
 
 
 def derived_seed(seed: int, index: int) -> int:
-    """Returns the seed of the `index`-th answer: `seed` for 0, else 63 bits of a hash of `seed` and `index`."""
+    """Returns the seed of answer number `index`: `seed` for 0, else 63 bits of a hash of `seed` and `index`."""
     if index == 0:
         return seed
     return int.from_bytes(hashlib.blake2b(f"{seed} {index}".encode(), digest_size=8).digest()) >> 1
@@ -128,7 +128,7 @@ def _check_beams(sampling: SamplingParams) -> None:
 
 
 def _check_grammar(sampling: SamplingParams) -> None:
-    """Raises `InvalidRequestError` for a parameter that contradicts a grammar."""
+    """Raises `InvalidRequestError` for too large a grammar, or a parameter that cannot be combined with a grammar."""
     if len(sampling.grammar) > MAX_GRAMMAR_CHARACTERS:
         raise InvalidRequestError(
             f"the grammar has {len(sampling.grammar)} characters; the limit is {MAX_GRAMMAR_CHARACTERS}",

@@ -30,7 +30,7 @@ StateTable: TypeAlias = Mapping[tuple[StateT, EventT], Transition[StateT, Action
 
 
 class StateMachine(Generic[StateT, EventT, ActionT]):
-    """The state of one `subject`, which errors name. Only `advance` changes the state."""
+    """The state of one `subject`, which error messages name. Only `advance` changes the state."""
 
     __slots__ = ("_state", "_subject", "_table")
 

@@ -1,7 +1,7 @@
-"""Status of ranks, groups and a router: for metrics, the page at `/`, `disagg top` and `disagg stats`.
+"""Status of ranks, groups and a router, for metrics, the page at `/`, `disagg top` and `disagg stats`.
 
-Totals only grow (a replaced group has a new name, so its totals start at 0); rates are differences of two statuses.
-No status contains the text of a prompt or an answer.
+Totals never decrease. A group that replaces another has a new name and totals of its own. Rates are differences
+between two statuses. No status contains the text of a prompt or an answer.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from disagg.core.config.groups import Role
 MANY = msgspec.Meta(max_length=4096)
 
 Path = Literal["staged", "peer"]
-"""Data path of a route: `staged` through staging buffer and ring, `peer` written directly to the peer's pool."""
+"""Data path of a route. `staged`: through staging buffer and ring. `peer`: direct writes to the decode rank's
+pool."""
 Ending = Literal["stop", "length", "aborted", "error", ""]
 """Reason why an answer ended; empty while the answer runs."""
 
@@ -34,18 +35,18 @@ class RouteStatus(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class RankStatus(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Status of one rank. Fields of other roles are 0."""
+    """Status of one rank. Fields that do not apply to the rank's role are 0."""
 
     name: Label
     """Names of group and rank, for example `prefill-2 r1`."""
     rank: Count
     device: Label = ""
     weights_bytes: Count = 0
-    """Parameters and buffers of the model."""
+    """Size of the model's parameters and buffers on the rank."""
     kv_bytes: Count = 0
-    """KV pool without the trash page."""
+    """Size of the KV pool without the trash page."""
     state_bytes: Count = 0
-    """Pool of recurrent states without the trash slot; 0 for a model without recurrent layers."""
+    """Size of the pool of recurrent states without the trash slot; 0 for a model without recurrent layers."""
     device_bytes: Count = 0
     """Memory of the GPU that the rank may use; 0 on a CPU."""
     staging_bytes: Count = 0
@@ -57,26 +58,26 @@ class RankStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     ring_used_bytes: Count = 0
     """Ring space leased to segments, at most `ring_bytes`; further leases queue."""
     ring_waits_total: Count = 0
-    """Leases that were queued."""
+    """Number of leases that were queued for ring space."""
     ring_wait_s_total: Seconds = 0.0
-    """Total time of leases in the queue."""
+    """Time that leases have been queued for ring space, summed."""
     landed_bytes_total: Count = 0
     checksum_mismatches_total: Count = 0
-    """Segments with a wrong checksum."""
+    """Number of received segments with a wrong checksum."""
     faults_total: Count = 0
-    """Errors that ended a single request or task."""
+    """Number of errors that ended a single request or task."""
     storage_bytes: Count = 0
-    """Size of the pages in the storage, as far as this rank knows; 0 for a storage on a server, or without one."""
+    """Size of the pages in the storage folder, by this rank's count; 0 with a storage server or without a storage."""
     storage_faults_total: Count = 0
-    """Pages that the storage could not read or write in time: errors, late pages, lack of space."""
+    """Number of pages that the storage could not read or write: errors, timeouts, lack of space."""
     storage_corrupt_total: Count = 0
-    """Stored pages that did not verify, and were dropped."""
+    """Number of stored pages that failed verification and were dropped."""
     storage_paused: Count = 0
-    """1 while the storage is skipped after faults, else 0."""
+    """1 while the rank does not use the storage because of faults, else 0."""
 
 
 class GroupStatus(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Status of one group; its leader sends it about once per second to each watching router."""
+    """Status of one group, which its leader sends to subscribed routers about once per second."""
 
     name: Label
     role: Role
@@ -91,18 +92,18 @@ class GroupStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     pages_used: Count = 0
     """Pages held by requests."""
     pages_cached: Count = 0
-    """Pages held only by the prefix cache; evicted on demand."""
+    """Pages held only by the prefix cache, which evicts them on demand."""
     tokens_held: Count = 0
-    """Tokens in the used pages; the remaining slots are internal fragmentation."""
+    """Tokens in the used pages. The other slots of these pages are internal fragmentation."""
     evicted_pages_total: Count = 0
     state_slots: Count = 0
-    """Slots for recurrent states of requests; 0 for a model without recurrent layers, as for the fields below."""
+    """Slots for recurrent states of requests. This and the next four fields are 0 without recurrent layers."""
     state_slots_used: Count = 0
     """State slots of requests that have a row."""
     cached_state_slots: Count = 0
-    """Further state slots, for states that the prefix cache keeps."""
+    """State slots of the prefix cache, in addition to `state_slots`."""
     cached_states: Count = 0
-    """States in these slots, including those that running prompts have saved for the cache."""
+    """States in the `cached_state_slots`, including states that running prompts have saved for the cache."""
     evicted_states_total: Count = 0
     preemptions_total: Count = 0
     tokens_total: Count = 0
@@ -117,13 +118,14 @@ class GroupStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     host_loaded_tokens_total: Count = 0
     """Part of `cached_tokens_total` that came from the second tier."""
     storage_written_pages_total: Count = 0
-    """Pages of the prefix cache that the group has stored in its storage; 0 without a storage, as below."""
+    """Pages of the prefix cache that the group has written to its storage. This and the next three fields are 0
+    without a storage."""
     storage_fetched_pages_total: Count = 0
     """Pages that the group has fetched from its storage into host memory."""
     storage_skipped_pages_total: Count = 0
-    """Pages that were not written, or not searched, because too many were under way."""
+    """Pages whose write or search was skipped because too many storage operations were in flight."""
     storage_failed_pages_total: Count = 0
-    """Pages that a rank could not write, or had no memory for."""
+    """Pages that failed on a rank: the write failed, or host memory was lacking."""
     steps_total: Count = 0
     step_s_total: Seconds = 0.0
     """Time spent in steps."""
@@ -133,7 +135,7 @@ class GroupStatus(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class RecentAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Timing of one answer. Times are seconds since the arrival of its request, 0 before the event."""
+    """Timing of one answer. Times are in seconds since the arrival of its request; 0 until the event occurs."""
 
     id: str
     arrived_unix_s: float
@@ -143,12 +145,12 @@ class RecentAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
     prompt_tokens: int = 0
     tokens: int = 0
     turn_s: float = 0.0
-    """Time of the request's admission."""
+    """Time at which the request was admitted."""
     reserved_s: float = 0.0
     """Time at which the decode group had reserved memory."""
     ttft_s: float = 0.0
     transfer_s: float = 0.0
-    """Duration (not a time) of the KV transfer, which overlaps the computation."""
+    """Duration of the KV transfer, which overlaps the computation."""
     transfer_bytes: int = 0
     ended_s: float = 0.0
     ending: Ending = ""
@@ -176,7 +178,8 @@ class ServiceStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     refused_total: int
     """Number of requests answered with 429."""
     ttft_p50_s: float = 0.0
-    """Median over the answers of the last minute, as for the three fields below; 0 without answers."""
+    """Median of the last minute. This and the next three fields cover the answers of the last minute; 0 without
+    answers."""
     ttft_p99_s: float = 0.0
     itl_p50_s: float = 0.0
     itl_p99_s: float = 0.0
@@ -187,8 +190,8 @@ class ServiceStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     """Groups with a silent rank, which get no requests while another group of their role responds. With several
     workers: groups that any worker suspects."""
     recoveries_total: int = 0
-    """Number of times that a request lost a group and continued on others."""
+    """Number of times that a request lost a group and continued on other groups."""
     recent: tuple[RecentAnswer, ...] = ()
     """Latest answers, newest first, including running ones."""
     workers: int = 1
-    """Router processes that the status covers."""
+    """Number of router processes whose figures this status combines."""

@@ -1,4 +1,4 @@
-"""Recorder of time spans, for charts of a request on its ranks.
+"""Recorder of time spans, for charts that show the work of each rank for a request.
 
 Times are `time.monotonic()` seconds. On Linux all processes of a host share that clock, so spans of different ranks
 need no correction. Spans of different hosts are not comparable.
@@ -34,7 +34,7 @@ class TimelineSpan(msgspec.Struct, frozen=True):
 
     @property
     def seconds(self) -> float:
-        """Length in seconds."""
+        """Duration in seconds."""
         return self.stop_s - self.start_s
 
 
@@ -62,7 +62,7 @@ class Timeline:
         self._drained = 0
 
     def now(self) -> float:
-        """Returns the time of the timeline's clock, in seconds."""
+        """Returns the current time of the timeline's clock, in seconds."""
         return self._clock()
 
     @contextmanager
@@ -94,13 +94,13 @@ class Timeline:
         return spans
 
     def statistics(self) -> TimelineStatistics:
-        """Returns a consistent snapshot."""
+        """Returns a consistent snapshot of the counts."""
         with self._lock:
             held, recorded, drained = len(self._spans), self._recorded, self._drained
         return TimelineStatistics(held=held, recorded=recorded, dropped=recorded - drained - held)
 
     def check(self) -> None:
-        """Raises `InvariantError` unless each recorded span is held, drained or dropped."""
+        """Raises `InvariantError` unless the counts of held, drained and dropped spans are consistent."""
         statistics = self.statistics()
         capacity = self._spans.maxlen or 0
         if statistics.dropped < 0 or statistics.held > capacity:

@@ -1,4 +1,4 @@
-"""Packed token ids: a prompt is checked, hashed, compared and sent as one buffer, not token by token."""
+"""Packed token ids, so that a prompt is checked, hashed, compared and sent as one buffer, not token by token."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TOKEN_BYTES = 4
 
 
 def pack_tokens(tokens: Sequence[int]) -> TokenIds:
-    """Returns `tokens` packed, or `tokens` itself if packed. Raises ValueError unless each token fits int32."""
+    """Returns `tokens` packed, without a copy if already packed. Raises ValueError unless each token fits int32."""
     if isinstance(tokens, array) and tokens.typecode == "i":
         return tokens
     try:
@@ -32,7 +32,7 @@ def unpack_tokens(data: bytes) -> TokenIds:
 
 
 def tokens_at(prompt: Sequence[int], answer: Sequence[int], start: int, stop: int) -> list[int]:
-    """Returns the tokens at positions `start .. stop` of a prompt followed by the answer so far."""
+    """Returns the tokens at positions `start` to `stop` (exclusive) of the prompt followed by the answer so far."""
     inside = len(prompt)
     return [*prompt[start:stop], *answer[max(0, start - inside) : max(0, stop - inside)]]
 

@@ -1,9 +1,8 @@
-"""Immutable values of all layers; msgspec can encode each of them for the wire.
+"""Immutable value types that all layers share; msgspec can encode them for the wire.
 
-Terms (see docs/design/overview.md): a *slot* holds one token in a KV pool; a *page* is `page_size` consecutive
-slots; a *shard* is the rectangle of layers x KV heads that a rank owns; a *route* is the part of a shard that one
-source rank sends to one destination rank; a *segment* is one unit of transfer: a route x a token range x a layer
-group.
+Terms (see docs/design/overview.md): a *slot* holds one token in a KV pool; a *page* is `page_size` consecutive slots;
+a *shard* is the rectangle of layers x KV heads that a rank owns; a *route* is the part of a shard that one source
+rank sends to one destination rank; a *segment* is one unit of transfer: a route x a token range x a layer group.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ class Span(msgspec.Struct, frozen=True, order=True, array_like=True):
         return not other or (self.start <= other.start and other.stop <= self.stop)
 
     def shift(self, by: int) -> Span:
-        """Returns the span moved by `by`: converts a global range to an index of a local tensor."""
+        """Returns the span moved by `by`, for example to convert global layers to indices of a local tensor."""
         return Span(self.start + by, self.stop + by)
 
     def __str__(self) -> str:
@@ -67,7 +66,7 @@ QUANTIZED_DTYPES = ("float8_e4m3fn", "float8_e5m2", "int8")
 
 
 def quantized_row_bytes(head_dim: int) -> int:
-    """Returns the size of one head of one token: quantized K and V, with both scales."""
+    """Returns the bytes of one head of one token: quantized K and V, with both scales."""
     return 2 * (head_dim + SCALE_BYTES)
 
 
@@ -90,7 +89,7 @@ class StateClass(msgspec.Struct, frozen=True):
     layers: int
     """Number of tensors."""
     heads: int
-    """Parts of a tensor that different ranks can send."""
+    """Number of equal parts of each tensor. A rank owns a range of the parts, like a range of KV heads."""
     head_bytes: int
 
 
@@ -103,17 +102,17 @@ class KVLayout(msgspec.Struct, frozen=True):
     """
 
     layers: int
-    """Number of layers of the first class, which `kv_heads`, `head_dim` and `has_v` describe too. Most models have
-    one class."""
+    """Number of layers of the first class. `kv_heads`, `head_dim` and `has_v` also describe the first class. Most
+    models have one class."""
     kv_heads: int
     head_dim: int
     dtype: str
     """Element type of all classes."""
     more: tuple[LayerClass, ...] = ()
-    """Layer classes after the first one, which the fields `layers`, `kv_heads`, `head_dim` and `has_v` describe."""
+    """Layer classes after the first one."""
     has_v: bool = True
     states: tuple[StateClass, ...] = ()
-    """Recurrent state of a request. Empty for a model without recurrent layers; set by a runner."""
+    """Classes of a request's recurrent state. Empty for a model without recurrent layers; set by the model runner."""
 
     @property
     def classes(self) -> tuple[KVLayout, ...]:
@@ -125,40 +124,40 @@ class KVLayout(msgspec.Struct, frozen=True):
 
     @property
     def spans(self) -> tuple[Span, ...]:
-        """Range of the layers of each class of the KV cache."""
+        """Range of layer numbers of each class of the KV cache."""
         return self._spans(self.layers, *(one.layers for one in self.more))
 
     @property
     def kv_layers(self) -> int:
-        """Layers of the KV cache."""
+        """Number of layers of the KV cache, over all classes."""
         return self.layers + sum(one.layers for one in self.more)
 
     @property
     def state_spans(self) -> tuple[Span, ...]:
-        """Range of the numbers of each state class's tensors."""
+        """Range of layer numbers that the tensors of each state class have; see `KVLayout`."""
         return self._spans(self.kv_layers, *(one.layers for one in self.states))[1:]
 
     @property
     def all_classes(self) -> tuple[KVLayout, ...]:
-        """`classes`, then a layout for each state class, whose elements are bytes."""
+        """`classes`, followed by a layout for each state class. Elements of states are bytes."""
         states = (KVLayout(c.layers, c.heads, c.head_bytes, "uint8", has_v=False) for c in self.states)
         return (*self.classes, *states)
 
     def class_of(self, layers: Span) -> KVLayout:
-        """Returns the class of `layers`, which must be layers, or state tensors, of one class."""
+        """Returns the class of `layers`, which must be layers, or numbers of state tensors, of one class."""
         if not (self.more or self.states):
             return self
         spans = (*self.spans, *self.state_spans)
         return next(one for one, span in zip(self.all_classes, spans, strict=True) if layers.start in span)
 
     def is_state(self, layers: Span) -> bool:
-        """Returns whether `layers`, of one class, are tensors of a recurrent state."""
+        """Returns whether `layers`, which must be of one class, are tensors of a recurrent state."""
         return layers.start >= self.kv_layers
 
     def moved_tokens(self, layers: Span, tokens: Span) -> Span:
-        """Returns the positions that a ticket for `tokens` transfers in `layers`, which are of one class.
+        """Returns the positions that a ticket for `tokens` transfers in `layers`, which must be of one class.
 
-        A recurrent state is the state after `tokens`, and counts as the position that follows `tokens`.
+        A recurrent state is the state after `tokens`. Its position is therefore the one after `tokens`.
         """
         return Span(tokens.stop, tokens.stop + 1) if self.is_state(layers) else tokens
 
@@ -168,7 +167,8 @@ class KVLayout(msgspec.Struct, frozen=True):
 
     @property
     def planes(self) -> int:
-        """Planes of a layer: 2 for separate K and V; 1 for quantized K and V in one row, or for keys only."""
+        """Number of planes per layer: 2 for separate K and V; 1 for quantized K and V in one row, or for keys
+        only."""
         return 2 if self.has_v and not self.quantized else 1
 
     @property
@@ -209,7 +209,7 @@ class Shard(msgspec.Struct, frozen=True):
 
     rank: int
     layers: Span
-    """Layers of the first class, which `heads` describes too; see `KVLayout`."""
+    """Layers of the first class; see `KVLayout`. `heads` also belongs to the first class."""
     heads: Span
     more: tuple[Shard, ...] = ()
     """The rank's layers and heads of each further class."""
@@ -235,23 +235,23 @@ class Shard(msgspec.Struct, frozen=True):
 
     @property
     def all_parts(self) -> tuple[Shard, ...]:
-        """`parts`, then the shard of each state class, in the order of `KVLayout.all_classes`."""
+        """`parts`, followed by the shard of each state class, in the order of `KVLayout.all_classes`."""
         return (*self.parts, *self.states)
 
     def part_of(self, layers: Span) -> int:
-        """Returns the index in `all_parts` of the class of global `layers`, which must be of one class."""
+        """Returns the index in `all_parts` of the part with `layers`, which are global and must be of one class."""
         if not (self.more or self.states):
             return 0
         return next(number for number, part in enumerate(self.all_parts) if part.layers.covers(layers))
 
 
 class SamplingParams(msgspec.Struct, frozen=True):
-    """Sampling parameters; the defaults are greedy. `disagg.core.sampling.check_sampling` has the ranges.
+    """Sampling parameters; the default is greedy sampling. `disagg.core.sampling.check_sampling` has the ranges.
 
     Order of application: penalties, `logit_bias`, `min_tokens`, `grammar`, temperature, top-k, top-p, min-p.
 
-    With a `seed`, the generator of token `i` is seeded by (seed, i): no generator state moves from prefill to decode,
-    and a repeated request has the same answer.
+    With a `seed`, the random generator of token `i` is seeded by (seed, i). Therefore no generator state moves from
+    prefill to decode, and a repeated request gets the same answer.
     """
 
     max_tokens: int = 16
@@ -266,7 +266,7 @@ class SamplingParams(msgspec.Struct, frozen=True):
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     min_tokens: int = 0
-    """Number of tokens before which no EOS token, stop token or stop string ends the answer."""
+    """Minimum number of answer tokens: before, no EOS token, stop token or stop string ends the answer."""
     min_p: float = 0.0
     """Drops tokens less probable than this fraction of the most probable token; 0 is off."""
     presence_penalty: float = 0.0
@@ -278,23 +278,23 @@ class SamplingParams(msgspec.Struct, frozen=True):
     logit_bias: tuple[tuple[int, float], ...] = ()
     """`(token, value added to its logit)`; repeated tokens add up."""
     logprobs: int | None = None
-    """Log-probabilities to return. None: none; 0: of the chosen token; k: also of the k most probable tokens."""
+    """Log-probabilities to return. None: none; 0: of the chosen token only; k: also of the k most probable tokens."""
     n: int = 1
-    """Number of answers: separate sequences with separate seeds that share the prompt's KV."""
+    """Number of answers: sequences with different seeds that share the prompt's KV."""
     beams: int = 0
-    """Width of the beam search for the `n` best answers, as in transformers; 0: sampling."""
+    """Number of beams of a beam search for the `n` best answers, as in transformers; 0: sampling."""
     length_penalty: float = 1.0
     """Beam search: divides an answer's summed log-probability by its length to this power."""
     early_stopping: bool | Literal["never"] = False
     """Beam search ends with `beams` finished answers (True), when the current length allows no better answer (False),
     or when no length up to `max_tokens` allows one (`never`)."""
     grammar: str = ""
-    """Grammar that each answer follows, in the form of `disagg.core.grammars`; empty: none. Masks are applied after
-    all other changes of the logits. An end token is allowed where the grammar may end."""
+    """Grammar that each answer follows, in the form of `disagg.core.grammars`; empty: no grammar. The grammar masks
+    logits after penalties, `logit_bias` and `min_tokens`. An end token is allowed where the grammar may end."""
 
     @property
     def sequences(self) -> int:
-        """Number of sequences of the request that one step computes together: beams or answers."""
+        """Number of the request's sequences (beams or answers) that one decode step computes together."""
         return self.beams or self.n
 
 
@@ -308,7 +308,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     """Chosen token."""
     logprob: float
     top: tuple[tuple[int, float], ...]
-    """`(token, logprob)` of the most probable tokens in descending order; may lack the chosen token."""
+    """`(token, logprob)` of the most probable tokens, most probable first; may lack the chosen token."""
 
 
 class RequestKey(msgspec.Struct, frozen=True, order=True, array_like=True):
@@ -333,7 +333,7 @@ class RankInfo(msgspec.Struct, frozen=True):
     ring_bytes: int = 0
     """Size of the rank's receive ring; 0 on a rank that does not receive KV."""
     swap_blocks: int = 0
-    """Blocks of host memory for pages of preempted requests."""
+    """Number of host memory blocks into which pages of preempted requests can be swapped."""
     max_sequences: int = 1
     """Largest number of answers or beams of one request; set on a leader."""
     pool_tokens: int = 0
@@ -347,7 +347,7 @@ class RankInfo(msgspec.Struct, frozen=True):
 
 
 class GroupInfo(msgspec.Struct, frozen=True):
-    """One engine: the ranks that together hold one copy of the model. The handshake compares both groups."""
+    """Description of one group: the ranks that hold one copy of the model. The handshake compares two groups."""
 
     name: str
     role: str
@@ -377,8 +377,8 @@ class GroupInfo(msgspec.Struct, frozen=True):
 class Ticket(msgspec.Struct, frozen=True):
     """A decode group's reservation for one request: a row and all pages of the prompt.
 
-    `number` is unique for the life of the decode group and part of every data tag: a late message of an earlier
-    attempt cannot match a current ticket.
+    `number` is unique for the life of the decode group and part of every data tag. Therefore a late message of an
+    earlier attempt cannot match a current ticket.
     """
 
     key: RequestKey
@@ -386,12 +386,13 @@ class Ticket(msgspec.Struct, frozen=True):
     group: str
     tokens: Span
     """Positions to transfer: the prompt after the decode group's prefix cache hit. Empty for a model without
-    attention. The recurrent state after them is transferred too, if the model has one (`KVLayout.states`)."""
+    attention. The recurrent state after these positions is transferred too, if there is one (`KVLayout.states`)."""
     row: int = -1
-    """Row on every decode rank: the slot of the recurrent state, and the index of the fence word that a writer's
-    kernel checks."""
+    """Row of the request, the same on every decode rank: the slot of the recurrent state, and the index of the fence
+    word that a writer's kernel checks."""
     pages: tuple[int, ...] = ()
-    """Pages of those positions on every decode rank. Earlier pages are shared, so writers do not receive them."""
+    """Pages of the positions in `tokens`, the same on every decode rank. The ticket omits earlier pages, which are
+    shared and must not be written."""
 
 
 class Segment(msgspec.Struct, frozen=True):

@@ -1,12 +1,13 @@
 """The inner loop of the attention kernels: an online softmax over the context, one block of tokens at a time.
 
-The kernels differ in which tokens a query row sees. The arithmetic is shared, and gives a row the same bits
-in every kernel and tile. On a tensor core, the bits of a product depend only on the order of the summed
-dimension, not on the tile or the instruction (`tests/kernels/layers/test_same_bits.py`). The weights are
-therefore summed by a product with ones: a reduction over threads would follow the tile's layout.
+The attention kernels differ in which tokens a query row sees. They share the arithmetic of this file, which gives a
+row the same bits in every kernel and for every tile size. On a tensor core, the bits of a product depend only on the
+order of the summed dimension, not on the tile or the instruction (`tests/kernels/layers/test_same_bits.py`). The
+softmax weights are therefore summed by a product with a matrix of ones. The order of a reduction over threads would
+depend on the tile's layout.
 
-Multiplications and additions that a compiler could fuse are fused explicitly (`tl.fma`). A block in which a
-row sees no token leaves the row's state unchanged.
+Where a compiler could fuse a multiplication and an addition, the code fuses them explicitly (`tl.fma`). A block in
+which a row sees no token leaves the row's state unchanged.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ TOTAL_COLUMNS = tl.constexpr(16)
 
 @triton.jit  # type: ignore[untyped-decorator]
 def empty_state(ROWS: tl.constexpr, BLOCK_V: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: N803
-    """Returns the initial running state of the softmax: `largest`, `total` and `values_sum` of `add_block`."""
+    """Returns the softmax state before the first block: `largest`, `total` and `values_sum` as in `add_block`."""
     largest = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS, TOTAL_COLUMNS], tl.float32)
     return largest, total, tl.zeros([ROWS, BLOCK_V], tl.float32)
@@ -35,18 +36,18 @@ def add_block(  # type: ignore[no-untyped-def]
     total,  # float32 [rows, TOTAL_COLUMNS], sum of the weights
     values_sum,  # float32 [rows, BLOCK_V]
     queries,  # [rows, BLOCK_K]; float16 for quantized KV with a 16-bit model
-    # of the layer and of the KV head
+    # K and V of one KV head of the layer
     k,
     v,
     k_scales,
     v_scales,
-    row_table,  # address of the sequence's first slot
+    row_table,  # address of the sequence's row in the block table
     token,  # int32 [tokens], positions in the sequence
     last,  # end (exclusive) of the tokens that may be read
     visible,  # bool [rows or 1, tokens]; None: all rows see all tokens
     scaling,
     softcap,
-    ALL_SEE: tl.constexpr,  # noqa: N803 - every row sees some token of this block, or of one before
+    ALL_SEE: tl.constexpr,  # noqa: N803 - each row sees a token of this or an earlier block
     K_DIM: tl.constexpr,  # noqa: N803
     V_DIM: tl.constexpr,  # noqa: N803
     SLOT_STRIDE: tl.constexpr,  # noqa: N803
@@ -55,15 +56,15 @@ def add_block(  # type: ignore[no-untyped-def]
     BLOCK_K: tl.constexpr,  # noqa: N803
     BLOCK_V: tl.constexpr,  # noqa: N803
 ):
-    """Returns `largest`, `total` and `values_sum` after one more block of tokens."""
-    # Tokens beyond the end read the last token again, and are visible to no row. int64 before any product: a
-    # pool is far larger than 2^31 elements.
+    """Adds one block of tokens to the softmax state; returns the new `largest`, `total` and `values_sum`."""
+    # Positions beyond the end load the last token again, and no row sees them. int64 before any product: a pool is
+    # far larger than 2^31 elements.
     slot = tl.load(row_table + tl.minimum(token, last - 1)).to(tl.int64)
     keys = load_rows(k, slot, K_DIM, SLOT_STRIDE, FP8, BLOCK_K)
     values = load_rows(v, slot, V_DIM, SLOT_STRIDE, FP8, BLOCK_V)
     if k_scales is not None:
-        # Loaded with the quantized values: after the first product's barriers the kernel would wait for them
-        # once more.
+        # Load the scales together with the quantized values: a later load would stall the kernel a second time, after
+        # the barriers of the first product.
         k_scale = load_scales(k_scales, slot, SCALE_SLOT_STRIDE)
         v_scale = load_scales(v_scales, slot, SCALE_SLOT_STRIDE)
         if queries.dtype == tl.float16:
@@ -99,7 +100,7 @@ def add_block(  # type: ignore[no-untyped-def]
         summed = rounded
     elif queries.dtype == tl.float32:
         summed = weights * tl.exp2(-v_level)[None, :]
-    else:  # without the values' scales, the weights exceed the range of float16, and bfloat16 lacks precision
+    else:  # unscaled weights exceed float16; one bfloat16 lacks precision, so two are summed
         unscaled = nothing + tl.exp2(-v_level)[None, :]
         summed = (weights * unscaled).to(tl.bfloat16)
         rest = tl.fma(weights, unscaled, nothing - summed.to(tl.float32)).to(tl.bfloat16)
@@ -111,7 +112,7 @@ def add_block(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def join_states(largest, total, values_sum, more_largest, more_total, more_values):  # type: ignore[no-untyped-def]
-    """Joins two running states, `total` `[rows, columns]` each; exact if one of the states has seen no token."""
+    """Joins two softmax states, with `total` as `[rows, columns]`. Exact if one of the states has seen no token."""
     new_largest = tl.maximum(largest, more_largest)
     level = tl.where(new_largest == float("-inf"), 0.0, new_largest)
     shrink, factor = tl.exp2(largest - level)[:, None], tl.exp2(more_largest - level)[:, None]
@@ -122,8 +123,8 @@ def join_states(largest, total, values_sum, more_largest, more_total, more_value
 
 @triton.jit
 def attended(largest, total, values_sum, sink):  # type: ignore[no-untyped-def]
-    """Returns the result of a whole context, float32 `[rows, BLOCK_V]`; zeros for a row that has seen no
-    token."""
+    """Returns the attention output, float32 `[rows, BLOCK_V]`, from the state after the whole context; zeros for a
+    row that has seen no token."""
     if sink is not None:
         new_largest = tl.maximum(largest, sink)
         shrink = tl.exp2(largest - new_largest)
@@ -134,7 +135,7 @@ def attended(largest, total, values_sum, sink):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def sinks_of(sinks, q_head, real):  # type: ignore[no-untyped-def]
-    """Returns the sinks of some query heads in units of log 2, as expected by `attended`; None without sinks."""
+    """Returns the sinks of the query heads `q_head` in units of log 2, for `attended`; None without sinks."""
     found = None
     if sinks is not None:
         found = tl.load(sinks + q_head, mask=real, other=0.0).to(tl.float32) * LOG2_E

@@ -1,7 +1,7 @@
 """Shared parts of the attention kernels: layer parameters, checks, tile sizes, and Triton helpers.
 
-The softmax uses base 2 (`exp2` is the hardware's instruction), in float32, over a running maximum. No kernel
-holds all scores of a query (the online softmax of FlashAttention).
+The kernels use the online softmax of FlashAttention: it keeps a running maximum, so that no kernel holds all scores
+of a query. The softmax is in float32 and in base 2, because `exp2` is a hardware instruction.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 MAX_HEAD_DIM = 256
 QUERY_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _WIDEN = tl.constexpr(INTERPRETED)  # the interpreter cannot multiply bfloat16
-_E4M3_CAPABILITY = (8, 9)  # first capability with float8_e4m3fn in Triton
+_E4M3_CAPABILITY = (8, 9)  # first compute capability with float8_e4m3fn in Triton
 
 
 @dataclass(frozen=True)
@@ -43,16 +43,16 @@ class AttentionParams:
     """float32 `[query heads]`: ALiBi. `slope * (key position - query position)` is added to the product of
     query and key, before `scaling`."""
     alibi_dtype: torch.dtype | None = None
-    """Type to which the slope, each position and their product are rounded, for key and query separately.
-    None: float32, and no rounding before the positions are subtracted."""
+    """ALiBi: type to which the slope, the position and their product are rounded, separately for key and query,
+    before the subtraction. None: float32, with the positions subtracted first."""
     chunk_tokens: int | None = None
     """Chunked attention: a token sees only tokens with the same `position // chunk_tokens`."""
     chosen: torch.Tensor | None = None
-    """int32 `[T, most]`: the only positions that each token of the step sees; padded with -1."""
+    """Sparse attention: int32 `[T, most]`, the positions that each token of the step sees; padded with -1."""
 
     @property
     def torch_only(self) -> str:
-        """Returns the feature of this layer that only the torch path supports; empty if the kernels support all."""
+        """Feature of this layer that only the torch path supports; empty if the kernels support all its features."""
         if self.alibi_slopes is not None:
             return "ALiBi"
         if self.chosen is not None:
@@ -63,7 +63,7 @@ class AttentionParams:
 def unsupported(
     device: torch.device, q_dtype: torch.dtype, kv_dtype: torch.dtype, k_dim: int, v_dim: int
 ) -> str:
-    """Returns why the kernels do not support a model's attention; empty when they do."""
+    """Returns the reason why the kernels do not support a model's attention; empty if the kernels support it."""
     if backend(device) != "triton":
         return (
             f"Triton does not run on {device} here (on a CPU: TRITON_INTERPRET=1 and DISAGG_KERNELS=triton)"
@@ -116,8 +116,8 @@ def check_numbers(n: int, **tensors: torch.Tensor) -> None:
 
 
 def require_triton(device: torch.device) -> None:
-    """Raises ConfigError where Triton does not run. `disagg.model.attention.torch_attention` is the torch
-    path."""
+    """Raises ConfigError if Triton does not run on `device`. The alternative is the torch path,
+    `disagg.model.attention.torch_attention`."""
     if backend(device) != "triton":
         raise ConfigError(f"the attention kernels need Triton, which does not run on {device} here")
 
@@ -128,7 +128,7 @@ def block_of(count: int) -> int:
 
 
 def on_device(tensor: torch.Tensor) -> AbstractContextManager[object]:
-    """Makes the tensor's device current: Triton launches on the current stream of the current device."""
+    """Returns a context in which the tensor's device is current, as a launch by Triton requires."""
     device = tensor.device
     if device.type != "cuda" or device.index == torch.cuda.current_device():
         return nullcontext()
@@ -162,8 +162,8 @@ def load_rows(  # type: ignore[no-untyped-def]
     FP8: tl.constexpr,  # noqa: N803
     BLOCK: tl.constexpr,  # noqa: N803
 ):
-    """Loads `[N, BLOCK]` of one head, with zeros beyond `DIM`. Uses no mask if possible, because masks cost more than
-    loads."""
+    """Loads one head of each slot, `[N, BLOCK]`; elements beyond `DIM` are zero. Uses no mask if `DIM` equals
+    `BLOCK`, because a mask costs more than the loads."""
     element = tl.arange(0, BLOCK)
     place = rows + slot[:, None] * SLOT_STRIDE + element[None, :]
     found = tl.load(place) if DIM == BLOCK else tl.load(place, mask=(element < DIM)[None, :], other=0)
@@ -174,7 +174,7 @@ def load_rows(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def load_scales(scales, slot, SCALE_SLOT_STRIDE: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: N803
-    """Loads the scales, float32 `[N]`."""
+    """Loads the scale of each slot, as float32 `[N]`."""
     return tl.load(scales + slot * SCALE_SLOT_STRIDE).to(tl.float32)
 
 
@@ -189,7 +189,8 @@ def halves(quantized):  # type: ignore[no-untyped-def]
     if _WIDEN:
         found = quantized.to(tl.float16)
     elif quantized.dtype == tl.int8:
-        # 1024 + (value + 128) needs no arithmetic: its low 8 bits are the value's with the sign inverted.
+        # The float16 number 1024 + (value + 128) needs no arithmetic: its low 8 bits are the value's bits with the
+        # sign bit inverted.
         found = tl.inline_asm_elementwise(
             """{
             .reg .b32 biased, high, less;
@@ -230,8 +231,8 @@ def half_queries(queries):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def log2_of(scales, EXACT: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: N803
-    """Returns log2 of positive float32 values. Unless `EXACT`, the function uses one instruction instead of thirty;
-    either the relative or the absolute error is at most 2^-22."""
+    """Returns log2 of positive float32 values. Unless `EXACT`, the computation takes one instruction instead of
+    thirty, with a relative or an absolute error of at most 2^-22."""
     if EXACT or _WIDEN:
         found = tl.log2(scales)
     else:
@@ -245,8 +246,8 @@ def log2_of(scales, EXACT: tl.constexpr):  # type: ignore[no-untyped-def] # noqa
 def base2_parts(products, scaling, softcap):  # type: ignore[no-untyped-def]
     """Returns two factors whose product is the scores in units of log 2, from the products of queries and keys.
 
-    The factors stay separate, so that each kernel multiplies them and adds with one rounding (`tl.fma`), whatever
-    the compiler fuses.
+    The factors stay separate, so that a kernel can multiply them and add another term with one rounding (`tl.fma`).
+    The result then does not depend on what the compiler fuses.
     """
     if softcap is None:
         raw, factor = products, scaling * LOG2_E

@@ -1,6 +1,6 @@
 """Decode attention: one query token per sequence over the paged pool.
 
-A program computes all query heads of one KV head of one sequence, for one split of the tokens that it sees
+A program computes all query heads of one KV head of one sequence, for one split of the context
 (`kernels.attention.splits`).
 """
 
@@ -37,12 +37,12 @@ _PROGRAMS_PER_MULTIPROCESSOR = 64
 """Largest number of programs per multiprocessor when contexts are split. The grid fits the longest context, so most
 programs end at once."""
 _LEAST_SPLIT_TOKENS = (64, 1024, 4096)
-"""Minimum tokens of a split, by load: one sequence, almost enough sequences to fill the device, or enough
+"""Minimum tokens of a split for three loads: one sequence; almost enough sequences to fill the device; enough
 sequences."""
 _MANY_PROGRAMS = 6
-"""Number of programs per multiprocessor from which small tiles are faster, because more programs run at a time."""
+"""Number of programs per multiprocessor from which small tiles are faster, because more programs run in parallel."""
 _MAX_GROUP_ROWS = {torch.float32: 16}
-"""Largest number of query heads of one program, by type (64 for 16-bit types); further heads use further programs."""
+"""Largest number of query heads of one program, by type (64 for 16-bit types). More heads take several programs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ def tile_of(dtype: torch.dtype, element_bytes: int, head_dim: int, many: bool = 
         return DecodeTile(tokens=16, stages=2)
     if many and element_bytes == 2 and head_dim <= 128:
         return DecodeTile(tokens=32, warps=2, stages=3)
-    # Quantized values pass through registers in any case, so no stage is copied ahead.
+    # Quantized values are converted in registers, so copying a stage ahead gains nothing.
     return DecodeTile(tokens=64 if head_dim <= 128 else 32, stages=1 if element_bytes == 1 else 2)
 
 
@@ -96,26 +96,23 @@ def decode_attention(
 ) -> None:
     """Writes the attention of each sequence's last token to `out`.
 
-    - q: float `[n, q_heads, k_dim]`, heads contiguous, other strides free; `q_heads` a multiple of the KV
-      heads.
+    - q: float `[n, q_heads, k_dim]`, heads contiguous, other strides free; `q_heads` a multiple of the KV heads.
     - kv, table: K and V of the layer, and int32 `[rows, max_tokens]`, the slot of each token of each row.
     - rows: int32 or int64 `[n]`, each sequence's row in the table.
-    - lengths: int32 or int64 `[n]`: tokens in the pool, including the query's own; 0 (a padding row) gives
-      zeros.
+    - lengths: int32 or int64 `[n]`: tokens in the pool, including the query's own; 0 (a padding row) gives zeros.
     - out: `[n, q_heads, v_dim]` of q's type, contiguous.
-    - deterministic: fixed splits. A sequence's result then has the same bits for any batch, and the same as
-      from `prefill_attention`.
-    - max_tokens: upper bound of the lengths, by default the table's width. A lower bound launches fewer surplus
+    - deterministic: fixed splits. A sequence's result then has the same bits for any batch, and the same as from
+      `prefill_attention`.
+    - max_tokens: upper bound of the lengths, by default the table's width. A tighter bound launches fewer surplus
       programs.
     - splits, tile: derived from the device and the sizes if omitted.
 
-    Quantized values are multiplied as float16, which represents all of them exactly, if the queries have 16
-    bits.
+    Quantized values are multiplied as float16, which represents all of them exactly, if the queries have 16 bits.
 
-    On CUDA: one or two launches on the current stream, no synchronization; the host needs no values of rows
-    and lengths. Tokens outside the window and beyond the length are never read. The exception is a window's
-    first block with fixed splits, whose tokens must be finite. Products in the queries' type (float32: exact,
-    no TF32), softmax and sums in float32. Raises ValueError (arguments), ConfigError (no Triton).
+    On CUDA: one or two launches on the current stream, no synchronization; the host reads neither rows nor lengths.
+    Tokens outside the window or beyond the length are never read, with one exception: with fixed splits, the first
+    block of a window may include earlier tokens, whose K and V must be finite. Products use the queries' type
+    (float32 without TF32); softmax and sums use float32. Raises ValueError (arguments), ConfigError (no Triton).
     """
     group = check_queries(q, kv, table, params, out)
     n = q.shape[0]
@@ -247,7 +244,7 @@ def decode_kernel(  # type: ignore[no-untyped-def]
         low = tl.maximum(length - window, 0)
     start, first, split_tokens, used = cut_context(low, length, splits, least_tokens, FIXED, BLOCK_TOKENS)
     if split > 0 and split >= used:
-        return  # the second kernel receives the number of splits
+        return  # surplus program: the join kernel reads only used splits
     begin = tl.maximum(first + split * split_tokens, start)
     end = tl.minimum(first + (split + 1) * split_tokens, length)
 
@@ -275,7 +272,7 @@ def decode_kernel(  # type: ignore[no-untyped-def]
         visible = (token < end)[None, :]
         if FIXED and window is not None:
             visible &= (token >= low)[None, :]
-        # Each block has a visible token.
+        # Every block has a visible token: ALL_SEE is True.
         largest, total, values_sum = add_block(
             largest, total, values_sum, queries, k, v, k_scales, v_scales, row_table, token, end,
             visible, scaling, softcap, True, K_DIM, V_DIM, SLOT_STRIDE, SCALE_SLOT_STRIDE, FP8,

@@ -1,9 +1,9 @@
-"""Writes K and V of a step's tokens to their slots of one layer, in one launch; quantizes them for a
-quantized pool.
+"""Writes K and V of a step's tokens to their slots in one layer's pool, in one launch. For a quantized pool the
+launch also quantizes K and V.
 
-Each head of a token is quantized on its own. The scale of a head is the head's largest magnitude divided by the
-largest quantized value, rounded up to bfloat16. An element's quantized value is the element divided by the scale.
-int8 is rounded to the nearest, ties to even, like fp8.
+Each head of a token has a separate scale. The scale is the head's largest magnitude divided by the largest quantized
+value, rounded up to bfloat16. An element's quantized value is the element divided by the scale. Both int8 and fp8
+round to the nearest value, ties to even.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ _TILE_ELEMENTS = 2048
 def kv_write(k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor, kv: LayerKV) -> None:
     """Writes `k` and `v` to `slots` of `kv`.
 
-    - k, v: float `[tokens, kv_heads, up to kv's head_dim]` of one type, heads contiguous, other strides free.
-      The rest of a slot's head is filled with zeros.
+    - k, v: float `[tokens, kv_heads, up to kv's head_dim]` of one type, heads contiguous, other strides free. The
+      rest of a slot's head is filled with zeros.
     - slots: int32 or int64 `[tokens]`, distinct, each within the pool (not checked).
 
-    Values must be finite. A wider float is rounded; the module describes fp8 and int8. On CUDA: one launch on
-    the current stream, no synchronization. Raises ValueError (arguments) and ConfigError (`DISAGG_KERNELS`).
+    Values must be finite. A float type wider than the pool's is rounded; the module's docstring describes
+    quantization. On CUDA: one launch on the current stream, no synchronization. Raises ValueError (arguments) and
+    ConfigError (`DISAGG_KERNELS`).
     """
     _check(k, v, slots, kv)
     if slots.shape[0] == 0:
@@ -82,10 +83,11 @@ def kv_write_reference(k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor, kv
 
 
 def quantize(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantizes `x`, float `[..., head_dim]`, in plain torch: int8, or fp8 as uint8, and scales, bfloat16
-    `[...]`."""
+    """Quantizes `x`, float `[..., head_dim]`, in plain torch. Returns the values (int8, or fp8 as uint8) in the shape
+    of `x`, and the scales, bfloat16 `[...]`."""
     x, limit = x.float(), quantized_limit(dtype)
-    # Divide by a tensor: on CUDA torch divides by a number by multiplying with its rounded inverse.
+    # Divide by a tensor. On CUDA, torch would replace division by a Python number by multiplication with its rounded
+    # inverse.
     scale = x.abs().amax(-1).clamp(min=SMALLEST) / torch.full((), limit, device=x.device)
     # Round up to bfloat16: add the largest value of the missing digits.
     scale = ((scale.view(torch.int32) + 0xFFFF) & -0x10000).view(torch.float32)
@@ -199,7 +201,7 @@ def quantize_rows(  # type: ignore[no-untyped-def]
     SMALLEST: tl.constexpr,  # noqa: N803
     FP8: tl.constexpr,  # noqa: N803
 ):
-    """Returns quantized rows `[rows, elements]`, as integers or bits of FP8, and their scales, bfloat16
+    """Quantizes rows. Returns the values `[rows, elements]`, as integers or as FP8 bits, and the scales, bfloat16
     `[rows]`."""
     found = values.to(tl.float32)
     # Exact division: a faster one could round a tie differently from the reference.

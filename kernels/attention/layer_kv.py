@@ -1,7 +1,7 @@
 """Layout and type of one layer's K and V in a pool.
 
-Quantized K and V have 8 bits (int8, or fp8 as uint8) and one scale for each head of each token: the
-represented value is the quantized value times the scale.
+Quantized K and V have 8 bits (int8, or fp8 as uint8) and one scale for each head of each token. The represented value
+is the quantized value times the scale.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class LayerKV:
     def strides(self) -> dict[str, int]:
         """Returns the strides of slots and heads, in elements, as constexpr arguments of the kernels.
 
-        Constants tell the compiler the alignment of rows.
+        From constant strides, the compiler can infer the alignment of rows.
         """
         slot, head = self.k.stride()[:2]
         scale_slot, scale_head = self.k_scales.stride() if self.k_scales is not None else (0, 0)
@@ -58,12 +58,12 @@ class LayerKV:
         }
 
     def check(self) -> None:
-        """Raises ValueError for tensors that the kernels cannot read."""
+        """Raises ValueError for tensors whose shapes, strides or types the kernels do not support."""
         same = self.k.shape == self.v.shape and self.k.stride() == self.v.stride()
         if self.k.dim() != 3 or not same or self.k.stride(2) != 1 or self.k.dtype != self.v.dtype:
             raise ValueError(
-                f"k and v must be [slots, kv_heads, head_dim] alike, heads contiguous; got {describe(self.k)} and "
-                f"{describe(self.v)}"
+                "k and v must be [slots, kv_heads, head_dim] with equal shapes and strides, heads contiguous; "
+                f"got {describe(self.k)} and {describe(self.v)}"
             )
         for name, scales in (("k_scales", self.k_scales), ("v_scales", self.v_scales)):
             coded = self.k.element_size() == 1
@@ -76,8 +76,10 @@ class LayerKV:
 
 
 def quantized_layer(rows: torch.Tensor, head_dim: int, dtype: torch.dtype) -> LayerKV:
-    """Returns views of uint8 `[slots, kv_heads, 2 * (head_dim + 2)]`: quantized K, quantized V, scale of K,
-    scale of V."""
+    """Returns the K, V and scales of a quantized layer as views of `rows`.
+
+    `rows`: uint8 `[slots, kv_heads, 2 * (head_dim + 2)]`; a row has quantized K, quantized V, scale of K, scale of V.
+    """
     quantized = rows.view(torch.int8) if dtype == torch.int8 else rows
     k, v = quantized[..., :head_dim], quantized[..., head_dim : 2 * head_dim]
     scales = rows.view(torch.bfloat16)

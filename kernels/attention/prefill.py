@@ -1,12 +1,12 @@
-"""Prefill attention: many query tokens per sequence over the paged pool, which already holds their K and V.
-Causal.
+"""Prefill attention: causal attention of many query tokens per sequence over the paged pool. The pool already has the
+K and V of the query tokens.
 
-A program computes one KV head and a block of *rows*: query tokens x the query heads of that KV head. Rows are
-adjacent in `q`, so that K and V are read once for all of them. It processes first the tokens that all its rows see,
-then those where some rows are masked; scores stay in registers (FlashAttention 2).
+A program computes one KV head and a block of *rows*: query tokens x the query heads of that KV head. The program
+reads K and V once for all its rows, which are adjacent in `q`. It first processes the tokens that all its rows see,
+then the tokens that only some of its rows see. Scores stay in registers (FlashAttention 2).
 
-A short prompt after a long cached prefix has too few blocks to fill the device. The tokens that a block sees are then
-split over several programs (`kernels.attention.splits`).
+A short prompt after a long cached prefix has too few blocks to fill the device. The context of a block is then split
+over several programs (`kernels.attention.splits`).
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ from kernels.attention.splits import (
 )
 
 _LEAST_SPLIT_TOKENS = 256
-"""Minimum split: fewer tokens do not justify a second kernel."""
+"""Minimum tokens of a split. With fewer tokens, the join kernel costs more than the split saves."""
 _MOST_PARTIALS_BYTES = 256 << 20
-"""Limit of the memory for partial results of fixed splits. The profile of the largest step does not include this
-memory."""
+"""Limit of the memory for partial results of fixed splits. The profile run of the largest step, which sizes the KV
+pool, does not include this memory."""
 SPARE_SHARED_BYTES = 2048
 """Shared memory reserved for exchanges between threads, in addition to the tiles."""
 
@@ -75,7 +75,7 @@ class PackedQueries:
     """Upper bound of `counts`, known to the host, which derives the grid from it."""
 
     def check(self) -> None:
-        """Raises ValueError for tensors of other types or shapes."""
+        """Raises ValueError for tensors with wrong types or shapes."""
         n = self.rows.shape[0]
         check_numbers(n, rows=self.rows, firsts=self.firsts, starts=self.starts, counts=self.counts)
 
@@ -86,7 +86,8 @@ _TILES = (
     PrefillTile(stages=2),
     PrefillTile(rows=64, tokens=32, warps=4, stages=2),
 )
-"""Tiles for many rows in 16 bits, fastest first (measured on an H200); the first that fits is used."""
+"""Tiles for many rows in 16 bits, fastest first (measured on an H200). The first tile that fits into shared memory is
+used."""
 
 
 def prefill_tile_of(
@@ -108,8 +109,8 @@ def prefill_tile_of(
 def tile_shared_bytes(tile: PrefillTile, head_dim: int) -> int:
     """Returns the shared memory of a tile with 16-bit elements, in bytes, as Triton uses it on Hopper.
 
-    It holds the queries, the prefetched blocks of K and V, and the matrix of ones that sums the weights. Ampere
-    uses less.
+    The shared memory holds the queries, the prefetched blocks of K and V, and the matrix of ones that sums the
+    weights. On Ampere, Triton uses less.
     """
     ones = int(TOTAL_COLUMNS.value) * tile.tokens
     return 2 * (head_dim * (tile.rows + 2 * (tile.stages - 1) * tile.tokens) + ones)
@@ -118,7 +119,8 @@ def tile_shared_bytes(tile: PrefillTile, head_dim: int) -> int:
 def fixed_tile_of(
     dtype: torch.dtype, rows: int, programs: int, head_dim: int, device: torch.device
 ) -> PrefillTile:
-    """Returns the tile for fixed splits. Its blocks have as many tokens as the decode kernel's, for equal bits.
+    """Returns the tile for fixed splits. For equal bits, its blocks have the same number of tokens as in the decode
+    kernel.
 
     `rows` is the largest number of rows of a sequence. `programs` is the number of blocks of 128 rows, before any
     context is split.
@@ -154,22 +156,20 @@ def prefill_attention(
 ) -> None:
     """Writes the attention of each sequence's query tokens to `out`.
 
-    - q: float `[tokens, q_heads, k_dim]`, heads contiguous, other strides free; `q_heads` a multiple of the
-      KV heads.
+    - q: float `[tokens, q_heads, k_dim]`, heads contiguous, other strides free; `q_heads` a multiple of the KV heads.
     - kv, table: K and V of the layer, and int32 `[rows, max_tokens]`, the slot of each token of each row.
-    - queries: the position of the sequences in `q`; tokens outside all sequences are left unchanged.
+    - queries: the position of the sequences in `q`. Rows of `out` outside all sequences stay unchanged.
     - out: `[tokens, q_heads, v_dim]` of q's type, contiguous.
-    - deterministic: fixed splits. A token's result then has the same bits for any chunk and any batch, and
-      the same as from `decode_attention`.
+    - deterministic: fixed splits. A token's result then has the same bits for any chunk and any batch, and the same
+      as from `decode_attention`.
     - splits, tile: derived from the device and the sizes if omitted.
 
-    A query at position `p` sees the tokens up to `p`, or the last `window_tokens` of them. Tokens that no
-    query of the sequence sees are not read. The exception is a window's first block with fixed splits, whose
-    tokens must be finite.
+    A query at position `p` sees the tokens up to `p`, or the last `window_tokens` of them. Tokens that no query of
+    the sequence sees are not read, with one exception: with fixed splits, the first block of a window may include
+    earlier tokens, whose K and V must be finite.
 
-    On CUDA: one or two launches on the current stream, no synchronization. Products in the queries' type
-    (float32: exact, no TF32), softmax and sums in float32. Raises ValueError (arguments), ConfigError (no
-    Triton).
+    On CUDA: one or two launches on the current stream, no synchronization. Products use the queries' type (float32
+    without TF32); softmax and sums use float32. Raises ValueError (arguments), ConfigError (no Triton).
     """
     group = check_queries(q, kv, table, params, out)
     queries.check()
@@ -210,13 +210,13 @@ def _splits_for(
     kv_heads = kv.k.shape[1]
     group = q.shape[1] // kv_heads
     programs = -(-q.shape[0] * group // tile.rows) * kv_heads
-    if params.window_tokens:  # the window of a block's first row; each further token moves the end by one
+    if params.window_tokens:  # one window, and one token more for each further query token of the block
         seen = min(seen, params.window_tokens + -(-tile.rows // group))
     if not deterministic:
         return prefill_splits_of(programs, seen, q.device)
     splits = fixed_splits(seen, window=params.window_tokens is not None)
     small = partials_bytes(out, splits) <= _MOST_PARTIALS_BYTES
-    if not small or programs >= multiprocessors(q.device):  # one program processes all splits: the same bits
+    if not small or programs >= multiprocessors(q.device):  # one program per block gives the same bits
         splits = fixed_splits(seen, window=params.window_tokens is not None, parallel=False)
     return splits
 
@@ -276,8 +276,10 @@ def _launch(
 
 
 def _block_v(v_dim: int, *, converted: bool) -> int:
-    """Returns the block width of V, at least 64 if V is converted. Triton 3.6 miscompiles the second product
-    on Hopper for narrower converted V: results or addresses are wrong. The padding is filled with zeros."""
+    """Returns the block width of V, at least 64 if V is converted; the padding is filled with zeros.
+
+    For a narrower converted V, Triton 3.6 miscompiles the second product on Hopper: results or addresses are wrong.
+    """
     return max(64, block_of(v_dim)) if converted else block_of(v_dim)
 
 
@@ -328,7 +330,7 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
     BLOCK_K: tl.constexpr,  # noqa: N803
     BLOCK_V: tl.constexpr,  # noqa: N803
 ):
-    # The last blocks see the most tokens: they start first, and short blocks fill the gaps at the end.
+    # The last blocks see the most tokens and start first, so that short blocks fill the gaps at the end.
     block = (tl.num_programs(0) - 1 - tl.program_id(0)) // splits
     split = tl.program_id(0) % splits
     head, sequence = tl.program_id(1), tl.program_id(2)
@@ -347,8 +349,7 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
         q + q_row[:, None] + k_element[None, :], mask=real[:, None] & (k_element < K_DIM)[None, :], other=0.0
     )
 
-    # Tokens that some row sees: [low, last). Tokens that all rows see: [low, shared), in whole blocks from
-    # low on.
+    # Tokens that at least one row sees: [low, last). Tokens that all rows see: [low, shared), in whole blocks.
     first_position = start + block * BLOCK_ROWS // GROUP
     last = tl.minimum(start + (block * BLOCK_ROWS + BLOCK_ROWS - 1) // GROUP, start + count - 1) + 1
     low = 0
@@ -360,7 +361,7 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
         low, last, splits, least_tokens, FIXED, BLOCK_TOKENS
     )
     if split > 0 and split >= used:
-        return  # the second kernel receives the number of splits
+        return  # surplus program: the join kernel reads only used splits
     row_table = table + tl.load(rows + sequence).to(tl.int64) * table_stride
     k += head * HEAD_STRIDE
     v += head * HEAD_STRIDE
@@ -401,10 +402,10 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _add_tokens(  # type: ignore[no-untyped-def]
-    begin,  # tokens [begin, end), of which rows see [begin, shared) whole
+    begin,  # tokens [begin, end); all rows see those before `shared`
     end,
     shared,
-    position,  # int32 [rows], of each query
+    position,  # int32 [rows], position of each row's query token
     window,
     queries,
     k,
@@ -425,7 +426,7 @@ def _add_tokens(  # type: ignore[no-untyped-def]
     BLOCK_K: tl.constexpr,  # noqa: N803
     BLOCK_V: tl.constexpr,  # noqa: N803
 ):
-    """Returns the softmax state of the rows over the tokens `[begin, end)`, without earlier tokens."""
+    """Returns the softmax state of the rows over the tokens `[begin, end)` alone."""
     middle = tl.minimum(tl.maximum(shared, begin), end)
     largest, total, values_sum = empty_state(BLOCK_ROWS, BLOCK_V)
     for first in range(begin, middle, BLOCK_TOKENS):

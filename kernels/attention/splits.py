@@ -1,12 +1,12 @@
-"""Contexts split over several programs, and the kernel that joins their partial results (FlashDecoding).
+"""Splitting of contexts over several programs, and the kernel that joins the partial results (FlashDecoding).
 
-The number of splits of a row depends on the number of tokens it sees, which is known only on the device. The grid
-covers the maximum, so that the launch can be captured in a CUDA graph; surplus programs end at once. Rows
-with one split are complete when their program ends; a second kernel joins the others.
+The number of splits of a row depends on the number of tokens that the row sees, which is known only on the device.
+The grid covers the maximum number of splits, so that the launch can be captured in a CUDA graph; surplus programs end
+at once. A row with one split is complete when its program ends. For other rows a second kernel joins the splits.
 
-Splits are either sized by the number of programs in the launch, to keep the device busy, or *fixed*. Fixed
-splits begin at multiples of a number of tokens, and are joined one after the other. A row's result then has
-the same bits for any batch (batch-invariant attention: Thinking Machines, 2025).
+The size of splits either follows from the number of programs in the launch, to keep the device busy, or is *fixed*.
+Fixed splits begin at multiples of `FIXED_SPLIT_TOKENS`, and are joined in order. A row's result then has the same
+bits for any batch (batch-invariant attention: Thinking Machines, 2025).
 """
 
 from __future__ import annotations
@@ -22,23 +22,24 @@ from kernels.attention.block import attended, join_states
 from kernels.attention.common import LOG2_E, block_of
 
 FIXED_SPLIT_TOKENS = 1024
-"""Length of fixed splits. Part of the result's definition: all groups of a cluster must use the same."""
+"""Length of fixed splits, in tokens. The bits of results depend on it, so all groups of a cluster must use the same
+length."""
 _MAX_SPLITS = 128
 _COMBINED_ELEMENTS = 4096
-"""Elements of partial results that a program of the second kernel holds at a time."""
+"""Elements of partial results that a program of the join kernel loads at once."""
 _LOADED_AHEAD = 4
-"""Number of fixed splits whose partial results are loaded ahead."""
+"""Number of fixed splits whose partial results the join kernel loads ahead of their use."""
 
 
 @dataclass(frozen=True, slots=True)
 class Splits:
-    """How contexts are split, independent of their lengths."""
+    """Rule by which contexts are split, independent of their actual lengths."""
 
     most: int
-    """Largest number of splits of one sequence that programs process in parallel. With 1, one program processes the
-    whole context, and processes fixed splits one after the other."""
+    """Largest number of splits of one context, which separate programs process in parallel. 1: one program processes
+    the whole context (fixed splits one after the other)."""
     least_tokens: int
-    """Minimum tokens of a split, except a sequence's last one; the exact size of fixed splits."""
+    """Minimum tokens of a split, except the last split of a context. Fixed splits have exactly this size."""
     fixed: bool = False
     """Whether splits begin at multiples of `least_tokens`, so that no row's result depends on `most`."""
 
@@ -54,8 +55,8 @@ def fixed_splits(
 ) -> Splits:
     """Returns fixed splits of `tokens` for rows that see up to `max_tokens`.
 
-    A `window` may begin within a split, and so need one more split. Unless `parallel`, one program processes all
-    splits.
+    A context with a `window` may begin within a split, and therefore needs one split more. Unless `parallel`, one
+    program processes all splits of a context.
     """
     return Splits(-(-max_tokens // tokens) + window if parallel else 1, tokens, fixed=True)
 
@@ -68,16 +69,22 @@ def partials_bytes(out: torch.Tensor, splits: Splits) -> int:
 
 @lru_cache
 def _nothing(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns placeholder arguments for kernels without splits, so that one compilation serves both cases."""
+    """Returns placeholders for the partial results of a launch without splits.
+
+    With placeholders instead of None, one compiled kernel serves launches with and without splits.
+    """
     return torch.empty(4, device=device), torch.empty(4, dtype=torch.int32, device=device)
 
 
 class Partials:
-    """Partial results of the splits of each row, for the second kernel."""
+    """Partial results of the splits of each row. The attention kernels write them, and `join` joins them."""
 
     def __init__(self, out: torch.Tensor, splits: Splits, *, unassigned: bool) -> None:
-        """`out`: `[tokens, q_heads, v_dim]`, the result. `unassigned`: whether some tokens may belong to no
-        sequence; they are left unchanged. Allocates nothing if no context can be split."""
+        """Allocates the partial results, if any context can be split.
+
+        `out`: `[tokens, q_heads, v_dim]`, the final results. `unassigned`: whether some tokens of `out` may belong to
+        no sequence; these tokens stay unchanged.
+        """
         self._out, self._splits = out, splits
         nothing, none_used = _nothing(out.device)
         self.values, self.levels, self.used = nothing, nothing, none_used
@@ -90,7 +97,7 @@ class Partials:
             self.used = make(tokens, q_heads, dtype=torch.int32, device=out.device)
 
     def join(self, sinks: torch.Tensor | None) -> None:
-        """Writes the result of the rows with several splits, on the current stream of the current device."""
+        """Writes the final results of rows with several splits, on the current stream of the current device."""
         if self._splits.most == 1:
             return
         tokens, q_heads, v_dim = self._out.shape
@@ -112,7 +119,7 @@ class Partials:
 
 @triton.jit  # type: ignore[untyped-decorator]
 def split_tokens_of(tokens, splits, least_tokens, BLOCK_TOKENS: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: N803
-    """Returns the tokens of each split, in whole blocks, for `tokens` in `splits` splits."""
+    """Returns the size of a split, a multiple of `BLOCK_TOKENS`, so that `tokens` need at most `splits` splits."""
     split_tokens = tl.maximum(tl.cdiv(tokens, splits), least_tokens)
     return tl.cdiv(split_tokens, BLOCK_TOKENS) * BLOCK_TOKENS
 
@@ -141,26 +148,26 @@ def cut_context(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def write_results(  # type: ignore[no-untyped-def]
-    # the state of one split, or of all, from `add_block`
+    # softmax state of one split or of the whole context
     largest,
     total,
     values_sum,
     # destinations
     row,  # int64 [rows], query token x query heads + query head
-    real,  # bool [rows]
+    real,  # bool [rows], False for padding
     split,
     used,  # number of splits of these rows
     splits,
     partial_values,
     partial_levels,
     used_splits,
-    rows,  # of `partial_levels`
+    rows,  # number of rows of `partial_levels`
     sink,  # float32 [rows] in units of log 2, or None
     out,
     V_DIM: tl.constexpr,  # noqa: N803
     BLOCK_V: tl.constexpr,  # noqa: N803
 ):
-    """Writes the final results if there is one split, else partial results."""
+    """Writes the final results of rows with one split; for more splits, the partial results of this split."""
     element = tl.arange(0, BLOCK_V)
     mask = real[:, None] & (element < V_DIM)[None, :]
     if (splits > 1) & (split == 0):
@@ -210,7 +217,7 @@ def join_kernel(  # type: ignore[no-untyped-def]
         if FIXED:
             for ahead in tl.static_range(BLOCK_SPLITS):
                 split = start + ahead + one
-                there = split < used  # the other splits were not written
+                there = split < used  # later splits were not written
                 largest, total, values_sum = join_states(
                     largest,
                     total,
@@ -226,7 +233,7 @@ def join_kernel(  # type: ignore[no-untyped-def]
             weight = tl.load(totals + split, mask=there, other=0.0)
             found = tl.load(values + split[:, None] * V_DIM, mask=there[:, None] & inside, other=0.0)
             top = tl.max(level, 0)
-            base = tl.where(top == float("-inf"), 0.0, top)  # these splits have no visible token
+            base = tl.where(top == float("-inf"), 0.0, top)  # -inf: these splits have no visible token
             factor = tl.exp2(level - base)
             largest, total, values_sum = join_states(
                 largest,

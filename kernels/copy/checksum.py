@@ -1,14 +1,14 @@
-"""A 64-bit checksum of a segment's bytes, computed by the kernels that move them.
+"""A 64-bit checksum of a segment's bytes, computed by the kernels that move the bytes.
 
-Each unit (four bytes; fewer where a head is not a multiple of four) is multiplied by an odd 64-bit key, and
-the products are added modulo 2^64. The key depends on the unit's position in the model: layer, plane, token,
-head, offset in the head. The sum is therefore independent of TP sizes, page sizes and order of work, and the
-checksums of two segments add up to the checksum of both together.
+The bytes are divided into units of four bytes (fewer if a head's size is not a multiple of four). Each unit is
+multiplied by an odd 64-bit key, and the products are added modulo 2^64. The key depends on the unit's position in the
+model: layer, plane, token, head, offset in the head. The checksum is therefore independent of TP sizes, page sizes
+and order of work, and the checksums of two segments add up to the checksum of both together.
 
-A change within one unit always changes the sum, because the key is odd. Two changes cancel with a probability
-of about 2^-32. Bytes at a wrong position are detected, because their keys differ. The checksum detects damage but
-not forgery; encryption protects against forgery. Multiplication by keys and summation follow Carter and Wegman
-(1979).
+A change within one unit always changes the sum, because the key is odd. Two changes cancel with a probability of
+about 2^-32. Bytes at a wrong position are detected, because each position has a different key. The checksum detects
+damage but not forgery; encryption protects against forgery. Multiplication by keys and summation follow Carter and
+Wegman (1979).
 """
 
 from __future__ import annotations
@@ -51,20 +51,20 @@ class Origin(NamedTuple):
 
 
 class Summer:
-    """Scratch memory of the checksums computed on one stream of a device. Use it on that stream only."""
+    """Scratch memory for checksums on one stream of a device. Only work on that stream may use the scratch memory."""
 
     def __init__(self, device: torch.device) -> None:
         self.parts = torch.zeros(_PARTS, dtype=torch.int64, device=device)
         """Partial sums, int64 `[_PARTS]`, zero between launches."""
         self._compiled: dict[tuple[bool, bool], Any] = {}
-        """Compiled kernels by Triton's specialization: whether a sum is subtracted, and the width of the
-        seed."""
+        """Compiled kernels. The key is Triton's specialization: whether a sum is subtracted, and whether the seed
+        needs 64 bits."""
         if device.type == "cuda":
-            torch.cuda.current_stream(device).synchronize()  # zero before another stream adds to the parts
+            torch.cuda.current_stream(device).synchronize()  # finishes the zeros before other streams add
 
     def finish(self, total: torch.Tensor, less: torch.Tensor | None, seed: int) -> None:
-        """Launches the end of a sum: `total` becomes the sum of the parts and `seed`, minus `less`; the parts become
-        zero.
+        """Launches the kernel that completes a checksum: sets `total` to the sum of all parts plus `seed`, minus
+        `less`, and resets the parts to zero.
         """
         variant = (less is None, seed > _INT32_MAX)
         with on_device(self.parts):
@@ -73,7 +73,7 @@ class Summer:
                 self._compiled[variant] = _finish_kernel[(1,)](
                     self.parts, total, less, seed, _PARTS, num_warps=8
                 )
-            else:  # Triton's launcher takes 17 us to find a compiled kernel
+            else:  # a direct launch; Triton's launcher takes 17 us to look up a compiled kernel
                 address = None if less is None else less.data_ptr()
                 compiled[1, 1, 1](self.parts.data_ptr(), total.data_ptr(), address, seed, _PARTS)
 
@@ -85,12 +85,12 @@ class Check:
     summer: Summer
     origin: Origin
     total: torch.Tensor
-    """int64 `[1]`, on the copy's device or in pinned host memory: receives the sum and `seed`, minus `less`."""
+    """int64 `[1]`, on the copy's device or in pinned host memory: receives the checksum plus `seed`, minus `less`."""
     less: torch.Tensor | None = None
-    """Sum to subtract, int64 `[1]` on the copy's device."""
+    """Checksum to subtract, int64 `[1]` on the copy's device; None: nothing."""
     seed: int = 0
-    """Number that is added to the sum; 0 to 2^63 - 1. The seed distinguishes a message from zeros and from an earlier
-    message."""
+    """Number that is added to the checksum; 0 to 2^63 - 1. With a different seed for each message, a receiver can
+    distinguish the message from zeroed memory and from earlier messages."""
 
     def __post_init__(self) -> None:
         _check_word("total", self.total)
@@ -100,17 +100,22 @@ class Check:
     def sizes(self, planes: int, head_bytes: int) -> tuple[int, int, int]:
         """Returns the numbers, in the model's numbering, of the first plane, the first token and the first unit.
 
-        The pool has `planes` planes per layer. Each layer has two plane numbers, even if it has only one plane."""
+        The pool has `planes` planes per layer. Plane numbers count two planes for every layer, even if it has only
+        one.
+        """
         units = head_bytes // unit_bytes(head_bytes)
         return 2 * self.origin.layer, self.origin.token, self.origin.head * units
 
     def finish(self) -> None:
-        """Launches the computation of `total`, after a copy kernel has added its sums to the summer's parts."""
+        """Launches the computation of `total`. The copy kernel must have been launched before, with the summer's
+        parts."""
         self.summer.finish(self.total, self.less, self.seed)
 
     def sum_words(self, words: torch.Tensor, head_bytes: int) -> None:
-        """Sets `total` to the checksum of rows, given as words: contiguous `[layers, planes, tokens, words of a
-        row]`. In plain torch."""
+        """Sets `total` to the checksum of rows, in plain torch.
+
+        `words`: the rows, contiguous `[layers, planes, tokens, words of a row]`.
+        """
         layers, planes, tokens, _ = words.shape
         unit = unit_bytes(head_bytes)
         first_plane, first_token, first_unit = self.sizes(planes, head_bytes)
@@ -125,11 +130,12 @@ class Check:
 
 
 NO_SIZES = (0, 0, 0)
-"""Value in place of `Check.sizes` when no checksum is requested."""
+"""Placeholder for `Check.sizes` in launches without a checksum."""
 
 
 def unit_bytes(head_bytes: int) -> int:
-    """Returns the bytes multiplied by one key. Both sides of a transfer have equal heads, and so equal units."""
+    """Returns the size of a unit, which has one key, in bytes. Both sides of a transfer have the same units, because
+    their heads have the same size."""
     return min(_UNIT_BYTES, head_bytes & -head_bytes)
 
 
@@ -142,7 +148,7 @@ def row_keys(plane, token):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def unit_keys(unit):  # type: ignore[no-untyped-def]
-    """Returns an odd key for each unit number, `[n]`. XOR with a row's even key keeps a key odd."""
+    """Returns an odd key for each unit number, `[n]`. XOR with a row's even key leaves the key odd."""
     key = unit.to(tl.uint64) * _COLUMN_KEY
     return (key ^ (key >> 32)) | 1
 
@@ -172,7 +178,7 @@ def words_sum(words, rows, word, first_unit, UNIT_BYTES: tl.constexpr):  # type:
 
 @triton.jit
 def add_part(parts, part):  # type: ignore[no-untyped-def]
-    """Adds a program's sum to one of the parts, selected by the program's number."""
+    """Adds a program's sum to one of the partial sums, selected by the program's number."""
     number = tl.program_id(0) + 7 * tl.program_id(1) + tl.program_id(2)
     tl.atomic_add(parts + number % _PART_COUNT, part, sem="relaxed")
 
@@ -189,7 +195,8 @@ def add_tile(  # type: ignore[no-untyped-def]
     BLOCK_TOKENS: tl.constexpr,  # noqa: N803
     BLOCK_WORDS: tl.constexpr,  # noqa: N803
 ):
-    """Adds the sum of this program's tile `[BLOCK_TOKENS, BLOCK_WORDS]`; see `kernels.copy.layout.tile`."""
+    """Adds the checksum of this program's tile `[BLOCK_TOKENS, BLOCK_WORDS]` to the parts; for the tile, see
+    `kernels.copy.layout.tile`."""
     plane = first_plane + tl.program_id(1).to(tl.int64) * PLANE_STEP
     token = first_token + tl.program_id(0).to(tl.int64) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
     word = tl.program_id(2) * BLOCK_WORDS + tl.arange(0, BLOCK_WORDS)
@@ -214,10 +221,10 @@ def _check_word(name: str, word: torch.Tensor) -> None:
 
 
 def _sum(units: torch.Tensor, mask: int, row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
-    """Returns the sum of `[rows, units]` with the keys of rows and units, int64 `[1]`. Torch's integers wrap
-    like the kernels'.
+    """Returns the checksum of units `[rows, units]` with the keys `row` and `column`, int64 `[1]`.
 
-    The sum is computed in parts that fit a core's cache, which is five times as fast.
+    Integers of torch wrap around on overflow, like those of the kernels. The sum is computed in parts that fit a
+    core's cache, which is five times as fast.
     """
     found = torch.zeros(1, dtype=torch.int64, device=units.device)
     step = max(1, _CACHED_UNITS // units.shape[1])
@@ -229,7 +236,7 @@ def _sum(units: torch.Tensor, mask: int, row: torch.Tensor, column: torch.Tensor
 
 
 def _units(rows: torch.Tensor, unit: int) -> torch.Tensor:
-    """Returns bytes `[rows, bytes]` as units `[rows, units]`, of a signed type."""
+    """Returns a view of bytes `[rows, bytes]` as units `[rows, units]` of a signed type, or a copy if not aligned."""
     if unit == 1:
         return rows
     if rows.storage_offset() % unit:

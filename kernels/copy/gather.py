@@ -1,4 +1,4 @@
-"""Pool to staging: gathers the rows of scattered slots into one contiguous segment."""
+"""Copy from a pool to staging: gathers the rows of scattered slots into one contiguous segment."""
 
 from __future__ import annotations
 
@@ -71,11 +71,12 @@ def gather(
     - slots: int32 or int64 `[tokens]` on the pool's device, each within the pool (not checked).
     - layers, heads: indices local to the pool.
     - out: uint8 on the pool's device, exactly the bytes of `[layer, plane, token, head, head_dim]`.
-    - check: also computes the checksum (`kernels.copy.checksum`); its total is unchanged if there are no bytes.
+    - check: if given, the checksum of the bytes is computed too (`kernels.copy.checksum`). Without any bytes,
+      `check.total` stays unchanged.
 
-    On CUDA: one launch on the current stream, two with `check`, no synchronization. The caller keeps pool,
-    slots, out and the check's words alive and unchanged until an event recorded after this call has
-    completed. Raises ValueError (arguments) and ConfigError (`DISAGG_KERNELS`).
+    On CUDA: one launch on the current stream, two with `check`, no synchronization. The caller keeps pool, slots, out
+    and the check's words alive and unchanged until an event recorded after this call has completed. Raises ValueError
+    (arguments) and ConfigError (`DISAGG_KERNELS`).
     """
     copy = plan_copy(pool, slots, layers, heads, out, "out", check)
     if copy is None:

@@ -26,7 +26,7 @@ from kernels.copy.rows import WORDS, Rows, alignment, check_slots, rows_of, view
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """A validated copy: rows in the pool, and a range of staging."""
+    """A validated copy between rows of a pool and a range of staging memory."""
 
     pool: torch.Tensor
     """The whole pool, `[layers, planes, slots, heads, head_dim]`."""
@@ -37,22 +37,22 @@ class Copy:
     layers: Span
     rows: Rows
     aligned: int
-    """Every row starts, on both sides, at a multiple of this many bytes; at most 16."""
+    """Alignment in bytes of every row, in the pool and in staging; at most 16."""
     check: Check | None = None
 
     @property
     def word_bytes(self) -> int:
-        """Size of the words in which rows are moved."""
+        """Size of the words in which rows are moved, in bytes."""
         return word_bytes(self.aligned, self.check, self.head_bytes)
 
     @property
     def head_bytes(self) -> int:
-        """Size of one head of a token in a plane."""
+        """Size of one head of a token in a plane, in bytes."""
         return self.pool.shape[4] * self.pool.element_size()
 
     @property
     def vector_words(self) -> int:
-        """Every row starts at a multiple of this many words (2 when 16-byte accesses are possible)."""
+        """Alignment of every row in words; 2 if 16-byte accesses are possible."""
         return self.aligned // self.word_bytes
 
     def pool_words(self) -> torch.Tensor:
@@ -114,7 +114,10 @@ def segment_bytes(pool: torch.Tensor, tokens: int, layers: Span, heads: Span) ->
 
 
 def word_bytes(aligned: int, check: Check | None, head_bytes: int) -> int:
-    """Returns the word size for rows. With a check, units narrower than four bytes are not joined."""
+    """Returns the size of the words in which rows are moved, in bytes.
+
+    With a check, a word has one unit if units have fewer than four bytes.
+    """
     unit = unit_bytes(head_bytes)
     return min(aligned, 8 if check is None or unit == 4 else unit)
 
@@ -130,8 +133,8 @@ def plan_copy(
 ) -> Copy | None:
     """Checks the arguments of a copy; returns None when there is nothing to copy.
 
-    `name` is the caller's name of the staging tensor. Slots are not checked, because reading them would stall
-    the device. Raises ValueError.
+    `name` is the caller's name of the staging tensor, for errors. Values of slots are not checked, because reading
+    them would wait for the device. Raises ValueError.
     """
     rows = rows_of(pool, layers, heads)
     check_slots(slots, pool)

@@ -1,8 +1,8 @@
-"""Pool to pool: writes head slices of one KV pool directly into another, over the link between the two GPUs.
+"""Copy from pool to pool: writes head slices of one KV pool directly into another, over the link between the GPUs.
 
 The destination may belong to another process (`transport.peer_memory`). The destination guards its pages with a
-*fence word* for each request: the number of the writable ticket, or a number that no ticket has. The kernel reads the
-fence word on the device, in the launch that writes: a late launch for an ended request writes nothing.
+*fence word* for each request: the number of the ticket whose pages may be written, or a number that no ticket has.
+The kernel itself reads the fence word, on the device. Therefore a late launch for an ended request writes nothing.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from kernels.copy.layout import word_bytes
 from kernels.copy.rows import PoolSlice, Rows, check_slots, rows_of, view_words
 from kernels.dispatch import backend
 
-# Each warp reads the fence word over the link. Of all tiles from 1 to 16 KiB per warp, this is the smallest
-# within 1 % of the rate without a fence (H200, NVLink: 368 GB/s of 371; 1 KiB per warp: 300).
+# Each warp reads the fence word over the link. Of all tiles from 1 to 16 KiB per warp, this is the smallest tile
+# within 1 % of the rate without a fence (H200, NVLink: 368 of 371 GB/s; with 1 KiB per warp 300 GB/s).
 _TILE = Tile(words=2048, warps=1)
-# With a checksum, 2048 words need more registers: 351 GB/s for one head over NVLink, against 359.
+# With a checksum, 2048 words need more registers: 351 GB/s for one head over NVLink, against 359 with 1024.
 _SUMMED_TILE = Tile(words=1024, warps=1)
 
 
@@ -42,7 +42,7 @@ class _Move:
 
     @property
     def word_bytes(self) -> int:
-        """Size of the words in which rows are moved."""
+        """Size of the words in which rows are moved, in bytes."""
         return word_bytes(self.aligned, self.check, self.source.head_bytes)
 
     @property
@@ -63,12 +63,13 @@ def move(
 ) -> None:
     """Writes `source` to `target` if `fence`, int64 `[1]`, equals `ticket` at execution; else writes nothing.
 
-    Both slices have the same numbers of layers, heads and tokens, element size and head_dim. `check` also
-    computes the checksum of the bytes read (`kernels.copy.checksum`); its total is unchanged if there are no bytes.
+    Both slices have the same numbers of layers, heads and tokens, element size and head_dim. With `check`, the
+    checksum of the bytes read is computed too (`kernels.copy.checksum`). Without any bytes, `check.total` stays
+    unchanged.
 
-    On CUDA: one launch on the current stream of the source's device, two with `check`, no synchronization.
-    The caller keeps all tensors alive until an event recorded after this call has completed. Raises
-    ValueError (arguments) and ConfigError (`DISAGG_KERNELS`).
+    On CUDA: one launch on the current stream of the source's device, two with `check`, no synchronization. The caller
+    keeps all tensors alive until an event recorded after this call has completed. Raises ValueError (arguments) and
+    ConfigError (`DISAGG_KERNELS`).
     """
     prepare_move(source, target, fence, ticket, check)()
 
@@ -88,7 +89,7 @@ def prepare_move(
 def move_reference(
     source: PoolSlice, target: PoolSlice, fence: torch.Tensor, ticket: int, check: Check | None = None
 ) -> None:
-    """Computes `move` in plain torch, on any device; waits for the device."""
+    """Computes `move` in plain torch, on any device. Waits for the device to read the fence word."""
     planned = _plan(source, target, fence, ticket, check)
     if planned is not None:
         _move_torch(planned)

@@ -1,9 +1,8 @@
 """Copies whole KV pages between a pool and blocks of host memory; a block holds one page of all layers contiguously.
 
 In the pool a page is one run of bytes in each plane of each layer. In a block these runs follow each other, layer by
-layer: the *page-first* layout of SGLang's hierarchical cache. A block is therefore one contiguous range for storage
-and for other hosts, and a kernel copies any range of layers of many pages in one launch, directly from or to pinned
-host memory.
+layer: the *page-first* layout of SGLang's hierarchical cache. A block is therefore one contiguous range for a storage
+and for other hosts. One launch copies any range of layers of many pages, directly from or to pinned host memory.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ from kernels.dispatch import backend
 TILE = Tile(words=2048, warps=4)
 """Tile of a copy between pages and blocks."""
 _MOST_PROGRAMS = 32
-"""Bound of the programs of a copy. PCIe limits a copy: its programs mostly wait, and a compute kernel that needs
-their place on a multiprocessor would wait for them."""
+"""Largest number of programs of a copy. PCIe limits the speed of a copy, so more programs would mostly wait, and
+would occupy multiprocessors that compute kernels need."""
 
 
 class Pages(NamedTuple):
@@ -47,19 +46,19 @@ class Blocks(NamedTuple):
     memory: torch.Tensor
     """uint8 `[blocks, block_bytes]`, contiguous; pinned if the pool is on a GPU, else on the pool's device."""
     numbers: torch.Tensor
-    """As many numbers as those of the pages, of the same type and on the same device; the values are not checked."""
+    """Block number for each of `Pages.numbers`, with the same type and device; the values are not checked."""
     offset_bytes: int
-    """First byte of the pool's part within a block: `[layers, planes, page_size, heads, head_dim]`, all layers."""
+    """Offset within a block of the pool's part, `[layers, planes, page_size, heads, head_dim]` with all layers."""
 
 
 @dataclass(frozen=True, slots=True)
 class _BlockCopy:
-    """Validated arguments."""
+    """A validated copy between pages and blocks."""
 
     pages: Pages
     blocks: Blocks
     rows: Rows
-    """Rows of single slots of the copied layers."""
+    """Addresses and strides of single slots of the copied layers."""
     page_bytes: int
     first_bytes: int
     """First byte of the copied layers within a block."""
@@ -68,7 +67,7 @@ class _BlockCopy:
 
     @property
     def word_bytes(self) -> int:
-        """Size of the words in which runs are moved."""
+        """Size of the words in which runs are moved, in bytes."""
         return min(self.aligned, 8)
 
     def pool_words(self) -> torch.Tensor:
@@ -208,7 +207,7 @@ def block_kernel(  # type: ignore[no-untyped-def]
     page_tiles = planes * WORD_TILES
     tiles = tl.cdiv(copies, BLOCK_COPIES) * page_tiles
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
-        # Neighbouring tiles are neighbours in a block. int64 before any product: pools and host memory are far larger
+        # Consecutive tiles are adjacent in a block. int64 before any product: pools and host memory are far larger
         # than 2^31 words.
         copy = (tile // page_tiles).to(tl.int64) * BLOCK_COPIES + tl.arange(0, BLOCK_COPIES)
         plane = (tile % page_tiles // WORD_TILES).to(tl.int64)

@@ -1,7 +1,7 @@
-"""Copies whole pages within a KV pool, K and V of every layer, in one launch: the copies of copy-on-write.
+"""Copies whole pages within a KV pool (K and V of every layer) in one launch, for copy-on-write.
 
-The slots of a page are consecutive, so in each plane of a layer a page is one run of bytes, for any element
-type and number of heads. Runs are moved as raw words, as wide as their alignment allows.
+The slots of a page are consecutive, so in each plane of a layer a page is one run of bytes, for any element type and
+number of heads. Runs are moved as raw words, as wide as their alignment allows.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from kernels.dispatch import backend
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """Validated arguments."""
+    """A validated copy of pages."""
 
     buffer: torch.Tensor
     sources: torch.Tensor
     destinations: torch.Tensor
     rows: Rows
-    """Rows of single slots."""
+    """Addresses and strides of single slots."""
     page_bytes: int
     aligned: int
-    """Every page of every plane starts at a multiple of this many bytes; at most 16."""
+    """Alignment in bytes of every page in every plane; at most 16."""
 
     @property
     def word_bytes(self) -> int:
-        """Size of the words in which pages are moved."""
+        """Size of the words in which pages are moved, in bytes."""
         return min(self.aligned, 8)
 
     def words(self) -> torch.Tensor:
@@ -46,16 +46,16 @@ def copy_pages(
 ) -> None:
     """Copies all slots of page `sources[i]` of `buffer` to page `destinations[i]`, for all `i` in parallel.
 
-    - buffer: `[layers, planes, slots, heads, head_dim]`, contiguous, any dtype. Page `p` has the slots `p *
-      page_size .. (p + 1) * page_size`; slots after the last whole page belong to no page.
-    - sources, destinations: both int32 or both int64 `[copies]`, contiguous, on the buffer's device; pages of
-      the pool (not checked). A source may have several destinations. A destination must not repeat or be a
-      source: the copies are unordered (not checked; `disagg.model.page_copies` guarantees it).
+    - buffer: `[layers, planes, slots, heads, head_dim]`, contiguous, any dtype. Page `p` has the slots `p * page_size
+      .. (p + 1) * page_size`; slots after the last whole page belong to no page.
+    - sources, destinations: both int32 or both int64 `[copies]`, contiguous, on the buffer's device; pages of the
+      pool (not checked). A source may have several destinations. A destination must be neither repeated nor a source,
+      because the copies are unordered (not checked; `disagg.model.page_copies` guarantees it).
     - page_size: slots of a page.
 
-    On CUDA: one launch on the current stream, no synchronization; may be captured into a graph after one run
-    outside of it. The caller keeps the tensors alive until an event recorded after this call has completed.
-    Raises ValueError (arguments) and ConfigError (`DISAGG_KERNELS`).
+    On CUDA: one launch on the current stream, no synchronization; may be captured into a graph after one run outside
+    of it. The caller keeps the tensors alive until an event recorded after this call has completed. Raises ValueError
+    (arguments) and ConfigError (`DISAGG_KERNELS`).
     """
     plan = _plan(buffer, sources, destinations, page_size)
     if plan is None:

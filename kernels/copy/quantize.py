@@ -1,4 +1,4 @@
-"""Pool to staging or to another pool, quantized on the way: transfers from a float pool to a quantized pool.
+"""Copy from a float pool to staging, or directly to a quantized pool, with quantization on the way.
 
 The result has the same bits as the result of `kernels.attention.kv_write`: quantized K, quantized V, and their scales
 (`disagg.kv.pool`). Only about half of the bytes cross the wire.
@@ -43,12 +43,12 @@ def gather_quantized(
     - layers, heads: indices local to the pool.
     - dtype: int8, float8_e4m3fn or float8_e5m2.
     - out: uint8 on the pool's device, exactly the bytes of `[layer, token, head, 2 * (head_dim + 2)]`.
-    - check: also computes the checksum of the bytes written (`kernels.copy.checksum`); unchanged if there are
-      no bytes.
+    - check: if given, the checksum of the bytes written is computed too (`kernels.copy.checksum`). Without any bytes,
+      `check.total` stays unchanged.
 
-    On CUDA: one launch on the current stream, two with `check`, no synchronization. The caller keeps all
-    tensors alive and unchanged until an event recorded after this call has completed. Raises ValueError
-    (arguments), ConfigError (`DISAGG_KERNELS`).
+    On CUDA: one launch on the current stream, two with `check`, no synchronization. The caller keeps all tensors
+    alive and unchanged until an event recorded after this call has completed. Raises ValueError (arguments),
+    ConfigError (`DISAGG_KERNELS`).
     """
     source = PoolSlice(pool, slots, layers, heads)
     target = _staged(source, dtype, out)
@@ -84,11 +84,10 @@ def prepare_quantized_move(
     ticket: int,
     check: Check | None = None,
 ) -> Callable[[], None]:
-    """Returns a function that writes `source`, floats, to `target`, quantized to `dtype`; fence and checksum
-    as in `kernels.copy.move.move`.
+    """Returns a function that writes the floats of `source` to `target`, quantized to `dtype`.
 
-    The target's pool: uint8 `[layers, 1, slots, heads, 2 * (head_dim + 2)]`, contiguous. Raises as `move`
-    does.
+    Fence and checksum are as in `kernels.copy.move.move`. The target's pool: uint8 `[layers, 1, slots, heads, 2 *
+    (head_dim + 2)]`, contiguous. Raises as `move` does.
     """
     _check_source(source, dtype)
     check_fence(fence, source.pool.device)
@@ -127,7 +126,7 @@ def _check_source(source: PoolSlice, dtype: torch.dtype) -> None:
 
 
 def _staged(source: PoolSlice, dtype: torch.dtype, out: torch.Tensor) -> PoolSlice | None:
-    """Returns staging as a pool with the segment's slots; None when there is nothing to write."""
+    """Returns staging memory in the form of a pool with one slot per token; None if there is nothing to write."""
     _check_source(source, dtype)
     shape = (
         len(source.layers),
@@ -156,8 +155,8 @@ def _launch(
     ticket: int,
     check: Check | None,
 ) -> None:
-    """Launches the kernel. With a fence, the target is a pool with slots; without one, the target is staging memory
-    with tokens in order."""
+    """Launches the kernel. With a fence, the target is a pool and its slots are used. Without a fence, the target is
+    staging memory with the tokens in order."""
     tokens, heads, head_dim = len(source.slots), len(source.heads), source.pool.shape[4]
     block = 1 << (head_dim - 1).bit_length()
     block_rows = max(1, _TILE_ELEMENTS // block)
@@ -259,7 +258,7 @@ def quantize_kernel(  # type: ignore[no-untyped-def]
     first_plane,
     first_token,
     first_unit,
-    # meta, in elements and in bytes
+    # meta: sizes in elements, or in bytes if so named
     HEADS: tl.constexpr,  # noqa: N803
     DIM: tl.constexpr,  # noqa: N803
     SOURCE_TOKEN: tl.constexpr,  # noqa: N803
@@ -292,8 +291,8 @@ def quantize_kernel(  # type: ignore[no-untyped-def]
     found, scale = quantize_rows(values, LIMIT, SMALLEST, FP8)
     found = found.to(quantized.dtype.element_ty)
     if _COMPILED and parts is not None and FP8 is not None:
-        # Four values in a register, for both uses below. Where they are also used one by one, ptxas 12.8
-        # takes some from a wrong register, or crashes.
+        # Pack four values in one register, for both uses below. Otherwise ptxas 12.8 takes some values from a wrong
+        # register, or crashes.
         found = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [found], tl.uint8, is_pure=True, pack=4)
     tl.store(scales + (target + 2 * DIM) // SCALE_BYTES + side, scale, mask=inside)
     tl.store(quantized + (target + side * DIM)[:, None] + element[None, :], found, mask=mask)

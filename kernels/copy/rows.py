@@ -1,5 +1,5 @@
-"""Addresses and strides of the rows of some layers and heads in a pool: the values that are equal for all
-copies."""
+"""Addresses and strides of a rectangle of layers and heads in a pool. They are equal for all copies of the rectangle,
+and therefore cached."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from kernels.copy.launch import VECTOR_BYTES
 
 WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 _KEPT = 4096
-"""Number of cached rectangles, one for each pool, layer group and route; a rank has a few, including pools of
-peers."""
+"""Largest number of cached rectangles. A rank needs one for each pool (including peers' pools), layer group and
+route."""
 
 
 _PLANES = (1, 2)
@@ -23,7 +23,7 @@ _PLANES = (1, 2)
 
 
 class PoolSlice(NamedTuple):
-    """A rectangle of a pool, read or written."""
+    """Layers, heads and slots of a pool that a copy reads or writes."""
 
     pool: torch.Tensor
     """The pool, contiguous `[layers, planes, slots, heads, head_dim]`; a plane is K, or V, or both."""
@@ -36,13 +36,14 @@ class PoolSlice(NamedTuple):
 
     @property
     def head_bytes(self) -> int:
-        """Size of one head of a token in a plane."""
+        """Size of one head of a token in a plane, in bytes."""
         return self.pool.shape[4] * self.pool.element_size()
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Rows of a rectangle: contiguous elements for each plane and token. All fields are bytes or addresses."""
+    """Position of a rectangle's rows in memory. A row has the contiguous elements of one plane and token. All fields
+    but `planes` are bytes or addresses."""
 
     planes: int
     start: int
@@ -90,7 +91,8 @@ def alignment(*quantities: int) -> int:
 
 
 def check_slots(slots: torch.Tensor, pool: torch.Tensor) -> None:
-    """Raises ValueError unless `slots` is a list of slots on the pool's device. Values are not checked."""
+    """Raises ValueError unless `slots` has the type and shape of slots and the pool's device. Values are not
+    checked."""
     if slots.dim() != 1 or slots.dtype not in (torch.int32, torch.int64) or not slots.is_contiguous():
         raise ValueError(
             f"slots must be contiguous int32 or int64 [tokens]; got {slots.dtype} {list(slots.shape)}"
@@ -100,9 +102,9 @@ def check_slots(slots: torch.Tensor, pool: torch.Tensor) -> None:
 
 
 def check_pages(pool: torch.Tensor, page_size: int, **lists: torch.Tensor) -> None:
-    """Raises ValueError unless `page_size` fits the pool, and `lists` are equally long lists of numbers of one type.
+    """Raises ValueError unless `page_size` fits the pool, and `lists` are integer tensors of one length and type.
 
-    `lists`: tensors by their names in errors. Values are not checked.
+    `lists`: the tensors, with the names used in errors. Values are not checked.
     """
     if not 1 <= page_size <= pool.shape[2]:
         raise ValueError(f"page_size must be 1 to the pool's {pool.shape[2]} slots; got {page_size}")

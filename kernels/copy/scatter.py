@@ -1,4 +1,4 @@
-"""Staging to pool: scatters one contiguous segment over the rows of given slots."""
+"""Copy from staging to a pool: scatters one contiguous segment over the rows of given slots."""
 
 from __future__ import annotations
 
@@ -65,19 +65,18 @@ def scatter(
     heads: Span,
     check: Check | None = None,
 ) -> None:
-    """Writes the segment `staged` to (`layers`, `slots`, `heads`) of `pool`; the rest of the pool is
-    unchanged.
+    """Writes the segment `staged` to (`layers`, `slots`, `heads`) of `pool`; the rest of the pool is unchanged.
 
     - staged: uint8 on the pool's device, exactly the bytes of `[layer, plane, token, head, head_dim]`.
     - pool: `[layers, planes, slots, heads, head_dim]`, contiguous, any dtype.
     - slots: int32 or int64 `[tokens]` on the pool's device, distinct, each within the pool (not checked).
     - layers, heads: indices local to the pool.
-    - check: also computes the checksum of the bytes read (`kernels.copy.checksum`); unchanged if there are no
-      bytes.
+    - check: if given, the checksum of the bytes read is computed too (`kernels.copy.checksum`). Without any bytes,
+      `check.total` stays unchanged.
 
-    On CUDA: one launch on the current stream, two with `check`, no synchronization. The caller keeps all
-    tensors alive, and staged unchanged, until an event recorded after this call has completed. Raises
-    ValueError (arguments) and ConfigError (`DISAGG_KERNELS`).
+    On CUDA: one launch on the current stream, two with `check`, no synchronization. The caller keeps all tensors
+    alive, and staged unchanged, until an event recorded after this call has completed. Raises ValueError (arguments)
+    and ConfigError (`DISAGG_KERNELS`).
     """
     copy = plan_copy(pool, slots, layers, heads, staged, "staged", check)
     if copy is None:

@@ -1,4 +1,4 @@
-"""Computes the checksum of bytes in a pool, to be compared with the checksum of the kernel that wrote the bytes."""
+"""Computes the checksum of bytes in a pool, for comparison with the checksum from the kernel that wrote the bytes."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ from kernels.dispatch import backend
 
 
 def sum_rows(place: PoolSlice, check: Check) -> None:
-    """Computes the check's total over the bytes of `place`, which stay unchanged. The total is unchanged if there are
-    no bytes.
+    """Sets `check.total` to the checksum of the bytes of `place`. Without any bytes, `check.total` stays unchanged.
 
-    On CUDA: two launches on the current stream, no synchronization. The caller keeps pool, slots and the
-    check's words alive until an event recorded after this call has completed. Raises ValueError (arguments)
-    and ConfigError (`DISAGG_KERNELS`).
+    On CUDA: two launches on the current stream, no synchronization. The caller keeps pool, slots and the check's
+    words alive until an event recorded after this call has completed. Raises ValueError (arguments) and ConfigError
+    (`DISAGG_KERNELS`).
     """
     rows = _checked(place)
     if not (rows.planes and rows.row_bytes and place.slots.shape[0]):
@@ -73,7 +72,7 @@ def _sum_kernel(  # type: ignore[no-untyped-def]
     # The compiler cannot infer the alignment of an indirect row and would emit scalar accesses.
     row = tl.multiple_of(plane * plane_words + slot * TOKEN_WORDS, VECTOR_WORDS)
     mask = (token < tokens)[:, None] & (word < ROW_WORDS)[None, :]
-    # Kept in the cache: the step that adds the request reads them next.
+    # The words stay in the cache, because the step that adds the request reads them next.
     words = tl.load(pool + row[:, None] + word[None, :], mask=mask, other=0)
     add_tile(
         parts, words, first_plane, first_token, first_unit, PLANE_STEP, UNIT_BYTES, BLOCK_TOKENS, BLOCK_WORDS

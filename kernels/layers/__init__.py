@@ -1,1 +1,1 @@
-"""Kernels of a model's layers: products, norms, rotary embeddings, sums."""
+"""Kernels of a model's layers: matrix products, norms, rotary embeddings, sums."""

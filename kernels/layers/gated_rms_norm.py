@@ -1,6 +1,7 @@
 """The gated RMSNorm at the end of a recurrent layer, in one launch instead of torch's ten.
 
-Mamba-2 layers gate before the norm, layers of the gated delta rule after it. Everything is computed in float32.
+Mamba-2 layers apply the gate before the norm; layers of the gated delta rule apply the gate after the norm. All
+operations are in float32.
 """
 
 from __future__ import annotations
@@ -18,15 +19,16 @@ from kernels.layers.rms_norm import DTYPES, MAX_BLOCK
 
 GateOrder = Literal["gate_first", "gate_last"]
 GATE_ORDERS: tuple[GateOrder, ...] = get_args(GateOrder)
-"""`norm(x * silu(gate)) * weight` (Mamba-2); `norm(x) * weight * silu(gate)` (Qwen3-Next). The normed row is rounded
-to the type of `x` before the product with the weight."""
+"""Orders of gate and norm: `norm(x * silu(gate)) * weight` (Mamba-2), `norm(x) * weight * silu(gate)` (Qwen3-Next).
+The normed row is rounded to the type of `x` before the product with the weight."""
 _WARP_ELEMENTS = 512
 
 
 def gated_rms_norm(
     x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float, group: int, order: GateOrder
 ) -> torch.Tensor:
-    """Returns the gated norm of `x` over groups of `group` elements of the last dimension; new and contiguous.
+    """Returns the gated norm of `x`, over groups of `group` elements of the last dimension, as a new contiguous
+    tensor.
 
     - x, gate: float32, bfloat16 or float16 `[rows, dim]` of one type, contiguous in the last dimension.
     - weight: `[dim]` of the same type, contiguous.
@@ -56,7 +58,7 @@ def gated_rms_norm(
                 GATE_FIRST=order == "gate_first",
                 BLOCK=block,
                 num_warps=min(16, max(1, block // _WARP_ELEMENTS)),
-                enable_fp_fusion=False,  # as torch computes it
+                enable_fp_fusion=False,  # the same rounding as torch
             )
     return out
 

@@ -1,12 +1,12 @@
 """A linear layer in which the bits of a row's result do not depend on the other rows, with little host overhead.
 
-A step has hundreds of linear layers, and Triton's lookup of a compiled kernel takes longer than many of them
-run. Each `Linear` therefore caches the compiled kernel of each tile, and descriptors in which only an address
-changes.
+A step has hundreds of linear layers, and Triton's lookup of a compiled kernel takes longer than many of these layers
+run. Each `Linear` therefore caches the compiled kernel of each tile, and the TMA descriptors, in which only an
+address changes.
 
-For many rows, the device's library (cuBLAS) computes blocks of `LIBRARY_ROWS` rows, if its result for that shape
-has the same bits as the kernel's. The library is a few per cent faster there, and always sums one shape in one
-order.
+For many rows, the device's library (cuBLAS) computes blocks of `LIBRARY_ROWS` rows, if the library's result for that
+shape has the same bits as the kernel's result. The library is a few per cent faster for many rows, and sums in the
+same order for every product of one shape.
 """
 
 from __future__ import annotations
@@ -26,13 +26,12 @@ _ALIGNMENT_BYTES = 16
 _LIBRARY_ALIGNMENT_BYTES = 256
 """Largest alignment that affects the library's choice of a kernel."""
 _library_agrees: dict[tuple[object, ...], bool] = {}
-"""Whether the library's bits equal the kernel's, by device, by type, shape and alignment of the weight, and by
-presence of a bias."""
+"""Whether the library's result has the same bits as the kernel's, by device, by type, shape and alignment of the
+weight, and by presence of a bias."""
 
 
 class Linear:
-    """Computes `x @ weight.T + bias` for one weight; not thread-safe. Keeps a reference to the weight, and allocates
-    no memory.
+    """Computes `x @ weight.T + bias` for one weight. Not thread-safe. Keeps a reference to the weight, not a copy.
 
     - weight: float32, bfloat16 or float16 `[n, k]`, contiguous.
     - bias: `[n]` of the same type, contiguous, or None.
@@ -53,10 +52,11 @@ class Linear:
         self._of_x: dict[MatmulTile, Any] = {}
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns `[..., n]` for `x` `[..., k]`, which has the weight's type; rounded once.
+        """Returns the product `[..., n]` for `x`, `[..., k]` of the weight's type. The result is rounded once.
 
-        On CUDA: one launch on the current stream, no synchronization. Raises ValueError and ConfigError as
-        `matmul`.
+        On CUDA: one launch on the current stream, or with the library one for each `LIBRARY_ROWS` rows. No
+        synchronization, except for the comparison with the library (once per shape). Raises ValueError and
+        ConfigError like `matmul`.
         """
         rows = x.reshape(-1, self._k)
         on_gpu = x.is_cuda and backend(x.device) == "triton" and x.dtype == self._weight.dtype
@@ -88,8 +88,8 @@ class Linear:
     def _has_library(self) -> bool:
         """Returns whether the library's product of `LIBRARY_ROWS` rows has the same bits as the kernel's.
 
-        Tested once per shape with random rows and bias, which waits for the device. A different summation
-        order cannot give the same bits for a million sums.
+        The comparison runs once per shape, with random rows and bias, and waits for the device. Two different
+        summation orders would not give the same bits for a million sums.
         """
         weight = self._weight
         aligned = weight.data_ptr() % _LIBRARY_ALIGNMENT_BYTES == 0
@@ -105,7 +105,7 @@ class Linear:
         return _library_agrees[kind]
 
     def launch(self, rows: torch.Tensor, out: torch.Tensor) -> None:
-        """Computes `out`, `[m, n]`, from `rows`, `[m, k]`, by the kernel, never by the library."""
+        """Computes `out`, `[m, n]`, from `rows`, `[m, k]`, always with the kernel, not with the library."""
         m = rows.shape[0]
         tile = tile_of(m, self._n, rows.dtype, rows.device, self._tma)
         compiled = self._compiled.get(tile)
@@ -127,7 +127,7 @@ class Linear:
         meta = (k % tile.summed == 0, GROUP_M, tile.transposed, tile.rows, tile.columns, tile.summed)
         compiled[grid](
             rows, self._weight, self._bias, out, None, m, n, k, 0, k, 1, 0, 1, k, *meta
-        )  # batch strides are not used for one batch
+        )  # for one batch, batch strides are not used
 
     def _again_tma(self, compiled: Any, rows: torch.Tensor, out: torch.Tensor, tile: MatmulTile) -> None:
         m = rows.shape[0]
@@ -141,4 +141,4 @@ class Linear:
         of_x.base, of_x.shape = rows, [m, self._k]
         meta = (GROUP_M, tile.rows, tile.columns, tile.summed)
         compiled[programs, 1, 1](of_x, of_weight, self._bias, out, m, self._n, self._k, programs, *meta)
-        of_x.base = None  # the launch has the address: drop the reference to the memory
+        of_x.base = None  # the launch has copied the address; release the memory

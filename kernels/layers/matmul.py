@@ -1,11 +1,12 @@
 """Matrix products in which the bits of a row's result do not depend on the other rows.
 
-`out[b, m, n] = sum over k of left[b, m, k] * right[b, k, n]`, summed in float32 from the first `k` to the last, never
-in parts: the bits depend on that order only. The tile depends on the number of rows, for speed only. Bit-for-bit
-agreement of tiles is a property of the tensor cores, which `require_same_bits` checks on the device.
+`out[b, m, n] = sum over k of left[b, m, k] * right[b, k, n]`. The kernels sum in float32 from the first `k` to the
+last, never in parts, and the bits depend only on this order. The choice of the tile depends on the number of rows,
+but affects only the speed. All tiles give the same bits because of a property of the tensor cores, which
+`require_same_bits` checks on the device.
 
-A library's products use other orders for other numbers of rows (split-K, stream-K). The idea is from "Defeating
-Nondeterminism in LLM Inference" (Thinking Machines, 2025), where products use one tile for all sizes.
+In contrast, libraries use different orders for different numbers of rows (split-K, stream-K). The idea is from
+"Defeating Nondeterminism in LLM Inference" (Thinking Machines, 2025), where products use one tile for all sizes.
 """
 
 from __future__ import annotations
@@ -26,11 +27,12 @@ from kernels.layers.matmul_tiles import MatmulTile, by_descriptor, tile_of, tile
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 GROUP_M = 8
-"""Number of adjacent row blocks that share columns of `right` in the cache."""
+"""Number of adjacent row blocks that are computed together, because they share columns of `right` in the L2 cache."""
 _APART = 32
-"""Alignment of the rows of the reference, in elements: 64 bytes for 16-bit types."""
+"""Alignment of rows in `matmul_reference`, in elements: 64 bytes for 16-bit types."""
 _CHECKED_SHAPE = (300, 272, 1056)
-"""Rows, columns and summed elements of the check. Most tiles do not divide them, and all tiles need many steps."""
+"""Rows, columns and summed elements in the check of all tiles. Most tiles do not divide these sizes, and all tiles
+need many steps."""
 
 
 def matmul(
@@ -40,15 +42,15 @@ def matmul(
     *,
     tile: MatmulTile | None = None,
 ) -> torch.Tensor:
-    """Returns `left @ right + bias` for each matrix of a batch, `[batch, m, n]` of left's type, rounded once.
+    """Returns `left @ right + bias` for each matrix of a batch: `[batch, m, n]` of left's type, rounded once.
 
     - left: float32, bfloat16 or float16 `[batch, m, k]`, any strides.
     - right: `[batch, k, n]` of the same type, any strides.
     - bias: `[n]` of the same type, contiguous, or None.
     - tile: derived from device and sizes if omitted.
 
-    On CUDA: one launch on the current stream, no synchronization. Raises ValueError (arguments) and
-    ConfigError (`DISAGG_KERNELS`).
+    On CUDA: one launch on the current stream, no synchronization. Raises ValueError (arguments) and ConfigError
+    (`DISAGG_KERNELS`).
     """
     _check(left, right, bias)
     if backend(left.device) != "triton":
@@ -70,11 +72,11 @@ def matmul(
 
 
 def grouped_matmul(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """Returns each row of `left` times one of several matrices (experts): `[m, n]` of left's type.
+    """Multiplies each row of `left` by one of several matrices (experts); returns `[m, n]` of left's type.
 
-    - left: as in `matmul`, `[m, k]`, the rows of each matrix adjacent.
+    - left: `[m, k]`, a type of `matmul`, any strides. Rows for the same matrix are adjacent.
     - right: `[matrices, k, n]`, any strides.
-    - ends: int32 `[matrices]`, the end of each matrix's rows, ascending; rows beyond the last end are not
+    - ends: int32 `[matrices]`, ascending: the end of each matrix's rows. Result rows beyond the last end are not
       written.
 
     On CUDA: one launch on the current stream, no synchronization. Raises as `matmul` does.
@@ -97,13 +99,13 @@ def grouped_matmul(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor) 
 def matmul_reference(
     left: torch.Tensor, right: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Computes `matmul` in plain torch, on any device: each row is a separate product, in separate memory. Slow.
+    """Computes `matmul` in plain torch, on any device. Slow: each row is a separate product, in separate memory.
 
     The bits are equal to those of `torch.mm` with one row; the kernel's bits may differ.
     """
     _check(left, right, bias)
     batch, m, k = left.shape
-    # A library's kernel also depends on alignment.
+    # The library's choice of a kernel also depends on alignment.
     apart = left.new_empty(batch * m, 1, -(-k // _APART) * _APART)[..., :k]
     apart.copy_(left.reshape(batch * m, 1, k))
     matrices = right.unbind()
@@ -165,7 +167,7 @@ def run(
     tile: MatmulTile,
     ends: torch.Tensor | None = None,
 ) -> Any:
-    """Launches the kernel with pointers, without checking arguments; returns Triton's compiled kernel."""
+    """Launches the kernel that loads by pointers, without checking arguments; returns Triton's compiled kernel."""
     m, n = out.shape[1:]
     grid = (-(-m // tile.rows) * -(-n // tile.columns), right.shape[0], 1)
     return _matmul_kernel[grid](
@@ -194,8 +196,11 @@ def run(
 def run_tma(
     left: torch.Tensor, right: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, tile: MatmulTile
 ) -> Any:
-    """Launches the kernel with descriptors, without checking arguments: `right` is `[n, k]`. Returns the
-    compiled kernel."""
+    """Launches the kernel that loads by TMA descriptors, without checking arguments; returns Triton's compiled
+    kernel.
+
+    Unlike in `run`, `right` is `[n, k]`.
+    """
     m, n = out.shape
     programs = tma_programs(tile, m, n, left.device)
     return _matmul_tma_kernel[(programs, 1, 1)](
@@ -218,18 +223,18 @@ def run_tma(
 
 
 def descriptor(x: torch.Tensor, rows: int, tile: MatmulTile) -> Any:
-    """Returns a descriptor for bulk tensor copies of `[rows, tile.summed]` of a matrix."""
+    """Returns a TMA descriptor for bulk copies of blocks `[rows, tile.summed]` of a matrix."""
     return TensorDescriptor(x, list(x.shape), [x.stride(0), 1], [rows, tile.summed])
 
 
 def tma_programs(tile: MatmulTile, m: int, n: int, device: torch.device) -> int:
-    """Returns the number of programs of the persistent grid."""
+    """Returns the number of programs of the persistent grid of `run_tma`."""
     return min(-(-m // tile.rows) * -(-n // tile.columns), multiprocessors(device))
 
 
 @triton.jit
 def _place(block, m, n, GROUP_M, ROWS, COLUMNS):  # type: ignore[no-untyped-def] # noqa: N803
-    """Returns the row block and column block of a program."""
+    """Returns the row block and the column block of block number `block`, in an order that favors the L2 cache."""
     row_blocks, column_blocks = tl.cdiv(m, ROWS), tl.cdiv(n, COLUMNS)
     width = GROUP_M * column_blocks
     first = block // width * GROUP_M
@@ -244,7 +249,7 @@ def _matmul_kernel(  # type: ignore[no-untyped-def]
     right,
     bias,
     out,
-    ends,  # int32 [batch]: batch b has rows [ends[b - 1], ends[b]); None: each batch has m rows of its own
+    ends,  # int32 [batch]: batch b has rows [ends[b - 1], ends[b]); None: each batch has m separate rows
     # sizes
     m,
     n,
@@ -278,7 +283,7 @@ def _matmul_kernel(  # type: ignore[no-untyped-def]
     row = row_block * ROWS + tl.arange(0, ROWS)
     column = column_block * COLUMNS + tl.arange(0, COLUMNS)
     element = tl.arange(0, SUMMED)
-    # Indices beyond the ends read a row or column again: no mask in the loop, and the result is not stored.
+    # Indices beyond the ends load another row or column, so the loop needs no mask; their results are not stored.
     x_row = left + (row % m).to(tl.int64) * left_row_stride
     w_row = right + batch * right_batch_stride + (column % n).to(tl.int64) * right_column_stride
     x = x_row[:, None] + element[None, :] * left_k_stride
@@ -323,7 +328,7 @@ def _matmul_tma_kernel(  # type: ignore[no-untyped-def]
     for block in tl.range(tl.program_id(0), blocks, programs, flatten=True):
         row_block, column_block = _place(block, m, n, GROUP_M, ROWS, COLUMNS)
         sums = tl.zeros([ROWS, COLUMNS], tl.float32)
-        for first in range(0, k, SUMMED):  # beyond the ends, the copies give zeros
+        for first in range(0, k, SUMMED):  # the copies give zeros beyond the ends
             some_x = left.load([row_block * ROWS, first])
             some_w = right.load([column_block * COLUMNS, first])
             sums = tl.dot(some_x, tl.trans(some_w), sums)

@@ -1,6 +1,6 @@
 """Tiles of `kernels.layers.matmul`, and the choice of the fastest tile for a product's size.
 
-No choice changes a result's bits; `kernels.layers.matmul.require_same_bits` checks this.
+All tiles give a result the same bits; `kernels.layers.matmul.require_same_bits` checks this.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _TMA_ALIGNMENT_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class MatmulTile:
-    """Tile sizes and variant of a matmul program. No choice changes the result's bits."""
+    """Tile sizes and variant of a matmul program. All tiles give a result the same bits."""
 
     rows: int
     columns: int
@@ -27,24 +27,25 @@ class MatmulTile:
     warps: int = 4
     stages: int = 4
     rate: float = 1.0
-    """Rate relative to the best tile, measured on Hopper (4,096 summed elements)."""
+    """Arithmetic rate relative to the best tile, measured on Hopper (4,096 summed elements)."""
     transposed: bool = False
-    """Whether the program computes the transposed product, in which columns of `right` fill the 64 rows of the tensor
-    cores' instruction. Faster for few rows of `left`.
-    """
+    """Whether the program computes the transposed product. For few rows of `left` this is faster, because columns of
+    `right` then fill the 64 rows of a tensor core instruction."""
     descriptors: bool = False
     """Whether the program loads operands by bulk tensor copies (TMA), in a persistent grid."""
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of a program with 16-bit operands. Without descriptors, Hopper uses one more stage, which
-        fits for each of these tiles.
+        """Shared memory of a program with 16-bit operands, in bytes.
+
+        Without descriptors, programs on Hopper use one stage more than counted here. It fits for all of these tiles.
         """
         held = self.stages if self.descriptors else self.stages - 1
         return 2 * (self.rows + self.columns) * self.summed * held
 
     def cost(self, rows: int, columns: int, programs: int) -> float:
-        """Returns the relative time of a product on `programs` multiprocessors, in whole waves of blocks."""
+        """Returns the time of a product on `programs` multiprocessors, in relative units and rounded up to whole
+        waves."""
         blocks = -(-rows // self.rows) * -(-columns // self.columns)
         return -(-blocks // programs) * self.rows * self.columns / self.rate
 
@@ -53,7 +54,7 @@ _FEW_ROWS = (
     MatmulTile(16, 64, 128, stages=5, transposed=True),
     MatmulTile(32, 64, 128, stages=5, transposed=True),
 )
-"""Tiles for up to 16 and up to 32 rows; for so few rows, reading `right` takes the whole time."""
+"""Tiles for up to 16 and up to 32 rows. The time for so few rows is the time to read `right`."""
 _FLOAT32 = MatmulTile(32, 32, 32, stages=3)
 _PLAIN = (
     MatmulTile(64, 32, 128, stages=6, rate=0.6),
@@ -71,7 +72,10 @@ _TMA = (
 
 @lru_cache(maxsize=4096)
 def tile_of(rows: int, columns: int, dtype: torch.dtype, device: torch.device, tma: bool) -> MatmulTile:
-    """Returns the fastest tile. `tma`: whether the operands support bulk tensor copies."""
+    """Returns the fastest tile for a product of `rows` and `columns`.
+
+    `tma`: whether the operands support bulk tensor copies; see `by_descriptor`.
+    """
     if dtype == torch.float32:
         return _FLOAT32
     if rows <= 32:
@@ -89,7 +93,7 @@ def tiles(dtype: torch.dtype, device: torch.device) -> tuple[MatmulTile, ...]:
 
 
 def _with_room(choices: tuple[MatmulTile, ...], device: torch.device) -> tuple[MatmulTile, ...]:
-    """Returns the tiles that fit a program's shared memory: many GPUs have 99 KiB, less than half of
+    """Returns the tiles that fit into a program's shared memory. Many GPUs have 99 KiB, less than half of
     Hopper's."""
     room = shared_bytes(device)
     return tuple(tile for tile in choices if device.type != "cuda" or tile.shared_bytes <= room)
@@ -97,7 +101,7 @@ def _with_room(choices: tuple[MatmulTile, ...], device: torch.device) -> tuple[M
 
 @lru_cache
 def has_tma(device: torch.device) -> bool:
-    """Returns whether the device has bulk tensor copies."""
+    """Returns whether the device supports bulk tensor copies (TMA)."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= _TMA_CAPABILITY
 
 

@@ -1,7 +1,7 @@
-"""Sums by repeated halving in plain torch, for devices without kernels of this package.
+"""Sums by repeated halving in plain torch, for devices that do not run the Triton kernels.
 
-The elements `0 .. 2^i` and `2^i .. 2^(i+1)` are added element by element, from the largest power of two down to 1.
-The bits depend only on the summed elements, not on other rows or on zeros after the last element. Rows of different
+Each step adds the elements `2^i .. 2^(i+1)` to the elements `0 .. 2^i`, from the largest power of two down to 1. The
+bits depend only on the summed elements, not on other rows or on zeros after the last element. Rows of different
 lengths may therefore share a padded tensor.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 MOST_TERMS = 1 << 20
-"""Largest number of products in memory at a time: 4 MiB in float32, which caches hold."""
+"""Largest number of products in memory at a time: 4 MiB in float32, which fit into CPU caches."""
 
 
 def pairwise_sum(x: torch.Tensor) -> torch.Tensor:
@@ -19,7 +19,7 @@ def pairwise_sum(x: torch.Tensor) -> torch.Tensor:
     if n == 0:
         return x.new_zeros(x.shape[1:])
     half = 1 << max(0, (n - 1).bit_length() - 1)
-    if n not in (1, 2 * half):  # the only ragged step is the first
+    if n not in (1, 2 * half):  # only the first step can have halves of different length
         x = torch.cat([x[: n - half] + x[half:], x[n - half : half]])
         half //= 2
     while len(x) > 1:

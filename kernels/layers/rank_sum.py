@@ -1,7 +1,7 @@
 """The sum of several ranks' results, in rank order, in one launch.
 
-Each element's terms are added one after the other. Its bits therefore depend neither on the number of
-elements nor on its position in the tensor.
+The terms of an element are added one after the other. The bits of an element therefore depend neither on the number
+of elements nor on the element's position in the tensor.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ _WIDE = (torch.float16, torch.bfloat16)
 
 
 def rank_sum(parts: torch.Tensor, out: torch.Tensor) -> None:
-    """Computes `out[i] = parts[0, i] + parts[1, i] + ...`, from the left; float16 and bfloat16 in float32,
-    rounded once.
+    """Computes `out[i] = parts[0, i] + parts[1, i] + ...`, from left to right.
 
-    `parts`: `[ranks, elements]` and `out`: `[elements]`, contiguous, of one type; integers wrap around. On
-    CUDA: one launch on the current stream, no synchronization; may be captured into a graph after one run
-    outside of it. Raises ValueError (arguments) and ConfigError (`DISAGG_KERNELS`).
+    float16 and bfloat16 are summed in float32 and rounded once.
+
+    `parts`: `[ranks, elements]` and `out`: `[elements]`, contiguous, of one type; integers wrap around. On CUDA: one
+    launch on the current stream, no synchronization; may be captured into a graph after one run outside of it. Raises
+    ValueError (arguments) and ConfigError (`DISAGG_KERNELS`).
     """
     _check(parts, out)
     if backend(parts.device) != "triton":
@@ -51,7 +52,7 @@ def rank_sum_reference(parts: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def _sum_torch(parts: torch.Tensor, out: torch.Tensor) -> None:
-    if len(parts) == 2:  # torch adds in float32 too, without a temporary tensor
+    if len(parts) == 2:  # this addition of torch is in float32 too, without a temporary tensor
         torch.add(parts[0], parts[1], out=out)
         return
     total = parts[0].float() if parts.dtype in _WIDE else out.copy_(parts[0])
@@ -67,7 +68,7 @@ def _check(parts: torch.Tensor, out: torch.Tensor) -> None:
     alike = out.shape == parts.shape[1:] and out.dtype == parts.dtype and out.device == parts.device
     if not alike or not out.is_contiguous():
         raise ValueError(
-            f"out must be contiguous {describe(parts[0])}, as a part of parts; got {describe(out)}"
+            f"out must be contiguous {describe(parts[0])}, like a row of parts; got {describe(out)}"
         )
 
 
@@ -82,7 +83,7 @@ def rank_sum_kernel(  # type: ignore[no-untyped-def]
 ):
     # int64 before the product: a long prompt's rows have more than 2^31 elements.
     element = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mask = element < elements  # mostly known to be a multiple of 16: otherwise accesses would be scalar
+    mask = element < elements  # vector accesses if Triton knows that 16 divides `elements`
     total = tl.load(parts + element, mask=mask, other=0)
     if WIDE:
         total = total.to(tl.float32)

@@ -1,4 +1,4 @@
-"""RMSNorm in one launch instead of torch's seven: for rows of a hidden state, or heads of a projection.
+"""RMSNorm in one launch instead of torch's seven, for rows of a hidden state or for heads of a projection.
 
 The mean of squares is computed in float32. Models differ in the order of rounding; see `NORM_WEIGHTS`.
 """
@@ -21,21 +21,22 @@ NORM_WEIGHTS: tuple[NormWeight, ...] = get_args(NormWeight)
 gpt-oss); as 1 + weight, to the float32 row before rounding (Gemma)."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_BLOCK = 16384
-"""Longest row held in registers; a longer one is read twice."""
+"""Longest row held in registers; a longer row is read twice."""
 _TILE_ELEMENTS = 1024
 _WARP_ELEMENTS = 512
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, how: NormWeight) -> torch.Tensor:
-    """Returns `x / sqrt(mean(x^2) + eps)` over the last dimension, weighted according to `how`; a new tensor
-    laid out as `x`.
+    """Returns `x / sqrt(mean(x^2) + eps)` over the last dimension, weighted according to `how`.
 
-    - x: float32, bfloat16 or float16 `[..., dim]`, any strides. `x` is copied first if the positions of its rows
-      need more than two strides (a transposed projection needs two).
+    The result is a new tensor with the layout of `x`.
+
+    - x: float32, bfloat16 or float16 `[..., dim]`, any strides. `x` is copied first if the positions of its rows need
+      more than two strides (a transposed projection needs two).
     - weight: `[dim]` of the same type, contiguous.
 
-    On CUDA: one launch on the current stream, no synchronization. Raises ValueError (arguments) and
-    ConfigError (`DISAGG_KERNELS`).
+    On CUDA: one launch on the current stream, no synchronization. Raises ValueError (arguments) and ConfigError
+    (`DISAGG_KERNELS`).
     """
     _check(x, weight, how)
     if backend(x.device) != "triton":
@@ -102,7 +103,7 @@ def _launch(
     how: NormWeight,
     factor: float = 1.0,
 ) -> None:
-    """Launches the kernel. `layout`: see `_row_layout`; `y` and `total` are laid out as `x`."""
+    """Launches the kernel. `layout`: see `_row_layout`; `y` and `total` have the layout of `x`."""
     (outer, x_outer, out_outer), (inner, x_inner, out_inner) = layout
     dim = x.shape[-1]
     block = min(triton.next_power_of_2(dim), MAX_BLOCK)
@@ -128,7 +129,7 @@ def _launch(
         BLOCK_ROWS=block_rows,
         BLOCK=block,
         num_warps=min(16, max(1, block * block_rows // _WARP_ELEMENTS)),
-        enable_fp_fusion=False,  # as torch computes it
+        enable_fp_fusion=False,  # the same rounding as torch
     )
 
 
@@ -148,8 +149,8 @@ def _check(x: torch.Tensor, weight: torch.Tensor, how: str) -> None:
 def _row_layout(
     x: torch.Tensor, out: torch.Tensor
 ) -> tuple[tuple[int, int, int], tuple[int, int, int]] | None:
-    """Returns size and strides, in `x` and `out`, of two dimensions that span all rows; None if there are
-    more."""
+    """Returns size, stride in `x` and stride in `out` of two dimensions that span all rows; None if two do not
+    suffice."""
     if x.stride(-1) != 1 or out.stride(-1) != 1:
         return None
     found: list[tuple[int, int, int]] = []

@@ -1,7 +1,7 @@
 """Rotary embeddings (Su et al., 2021) of queries and keys in one launch instead of torch's ten.
 
-Halves are rotated, as in Llama and GPT-NeoX. Products and their sum are rounded as in torch's `x * cos +
-rotate_half(x) * sin`: each to the type of cos and sin, so that the result is equal bit for bit.
+The two halves of a head are rotated, as in Llama and GPT-NeoX. Results equal torch's `x * cos + rotate_half(x) * sin`
+bit for bit, because products and their sum are rounded to the type of cos and sin, as in torch.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ def rotary(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns `q` and `k` rotated, as new tensors with the same layout.
 
-    - q, k: float32, bfloat16 or float16 `[batch, heads, tokens, dim]`, heads contiguous, other strides free;
-      they differ in heads only.
-    - cos, sin: both of that type or float32, `[batch or 1, tokens, rotary_dim]`, contiguous in the last
+    - q, k: float32, bfloat16 or float16 `[batch, heads, tokens, dim]`, heads contiguous, other strides free. Only the
+      numbers of heads may differ.
+    - cos, sin: both of the type of q or both float32, `[batch or 1, tokens, rotary_dim]`, contiguous in the last
       dimension; an even rotary_dim of at most dim. Elements beyond rotary_dim are copied unchanged.
 
-    On CUDA: one launch on the current stream, no synchronization. Raises ValueError (arguments) and
-    ConfigError (`DISAGG_KERNELS`).
+    On CUDA: one launch on the current stream, no synchronization. Raises ValueError (arguments) and ConfigError
+    (`DISAGG_KERNELS`).
     """
     why = misfit(q, k, cos, sin)
     if why:
@@ -45,7 +45,7 @@ def rotary(
     block = triton.next_power_of_2(max(half, rest))
     block_heads = min(max(1, _TILE_ELEMENTS // (2 * block)), triton.next_power_of_2(max(q_heads, k.shape[1])))
     q_blocks, k_blocks = triton.cdiv(q_heads, block_heads), triton.cdiv(k.shape[1], block_heads)
-    repeat = 0 if cos.shape[0] == 1 else 1  # one table for the whole batch
+    repeat = 0 if cos.shape[0] == 1 else 1  # stride 0: one table for the whole batch
     with on_device(q):
         rotary_kernel[(batch * tokens, q_blocks + k_blocks)](
             q,
@@ -95,13 +95,13 @@ def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Ten
 
 
 def misfit(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> str:
-    """Returns why `rotary` does not support these tensors; empty when it does."""
+    """Returns the reason why `rotary` does not support these tensors; empty if `rotary` supports them."""
     for name, x in (("q", q), ("k", k)):
         alike = x.dim() == 4 and q.dim() == 4 and x.shape[::2] == q.shape[::2] and x.shape[3] == q.shape[3]
         if not alike or x.dtype != q.dtype or x.dtype not in DTYPES or x.stride(3) != 1:
             return (
                 f"{name} must be float32, bfloat16 or float16 [batch, heads, tokens, dim], heads contiguous, "
-                f"q and k alike; got {describe(x)}"
+                f"q and k equal but for the number of heads; got {describe(x)}"
             )
     for name, x in (("cos", cos), ("sin", sin)):
         fits = x.dim() == 3 and x.shape[0] in (1, q.shape[0]) and x.shape[1] == q.shape[2]
@@ -236,5 +236,5 @@ def _rotate_heads(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _product(x, y):  # type: ignore[no-untyped-def]
-    """Returns the product in float32, rounded to the type of `y`, the wider one, like torch."""
+    """Returns the product in float32, rounded to the type of `y`, which is the wider type, like torch."""
     return (x.to(tl.float32) * y.to(tl.float32)).to(y.dtype).to(tl.float32)

@@ -1,7 +1,7 @@
-"""Sums over the last dimension; the bits of a row's sum do not depend on the other rows.
+"""Sums over the last dimension, in which the bits of a row's sum do not depend on the other rows.
 
-A program sums one row, in blocks whose size depends on the row's length only. A library's reduction divides a row
-among threads, whose number depends on the number of rows.
+A program sums one row, in blocks whose size depends only on the row's length. In contrast, a library's reduction
+divides a row among a number of threads that depends on the number of rows.
 """
 
 from __future__ import annotations
@@ -21,10 +21,9 @@ _WARP_ELEMENTS = 256
 
 
 def row_sum(x: torch.Tensor) -> torch.Tensor:
-    """Returns the sums over the last dimension of `x` (float32, bfloat16 or float16 `[..., n]`), float32
-    `[...]`.
+    """Returns the sums over the last dimension of `x` (float32, bfloat16 or float16 `[..., n]`), float32 `[...]`.
 
-    On CUDA: one launch on the current stream, no synchronization; elsewhere `kernels.layers.pairwise` adds.
+    On CUDA: one launch on the current stream, no synchronization. Without Triton, `kernels.layers.pairwise` sums.
     Raises ValueError (arguments) and ConfigError (`DISAGG_KERNELS`).
     """
     if x.dim() < 1 or x.dtype not in DTYPES:

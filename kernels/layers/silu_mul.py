@@ -1,4 +1,4 @@
-"""The middle of a gated MLP, `silu(gate) * up`, in one launch instead of torch's two."""
+"""The gate of a gated MLP, `silu(gate) * up`, in one launch instead of torch's two."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ _WARPS = 4
 
 
 def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """Returns `silu(gate) * up`, contiguous and new; silu is rounded to the type before the product, as in torch.
+    """Returns `silu(gate) * up` as a new contiguous tensor; silu is rounded to the type before the product, as in
+    torch.
 
-    `gate` and `up`: float32, bfloat16 or float16, of one shape; both contiguous, or `[.., columns]` with
-    contiguous rows and one row stride, like the two halves of a merged projection. On CUDA: one launch on the current
-    stream, no synchronization. Raises ValueError (arguments) and ConfigError (`DISAGG_KERNELS`).
+    `gate` and `up`: float32, bfloat16 or float16, of one shape; both contiguous, or `[.., columns]` with contiguous
+    rows and one row stride, like the two halves of a merged projection. On CUDA: one launch on the current stream, no
+    synchronization. Raises ValueError (arguments) and ConfigError (`DISAGG_KERNELS`).
     """
     _check(gate, up)
     if backend(gate.device) != "triton":
@@ -44,7 +45,7 @@ def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
             up_stride,
             BLOCK=_BLOCK,
             num_warps=_WARPS,
-            enable_fp_fusion=False,  # as torch computes it
+            enable_fp_fusion=False,  # the same rounding as torch
         )
     return out
 
@@ -90,7 +91,7 @@ def silu_mul_kernel(  # type: ignore[no-untyped-def]
     # int64 before any product: a long prompt's rows have more than 2^31 elements.
     row, block = (tl.program_id(0) // blocks).to(tl.int64), (tl.program_id(0) % blocks).to(tl.int64)
     element = block * BLOCK + tl.arange(0, BLOCK)
-    mask = element < columns  # mostly known to be a multiple of 16: otherwise accesses would be scalar
+    mask = element < columns  # vector accesses if Triton knows that 16 divides `columns`
     found = tl.load(gate + row * gate_stride + element, mask=mask, other=0.0)
     wide = found.to(tl.float32)
     silu = tl.div_rn(wide, 1.0 + tl.exp(-wide)).to(found.dtype).to(tl.float32)

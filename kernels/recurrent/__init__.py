@@ -1,2 +1,2 @@
-"""Kernels of recurrent layers: convolutions, state spaces, the gated delta rule. States are read and written in place
-by slot."""
+"""Kernels of recurrent layers: convolutions, state spaces, the gated delta rule. The kernels read and write states in
+their slots, in place."""

@@ -1,8 +1,8 @@
 """Causal depthwise convolution over the tokens of packed sequences (Mamba, gated delta nets, LFM2).
 
-The state of a sequence is the window of its latest inputs. A program computes a block of channels of a block of
-tokens of one sequence. The program of the first tokens is the only one that reads the old window, so it also writes
-the new one.
+The state of a sequence is the window of its latest inputs. A program computes a block of channels for a block of
+tokens of one sequence. Only the program of the first tokens reads the old window; the same program also writes the
+new window.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ def causal_conv(
 
     - x, out: float `[tokens, channels]`, channels contiguous; other tokens of `out` keep their values.
     - weight, bias: `[channels, taps]`, contiguous, and `[channels]` or None; at least two and at most 16 taps.
-    - state: `[slots, channels, window]`, the latest `window >= taps - 1` inputs, the last one at the end.
-    - silu: whether SiLU follows.
+    - state: `[slots, channels, window]`, the latest `window >= taps - 1` inputs, latest input last.
+    - silu: whether to apply SiLU to the result.
 
-    Sums in float32 (Triton) or in the weight's type (torch). On CUDA, `how="triton"` is one launch on the current
+    Sums are in float32 (Triton) or in the weight's type (torch). On CUDA, `how="triton"` is one launch on the current
     stream, without synchronization. Raises ValueError (arguments) and ConfigError (Triton is not available).
     """
     _require(x, weight, bias, state, out)
@@ -104,7 +104,10 @@ def causal_conv_reference(
     *,
     silu: bool,
 ) -> None:
-    """`causal_conv` in plain torch, on any device: single tokens together, other sequences one by one."""
+    """Computes `causal_conv` in plain torch, on any device.
+
+    If each slice has one token (`slices.host` is None), all sequences run together, otherwise one by one.
+    """
     if slices.host is None:
         held = state.index_select(0, slices.slots)
         inputs = torch.cat([held, x.index_select(0, slices.firsts)[:, :, None].to(state.dtype)], dim=2)
@@ -177,5 +180,5 @@ def causal_conv_kernel(  # type: ignore[no-untyped-def]
         held = inside & (place < 0) & ready
         old = tl.load(state + (WINDOW + place), mask=held, other=0.0)
         value = tl.where(place >= 0, new.to(tl.float32), old.to(tl.float32))
-        tl.debug_barrier()  # all threads have read this place of the old window; later reads lie behind it
+        tl.debug_barrier()  # all threads have read this place; later reads are of later places
         tl.store(state + at, value.to(state.dtype.element_ty), mask=inside)

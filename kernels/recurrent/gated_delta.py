@@ -1,9 +1,9 @@
-"""The gated delta rule over the tokens of packed sequences (Qwen3-Next, OLMo Hybrid), also with a decay for each key
-element (Kimi Linear).
+"""The gated delta rule over the tokens of packed sequences (Qwen3-Next, OLMo Hybrid), also with a separate decay for
+each key element (Kimi Linear).
 
-A head has a state `[key_dim, value_dim]`. For each token, the state decays, then the value that it returns for the
-key is replaced, by the share `beta`, with the token's value. The output is the product of query and state. Queries
-and keys are normalized to length 1, queries then divided by `sqrt(key_dim)`.
+A head has a state `[key_dim, value_dim]`. For each token, the state first decays. The value that the state returns
+for the token's key then moves by the fraction `beta` toward the token's value. The output is the product of query and
+state. Queries and keys are normalized to length 1; queries are then divided by `sqrt(key_dim)`.
 
 A program computes a block of value elements of one head of one sequence, token by token, with the state in registers.
 """
@@ -21,7 +21,8 @@ from kernels.dispatch import Backend
 from kernels.recurrent.slices import PackedSlices, require_shapes, uses_triton
 
 _CHUNK_TOKENS = {2: 64, 3: 16}
-"""Tokens of a chunk, by the dimensions of the decay; one per key element needs more memory per pair of tokens."""
+"""Tokens of a chunk, by the number of dimensions of the decay. A decay for each key element needs more memory per
+pair of tokens."""
 _TILE_ELEMENTS = 4096
 _EPSILON = tl.constexpr(1e-6)
 
@@ -47,9 +48,9 @@ def gated_delta(
     - beta: float `[tokens, heads]`.
     - state: `[slots, heads, key_dim, value_dim]`, contiguous within a slot.
 
-    The last dimension of all tensors is contiguous, other strides are free. Computed in float32; the state is rounded
-    to its type after the last token of a slice. On CUDA, `how="triton"` is one launch on the current stream, without
-    synchronization. Raises ValueError (arguments) and ConfigError (Triton is not available).
+    The last dimension of all tensors is contiguous, other strides are free. The computation is in float32; the state
+    is rounded to its type after the last token of a slice. On CUDA, `how="triton"` is one launch on the current
+    stream, without synchronization. Raises ValueError (arguments) and ConfigError (Triton is not available).
     """
     _require(q, k, v, decay, beta, state, out)
     if not uses_triton(how, q.device):
@@ -126,7 +127,9 @@ def _require(
     if decay.dim() == 3:
         require_shapes(decay=(decay, (tokens, heads, key_dim)))
     elif tuple(decay.shape) != (tokens, heads):
-        raise ValueError(f"decay must be {[tokens, heads]} or with {key_dim} more; got {list(decay.shape)}")
+        raise ValueError(
+            f"decay must be {[tokens, heads]}, or have a third dimension of {key_dim}; got {list(decay.shape)}"
+        )
     if tuple(beta.shape) != (tokens, heads):
         raise ValueError(f"beta must be {[tokens, heads]}; got {list(beta.shape)}")
     if state.stride()[1:] != (key_dim * value_dim, value_dim, 1):
@@ -143,8 +146,11 @@ def gated_delta_reference(
     slices: PackedSlices,
     out: torch.Tensor,
 ) -> None:
-    """`gated_delta` in plain torch, on any device: single tokens together, other sequences one by one, in chunks
-    (Yang et al., 2024)."""
+    """Computes `gated_delta` in plain torch, on any device.
+
+    If each slice has one token (`slices.host` is None), all sequences run together. Otherwise sequences run one by
+    one, in chunks (Yang et al., 2024).
+    """
     if slices.host is None:
         taken = _of_heads([one.index_select(0, slices.firsts) for one in (q, k, v, decay, beta)])
         found, new = _one_token(taken, state.index_select(0, slices.slots).float())
@@ -165,8 +171,10 @@ def gated_delta_reference(
 
 
 def _of_heads(tokens: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """Returns q, k, v, decay and beta in float32: q and k normalized and repeated for each head, decay and beta with
-    the same dimensions as they."""
+    """Returns q, k, v, decay and beta in float32, with q and k normalized and repeated for each head.
+
+    `tokens`: q, k, v, decay and beta. The returned decay and beta have as many dimensions as q.
+    """
     q, k, v, decay, beta = (one.float() for one in tokens)
     q, k = (
         (x * (x.square().sum(-1, keepdim=True) + _EPSILON.value).rsqrt()).repeat_interleave(
@@ -178,7 +186,10 @@ def _of_heads(tokens: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
 
 
 def _one_token(tokens: Sequence[torch.Tensor], held: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes a token of each of `n` sequences from their states `held`, `[n, heads, key_dim, value_dim]`."""
+    """Computes one token for each of `n` sequences from their states `held`, `[n, heads, key_dim, value_dim]`.
+
+    Returns the outputs `[n, heads, value_dim]` and the new states.
+    """
     q, k, v, decay, beta = tokens
     held = held * decay.exp()[..., None]
     change = (v - (k[:, :, None] @ held)[:, :, 0]) * beta
@@ -187,12 +198,16 @@ def _one_token(tokens: Sequence[torch.Tensor], held: torch.Tensor) -> tuple[torc
 
 
 def _one_chunk(tokens: Sequence[torch.Tensor], held: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes tokens `[heads, tokens, ...]` of a sequence from the state `held`, `[heads, key_dim, value_dim]`."""
+    """Computes a chunk `[heads, tokens, ...]` of one sequence from the state `held`, `[heads, key_dim, value_dim]`.
+
+    Returns the outputs `[heads, tokens, value_dim]` and the new state.
+    """
     q, k, v, decay, beta = tokens
-    levels = decay.double().cumsum(1)  # [heads, tokens, 1 or key_dim]; their differences need the digits
+    levels = decay.double().cumsum(1)  # [heads, tokens, 1 or key_dim]; double for precise differences
 
     def products(x: torch.Tensor) -> torch.Tensor:
-        """Returns the products of x with the keys of the same and earlier tokens, decayed since those tokens."""
+        """Returns the products of each token's x with the keys up to that token, with the decay between the two
+        tokens."""
         pairs = (levels[:, :, None] - levels[:, None]).float()
         earlier = torch.ones(pairs.shape[1:3], dtype=torch.bool, device=x.device).tril()
         pairs = pairs.masked_fill(~earlier[..., None], -torch.inf).exp()

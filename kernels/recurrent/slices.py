@@ -1,4 +1,4 @@
-"""The slices of a packed step whose states a kernel reads and writes, and checks that all launchers share."""
+"""Slices of a packed step, which name the tokens and the state slot of each sequence, and shared argument checks."""
 
 from __future__ import annotations
 
@@ -24,27 +24,28 @@ class Slice(NamedTuple):
     tokens: int
     """Number of tokens."""
     begun: bool
-    """Whether the slot holds the state after earlier tokens. If not, its content is ignored, as if it were zero."""
+    """Whether the slot holds the state after earlier tokens of the sequence. If not, the state counts as zero."""
 
 
 @dataclass(frozen=True)
 class PackedSlices:
-    """Slices of several sequences. No two have the same slot, except for slots whose content has no meaning."""
+    """Slices of several sequences. No two slices have the same slot, except for the trash slot of padding."""
 
     slots: torch.Tensor
-    """int64 `[n]`, as are the following tensors; see `Slice`."""
+    """int64 `[n]`, like `firsts`, `counts` and `begun`; see `Slice` for their meaning."""
     firsts: torch.Tensor
     counts: torch.Tensor
     begun: torch.Tensor
-    """1 or 0."""
+    """1 if the slot holds a state of earlier tokens, else 0."""
     most: int
     """Upper bound of `counts`."""
     host: tuple[Slice, ...] | None
-    """The same numbers on the host. None: each slice has one token and an earlier state."""
+    """The slices on the host. None: not known to the host, but each slice has one token and a state of earlier
+    tokens."""
 
     @staticmethod
     def of(slices: list[Slice], device: torch.device | str = "cpu") -> PackedSlices:
-        """Copies the numbers to the device in one transfer, without synchronization."""
+        """Returns `slices` with their numbers copied to the device, in one transfer and without synchronization."""
         numbers = torch.tensor([[int(number) for number in one] for one in slices], dtype=torch.int64)
         numbers = numbers.view(-1, 4).t().contiguous()
         if torch.device(device).type == "cuda":
@@ -55,7 +56,7 @@ class PackedSlices:
 
     @staticmethod
     def single(slots: torch.Tensor, firsts: torch.Tensor) -> PackedSlices:
-        """Returns slices of one token each, which follow earlier tokens. Needs no values of the tensors."""
+        """Returns slices of one token each, which follow earlier tokens. The host does not read the tensors."""
         ones = torch.ones_like(slots)
         return PackedSlices(slots, firsts, ones, ones, 1, None)
 
@@ -64,7 +65,7 @@ class PackedSlices:
 
 
 def uses_triton(how: Backend, device: torch.device) -> bool:
-    """Returns whether `how` asks for the Triton kernel. Raises ConfigError where Triton does not run."""
+    """Returns whether `how` is `triton`. Raises ConfigError if it is, but Triton does not run on `device`."""
     if how == "torch":
         return False
     if backend(device) != "triton":
@@ -73,7 +74,7 @@ def uses_triton(how: Backend, device: torch.device) -> bool:
 
 
 def require_shapes(**expected: tuple[torch.Tensor, tuple[int, ...]]) -> None:
-    """Raises ValueError unless each tensor is float, has its shape, and is contiguous in the last dimension."""
+    """Raises ValueError unless each tensor is float, has the given shape, and is contiguous in the last dimension."""
     for name, (tensor, shape) in expected.items():
         dense = tensor.shape[-1] == 1 or tensor.stride(-1) == 1
         if tuple(tensor.shape) != shape or not dense or tensor.dtype not in DTYPES:

@@ -1,8 +1,8 @@
 """Selective state spaces over the tokens of packed sequences: Mamba-2 (SSD) and the selective scan of Mamba-1.
 
 A head has a state `[channels, size]`. For each token, `state = exp(dt * a) * state + dt * x * b`, and the output is
-the product of the state with `c`, plus `d * x`. In Mamba-2, `dt` and `a` are one number per head; in Mamba-1, `dt` is
-one per channel and `a` one per element of the state.
+the product of the state with `c`, plus `d * x`. In Mamba-2, `dt` and `a` have one number per head. In Mamba-1, `dt`
+has one number per channel, and `a` one per element of the state.
 
 A program computes a block of channels of one head of one sequence, token by token, with the state in registers.
 """
@@ -23,25 +23,25 @@ from kernels.recurrent.slices import PackedSlices, require_shapes, uses_triton
 _CHUNK_TOKENS = 64
 _TILE_ELEMENTS = 4096
 _SOFTPLUS_LINEAR = tl.constexpr(20.0)
-"""As in torch: softplus is the identity beyond this value."""
+"""Value beyond which softplus is the identity, as in torch."""
 
 
 @dataclass(frozen=True)
 class StateSpace:
-    """The parameters of a layer; `a`, `d` and `dt_bias` do not depend on the tokens."""
+    """The parameters of a layer that do not depend on the tokens."""
 
     a: torch.Tensor
-    """float32 `[heads]` (Mamba-2) or `[heads, channels, size]` (Mamba-1); negative."""
+    """Decay rates, float32 `[heads]` (Mamba-2) or `[heads, channels, size]` (Mamba-1); negative."""
     d: torch.Tensor
-    """`[heads]` or `[heads, channels]`: factor of the input that is added to the output."""
+    """`[heads]` or `[heads, channels]`: factor of the skip connection from input to output."""
     dt_bias: torch.Tensor
-    """`[heads]` or `[heads, channels]`."""
+    """Bias of the time step, `[heads]` (Mamba-2) or `[heads, channels]` (Mamba-1)."""
     dt_limit: tuple[float, float] = (0.0, float("inf"))
     """Bounds of the time step `softplus(dt + dt_bias)`."""
 
     @property
     def per_channel(self) -> bool:
-        """Whether each channel has a time step of its own (Mamba-1)."""
+        """Whether each channel has a separate time step (Mamba-1)."""
         return self.a.dim() == 3
 
 
@@ -60,13 +60,13 @@ def state_space(
     """Writes the outputs of the tokens in `slices` to `out`, and each sequence's new state to its slot.
 
     - x, out: float `[tokens, heads, channels]`; other tokens of `out` keep their values.
-    - dt: float `[tokens, heads]`, or `[tokens, heads, channels]` if `layer.per_channel`; without bias and softplus.
+    - dt: float `[tokens, heads]`, or `[tokens, heads, channels]` if `layer.per_channel`; before bias and softplus.
     - b, c: float `[tokens, groups, size]`; consecutive heads share a group.
     - state: `[slots, heads, channels, size]`, contiguous within a slot.
 
-    The last dimension of all tensors is contiguous, other strides are free. Computed in float32; the state is rounded
-    to its type after the last token of a slice. On CUDA, `how="triton"` is one launch on the current stream, without
-    synchronization. Raises ValueError (arguments) and ConfigError (Triton is not available).
+    The last dimension of all tensors is contiguous, other strides are free. The computation is in float32; the state
+    is rounded to its type after the last token of a slice. On CUDA, `how="triton"` is one launch on the current
+    stream, without synchronization. Raises ValueError (arguments) and ConfigError (Triton is not available).
     """
     _require(x, dt, b, c, layer, state, out)
     if not uses_triton(how, x.device):
@@ -164,9 +164,10 @@ def state_space_reference(
     slices: PackedSlices,
     out: torch.Tensor,
 ) -> None:
-    """`state_space` in plain torch, on any device: single tokens together, other sequences one by one.
+    """Computes `state_space` in plain torch, on any device.
 
-    Several tokens of a Mamba-2 layer are computed in chunks (Dao and Gu, 2024), those of Mamba-1 token by token.
+    If each slice has one token (`slices.host` is None), all sequences run together. Otherwise sequences run one by
+    one: in chunks for Mamba-2 (Dao and Gu, 2024), token by token for Mamba-1.
     """
     if slices.host is None:
         xs, steps, bs, cs = _in_float32([one.index_select(0, slices.firsts) for one in (x, dt, b, c)], layer)
@@ -201,7 +202,7 @@ def _skipped(x: torch.Tensor, layer: StateSpace) -> torch.Tensor:
 def _next_state(
     x: torch.Tensor, steps: torch.Tensor, b: torch.Tensor, a: torch.Tensor, held: torch.Tensor
 ) -> torch.Tensor:
-    """Returns the states after one token of each of `n` sequences, `[n, heads, channels, size]`."""
+    """Returns the states of `n` sequences after one more token of each, `[n, heads, channels, size]`."""
     if a.dim() == 1:
         return held * (steps * a).exp()[..., None, None] + (x * steps[..., None])[..., None] * b[:, :, None]
     return held * (steps[..., None] * a).exp() + (x * steps)[..., None] * b[:, :, None]
@@ -231,14 +232,18 @@ def _in_chunks(
     a: torch.Tensor,
     held: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes a Mamba-2 layer for `[tokens, heads, ...]` from the state `held`, `[heads, channels, size]`."""
+    """Computes a Mamba-2 layer for one sequence, `[tokens, heads, ...]`, from the state `held`.
+
+    Returns the outputs `[tokens, heads, channels]` and the new state `[heads, channels, size]`.
+    """
     found = torch.empty_like(x)
     for first in range(0, len(x), _CHUNK_TOKENS):
         span = slice(first, first + _CHUNK_TOKENS)
         inputs = (x[span] * steps[span][..., None]).transpose(0, 1)  # [heads, tokens, channels]
         keys, queries = b[span].transpose(0, 1), c[span].transpose(0, 1)  # [heads, tokens, size]
         levels = (steps[span] * a).double().cumsum(0).t()  # [heads, tokens]
-        decays = (levels[:, :, None] - levels[:, None]).float().exp().tril()  # differences of long sums
+        # In double, because these are differences of long sums.
+        decays = (levels[:, :, None] - levels[:, None]).float().exp().tril()
         rest = (levels[:, -1:] - levels).float().exp()[..., None]
         levels = levels.float()
         own = (queries @ keys.mT * decays) @ inputs
@@ -251,7 +256,7 @@ def _in_chunks(
 @triton.jit
 def _softplus(x):  # type: ignore[no-untyped-def]
     power = tl.exp(tl.minimum(x, _SOFTPLUS_LINEAR))
-    small = power * (1.0 - power * (0.5 - power * 0.3333333333))  # log(1 + power) would lose its digits
+    small = power * (1.0 - power * (0.5 - power * 0.3333333333))  # log(1 + power) would be imprecise
     soft = tl.where(power < 0.01, small, tl.log(1.0 + power))
     return tl.where(x > _SOFTPLUS_LINEAR, x, soft)
 

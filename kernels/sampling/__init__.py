@@ -1,1 +1,1 @@
-"""Kernels of sampling: random numbers, draws without a sort, penalties."""
+"""Kernels of sampling: random numbers, draws without a sort, penalties, masks of grammars."""

@@ -1,9 +1,9 @@
-"""A list of a row's likeliest tokens, which contains the result of most draws; parts of `kernels.sampling.draw`.
+"""Draws from a short list of a row's likeliest tokens, which contains the result of most draws.
 
-The pass that finds a row's highest logit also keeps the highest logit of each lane; each lane reads a different part
-of the row. If a `share` of the lanes has a logit of at least `x`, about `-lanes * ln(1 - share)` logits of the row
-are at least `x`, for any distribution. One more pass copies those logits to the list. No pass depends on the result
-of the search, and a draw whose token is in the list needs no further pass.
+The first pass over a row finds the highest logit of the row and of each lane; each lane reads a different part of the
+row. If a `share` of the lanes has a logit of at least `x`, about `-lanes * ln(1 - share)` logits of the row are at
+least `x`, for any distribution. The second pass copies these logits to the list. If the drawn token is in the list,
+the draw needs no further pass. Otherwise `kernels.sampling.draw` searches the whole row.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from kernels.sampling.search import LOWEST_KEY, key_of, load_logits, search_keys
 from kernels.sampling.units import units_of
 
 _SHARE = tl.constexpr(2)
-"""One in `_SHARE` lanes has a logit in the list: the list has about 0.69 logits for each lane."""
+"""Half of the lanes (1 of `_SHARE`) have a logit in the list. The list then has about 0.69 logits per lane."""
 _STAGES = tl.constexpr(3)
 
 
 @triton.jit
 def lowest_candidate(best):  # type: ignore[no-untyped-def]
-    """Returns the largest key, int64, that one in `_SHARE` lanes reaches; never the key of -infinity.
+    """Returns the largest key, int64, that at least `1 / _SHARE` of the lanes reach; never the key of -infinity.
 
     `best`: int32 `[lanes]`, the highest key of each lane.
     """
@@ -42,7 +42,7 @@ def list_candidates(  # type: ignore[no-untyped-def]
     least,  # float32: lowest logit of the list
     highest,
     scale,
-    values,  # float32 [LIST]: memory of the row
+    values,  # float32 [LIST]: scratch memory of the row
     indices,  # int32 [LIST]
     BITS: tl.constexpr,  # noqa: N803 - constexpr arguments are upper case throughout Triton
     BLOCK: tl.constexpr,  # noqa: N803
@@ -50,7 +50,7 @@ def list_candidates(  # type: ignore[no-untyped-def]
 ):
     """Copies the logits that are at least `least` to the list, in the order of indices.
 
-    Returns their number, which may exceed `LIST`, and the row's mass.
+    Returns the number of these logits, which may exceed the list's capacity `LIST`, and the mass of the whole row.
     """
     count = 0
     masses = tl.zeros([BLOCK], tl.int64)
@@ -64,7 +64,7 @@ def list_candidates(  # type: ignore[no-untyped-def]
         tl.store(values + slot, logits, mask=listed)
         tl.store(indices + slot, place, mask=listed)
         count += tl.sum(inside, 0)
-    tl.debug_barrier()  # other threads read what this one has written
+    tl.debug_barrier()  # makes the list visible to all threads
     return count, tl.sum(masses, 0)
 
 
@@ -79,13 +79,14 @@ def draw_listed(  # type: ignore[no-untyped-def]
     gap,
     k,
     uniform,  # float64
-    values,  # float32 [LIST]: memory of the row
+    values,  # float32 [LIST]: scratch memory of the row
     indices,  # int32 [LIST]
     BITS: tl.constexpr,  # noqa: N803
     BLOCK: tl.constexpr,  # noqa: N803
     LIST: tl.constexpr,  # noqa: N803
 ):
-    """Returns the drawn token; -1 if that token, or the last token that a filter keeps, may be outside the list."""
+    """Returns the drawn token; -1 if the drawn token, or the last token that a filter keeps, may be outside the
+    list."""
     lowest = lowest_candidate(best)
     count, total = list_candidates(
         row, vocab, value_of(lowest), highest, scale, values, indices, BITS, BLOCK, LIST
@@ -120,7 +121,8 @@ def draw_listed(  # type: ignore[no-untyped-def]
         same = listed & (keys == found)
         number = tl.cumsum(same.to(tl.int32), 0)
         index = tl.load(indices + place, mask=listed, other=0)
-        # A filter's edge is known if the filter is off, the edge is in the list, or a later filter drops more.
+        # The edge of a filter (its last kept token) is known if the filter is off or the edge is in the list. The
+        # edge does not matter if a later filter drops more tokens.
         knows_k = (k <= count) | (outside == 0) | (limited == 0)
         knows_p = last >= outside
         knows_gap = inside | (outside == 0) | (gap == float("inf"))

@@ -1,11 +1,10 @@
-"""The next token of each row of a batch: the likeliest token, or a draw from the tokens that top-k, top-p and min-p
-keep.
+"""Selects the next token of each row of a batch: the likeliest token, or a draw after top-k, top-p and min-p.
 
-The filters have the order and meaning of transformers' warpers: temperature, then top-k (ties with the k-th are
+The filters have the order and meaning of transformers' warpers: temperature, then top-k (ties with the k-th token are
 kept), then top-p (the token that crosses `top_p` is kept), then min-p. Tokens are ordered by probability, and equally
 likely tokens by index. Each filter drops the lower end of this order. A draw applies the inverse of the cumulative
-distribution, from the likeliest token on, to one uniform number. All masses are integers (`kernels.sampling.units`):
-a row's token depends on no other row, and is the same on all devices.
+distribution, from the likeliest token on, to one uniform number. All masses are integers (`kernels.sampling.units`).
+Therefore a row's token depends on no other row, and is the same on all devices.
 """
 
 from __future__ import annotations
@@ -37,29 +36,28 @@ from kernels.sampling.search import (
 from kernels.sampling.units import fraction_bits, units_of, units_reference
 
 COLDEST = 1e-30
-"""Lowest temperature of a draw, which is already greedy in effect; a lower temperature would make scores infinite."""
+"""Lower bound of temperatures. A draw at this bound is already greedy; a lower value would make scores infinite."""
 _HOTTEST = 1e30
 LANES, BLOCK, WARPS = 4096, 1024, 16
-"""Logits that a plain pass reads at a time, logits that a pass over several values reads at a time, and warps of a
-row.
-"""
+"""LANES: logits that the first pass reads at once. BLOCK: logits that other passes read at once. WARPS: warps of a
+program, which processes one row."""
 LIST = 4096
-"""Size of the list in which a search ends."""
+"""Capacity of a row's list of logits, in which a search ends."""
 _INFINITY = tl.constexpr(float("inf"))
 _NOTHING = tl.constexpr(64.0)
-"""Distance below the highest logit, in powers of two, at which a weight is 0 units."""
+"""Distance below the highest logit, in powers of two, from which on a weight is 0 units."""
 
 
 @dataclass(frozen=True)
 class DrawParams:
-    """Parameters of each row, contiguous `[n]` on the device of the logits."""
+    """Sampling parameters of each row. Tensors are contiguous `[n]`, on the device of the logits."""
 
     scales: torch.Tensor
-    """float32: results of `scale_of`; 0 chooses the likeliest token."""
+    """float32: `scale_of` of the temperature; 0 chooses the likeliest token."""
     tails: torch.Tensor
     """float32: 1 - top_p; 0 disables top-p."""
     gaps: torch.Tensor
-    """float32: largest kept distance to the highest logit (min-p); infinity disables min-p."""
+    """float32: largest distance from the highest logit that min-p keeps; see `gap_of`. Infinity disables min-p."""
     top_k: torch.Tensor
     """int64: number of likeliest tokens to keep; 0 disables top-k."""
     seeds: torch.Tensor
@@ -83,7 +81,8 @@ class DrawParams:
 
 
 def scale_of(temperature: float) -> float:
-    """Returns the factor that turns a difference of logits into a power of 2; 0 for temperature 0."""
+    """Returns the factor that converts a difference of logits to a difference of base-2 exponents; 0 for temperature
+    0."""
     if temperature <= 0:
         return 0.0
     return math.log2(math.e) / min(max(temperature, COLDEST), _HOTTEST)
@@ -97,11 +96,10 @@ def gap_of(min_p: float, temperature: float) -> float:
 
 
 def likeliest_tokens(logits: torch.Tensor) -> torch.Tensor:
-    """Returns int64 `[n]`: the likeliest token of each row, and the lowest id among equally likely ones; -1 for bad
-    logits.
+    """Returns the likeliest token of each row, int64 `[n]`; of equally likely tokens, the token with the lowest id.
 
-    `logits`: float32 `[n, vocab]`, contiguous. On CUDA: one launch, which reads the logits once, without
-    synchronization.
+    `logits`: float32 `[n, vocab]`, contiguous. The token of a row is -1 if the row has NaN or infinity, or only
+    -infinity. On CUDA: one launch, which reads the logits once, without synchronization.
     """
     if backend(logits.device) != "triton":
         best = torch.argmax(logits, dim=-1, keepdim=True)  # NaN is above all others
@@ -114,11 +112,11 @@ def likeliest_tokens(logits: torch.Tensor) -> torch.Tensor:
 
 
 def draw(logits: torch.Tensor, params: DrawParams) -> torch.Tensor:
-    """Returns int64 `[n]`: a token for each row of `logits` (contiguous float32 `[n, vocab]`); -1 for bad logits.
+    """Returns a token for each row of `logits`, int64 `[n]`.
 
-    Logits are bad if a row has NaN or infinity, or only -infinity. On CUDA: one launch on the current
-    stream, no synchronization, and 32 KiB of temporary memory for each row. Raises ValueError (arguments) and
-    ConfigError (`DISAGG_KERNELS`).
+    `logits`: float32 `[n, vocab]`, contiguous. The token of a row is -1 if the row has NaN or infinity, or only
+    -infinity. On CUDA: one launch on the current stream, no synchronization, and 32 KiB of temporary memory for each
+    row. Raises ValueError (arguments) and ConfigError (`DISAGG_KERNELS`).
     """
     if backend(logits.device) != "triton":
         return draw_reference(logits, params)
@@ -152,7 +150,7 @@ def draw(logits: torch.Tensor, params: DrawParams) -> torch.Tensor:
 def draw_reference(logits: torch.Tensor, params: DrawParams) -> torch.Tensor:
     """Computes `draw` in plain torch, on any device, by a sort of each row.
 
-    Slow; numpy's generator synchronizes a GPU.
+    Slow. Waits for a GPU, because numpy draws the random numbers on the host.
     """
     params.check(logits)
     vocab = logits.shape[-1]
@@ -162,7 +160,7 @@ def draw_reference(logits: torch.Tensor, params: DrawParams) -> torch.Tensor:
     highest = torch.where(finite, best, 0.0)
     ordered, order = torch.sort(
         scores, dim=-1, stable=True
-    )  # ascending; of equal ones the lowest index first
+    )  # ascending; equal scores in the order of indices
     units = units_reference(ordered, highest, params.scales[:, None], fraction_bits(vocab))
     cumulative = units.cumsum(dim=-1)
     limited = (params.top_k > 0) & (params.top_k < vocab)
@@ -207,7 +205,7 @@ def draw_kernel(  # type: ignore[no-untyped-def]
     seeds,
     positions,
     tokens,
-    found,  # float32 [rows, 2, LIST]: memory of each row
+    found,  # float32 [rows, 2, LIST]: scratch memory of each row
     # sizes
     vocab,
     # meta
@@ -255,7 +253,7 @@ def _draw_searched(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,  # noqa: N803
     LIST: tl.constexpr,  # noqa: N803
 ):
-    """Returns the drawn token of any row, by searches in the whole row."""
+    """Returns the drawn token by searches in the whole row; used if the list of candidates does not suffice."""
     least = _kth(row, vocab, k, found, highest, scale, BLOCK, LIST)
     values, masses = _first_pass(row, vocab, least, highest - gap, highest, scale, BITS, BLOCK)
     number = tl.arange(0, PIVOTS)
@@ -266,7 +264,7 @@ def _draw_searched(  # type: ignore[no-untyped-def]
     last = by_k + tl.minimum((rest.to(tl.float64) * tail).to(tl.int64), rest - 1)
     target = last + 1
     value, mass, unit = highest, last, target
-    # The first search finds the least likely token that top-p keeps, the second one the drawn token.
+    # The first search finds the least likely token that top-p keeps; the second search finds the drawn token.
     for drawing in range(tl.where(tail > 0, 0, 1), 2):
         if drawing == 1:
             kept = total - dropped
@@ -329,15 +327,17 @@ def _kth(row, vocab, k, found, highest, scale, BLOCK: tl.constexpr, LIST: tl.con
 
 @triton.jit
 def _spread(highest, scale):  # type: ignore[no-untyped-def]
-    """Returns float32 `[PIVOTS]`: the logits whose weights are 2^0, 2^-1, 2^-3, 2^-6, .. 2^-28 of the highest."""
+    """Returns the logits with weights of 2^0, 2^-1, 2^-3, 2^-6, .. 2^-28 times the highest weight, float32
+    `[PIVOTS]`."""
     number = tl.arange(0, PIVOTS)
     return highest - (number * (number + 1) >> 1).to(tl.float32) / scale
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _first_pass(row, vocab, least, edge, highest, scale, BITS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: N803
-    """Returns values and their masses. The last three are the mass below `edge`, the mass below `least`, and the
-    total.
+    """Returns values and their masses, `[PIVOTS]` each, from one pass over the row.
+
+    The last three masses are the mass below `edge`, the mass below `least`, and the total.
     """
     number = tl.arange(0, PIVOTS)
     values = _spread(highest, scale)

@@ -1,7 +1,8 @@
 """Penalties on the tokens of a request's prompt and answer, and the counts of those tokens.
 
-Counts are int32 `[vocab]` per request: bit 0 is set for a token of the prompt, the other bits count its occurrences
-in the answer. Kernels find the counts by address, so requests join and leave batches without copies.
+Counts are int32 `[vocab]` per request. Bit 0 of a token's count is set if the prompt has the token; the other bits
+count occurrences in the answer. Kernels receive the address of each request's counts, so that requests join and leave
+batches without copies.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ _BLOCK = 1024
 
 @dataclass(frozen=True)
 class Penalties:
-    """The penalised rows of a batch."""
+    """The rows of a batch that have penalties, with their counts and factors."""
 
     rows: torch.Tensor
     """int64 `[m]`: indices into the batch, each once."""
     counts: Sequence[torch.Tensor]
-    """Counts of each of `rows`, int32 `[vocab]`, contiguous; kept until the kernels that use them have run."""
+    """Counts of each of `rows`, int32 `[vocab]`, contiguous. The caller keeps them until the kernels have run."""
     addresses: torch.Tensor
     """int64 `[m]`: data pointers of `counts`, on the device."""
     factors: torch.Tensor
@@ -56,12 +57,12 @@ class Penalties:
 
 
 def penalise(logits: torch.Tensor, penalties: Penalties) -> None:
-    """Changes rows of `logits` (contiguous float32 `[n, vocab]`) in place.
+    """Applies penalties to rows of `logits` (contiguous float32 `[n, vocab]`) in place.
 
     The logit of each counted token is divided by the repetition penalty, or multiplied if negative. The frequency
-    penalty is subtracted once per occurrence in the answer, the presence penalty once. The bits are those of torch's
-    operations. On CUDA: one launch on the current stream, no synchronization. Raises ValueError (arguments) and
-    ConfigError (`DISAGG_KERNELS`).
+    penalty is subtracted once per occurrence in the answer; the presence penalty is subtracted once if there is any
+    occurrence. Results have the same bits as those of `penalise_reference`. On CUDA: one launch on the current
+    stream, no synchronization. Raises ValueError (arguments) and ConfigError (`DISAGG_KERNELS`).
     """
     if backend(logits.device) != "triton":
         penalise_reference(logits, penalties)
@@ -80,9 +81,10 @@ def penalise(logits: torch.Tensor, penalties: Penalties) -> None:
 
 
 def count_tokens(tokens: torch.Tensor, penalties: Penalties) -> None:
-    """Counts each penalised row's token; `tokens`: int64 `[n]`, -1 for none. No two rows may share counts.
+    """Adds the new token of each penalised row to the row's counts. No two rows may share counts.
 
-    On CUDA: one launch on the current stream, no synchronization.
+    `tokens`: int64 `[n]`, the tokens of the whole batch; -1: no token. On CUDA: one launch on the current stream, no
+    synchronization.
     """
     if backend(tokens.device) != "triton":
         count_reference(tokens, penalties)
@@ -111,7 +113,7 @@ def count_reference(tokens: torch.Tensor, penalties: Penalties) -> None:
 
 
 def _check(logits: torch.Tensor, penalties: Penalties) -> int:
-    """Returns the size of the vocabulary."""
+    """Raises ValueError for tensors that do not fit; returns the size of the vocabulary."""
     if logits.dim() != 2 or logits.dtype != torch.float32 or not logits.is_contiguous():
         raise ValueError(f"logits must be contiguous float32 [n, vocab]; got {describe(logits)}")
     penalties.check(logits.shape[-1], logits.device)

@@ -1,7 +1,7 @@
 """A uniform random number for each (seed, position), by the counter-based generator Philox 4x64-10.
 
-The numbers are those of `numpy.random.Generator(numpy.random.Philox(key=(seed, position))).random()`. No state is
-kept: a draw can be repeated anywhere.
+The numbers equal `numpy.random.Generator(numpy.random.Philox(key=(seed, position))).random()`. The generator has no
+state, so any rank can repeat a draw.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ _UNIT = tl.constexpr(2.0**-53)
 
 
 def uniform_reference(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Returns float64 `[n]` in [0, 1) for int64 `seeds` and `positions` `[n]`; numpy draws on the host."""
+    """Returns uniform numbers in [0, 1), float64 `[n]`, for int64 `seeds` and `positions` `[n]`; computed by
+    numpy."""
     drawn = [
         float(np.random.Generator(np.random.Philox(key=np.array(key, dtype=np.uint64))).random())
         for key in zip(_unsigned(seeds), _unsigned(positions), strict=True)
@@ -34,8 +35,9 @@ def _unsigned(values: torch.Tensor) -> list[int]:
 
 @triton.jit
 def uniform_of(seed, position):  # type: ignore[no-untyped-def]
-    """Returns the number of one int64 `seed` and `position`, float64. The first block of numpy's generator has
-    counter 1.
+    """Returns the uniform number in [0, 1), float64, for one int64 `seed` and `position`.
+
+    The counter of the generator is 1, as for the first block of numpy's generator.
     """
     key_0 = seed.to(tl.uint64)
     key_1 = position.to(tl.uint64)

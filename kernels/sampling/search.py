@@ -1,9 +1,9 @@
 """Searches in one row of logits without a sort; parts of the kernel in `kernels.sampling.draw`.
 
-The mass of a value is the sum of the units of all logits up to the value, or the number of these logits (`COUNT`). A
-search finds the smallest logit whose mass reaches a target. A pass over the row computes the masses of several
-values, which narrows the bracket of the result. When few logits are left in the bracket, the next pass copies them to
-a list, and the search ends there. Masses are integers: the result is exact.
+The mass of a value is the sum of the units of all logits up to the value, or with `COUNT` the number of these logits.
+A search finds the smallest logit whose mass reaches a target. Each pass over the row computes the masses of several
+values, and thereby narrows the bracket of the result. When few logits are left in the bracket, the last pass copies
+these logits to a list, and the search ends in the list. The result is exact, because masses are integers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kernels.sampling.units import units_of
 PIVOTS = tl.constexpr(8)
 """Number of values whose masses one pass computes."""
 _STAGES = tl.constexpr(4)
-"""Number of blocks that are loaded at the same time."""
+"""Pipeline stages of a pass: number of blocks that are loaded at the same time."""
 _INFINITY = tl.constexpr(float("inf"))
 _LARGEST = tl.constexpr(3.4028234663852886e38)
 _SIGN = tl.constexpr(-(1 << 31))
@@ -24,40 +24,40 @@ _NO_KEY = _SIGN
 _NAN_KEY = tl.constexpr(0x7FFFFFFF)
 INFINITE_KEY = tl.constexpr(0x7F800000)
 LOWEST_KEY = tl.constexpr(-0x7F800000)
-"""Keys of infinity, and of -infinity."""
+"""Key of -infinity; `INFINITE_KEY` is the key of infinity."""
 _MOST_MASS = tl.constexpr(1 << 62)
 
 
 @triton.jit
 def key_of(value):  # type: ignore[no-untyped-def]
-    """Returns int32 keys with the order of float32 `value`, equal for 0.0 and -0.0; undefined for NaN."""
+    """Returns int32 keys that have the order of float32 `value`; 0.0 and -0.0 have one key. Undefined for NaN."""
     bits = value.to(tl.int32, bitcast=True)
     return tl.where(bits < 0, -(bits & 0x7FFFFFFF), bits)
 
 
 @triton.jit
 def value_of(key):  # type: ignore[no-untyped-def]
-    """Returns the float32 of a key, which may be any integer type."""
+    """Returns the float32 value of a key of any integer type."""
     key = key.to(tl.int32)
     return tl.where(key < 0, -key | _SIGN, key).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def next_smaller(value):  # type: ignore[no-untyped-def]
-    """Returns the next smaller float32; -infinity for -infinity."""
+    """Returns the next smaller float32 value; -infinity for -infinity."""
     return value_of(tl.maximum(key_of(value) - 1, LOWEST_KEY))
 
 
 @triton.jit
 def load_logits(row, place, vocab):  # type: ignore[no-untyped-def]
-    """Loads logits; -infinity beyond the vocabulary."""
+    """Loads the logits at the indices `place`; -infinity beyond the vocabulary."""
     return tl.load(row + place, mask=place < vocab, other=-_INFINITY)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def highest_of(row, vocab, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: N803
-    """Returns the keys of the highest logit of the row and of each lane, and the lowest index of the row's highest
-    logit.
+    """Returns the key of the row's highest logit, the key of each lane's highest logit, and the index of the row's
+    highest logit (the lowest index, if there are several).
 
     NaN is above all other logits. Lane `i` of `BLOCK` lanes reads index `i` and every `BLOCK`-th index after `i`.
     """
@@ -97,7 +97,8 @@ def masses_of(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def narrowed(values, masses, target, low, low_mass, high, high_mass):  # type: ignore[no-untyped-def]
-    """Returns the bracket `(low, high]` of the result, with the masses of both ends, after a pass."""
+    """Returns the bracket `(low, high]` of the result, with the masses of both ends, narrowed by the masses of
+    `values` from a pass."""
     under = masses < target
     low = tl.maximum(low, tl.max(tl.where(under, values, -_INFINITY), 0))
     low_mass = tl.maximum(low_mass, tl.max(tl.where(under, masses, 0), 0))
@@ -108,8 +109,10 @@ def narrowed(values, masses, target, low, low_mass, high, high_mass):  # type: i
 
 @triton.jit
 def _between(low, high):  # type: ignore[no-untyped-def]
-    """Returns values between `low` and `high`, float32 `[PIVOTS]`: evenly spaced values, and the value of the middle
-    key. The middle key guarantees that a pass halves the number of keys in the bracket.
+    """Returns values between `low` and `high`, float32 `[PIVOTS]`: evenly spaced values and the value of the middle
+    key.
+
+    The middle key guarantees that a pass at least halves the number of keys in the bracket.
     """
     low_key, high_key = key_of(low).to(tl.int64), key_of(high).to(tl.int64)
     number = tl.arange(0, PIVOTS)
@@ -128,7 +131,7 @@ def _collect(row, vocab, low, high, found, BLOCK: tl.constexpr):  # type: ignore
         inside = ((logits > low) & (logits <= high)).to(tl.int32)
         tl.store(found + count + tl.cumsum(inside, 0) - 1, logits, mask=inside > 0)
         count += tl.sum(inside, 0)
-    tl.debug_barrier()  # other threads read what this one has written
+    tl.debug_barrier()  # makes the list visible to all threads
     return count
 
 
@@ -136,8 +139,8 @@ def _collect(row, vocab, low, high, found, BLOCK: tl.constexpr):  # type: ignore
 def search_keys(keys, masses, target, below_all, low, high):  # type: ignore[no-untyped-def]
     """Returns the smallest key whose mass reaches `target`, and the mass of all smaller keys.
 
-    `keys`: int32 `[n]`, `masses`: int64 `[n]`, 0 for a key that does not count. `below_all`: the mass up to `low`, of
-    logits without a key. The result is in `(low, high]`, int64.
+    `keys`: int32 `[n]`. `masses`: int64 `[n]`, 0 for a key to ignore. `below_all`: the mass of all logits up to
+    `low`, which are not among `keys`. The result is in `(low, high]`; both ends are int64 keys.
     """
     low_mass = below_all
     while high - low > 1:
@@ -153,7 +156,7 @@ def search_keys(keys, masses, target, below_all, low, high):  # type: ignore[no-
 def search(  # type: ignore[no-untyped-def]
     row,
     vocab,
-    found,  # float32 [LIST]: memory of the row
+    found,  # float32 [LIST]: scratch memory of the row
     target,
     low,
     low_mass,
@@ -168,7 +171,8 @@ def search(  # type: ignore[no-untyped-def]
 ):
     """Returns the smallest logit whose mass reaches `target`, and the mass of all smaller logits.
 
-    `low_mass`, which is less than `target`, and `high_mass` are the masses of `low` and `high`.
+    The result is in `(low, high]`. `low_mass` and `high_mass` are the masses of both ends; `low_mass` must be less
+    than `target`.
     """
     lightest = tl.full([], 1, tl.int64)
     if not COUNT:
@@ -186,13 +190,13 @@ def search(  # type: ignore[no-untyped-def]
         logits = tl.load(found + place, mask=inside, other=-_INFINITY)
         units = inside.to(tl.int64) if COUNT else units_of(logits, highest, scale, BITS)
         high_key, low_mass = search_keys(key_of(logits), units, target, low_mass, low_key, high_key)
-        tl.debug_barrier()  # all threads have read the list
+        tl.debug_barrier()  # all threads have read the list, which may be overwritten now
     return value_of(high_key), low_mass
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def index_of(row, vocab, value, rank, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: N803
-    """Returns the index of the `rank`-th logit, counted from 1, that equals `value`."""
+    """Returns the index of the `rank`-th logit (counted from 1) among the logits that equal `value`."""
     seen = tl.zeros([], tl.int64)
     index = tl.full([], -1, tl.int32)
     first = tl.zeros([], tl.int32)

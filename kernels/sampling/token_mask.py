@@ -1,4 +1,4 @@
-"""Forbids tokens by a bit mask, for answers that a grammar constrains."""
+"""Forbids tokens by bit masks, for answers that follow a grammar."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _BLOCK = 1024
 
 
 def mask_words(vocab: int) -> int:
-    """Returns the number of int32 words of one row's mask."""
+    """Returns the number of int32 words in the mask of one row."""
     return -(-vocab // WORD_BITS)
 
 
@@ -23,7 +23,7 @@ def forbid_tokens(logits: torch.Tensor, rows: torch.Tensor, masks: torch.Tensor)
     """Sets the logits of forbidden tokens to minus infinity, in place. Other logits keep their bits.
 
     `logits`: contiguous float32 `[n, vocab]`; `rows`: int64 `[m]`, indices into the batch, each once; `masks`:
-    contiguous int32 `[m, mask_words(vocab)]`, bit `t % 32` of word `t // 32` is set if token `t` is allowed. On CUDA:
+    contiguous int32 `[m, mask_words(vocab)]`. Bit `t % 32` of word `t // 32` is set if token `t` is allowed. On CUDA:
     one launch on the current stream, no synchronization. Raises ValueError (arguments) and ConfigError
     (`DISAGG_KERNELS`).
     """
@@ -46,7 +46,7 @@ def forbid_reference(logits: torch.Tensor, rows: torch.Tensor, masks: torch.Tens
 
 
 def _check(logits: torch.Tensor, rows: torch.Tensor, masks: torch.Tensor) -> tuple[int, int]:
-    """Returns the size of the vocabulary and the number of a mask's words."""
+    """Raises ValueError for tensors that do not fit; returns the vocabulary size and the words of a mask."""
     if logits.dim() != 2 or logits.dtype != torch.float32 or not logits.is_contiguous():
         raise ValueError(f"logits must be contiguous float32 [n, vocab]; got {describe(logits)}")
     if rows.dim() != 1 or rows.dtype != torch.int64 or rows.device != logits.device:

@@ -1,9 +1,9 @@
-"""Weights of a softmax as integers, whose sums have the same value in any order.
+"""Weights of a softmax as integers, so that their sums do not depend on the order of summation.
 
 The weight of a logit is `2 ** -x` with `x = (highest - logit) * scale`, in units of `2 ** -fraction_bits`. Each
-operation is a product, sum or conversion that IEEE 754 defines, so torch and Triton have equal bits on all devices.
-Kernels are compiled without fused products. The error of a weight is at most one unit, plus 1.1e-7 of the weight by
-the rounding of `x`.
+operation is a product, sum or conversion that IEEE 754 defines, and kernels are compiled without fused products.
+Therefore torch and Triton give equal bits on all devices. The error of a weight is at most one unit, plus 1.1e-7 of
+the weight from the rounding of `x`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ _MANTISSA = tl.constexpr(float(1 << 23))
 
 
 def fraction_bits(vocab: int) -> int:
-    """Returns the number of fraction bits for which the sum of `vocab` weights, each at most 1, fits in 62 bits."""
+    """Returns the fraction bits of a weight, so that the sum of `vocab` weights (at most 1 each) fits into 62
+    bits."""
     return min(44, 62 - vocab.bit_length())
 
 

@@ -24,10 +24,10 @@ ReasoningParserName = Literal["auto", "none", "think", "magistral", "seed_oss", 
 
 
 class ApiConfig(Section, frozen=True):
-    """The HTTP API. An *answer* is one choice: a request with 2 prompts and `n = 3` has 6 answers."""
+    """Settings of the HTTP API. An *answer* is one choice: a request with 2 prompts and `n = 3` has 6 answers."""
 
     host: str = "127.0.0.1"
-    """Address to listen on. 0.0.0.0 accepts other machines and needs API keys."""
+    """Address to listen on. 0.0.0.0 accepts connections from other machines and needs API keys."""
     port: int = 8000
     """Port to listen on; 0 takes a free port, which is logged."""
     workers: int = 1
@@ -36,8 +36,8 @@ class ApiConfig(Section, frozen=True):
     model_name: str | None = None
     """Name of the model for clients; None: name of the checkpoint folder or of the architecture."""
     key_file: str | None = None
-    """File of API keys, one per line; the variable DISAGG_API_KEYS adds keys. Without any key, clients need none, and
-    `host` must be a loopback address."""
+    """File of API keys, one per line; the variable DISAGG_API_KEYS adds keys. If there are no keys, clients need no
+    key, and `host` must be a loopback address unless `allow_no_key` is set."""
     allow_no_key: bool = False
     """Whether a `host` other than loopback is allowed without API keys."""
     max_running: int = 0
@@ -46,18 +46,19 @@ class ApiConfig(Section, frozen=True):
     max_queued: int = 256
     """Queue limit in answers; further requests are rejected at once (429)."""
     max_queue_s: float = 10.0
-    """Time within which a queued request should start, estimated from the recent completion rate. If it would take
+    """Time within which a queued request should start, estimated from the recent completion rate. If the estimate is
     longer, further requests are rejected. Closed-loop clients, which send one request after another, are exempt."""
     max_slowdown: float = 1.5
-    """Limit of the median latency under overload, as a multiple of an idle server's; 0: no such limit. To keep it,
-    queued requests are rejected too (429). Overload: the queue is full, and arrivals clearly exceed completions."""
+    """Limit of the median latency under overload, as a multiple of an idle server's latency; 0: no such limit. To
+    keep this limit, the server also rejects queued requests (429). Overload means that the queue is full and arrivals
+    clearly exceed completions."""
     request_timeout_s: float = 120.0
     """Time limit of a request, from its headers to its last token; a client may set a lower one."""
     drain_timeout_s: float = 30.0
-    """Time for running answers to finish at shutdown; later ones are aborted."""
+    """Time for running answers to finish at shutdown; answers that still run afterwards are aborted."""
     max_connections: int = 1024
-    """Limit of open connections. At the limit, the server accepts a new connection by closing the one that has been
-    idle longest; if none is idle, the reply is 503."""
+    """Limit of open connections. At the limit, the server closes the connection that has been idle longest in favor
+    of a new one; if no connection is idle, the reply to the new one is 503."""
     max_connections_per_address: int = 512
     """Limit of open connections per client address (IPv6: /64 network). Behind a proxy all clients have the proxy's
     address: set the limit to `max_connections` there, and limit clients in the proxy."""
@@ -88,7 +89,8 @@ class ApiConfig(Section, frozen=True):
     """Parser of reasoning in chat answers. auto: the parser that the checkpoint's chat template indicates."""
 
     def running_limit(self, groups: Sequence[GroupInfo]) -> int:
-        """Returns `max_running`, or the limit that follows from `groups`; 0 if none of them decodes."""
+        """Returns `max_running` if set, else the sum of `max_requests` over the groups that decode; 0 without such
+        groups."""
         return self.max_running or sum(group.max_requests for group in groups if group.role != "prefill")
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""The sections `control`, `cluster` and `router`: messages, groups and requests of a running system."""
+"""The sections `control`, `cluster` and `router`: control messages, groups of ranks, and routing of requests."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ PolicyName = Literal["prefix_aware", "least_loaded", "round_robin"]
 
 
 class ControlConfig(Section, frozen=True):
-    """The control channel (ZMQ)."""
+    """Settings of the control channel (ZMQ), over which ranks, leaders and routers exchange messages."""
 
     host: str = "127.0.0.1"
     """Address to listen on and to announce; `auto`: the address of each process's host."""
     router_port: int = 0
-    """Port of a router; 0 takes a free one, as ranks always do. Worker n (`api.workers`) adds n."""
+    """Port of a router; 0: a free port. Worker n (`api.workers`) listens on this port plus n. Ranks always use free
+    ports."""
     directory_port: int = 5570
-    """Port of the directory of groups in `disagg launch`; 0 takes a free one."""
+    """Port of the directory of groups in `disagg launch`; 0: a free port."""
     key_file: str | None = None
     """File of CURVE keys (`disagg keys`), reloaded on change; None: new keys for each run."""
     peer_timeout_s: float = 10.0
@@ -35,7 +36,7 @@ class ControlConfig(Section, frozen=True):
         self._needs(bool(self.host), "host", "an address or a host name")
         self._positive("peer_timeout_s")
         self._at_least(0, "suspect_after_s")
-        self._at_least(0.01, "heartbeat_s")  # a shorter interval would occupy the peers
+        self._at_least(0.01, "heartbeat_s")  # a shorter interval would overload the peers
         for port in ("router_port", "directory_port"):
             self._needs(0 <= getattr(self, port) < 1 << 16, port, "from 0 to 65535")
         self._needs(
@@ -49,7 +50,7 @@ class ControlConfig(Section, frozen=True):
 
 
 class ClusterConfig(Section, frozen=True):
-    """Placement of groups, and replacement of dead ones (not in `demo` and `generate`)."""
+    """Placement of groups, and replacement of dead groups (no replacement in `demo` and `generate`)."""
 
     mode: Mode = "split"
     """Kinds of groups. split: prefill and decode groups; colocated: groups of both roles, as a baseline."""
@@ -57,7 +58,7 @@ class ClusterConfig(Section, frozen=True):
     """Ray to use. `local`: start Ray on this machine. `auto` or `host:port`: use a running cluster."""
     name: str = "disagg"
     """Name of the set of groups that `launch` runs on a running Ray cluster; each concurrent `launch` there needs its
-    own. When a `launch` was killed, a new `launch` with the same name adopts the groups."""
+    own name. When a `launch` was killed, a new `launch` with the same name adopts the groups."""
     adopt_timeout_s: float = 600.0
     """Time that groups on a running Ray cluster continue to serve after their `launch` was killed. Groups that no new
     `launch` adopts within this time end. Must exceed `hang_timeout_s`. 0: groups end with their `launch`."""
@@ -70,8 +71,8 @@ class ClusterConfig(Section, frozen=True):
     start_timeout_s: float = 900.0
     """Time for all ranks of a group to load the model, warm up and record graphs."""
     hang_timeout_s: float = 15.0
-    """Time without a response of a rank's process, after which its group is killed. A stopped process (SIGSTOP) does
-    not respond."""
+    """Time without a response from a rank's process after which the rank's group is killed. This also detects a
+    stopped process (SIGSTOP)."""
     step_timeout_s: float = 0.0
     """Minimum time limit of one step. A step that exceeds both this limit and ten times the longest earlier step
     fails its group, which is then replaced. 0: 30 s on a GPU, 300 s on a CPU."""
@@ -83,17 +84,18 @@ class ClusterConfig(Section, frozen=True):
         self._at_least(0, "restart_backoff_s", "step_timeout_s", "adopt_timeout_s")
         self._at_least(1, "restart_tries")
         self._positive("start_timeout_s", "hang_timeout_s")
-        # A live `launch` may be silent for up to hang_timeout_s, and meanwhile no other can adopt its groups.
+        # A new `launch` can adopt groups only after hang_timeout_s without a message of their former `launch`.
         kept = self.adopt_timeout_s == 0 or self.adopt_timeout_s > self.hang_timeout_s
         self._needs(kept, "adopt_timeout_s", f"0, or more than hang_timeout_s ({self.hang_timeout_s:g})")
 
     @property
     def outlives_launch(self) -> bool:
-        """Whether groups keep running when their `disagg launch` is killed. A private Ray ends with its command."""
+        """Whether groups keep running when their `disagg launch` is killed. With `ray = "local"`, Ray ends with
+        `launch`."""
         return self.ray != "local" and self.adopt_timeout_s > 0
 
     def step_floor_s(self, device: str) -> float:
-        """Returns `step_timeout_s`, or its default for `device`, `cpu` or `cuda`."""
+        """Returns `step_timeout_s` if set, else its default for `device` (`cpu` or `cuda`)."""
         return self.step_timeout_s or (30.0 if device == "cuda" else 300.0)
 
 

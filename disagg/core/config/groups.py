@@ -28,7 +28,8 @@ LEAST_STORAGE_BYTES = 1 << 20
 
 
 class GroupConfig(Section, frozen=True):
-    """Settings of every role; code that serves all roles takes this type. A group of ranks holds one model."""
+    """Settings that every role has. Code for all roles takes this type. A group of ranks holds one copy of the
+    model."""
 
     role: ClassVar[Role]
     """Role of the groups, and name of the section."""
@@ -49,7 +50,8 @@ class GroupConfig(Section, frozen=True):
     Unused if `pool_tokens` is set."""
     max_requests: int = 0
     """Largest number of requests that hold KV pages; in a decode group each answer and each beam counts as a request.
-    With recurrent layers each has memory for its state from the start. 0: 256 on a GPU, 32 on a CPU."""
+    With recurrent layers, memory for the states of all these requests is allocated at the start. 0: 256 on a GPU, 32
+    on a CPU."""
     max_context_tokens: int = 0
     """Largest sum of prompt and answer. 0: the model's context (on a CPU at most 4096), or the pool's size if
     smaller."""
@@ -67,31 +69,34 @@ class GroupConfig(Section, frozen=True):
     """Distance between two positions of a prompt at which the recurrent state is cached. The state at the prompt's
     end is cached too."""
     cached_states: int | None = None
-    """Recurrent states that a prefill or colocated group with `prefix_cache` caches, at most a tenth of a GPU's
-    memory. None: four times `max_requests` on a GPU, twice on a CPU."""
+    """Number of recurrent states that a prefill or colocated group with `prefix_cache` caches. They take at most a
+    tenth of a GPU's memory. None: four times `max_requests` on a GPU, two times `max_requests` on a CPU."""
     host_cache_bytes: int = 0
-    """Host memory of each rank for a second tier of the prefix cache, pinned on demand: cached KV is copied there
-    too, and loaded again after its eviction from the GPU. 0: no second tier."""
+    """Host memory of each rank for a second tier of the prefix cache, pinned on demand: cached KV is also copied
+    there, and loaded again after its eviction from the GPU. 0: no second tier."""
     host_cache_write: HostWriteName = "through"
-    """KV that is copied to the second tier. through: all cached KV. second_hit: prefixes that a later request has
-    used, so that prompts which never come back cost no copies."""
+    """KV that is copied to the second tier. through: all cached KV. second_hit: only prefixes that a second request
+    has used, so that a prompt used once costs no copies."""
     storage: str = ""
     """Third tier of the prefix cache, behind host memory: a folder, or the URL of a Redis server
-    (`redis://HOST:PORT/DB`, `rediss://` for TLS, `unix:///PATH`). Groups of the same model share its pages, also
-    after a restart. Needs `host_cache_bytes`; not for models with recurrent layers. Empty: no third tier."""
+    (`redis://HOST:PORT/DB`, `rediss://` for TLS, `unix:///PATH`). Groups of the same model share the stored pages,
+    also after a restart. Needs `host_cache_bytes`; not for models with recurrent layers. Empty: no third tier."""
     storage_bytes: int = 64 << 30
-    """Largest size of the files that each rank writes to a `storage` folder. A server has a limit of its own."""
+    """Largest total size of the files that each rank writes to a `storage` folder. A Redis server has its own
+    limit."""
     prefetch: PrefetchName = "timeout"
-    """Whether a queued prompt waits while its KV is read from `storage` into host memory. best_effort: no; it uses
-    what has been read when the group computes it. wait: until all is read. timeout: as wait, with a time limit."""
+    """Whether a queued prompt waits while its KV is read from `storage` into host memory. best_effort: no; the prompt
+    uses the pages that have been read by the time it is scheduled. wait: until all pages are read. timeout: as wait,
+    with a time limit."""
     prefetch_base_s: float = 0.2
-    """Time limit of `prefetch = "timeout"`, for a prefix of any length: of the search, and of the reading."""
+    """Constant part of the time limit of `prefetch = "timeout"`. The search and the reading have a separate limit
+    each."""
     prefetch_s_per_1k_tokens: float = 0.1
-    """Growth of these time limits for each 1024 tokens."""
+    """Increase of the time limit of `prefetch = "timeout"` for each 1024 tokens of the prefix."""
     prefetch_min_tokens: int = 256
     """Smallest number of tokens of a prompt, beyond those cached in memory, for which `storage` is searched."""
     eviction: EvictionName = "lru"
-    """Eviction policy of the prefix cache: least recently used, least frequently used, oldest."""
+    """Eviction policy of the prefix cache. lru: least recently used. lfu: least frequently used. fifo: oldest."""
 
     def __post_init__(self) -> None:
         if self.tp is not None:
@@ -127,7 +132,7 @@ class GroupConfig(Section, frozen=True):
             return
         scheme, separator, _ = self.storage.partition("://")
         schemes = ", ".join(f"{one}://" for one in STORAGE_SCHEMES)
-        if separator and scheme not in STORAGE_SCHEMES:  # the rest of a URL may contain a password
+        if separator and scheme not in STORAGE_SCHEMES:  # the rest of the URL may contain a password
             raise FieldError("storage", f"{scheme}://...", f"a folder, or a URL that begins with {schemes}")
         if not (self.prefix_cache and self.host_cache_bytes):
             shown = f"{scheme}://..." if separator else self.storage
@@ -135,7 +140,7 @@ class GroupConfig(Section, frozen=True):
 
     @property
     def ranks(self) -> int:
-        """Number of ranks. Raises `FieldError` before placement has chosen `tp`."""
+        """Number of ranks in a group. Raises `FieldError` before placement has chosen `tp`."""
         if self.tp is None:
             raise FieldError("tp", None, "chosen before a group starts")
         return self.tp
@@ -175,18 +180,19 @@ class GroupConfig(Section, frozen=True):
 
 
 class PrefillConfig(GroupConfig, frozen=True):
-    """Groups that compute prompts."""
+    """Settings of prefill groups, which compute prompts."""
 
     role = "prefill"
 
 
 class BatchingConfig(GroupConfig, frozen=True):
-    """Base of the roles that decode."""
+    """Settings that decode and colocated groups have in addition."""
 
     max_batch: int = 0
     """Largest decode batch; each answer and each beam counts. 0: `max_requests`."""
     max_waiting: int = 1024
-    """Largest number of requests, over all routers, that wait in a group for a row and pages; more are refused."""
+    """Largest number of requests, from all routers, that wait in a group for a row and pages; further requests are
+    refused."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -194,25 +200,25 @@ class BatchingConfig(GroupConfig, frozen=True):
 
     @property
     def decode_batch(self) -> int:
-        """Largest number of answers in one step: `max_batch`, but at most `max_requests`."""
+        """Largest number of answers in one step: `max_batch`, but at most `max_requests`. Valid after `sized`."""
         return min(self.max_batch or self.max_requests, self.max_requests)
 
     def sized(self, device: str) -> Self:
-        """See `GroupConfig.sized`."""
+        """Resolves `max_batch` too; see `GroupConfig.sized`."""
         found = super().sized(device)
         return msgspec.structs.replace(found, max_batch=self.max_batch or found.max_requests)
 
 
 class DecodeConfig(BatchingConfig, frozen=True):
-    """Groups that receive the KV of prompts and compute answers."""
+    """Settings of decode groups, which receive the KV of prompts and compute answers."""
 
     role = "decode"
     prefetch: PrefetchName = "best_effort"
-    """As in the other roles. The default differs, because the prefill group usually sends KV faster than a storage
-    can be read."""
+    """See `GroupConfig.prefetch`. The default differs, because the prefill group usually sends KV faster than a
+    storage can be read."""
     preemption: Preemption = "auto"
     """Preemption of requests. recompute: compute the KV again. swap: copy the KV to host memory, or recompute if the
-    host memory is full. auto: the faster way."""
+    host memory is full. auto: the faster of both, by an estimate for each request."""
     swap_bytes: int | None = None
     """Pinned host memory of each rank for swapping, pinned on demand; 0 for none. None: on a GPU 4 GiB, at most 1/16
     of the host's memory; 0 on a CPU."""
@@ -220,8 +226,8 @@ class DecodeConfig(BatchingConfig, frozen=True):
     """Fraction of a group's pages that admission keeps free for running requests."""
     async_steps: bool | None = None
     """Whether to launch a step before the host has read the tokens of the previous one, so that the GPU does not wait
-    for the host. None: on a GPU only. On a CPU a step ends at its launch, so its tokens would be sent one step
-    later."""
+    for the host. None: on a GPU only. On a CPU the launch of a step computes the whole step, so this option would
+    only delay its tokens by one step."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -231,7 +237,7 @@ class DecodeConfig(BatchingConfig, frozen=True):
         self._needs(0 <= self.watermark < 1, "watermark", "at least 0 and less than 1")
 
     def steps_ahead(self, device: str) -> int:
-        """Returns how many steps are planned before the host has read the tokens of the running step.
+        """Returns the number of steps planned before the host has read the running step's tokens: 0 or 1.
 
         `device`: `cpu` or `cuda`.
         """
@@ -239,6 +245,6 @@ class DecodeConfig(BatchingConfig, frozen=True):
 
 
 class ColocatedConfig(BatchingConfig, frozen=True):
-    """Groups that compute prompts and answers, in the same steps."""
+    """Settings of colocated groups, which compute prompts and answers in the same steps."""
 
     role = "colocated"

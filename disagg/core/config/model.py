@@ -13,7 +13,7 @@ KVDTypeName = Literal["auto", "int8", "float8_e4m3fn", "float8_e5m2"]
 
 
 class ModelConfig(Section, frozen=True):
-    """The model: `path` or `random_init`, not both."""
+    """The model, given by `path` or by `random_init`, not by both."""
 
     path: str | None = None
     """Folder of a Hugging Face checkpoint."""
@@ -21,21 +21,21 @@ class ModelConfig(Section, frozen=True):
     """Name of a small architecture with random weights, for demos and tests without a checkpoint."""
     dtype: DTypeName = "auto"
     seed: int = 0
-    """Seed of the random weights; prefill and decode groups must use the same."""
+    """Seed of the random weights; prefill and decode groups must use the same seed."""
     attention: AttentionName = "auto"
     """Attention backend. auto: Triton kernels on a GPU for supported models, else torch."""
     kv_dtype: KVDTypeName = "auto"
     """Type of stored and transferred KV. auto: the model's type. The 8-bit types have a scale per head and token:
     half of the memory and the traffic, with slightly different answers."""
     fused: bool = True
-    """Whether norms, rotary embeddings and gated MLPs that the registries of fused layers name use Triton kernels on
-    a GPU."""
+    """Whether norms, rotary embeddings and gated MLPs use Triton kernels on a GPU. This applies to the layer classes
+    in the registries of fused layers."""
     recurrent_kernels: RecurrentName = "auto"
-    """Implementation of convolutions, state spaces and delta rules. auto: Triton kernels on a GPU, else torch. Only
-    models whose recurrent modules are registered use the choice."""
+    """Implementation of convolutions, state spaces and delta rules. auto: Triton kernels on a GPU, else torch.
+    Applies only to models whose recurrent modules are registered."""
     deterministic: bool = False
-    """Whether a request's logits are bitwise independent of the batch and the group: fixed tile and split sizes, one
-    order of sums. Some per cent slower. Linked groups must have the same value."""
+    """Whether a request's logits are bitwise independent of the batch and the group: fixed tile and split sizes, and
+    a fixed order of sums. Costs a few per cent of speed. Linked groups must have the same value."""
 
     def __post_init__(self) -> None:
         self._one_of("dtype", DTypeName)

@@ -11,16 +11,17 @@ LogFormat = Literal["plain", "json"]
 
 
 class MetricsConfig(Section, frozen=True):
-    """Metrics of ranks, groups and routers."""
+    """Settings of the metrics of ranks, groups and routers."""
 
     interval_s: float = 1.0
-    """Interval of reports from ranks to leaders and from leaders to routers; 0: no reports, no groups in
-    `/metrics`."""
+    """Interval of reports from ranks to leaders and from leaders to routers; 0: no reports, so `/metrics` lacks the
+    groups."""
     otlp_endpoint: str | None = None
-    """Collector for a trace span per request of `serve` (OTLP over HTTP), such as http://localhost:4318."""
+    """URL of a collector (OTLP over HTTP), such as http://localhost:4318. `serve` sends it a trace span per
+    request."""
 
     def __post_init__(self) -> None:
-        # A shorter interval would occupy ranks and leaders.
+        # A shorter interval would load ranks and leaders with reports.
         self._needs(
             self.interval_s == 0 or 0.01 <= self.interval_s <= 3600, "interval_s", "0, or from 0.01 to 3600"
         )

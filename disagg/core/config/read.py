@@ -1,9 +1,9 @@
-"""Reads configuration sources into one `Config`; each error is one line with the origin and the remedy.
+"""Reads configuration sources into one `Config`; each error is one line with the value's origin and the remedy.
 
-Sources, the last one wins: defaults < file (TOML, YAML) < environment (`DISAGG_PREFILL__TP=2`) < flags (dotted).
+Sources, in ascending priority: defaults < file (TOML, YAML) < environment (`DISAGG_PREFILL__TP=2`) < flags (dotted).
 Each source becomes `Setting`s (section, key, value, origin), checked against the field's type, so an error names the
-file, variable or flag. The sections check ranges and relations of fields; `load_config` adds the
-origin to their errors.
+file, variable or flag. The sections check ranges and relations of fields; `load_config` adds the origin to their
+errors.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def load_config(
 ) -> Config:
     """Merges defaults < file at `path` (.toml, .yaml, .yml) < `env` < `overrides` (dotted, e.g. `prefill.tp`).
 
-    `env`: variables, `os.environ` in the command line; by default none. Raises `ConfigError` with one line.
+    `env`: environment variables; the command line passes `os.environ`. Raises `ConfigError` with one line.
     """
     settings: dict[tuple[str, str], Setting] = {}
     sources = (_file_settings(path), _env_settings(env or {}), _flag_settings(overrides or {}))
@@ -228,7 +228,8 @@ def _build(settings: Mapping[tuple[str, str], Setting]) -> Config:
 
 
 def _origin(settings: Mapping[tuple[str, str], Setting], section: str, field: str) -> str:
-    """Returns the origin of a field's value; for a default, also the origin of a setting in its section."""
+    """Returns the origin of a field's value. For a default, the text also names the origin of another set field of
+    the section, because the two may conflict."""
     if (section, field) in settings:
         return settings[section, field].origin
     others = [one.origin for (owner, _), one in settings.items() if owner == section]

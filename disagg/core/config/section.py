@@ -27,7 +27,7 @@ class FieldError(ConfigError):
 
 
 class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Base of the sections, with the checks of their `__post_init__`. Each check raises `FieldError`."""
+    """Base class of the sections. Its methods are checks for `__post_init__`; each raises `FieldError`."""
 
     def _at_least(self, minimum: float, *fields: str) -> None:
         for name in fields:

@@ -1,4 +1,4 @@
-"""The sections `transfer` and `transport`: KV between prefill and decode ranks."""
+"""The sections `transfer` and `transport`: how KV moves from prefill to decode ranks."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _WITHIN_A_HOST = ("inproc", "ucx-shm")
 
 
 class TransferConfig(Section, frozen=True):
-    """Transfer of KV from prefill to decode ranks."""
+    """Settings of the transfer of KV from prefill to decode ranks."""
 
     ring_bytes: int = 0
-    """Size of each decode rank's receive ring; 0: by the device, see `sized`."""
+    """Size of each decode rank's receive ring; 0: chosen by `sized` for the device."""
     staging_bytes: int = 0
-    """Size of each prefill rank's staging buffer; 0: by the device, see `sized`."""
+    """Size of each prefill rank's staging buffer; 0: chosen by `sized` for the device."""
     layer_groups: int = 4
-    """Largest number of layer groups: each is sent while the next one computes."""
+    """Largest number of layer groups. A layer group is sent while the next one computes."""
     calibrate: Calibrate = "auto"
     """Whether prefill ranks, when groups link, measure `segment_overhead_s`, `wire_bytes_per_s` and
     `max_segment_bytes` if these are unset. auto: on a GPU, for pairs of ranks not in the cache
@@ -50,7 +50,7 @@ class TransferConfig(Section, frozen=True):
     spin_s: float = 0.005
     """Time that a rank on a GPU polls after the last traffic before it sleeps; a wake-up takes up to 1 ms."""
     drain_timeout_s: float = 10.0
-    """Time for running transfers to finish at shutdown; later ones are aborted."""
+    """Time for running transfers to finish at shutdown; transfers that still run afterwards are aborted."""
 
     def __post_init__(self) -> None:
         for name in ("ring_bytes", "staging_bytes"):
@@ -62,8 +62,8 @@ class TransferConfig(Section, frozen=True):
         if self.segment_overhead_s is not None:
             self._at_least(0, "segment_overhead_s")
         self._positive("lease_timeout_s", "drain_timeout_s")
-        self._at_least(0.001, "watermark_interval_s")  # a shorter interval would occupy the transfer thread
-        smaller = min((n for n in (self.ring_bytes, self.staging_bytes) if n), default=0)  # 0: resolved later
+        self._at_least(0.001, "watermark_interval_s")  # a shorter interval would overload the transfer thread
+        smaller = min((n for n in (self.ring_bytes, self.staging_bytes) if n), default=0)  # 0: see `sized`
         self._needs(
             self.max_segment_bytes <= smaller or smaller == 0,
             "max_segment_bytes",
@@ -103,12 +103,12 @@ class TransferConfig(Section, frozen=True):
 
 
 class TransportConfig(Section, frozen=True):
-    """Backend of the data path."""
+    """Settings of the transport: the backend that carries KV between ranks."""
 
     backend: TransportName = "auto"
     """Transport between ranks. auto: UCX over shared memory on one host (a loopback `control.host`). Between hosts:
-    UCX over RDMA, else UCX over TCP on a trusted network, else tls. ucx: the same without tls. tls: always TLS over
-    TCP."""
+    UCX over RDMA, else UCX over TCP on a trusted network, else tls. ucx: as auto, but without tls. tls: always TLS
+    over TCP."""
     tls_lanes: int = 0
     """Connections per peer over which the TLS transport spreads a large message; each uses a core while sending. 0:
     half of the process's cores, from 1 to 2."""

@@ -1,7 +1,7 @@
-"""The configuration tree: frozen, validated, passed as an argument.
+"""The configuration tree, which is frozen, validated, and passed as an argument.
 
-Each section checks its values in `__post_init__`, also when constructed directly. Import from
-`disagg.core.config.read`, which reads the sources.
+Each section checks its values in `__post_init__`, also when constructed directly. Import `Config` from
+`disagg.core.config.read`, which also reads the sources.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
     @property
     def kinds(self) -> dict[Role, GroupConfig]:
-        """Roles that `cluster.mode` runs, each with its section."""
+        """Roles of groups in the mode `cluster.mode`, each with its section."""
         if self.cluster.mode == "colocated":
             return {"colocated": self.colocated}
         return {"prefill": self.prefill, "decode": self.decode}
