@@ -11,6 +11,7 @@ from disagg.core.errors import DisaggError, NotLinkedError, PeerLostError, Reque
 from disagg.core.ports import Clock
 from disagg.core.types import GroupInfo, RequestKey, Ticket
 from disagg.kv.event_log import KVEventLog
+from disagg.model.sampling.prompt_scores import PromptScores
 from disagg.model.spec.model_spec import ModelSpec
 from disagg.node.group_status import Scheduled
 from disagg.node.kv_event_publisher import PUBLISH_AT_EVENTS
@@ -67,17 +68,19 @@ class PrefillLeader(Leader):
         if request.router_lost:
             self._close(request.key, "lost the router")
 
-    def commit(self, plan: StepPlan, logits: torch.Tensor) -> None:
+    def commit(self, plan: StepPlan, logits: torch.Tensor, scores: PromptScores) -> None:
         """Ends a step: samples the first tokens of the completed prompts and sends them to the decode leader.
 
-        `logits`: float32 `[len(plan.work), vocab]`.
+        `logits`: float32 `[len(plan.work), vocab]`. `scores`: log-probabilities of prompt tokens, for the routers.
         """
         with self._changed:
             requests = [self._scheduler.requests[work.key] for work in plan.work]
         whole = [i for i, work in enumerate(plan.work) if work.last]
         first = first_tokens(logits, {i: requests[i] for i in whole}, self._spec.eos_ids)
         failed = {key for key, chosen in first.items() if isinstance(chosen, RequestError)}
+        found = scores.result()
         with self._changed:
+            self._send_prompt_logprobs(plan, requests, found)
             for request in self._scheduler.commit(plan, failed):
                 chosen = first[request.key]
                 if isinstance(chosen, RequestError):

@@ -8,6 +8,7 @@ from typing import ClassVar
 
 from disagg.core.config.read import PrefillConfig
 from disagg.core.types import GroupInfo, RankInfo, Span
+from disagg.model.sampling.prompt_scores import PromptScores
 from disagg.node.device import DeviceEvent, record_event
 from disagg.node.kv_manager import KVManager
 from disagg.node.links import Link, make_link
@@ -129,11 +130,12 @@ class PrefillRank(RankNode[PrefillConfig, PrefillLeader, SegmentSender]):
 
         loaded.before_first()
         with self.timeline.span("compute", self.lane):
-            logits = self._forward(plan, on_layer)
+            scores = PromptScores()
+            logits = self._forward(plan, on_layer, scores)
             for layers in state_spans if ended else ():
                 self._layers_ready(state, layers)
             if self.leader is not None:
-                self.leader.commit(plan, logits)
+                self.leader.commit(plan, logits, scores)
 
     def _send_cached(self, plan: StepPlan, loaded: DeviceEvent) -> None:
         """Sends the cached positions of the plan's prompts, after the steps that computed them, and the plan's loads,

@@ -35,7 +35,8 @@ class PrefillRequest:
     deadline_s: float
     """Time limit of the request, on the leader's clock."""
     prefix: PrefixKey | None = None
-    """Key of prompt and answer so far in the prefix cache; None: all is computed, and not cached."""
+    """Key of prompt and answer so far in the prefix cache; None: all is computed, and not cached. See
+    `readable_prefix`."""
     answered: Sequence[int] = ()
     """Tokens of the answer so far, computed like the prompt; see `transport.control.messages.Reserve`."""
     constraint: AnswerConstraint | None = None
@@ -82,6 +83,11 @@ class PrefillRequest:
     def total_tokens(self) -> int:
         """Length of the prompt and of the answer so far."""
         return len(self.prompt) + len(self.answered)
+
+    @property
+    def readable_prefix(self) -> PrefixKey | None:
+        """`prefix`, if cached KV may be used: the log-probabilities of a prompt need all of its hidden states."""
+        return self.prefix if self.sampling.prompt_logprobs is None else None
 
     @property
     def may_begin(self) -> bool:

@@ -30,7 +30,7 @@ from disagg.core.types import RequestKey, Ticket
 from disagg.kv.event_log import KVEventLog
 from disagg.model.chunks import PromptChunks
 from disagg.node.kv_manager import KVManager, KVManagerStatistics
-from disagg.node.plan import StepPlan, Work
+from disagg.node.plan import StepPlan, Work, token_after
 from disagg.node.state_saves import StateSaves
 from prefill_node.request import PrefillRequest
 
@@ -85,7 +85,7 @@ class PrefillScheduler:
                 f"{self._max_tokens}: raise prefill.max_context_tokens or prefill.pool_tokens, or shorten it"
             )
         self.requests[request.key] = request
-        request.prefetch = self.kv_manager.prefetch(request.prefix)
+        request.prefetch = self.kv_manager.prefetch(request.readable_prefix)
 
     def give_ticket(self, request: PrefillRequest, ticket: Ticket) -> bool:
         """Sets the request's ticket. Returns True if it has its memory already: the ranks need `OpenSend` now.
@@ -220,7 +220,7 @@ class PrefillScheduler:
 
     def _reserve(self, request: PrefillRequest) -> bool:
         """Reserves row and pages; False, changing nothing, if either is short."""
-        request.block_table = self.kv_manager.reserve(request.total_tokens, request.prefix)
+        request.block_table = self.kv_manager.reserve(request.total_tokens, request.readable_prefix)
         if request.block_table is None:
             return False
         self.kv_manager.end_prefetch(request.prefetch)
@@ -257,7 +257,8 @@ class PrefillScheduler:
 
     def _rest_tokens(self, request: PrefillRequest) -> int:
         if request.rest_tokens is None:  # only once: the lookup of a long prompt takes time
-            request.rest_tokens = request.total_tokens - self.kv_manager.cached_tokens(request.prefix)
+            cached_tokens = self.kv_manager.cached_tokens(request.readable_prefix)
+            request.rest_tokens = request.total_tokens - cached_tokens
         return request.rest_tokens
 
     def _drop(self, request: PrefillRequest) -> None:
@@ -306,6 +307,8 @@ class PrefillScheduler:
             last=request.planned_tokens == request.total_tokens,
             early=not request.admitted,
             saves=saves,
+            likeliest=request.sampling.prompt_logprobs,
+            next_token=token_after(request.prompt, request.planned_tokens),
         )
 
     def _settle(self, request: PrefillRequest) -> None:

@@ -21,6 +21,7 @@ from disagg.core.types import GroupInfo, RequestKey
 from disagg.kv.event_log import KVEventLog
 from disagg.model.sampling.batch import Sampler
 from disagg.model.sampling.penalties import SamplingRow, history_of
+from disagg.model.sampling.prompt_scores import PromptScores
 from disagg.model.sampling.sampled import Chosen
 from disagg.model.spec.model_spec import ModelSpec
 from disagg.node.group_status import Scheduled
@@ -59,10 +60,10 @@ class ColocatedLeader(ReservingLeader):
         """Raises `HandshakeError`: a colocated group has no links."""
         raise HandshakeError(f"a colocated group cannot be linked with another group ({other.name})")
 
-    def commit(self, plan: StepPlan, logits: torch.Tensor) -> None:
+    def commit(self, plan: StepPlan, logits: torch.Tensor, scores: PromptScores) -> None:
         """Commits a finished step: samples and streams a token of each answer whose prompt is computed.
 
-        `logits`: float32 `[len(plan.work), vocab]`.
+        `logits`: float32 `[len(plan.work), vocab]`. `scores`: log-probabilities of prompt tokens, for the routers.
         """
         with self._changed:
             requests = [self._scheduler.requests[work.key] for work in plan.work]
@@ -75,7 +76,9 @@ class ColocatedLeader(ReservingLeader):
         tokens = self._sampler.step(wanted, rows).result() if rows else []
         works = zip(plan.work, requests, strict=True)
         prompt_tokens = sum(len(work.tokens) for work, of in works if work.start < of.begin_tokens)
+        found = scores.result()
         with self._changed, self._one_message_each():
+            self._send_prompt_logprobs(plan, requests, found)
             generated = sum(
                 self._answer(request, chosen) for request, chosen in zip(answering, tokens, strict=True)
             )
@@ -144,6 +147,10 @@ class ColocatedLeader(ReservingLeader):
             raise InvalidRequestError(
                 "a colocated group computes one answer per request: send one request for each answer"
             )
+
+    def _begin_prefetch(self, message: m.Reserve) -> None:
+        if message.sampling.prompt_logprobs is None:  # otherwise the whole prompt is computed
+            super()._begin_prefetch(message)
 
     def _start(self, one: WaitingRequest) -> None:
         message = one.reserve

@@ -15,6 +15,7 @@ from disagg.core.config.read import ColocatedConfig
 from disagg.core.errors import HandshakeError
 from disagg.core.status import RankStatus
 from disagg.core.types import GroupInfo, RankInfo
+from disagg.model.sampling.prompt_scores import PromptScores
 from disagg.node.device import device_name
 from disagg.node.kv_manager import KVManager
 from disagg.node.links import Link
@@ -112,6 +113,7 @@ class ColocatedRank(RankNode[ColocatedConfig, ColocatedLeader, NoTransfers]):
         if not plan.work:
             return
         with self.timeline.span("step", self.lane):
-            logits = self._forward(plan)
+            scores = PromptScores()
+            logits = self._forward(plan, None, scores)
             if self.leader is not None:
-                self.leader.commit(plan, logits)
+                self.leader.commit(plan, logits, scores)

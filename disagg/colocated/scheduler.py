@@ -26,7 +26,7 @@ from disagg.model.chunks import PromptChunks
 from disagg.model.sampling.constraints import AnswerConstraint
 from disagg.model.sampling.penalties import TokenHistory
 from disagg.node.kv_manager import BlockTable, KVManager, KVManagerStatistics
-from disagg.node.plan import StepPlan, Work
+from disagg.node.plan import StepPlan, Work, token_after
 from disagg.node.state_saves import SavedStates, StateSaves
 from transport.tags import TICKET_NUMBERS
 
@@ -131,7 +131,7 @@ class ColocatedScheduler:
         """
         self.require_fits(len(prompt), sampling)
         total = len(prompt) + sampling.max_tokens
-        begin = prefix.extended(answered) if prefix is not None else None
+        begin = prefix.extended(answered) if prefix is not None and sampling.prompt_logprobs is None else None
         block_table = self.kv_manager.reserve(total, begin)
         if block_table is None:
             memory = self.kv_manager.statistics()
@@ -262,7 +262,18 @@ class ColocatedScheduler:
         pages = request.block_table.pages if start == request.block_table.cached_tokens else []
         number, row = request.ticket.number, request.block_table.row
         saves = self._states.planned(request.states, row, start + len(tokens))
-        return Work(request.key, number, row, start, tokens, len(request.prompt), pages, saves=saves)
+        return Work(
+            request.key,
+            number,
+            row,
+            start,
+            tokens,
+            len(request.prompt),
+            pages,
+            saves=saves,
+            likeliest=request.sampling.prompt_logprobs,
+            next_token=token_after(request.prompt, start + len(tokens)),
+        )
 
     def _settle(self, request: ColocatedRequest) -> None:
         if not request.closing or request.in_step or request.block_table is None:

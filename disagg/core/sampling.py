@@ -47,6 +47,11 @@ def check_sampling(
         # The penalty is a float32 divisor: a much smaller penalty rounds to 0, a much larger one to infinity.
         ("repetition_penalty", 1e-30 <= s.repetition_penalty <= 1e30, "from 1e-30 to 1e30; 1 is off"),
         ("logprobs", s.logprobs is None or 0 <= s.logprobs <= MAX_LOGPROBS, f"0 to {MAX_LOGPROBS}, or none"),
+        (
+            "prompt_logprobs",
+            s.prompt_logprobs is None or 0 <= s.prompt_logprobs <= MAX_LOGPROBS,
+            f"0 to {MAX_LOGPROBS}, or none",
+        ),
         ("n", 1 <= s.n <= MAX_SEQUENCES, f"1 to {MAX_SEQUENCES}"),
         (
             "beams",
@@ -76,6 +81,11 @@ def check_sampling(
             )
     _check_tokens("stop_token_ids", s.stop_token_ids, vocab_tokens)
     _check_tokens("logit_bias", [token for token, _ in s.logit_bias], vocab_tokens)
+    _check_ending(s, vocab_tokens, eos_ids)
+
+
+def _check_ending(s: SamplingParams, vocab_tokens: int | None, eos_ids: Sequence[int]) -> None:
+    """Raises `InvalidRequestError` if `min_tokens` leaves no token that could begin the answer."""
     ending = {token for token in ending_tokens(s, eos_ids) if vocab_tokens and token < vocab_tokens}
     if s.min_tokens and len(ending) == vocab_tokens:
         raise InvalidRequestError(
@@ -118,7 +128,16 @@ def _check_beams(sampling: SamplingParams) -> None:
     """Raises `InvalidRequestError` for a parameter that beam search does not support."""
     plain = SamplingParams()
     penalties = ("presence_penalty", "frequency_penalty", "repetition_penalty")
-    for field in ("temperature", "top_k", "top_p", "min_p", "stop", "logprobs", *penalties):
+    for field in (
+        "temperature",
+        "top_k",
+        "top_p",
+        "min_p",
+        "stop",
+        "logprobs",
+        "prompt_logprobs",
+        *penalties,
+    ):
         value = getattr(sampling, field)
         if value != getattr(plain, field):
             raise InvalidRequestError(

@@ -279,6 +279,8 @@ class SamplingParams(msgspec.Struct, frozen=True):
     """`(token, value added to its logit)`; repeated tokens add up."""
     logprobs: int | None = None
     """Log-probabilities to return. None: none; 0: of the chosen token only; k: also of the k most probable tokens."""
+    prompt_logprobs: int | None = None
+    """Log-probabilities of the prompt's tokens to return, from the second token on; the numbers mean the same."""
     n: int = 1
     """Number of answers: sequences with different seeds that share the prompt's KV."""
     beams: int = 0
@@ -299,16 +301,18 @@ class SamplingParams(msgspec.Struct, frozen=True):
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """Log-probabilities at one position of an answer: natural logarithms of a float32 softmax.
+    """Log-probabilities at one position of an answer or prompt: natural logarithms of a float32 softmax.
 
     The distribution is the model's, before penalties, bias and temperature.
     """
 
     token: int
-    """Chosen token."""
+    """Chosen token; in a prompt, the prompt's token."""
     logprob: float
     top: tuple[tuple[int, float], ...]
     """`(token, logprob)` of the most probable tokens, most probable first; may lack the chosen token."""
+    rank: int = 0
+    """Number of tokens at least as probable as a prompt's token, which is one of them; 0 in an answer."""
 
 
 class RequestKey(msgspec.Struct, frozen=True, order=True, array_like=True):
@@ -414,4 +418,4 @@ class Segment(msgspec.Struct, frozen=True):
 
 CHECKSUM_BYTES = 8
 """Size of a segment's checksum; `staging.trailer` defines its position."""
-PROTOCOL_VERSION = 18
+PROTOCOL_VERSION = 19

@@ -34,6 +34,11 @@ class SequenceSlice:
     saves: tuple[tuple[int, int], ...] = ()
     """Positions within the slice, ascending, with a slot each: the recurrent state before the position's token is
     saved there. Only for prompts of models whose recurrent modules are registered."""
+    targets: tuple[int, ...] = ()
+    """The prompt's tokens that follow each of the slice's first tokens, of which the step computes the
+    log-probabilities; empty: none."""
+    likeliest: int = 0
+    """Number of most probable tokens that are reported with each of `targets`."""
 
     @property
     def stop(self) -> int:
@@ -51,6 +56,11 @@ class StepBatch:
     def tokens(self) -> int:
         """Tokens that the step computes."""
         return sum(len(sequence.tokens) for sequence in self.sequences)
+
+    @property
+    def scores(self) -> bool:
+        """Whether the step computes log-probabilities of prompt tokens."""
+        return any(sequence.targets for sequence in self.sequences)
 
 
 @dataclass(frozen=True)
@@ -123,7 +133,7 @@ def build_index(
     """
     require_fits(batch, table)
     device = table.table.device
-    firsts = _first_indices(batch)
+    firsts = first_indices(batch)
     ids = [token for sequence in batch.sequences for token in sequence.tokens]
     positions = [p for sequence in batch.sequences for p in range(sequence.start, sequence.stop)]
     rows = [sequence.row for sequence in batch.sequences for _ in sequence.tokens]
@@ -168,7 +178,8 @@ def one_token_each(rows: torch.Tensor, positions: torch.Tensor) -> KernelIndex:
     return KernelIndex(rows, positions + 1, PackedQueries(nothing, nothing, nothing, nothing, 0))
 
 
-def _first_indices(batch: StepBatch) -> list[int]:
+def first_indices(batch: StepBatch) -> list[int]:
+    """Returns the index of each sequence's first token among the step's tokens."""
     firsts, count = [], 0
     for sequence in batch.sequences:
         firsts.append(count)

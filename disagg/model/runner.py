@@ -46,6 +46,7 @@ from disagg.model.graphs import (
     chunk_sizes,
     context_limits,
 )
+from disagg.model.head import ModelHead
 from disagg.model.layers.fused import fuse
 from disagg.model.layers.merged import merge_projections
 from disagg.model.layers.rope import long_tokens, wrap_ropes
@@ -65,6 +66,7 @@ from disagg.model.recurrent.state import (
 )
 from disagg.model.recurrent.step import PackedStates, RecurrentStep, decode_step, is_answer, step_of
 from disagg.model.sampled_tokens import SampledTokenBuffer
+from disagg.model.sampling.prompt_scores import PromptScores, ScoredTokens
 from disagg.model.spec.layer_types import attention_layers, recurrent_layers
 from disagg.model.spec.model_spec import shard_of
 from disagg.model.tensor_parallel import query_spans
@@ -154,8 +156,8 @@ class ModelRunner:
         self._row_wise: RowWise | None = None
         self._ropes = wrap_ropes(self.model, self.spec.rope_switch_tokens)
         self._indexers = wrap_indexers(self.model, self.spec.places)
-        forward = inspect.signature(self.model.forward)
-        self._cache_name = "cache_params" if "cache_params" in forward.parameters else "past_key_values"
+        self._head = ModelHead(self.model)
+        self._cache_name = _cache_argument(self.model)
         probe = ShapeProbe()
         self._packed: PackedStates | None = None
         """The states in packed steps. None without registered recurrent modules."""
@@ -319,12 +321,16 @@ class ModelRunner:
         """
         copy_in_order(self.pool, self.page_size, copies)
 
-    def forward(self, batch: StepBatch, on_layer: LayerHook | None = None) -> torch.Tensor:
+    def forward(
+        self, batch: StepBatch, on_layer: LayerHook | None = None, scores: PromptScores | None = None
+    ) -> torch.Tensor:
         """Runs one step and returns the logits after each sequence's last token, float32 `[sequences, vocab]`.
 
         `on_layer(layer)` is called after the write of a layer's K and V (on a GPU: after the write is queued). This
         method does not synchronize. The next step overwrites the logits. Raises ValueError for an empty batch, or a
         slice beyond the block table.
+
+        `scores` of rank 0 receives the log-probabilities of the batch's `targets`.
         """
         if not batch.sequences:
             raise ValueError("a step needs at least one sequence")
@@ -336,9 +342,9 @@ class ModelRunner:
                     on_layer(layer)
             return found
         if self.states is None or not self._in_parts:
-            return self._forward(batch, on_layer, 1, None)
+            return self._forward(batch, on_layer, 1, None, scores)
         if self._packed is not None:
-            return self._one_by_one(batch, on_layer)
+            return self._one_by_one(batch, on_layer, scores)
         logits: dict[int, torch.Tensor] = {}
         parts = recurrent_parts(batch, each_alone=self.deterministic)
         for number, part in enumerate(parts):
@@ -347,19 +353,24 @@ class ModelRunner:
                 on_layer if number == len(parts) - 1 else None
             )  # the step's KV of a layer is complete only after the last part
             with self.states.of(ones) as cache:
-                found = self._forward(StepBatch(ones), hook, len(ones), cache)
+                found = self._forward(StepBatch(ones), hook, len(ones), cache, scores)
             logits.update(zip(part, found, strict=True))
         return torch.stack([logits[index] for index in range(len(batch.sequences))])
 
     def _recording_fits(self, graphs: StepGraphs, batch: StepBatch) -> bool:
         """Returns whether a recorded step computes the batch. Recurrent layers need tokens of answers only."""
+        if batch.scores:
+            return False
         return graphs.takes(batch) and (self.states is None or all(map(is_answer, batch.sequences)))
 
-    def _one_by_one(self, batch: StepBatch, on_layer: LayerHook | None) -> torch.Tensor:
+    def _one_by_one(
+        self, batch: StepBatch, on_layer: LayerHook | None, scores: PromptScores | None
+    ) -> torch.Tensor:
         """Computes each sequence in a model call of its own, so that sums do not depend on the others."""
         ones, last = [StepBatch((one,)) for one in batch.sequences], len(batch.sequences) - 1
         hooks = (on_layer if number == last else None for number in range(len(ones)))
-        return torch.cat([self._forward(one, hook, 1, None) for one, hook in zip(ones, hooks, strict=True)])
+        both = zip(ones, hooks, strict=True)
+        return torch.cat([self._forward(one, hook, 1, None, scores) for one, hook in both])
 
     def _use_row_wise(self, dtype: torch.dtype) -> None:
         """Replaces linear layers by kernels with a fixed summation order; enables `RowWise` if other operations sum.
@@ -383,7 +394,12 @@ class ModelRunner:
             self._row_wise = None
 
     def _forward(
-        self, batch: StepBatch, on_layer: LayerHook | None, rows: int, cache: StateCache | None
+        self,
+        batch: StepBatch,
+        on_layer: LayerHook | None,
+        rows: int,
+        cache: StateCache | None,
+        scores: PromptScores | None,
     ) -> torch.Tensor:
         index = build_index(
             batch, self.req_to_token, self.attention_kernels, apart=self.deterministic and self.states is None
@@ -406,10 +422,12 @@ class ModelRunner:
         ids, positions = index.input_ids.view(rows, -1), index.positions.view(rows, -1)
         if any(token < 0 for one in batch.sequences for token in one.tokens):
             ids = self.sampled.resolve(ids)
-        if self._pieces is not None and self._pieces.takes(batch):
+        if self._pieces is not None and not batch.scores and self._pieces.takes(batch):
             return self._pieces.run(ids, positions, index.last, context)
         recurrent = step_of(batch, self.device) if self._packed is not None else None
-        return self._run(ids, positions, index.last if cache is None else 1, context, cache, recurrent)
+        scored = (scores or PromptScores()).of(batch, self.device) if batch.scores else None
+        last = index.last if cache is None else 1
+        return self._run(ids, positions, last, context, cache, recurrent, scored)
 
     def _decode(self, numbers: torch.Tensor, max_tokens: int) -> torch.Tensor:
         """Runs a step of one token per request, with inputs on the device only; see `graphs.Compute`."""
@@ -464,7 +482,10 @@ class ModelRunner:
         context: AttentionContext,
         cache: StateCache | None,
         step: RecurrentStep | None = None,
+        scored: ScoredTokens | None = None,
     ) -> torch.Tensor:
+        """Returns the logits at `last`. The log-probabilities of `scored` are computed from the same pass, with the
+        logits of a few positions at a time."""
         more: dict[str, Any] = {}
         recurrent: AbstractContextManager[None] = nullcontext()
         if self._packed is not None and step is not None:
@@ -473,17 +494,27 @@ class ModelRunner:
         if cache is not None:
             context = PoolLayers(context, cache, attention_layers(self.model.config))
             more[self._cache_name] = cache
-        with torch.inference_mode(), self._row_wise or nullcontext(), recurrent:
+
+        def logits_of(keep: torch.Tensor | int) -> torch.Tensor:
             output = self.model(
                 input_ids=ids,
                 position_ids=positions,
                 use_cache=cache is not None,
-                logits_to_keep=last,
+                logits_to_keep=keep,
                 paged_context=context,
                 **more,
             )
             logits: torch.Tensor = output.logits.flatten(0, 1).float()
-        return logits
+            return logits
+
+        with torch.inference_mode(), self._row_wise or nullcontext(), recurrent:
+            if scored is None:
+                return logits_of(last)
+            with self._head.after_one_pass():
+                logits = logits_of(last)
+                for part in scored.parts(self.spec.vocab_size):
+                    part.add(logits_of(part.index), reads=self.collective.rank == 0)
+            return logits
 
     def _probe(self, probe: ShapeProbe) -> StateCache | None:
         """Runs one token through this rank's part of the model; `probe` records the attention calls. Completes
@@ -510,12 +541,27 @@ class ModelRunner:
                     f"{self.spec.architecture} is not supported: logits of a token are {tuple(logits.shape)} "
                     f"for a vocabulary of {self.spec.vocab_size}"
                 )
+            scores = self._scores_prompts(cache is not None, logits)
+            self.spec = msgspec.structs.replace(self.spec, scores_prompts=scores)
             if cache is not None and recurrent:
                 cache.require(self.spec.architecture, recurrent)
                 layout = msgspec.structs.replace(self.spec.layout, states=state_classes(cache.forms()))
                 self.spec = msgspec.structs.replace(self.spec, layout=layout)
                 self._pack(cache)
         return cache if recurrent else None
+
+    def _scores_prompts(self, hybrid: bool, whole: torch.Tensor) -> bool:
+        """Returns whether the model's head can run alone, with the logits `whole` of a pass over one token."""
+        if not self._head.is_separate:
+            return False
+        look = partial(self._look, ShapeProbe(), make_cache(self.model.config) if hybrid else None)
+        try:
+            with self._head.after_one_pass():
+                look()
+                alone = look(keep=upload([0], self.device))
+        except UnsupportedModelError:
+            return False
+        return alone.shape == whole.shape and torch.allclose(alone, whole, rtol=1e-3, atol=1e-3)
 
     def _pack(self, sample: StateCache) -> None:
         """Lets registered recurrent modules use the pool of states, and completes `spec`."""
@@ -529,11 +575,13 @@ class ModelRunner:
             whole = ignores_state(partial(self._look, ShapeProbe()), self.model.config)
             self.spec = msgspec.structs.replace(self.spec, whole_prompts=whole)
 
-    def _look(self, probe: ShapeProbe, cache: StateCache | None, tokens: int = 1) -> torch.Tensor:
+    def _look(
+        self, probe: ShapeProbe, cache: StateCache | None, tokens: int = 1, keep: torch.Tensor | int = 1
+    ) -> torch.Tensor:
         ids = upload([0] * tokens, self.device)[None]
         positions = upload(list(range(tokens)), self.device)[None]
         try:
-            return self._run(ids, positions, 1, probe, cache)
+            return self._run(ids, positions, keep, probe, cache)
         except UnsupportedModelError:
             raise
         except ValueError as exc:  # raised by models that reject the cache
@@ -545,3 +593,9 @@ class ModelRunner:
             raise UnsupportedModelError(
                 f"{self.spec.architecture} is not supported: a trial step fails with our attention: {reason}"
             ) from exc
+
+
+def _cache_argument(model: torch.nn.Module) -> str:
+    """Returns the name of the argument of `forward` that takes recurrent states."""
+    name = "cache_params"
+    return name if name in inspect.signature(model.forward).parameters else "past_key_values"

@@ -14,6 +14,7 @@ from disagg.core.ports import LayerHook
 from disagg.core.types import Span
 from disagg.kv.pages import slots_of
 from disagg.model.batch import SequenceSlice, StepBatch
+from disagg.model.sampling.prompt_scores import PromptScores
 from disagg.node.device import use_device
 from disagg.node.plan import StateCopy, StepPlan, Work
 from disagg.node.step_watch import StepWatch
@@ -37,15 +38,17 @@ class StepExecutor:
         for _ in range(rows):
             runner.req_to_token.alloc()
 
-    def run(self, plan: StepPlan, on_layer: LayerHook | None = None) -> torch.Tensor:
-        """Returns the logits of each work item's last token, float32 `[len(plan.work), vocab]`."""
+    def run(
+        self, plan: StepPlan, on_layer: LayerHook | None = None, scores: PromptScores | None = None
+    ) -> torch.Tensor:
+        """Returns the logits of each work item's last token, float32 `[len(plan.work), vocab]`.
+
+        `scores` receives the log-probabilities of prompt tokens that the plan wants.
+        """
         self._update_rows(plan.work)
-        slices = tuple(
-            SequenceSlice(work.row, work.start, tuple(work.tokens), work.prompt_tokens, tuple(work.saves))
-            for work in plan.work
-        )
+        slices = tuple(map(_slice, plan.work))
         self._copy_states(plan.state_copies)
-        logits = self._runner.forward(StepBatch(slices), on_layer)
+        logits = self._runner.forward(StepBatch(slices), on_layer, scores)
         self._copy_states(plan.state_saves)
         return logits
 
@@ -70,6 +73,18 @@ class StepExecutor:
             if work.like >= 0:
                 tokens = min(work.first_page * size, runner.req_to_token.max_tokens)
                 runner.req_to_token.copy_slots(work.like, work.row, tokens)
+
+
+def _slice(work: Work) -> SequenceSlice:
+    return SequenceSlice(
+        work.row,
+        work.start,
+        tuple(work.tokens),
+        work.prompt_tokens,
+        tuple(work.saves),
+        tuple(work.targets),
+        work.likeliest or 0,
+    )
 
 
 class PlanQueue:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import ClassVar
 
@@ -24,13 +24,14 @@ from disagg.core.errors import (
     DisaggError,
     PeerLostError,
     ProtocolError,
+    RequestError,
     RequestTimeoutError,
 )
 from disagg.core.ports import Clock
 from disagg.core.prefixes import PrefixKey
 from disagg.core.status import GroupStatus, RankStatus
 from disagg.core.tokens import TokenIds
-from disagg.core.types import GroupInfo, RequestKey
+from disagg.core.types import GroupInfo, RequestKey, TokenLogprobs
 from disagg.kv.cache_operations import StorageReport
 from disagg.kv.event_log import KVEventLog
 from disagg.model.sampling.constraints import Constraints, no_tokenizer
@@ -39,6 +40,7 @@ from disagg.node.group_status import Scheduled, group_status
 from disagg.node.kv_event_publisher import KVEventPublisher
 from disagg.node.led_scheduler import LedRequest, LedScheduler
 from disagg.node.plan import StepPlan
+from disagg.node.prompt_logprobs import prompt_messages
 from disagg.node.reports import Reports
 from disagg.node.request_checks import finish_reason
 from transport.control import messages as m
@@ -397,6 +399,19 @@ class Leader(ABC):
         if not request.closing:
             self._refuse(request.router, request.key, error)
             self._close(request.key, str(error))
+
+    def _send_prompt_logprobs(
+        self, plan: StepPlan, requests: Sequence[LedRequest], found: Mapping[int, Sequence[TokenLogprobs]]
+    ) -> None:
+        """Sends the log-probabilities `found` of a finished step's prompts, keyed by row, to the routers."""
+        for work, request in zip(plan.work, requests, strict=True):
+            if work.row not in found or request.closing:
+                continue
+            try:
+                for message in prompt_messages(work, found[work.row]):
+                    self._send(request.router, message)
+            except RequestError as error:
+                self._fail(request, error)
 
     def _break(self, reason: str) -> None:
         first = not self.broken

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import msgspec
 
+from disagg.core.tokens import TokenIds
 from disagg.core.types import RequestKey, Span
 from disagg.kv.cache_operations import CacheOperation, StorageOperation
 from disagg.kv.page_values import PageCopy
@@ -41,11 +42,22 @@ class Work(msgspec.Struct, frozen=True, array_like=True):
     """Whether a prefill group has no ticket for the request yet."""
     saves: list[tuple[int, int]] = []
     """Positions inside of the span, ascending, with the slots that receive the recurrent state there."""
+    likeliest: int | None = None
+    """Number of most probable tokens to report with each prompt token; None: no log-probabilities of the prompt."""
+    next_token: int = -1
+    """The prompt's token after the span, for `likeliest`; -1 at the prompt's end."""
 
     @property
     def span(self) -> Span:
         """Positions that this work computes."""
         return Span(self.start, self.start + len(self.tokens))
+
+    @property
+    def targets(self) -> list[int]:
+        """The prompt's tokens whose log-probabilities the step computes, from position `start + 1` on."""
+        if self.likeliest is None:
+            return []
+        return [*self.tokens[1:], self.next_token][: max(0, self.prompt_tokens - 1 - self.start)]
 
 
 class Swap(msgspec.Struct, frozen=True, array_like=True):
@@ -103,6 +115,11 @@ class StepPlan(msgspec.Struct, frozen=True):
     def decode(body: bytes) -> StepPlan:
         """Decodes the output of `encode`. Raises `msgspec.DecodeError`."""
         return _DECODER.decode(body)
+
+
+def token_after(prompt: TokenIds, stop: int) -> int:
+    """Returns the prompt's token at position `stop`, or -1 at the prompt's end."""
+    return prompt[stop] if stop < len(prompt) else -1
 
 
 _ENCODER = msgspec.msgpack.Encoder()

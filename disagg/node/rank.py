@@ -29,6 +29,7 @@ from disagg.kv.transfer_pools import TransferPools
 from disagg.model.chunks import PromptChunks
 from disagg.model.load.tokenizer import load_tokenizer
 from disagg.model.sampling.constraints import Constraints
+from disagg.model.sampling.prompt_scores import PromptScores
 from disagg.node.agent import Agent
 from disagg.node.cache_controller import HybridCacheController, LoadedLayers, host_block_counts
 from disagg.node.compute import ComputeThread, PlanQueue, StepExecutor
@@ -481,9 +482,11 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
         deterministic = self.config.model.deterministic
         return PromptChunks.of(self.runner.spec, self.group_config.chunk_tokens, deterministic=deterministic)
 
-    def _forward(self, plan: StepPlan, on_layer: LayerHook | None = None) -> torch.Tensor:
+    def _forward(
+        self, plan: StepPlan, on_layer: LayerHook | None = None, scores: PromptScores | None = None
+    ) -> torch.Tensor:
         """Returns a step's logits; see `StepExecutor.run`. Runs on the compute thread; benchmarks measure it."""
-        return self.executor.run(plan, on_layer)
+        return self.executor.run(plan, on_layer, scores)
 
     @abstractmethod
     def _make_leader(self, kv_manager: KVManager) -> LeaderT: ...

@@ -31,6 +31,12 @@ def check_request(
         raise InvalidRequestError(
             "a constrained answer needs a model with an end token (eos_token_id)", param="grammar"
         )
+    if sampling.prompt_logprobs is not None and not spec.scores_prompts:
+        raise InvalidRequestError(
+            f"prompt_logprobs is not supported for {spec.architecture}: its head cannot be computed apart from its "
+            f"layers",
+            param="prompt_logprobs",
+        )
     wanted = candidates_wanted(sampling, ending_tokens(sampling, spec.eos_ids))
     if wanted > spec.vocab_size:
         raise InvalidRequestError(

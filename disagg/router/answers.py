@@ -27,6 +27,9 @@ class Output(msgspec.Struct, frozen=True):
     cached_tokens: int | None = None
     """Number of prompt tokens whose KV the prefill group had cached; None if unknown, and in all but the first output
     of an answer."""
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    """Log-probabilities of the prompt's tokens, from the second token on, in the first output of an answer if
+    `SamplingParams.prompt_logprobs` is set; else empty."""
 
 
 Emit = Callable[[Output], None]

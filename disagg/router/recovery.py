@@ -123,8 +123,11 @@ class Branch:
         """
         for answer in self.answers:
             answer.early.clear()
-        if self.is_fresh or self.sampling.beams or len(self.answers) == 1:
+        if self.is_fresh or self.sampling.beams:
             return [self]
+        if len(self.answers) == 1:
+            # The first output has contained the prompt's log-probabilities.
+            return [replace(self, sampling=msgspec.structs.replace(self.sampling, prompt_logprobs=None))]
         return [
             replace(
                 self, answers=(answer,), sampling=_alone(self.sampling, answer), tokens=len(answer.tokens)
@@ -136,7 +139,7 @@ class Branch:
 
 def _alone(sampling: SamplingParams, answer: Answer) -> SamplingParams:
     """Returns the parameters that continue one of several answers in a session of its own."""
-    return msgspec.structs.replace(sampling_of(sampling, answer.number), n=1)
+    return msgspec.structs.replace(sampling_of(sampling, answer.number), n=1, prompt_logprobs=None)
 
 
 def require_recoverable(

@@ -50,6 +50,8 @@ class Session(SessionHandlers):
         match message:
             case m.Reserved():
                 return self.step(SessionTrigger.RESERVED, message.ticket)
+            case m.PromptLogprobs():
+                return self.step(SessionTrigger.PROMPT_LOGPROBS, message)
             case m.Prefilled():
                 return self.step(SessionTrigger.PREFILLED, message)
             case m.Tokens() if message.answer < len(self.answers):
@@ -128,7 +130,16 @@ _ENDINGS: dict[SessionTrigger, _Transition] = {
     _T.DEADLINE: (_P.FAILED, Session.fail_late),
     _T.CLOSE: (_P.RELEASING, Session.release),
 }
-_MESSAGES = (_T.RESERVED, _T.PREFILLED, _T.TOKENS, _T.TRANSFERRED, _T.RELEASED, _T.FAILED, _T.OTHER)
+_MESSAGES = (
+    _T.RESERVED,
+    _T.PROMPT_LOGPROBS,
+    _T.PREFILLED,
+    _T.TOKENS,
+    _T.TRANSFERRED,
+    _T.RELEASED,
+    _T.FAILED,
+    _T.OTHER,
+)
 
 
 def _ignoring(phase: SessionPhase) -> dict[SessionTrigger, _Transition]:
@@ -147,6 +158,8 @@ TRANSITIONS: Mapping[SessionPhase, Mapping[SessionTrigger, _Transition]] = {
     | {
         _T.RESERVED: (_P.PREFILLING, Session.send_ticket),
         _T.DEADLINE: (_P.FAILED, Session.fail_waiting),
+        # A short prompt is computed before its ticket arrives.
+        _T.PROMPT_LOGPROBS: (_P.RESERVING, Session.score_prompt),
         # The answer of a recovered request may be complete already: the decode leader then sends its end, no ticket.
         _T.TOKENS: (_P.RESERVING, Session.tokens),
         _T.ALL_ANSWERED: (_P.ANSWERED, Session.ignore),
@@ -154,6 +167,7 @@ TRANSITIONS: Mapping[SessionPhase, Mapping[SessionTrigger, _Transition]] = {
     _P.PREFILLING: _ignoring(_P.PREFILLING)
     | _ENDINGS
     | {
+        _T.PROMPT_LOGPROBS: (_P.PREFILLING, Session.score_prompt),
         _T.PREFILLED: (_P.DECODING, Session.first_tokens),
         _T.TOKENS: (_P.PREFILLING, Session.tokens),
         _T.TRANSFERRED: (_P.PREFILLING, Session.measure),

@@ -39,6 +39,7 @@ class SessionTrigger(Enum):
     CLOSE = "close"
     RELEASE_TIMEOUT = "release timeout"
     RESERVED = "reserved"
+    PROMPT_LOGPROBS = "prompt logprobs"
     PREFILLED = "prefilled"
     TOKENS = "tokens"
     TRANSFERRED = "transferred"

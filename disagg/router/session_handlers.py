@@ -7,17 +7,20 @@ from collections.abc import Callable, Set
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from disagg.core.errors import (
     BusyError,
     ChecksumError,
     DisaggError,
     NotLinkedError,
     PeerLostError,
+    RequestError,
     RequestTimeoutError,
     TransportError,
 )
 from disagg.core.tokens import TokenIds
-from disagg.core.types import GroupInfo, RequestKey, SamplingParams, Ticket
+from disagg.core.types import GroupInfo, RequestKey, SamplingParams, Ticket, TokenLogprobs
 from disagg.router.answers import Answer, SessionReport
 from disagg.router.session_events import (
     CountPromptComputed,
@@ -102,6 +105,8 @@ class SessionHandlers(ABC):
     transferred: bool = False
     """Whether the prefill group has sent the whole KV."""
     now_s: float = 0.0
+    _scored: dict[int, TokenLogprobs] = field(default_factory=dict)
+    """Log-probabilities of the prompt's tokens by position, until the first output contains them."""
 
     def __post_init__(self) -> None:
         self._answered = list(self.answers[0].tokens) if len(self.answers) == 1 else []
@@ -183,7 +188,29 @@ class SessionHandlers(ABC):
     def _is_colocated(self) -> bool:
         return self.prefill.leader.control_address == self.decode.leader.control_address
 
+    def score_prompt(self, message: m.PromptLogprobs) -> list[SessionAction]:
+        self._scored.update(enumerate(message.logprobs, message.start))
+        return []
+
+    def _prompt_logprobs(self) -> tuple[TokenLogprobs, ...]:
+        """Returns the log-probabilities of the prompt's tokens; empty if the request has no `prompt_logprobs`. Raises
+        `RequestError` if some are missing."""
+        scored, self._scored = self._scored, {}
+        if self.sampling.prompt_logprobs is None:
+            return ()
+        positions = range(1, len(self.prompt))
+        missing = next((at for at in positions if at not in scored), None)
+        if missing is not None:
+            raise RequestError(
+                f"the prefill group sent no log-probabilities of the prompt's token {missing} of {self.key}"
+            )
+        return tuple(scored[at] for at in positions)
+
     def first_tokens(self, message: m.Prefilled) -> list[SessionAction]:
+        try:
+            prompt_logprobs = self._prompt_logprobs()
+        except RequestError as error:
+            return self.step(SessionTrigger.FAILED, error)
         self.report.ttft_s = self.report.ttft_s or self._elapsed_s()
         if self.report.cached_tokens is None:  # a later session may hit KV that the first session computed
             self.report.cached_tokens = min(message.cached_tokens, len(self.prompt))
@@ -192,7 +219,9 @@ class SessionHandlers(ABC):
         actions: list[SessionAction] = [CountPromptComputed()]
         for token, of_token, number in firsts:
             at = len(self._answered)
-            actions += self._ordered(m.Tokens(self.key, at, [token], logprobs=of_token, answer=number))
+            actions += self._ordered(
+                m.Tokens(self.key, at, [token], logprobs=of_token, answer=number), prompt_logprobs
+            )
         return actions + self._all_answered()
 
     def tokens(self, message: m.Tokens) -> list[SessionAction]:
@@ -202,14 +231,20 @@ class SessionHandlers(ABC):
         over = all(answer.over for answer in self.answers)
         return self.step(SessionTrigger.ALL_ANSWERED) if over else []
 
-    def _ordered(self, message: m.Tokens) -> list[SessionAction]:
-        """Adds `message` to its answer; returns the actions for the outputs whose preceding tokens have all
-        arrived."""
+    def _ordered(
+        self, message: m.Tokens, prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    ) -> list[SessionAction]:
+        """Adds `message` to its answer; returns the actions for the outputs whose preceding tokens have all arrived.
+
+        `prompt_logprobs`: log-probabilities of the prompt, for the answer's first output.
+        """
         actions: list[SessionAction] = []
         for output, cut in self.answers[message.answer].add(message):
             leader = self.decode.leader.control_address
             if cut and len(self.answers) > 1 and leader not in self.lost:
                 actions.append(SendMessage(leader, m.EndAnswer(self.key, message.answer)))
+            if prompt_logprobs and output.index == 0:
+                output = msgspec.structs.replace(output, prompt_logprobs=prompt_logprobs)
             actions.append(EmitOutput(output))
         return actions
 

@@ -25,6 +25,7 @@ from disagg.model.sampled_tokens import token_of
 from disagg.model.sampling.beam_search import BeamSearch
 from disagg.model.sampling.next_tokens import BeamStep, likeliest, next_tokens
 from disagg.model.sampling.penalties import SamplingRow, history_of
+from disagg.model.sampling.prompt_scores import PromptScores
 from disagg.model.sampling.sampled import Chosen
 from disagg.model.spec.model_spec import ModelSpec, shard_of
 
@@ -60,7 +61,7 @@ def fake_spec(
     if states:
         layout = msgspec.structs.replace(layout, states=state_classes(STATE_FORMS))
     spec = ModelSpec("Fake", layout, 12, layout.head_dim, layout.head_dim, VOCAB, 256, ())
-    return msgspec.structs.replace(spec, any_chunks=any_chunks)
+    return msgspec.structs.replace(spec, any_chunks=any_chunks, scores_prompts=True)
 
 
 def state_of(tokens: Sequence[int]) -> int:
@@ -182,7 +183,9 @@ class FakeRunner:
         copy_in_order(self.pool, self.page_size, copies)
         self.between_layers()
 
-    def forward(self, batch: StepBatch, on_layer: LayerHook | None = None) -> torch.Tensor:
+    def forward(
+        self, batch: StepBatch, on_layer: LayerHook | None = None, scores: PromptScores | None = None
+    ) -> torch.Tensor:
         """float32 `[sequences, VOCAB]`."""
         for one in batch.sequences if self.states is not None else ():
             self.states.check(one.row, one.start)
@@ -201,7 +204,18 @@ class FakeRunner:
                 self.states.write(one.row, position)
                 self.states.pool.copy([one.row], [slot])
             self.states.write(one.row, one.stop)
+        if scores is not None and batch.scores:
+            self._score(batch, scores)
         return torch.stack([fake_logits(self.context(one.row, one.stop)) for one in batch.sequences])
+
+    def _score(self, batch: StepBatch, scores: PromptScores) -> None:
+        """See `ModelRunner.forward`."""
+        logits = [
+            fake_logits(self.context(one.row, at + 1))
+            for one in batch.sequences
+            for at in range(one.start, one.start + len(one.targets))
+        ]
+        scores.of(batch, self.device).add(torch.stack(logits), reads=True)
 
     def context(self, row: int, stop: int) -> list[int]:
         """The tokens below `stop`, out of the pool; every element of their KV is compared."""

@@ -153,6 +153,7 @@ class Answered:
     finish: str | None = None
     text: str = ""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     report: SessionReport = field(default_factory=SessionReport)
 
 
@@ -506,6 +507,7 @@ async def ask(
         answered.tokens.extend(output.tokens)
         answered.text += output.text
         answered.logprobs.extend(output.logprobs)
+        answered.prompt_logprobs.extend(output.prompt_logprobs)
         answered.finish = output.finish
         on_output(output)
     return answered

@@ -19,6 +19,7 @@ from disagg.kv.pages import slots_of
 from disagg.kv.pool import MHATokenToKVPool, dtype_name
 from disagg.kv.req_to_token import ReqToTokenPool
 from disagg.model.rounding import Judge, judge_by
+from disagg.model.sampling.prompt_scores import PromptScores
 from disagg.model.unsplit import forced_logits, generate_unsplit
 from disagg.node.assemble import Rendezvous, make_source, resolve_dtype
 from disagg.node.host import RankHost, Started
@@ -135,7 +136,9 @@ class TimedRank(RankNode[Any, Any, Any]):
                 found |= digests(quantized, torch.arange(tokens, device=slots.device), part)
         return found
 
-    def _forward(self, plan: StepPlan, on_layer: LayerHook | None = None) -> torch.Tensor:
+    def _forward(
+        self, plan: StepPlan, on_layer: LayerHook | None = None, scores: PromptScores | None = None
+    ) -> torch.Tensor:
         clock, written = self._device_clock, []
         layers: list[int] = []
 
@@ -148,7 +151,7 @@ class TimedRank(RankNode[Any, Any, Any]):
 
         with self.computing:
             begin = clock.now()
-            logits = super()._forward(plan, noting if on_layer else None)
+            logits = super()._forward(plan, noting if on_layer else None, scores)
             end = clock.now()
             self._moments.append((begin, written[0] if written else end, end, len(plan.work)))
         return logits

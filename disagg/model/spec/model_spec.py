@@ -48,6 +48,8 @@ class ModelSpec(msgspec.Struct, frozen=True):
     answers_differ: bool = False
     """Whether a token of an answer leaves another state, by more than rounding, than the same token of a prompt, or,
     with `ModelConfig.deterministic`, other bits. Set only in a runner's spec."""
+    scores_prompts: bool = False
+    """Whether steps can compute the log-probabilities of prompt tokens. Set only in a runner's spec."""
     more: tuple[HeadShape, ...] = ()
     """Heads of the other layer classes."""
     places: tuple[LayerPlace, ...] = ()

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from fake_model import VOCAB, fake_answers
+import msgspec
+from fake_model import VOCAB, fake_answers, fake_logits
 
 from disagg.core.errors import DisaggError
 from disagg.core.types import SamplingParams
@@ -71,9 +72,19 @@ class ClientRequest:
         known.extend(output.tokens)
         right = self.expected[number]
         assert known == right[: len(known)], f"{self.id}: answer {number} is {known}, not {right}"
+        if output.index == 0:
+            self._take_scores(output)
         self.texts[number] += output.text
         self.finish[number] = output.finish
         self.outputs += 1
+
+    def _take_scores(self, output: Output) -> None:
+        """The first output of each answer has the log-probabilities of the prompt, if they are wanted."""
+        found, wanted = output.prompt_logprobs, self.sampling.prompt_logprobs is not None
+        assert [one.token for one in found] == self.prompt[1:] * wanted, f"{self.id}: scores {found}"
+        for at, one in enumerate(found, 1):
+            right = fake_logits(self.prompt[:at]).log_softmax(dim=-1)[one.token].item()
+            assert abs(one.logprob - right) < 1e-4, f"{self.id}: {one} at {at}, not {right}"
 
     def check_end(self) -> None:
         """A request without error has its whole answers."""
@@ -145,7 +156,10 @@ class RequestSource:
         if choose.random() < 0.2 and not request.sampling.beams:
             answer = choose.choice(request.expected)
             at = choose.randrange(len(answer))
-            request.sampling = _with_stop(request.sampling, text_of(answer[at : at + choose.choice([1, 2])]))
+            stop = text_of(answer[at : at + choose.choice([1, 2])])
+            request.sampling = msgspec.structs.replace(request.sampling, stop=(stop,))
+        if self._count % 4 == 0 and not request.sampling.beams:
+            request.sampling = msgspec.structs.replace(request.sampling, prompt_logprobs=1)
         return request
 
     def _sampling(self) -> SamplingParams:
@@ -171,9 +185,3 @@ class RequestSource:
 
     def _draw(self, tokens: int) -> list[int]:
         return [self._choose.randrange(VOCAB) for _ in range(tokens)]
-
-
-def _with_stop(sampling: SamplingParams, stop: str) -> SamplingParams:
-    import msgspec
-
-    return msgspec.structs.replace(sampling, stop=(stop,))

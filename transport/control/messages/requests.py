@@ -72,6 +72,18 @@ class Prefill(Message, frozen=True):
     """Tokens of the answer so far; see `Reserve`. The prefill group computes their KV together with the prompt's."""
 
 
+class PromptLogprobs(Message, frozen=True):
+    """Prefill leader -> router: log-probabilities of the prompt's tokens at positions `start ...`.
+
+    Sent after each step of a request with `SamplingParams.prompt_logprobs`, in parts of bounded size, before
+    `Prefilled`. A position may be sent again if the prompt is computed again.
+    """
+
+    key: RequestKey
+    start: Count
+    logprobs: list[TokenLogprobs]
+
+
 class Prefilled(Message, frozen=True):
     """Prefill leader -> router: the prompt is computed; the last segments of its KV may still be in flight."""
 
