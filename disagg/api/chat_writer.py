@@ -57,6 +57,9 @@ class ChatWriter(Writer):
     def _common_prompt(self) -> Sequence[int] | UnsetType:
         return self._ids(self._request.prompts[0])
 
+    def _common_scores(self) -> r.PromptLogprobs | UnsetType:
+        return self._prompt_logprobs(0)
+
     def _pieces(self, index: int, output: Output) -> list[object]:
         pieces: list[object] = []
         if index not in self._begun:

@@ -75,6 +75,8 @@ class AnswerBody(Body, frozen=True, kw_only=True):
     cache_salt: str = ""
     skip_special_tokens: bool = True
     return_token_ids: bool = False
+    prompt_logprobs: int | None = None
+    """Number of most probable tokens to return at each position of the prompt, with the prompt's own token."""
     best_of: int | None = None
     """Number of answers to generate, of which the best `n` are returned; for a beam search, the number of beams."""
     use_beam_search: bool = False
@@ -87,6 +89,11 @@ class AnswerBody(Body, frozen=True, kw_only=True):
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
 
+    @property
+    def scored(self) -> int | None:
+        """Value of `SamplingParams.prompt_logprobs`."""
+        return self.prompt_logprobs
+
 
 class CompletionBody(AnswerBody, frozen=True, kw_only=True):
     """Body of `POST /v1/completions`. `prompt`: a text, texts, tokens, or lists of tokens."""
@@ -95,6 +102,14 @@ class CompletionBody(AnswerBody, frozen=True, kw_only=True):
     logprobs: int | None = None
     return_tokens_as_token_ids: bool = False
     """Whether `logprobs` names tokens as `token_id:ID`, as in vLLM: different tokens may have the same text."""
+    echo: bool = False
+    """Whether the text begins with the prompt, and `logprobs` with the prompt's tokens."""
+
+    @property
+    def scored(self) -> int | None:
+        """Value of `SamplingParams.prompt_logprobs`, as large as `prompt_logprobs` and `echo` need."""
+        counts = [self.prompt_logprobs, self.logprobs if self.echo else None]
+        return max((count for count in counts if count is not None), default=None)
 
 
 class ToolFunction(Body, frozen=True, kw_only=True, omit_defaults=True):
@@ -212,6 +227,11 @@ OFF: dict[str, tuple[Any, ...]] = {
     "web_search_options": (),
 }
 """Unsupported fields of OpenAI's API. A field is ignored if null or one of the listed values, else rejected."""
+
+COMPLETION_OFF = {
+    name: values for name, values in OFF.items() if name not in CompletionBody.__struct_fields__
+}
+"""Unsupported fields of completions."""
 
 CHAT_OFF = {name: values for name, values in OFF.items() if name not in ChatBody.__struct_fields__}
 """Unsupported fields of chat requests."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,7 +10,7 @@ import msgspec
 
 from disagg.api.body import check_number, decode_object, to_struct
 from disagg.api.errors import ApiError, bad
-from disagg.api.fields import OFF, AnswerBody, ChatBody, CompletionBody
+from disagg.api.fields import COMPLETION_OFF, AnswerBody, ChatBody, CompletionBody
 from disagg.api.model import ServedModel
 from disagg.api.parsers.build import AnswerPlan
 from disagg.api.structured import Wanted, wanted_grammar
@@ -68,6 +68,12 @@ class GenerationRequest:
     """Salt of the prompts: only prompts with equal salts share cached KV."""
     session: str = ""
     """The client's name for the conversation; empty without one. Requests of a conversation use one decode group."""
+    prompt_logprobs: int | None = None
+    """Number of most probable tokens in the reply's `prompt_logprobs`; None: the reply has no such field."""
+    echo: tuple[str, ...] = ()
+    """Text of each prompt, with which the texts of its answers begin; empty without `echo`."""
+    only_echo: bool = False
+    """Whether the reply contains the prompts alone: the one token that the engine generates is left out."""
     plan: AnswerPlan | None = None
     """Plan for the parser of each answer (reasoning, tool calls); None: answers are plain text."""
     decode: Decode | None = None
@@ -112,22 +118,36 @@ class GenerationRequest:
             return [EngineRequest(first, prompt, self.sampling)]
         each = (sampling_of(self.sampling, number) for number in range(self.made))
         return [
-            EngineRequest(first + at, prompt, msgspec.structs.replace(one, n=1))
-            for at, one in enumerate(each)
+            EngineRequest(first + at, prompt, msgspec.structs.replace(one, n=1, prompt_logprobs=scored))
+            for at, (one, scored) in enumerate(zip(each, self._scored(), strict=True))
         ]
+
+    def _scored(self) -> list[int | None]:
+        """Returns `prompt_logprobs` of each answer to a prompt: a whole reply needs those of one answer only."""
+        count = self.sampling.prompt_logprobs
+        return [count if self.stream or not number else None for number in range(self.made)]
 
 
 async def parse_completion(raw: bytes, model: ServedModel, config: ApiConfig) -> GenerationRequest:
     """Parses a body of `/v1/completions`. Raises an `ApiError` if the body is invalid."""
-    body = to_struct(decode_object(raw), CompletionBody, OFF)
+    body = to_struct(decode_object(raw), CompletionBody, COMPLETION_OFF)
     check_model(body.model, model)
     check_limits(body, model, config)
     prompts = await _prompts(body.prompt, model, config)
     max_tokens = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
-    request = make_request(body, prompts, "prompt", max_tokens, body.logprobs, model)
+    only_echo = body.echo and max_tokens == 0
+    request = make_request(body, prompts, "prompt", 1 if only_echo else max_tokens, body.logprobs, model)
     if wanted := wanted_grammar(body):
         request = await with_grammar(request, wanted, model)
-    return replace(request, token_ids=body.return_tokens_as_token_ids)
+    echo = tuple(_texts(body.prompt, prompts, model)) if body.echo else ()
+    return replace(request, token_ids=body.return_tokens_as_token_ids, echo=echo, only_echo=only_echo)
+
+
+def _texts(prompt: str | list[Any], prompts: Sequence[Sequence[int]], model: ServedModel) -> Iterator[str]:
+    """Yields the text of each prompt: as given, or the text of its tokens."""
+    given = [prompt] if isinstance(prompt, str) else prompt
+    for number, tokens in enumerate(prompts):
+        yield given[number] if isinstance(given[number], str) else model.spell(tokens)
 
 
 async def with_grammar(request: GenerationRequest, wanted: Wanted, model: ServedModel) -> GenerationRequest:
@@ -187,6 +207,10 @@ def check_limits(body: AnswerBody, model: ServedModel, config: ApiConfig) -> Non
     for name, plain in (("length_penalty", 1.0), ("early_stopping", False)):
         if getattr(body, name) != plain and not body.use_beam_search:
             raise bad(name, f"{name} needs use_beam_search: true")
+    if body.prompt_logprobs is not None and body.stream:
+        raise bad(
+            "prompt_logprobs", "prompt_logprobs cannot be streamed: use echo with logprobs, or no stream"
+        )
     options = body.stream_options
     if options is not None and not body.stream:
         raise bad("stream_options", "stream_options needs stream: true")
@@ -240,6 +264,7 @@ def make_request(
         body.stream,
         usage,
         logprobs=logprobs is not None,
+        prompt_logprobs=body.prompt_logprobs,
         returns_tokens=body.return_token_ids,
         running_usage=body.stream_options is not None and body.stream_options.continuous_usage_stats,
         decode=None if body.skip_special_tokens else model.whole_decode,
@@ -272,6 +297,7 @@ def _sampling(body: AnswerBody, max_tokens: int, logprobs: int | None, model: Se
         repetition_penalty=body.repetition_penalty,
         logit_bias=_biases(body.logit_bias),
         logprobs=logprobs,
+        prompt_logprobs=body.scored,
         n=made,
         beams=beams,
         length_penalty=body.length_penalty,

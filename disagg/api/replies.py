@@ -49,12 +49,24 @@ class ChatLogprobs(msgspec.Struct, frozen=True):
 
 
 class CompletionLogprobs(msgspec.Struct, frozen=True):
-    """The field `choices[].logprobs` of completions: parallel lists."""
+    """The field `choices[].logprobs` of completions: parallel lists. An echoed first token has nulls."""
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
+
+
+class PromptLogprob(msgspec.Struct, frozen=True):
+    """Value of a token in an entry of `prompt_logprobs`, as in vLLM. The most probable token has rank 1."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+"""The field `prompt_logprobs`, as in vLLM: for each prompt token values by token id; null for the first token."""
 
 
 class Function(msgspec.Struct, omit_defaults=True):
@@ -133,6 +145,7 @@ class CompletionChoice(msgspec.Struct, frozen=True):
     finish_reason: str | None = None
     token_ids: Sequence[int] | UnsetType = UNSET
     prompt_token_ids: Sequence[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 class ReplyEnvelope(msgspec.Struct, frozen=True):
@@ -147,3 +160,5 @@ class ReplyEnvelope(msgspec.Struct, frozen=True):
     usage: Usage | UnsetType | None = UNSET
     prompt_token_ids: Sequence[int] | UnsetType = UNSET
     """Prompt tokens of a chat request with `return_token_ids`; in a stream, only in the first chunk."""
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    """Of a chat request with `prompt_logprobs`."""

@@ -11,7 +11,7 @@ from msgspec import UNSET, UnsetType
 
 from disagg.api import replies as r
 from disagg.api.generation_request import GenerationRequest
-from disagg.api.logprobs import Speller
+from disagg.api.logprobs import Speller, finite
 from disagg.api.model import ServedModel
 from disagg.core.types import TokenLogprobs
 from disagg.router.answers import Output
@@ -39,6 +39,8 @@ class Writer(ABC):
         self._texts = [""] * request.answers
         self._finish: list[str | None] = [None] * request.answers
         self._logprobs: list[list[TokenLogprobs]] = [[] for _ in range(request.answers)]
+        self._scores: list[Sequence[TokenLogprobs]] = [()] * len(request.prompts)
+        """Log-probabilities of each prompt's tokens, from its second token on."""
         self._tokens: list[list[int]] = [[] for _ in range(request.answers)]
         """Tokens of each answer, if the whole reply contains them."""
         self.completion_tokens = 0
@@ -76,18 +78,30 @@ class Writer(ABC):
                 choices,
                 self._usage(),
                 self._common_prompt(),
+                self._common_scores(),
             )
         )
 
     def _count(self, index: int, output: Output) -> None:
         """Counts the tokens of an output. Cached prompt tokens are counted only for the first answer to a prompt."""
         self.completion_tokens += len(output.tokens)
+        if output.prompt_logprobs:
+            self._scores[index // self._request.made] = output.prompt_logprobs
         if output.cached_tokens is not None and output.index == 0 and index % self._request.made == 0:
             self._cached_tokens = (self._cached_tokens or 0) + output.cached_tokens
 
     def _common_prompt(self) -> Sequence[int] | UnsetType:
         """Returns the prompt's tokens if the reply contains them at its top level, outside of the choices."""
         return UNSET
+
+    def _common_scores(self) -> r.PromptLogprobs | UnsetType:
+        """Returns the prompt's log-probabilities if the reply contains them at its top level."""
+        return UNSET
+
+    def _prompt_logprobs(self, prompt: int) -> r.PromptLogprobs | UnsetType:
+        """Returns the field `prompt_logprobs` of a prompt, given by its number, if the request has the field."""
+        count = self._request.prompt_logprobs
+        return UNSET if count is None else self._speller.prompt(self._scores[prompt], count)
 
     def _best(self) -> list[int]:
         """Returns the `n` answers of each prompt with the highest mean log-probability, best first.
@@ -102,7 +116,7 @@ class Writer(ABC):
 
     def _unlikely(self, answer: int) -> float:
         logprobs = [one.logprob for one in self._logprobs[answer]]
-        return -sum(logprobs) / len(logprobs)
+        return -sum(logprobs) / max(1, len(logprobs))
 
     def chunk(self, index: int, output: Output) -> bytes:
         """Returns the events of an output, in order."""
@@ -167,15 +181,38 @@ class CompletionWriter(Writer):
 
     def __init__(self, request: GenerationRequest, model: ServedModel, request_id: str) -> None:
         super().__init__(request, model, request_id)
+        self._begun: set[int] = set()
+        """Answers whose first event was made."""
         self._offsets = [0] * request.answers
         """Text offset of the next token with log-probabilities, for each choice."""
 
+    def add(self, index: int, output: Output) -> None:
+        super().add(index, self._without_answer(output))
+
+    def chunk(self, index: int, output: Output) -> bytes:
+        """Returns the events of an output, in order."""
+        return super().chunk(index, self._without_answer(output))
+
+    def _without_answer(self, output: Output) -> Output:
+        """Returns the output without its tokens if the reply contains the prompts alone."""
+        if not self._request.only_echo:
+            return output
+        finish = "length" if output.finish else None
+        return msgspec.structs.replace(output, tokens=(), text="", logprobs=(), finish=finish)
+
     def _choice(self, index: int, answer: int) -> object:
-        logprobs = None
+        prompt = answer // self._request.made
+        text, logprobs = self._echo(prompt) + self._texts[answer], None
         if self._request.logprobs:
-            logprobs = self._completion_logprobs(answer, self._logprobs[answer])
-        choice = r.CompletionChoice(index, self._texts[answer], logprobs, self._finish[answer])
+            logprobs = self._completion_logprobs(answer, self._logprobs[answer], first=True)
+        choice = r.CompletionChoice(
+            index, text, logprobs, self._finish[answer], prompt_logprobs=self._prompt_logprobs(prompt)
+        )
         return self._with_tokens(choice, answer, self._tokens[answer], first=True)
+
+    def _echo(self, prompt: int) -> str:
+        """Returns the text of a prompt, given by its number, if the request has `echo`; else an empty text."""
+        return self._request.echo[prompt] if self._request.echo else ""
 
     def _with_tokens(
         self, choice: r.CompletionChoice, answer: int, tokens: Sequence[int], *, first: bool
@@ -189,23 +226,53 @@ class CompletionWriter(Writer):
 
     def _pieces(self, index: int, output: Output) -> list[object]:
         with_tokens = self._request.returns_tokens and bool(output.tokens)
-        if not (output.text or output.logprobs or output.finish or with_tokens):
+        first = output.index == 0 and index not in self._begun
+        text = (self._echo(index // self._request.made) if first else "") + output.text
+        echoes = first and self._request.logprobs and bool(self._request.echo)
+        if not (text or output.logprobs or output.finish or with_tokens or echoes):
             return []
-        logprobs = self._completion_logprobs(index, output.logprobs) if output.logprobs else None
-        choice = r.CompletionChoice(index, output.text, logprobs, output.finish)
+        self._begun.add(index)
+        logprobs = None
+        if output.logprobs or echoes:
+            logprobs = self._completion_logprobs(index, output.logprobs, first=first)
+        choice = r.CompletionChoice(index, text, logprobs, output.finish)
         return [self._with_tokens(choice, index, output.tokens, first=output.index == 0)]
 
     def _plain(self, index: int, text: str) -> object:
         return r.CompletionChoice(index, text)
 
-    def _completion_logprobs(self, index: int, logprobs: Sequence[TokenLogprobs]) -> r.CompletionLogprobs:
-        offsets = []
+    def _completion_logprobs(
+        self, index: int, logprobs: Sequence[TokenLogprobs], *, first: bool
+    ) -> r.CompletionLogprobs:
+        """Returns the field `logprobs` of an answer's tokens; with `first`, the echoed prompt's tokens precede."""
+        found = r.CompletionLogprobs([], [], [], [])
+        if first and self._request.echo:
+            prompt = index // self._request.made
+            self._append(found, index, self._request.prompts[prompt][0], None, None)
+            for one in self._scores[prompt]:
+                likely = (*one.top[: self._request.sampling.logprobs], (one.token, one.logprob))
+                self._append(found, index, one.token, finite(one.logprob), likely)
         for one in logprobs:
-            offsets.append(self._offsets[index])
-            self._offsets[index] += len(self._speller.text(one.token))
-        tokens = [self._name(one.token) for one in logprobs]
-        top = [{self._name(token): logprob for token, logprob in one.top} for one in logprobs]
-        return r.CompletionLogprobs(tokens, [one.logprob for one in logprobs], top, offsets)
+            self._append(found, index, one.token, finite(one.logprob), one.top)
+        return found
+
+    def _append(
+        self,
+        found: r.CompletionLogprobs,
+        index: int,
+        token: int,
+        logprob: float | None,
+        likely: Sequence[tuple[int, float]] | None,
+    ) -> None:
+        """Appends one token. Of several tokens with the same name in `likely`, the first one stays."""
+        found.tokens.append(self._name(token))
+        found.token_logprobs.append(logprob)
+        named: dict[str, float] = {}
+        for one, value in likely or ():
+            named.setdefault(self._name(one), finite(value))
+        found.top_logprobs.append(None if likely is None else named)
+        found.text_offset.append(self._offsets[index])
+        self._offsets[index] += len(self._speller.text(token))
 
     def _name(self, token: int) -> str:
         return f"token_id:{token}" if self._request.token_ids else self._speller.text(token)

@@ -6,14 +6,15 @@ memory is reserved, and the pool gets the rest.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from disagg.core.config.read import Config, GroupConfig, TransferConfig
+from disagg.core.config.read import Config, DecodeConfig, GroupConfig, TransferConfig
 from disagg.core.errors import ConfigError
 from disagg.core.ports import Collective
+from disagg.core.sampling import MAX_LOGPROBS
 from disagg.model.batch import SequenceSlice, StepBatch
 from disagg.model.chunks import PromptChunks
 from disagg.node.device import memory_bytes
@@ -179,7 +180,10 @@ def gigabytes(nbytes: int) -> str:
 
 
 def run_largest(runner: ModelRunner, group: GroupConfig) -> None:
-    """Runs the longest prompt's last chunk on the trash page, with a full decode batch if the group decodes."""
+    """Runs the longest prompt's last chunk on the trash page, with a full decode batch if the group decodes.
+
+    A group that computes new prompts also computes the chunk's log-probabilities, if the model can.
+    """
     table = runner.req_to_token
     longest = table.max_tokens
     chunks = PromptChunks.of(runner.spec, group.chunk_tokens)
@@ -190,6 +194,9 @@ def run_largest(runner: ModelRunner, group: GroupConfig) -> None:
         # A recurrent state begins with its request's first token.
         start = longest - tokens if runner.states is None else 0
         slices.append(SequenceSlice(table.alloc(), start, (0,) * tokens))
+    if runner.spec.scores_prompts and not isinstance(group, DecodeConfig):
+        targets = slices[0].tokens[1:]
+        slices[0] = replace(slices[0], targets=targets, likeliest=MAX_LOGPROBS)
     runner.forward(StepBatch(tuple(slices)))
     for one in slices:
         table.free(one.row)

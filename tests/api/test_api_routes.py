@@ -95,6 +95,7 @@ def test_every_field_reaches_the_sampler(server: ApiServer) -> None:
         "ignore_eos": True,
         "seed": -5,
         "logprobs": 2,
+        "prompt_logprobs": 3,
         "presence_penalty": 0.25,
         "frequency_penalty": -0.25,
         "repetition_penalty": 1.5,

@@ -24,6 +24,7 @@ from disagg.core.config.read import (
 )
 from disagg.core.errors import ConfigError
 from disagg.kv.req_to_token import ReqToTokenPool
+from disagg.model.batch import StepBatch
 from disagg.model.collective.base import ThreadCollective
 from disagg.node import sizing
 from disagg.node.sizing import MemoryBudget, fill_memory
@@ -171,14 +172,21 @@ def test_ranks_that_share_a_gpu_share_its_memory() -> None:
 )
 def test_the_largest_step_of_each_role(group: GroupConfig, largest: list[tuple[int, int]]) -> None:
     seen: list[tuple[int, int]] = []
+    scored: list[int] = []
+
+    def forward(batch: StepBatch) -> None:
+        seen.extend((one.start, len(one.tokens)) for one in batch.sequences)
+        scored.extend(len(one.targets) for one in batch.sequences if one.targets)
+
     runner: Any = SimpleNamespace(
         req_to_token=ReqToTokenPool(3, 96),
-        spec=SimpleNamespace(has_state=False, whole_prompts=False, any_chunks=False),
+        spec=SimpleNamespace(has_state=False, whole_prompts=False, any_chunks=False, scores_prompts=True),
         states=None,
-        forward=lambda batch: seen.extend((one.start, len(one.tokens)) for one in batch.sequences),
+        forward=forward,
     )
     sizing.run_largest(runner, msgspec.structs.replace(group, tp=1, chunk_tokens=24, max_requests=3))
     assert seen == largest
+    assert scored == ([] if isinstance(group, DecodeConfig) else [23]), "log-probabilities of new prompts"
     assert sorted(runner.req_to_token.alloc() for _ in range(3)) == [0, 1, 2], "every row is free again"
 
 

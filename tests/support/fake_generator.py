@@ -7,6 +7,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+
 from disagg.core.status import GroupStatus
 from disagg.core.types import SamplingParams, TokenLogprobs
 from disagg.router.answers import Emit, Output, RouterRequest
@@ -86,7 +88,7 @@ class FakeGenerator:
             for index in range(sampling.max_tokens):
                 await self._trouble(request_id, index)
                 for number, stream in list(streams.items()):
-                    output = self._output(stream, index, number, sampling)
+                    output = self._output(stream, index, number, request)
                     if output.finish is not None:
                         del streams[number]
                     emit(output)
@@ -104,8 +106,9 @@ class FakeGenerator:
         if self.hold_after == index:
             await self.go.wait()
 
-    def _output(self, stream: TextStream, index: int, number: int, sampling: SamplingParams) -> Output:
+    def _output(self, stream: TextStream, index: int, number: int, request: RouterRequest) -> Output:
         """The second answer begins a letter later, and so on; odd ones are likelier."""
+        prompt, sampling = request.prompt, request.sampling
         token = ANSWER[(index + number) % len(ANSWER)] if self.answer is None else self.answer[index]
         last = index == sampling.max_tokens - 1
         ends = self.answer is not None and index == len(self.answer) - 1
@@ -116,4 +119,16 @@ class FakeGenerator:
             logprob = -0.5 if number == 0 else -1.0 / (1 + number * (number % 2))
             top = tuple((token + at, logprob - at) for at in range(sampling.logprobs))
             logprobs = (TokenLogprobs(token, logprob, top),)
-        return Output(index, (token,), text, finish, logprobs, number)
+        output = Output(index, (token,), text, finish, logprobs, number)
+        if index == 0 and sampling.prompt_logprobs is not None:
+            scores = scores_of(prompt, sampling.prompt_logprobs)
+            output = msgspec.structs.replace(output, prompt_logprobs=scores)
+        return output
+
+
+def scores_of(prompt: Sequence[int], count: int) -> tuple[TokenLogprobs, ...]:
+    """Each token of the prompt is the second likeliest, behind the next letter."""
+    return tuple(
+        TokenLogprobs(token, -2.0 - at, ((token + 1, -0.5), (token, -2.0 - at), (0, -9.0))[:count], 2)
+        for at, token in enumerate(prompt[1:])
+    )

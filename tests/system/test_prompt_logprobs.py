@@ -86,3 +86,17 @@ def test_they_are_those_of_transformers(
                 )
     assert again[0].report.cached_tokens == 0, "all of a scored prompt is computed"
     assert again[3].report.cached_tokens
+
+
+@pytest.mark.parametrize(("name", "config"), [("falcon-h1", colocated_config()), ("minimax", small_config())])
+def test_models_with_recurrent_layers(
+    name: str, config: Config, checkpoints: Checkpoints, tmp_path: Path
+) -> None:
+    """Falcon H1's layers are registered, so a step is one model call; MiniMax's prompts are computed one by one."""
+    source = ModelSource.from_directory(save((HYBRIDS | MORE_HYBRIDS)[name](), tmp_path))
+    prompts = random_prompts(61, 30, seed=4)
+    with local_groups(config, source) as groups:
+        answers = groups.answers(prompts, SCORED)
+    for answer, prompt in zip(answers, prompts, strict=True):
+        assert answer.tokens == checkpoints.greedy(source, prompt, TOKENS)
+        check_scores(answer.prompt_logprobs, prompt, 3, checkpoints, source)

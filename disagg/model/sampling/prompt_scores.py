@@ -14,8 +14,8 @@ from disagg.model.batch import StepBatch, first_indices
 from disagg.model.host_copy import HostCopy
 from disagg.model.sampling.fixed_point import log_softmax, top
 
-PART_BYTES = 32 << 20
-"""Size of the float32 logits of one part. The log-probabilities of a part take several times as much memory."""
+PART_BYTES = 16 << 20
+"""Size of the float32 logits of one part. The log-probabilities of a part take up to nine times as much memory."""
 
 
 @dataclass(frozen=True)
