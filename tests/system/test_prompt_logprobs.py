@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
+from architectures import HYBRIDS, MORE_HYBRIDS, save
 from local_groups import (
     Answered,
     Checkpoints,
@@ -17,6 +19,7 @@ from local_groups import (
     small_config,
 )
 
+from disagg.core.config.read import Config
 from disagg.core.types import SamplingParams, TokenLogprobs
 from disagg.model.load.source import ModelSource
 from disagg.router.router import Router
