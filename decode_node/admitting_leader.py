@@ -191,6 +191,7 @@ class AdmittingLeader(ReservingLeader):
             prefix=self._prefix_of(message),
             resumption=resumption or Resumption(message.answered),
         )
+        request.priority = message.priority
         if message.sampling.beams:
             request.search = BeamSearch(message.sampling, ending_tokens(message.sampling, self._eos_ids))
         for sequence in request.sequences:

@@ -1,6 +1,7 @@
 """Preemption: chooses the requests that lose their pages when the pool is full, and the requests that resume first.
 
-Pure: no threads, no clocks, no I/O. A request may take pages only from younger ones (by ticket), the youngest first,
+Pure: no threads, no clocks, no I/O. Here a request is *older* than another if its priority number is lower, or with
+equal numbers its ticket (`DecodeRequest.order`). A request may take pages only from younger ones, the youngest first,
 and from each all pages or none. The pages of a *recomputed* victim are free immediately. The pages of a *swapped*
 victim are copied to host memory, and are free when every rank has reported the end of its copy. The report is needed
 because the next write to a page may be a transfer, which no compute stream orders.
@@ -72,7 +73,7 @@ class Preemptor:
     def resume(self) -> None:
         """Gives pages to preempted requests, the oldest first, while pages last."""
         out = [r for r in self.live() if r.residency is Residency.OUT]
-        for request in sorted(out, key=_age):
+        for request in sorted(out, key=_order_of):
             assert request.layout is not None, "a preempted request has its layout"
             left_pages = self._kv_manager.free_pages - request.layout.pages
             if left_pages < self._spare_pages():
@@ -96,7 +97,7 @@ class Preemptor:
             return list(chosen)
         taken: set[DecodeRequest] = set()
         coming = sum(len(r.pages()) for r in self._requests.values() if r.residency is Residency.LEAVING)
-        for request in sorted(chosen, key=_age):
+        for request in sorted(chosen, key=_order_of):
             if request.residency is not Residency.RESIDENT:
                 continue  # preempted for an older request
             need = len(self._growing(request))
@@ -191,8 +192,8 @@ class Preemptor:
         return True
 
     def _youngest_behind(self, request: DecodeRequest) -> DecodeRequest | None:
-        victims = [r for r in self._requests.values() if r.age > request.age and self.runs(r)]
-        return max(victims, key=_age, default=None)
+        victims = [r for r in self._requests.values() if r.order > request.order and self.runs(r)]
+        return max(victims, key=_order_of, default=None)
 
     def runs(self, request: DecodeRequest) -> bool:
         """Returns whether the request has all KV and its first token, and none of its pages is being copied."""
@@ -274,5 +275,5 @@ class Preemptor:
         self._orders.append(Swap(request.key, request.ticket.number, out, pages, list(request.blocks)))
 
 
-def _age(request: DecodeRequest) -> int:
-    return request.age
+def _order_of(request: DecodeRequest) -> tuple[int, int]:
+    return request.order

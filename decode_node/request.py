@@ -163,6 +163,8 @@ class DecodeRequest:
     """Sequences that hold pages. One of them has the ticket's row; initially this is the first sequence."""
     prefix: PrefixKey | None = None
     """Key of the prompt in the prefix cache; None if the prompt's pages are not cached."""
+    priority: int = 0
+    """Requests with a lower number are preempted last."""
     search: BeamSearch | None = None
     """None unless the request is a beam search."""
     begun: bool = False
@@ -198,6 +200,11 @@ class DecodeRequest:
     opened_ranks: set[int] = field(default_factory=set)
     landed_ranks: set[int] = field(default_factory=set)
     closed_ranks: set[int] = field(default_factory=set)
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Place in the order in which requests get pages: by priority, then by age."""
+        return self.priority, self.age
 
     @property
     def prompt_tokens(self) -> int:

@@ -144,6 +144,7 @@ class PrefillLeader(Leader):
             message.sampling,
             router,
             self._clock() + message.deadline_s,
+            priority=message.priority,
             answered=message.answered,
         )
         try:

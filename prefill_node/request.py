@@ -37,6 +37,8 @@ class PrefillRequest:
     prefix: PrefixKey | None = None
     """Key of prompt and answer so far in the prefix cache; None: all is computed, and not cached. See
     `readable_prefix`."""
+    priority: int = 0
+    """Requests with a lower number are admitted and computed first."""
     answered: Sequence[int] = ()
     """Tokens of the answer so far, computed like the prompt; see `transport.control.messages.Reserve`."""
     constraint: AnswerConstraint | None = None

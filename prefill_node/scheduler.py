@@ -8,10 +8,11 @@ Owners of a request's row and pages (its block table):
     settled                             `_settle` frees: no step computes the request, and either every rank
                                         reported its segments sent, or every rank closed the transfer
 
-A request with a ticket is admitted in the order of arrival. What its steps leave of the token budget goes to requests
-whose ticket has not come ("early" requests): the router asks the decode group for room and the prefill group for the
-prompt at the same time. Early requests hold memory for one step's budget at most, and only while no request with a
-ticket needs it: `admit` takes it back, and they start again when their ticket comes.
+Requests are in the order of (priority, arrival). A request with a ticket is admitted in this order. What its steps
+leave of the token budget goes to requests whose ticket has not come ("early" requests): the router asks the decode
+group for room and the prefill group for the prompt at the same time. Early requests hold memory for one step's budget
+at most, and only while no request with a ticket needs it: `admit` takes it back, and they start again when their
+ticket comes.
 
 With a third tier of the prefix cache, a new request may wait for a prefetch (`disagg.kv.storage_tier`), which has a
 time limit. Until then other requests overtake, because the request has no memory. It owns the prefetch until it has
@@ -24,7 +25,7 @@ import itertools
 from collections.abc import Container
 from dataclasses import dataclass
 
-from disagg.core.errors import BusyError, PromptTooLongError
+from disagg.core.errors import BusyError, InvariantError, PromptTooLongError
 from disagg.core.tokens import tokens_at
 from disagg.core.types import RequestKey, Ticket
 from disagg.kv.event_log import KVEventLog
@@ -47,7 +48,8 @@ class PrefillStatistics:
 
 
 class PrefillScheduler:
-    """Schedules prompts first come, first served; chunks of several prompts share a step's token budget."""
+    """Schedules prompts by priority, then first come, first served; chunks of several prompts share a step's token
+    budget."""
 
     def __init__(
         self,
@@ -71,6 +73,7 @@ class PrefillScheduler:
         self._dropped: list[tuple[RequestKey, int]] = []
         """Ended reservations that had early work, for the next plan."""
         self.requests: dict[RequestKey, PrefillRequest] = {}
+        """Requests by priority; of equal priority, in the order of arrival."""
 
     def submit(self, request: PrefillRequest) -> None:
         """Queues a request; a repeat changes nothing. Raises `PromptTooLongError`, `BusyError`."""
@@ -84,8 +87,17 @@ class PrefillScheduler:
                 f"prompt of {request.total_tokens} tokens does not fit the prefill group, which takes up to "
                 f"{self._max_tokens}: raise prefill.max_context_tokens or prefill.pool_tokens, or shorten it"
             )
-        self.requests[request.key] = request
+        self._add(request)
         request.prefetch = self.kv_manager.prefetch(request.readable_prefix)
+
+    def _add(self, request: PrefillRequest) -> None:
+        """Adds a request behind all requests of its priority."""
+        last = next(reversed(self.requests.values()), request)
+        self.requests[request.key] = request
+        if last.priority > request.priority:
+            ordered = sorted(self.requests.items(), key=lambda item: item[1].priority)
+            self.requests.clear()
+            self.requests.update(ordered)
 
     def give_ticket(self, request: PrefillRequest, ticket: Ticket) -> bool:
         """Sets the request's ticket. Returns True if it has its memory already: the ranks need `OpenSend` now.
@@ -211,7 +223,13 @@ class PrefillScheduler:
         )
 
     def check(self) -> None:
-        """Raises `InvariantError` unless the reserved rows and pages are those of the requests' block tables."""
+        """Raises `InvariantError` unless the requests are in the order of priority, and the reserved rows and pages
+        are those of their block tables."""
+        priorities = [request.priority for request in self.requests.values()]
+        if priorities != sorted(priorities):
+            raise InvariantError(
+                f"the prefill group's requests are not in the order of priority: {priorities}"
+            )
         self.kv_manager.check([[r.block_table] for r in self.requests.values() if r.block_table is not None])
 
     def _waits(self, request: PrefillRequest) -> bool:

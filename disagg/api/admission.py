@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 
 from disagg.api.metrics import Metrics
 from disagg.api.pace import Pace
+from disagg.api.running_slots import RunningSlots
 from disagg.core.clock import Clock
 from disagg.core.errors import BusyError, RequestTimeoutError
 from disagg.router.answers import SessionReport
@@ -17,7 +18,8 @@ RETRY_AFTER_S = 1.0
 
 
 class Admission:
-    """Runs up to `max_running` requests and queues up to `max_queued` answers, first come, first served.
+    """Runs up to `max_running` requests and queues up to `max_queued` answers: by priority, then first come, first
+    served.
 
     Answers to one prompt that are computed together are admitted together. All methods run on one event loop.
     """
@@ -34,10 +36,7 @@ class Admission:
         self._max_running, self._max_queued = max_running, max_queued
         self._pace, self._clock = pace, clock
         self._inside = 0
-        self._turns = asyncio.Semaphore(max_running)
-        self._surplus = 0
-        """Number of running slots still to remove after `max_running` was lowered. Slots are removed when they become
-        free."""
+        self._slots = RunningSlots(max_running)
         self._waiting: set[asyncio.Timeout] = set()
         """Timeouts of queued requests that an overload may reject."""
         self._metrics = metrics
@@ -54,10 +53,8 @@ class Admission:
 
     def resize(self, max_running: int) -> None:
         """Changes the limit of running requests. A lower limit ends no running request."""
-        added, self._max_running = max_running - self._max_running, max_running
-        self._surplus += max(0, -added)
-        for _ in range(added):
-            self._release()
+        self._max_running = max_running
+        self._slots.resize(max_running)
         if self._pace is not None:
             self._pace.resize(max_running)
 
@@ -119,37 +116,28 @@ class Admission:
         assert self._inside >= 0, "more answers left than entered"
 
     @asynccontextmanager
-    async def turn(self, deadline_s: float, alone: bool = True) -> AsyncIterator[None]:
+    async def turn(self, deadline_s: float, alone: bool = True, priority: int = 0) -> AsyncIterator[None]:
         """Within the block, holds a running slot. Waits for the slot until `deadline_s`, on `time.monotonic`'s clock;
         then raises `RequestTimeoutError`.
 
         `alone`: whether the HTTP request consists of this part alone. While such a part is queued, an overload may
-        reject the request with `BusyError`.
+        reject the request with `BusyError`. `priority`: requests with a lower number get a slot first.
         """
         with self._metrics.queued.track_inprogress():
-            await self._acquire(deadline_s, alone)
+            await self._acquire(deadline_s, alone, priority)
         try:
             with self._metrics.running.track_inprogress():
                 yield
         finally:
-            self._release()
+            self._slots.release()
 
-    def _release(self) -> None:
-        if self._surplus:
-            self._surplus -= 1
-        else:
-            self._turns.release()
-
-    async def _acquire(self, deadline_s: float, alone: bool) -> None:
+    async def _acquire(self, deadline_s: float, alone: bool, priority: int) -> None:
         try:
             async with asyncio.timeout(max(0.0, deadline_s - time.monotonic())) as waiting:
                 if alone:
                     self._waiting.add(waiting)
                 try:
-                    await self._turns.acquire()
-                    while self._surplus:
-                        self._surplus -= 1
-                        await self._turns.acquire()
+                    await self._slots.acquire(priority)
                 finally:
                     rejected = alone and waiting not in self._waiting
                     self._waiting.discard(waiting)

@@ -73,6 +73,8 @@ class AnswerBody(Body, frozen=True, kw_only=True):
     stop_token_ids: list[int] = []
     repetition_penalty: float = 1.0
     cache_salt: str = ""
+    priority: int = 0
+    """Requests with a lower number are served first."""
     skip_special_tokens: bool = True
     return_token_ids: bool = False
     prompt_logprobs: int | None = None

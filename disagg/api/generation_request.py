@@ -26,6 +26,8 @@ STOP_CHARACTERS = 256
 SALT_CHARACTERS = 256
 SESSION_CHARACTERS = 256
 BIASES = 1024
+PRIORITIES = 1 << 31
+"""Priorities are signed integers of 32 bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +76,8 @@ class GenerationRequest:
     """Text of each prompt, with which the texts of its answers begin; empty without `echo`."""
     only_echo: bool = False
     """Whether the reply contains the prompts alone: the one token that the engine generates is left out."""
+    priority: int = 0
+    """Requests with a lower number are served first."""
     plan: AnswerPlan | None = None
     """Plan for the parser of each answer (reasoning, tool calls); None: answers are plain text."""
     decode: Decode | None = None
@@ -225,6 +229,7 @@ def check_limits(body: AnswerBody, model: ServedModel, config: ApiConfig) -> Non
         model.require_tokenizer("stop")
     if any(len(text) > STOP_CHARACTERS for text in _stop(body)):
         raise bad("stop", f"stop contains a text of more than {STOP_CHARACTERS} characters")
+    check_number("priority", body.priority, -PRIORITIES, PRIORITIES - 1)
     if len(body.cache_salt) > SALT_CHARACTERS:
         raise bad("cache_salt", f"cache_salt has more than {SALT_CHARACTERS} characters")
     if len(body.prompt_cache_key or "") > SESSION_CHARACTERS:
@@ -270,6 +275,7 @@ def make_request(
         decode=None if body.skip_special_tokens else model.whole_decode,
         cache_salt=body.cache_salt,
         session=body.prompt_cache_key or "",
+        priority=body.priority,
     )
 
 

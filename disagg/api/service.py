@@ -239,7 +239,7 @@ class Service:
     ) -> None:
         report, metrics = track.report, self.metrics
         try:
-            async with self._admission.turn(exchange.deadline_s, alone):
+            async with self._admission.turn(exchange.deadline_s, alone, request.priority):
                 track.turn_s, inside = time.monotonic(), self._admission.inside
                 try:
                     await self._session(answers, part, request, track, exchange)
@@ -284,6 +284,7 @@ class Service:
             track.report,
             request.cache_salt,
             request.session or exchange.session,
+            request.priority,
         )
         await self._generator.run(routed, emit)
 

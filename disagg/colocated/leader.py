@@ -163,6 +163,7 @@ class ColocatedLeader(ReservingLeader):
             prefix=self._prefix_of(message),
             answered=message.answered,
         )
+        request.priority = message.priority
         request.history = history_of(message.prompt, message.sampling)
         request.constraint = self.constraints.answer(message.sampling.grammar, message.answered)
         if request.constraint is not None:

@@ -56,6 +56,8 @@ class ColocatedRequest:
     """Tokens of the prompt, and of the answer so far, that are computed or part of the running step."""
     tokens: list[int] = field(default_factory=list)
     """Tokens of the answer."""
+    priority: int = 0
+    """Prompts of requests with a lower number are computed first."""
     history: TokenHistory | None = None
     """Token counts for penalties, owned by the compute thread; None without penalties."""
     constraint: AnswerConstraint | None = None
@@ -85,7 +87,8 @@ class ColocatedStatistics:
 
 
 class ColocatedScheduler:
-    """Continuous batching of answers and prompt chunks; prompts are first come, first served."""
+    """Continuous batching of answers and prompt chunks; prompts are computed by priority, then first come, first
+    served."""
 
     def __init__(
         self,
@@ -237,16 +240,12 @@ class ColocatedScheduler:
 
     def _prompts(self, left_tokens: int) -> list[Work]:
         work: list[Work] = []
-        for request in self.requests.values():
+        for request in sorted(filter(_may_prefill, self.requests.values()), key=lambda one: one.priority):
             start, whole = request.planned_tokens, request.begin_tokens
-            if request.closing or not request.started or start == whole:
-                continue
-            if request.constraint is not None and not request.constraint.ready:
-                continue  # its grammar is still being compiled
             prompt_tokens = len(request.prompt)
             take = self._chunks.take_behind(start, prompt_tokens, whole, left_tokens, must=not work)
             if take == 0:
-                break  # first come, first served
+                break  # no later request overtakes
             request.planned_tokens += take
             left_tokens -= take
             work.append(
@@ -293,3 +292,10 @@ class ColocatedScheduler:
             return  # nothing was computed, and a part may still be loading from the second tier
         known = request.prefix.extended(request.tokens).shortened(computed)
         self._states.keep(request.states, request.block_table, known)
+
+
+def _may_prefill(request: ColocatedRequest) -> bool:
+    """Returns whether a step may compute more of the request's prompt; not while its grammar is being compiled."""
+    if request.closing or not request.started or request.planned_tokens == request.begin_tokens:
+        return False
+    return request.constraint is None or request.constraint.ready

@@ -1,9 +1,11 @@
 """The queue of requests that wait for a row and pages in a group. Pure: no threads, no clocks, no I/O.
 
-Requests of one router are admitted first come, first served; the routers are served round robin, one request each.
-No request overtakes the head of the queue, however small. The wait of the head is therefore bounded by the deadlines
-of the admitted requests. If small requests could overtake a large one, its wait would depend on later arrivals, and a
-second rule would have to prevent starvation.
+Requests with the lowest priority number are admitted first (`Reserve.priority`). Of equal priority, requests of one
+router are admitted first come, first served; the routers are served round robin, one request each. No request
+overtakes the head of the queue, however small. Without other priorities the wait of the head is therefore bounded by
+the deadlines of the admitted requests. If small requests could overtake a large one, its wait would depend on later
+arrivals, and a second rule would have to prevent starvation. Requests of a higher number wait as long as requests of
+lower numbers keep arriving.
 """
 
 from __future__ import annotations
@@ -38,22 +40,28 @@ class WaitingStatistics:
     """Number of routers with a waiting request."""
 
 
+Routers = OrderedDict[str, OrderedDict[RequestKey, WaitingRequest]]
+"""Requests by router. Routers are in the order of service, the requests of each in the order of arrival."""
+
+
 class WaitingQueue:
-    """Waiting requests: FIFO within each router, round robin over the routers."""
+    """Waiting requests by priority; of equal priority: FIFO within each router, round robin over the routers."""
 
     def __init__(self, max_waiting: int) -> None:
         self._max_waiting = max_waiting
-        self._queues: OrderedDict[str, OrderedDict[RequestKey, WaitingRequest]] = OrderedDict()
-        """Requests by router. Routers are in the order of service, the requests of each in the order of arrival."""
-        self._routers: dict[RequestKey, str] = {}
+        self._levels: dict[int, Routers] = {}
+        """Requests by priority."""
+        self._requests: dict[RequestKey, WaitingRequest] = {}
 
     def __len__(self) -> int:
-        return len(self._routers)
+        return len(self._requests)
 
     def __iter__(self) -> Iterator[WaitingRequest]:
-        """Yields the requests router by router. The queue must not change during the iteration."""
-        for queue in self._queues.values():
-            yield from queue.values()
+        """Yields the requests by priority, and then router by router. The queue must not change during the
+        iteration."""
+        for priority in sorted(self._levels):
+            for queue in self._levels[priority].values():
+                yield from queue.values()
 
     @property
     def full(self) -> bool:
@@ -67,53 +75,61 @@ class WaitingQueue:
 
     def get(self, key: RequestKey) -> WaitingRequest | None:
         """Returns the queued request with this key; None if there is none."""
-        router = self._routers.get(key)
-        return self._queues[router][key] if router is not None else None
+        return self._requests.get(key)
 
     def add(self, request: WaitingRequest) -> None:
-        """Queues a request after its router's other requests. The queue must not be `full`, and must not contain the
-        request."""
+        """Queues a request after its router's other requests of the same priority. The queue must not be `full`, and
+        must not contain the request."""
         key = request.reserve.key
         assert not self.full, "the caller refuses further requests"
-        assert key not in self._routers, "a request waits once"
-        self._routers[key] = request.router
-        self._queues.setdefault(request.router, OrderedDict())[key] = request
+        assert key not in self._requests, "a request waits once"
+        self._requests[key] = request
+        routers = self._levels.setdefault(request.reserve.priority, OrderedDict())
+        routers.setdefault(request.router, OrderedDict())[key] = request
 
     def take(self) -> WaitingRequest | None:
         """Removes and returns the head; its router moves to the end of the round robin order."""
         head = self.head
         if head is not None:
-            self._queues.move_to_end(head.router)
+            self._levels[head.reserve.priority].move_to_end(head.router)
             self.remove(head.reserve.key)
         return head
 
     def remove(self, key: RequestKey) -> WaitingRequest | None:
         """Removes and returns the queued request with this key; None if there is none."""
-        router = self._routers.pop(key, None)
-        if router is None:
+        request = self._requests.pop(key, None)
+        if request is None:
             return None
-        queue = self._queues[router]
-        request = queue.pop(key)
-        if not queue:
-            del self._queues[router]
+        priority = request.reserve.priority
+        routers = self._levels[priority]
+        del routers[request.router][key]
+        if not routers[request.router]:
+            del routers[request.router]
+        if not routers:
+            del self._levels[priority]
         return request
 
     def statistics(self) -> WaitingStatistics:
         """Returns the current counts."""
-        return WaitingStatistics(len(self), len(self._queues))
+        return WaitingStatistics(len(self), len({one.router for one in self._requests.values()}))
 
     def check(self) -> None:
-        """Raises `InvariantError` unless each request is queued once, under its router, within the limit."""
-        queued = {key: router for router, queue in self._queues.items() for key in queue}
+        """Raises `InvariantError` unless each request is queued once, under its priority and router, within the
+        limit."""
+        queued = [
+            (priority, router, key, one)
+            for priority, routers in self._levels.items()
+            for router, queue in routers.items()
+            for key, one in queue.items()
+        ]
         sound = (
-            queued == self._routers
-            and len(queued) == sum(map(len, self._queues.values())) <= self._max_waiting
-            and all(self._queues.values())
+            {key: one for *_, key, one in queued} == self._requests
+            and len(queued) == len(self) <= self._max_waiting
+            and all(routers and all(routers.values()) for routers in self._levels.values())
             and all(
-                (one.router, one.reserve.key) == (router, key)
-                for router, queue in self._queues.items()
-                for key, one in queue.items()
+                (one.reserve.priority, one.router, one.reserve.key) == (priority, router, key)
+                for priority, router, key, one in queued
             )
         )
         if not sound:
-            raise InvariantError(f"the waiting queue is inconsistent: {self._queues}, {self._routers}")
+            raise InvariantError(f"the waiting queue is inconsistent: {self._levels}, {self._requests}")

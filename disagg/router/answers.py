@@ -143,3 +143,5 @@ class RouterRequest:
     """Salt of the prompt: only prompts with the same salt share cached KV."""
     session: str = ""
     """Name of the session. Requests with the same name use the same decode group, unless it is overloaded."""
+    priority: int = 0
+    """Groups serve requests with a lower number first."""

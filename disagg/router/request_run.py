@@ -53,6 +53,7 @@ class RoutedRequest:
     began_s: float
     deadline_s: float
     report: SessionReport
+    priority: int
 
 
 @dataclass(slots=True)
@@ -171,6 +172,7 @@ class RequestRun:
             careful=bool(branch.suspects),
             suspected=context.suspected,
             may_leave=partial(self._may_leave, branch),
+            priority=request.priority,
         )
         tokens = {engine: self.missing_tokens(engine) for engine in pair}
         return session, SessionLoad(*pair, branch.sampling.sequences, tokens)

@@ -281,8 +281,9 @@ class Router:
         branch = Branch(tuple(new_answers(sampling, request.decode)), sampling)
         report.answers = [answer.tokens for answer in branch.answers]
         report.prompt_tokens = len(tokens)
+        deadline_s = now_s + request.timeout_s
         routed = RoutedRequest(
-            request.request_id, tokens, request.cache_salt, now_s, now_s + request.timeout_s, report
+            request.request_id, tokens, request.cache_salt, now_s, deadline_s, report, request.priority
         )
         routing = self._routing_request(tokens, request.cache_salt, request.session)
         choose = partial(self._pair, routing)

@@ -75,6 +75,8 @@ class SessionHandlers(ABC):
     """Addresses of leaders of groups with a silent rank; the router updates the set."""
     may_leave: Callable[[SessionHandlers], bool] = lambda session: True
     """Callback that returns whether the session may leave a suspected group: the request can be recovered again."""
+    priority: int = 0
+    """The leaders serve requests with a lower number first."""
     phase: SessionPhase = SessionPhase.NEW
     involved: set[str] = field(default_factory=set)
     """Leaders to which the request was sent, and which must therefore release the request."""
@@ -163,6 +165,7 @@ class SessionHandlers(ABC):
             self._answered,
             self.after,
             min(self.reserve_wait_s, left_s),
+            self.priority,
         )
         for group in (self.decode, self.prefill):
             self._require_receiver(group)  # check both groups before any message is sent
@@ -181,7 +184,14 @@ class SessionHandlers(ABC):
     def _prefill(self, ticket: Ticket | None) -> m.Prefill:
         left_s = self.left_s(self.now_s)
         return m.Prefill(
-            self.key, self.prompt, self.sampling, ticket, left_s, self.cache_salt, self._answered
+            self.key,
+            self.prompt,
+            self.sampling,
+            ticket,
+            left_s,
+            self.cache_salt,
+            self._answered,
+            self.priority,
         )
 
     @property

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from disagg.api.admission import Admission
 from disagg.api.metrics import Metrics
 from disagg.api.pace import Pace
+from disagg.api.running_slots import RunningSlots
 from disagg.core.errors import BusyError
 
 
@@ -25,10 +26,10 @@ class Requests:
         self._ends: dict[int, asyncio.Event] = {}
         self._tasks: dict[int, asyncio.Task[None]] = {}
 
-    def start(self) -> None:
+    def start(self, priority: int = 0) -> None:
         number = len(self._tasks)
         self._ends[number] = asyncio.Event()
-        self._tasks[number] = asyncio.create_task(self._run(number))
+        self._tasks[number] = asyncio.create_task(self._run(number, priority))
 
     def end(self) -> None:
         """Ends the oldest one that runs."""
@@ -49,8 +50,8 @@ class Requests:
             task.cancel()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
-    async def _run(self, number: int) -> None:
-        async with self.admission.turn(float("inf")):
+    async def _run(self, number: int, priority: int) -> None:
+        async with self.admission.turn(float("inf"), priority=priority):
             self.running.append(number)
             await self._ends[number].wait()
 
@@ -123,6 +124,8 @@ def test_slots_are_neither_lost_nor_won(events: list[tuple[str, int]]) -> None:
                 requests.admission.resize(number)
             elif name == "cancel":
                 requests.cancel(number)
+            elif name == "start":
+                requests.start(number % 2)
             else:
                 getattr(requests, name)()
             await requests.settle()
@@ -136,3 +139,38 @@ def test_slots_are_neither_lost_nor_won(events: list[tuple[str, int]]) -> None:
         assert len(requests.running) == 3
 
     on_loop(work)
+
+
+def test_a_free_slot_goes_to_the_lowest_priority_number() -> None:
+    async def work(requests: Requests) -> None:
+        for priority in (0, 0, 5, 1, -3, 1, 5):
+            requests.start(priority)
+        await requests.settle()
+        requests.cancel(3)
+        await requests.settle()
+        started = list(requests.running)
+        while requests.running:
+            requests.end()
+            await requests.settle()
+            started += [one for one in requests.running if one not in started]
+        assert started == [0, 1, 4, 5, 2, 6], "the fourth left the queue"
+
+    on_loop(work)
+
+
+def test_a_slot_that_comes_with_a_cancellation_is_not_lost() -> None:
+    """The slot is granted, and the waiter is cancelled before it runs; or the other way round."""
+
+    async def work() -> None:
+        for first, second in ((0, 1), (1, 0)):
+            slots = RunningSlots(1)
+            await slots.acquire()
+            waiter = asyncio.create_task(slots.acquire())
+            await asyncio.sleep(0)
+            steps = (slots.release, waiter.cancel)
+            for step in (first, second):
+                steps[step]()
+            await asyncio.wait([waiter])
+            assert (waiter.cancelled(), slots.taken) == (True, 0)
+
+    asyncio.run(work())

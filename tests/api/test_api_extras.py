@@ -52,6 +52,13 @@ def test_token_ids_of_several_prompts(server: ApiServer) -> None:
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_priority_reaches_the_router(server: ApiServer, path: str) -> None:
+    server.ask(path, max_tokens=1, priority=-7)
+    server.ask(path, max_tokens=1)
+    assert server.generator.priorities[-2:] == [-7, 0]
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 def test_counts_in_each_chunk(server: ApiServer, path: str) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     chunks = events(server, path, max_tokens=3, stream_options=options)

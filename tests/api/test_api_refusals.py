@@ -97,6 +97,8 @@ FIELDS: list[tuple[str, dict[str, Any], str, str | None]] = [
     (CHAT, {"logprobs": True, "top_logprobs": 21}, "top_logprobs", None),
     (CHAT, {"top_logprobs": 2}, "top_logprobs", None),
     (COMPLETIONS, {"prompt_logprobs": -1}, "prompt_logprobs", None),
+    (CHAT, {"priority": 1 << 31}, "priority", None),
+    (COMPLETIONS, {"priority": "high"}, "priority", None),
     (CHAT, {"prompt_logprobs": 21}, "prompt_logprobs", None),
     (COMPLETIONS, {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", None),
     (COMPLETIONS, {"prompt_logprobs": 1, "use_beam_search": True}, "prompt_logprobs", None),

@@ -92,7 +92,12 @@ def scheduling(kv_manager: KVManager, watermark: float = 0.0, **more: Any) -> De
 
 
 def start(
-    scheduler: DecodeScheduler, number: int, prompt_tokens: int, max_tokens: int, n: int = 1
+    scheduler: DecodeScheduler,
+    number: int,
+    prompt_tokens: int,
+    max_tokens: int,
+    n: int = 1,
+    priority: int = 0,
 ) -> DecodeRequest:
     """A request whose KV and first tokens are here. No two prompts begin alike."""
     prompt = pack_tokens([1000 * number + at for at in range(prompt_tokens)])
@@ -105,6 +110,7 @@ def start(
         deadline_s=0.0,
         prefix=PrefixKey.of(prompt),
     )
+    request.priority = priority
     request.landed_ranks.add(0)
     for sequence in request.sequences:
         sequence.tokens.append(1)
@@ -146,6 +152,21 @@ def test_the_youngest_leaves_and_comes_back_when_an_older_one_has_ended() -> Non
     scheduler.rank_closed(one, 0)
     assert step(scheduler) == {"r2"}
     assert only(two).left_tokens == 1, "all of it was computed again, in one chunk"
+    scheduler.check()
+
+
+def test_a_later_request_with_a_lower_priority_number_takes_the_pages_of_an_earlier_one() -> None:
+    scheduler = make(40, 3)
+    batch = start(scheduler, 1, 12, 28, priority=1)
+    urgent = start(scheduler, 2, 16, 24)
+    seen = []
+    while batch.residency is Residency.RESIDENT:
+        seen.append(step(scheduler))
+    assert seen[-1] == {"r2"}, "it goes on with the pages, in the same step"
+    assert urgent.residency is Residency.RESIDENT
+    scheduler.close(urgent)
+    scheduler.rank_closed(urgent, 0)
+    assert step(scheduler) == {"r1"}
     scheduler.check()
 
 

@@ -17,11 +17,13 @@ from transport.control import messages as m
 
 MAX_WAITING = 12
 ROUTERS = ("a", "b", "c")
+PRIORITIES = (-5, 0, 3)
 
 
-def waiting(router: str, number: int) -> WaitingRequest:
+def waiting(router: str, number: int, priority: int = 0) -> WaitingRequest:
+    key = RequestKey(f"r{number}")
     reserve = m.Reserve(
-        RequestKey(f"r{number}"), pack_tokens([1]), SamplingParams(), 60.0, "prefill", wait_s=5.0
+        key, pack_tokens([1]), SamplingParams(), 60.0, "prefill", wait_s=5.0, priority=priority
     )
     return WaitingRequest(router, reserve, 60.0, 5.0)
 
@@ -55,14 +57,33 @@ class Model:
         self.queues = [(router, queue) for router, queue in self.queues if queue]
 
 
+class PriorityModel:
+    """A `Model` for each priority."""
+
+    def __init__(self) -> None:
+        self.models = {priority: Model() for priority in PRIORITIES}
+
+    def all(self) -> list[WaitingRequest]:
+        return [one for model in self.models.values() for one in model.all()]
+
+    def add(self, one: WaitingRequest) -> None:
+        self.models[one.reserve.priority].add(one)
+
+    def take(self) -> WaitingRequest | None:
+        return next((one for model in self.models.values() if (one := model.take()) is not None), None)
+
+    def remove(self, one: WaitingRequest) -> None:
+        self.models[one.reserve.priority].remove(one)
+
+
 @pytest.mark.parametrize("seed", range(100))
 def test_any_sequence_keeps_the_order(seed: int) -> None:
     choose = random.Random(seed)
-    queue, model = WaitingQueue(MAX_WAITING), Model()
+    queue, model = WaitingQueue(MAX_WAITING), PriorityModel()
     for number in range(200):
         kind = choose.choice(["add", "add", "take", "remove"])
         if kind == "add" and not queue.full:
-            one = waiting(choose.choice(ROUTERS), number)
+            one = waiting(choose.choice(ROUTERS), number, choose.choice(PRIORITIES))
             queue.add(one)
             model.add(one)
         elif kind == "take":
@@ -77,7 +98,8 @@ def test_any_sequence_keeps_the_order(seed: int) -> None:
         assert queue.head is next(iter(model.all()), None)
         assert all(queue.get(one.reserve.key) is one for one in model.all())
         found = queue.statistics()
-        assert (found.waiting, found.routers) == (len(model.all()), len(model.queues))
+        routers = {one.router for one in model.all()}
+        assert (found.waiting, found.routers) == (len(model.all()), len(routers))
         assert queue.full == (len(queue) == MAX_WAITING)
 
 

@@ -26,6 +26,8 @@ class FakeGenerator:
         """Of each call."""
         self.sessions: list[str] = []
         """Of each call."""
+        self.priorities: list[int] = []
+        """Of each call."""
         self.aborted: list[str] = []
         """Requests that were closed before their last output."""
         self.cached_tokens: int | None = None
@@ -81,6 +83,7 @@ class FakeGenerator:
         self.calls.append((request_id, list(request.prompt), sampling))
         self.salts.append(request.cache_salt)
         self.sessions.append(request.session)
+        self.priorities.append(request.priority)
         report.cached_tokens = self.cached_tokens
         report.reserved_s, report.nbytes, report.segments, report.transfer_s = 0.25, 1000, 2, 0.5
         streams = {number: TextStream(decode, sampling.stop) for number in range(sampling.n)}

@@ -62,8 +62,8 @@ class ColocatedMachine(RuleBasedStateMachine):
     def requests(self) -> list[ColocatedRequest]:
         return list(self.scheduler.requests.values())
 
-    @rule(tokens=st.integers(1, 38), answer=st.integers(1, 8))
-    def reserve(self, tokens: int, answer: int) -> None:
+    @rule(tokens=st.integers(1, 38), answer=st.integers(1, 8), priority=st.integers(0, 1))
+    def reserve(self, tokens: int, answer: int, priority: int) -> None:
         self.count += 1
         sampling = SamplingParams(max_tokens=answer)
         try:
@@ -75,6 +75,7 @@ class ColocatedMachine(RuleBasedStateMachine):
         except BusyError:
             assert self.requests(), "an empty group has room for whatever fits it"
         else:
+            request.priority = priority
             assert request.block_table is not None
             assert len(request.block_table.pages) * 4 >= tokens + answer
             assert request.ticket.number not in self.numbers
@@ -89,6 +90,7 @@ class ColocatedMachine(RuleBasedStateMachine):
     @rule()
     def step(self) -> None:
         prompts = [r for r in self.requests() if r.started and not r.closing and not r.tokens]
+        prompts.sort(key=lambda one: one.priority)
         running = [r for r in self.requests() if r.tokens and not r.closing]
         self.plan = self.scheduler.next_step()
         work = self.plan.work if self.plan is not None else []
@@ -97,7 +99,7 @@ class ColocatedMachine(RuleBasedStateMachine):
         assert len(decodes) == min(BATCH, len(running)), "no answer stands still for a prompt"
         assert bool(chunks) == bool(prompts), "no prompt starves"
         assert [one.key for one in chunks] == [r.key for r in prompts[: len(chunks)]], (
-            "first come, first served"
+            "by priority, then first come, first served"
         )
         assert sum(len(one.tokens) for one in work) <= BUDGET
         assert all(one.span.stop == one.prompt_tokens for one in chunks[:-1]), "only the last chunk is cut"

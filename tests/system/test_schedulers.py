@@ -70,8 +70,14 @@ class PrefillMachine(RuleBasedStateMachine):
     def requests(self) -> list[PrefillRequest]:
         return list(self.scheduler.requests.values())
 
-    @rule(tokens=st.integers(1, 50), common=st.integers(0, 50), wrong=st.booleans(), early=st.booleans())
-    def submit(self, tokens: int, common: int, wrong: bool, early: bool) -> None:
+    @rule(
+        tokens=st.integers(1, 50),
+        common=st.integers(0, 50),
+        wrong=st.booleans(),
+        early=st.booleans(),
+        priority=st.integers(-1, 1),
+    )
+    def submit(self, tokens: int, common: int, wrong: bool, early: bool, priority: int) -> None:
         """The first `common` tokens are those of all other prompts. `wrong`: its first token cannot be told.
 
         `early`: the ticket comes later.
@@ -79,7 +85,7 @@ class PrefillMachine(RuleBasedStateMachine):
         key = key_of(self.count)
         self.count += 1
         prompt = pack_tokens([t if t < common else t + 100 * self.count for t in range(tokens)])
-        request = PrefillRequest(key, prompt, SamplingParams(), "router", 0.0)
+        request = PrefillRequest(key, prompt, SamplingParams(), "router", 0.0, priority=priority)
         request.prefix = PrefixKey.of(prompt) if self.scheduler.caches_prefixes else None
         if wrong:
             self.wrong.add(key)
@@ -134,6 +140,9 @@ class PrefillMachine(RuleBasedStateMachine):
             assert sum(len(work.tokens) for work in self.plan.work) <= 7
             for one in self.plan.dropped:
                 self.early.remove(one)
+            planned = [self.scheduler.requests[work.key] for work in self.plan.work]
+            order = [(one.ticket is None, one.priority, int(one.key.request_id[1:])) for one in planned]
+            assert order == sorted(order), "by priority, then by arrival; without a ticket last"
             for work in self.plan.work:
                 request = self.scheduler.requests[work.key]
                 block_table, key = request.block_table, (work.key, work.reservation)
@@ -353,9 +362,13 @@ class DecodeMachine(RuleBasedStateMachine):
         return [request for request in self.requests() if not request.closing]
 
     @rule(
-        tokens=st.integers(1, 24), answer=st.integers(2, 30), sequences=st.integers(1, 3), beams=st.booleans()
+        tokens=st.integers(1, 24),
+        answer=st.integers(2, 30),
+        sequences=st.integers(1, 3),
+        beams=st.booleans(),
+        priority=st.integers(0, 1),
     )
-    def reserve(self, tokens: int, answer: int, sequences: int, beams: bool) -> None:
+    def reserve(self, tokens: int, answer: int, sequences: int, beams: bool, priority: int) -> None:
         key = key_of(self.count)
         self.count += 1
         sequences = min(sequences, self.scheduler.max_sequences)
@@ -379,6 +392,7 @@ class DecodeMachine(RuleBasedStateMachine):
         except BusyError:
             assert self.requests(), "an empty group has room for whatever fits it"
         else:
+            request.priority = priority
             assert not waits, "who was preempted comes back first"
             assert request.ticket.number not in self.numbers
             assert request.block_tables[0].row == request.ticket.row
@@ -517,7 +531,7 @@ class DecodeMachine(RuleBasedStateMachine):
     def only_younger_ones_leave(self, before: dict[DecodeRequest, list[int]]) -> None:
         kept = [request for request in before if request.residency is Residency.RESIDENT]
         for victim in before.keys() - set(kept):
-            assert any(request.age < victim.age for request in kept), "pages are for an older one"
+            assert any(one.order < victim.order for one in kept), "pages are for an earlier one"
             assert not victim.pages() or set(victim.pages()) <= set(before[victim]), "all or nothing"
 
     def computes_what_is_missing(
@@ -737,7 +751,8 @@ def test_steps_ahead_of_their_tokens(preemption: str, eviction: EvictionName | N
         machine.begin(preemption, random.choice([0, 3, 20]), 0, False, False, 1)
         for _ in range(80):
             if random.random() < 0.3:
-                machine.reserve(random.randint(1, 12), random.randint(2, 20), random.randint(1, 3), False)
+                sizes = random.randint(1, 12), random.randint(2, 20), random.randint(1, 3)
+                machine.reserve(*sizes, beams=False, priority=random.randint(0, 1))
                 machine.everything_came()
             several = [request for request in machine.live() if request.sampling.n > 1]
             if several and random.random() < 0.1:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import msgspec
 
-from disagg.core.bounds import Count, Seconds
+from disagg.core.bounds import Count, Priority, Seconds
 from disagg.core.tokens import TokenIds
 from disagg.core.types import RequestKey, SamplingParams, Ticket, TokenLogprobs
 from transport.control.messages.base import Message, TicketNumber
@@ -30,6 +30,8 @@ class Reserve(Message, frozen=True):
     """The earlier attempt in this group whose row, pages and landed KV this attempt takes over."""
     wait_s: Seconds = 0.0
     """Longest wait of the request for a row and pages; after that, the leader replies `Failed` (busy)."""
+    priority: Priority = 0
+    """Requests with a lower number are admitted first, and preempted last."""
 
 
 class Reserved(Message, frozen=True):
@@ -70,6 +72,8 @@ class Prefill(Message, frozen=True):
     """Salt of the prompt: only prompts with the same salt share cached KV."""
     answered: list[Count] = msgspec.field(default_factory=list)
     """Tokens of the answer so far; see `Reserve`. The prefill group computes their KV together with the prompt's."""
+    priority: Priority = 0
+    """Prompts of requests with a lower number are computed first."""
 
 
 class PromptLogprobs(Message, frozen=True):
