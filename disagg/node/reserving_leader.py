@@ -95,12 +95,12 @@ class ReservingLeader(Leader):
         """Reserves memory for a request and starts it. Raises `DisaggError`; `BusyError` if memory is short."""
 
     def _start_or_wait(self, one: WaitingRequest) -> None:
-        """Admits a request if no other request is queued and memory is free; otherwise queues or refuses it."""
+        """Admits a request if no queued request precedes it and memory is free; otherwise queues or refuses it."""
         message, count = one.reserve, len(self.waiting)
         try:
             self._scheduler.require_fits(len(message.prompt), message.sampling)
             self._begin_prefetch(message)
-            if count:
+            if not self.waiting.is_first(message.priority):
                 raise BusyError(f"{count} requests wait for room in the {self._role} group already")
             self._start_fetched(one)
         except BusyError as error:

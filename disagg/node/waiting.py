@@ -73,6 +73,11 @@ class WaitingQueue:
         """The request to admit next; None if no request waits."""
         return next(iter(self), None)
 
+    def is_first(self, priority: int) -> bool:
+        """Returns whether a new request of this priority would be the head."""
+        head = self.head
+        return head is None or priority < head.reserve.priority
+
     def get(self, key: RequestKey) -> WaitingRequest | None:
         """Returns the queued request with this key; None if there is none."""
         return self._requests.get(key)

@@ -96,6 +96,10 @@ def test_any_sequence_keeps_the_order(seed: int) -> None:
         queue.check()
         assert list(queue) == model.all()
         assert queue.head is next(iter(model.all()), None)
+        ahead = [one.reserve.priority for one in model.all()]
+        assert [queue.is_first(one) for one in PRIORITIES] == [
+            all(one < other for other in ahead) for one in PRIORITIES
+        ]
         assert all(queue.get(one.reserve.key) is one for one in model.all())
         found = queue.statistics()
         routers = {one.router for one in model.all()}

@@ -135,6 +135,15 @@ def test_waiting_requests_are_admitted_when_another_has_settled(full: Group) -> 
     assert not any(full.failed(f"r{number}") for number in range(3))
 
 
+def test_a_lower_priority_number_overtakes_and_starts_at_once(full: Group) -> None:
+    full.reserve("batch", tokens=40, priority=1)
+    full.reserve("large", tokens=40, priority=-1)
+    full.reserve("behind", tokens=1, priority=0)
+    assert full.waiting == ["large", "behind", "batch"]
+    full.reserve("small", tokens=1, priority=-2, wait_s=0.0)
+    assert (full.admitted, full.waiting) == (["first", "small"], ["large", "behind", "batch"])
+
+
 def test_a_small_request_does_not_overtake_a_large_one(full: Group) -> None:
     full.reserve("large", tokens=40)
     full.reserve("small", tokens=1)
