@@ -31,9 +31,8 @@ class Speller:
         return self._texts[token]
 
     def prompt(self, scores: Sequence[TokenLogprobs], count: int) -> r.PromptLogprobs:
-        """Returns the field `prompt_logprobs` of a prompt with the log-probabilities `scores`, with `count` most
-        probable tokens at each position."""
-        return [None, *(self._entry(one, count) for one in scores)]
+        """Returns entries of the field `prompt_logprobs`, with `count` most probable tokens at each position."""
+        return [self._entry(one, count) for one in scores]
 
     def _entry(self, one: TokenLogprobs, count: int) -> dict[str, r.PromptLogprob]:
         entry = {str(one.token): r.PromptLogprob(finite(one.logprob), one.rank, self.text(one.token))}

@@ -44,6 +44,7 @@ async def whole_reply(start: Start, writer: Writer, exchange: Exchange, receive:
     try:
         async with _aborted_when_gone(answers, receive):
             await reply.ended()
+            await writer.prepare()
     except ClientGoneError as exc:
         raise ApiError(CLIENT_GONE, "the client disconnected", code="client_gone") from exc
     finally:

@@ -557,11 +557,13 @@ class ModelRunner:
         look = partial(self._look, ShapeProbe(), make_cache(self.model.config) if hybrid else None)
         try:
             with self._head.after_one_pass():
-                look()
-                alone = look(keep=upload([0], self.device))
+                again, alone = look(), look(keep=upload([0], self.device))
         except UnsupportedModelError:
             return False
-        return alone.shape == whole.shape and torch.allclose(alone, whole, rtol=1e-3, atol=1e-3)
+        same = alone.shape == again.shape and torch.allclose(alone, again, rtol=1e-3, atol=1e-3)
+        # Two passes may differ by the rounding of a 16-bit type. Logits of minus infinity differ by 0.
+        differ = (again - whole).nan_to_num(nan=0.0).abs().max()
+        return same and bool(differ <= 0.1 * whole.abs().max())
 
     def _pack(self, sample: StateCache) -> None:
         """Lets registered recurrent modules use the pool of states, and completes `spec`."""
