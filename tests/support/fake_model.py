@@ -211,8 +211,9 @@ class FakeRunner:
     def _score(self, batch: StepBatch, scores: PromptScores) -> None:
         """See `ModelRunner.forward`."""
         logits = [
-            fake_logits(self.context(one.row, at + 1))
+            fake_logits(tokens[: at + 1])
             for one in batch.sequences
+            if one.targets and (tokens := self.context(one.row, one.stop))
             for at in range(one.start, one.start + len(one.targets))
         ]
         scores.of(batch, self.device).add(torch.stack(logits), reads=True)
