@@ -189,8 +189,8 @@ def test_nobody_reads_what_a_failed_request_computed(checkpoints: Checkpoints) -
         rank = groups.groups["colocated"][0]
         forward, bad = rank.executor.run, [True]
 
-        def spoiled(plan: StepPlan, on_layer: Any = None) -> Any:
-            logits = forward(plan, on_layer)
+        def spoiled(plan: StepPlan, *rest: Any) -> Any:
+            logits = forward(plan, *rest)
             return logits * float("nan") if bad[0] else logits
 
         rank.executor.run = spoiled
