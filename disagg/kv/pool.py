@@ -145,7 +145,8 @@ class MHATokenToKVPool:
         return self.buffer[layer, 0, slots]
 
     def poison(self) -> None:
-        """Fills the pool with 0xFF bytes, which are NaN in every float type: tests find reads of unwritten slots."""
+        """Fills the pool with 0xFF bytes, which are NaN in every float type, so that tests detect reads of unwritten
+        slots."""
         self.buffer.view(torch.uint8).fill_(0xFF)
 
 
@@ -190,7 +191,7 @@ class ClassedKVPool:
         return number, layer - self._ends[number] + self.parts[number].layers
 
     def poison(self) -> None:
-        """See `MHATokenToKVPool.poison`."""
+        """Fills the pools of all classes with NaN bytes; see `MHATokenToKVPool.poison`."""
         for part in self.parts:
             part.poison()
 
