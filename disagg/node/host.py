@@ -54,7 +54,7 @@ class Started(NamedTuple):
     host: str
     """Host name of the process `pid`."""
     memory: str
-    """Use of the device's memory, as text: KV pool, weights and others."""
+    """Text for people about the use of the device's memory: KV pool, weights and others."""
     transport: str
     """Name of the rank's transport (`Choice.name`)."""
     pool_tokens: int
@@ -90,7 +90,8 @@ class ClaimReply(NamedTuple):
 def freeze_objects() -> None:
     """Excludes every current object from garbage collection: a full collection would stop all threads for 0.2 s.
 
-    A process that runs one rank calls it: libraries and the model exist until the process ends.
+    Call this function only in a process that runs one rank, where libraries and the model exist until the process
+    ends.
     """
     gc.collect()
     gc.freeze()
@@ -127,7 +128,7 @@ class RankHost:
         self._collective: Collective | None = None
         self._meeting_folder = ""
         self._over, self._broken = False, ""
-        self._changed = threading.Condition()  # for the two fields above and the owner
+        self._changed = threading.Condition()  # guards the two fields above and the owner
         self._ownership = Ownership(owner, config.cluster.hang_timeout_s, clock)
         self._group: GroupInfo | None = None
         self._started: Started | None = None
@@ -159,7 +160,7 @@ class RankHost:
         """Makes `claimant` the owner if the current owner is dead; the reply then has the data for an adoption."""
         with self._changed:
             granted = self._ownership.claim(claimant)
-            self._changed.notify_all()  # the `park` call of a former owner
+            self._changed.notify_all()  # ends the `park` call of a former owner
         return ClaimReply(self._ownership.epoch, self._record() if granted else None)
 
     def rendezvous(self, backend: str) -> Rendezvous:
@@ -169,7 +170,7 @@ class RankHost:
         return Rendezvous(self._meeting_folder, backend)
 
     def start(self, rendezvous: Rendezvous) -> Started:
-        """Joins the collective, loads the model, opens the channels. Raises `DisaggError`."""
+        """Joins the collective, loads the model, opens the control and data channels. Raises `DisaggError`."""
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         group = self.group_config
         device = resolve_device(group.device)
@@ -235,7 +236,10 @@ class RankHost:
         self._keys.replace(keys)
 
     def peer_lost(self, address: str) -> None:
-        """Ends all work with a dead peer. The cluster calls this, because it may detect the death first."""
+        """Ends all work with a dead peer.
+
+        The cluster calls this method, because it may detect the death before this rank.
+        """
         self._linked = tuple(
             group for group in self._linked if all(rank.control_address != address for rank in group.ranks)
         )

@@ -1,4 +1,4 @@
-"""Base of the leaders that reserve a row and pages for requests, and queue requests for which none are free.
+"""Base class of leaders that reserve a row and pages for each request, and queue requests while these are short.
 
 Queued requests are admitted whenever rows or pages may have become free. There are four such events: a request frees
 its memory, a copy to host memory ends, a queued request leaves, and a step ends (before the next step is planned).
@@ -43,7 +43,7 @@ class ReservingScheduler(LedScheduler, Protocol):
 
 
 class ReservingLeader(Leader):
-    """Base of `DecodeLeader` and `ColocatedLeader`."""
+    """Base class of `DecodeLeader` and `ColocatedLeader`."""
 
     _scheduler: ReservingScheduler
 
@@ -109,7 +109,7 @@ class ReservingLeader(Leader):
             self._refuse(one.router, one.reserve.key, error)
 
     def _begin_prefetch(self, message: m.Reserve) -> None:
-        """Begins a prefetch of a new request, unless the request must not wait."""
+        """Begins a prefetch for a new request, unless the request has a wait limit of 0."""
         if message.wait_s > 0 and (prefix := self._prefix_of(message)) is not None:
             prefetch = self._scheduler.kv_manager.prefetch(prefix.extended(message.answered))
             if prefetch is not None:
@@ -163,7 +163,10 @@ class ReservingLeader(Leader):
         return WaitingRequest(router, message, now_s + message.deadline_s, now_s + wait_s)
 
     def _waits(self, router: str, message: m.Reserve) -> bool:
-        """Returns whether the request is queued already and keeps its position; refuses it for another router."""
+        """Returns whether a request with this key is queued already.
+
+        If another router queued it, refuses this request.
+        """
         known = self.waiting.get(message.key)
         if known is not None and known.router != router:
             self._refuse(router, message.key, BusyError(f"request {message.key} is in use by another router"))
@@ -181,10 +184,9 @@ class ReservingLeader(Leader):
         super()._break(reason)
 
     def expire(self) -> None:
-        """Ends requests past their deadline, refuses queued requests past their wait limit, then admits from the
-        queue.
+        """Ends requests past their deadline and refuses queued requests past their wait limit.
 
-        Runs before each step is planned.
+        Then admits requests from the queue. Runs before each step is planned.
         """
         super().expire()
         now_s = self._clock()

@@ -1,4 +1,4 @@
-"""Checksums of segments for a transfer agent: host words that receive sums, and the checks that kernels compute.
+"""Checksums of segments for a transfer agent: sums that kernels compute, and host words that receive the sums.
 
 computed by               input                                       destination of the sum
 prefill rank, gather      the segment's bytes, into staging           the message's trailer
@@ -68,7 +68,7 @@ class Sums:
         self._free.append(word)
 
     def any_check(self, total: torch.Tensor, less: torch.Tensor | None = None) -> Check:
-        """Returns a check for a warm-up launch, which compiles the kernel and belongs to no request."""
+        """Returns a check for a warm-up launch, which only compiles the kernel."""
         return Check(self._summer, Origin(0, 0, 0), total, less, _seed(0, 0, 0))
 
     def check(
