@@ -114,8 +114,7 @@ def make_runner(
 
 
 def wanted_states(group: GroupConfig, device: torch.device) -> int:
-    """Returns the largest number of recurrent states that the group caches; 0 for decode groups, which receive
-    states."""
+    """Returns the limit of recurrent states that the group caches; 0 for decode groups, which receive states."""
     if isinstance(group, DecodeConfig) or not group.prefix_cache:
         return 0
     if group.cached_states is not None:

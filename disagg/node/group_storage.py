@@ -14,8 +14,7 @@ from disagg.storage.parts import PartGrid
 
 
 def part_grid(group: GroupConfig, spec: ModelSpec) -> PartGrid:
-    """Returns the grid of parts for a group's pages: one KV head per part, so that groups of any size can share
-    pages."""
+    """Returns the parts of a group's pages: one KV head each, so that groups of any size can share pages."""
     return PartGrid(spec.layout, group.page_size)
 
 

@@ -54,7 +54,7 @@ class Started(NamedTuple):
     host: str
     """Host name of the process `pid`."""
     memory: str
-    """Text for people about the use of the device's memory: KV pool, weights and others."""
+    """Use of the device memory, as a text: KV pool, weights, steps and others."""
     transport: str
     """Name of the rank's transport (`Choice.name`)."""
     pool_tokens: int

@@ -93,9 +93,7 @@ class Mending:
         if peer in self._requested:
             self._requested.discard(peer)
             self._link_again(peer)
-        elif (
-            not message.answer
-        ):  # an unexpected answer is ignored: the control channel lost the peer since the request
+        elif not message.answer:  # else the answer is outdated: the control channel has lost the peer since
             connected = self._silences.is_linked(peer) and self._silences.mark_silent(peer)
             self._drop(peer)
             self._send(peer, m.LinkBroken(answer=True))

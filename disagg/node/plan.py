@@ -21,10 +21,7 @@ class Work(msgspec.Struct, frozen=True, array_like=True):
 
     key: RequestKey
     reservation: int
-    """Number of the request's reservation of row and pages.
-
-    `key` and `reservation` identify the content of the row.
-    """
+    """Number of the request's reservation of row and pages. With `key`, the number identifies the row's content."""
     row: int
     start: int
     tokens: list[int]

@@ -309,8 +309,7 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
 
     @property
     def broken(self) -> str:
-        """On rank 0, the reason why the group can no longer serve; empty while the group works, and on other
-        ranks."""
+        """Reason why the group can no longer serve; empty while the group works, and on ranks other than 0."""
         return self.leader.broken if self.leader is not None else ""
 
     def check(self) -> None:

@@ -41,8 +41,8 @@ def check_request(
     require_one_rope(spec, len(prompt), sampling.max_tokens)
     if answered and (sampling.sequences > 1 or sampling.beams):
         raise InvalidRequestError(
-            f"a request that continues an answer must have 1 sequence and no beams; sequences = {sampling.sequences}: "
-            "continue each answer in a separate request"
+            f"a request that continues an answer cannot have {sampling.sequences} sequences or beams: continue each "
+            f"answer in a separate request"
         )
     if answered and max(answered) >= spec.vocab_size:
         raise InvalidRequestError(

@@ -66,7 +66,7 @@ class MemoryBudget:
 def fill_memory(runner: ModelRunner, config: Config, group: GroupConfig, role: str) -> MemoryBudget:
     """Resizes the rank's KV pool to the memory that is left.
 
-    All ranks of the group call it together, before requests.
+    All ranks of the group call this function together, before any request.
 
     Raises `ConfigError` if the pool is smaller than one request of `max_context_tokens`. If `max_context_tokens` is
     automatic, the pool bounds the context and needs only one page.

@@ -35,7 +35,7 @@ class SavedStates:
     answer: tuple[int, int] | None = None
     """The entry of `slots` with the latest state within the answer; None without one."""
     source: int | None = None
-    """Slot of the prefix cache hit's state, which may still be loading; None once a plan copies the state to the
+    """Slot of the prefix cache hit's state, which may be loading; None once a plan has copied the state to the
     row."""
 
 
@@ -69,8 +69,7 @@ class StateSaves:
         return saved
 
     def _borders(self, start: int, total: int) -> list[int]:
-        """Returns the positions whose state to save, between `start` (end of the cached prefix) and the last
-        token."""
+        """Returns the positions whose state is saved, after the cached prefix of `start` tokens."""
         page = self._kv_manager.page_size
         last = (total - 1) // page * page
         found, before = [], start

@@ -119,7 +119,7 @@ class StorageController:
     # --- reads
 
     def _fetch_some(self) -> None:
-        """Reads the next batch of the first fetch in the queue. Runs on the read thread."""
+        """Does the first find in the queue, or the next batch of the first fetch. Runs on the read thread."""
         fetch, error = self._queue.popleft(), ""
         number, before = fetch.operation.number, fetch.landed
         try:

@@ -48,13 +48,13 @@ class StorageStatistics:
     full: int = 0
     """Writes that failed for lack of space."""
     evicted_pages: int = 0
-    """Pages that this process removed to make room."""
+    """Pages that this process evicted to make room."""
     kept_pages: int = 0
     """Used pages of evicted segments that were written to another segment; see `disagg.storage.appender`."""
     pauses: int = 0
     """Number of pauses after faults."""
     paused: bool = False
-    """Whether calls are skipped now."""
+    """Whether reads or writes are skipped now, after faults."""
 
 
 class PageStorage(Protocol):
@@ -70,13 +70,13 @@ class PageStorage(Protocol):
     **Threads.** The calling thread looks up keys and waits; it does no I/O. I/O threads of the storage do all I/O.
     The in-memory reference has no I/O threads.
 
-    **Keys.** A key determines the content. A `put` of a stored key writes nothing.
+    **Keys.** A key determines the content of its page. A `put` of a stored key writes nothing.
     """
 
     def put(self, keys: Sequence[bytes], pages: Sequence[memoryview], timeout_s: float) -> list[bool]:
         """Stores pages, each contiguous memory of any length. Returns for each page whether the page is stored.
 
-        A page with the result False may be stored nevertheless, or later. Raises `ValueError` if the lengths of the
+        A page with the result False may still be stored, now or later. Raises `ValueError` if the lengths of the
         lists differ, a key does not have `KEY_BYTES` bytes, or a page is empty or not contiguous.
         """
 

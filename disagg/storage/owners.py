@@ -1,7 +1,7 @@
 """Ownership of segments: the process that holds the lock of a writer's id may evict this writer's segments.
 
-The lock is `flock`, which the kernel releases when the process dies. The next process that refreshes the folder then
-adopts the segments.
+The lock is a `flock` on a file, which the kernel releases when the process dies. The next process that refreshes the
+folder then adopts the segments.
 """
 
 from __future__ import annotations
