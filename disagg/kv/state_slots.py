@@ -26,7 +26,7 @@ class StateSlots:
         """Raises ValueError for negative numbers. Without slots (`count` 0) `alloc` always returns None."""
         if first < 0 or count < 0:
             raise ValueError(
-                f"the first state slot and the number of slots must be >= 0, not {first} and {count}"
+                f"state slots must start at 0 or later and be 0 or more, not first = {first} and count = {count}"
             )
         self.first, self.count = first, count
         self._free = list(range(first + count - 1, first - 1, -1))

@@ -35,8 +35,7 @@ class SavedStates:
     answer: tuple[int, int] | None = None
     """The entry of `slots` with the latest state within the answer; None without one."""
     source: int | None = None
-    """Slot of the prefix cache hit's state, which may be loading; None once a plan has copied the state to the
-    row."""
+    """Slot of the prefix cache hit's state, which may be loading; None once a plan copies it to the row."""
 
 
 class StateSaves:
