@@ -16,7 +16,7 @@ PoolName = Literal["kv", "state"]
 
 
 class PoolTransfer(msgspec.Struct, frozen=True, array_like=True):
-    """The part of an operation that concerns one pool."""
+    """The part of a `CacheOperation` that concerns one pool."""
 
     pool: PoolName
     device: list[int]
@@ -42,7 +42,7 @@ class StorageReport(NamedTuple):
     """A rank's report of a `StorageOperation`."""
 
     operation: int
-    """Number of the operation."""
+    """Number of the `StorageOperation`."""
     rank: int
     pages: int
     """Number of leading pages that the rank has found, fetched or stored so far."""

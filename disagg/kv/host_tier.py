@@ -1,8 +1,8 @@
-"""The second tier of a group's prefix cache: KV pages in host memory. Integers only; the leader owns it.
+"""The second tier of a group's prefix cache: KV pages in host memory.
 
-The tier has its own radix tree over blocks of host memory; each rank holds its own heads of the blocks. The trees of
-the two tiers are independent: a prefix may be in one tree or in both. A page in both tiers has the same content in
-each, because cached pages are never written.
+The leader owns the tier and handles integers only; ranks copy the data. The tier has its own radix tree over blocks
+of host memory; each rank holds its own heads of the blocks. The trees of the two tiers are independent: a prefix may
+be in one tree or in both. A page in both tiers has the same content in each, because cached pages are never written.
 
     store    when a prefix enters the first tier (write-through), its pages that the second tier lacks are copied.
              Until every rank has reported the end, the first tier's path is locked, and the blocks are in no tree
@@ -14,7 +14,7 @@ each, because cached pages are never written.
 If all blocks are locked, the store is skipped. No step and no request waits for a store.
 
 For a hybrid model, a hit of either tier ends at a cached recurrent state. A store therefore includes the states on
-the path, and ends at the last one. A load includes the state at its end, in a state slot of the request.
+the path, and ends at the last state. A load includes the state at its end, in a state slot of the request.
 
 With a third tier (`disagg.kv.storage_tier`), stored pages are also written to a storage, and read back from it.
 """
@@ -79,7 +79,7 @@ class _StoredState:
     node: Node
     """Node of the first tier, locked with its state."""
     slot: int
-    """Slot of the first tier."""
+    """Slot of the state in the first tier."""
     tokens: int
     block: int
     """State block of host memory, owned by the operation."""
@@ -90,18 +90,18 @@ class _Operation:
     """An operation under way."""
 
     pages: list[int]
-    """Pages of the first tier."""
+    """Pages of the first tier: the sources of a store, or the destinations of a load."""
     blocks: list[int]
     node: Node
     """Locked node: of the first tier for a store, of the second tier for a load."""
     load: TierLoad | None = None
-    """None for a store."""
+    """The load of a request; None for a store."""
     prefix: PrefixKey | None = None
-    """Of a store: the key of the whole prefix. The last `len(blocks)` pages of the prefix are stored."""
+    """For a store: the key of the whole prefix. The last `len(blocks)` pages of the prefix are stored."""
     states: list[_StoredState] = field(default_factory=list)
-    """Of a store: the recurrent states to store, shortest prefix first."""
+    """For a store: the recurrent states to store, shortest prefix first."""
     slot_released: bool = False
-    """Of a load: whether the request has released the slot of `load.state`; the end of the load then frees it."""
+    """For a load: whether the request has released the slot of `load.state`; the end of the load then frees it."""
     missing_ranks: set[int] = field(default_factory=set)
     failed: bool = False
 

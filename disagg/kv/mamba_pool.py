@@ -4,9 +4,9 @@ The size of a state does not depend on the length of its request. All states are
 tensors `[places, slots, ...]`, one for each kind, shape and dtype, as in SGLang's `MambaPool`. A *place* is one state
 tensor of one layer. A request's state is the same slot of all tensors.
 
-Packed steps read and write the pool in place, by slot (`at`). Steps through transformers' cache do so if their slots
-are consecutive (a single sequence always is). Other batches are gathered and scattered, with two launches for each
-tensor of the pool, however many layers the model has.
+Packed steps read and write the pool in place, by slot (`at`). Steps through transformers' cache also work in place if
+their slots are consecutive (a single sequence always is). Other batches are gathered and scattered, with two launches
+for each tensor of the pool, however many layers the model has.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class StatePlace(NamedTuple):
     number: int
     """Index among the states of the layer."""
     kind: str
-    """`conv` or `recurrent`."""
+    """Kind of the state: `conv` or `recurrent`."""
 
 
 class StateForm(NamedTuple):

@@ -1,4 +1,4 @@
-"""Recurrent states of the prefix tree's nodes: which node has which state slot, locks, eviction of states."""
+"""Recurrent states of the prefix tree's nodes: the state slot of each node, locks, eviction of states."""
 
 from __future__ import annotations
 

@@ -5,8 +5,8 @@ of blocks with chained hashes instead. An edge is a run of pages whose tokens ar
 The cost of a match therefore grows with the number of forks on its path, not with the number of pages. Hash
 collisions cannot occur. Block hashes are kept only for routers (`disagg.core.prefixes`).
 
-For hybrid models a node may also have a *state*: a snapshot of the recurrent layers after the node's last token, in
-a slot of `MambaPool`, as in SGLang's Mamba radix cache. A prompt can continue only from a state, so a match then ends
+For hybrid models a node may also have a *state*: a snapshot of the recurrent layers after the node's last token, in a
+slot of `MambaPool`, as in SGLang's Mamba radix cache. A prompt can continue only from a state, so a match then ends
 at a node with a state.
 """
 
@@ -36,8 +36,8 @@ class RadixCache:
     request unlocks the node and drops its references, each once.
 
     State slots: the caller of `alloc_state` owns the slot until `attach_state`, which passes it to the cache, or
-    `free_state`. Evicting the page at a node's end frees the node's state. With states, pages after the last state
-    of their path serve no match, so leaves without a state are evicted before other leaves.
+    `free_state`. Evicting the page at a node's end frees the node's state. With states, pages after the last state of
+    their path serve no match, so leaves without a state are evicted before other leaves.
 
     KV events report pages, not states. A router may therefore overestimate the hit of a group with states, which
     affects only its choice of the group.
@@ -107,7 +107,7 @@ class RadixCache:
     def lock(self, node: Node, *, state: bool = True) -> None:
         """Locks all pages from the root to the node's end until `unlock`. O(depth).
 
-        `state`: also locks the node's own state, not those of its ancestors.
+        `state`: also locks the node's own state, but not the states of its ancestors.
         """
         if state and self.needs_state:
             self._states.lock(node)
@@ -119,7 +119,7 @@ class RadixCache:
             above = above.parent
 
     def unlock(self, node: Node, *, state: bool = True) -> None:
-        """Reverts one `lock` with the same `state`. Raises ValueError, changing nothing, if there was none."""
+        """Reverts one `lock` with the same `state`. Raises ValueError, changing nothing, without such a lock."""
         state = state and self.needs_state
         if not (node.state_locks if state else node.locks):
             raise ValueError("this node is not locked: lock it first, unlock it once")
@@ -205,9 +205,10 @@ class RadixCache:
         return False
 
     def evict(self, pages: int) -> int:
-        """Evicts cached pages in policy order until `pages` are free; returns how many became free.
+        """Evicts cached pages in policy order until `pages` pages have become free; returns the number of freed
+        pages.
 
-        Returns a number below `pages` only if no more pages can be evicted. Evicts a node's last pages first, and no
+        The number is below `pages` only if no more pages can be evicted. Evicts a node's last pages first, and no
         more pages than needed.
         """
         freed = 0
@@ -269,7 +270,7 @@ class RadixCache:
         self._states.check(nodes)
 
     def _root(self, key: PrefixKey) -> Node:
-        """Returns the root of the key's salt, a new one if nothing is cached with that salt."""
+        """Returns the root of the key's salt; a new root if nothing is cached with that salt."""
         return self._roots.get(key.salt) or Node(None, key.salt)
 
     def _stop(self, key: PrefixKey, max_tokens: int | None) -> int:

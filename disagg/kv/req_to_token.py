@@ -101,8 +101,8 @@ class ReqToTokenPool:
         """Sets the slots of each `(row, start, slots)` of `places`, as `set_slots`, with one copy; ranges must be
         disjoint.
 
-        `slots`: integers `[n]` on the CPU. The slots are pinned before the copy to a GPU: a copy from pageable
-        memory would block the caller until all queued steps are complete.
+        `slots`: integers `[n]` on the CPU. The slots are pinned before the copy to a GPU: a copy from pageable memory
+        would block the caller until all queued steps are complete.
         """
         if len(places) == 1:
             # On the critical path of a prompt's step: a slice takes fewer calls than an index.

@@ -39,12 +39,12 @@ operations."""
 MOST_ROUNDS = 8
 """Largest number of operations that a prefetch waits for one after another."""
 LONGEST_S = 60.0
-"""Time limit of a fetch that the leader ends earlier (`best_effort`), or that has no other limit (`wait`)."""
+"""Time limit of a find or a fetch under the prefetch policies `best_effort` and `wait`, which set no limit."""
 
 Links = Callable[[PrefixKey], Sequence[bytes]]
 """Function that returns the link of each whole page of a prompt."""
 AllocBlocks = Callable[[int, Node], list[int]]
-"""`HostTier.alloc`: allocates up to the number of blocks, without evicting the path of the node."""
+"""Function like `HostTier.alloc`: allocates up to a number of blocks, without evicting the path of a node."""
 
 
 @dataclass(slots=True, eq=False)
@@ -73,9 +73,10 @@ class Prefetch:
 
 @dataclass(frozen=True, slots=True)
 class StorageTierStatistics:
-    """Pages that operations under way concern, and counts since the start."""
+    """Current counts of the third tier, and totals since the start."""
 
     writing_pages: int
+    """Pages of the second tier that writes under way read."""
     fetching_pages: int
     """Blocks of fetches that have not entered the second tier."""
     written_pages: int
@@ -97,9 +98,9 @@ class _StorageWork:
     """Prefix up to the last page of the operation."""
     links: Sequence[bytes]
     first: int = 0
-    """Of find and fetch: index of the first page in `prefix`."""
+    """For find and fetch: index of the first page in `prefix`."""
     blocks: list[int] = field(default_factory=list)
-    """Of a fetch: blocks that the operation owns, except the first `inserted`. Of a write: blocks of the tree."""
+    """For a fetch: blocks that the operation owns, except the first `inserted`. For a write: blocks of the tree."""
     node: Node | None = None
     """Locked node of the second tier; None for a find."""
     users: list[Prefetch] = field(default_factory=list)
@@ -107,7 +108,7 @@ class _StorageWork:
     """Number of leading pages that each rank has finished."""
     missing_ranks: set[int] = field(default_factory=set)
     inserted: int = 0
-    """Of a fetch: number of leading blocks that have entered the second tier, or were freed because their pages had
+    """For a fetch: number of leading blocks that have entered the second tier, or were freed because their pages had
     entered before."""
     failed: bool = False
 
@@ -125,7 +126,7 @@ class StorageTier:
         ranks: int,
         group: GroupConfig,
     ) -> None:
-        """`index`: tree of the second tier, over `blocks`. `group`: limits of the prefetches."""
+        """`index`: tree of the second tier, over `blocks`. `group`: configuration with the limits of prefetches."""
         self._index, self._blocks, self._alloc, self._links = index, blocks, alloc, links
         self._ranks, self._group, self._page_size = ranks, group, blocks.page_size
         self._most_pages = max(1, (blocks.pages - 1) // SHARE)
@@ -174,7 +175,7 @@ class StorageTier:
     def prefetch(self, prefix: PrefixKey, have_tokens: int) -> Prefetch | None:
         """Begins to fetch the pages of `prefix` that the second tier lacks; returns None if nothing is fetched.
 
-        `prefix`: the part of a prompt that a request can use. `have_tokens`: its cached tokens in the other tiers.
+        `prefix`: the part of a prompt that a request can use. `have_tokens`: its tokens that are cached in memory.
         """
         prefix = prefix.shortened(prefix.tokens // self._page_size * self._page_size)
         if prefix.tokens - have_tokens < max(1, self._group.prefetch_min_tokens):
@@ -313,7 +314,7 @@ class StorageTier:
         assert work.node is not None, "a fetch locks the pages before its own"
         prefix = work.prefix.shortened((work.first + count) * self._page_size)
         known = self._index.match_kv(prefix).pages
-        # A store may have inserted some of the pages meanwhile: their blocks of this fetch are freed.
+        # A store may have inserted some of the pages during the fetch: the fetch's blocks of these pages are freed.
         added = work.blocks[len(known) - work.first : count]
         node = self._index.insert(prefix, [*known, *added])
         self._index.lock(node, state=False)

@@ -52,7 +52,7 @@ class HostBlockCounts(NamedTuple):
 
     pages: int
     states: int
-    """0 without cached recurrent states."""
+    """Number of state blocks; 0 if the rank caches no recurrent states."""
 
 
 def host_block_counts(pools: TransferPools, page_size: int, nbytes: int) -> HostBlockCounts:
@@ -68,7 +68,7 @@ def host_block_counts(pools: TransferPools, page_size: int, nbytes: int) -> Host
 
 
 class LoadedLayers(NamedTuple):
-    """Events of the loads for which a step waits."""
+    """Device events after the loads for which a step waits, one for each group of layers."""
 
     device: torch.device
     events: tuple[tuple[int, DeviceEvent], ...]
@@ -184,7 +184,7 @@ class HybridCacheController:
         ready = [operation for operation, _ in waiting if self._has_memory(operation)]
         error = ""
         try:
-            self._store_queue.after(waiting[-1][1])  # events of one stream: the last one covers all
+            self._store_queue.after(waiting[-1][1])  # all events are of one stream: the last event covers all
             for name, pool in self._pools():
                 with self._store_queue.use():
                     pool.store(*_copies(name, ready))

@@ -143,7 +143,7 @@ class ComputeThread:
                         self._step(plan)
                     else:
                         self._end_steps()
-            self._end_steps()  # the device uses no memory of the rank afterwards
+            self._end_steps()  # afterwards the device uses no memory of the rank
         except Exception as exc:
             if not self._stopping.is_set():
                 log.exception("step_failed", thread=self._thread.name, step=plan.step if plan else None)

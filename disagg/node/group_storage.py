@@ -24,17 +24,17 @@ def open_group_storage(group: GroupConfig, spec: ModelSpec) -> PageStorage | Non
         return None
     if spec.has_state:
         raise ConfigError(
-            f"{group.role}.storage is not available for models with recurrent layers ({spec.architecture}): a prefix "
-            f"in a storage has no recurrent states. Unset {group.role}.storage"
+            f"{group.role}.storage is not available for models with recurrent layers ({spec.architecture}): the "
+            f"storage keeps no recurrent states. Unset {group.role}.storage"
         )
     grid = part_grid(group, spec)
     return open_storage(group.storage, group.storage_bytes, max(map(grid.nbytes, grid.kv_parts)))
 
 
 def page_keys(info: GroupInfo, config: Config, group: GroupConfig, spec: ModelSpec) -> PageKeys:
-    """Returns the keys of a group's pages; equal for groups whose pages have the same content."""
+    """Returns the `PageKeys` of a group. Groups whose pages have the same content get equal keys."""
     settings = ["deterministic"] if config.model.deterministic else []
-    if spec.layout.quantized:  # otherwise the layout has the type of the computation
+    if spec.layout.quantized:  # otherwise the layout already has the dtype of the computation
         settings.append(f"quantized from {config.model.dtype}")
     return PageKeys(StoredModel(info.fingerprint, part_grid(group, spec), ", ".join(settings)))
 

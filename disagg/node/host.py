@@ -67,13 +67,13 @@ class RankRecord(NamedTuple):
     process: ProcessIdentity
     config: Config
     keys: frozenset[str]
-    """Names of the valid generations of keys."""
+    """Names of the key generations that are valid on the rank."""
     group: GroupInfo | None
     started: Started | None
     linked: tuple[GroupInfo, ...]
     """Groups of the other role, without those whose ranks were reported as dead."""
     unusable: str
-    """Reason why the rank cannot be adopted; empty if it serves."""
+    """Reason why the rank cannot be adopted; empty if the rank serves."""
     counts: GroupCounts = NO_COUNTS
     """Numbers of groups from the former owner's latest pulse."""
 
@@ -117,9 +117,9 @@ class RankHost:
     ) -> None:
         """`name`: the group's name; by default its role.
 
-        `release` frees the group's resources and ends its ranks. It is called when no owner sent a pulse for
-        `cluster.adopt_timeout_s`. If `release` is None, the rank ends with the process that started it. `clock`
-        measures the owner's pulses.
+        `release` frees the group's resources and ends its ranks. The host calls `release` when no owner has sent a
+        pulse for `cluster.adopt_timeout_s`. If `release` is None, the rank ends with the process that started it.
+        `clock` measures the owner's pulses.
         """
         configure(config.log)
         self._rank, self._config, self._keys, self._name = rank, config, as_ring(keys), name
@@ -222,7 +222,7 @@ class RankHost:
         return started
 
     def join(self, group: GroupInfo) -> None:
-        """Starts computing; call when all ranks of the group have started."""
+        """Starts the compute thread; call when all ranks of the group have started."""
         self._running().join(group)
         self._group = group
 

@@ -92,12 +92,12 @@ class BlockTable:
 
 
 class _Hit(NamedTuple):
-    """The cached prefix of a prompt."""
+    """The cached prefix of a prompt, over both memory tiers."""
 
     first: Match
-    """The part in the first tier."""
+    """Match in the first tier."""
     longer: Match | None = None
-    """The prefix in the second tier, if it is longer."""
+    """Match in the second tier, if longer than `first`; otherwise None."""
     slot: int | None = None
     """State slot for the state of `longer`, owned by the caller."""
 
@@ -110,9 +110,9 @@ class KVManagerStatistics:
     free_rows: int
     pages: PageStatistics
     cache: RadixStatistics | None = None
-    """None without a prefix cache."""
+    """Counts of the prefix cache; None without a prefix cache."""
     host: HostTierStatistics | None = None
-    """The second tier of the prefix cache; None without one."""
+    """Counts of the second tier; None without a second tier."""
 
 
 class KVManager:
@@ -495,8 +495,8 @@ class KVManager:
     def check(self, requests: Sequence[Sequence[BlockTable]]) -> None:
         """Raises `InvariantError` unless each row and page in use belongs to exactly one of `requests`.
 
-        `requests`: the block tables of each request. Only cached pages may belong to several requests. The state of
-        a block table must be the state of its node.
+        `requests`: the block tables of each request. Only cached pages may belong to several requests. The state of a
+        block table must be the state of its node.
         """
         self.allocator.check()
         cached: list[int] = []

@@ -285,8 +285,8 @@ class Leader(ABC):
     def _prefix(self, prompt: TokenIds, salt: str) -> PrefixKey:
         """Returns the prefix cache's key of a prompt.
 
-        For models with other rotary embeddings for long prompts, long and short prompts have different keys: their KV
-        differs.
+        Some models use other rotary embeddings for long prompts, so that the KV of long and short prompts differs.
+        The keys of long and short prompts then differ too.
         """
         spec = self._spec
         return PrefixKey.of(prompt, salt, spec.rope_switch_tokens, prompt_only=spec.answers_differ)

@@ -73,8 +73,8 @@ class Link:
 def make_link(prefill: GroupInfo, decode: GroupInfo) -> Link:
     """Compares both groups (the handshake) and plans their routes, the same on every rank.
 
-    Raises `HandshakeError` if the groups cannot exchange KV, `ConfigError` if a ring is too small for one
-    token of one layer.
+    Raises `HandshakeError` if the groups cannot exchange KV, `ConfigError` if a ring is too small for one token of
+    one layer.
     """
     check_compatible(prefill, decode)
     routes = plan_routes([r.shard for r in prefill.ranks], [r.shard for r in decode.ranks])

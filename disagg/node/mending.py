@@ -103,8 +103,8 @@ class Mending:
     def on_linked(self, peer: str, message: m.Linked) -> None:
         """Handles `Linked`: the peer has connected to this rank.
 
-        Ignores the message while an answer of the peer is outstanding, because the peer sent it before its fence.
-        Starts a round if the peer has fenced this rank since the peer's previous `Linked`.
+        Ignores the message while an answer of the peer is outstanding, because the peer sent it before fencing this
+        rank. Starts a round if the peer has fenced this rank since the peer's previous `Linked`.
         """
         if peer not in self._requested and not self._linked(peer, message) and self._silences.is_linked(peer):
             self._begin(peer)

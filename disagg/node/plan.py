@@ -3,8 +3,8 @@
 The leader sends the same `StepPlan` to every rank. A page of a request is named once, in the first work item that
 needs the page; ranks keep it in the request's row of the request-to-token table. The row of a fork starts as a copy.
 
-A plan may be made while the previous step still runs. The tokens that the previous step samples are then unknown.
-The new plan refers to such a token by the work item that samples it (`disagg.model.sampled_tokens.token_of`).
+A plan may be made while the previous step still runs. The tokens that the previous step samples are then unknown. The
+new plan refers to such a token by the work item that samples it (`disagg.model.sampled_tokens.token_of`).
 """
 
 from __future__ import annotations

@@ -341,7 +341,7 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
             self.to_leader(m.RankReport(status))
 
     def _storage_status(self) -> dict[str, int]:
-        """Returns the fields of the rank's status that describe its storage; empty without one."""
+        """Returns the fields of the rank's status that describe its storage; empty without a storage."""
         if self._storage is None:
             return {}
         counts = self._storage.statistics()
@@ -455,9 +455,9 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
         group, spec = self.group_config, self.runner.spec
         reason = spec.cache_refused
         if self.role == "decode" and not spec.has_attention:
-            reason = "a decode group receives its recurrent states, and it has no KV"
+            reason = "the model has no KV, and a decode group receives the recurrent states"
         if self.role == "decode" and spec.has_state and self.config.model.deterministic:
-            reason = "the bits of its KV depend on where the prefill group ends a prompt's last chunk"
+            reason = "the bits of the model's KV depend on where the prefill group ends a prompt's last chunk"
         states = None
         if (
             self.runner.states is not None and self.role != "decode"
@@ -500,7 +500,7 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
 
     @abstractmethod
     def _transfer_handler(self, peer: str, message: m.Message) -> Callable[[], None] | None:
-        """Returns the transfer thread's handler of a message; None for other messages."""
+        """Returns the handler of a message for the transfer thread; None if the message is for another thread."""
 
     @abstractmethod
     def step(self, plan: StepPlan) -> None:

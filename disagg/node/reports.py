@@ -61,7 +61,7 @@ class Reports:
         return seconds
 
     def update_rank(self, status: RankStatus, ranks: int) -> None:
-        """Stores the report of one of the group's `ranks` ranks."""
+        """Stores a rank's report; ignores rank numbers of `ranks` or more."""
         if status.rank < ranks:
             self._ranks[status.rank] = status
 

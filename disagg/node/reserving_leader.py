@@ -101,7 +101,7 @@ class ReservingLeader(Leader):
             self._scheduler.require_fits(len(message.prompt), message.sampling)
             self._begin_prefetch(message)
             if count:
-                raise BusyError(f"{count} requests wait for room in the {self._role} group already")
+                raise BusyError(f"{count} requests wait for memory in the {self._role} group already")
             self._start_fetched(one)
         except BusyError as error:
             self._wait(one, error)
@@ -138,9 +138,7 @@ class ReservingLeader(Leader):
         if one.reserve.wait_s == 0:
             self._refuse(one.router, one.reserve.key, error)
         elif self.waiting.full:
-            full = (
-                f"{len(self.waiting)} requests wait for room in the group already ({self._role}.max_waiting)"
-            )
+            full = f"{len(self.waiting)} requests wait for memory in the group already ({self._role}.max_waiting)"
             self._refuse(one.router, one.reserve.key, BusyError(full, QUEUE_FULL_RETRY_S))
         else:
             self.waiting.add(one)
@@ -204,9 +202,9 @@ class ReservingLeader(Leader):
     def _wait_error(self, one: WaitingRequest) -> DisaggError:
         key = one.reserve.key
         if one.wait_until_s == one.deadline_s:
-            return RequestTimeoutError(f"request {key} reached its deadline in the queue for room")
+            return RequestTimeoutError(f"request {key} reached its deadline while it waited for memory")
         return BusyError(
-            f"request {key} got no room in the {self._role} group within {one.reserve.wait_s:g} s "
+            f"request {key} got no memory in the {self._role} group within {one.reserve.wait_s:g} s "
             f"(router.reserve_wait_s)",
             retry_after_s=0.0,
         )

@@ -5,8 +5,8 @@ is computed, the prefix cache takes over the slots (`KVManager.keep`). As in SGL
 cached at page borders only, because the cache's keys are whole pages.
 
 The chosen positions are the multiples of an interval, and the last page border of the prompt, from which the next
-turn of a conversation continues. The last border is skipped if it is close behind the previous saved state, because
-a state there would save little computation.
+turn of a conversation continues. The last border is skipped if it is close behind the previous saved state, because a
+state there would save little computation.
 """
 
 from __future__ import annotations

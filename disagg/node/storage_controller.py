@@ -42,7 +42,7 @@ class BlockMemory(Protocol):
     """Access to the blocks of KV pages in host memory; implemented by `HybridCacheController`."""
 
     def kv_blocks(self, numbers: Sequence[int]) -> list[torch.Tensor]:
-        """Returns the memory of blocks, uint8 `[block_bytes]` each. Raises `RuntimeError` if it cannot be pinned."""
+        """Returns the memory of blocks, uint8 `[block_bytes]` each. Raises `RuntimeError` if pinning fails."""
 
 
 @dataclass(slots=True, eq=False)
@@ -56,7 +56,7 @@ class _Fetch:
 
 
 class StorageController:
-    """Executes the storage operations of a rank. Owns two threads; the caller owns the storage."""
+    """Executes the storage operations of a rank. Owns two threads, and closes the storage in `stop`."""
 
     def __init__(
         self,

@@ -20,7 +20,8 @@ from transport.tags import pack
 
 _MADE_AT_ONCE = 64
 _SEED = 0x9E3779B97F4A7C15
-"""Factor of the seed. It is odd, so tags that differ in their lowest 62 bits have different seeds."""
+"""Factor from a segment's tag to its seed. The factor is odd, so tags that differ in their lowest 62 bits have
+different seeds."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,7 +56,7 @@ class Sums:
         """Number of words taken and not yet returned."""
 
     def take(self) -> Word:
-        """Returns a free word, for one launch at a time."""
+        """Returns a free word. Only one kernel launch at a time may write to the word."""
         if not self._free:
             block = torch.zeros((_MADE_AT_ONCE, 1), dtype=torch.int64, pin_memory=self._pinned)
             self._free.extend(Word(row, row.numpy()) for row in block)

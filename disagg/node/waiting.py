@@ -1,8 +1,8 @@
 """The queue of requests that wait for a row and pages in a group. Pure: no threads, no clocks, no I/O.
 
-Requests of one router are admitted first come, first served; the routers are served round robin, one request each.
-No request overtakes the head of the queue, however small. The wait of the head is therefore bounded by the deadlines
-of the admitted requests. If small requests could overtake a large request, the large request's wait would depend on
+Requests of one router are admitted first come, first served; the routers are served round robin, one request each. No
+request overtakes the head of the queue, however small. The wait of the head is therefore bounded by the deadlines of
+the admitted requests. If small requests could overtake a large request, the large request's wait would depend on
 later arrivals, and a second rule would have to prevent starvation.
 """
 
@@ -31,7 +31,7 @@ class WaitingRequest:
 
 @dataclass(frozen=True, slots=True)
 class WaitingStatistics:
-    """Current counts of the queue."""
+    """Current counts of a `WaitingQueue`."""
 
     waiting: int
     routers: int

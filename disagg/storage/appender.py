@@ -33,9 +33,9 @@ class _Live:
 
     segment: SegmentFile
     descriptor: int
-    """Closed when the segment is sealed."""
+    """Open descriptor of the segment file; closed when the segment is sealed."""
     pending: int = 0
-    """Writes under way."""
+    """Number of writes under way."""
     full: bool = False
     """Whether no further record is appended; the last pending write seals the segment."""
 
@@ -52,7 +52,7 @@ class Appender:
         segments: int,
         direct: int,
     ) -> None:
-        """`segments`: limit of owned segments, `LEAST_SEGMENTS` or more. `direct`: `O_DIRECT`, or 0."""
+        """`segments`: limit of owned segments, `LEAST_SEGMENTS` or more. `direct`: open flag `O_DIRECT`, or 0."""
         self._folder, self._index, self._disk, self._counters = folder, folder.index, disk, counters
         self._segment_bytes, self._segments, self._direct = segment_bytes, segments, direct
         self._lock = threading.Lock()
@@ -174,7 +174,7 @@ class Appender:
             try:
                 self._keep_used(victims[0], into)
             except OSError as exc:  # the used pages are lost, like the unused ones
-                into.full = True  # see `append`; the record for which `into` was created is its last one
+                into.full = True  # as in `append`; the record for which `into` was created is the last one
                 self._counters.add(errors=1)
                 name, reason = victims[0].path.name, exc.strerror
                 storage = str(self._folder.path)

@@ -18,7 +18,7 @@ class Counters:
         self._counts: Counter[str] = Counter()
 
     def add(self, **counts: int) -> None:
-        """Adds to the named counts."""
+        """Adds each keyword argument to the count with the same name."""
         with self._lock:
             self._counts.update(counts)
 

@@ -42,11 +42,11 @@ class WriterLocks:
         if not self._is_current(writer, descriptor):
             self._disk.close(descriptor)
             return False
-        self._held[writer] = descriptor  # closed, and so unlocked, by `release`
+        self._held[writer] = descriptor  # `release` closes the descriptor, which unlocks the file
         return True
 
     def release(self, writer: str, *, remove: bool) -> None:
-        """Unlocks a writer's id, even if it raises `OSError`. `remove`: also removes the lock file."""
+        """Unlocks a writer's id, even if the call raises `OSError`. `remove`: also removes the lock file."""
         descriptor = self._held.pop(writer)
         try:
             if remove:

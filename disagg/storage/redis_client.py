@@ -77,7 +77,7 @@ class RedisClient:
         return [reply == 1 for reply in self._pipelined([("EXISTS", key) for key in keys])]
 
     def write(self, keys: Sequence[bytes], values: Sequence[memoryview]) -> tuple[list[bool], bool]:
-        """Stores values; returns whether each is stored, and whether the server refused any for lack of memory.
+        """Stores values; returns whether each is stored, and whether the server refused a value for lack of memory.
 
         Raises `StorageServerError`.
         """

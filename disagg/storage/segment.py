@@ -47,7 +47,7 @@ class Location:
     length_bytes: int
     """Length of the content."""
     used: bool = False
-    """Whether the page was read, or put again, since it was written: eviction then writes it again."""
+    """Whether the page was read, or put again, since it was written. Eviction moves used pages to another segment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,8 @@ def parse_name(name: str) -> tuple[str, int] | None:
 
 
 def index_segment(name: str) -> str | None:
-    """Returns the name of the segment file for the name of its side index, complete or half-written, else None."""
+    """Returns the segment file's name for the name of a side index, complete or half-written; None for other
+    files."""
     match = _INDEX_NAME.fullmatch(name)
     return f"{match[1]}{PAGES_SUFFIX}" if match else None
 

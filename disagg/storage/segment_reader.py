@@ -51,13 +51,13 @@ class SegmentReader:
     def __init__(
         self, folder: SegmentFolder, disk: Disk, counters: Counters, breaker: Breaker, direct: int
     ) -> None:
-        """`direct`: `O_DIRECT`, or 0."""
+        """`direct`: open flag `O_DIRECT`, or 0."""
         self._folder, self._index, self._disk = folder, folder.index, disk
         self._counters, self._breaker, self._direct = counters, breaker, direct
         self._buffers = BounceBuffers()
 
     def read(self, batch: PageBatch, pages: Sequence[tuple[int, bytes]]) -> None:
-        """Reads `pages`, each given as its index in the batch and its key. Raises no error."""
+        """Reads pages into the caller's memory. `pages`: (index in the batch, key) of each page. Raises no error."""
         file = _OpenFile(self._disk, os.O_RDONLY | self._direct)
         try:
             for place, key in pages:
