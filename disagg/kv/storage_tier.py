@@ -175,7 +175,7 @@ class StorageTier:
     def prefetch(self, prefix: PrefixKey, have_tokens: int) -> Prefetch | None:
         """Begins to fetch the pages of `prefix` that the second tier lacks; returns None if nothing is fetched.
 
-        `prefix`: the part of a prompt that a request can use. `have_tokens`: its tokens that are cached in memory.
+        `prefix`: the part of a prompt that a request can use. `have_tokens`: tokens of `prefix` cached in memory.
         """
         prefix = prefix.shortened(prefix.tokens // self._page_size * self._page_size)
         if prefix.tokens - have_tokens < max(1, self._group.prefetch_min_tokens):

@@ -311,7 +311,7 @@ class Leader(ABC):
     def _has_ended(self, router: str, message: m.Reserve) -> bool:
         """Returns whether the answer so far of a recovered request is complete, and sends its end to the router.
 
-        This happens if the lost group sent the last token but not the end of the answer.
+        The answer is complete if the lost group sent its last token, but not the message that the answer has ended.
         """
         if not message.answered:
             return False

@@ -81,7 +81,8 @@ class StepPlan(msgspec.Struct, frozen=True):
     shared: bool = False
     """Whether every rank receives the tokens that this step samples, because the next plan may refer to them."""
     state_copies: list[StateCopy] = []
-    """Copies of recurrent states to rows, before the step, all at once: a source may be a destination too."""
+    """Copies of recurrent states to rows, all at once before the step, so that a slot may be source and
+    destination."""
     state_saves: list[StateCopy] = []
     """Copies of recurrent states of rows, after the step."""
     cache_operations: list[CacheOperation] = []

@@ -117,7 +117,7 @@ class RedisClient:
 
 @contextmanager
 def _mapped() -> Iterator[None]:
-    """Maps all errors to `StorageServerError`: for a malformed reply the client raises `ValueError` and others."""
+    """Maps all errors to `StorageServerError`, because the client raises various errors for malformed replies."""
     try:
         yield
     except StorageServerError:
