@@ -15,7 +15,7 @@ from disagg.model.runner import ModelRunner, RunnerOptions
 from disagg.node.device import memory_bytes
 
 CACHED_STATES_SHARE = 0.1
-"""Largest part of a GPU's memory for cached recurrent states."""
+"""Largest share of a GPU's memory that cached recurrent states may use."""
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -29,7 +29,7 @@ class Rendezvous(NamedTuple):
 
 
 def resolve_device(name: str) -> torch.device:
-    """Returns the rank's device: `cpu`, or the first visible GPU. Raises `ConfigError` without a GPU for `cuda`."""
+    """Returns the rank's device: `cpu`, or the first visible GPU. Raises `ConfigError` if `cuda` finds no GPU."""
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
@@ -114,7 +114,7 @@ def make_runner(
 
 
 def wanted_states(group: GroupConfig, device: torch.device) -> int:
-    """Returns how many recurrent states the group caches at most; decode groups receive states and cache none."""
+    """Returns the limit of recurrent states that the group caches; 0 for decode groups, which receive states."""
     if isinstance(group, DecodeConfig) or not group.prefix_cache:
         return 0
     if group.cached_states is not None:

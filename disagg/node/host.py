@@ -54,7 +54,7 @@ class Started(NamedTuple):
     host: str
     """Host name of the process `pid`."""
     memory: str
-    """Use of the device's memory, as text: KV pool, weights and others."""
+    """Use of the device memory, as a text: KV pool, weights, steps and others."""
     transport: str
     """Name of the rank's transport (`Choice.name`)."""
     pool_tokens: int
@@ -67,13 +67,13 @@ class RankRecord(NamedTuple):
     process: ProcessIdentity
     config: Config
     keys: frozenset[str]
-    """Names of the valid generations of keys."""
+    """Names of the key generations that are valid on the rank."""
     group: GroupInfo | None
     started: Started | None
     linked: tuple[GroupInfo, ...]
     """Groups of the other role, without those whose ranks were reported as dead."""
     unusable: str
-    """Reason why the rank cannot be adopted; empty if it serves."""
+    """Reason why the rank cannot be adopted; empty if the rank serves."""
     counts: GroupCounts = NO_COUNTS
     """Numbers of groups from the former owner's latest pulse."""
 
@@ -90,7 +90,8 @@ class ClaimReply(NamedTuple):
 def freeze_objects() -> None:
     """Excludes every current object from garbage collection: a full collection would stop all threads for 0.2 s.
 
-    A process that runs one rank calls it: libraries and the model exist until the process ends.
+    Call this function only in a process that runs one rank, where libraries and the model exist until the process
+    ends.
     """
     gc.collect()
     gc.freeze()
@@ -116,9 +117,9 @@ class RankHost:
     ) -> None:
         """`name`: the group's name; by default its role.
 
-        `release` frees the group's resources and ends its ranks. It is called when no owner sent a pulse for
-        `cluster.adopt_timeout_s`. If `release` is None, the rank ends with the process that started it. `clock`
-        measures the owner's pulses.
+        `release` frees the group's resources and ends its ranks. The host calls `release` when no owner has sent a
+        pulse for `cluster.adopt_timeout_s`. If `release` is None, the rank ends with the process that started it.
+        `clock` measures the owner's pulses.
         """
         configure(config.log)
         self._rank, self._config, self._keys, self._name = rank, config, as_ring(keys), name
@@ -127,7 +128,7 @@ class RankHost:
         self._collective: Collective | None = None
         self._meeting_folder = ""
         self._over, self._broken = False, ""
-        self._changed = threading.Condition()  # for the two fields above and the owner
+        self._changed = threading.Condition()  # guards the two fields above and the owner
         self._ownership = Ownership(owner, config.cluster.hang_timeout_s, clock)
         self._group: GroupInfo | None = None
         self._started: Started | None = None
@@ -159,7 +160,7 @@ class RankHost:
         """Makes `claimant` the owner if the current owner is dead; the reply then has the data for an adoption."""
         with self._changed:
             granted = self._ownership.claim(claimant)
-            self._changed.notify_all()  # the `park` call of a former owner
+            self._changed.notify_all()  # ends the `park` call of a former owner
         return ClaimReply(self._ownership.epoch, self._record() if granted else None)
 
     def rendezvous(self, backend: str) -> Rendezvous:
@@ -169,7 +170,7 @@ class RankHost:
         return Rendezvous(self._meeting_folder, backend)
 
     def start(self, rendezvous: Rendezvous) -> Started:
-        """Joins the collective, loads the model, opens the channels. Raises `DisaggError`."""
+        """Joins the collective, loads the model, opens the control and data channels. Raises `DisaggError`."""
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         group = self.group_config
         device = resolve_device(group.device)
@@ -221,7 +222,7 @@ class RankHost:
         return started
 
     def join(self, group: GroupInfo) -> None:
-        """Starts computing; call when all ranks of the group have started."""
+        """Starts the compute thread; call when all ranks of the group have started."""
         self._running().join(group)
         self._group = group
 
@@ -235,7 +236,10 @@ class RankHost:
         self._keys.replace(keys)
 
     def peer_lost(self, address: str) -> None:
-        """Ends all work with a dead peer. The cluster calls this, because it may detect the death first."""
+        """Ends all work with a dead peer.
+
+        The cluster calls this method, because it may detect the death before this rank.
+        """
         self._linked = tuple(
             group for group in self._linked if all(rank.control_address != address for rank in group.ranks)
         )
