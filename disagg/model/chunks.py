@@ -62,9 +62,10 @@ class PromptChunks:
         return size if must or not self.fixed or size <= room_tokens else 0
 
     def take_behind(self, start: int, prompt_tokens: int, stop: int, room_tokens: int, *, must: bool) -> int:
-        """Returns `take` for a prompt of `prompt_tokens` and the answer so far, which ends at `stop`.
+        """Returns the size of the next chunk of a recomputed request: `prompt_tokens`, then its answer up to `stop`.
 
-        With recurrent layers, the answer is recomputed token by token, as when it was first generated.
+        The other parameters and the result are those of `take`. With recurrent layers, the answer is recomputed token
+        by token, in the same way as in its first generation.
         """
         if not self.recurrent:
             return self.take(start, stop, room_tokens, must=must)
@@ -82,7 +83,7 @@ class PromptChunks:
         return not (self.whole or self._pairs) and (not self.fixed or self._border(stop - 1) == stop)
 
     def settled_tokens(self, tokens: int) -> int:
-        """Returns how many of a prompt's first `tokens` tokens are in chunks that a longer prompt has too."""
+        """Returns how many of a prompt's first `tokens` tokens are in chunks that any longer prompt has too."""
         return self._border(tokens) - self._size if self.fixed else tokens
 
     def spans(self, tokens: int) -> Iterator[Span]:
@@ -100,7 +101,7 @@ class PromptChunks:
 
     @property
     def _pairs(self) -> bool:
-        """Whether a chunk has at least two tokens, if the prompt has."""
+        """Whether each chunk needs at least two tokens, for prompts of at least two tokens."""
         return self.recurrent and not self.single
 
     def _border(self, start: int) -> int:

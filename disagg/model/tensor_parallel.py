@@ -25,7 +25,9 @@ from disagg.model.spec.layer_types import attention_layers, recurrent_layers
 from disagg.model.spec.model_spec import ModelSpec, kv_span
 
 _QKV = ("q_proj", "k_proj", "v_proj")
-_PER_HEAD = "replicated_with_grad_allreduce"  # a module applied to each head alone: kept whole
+_PER_HEAD = (
+    "replicated_with_grad_allreduce"  # style of a module applied to each head: every rank holds it whole
+)
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,7 @@ class Cut:
     span: Span
 
     def apply(self, full: torch.Tensor) -> torch.Tensor:
-        """Returns a view of the part."""
+        """Returns the rank's part of `full`, as a view."""
         return full.narrow(self.dim, self.span.start, len(self.span))
 
 
@@ -139,8 +141,7 @@ class _Sharder:
         return Sharding(self._cuts, "attention" in whole, whole)
 
     def _planned(self) -> dict[str, dict[str, str]]:
-        """Returns the plan's style of each existing module. A key is the name of the module's parent and its own
-        name."""
+        """Returns the plan's style of each module and parameter of the model, by parent name, then by own name."""
         styles = getattr(self._model.config, "base_model_tp_plan", None) or {}
         prefix = self._model.base_model_prefix
         names = [name for name, _ in self._model.named_modules()]
@@ -202,7 +203,7 @@ class _Sharder:
         cannot be split.
         """
         if getattr(self._model.get_submodule(parent), "activation_sparsity", 0.0):
-            raise _UnsplittableError("all of its activations together determine the ones set to zero")
+            raise _UnsplittableError("the threshold of its sparse activations depends on all activations")
         columns = sorted(child for child, style in plan.items() if style == "colwise")
         row = self._rest(parent, plan, allowed=set(columns))
         for child in columns:
@@ -240,7 +241,7 @@ class _Sharder:
     def _check_width(self, parent: str, child: str, side: str, width: int) -> None:
         found = getattr(self._linear(parent, child), side)
         if found != width:
-            raise _UnsplittableError(f"its {child} has {found} {side} where {width} can be split")
+            raise _UnsplittableError(f"its {child} has {found} {side} instead of {width}")
 
     def _cut_columns(self, parent: str, child: str, span: Span) -> None:
         linear = self._linear(parent, child)

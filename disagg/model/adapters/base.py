@@ -69,7 +69,7 @@ class StepInputs:
 
 @dataclass(frozen=True)
 class Adapter:
-    """The changes that a model family needs so that it can be served."""
+    """The changes that the models of one family need so that they can be served."""
 
     adapt: Callable[[Any, StepInputs], None]
     """Function that changes a new model in place. The model is on the meta device, and was built with `eager`
@@ -81,7 +81,10 @@ class Adapter:
 
 
 def plan_of(parent: str, columns: Iterable[str], row: str) -> dict[str, str]:
-    """Returns a plan for linear layers of `parent`: `columns` are split by output, the following `row` by input."""
+    """Returns a tensor-parallel plan for the linear layers of the module `parent`.
+
+    The layers `columns` are split by output; the layer `row`, which follows them, is split by input.
+    """
     styles = dict.fromkeys(columns, "colwise") | {row: "rowwise"}
     return {f"{parent}.{child}": style for child, style in styles.items()}
 

@@ -1,6 +1,6 @@
-"""DiffLlama: each head subtracts a second attention from a first one; both attend to values of two KV heads.
+"""DiffLlama: each head subtracts a second attention from a first one. Both use the values of two KV heads.
 
-The cache stores each K head with both of these values as one V head, so they are written and read once.
+The cache stores, for each K head, the values of both KV heads as one V head. Values are thus written and read once.
 """
 
 from __future__ import annotations

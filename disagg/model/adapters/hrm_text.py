@@ -25,7 +25,7 @@ def _forward(own: Any, step: StepInputs, *args: Any, cycle_offset: int = 0, **kw
 
 @dataclass(frozen=True)
 class _Cycle:
-    """The step's attention context in one run of a stack. The run uses the KV pool's layers from `first` on."""
+    """The step's attention context in one run of a stack, which uses the KV pool's layers from `first` on."""
 
     first: int
     own: AttentionContext

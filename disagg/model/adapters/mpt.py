@@ -31,8 +31,8 @@ def _adapt(model: Any, step: StepInputs) -> None:
 
 
 def _decode(decoder: Any, input_ids: torch.Tensor, **_: Any) -> BaseModelOutputWithPast:
-    """Replaces the decoder's `forward`, without the biases and masks of the whole context that the original
-    builds."""
+    """Replaces the decoder's `forward`. Does not build the biases and masks of the whole context, as the original
+    does."""
     hidden = decoder.wte(input_ids)
     for block in decoder.blocks:
         hidden, _ = block(hidden, position_bias=None, attention_mask=None)

@@ -1,7 +1,7 @@
-"""Records the attention calls of a model for one token before any request.
+"""Records the attention calls that a model makes for one token, at start and before any request.
 
-The recorded calls are compared with the configuration. A model is refused at start if its attention differs. Examples
-are shared K and V, attention outside of `paged_attention`, and windows that exist only in a mask.
+The recorded calls are compared with the model's configuration, and the model is refused if they differ. Examples are
+shared K and V, attention outside of `paged_attention`, and windows that exist only in a mask.
 """
 
 from __future__ import annotations
@@ -82,8 +82,7 @@ class ShapeProbe:
 
 @contextmanager
 def without_other_ranks(model: Any) -> Iterator[None]:
-    """Inside the block, the rank's part of `model` runs without the other ranks: shapes are correct, values are
-    not."""
+    """Inside the block, the rank's part of `model` runs without all-reduces: shapes are correct, values are wrong."""
     rows = [module for module in model.modules() if isinstance(module, RowParallelLinear)]
     collectives = [row.collective for row in rows]
     for row in rows:

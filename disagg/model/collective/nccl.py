@@ -23,7 +23,7 @@ LOCAL_ONLY = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_RAS_ENABLE": "0"}
 which has no authentication. NCCL's bootstrap port requires a random 64-bit number, which the ranks exchange through
 the store."""
 
-dist: Any = torch.distributed  # its stubs lack the stores and the backends
+dist: Any = torch.distributed  # torch's type stubs lack the stores and the backends
 
 
 class NcclCollective:

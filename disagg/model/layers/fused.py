@@ -22,7 +22,7 @@ from disagg.model.layers.rotary_attention import fuse_rotary
 
 @dataclass
 class Fused:
-    """Numbers of a model's modules that use the kernels."""
+    """Number of a model's modules that use each fused kernel."""
 
     norms: int = 0
     gated_norms: int = 0

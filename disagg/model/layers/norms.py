@@ -16,9 +16,9 @@ class NormForm:
     """The formula of a norm class."""
 
     weight: NormWeight
-    """Way to apply the weight and to round; one of `kernels.layers.rms_norm.NORM_WEIGHTS`."""
+    """Order of weighting and rounding; one of `kernels.layers.rms_norm.NORM_WEIGHTS`."""
     epsilon: str
-    """Name of the attribute that holds the epsilon."""
+    """Name of the module's attribute that holds the epsilon."""
 
 
 _LLAMA = NormForm("rounded_first", "variance_epsilon")
@@ -79,9 +79,9 @@ NORMS = by_name(
 
 
 class FusedNorm:
-    """Replaces the forward of a registered RMSNorm with a weight by the kernel.
+    """Runs the kernel in place of the forward of a registered RMSNorm that has a weight.
 
-    If an input's type differs from the weight's, the class's own forward is used.
+    If the types of input and weight differ, the class's own forward is used.
     """
 
     def __init__(self, module: Any, form: NormForm) -> None:
@@ -111,7 +111,7 @@ class FusedNorm:
 
 
 def fuse_norm(module: Any) -> bool:
-    """If an RMSNorm is registered and has a weight, replaces its forward by the kernel. Returns whether it did."""
+    """Replaces the forward of a registered RMSNorm with a weight by the kernel. Returns whether it was replaced."""
     form, weight = NORMS.get(class_name(module)), module._parameters.get("weight")
     if form is None or weight is None or weight.dtype not in DTYPES:
         return False

@@ -67,7 +67,7 @@ _MISTRAL = {
 
 _NEMOTRON_LAYERS = {"M": "linear_attention", "-": "mlp", "*": "full_attention"}
 _NEMOTRON_H_8B = "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-"
-"""Layers of Nemotron-H 8B, whose other values are the defaults of its configuration."""
+"""Layers of Nemotron-H 8B by their letters. Its other settings are the defaults of its configuration class."""
 
 
 def _granite_hybrid(hidden: int, mlp: int, layers: int, attention: range, heads: int) -> dict[str, Any]:

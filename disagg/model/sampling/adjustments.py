@@ -38,7 +38,7 @@ class _BarredTokens(NamedTuple):
 
 
 class Adjustments:
-    """The parameters that change a batch's logits, on the device; rebuilt when the batch's rows change."""
+    """The parameters on the device that change a batch's logits. A change of the batch's rows needs a new object."""
 
     def __init__(
         self, rows: Sequence[SamplingRow], eos_ids: Sequence[int], vocab: int, device: torch.device
@@ -58,7 +58,7 @@ class Adjustments:
         )
 
     def apply(self, logits: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
-        """Returns the changed logits: a copy if any row changes. Unaffected rows keep their bits.
+        """Returns the changed logits; `logits` itself stays unchanged. Unaffected rows keep their bits.
 
         `logits`: float32 `[n, vocab]`; `positions`: int64 `[n]` on the device, the index of each row's next
         token; None unless `forbids_ending`. Does not synchronize.
