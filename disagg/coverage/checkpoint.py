@@ -64,7 +64,7 @@ def draw_weights(model: Any, seed: int) -> None:
 def _is_matrix(owner: nn.Module, parameter: torch.Tensor) -> bool:
     if parameter.dim() < 2 or isinstance(owner, nn.Conv1d | nn.Conv2d | nn.Conv3d):
         return False
-    return isinstance(owner, nn.Linear | nn.Embedding | Conv1D) or parameter.dim() == 3  # experts
+    return isinstance(owner, nn.Linear | nn.Embedding | Conv1D) or parameter.dim() == 3  # all experts
 
 
 def _gain(name: str, owner: nn.Module) -> float:

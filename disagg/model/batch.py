@@ -49,7 +49,7 @@ class StepBatch:
 
     @property
     def tokens(self) -> int:
-        """Tokens that the step computes."""
+        """Number of tokens that the step computes."""
         return sum(len(sequence.tokens) for sequence in self.sequences)
 
 
@@ -106,7 +106,7 @@ class StepIndex:
     positions: torch.Tensor
     """Position of each token in its request, `[1, T]`."""
     last: torch.Tensor
-    """Index of each sequence's last token, `[B]`."""
+    """Index of each sequence's last token among the step's tokens, `[B]`."""
     slots: torch.Tensor
     """Slot mapping: the slot of each token's K and V, `[T]`."""
     decodes: tuple[DecodeGroup, ...]
@@ -117,7 +117,7 @@ class StepIndex:
 def build_index(
     batch: StepBatch, table: ReqToTokenPool, kernels: bool = False, *, apart: bool = False
 ) -> StepIndex:
-    """Builds the tensors on the table's device, for the attention kernels or for the torch path.
+    """Builds a step's index tensors on the device of the block table, for the attention kernels or the torch path.
 
     `apart`: the torch path computes each token as a separate sequence, so that its bits do not depend on other tokens
     of the step. Raises ValueError for a slice that is empty or beyond the block table.

@@ -11,7 +11,7 @@ from disagg.model.spec.model_spec import ModelSpec
 
 @dataclass(frozen=True, slots=True)
 class PromptChunks:
-    """Chooses the number of a prompt's tokens that a step computes. Pure.
+    """Chooses how many tokens of a prompt a step computes. Pure.
 
     Recurrent layers have one formula for several tokens and another for a single token after a state. In transformers
     the two can differ: Zamba 2 and Nemotron-H bound the time step in the first formula only. `generate()` uses the
@@ -87,7 +87,7 @@ class PromptChunks:
         return self._border(tokens) - self._size if self.fixed else tokens
 
     def spans(self, tokens: int) -> Iterator[Span]:
-        """Returns the chunks of a prompt of `tokens` tokens that shares no step with other requests."""
+        """Yields the chunks of a prompt of `tokens` tokens, if no other request shares its steps."""
         start = 0
         while start < tokens:
             taken = self.take(start, tokens, self.chunk_tokens, must=True)
@@ -110,5 +110,5 @@ class PromptChunks:
 
     @property
     def _size(self) -> int:
-        """Tokens of a fixed chunk."""
+        """Number of tokens of a fixed chunk."""
         return max(self.chunk_tokens, 2) if self._pairs else self.chunk_tokens

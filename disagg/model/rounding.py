@@ -107,7 +107,8 @@ def judge_by(
 ) -> Judge:
     """Returns the judging engine's log-probabilities for one answer, computed without and with noise.
 
-    `logits()` yields `[vocab]` for each position of the answer, computed by `models` in `dtype`. It is called twice.
+    `logits()` yields `[vocab]` for each position of the answer, computed by `models` in `dtype`. This function calls
+    `logits` twice.
     `compared` holds the compared tokens of each position.
     """
     best: list[int] = []

@@ -131,7 +131,7 @@ class ModelRunner:
         self.device = torch.device(device)
         self.collective = collective
         self._agreed = partial(all_agree, collective, self.device)
-        """See `graphs.Agreed`. Ranks can differ, for example, in whether the kernels compute attention."""
+        """`graphs.Agreed` of this group. Ranks can differ, for example, in whether the kernels compute attention."""
         self._options = options
         self.page_size = options.page_size
         self.pages = whole_pages(options.pool_tokens, options.page_size)
@@ -172,12 +172,12 @@ class ModelRunner:
         self.req_to_token = ReqToTokenPool(options.rows, options.max_tokens, self.device)
         self.pool, self.states = self._make_pool(), self._make_states()
         self.sampled = SampledTokenBuffer(options.rows, collective, self.device)
-        """Tokens of the previous step, to which a step may refer."""
+        """Sampled tokens of the previous step, to which the next step's input may refer."""
         self._graphs: StepGraphs | None = None
         self._pieces: PiecewiseGraphs | None = None
 
     def _attention_classes(self) -> list[AttentionClass]:
-        """Returns the rank's heads for each class of attention layers."""
+        """Returns the rank's query and KV heads for each layer class."""
         queries = query_spans(self.spec, self.collective.rank, self.collective.size)
         return [
             AttentionClass(
@@ -286,7 +286,7 @@ class ModelRunner:
     def _make_states(self) -> RowStates | None:
         """Returns the recurrent states by row; None for a model without recurrent layers.
 
-        Raises ConfigError if they do not fit the device.
+        Raises ConfigError if the states do not fit the device's memory.
         """
         if self._sample is None:
             return None
@@ -295,7 +295,7 @@ class ModelRunner:
         slots = requests + 1 + cached  # one for the trash row
         try:
             states = MambaPool(self._sample.forms(), slots, self.device)
-        except RuntimeError as exc:  # torch.OutOfMemoryError; on a CPU the base class
+        except RuntimeError as exc:  # on a GPU torch.OutOfMemoryError, a subclass
             section, each = self._options.section, self.spec.layout.state_bytes
             or_cached = f" or {section}.cached_states ({cached})" if cached else ""
             raise ConfigError(
@@ -548,5 +548,5 @@ class ModelRunner:
         except (LookupError, AttributeError, TypeError, RuntimeError) as exc:
             reason = str(exc).strip().partition("\n")[0]
             raise UnsupportedModelError(
-                f"{self.spec.architecture} is not supported: a trial step fails with our attention: {reason}"
+                f"{self.spec.architecture} is not supported: a trial step with the paged attention fails: {reason}"
             ) from exc

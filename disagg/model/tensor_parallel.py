@@ -60,7 +60,7 @@ class RowParallelLinear(nn.Linear):
 
 
 def query_spans(spec: ModelSpec, rank: int, size: int) -> tuple[Span, ...]:
-    """Returns the query heads of a rank in each class of layers.
+    """Returns the query heads of a rank in each layer class.
 
     Raises UnsupportedModelError when the number of query heads is not a multiple of `size`.
     """
@@ -75,7 +75,7 @@ def query_spans(spec: ModelSpec, rank: int, size: int) -> tuple[Span, ...]:
 
 
 def check_tp(spec: ModelSpec, sizes: Mapping[str, int]) -> None:
-    """Raises UnsupportedModelError that names the role when a TP size of `sizes`, by role, cannot split the model."""
+    """Raises UnsupportedModelError, with the role's name, if a role's TP size in `sizes` cannot split the model."""
     for role, tp in sizes.items():
         try:
             query_spans(spec, 0, tp)
@@ -85,15 +85,15 @@ def check_tp(spec: ModelSpec, sizes: Mapping[str, int]) -> None:
 
 @dataclass(frozen=True)
 class Sharding:
-    """The result of splitting a model over ranks."""
+    """The result of splitting a model over ranks: the parts that are split, and those that are not."""
 
     cuts: dict[str, Cut] = field(default_factory=dict)
-    """Cuts by parameter name."""
+    """The slice of each split parameter that the rank holds, by parameter name."""
     whole_attention: bool = False
     """Whether the projections of attention are not split, so that attention takes and returns all heads on every
     rank."""
     whole: dict[str, str] = field(default_factory=dict)
-    """The parts of the model that are not split, each with the reason."""
+    """The reason, by name, for each part of the model that is not split."""
 
 
 def shard_model(model: Any, spec: ModelSpec, collective: Collective) -> Sharding:
@@ -193,8 +193,10 @@ class _Sharder:
         return self._spec.class_of(self._model.get_submodule(parent).layer_idx) if self._spec.more else 0
 
     def _has(self, parent: str, child: str) -> bool:
-        """Returns whether `parent` has the projection `child`. Some layers have none for K and V (taken from an
-        earlier layer) or for V (taken from K).
+        """Returns whether the attention module `parent` has the projection `child`.
+
+        Layers that reuse K and V of an earlier layer have no projections of K and V. Layers that use K as V have no
+        projection of V.
         """
         return not self._spec.places or getattr(self._model.get_submodule(parent), child, None) is not None
 

@@ -1,4 +1,4 @@
-"""Common parts of adapters: inputs of the current step for attention modules, and constants on the step's device."""
+"""Common parts of adapters: the current step's inputs for attention modules, and constants on the step's device."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ class Constant:
         self._value = value
 
     def on(self, device: torch.device) -> torch.Tensor:
-        """Returns the tensor on `device`; copies when the device changes."""
+        """Returns the tensor on `device`; copies the tensor only when the device changes."""
         if self._value.device != device:
             self._value = self._value.to(device)
         return self._value

@@ -1,4 +1,4 @@
-"""Megatron-BERT, RemBERT, RoFormer (rotary embeddings): encoders with custom attention, run as decoders."""
+"""Adapter of Megatron-BERT, RemBERT and RoFormer: encoders that run as decoders. RoFormer has rotary embeddings."""
 
 from __future__ import annotations
 

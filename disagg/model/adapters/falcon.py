@@ -1,4 +1,4 @@
-"""Falcon: one projection with three possible orders of heads; rotary embeddings, or ALiBi in bfloat16."""
+"""Adapter of Falcon: one projection with three possible orders of heads; rotary embeddings, or ALiBi in bfloat16."""
 
 from __future__ import annotations
 

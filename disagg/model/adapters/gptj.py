@@ -1,4 +1,4 @@
-"""GPT-J: rotary embeddings of adjacent elements, from a table in each attention module."""
+"""Adapter of GPT-J: pairs of adjacent elements are rotated, by a table of angles in each attention module."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""HRM: two stacks of layers that run several times, with separate K and V for each run."""
+"""Adapter of HRM: two stacks of layers run several times per step, with separate K and V for each run."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Llama 4: some layers attend within chunks of positions; layers without rotary embeddings may scale queries by
-position."""
+"""Adapter of Llama 4: some layers attend within chunks of positions. Layers without rotary embeddings may scale
+queries by position."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class _Chunked:
         return self.own.attend(layer, q, k, v, replace(params, chunk_tokens=self.chunk))
 
     def _temperatures(self) -> torch.Tensor:
-        """Returns the factors of the queries, float32 `[T]`."""
+        """Returns the factor of each token's queries, float32 `[T]`."""
         steps = torch.floor((self.step.positions.flatten().float() + 1.0) / self.tuned.floor_scale)
         return torch.log1p(steps).mul(self.tuned.attn_scale).add(1.0)
 

@@ -1,4 +1,4 @@
-"""MPT: ALiBi, one projection of all queries, then all keys, then all values."""
+"""Adapter of MPT: one projection computes all queries, then all keys, then all values. Positions enter by ALiBi."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _COMPUTED = {
     "prefix_lm": False,
     "qk_ln": False,
 }
-"""Settings of `attn_config` that transformers ignores. Its implementation always uses the values given here."""
+"""Settings of `attn_config` that transformers ignores, with the values that transformers' code always uses."""
 
 
 def _adapt(model: Any, step: StepInputs) -> None:

@@ -24,7 +24,7 @@ from disagg.model.spec.shapes import LayerPlace
 
 @dataclass(frozen=True)
 class IndexedSequence:
-    """Tokens of one sequence that an indexer scores together."""
+    """Consecutive tokens of one sequence for which an indexer scores the context in one call."""
 
     tokens: slice
     """Range of these tokens among the step's tokens."""
@@ -77,7 +77,7 @@ def _pieces(one: SequenceSlice) -> Iterator[tuple[Span, int]]:
 
 
 class _SequenceKeys:
-    """Replaces transformers' cache: holds the index keys of one sequence and layer."""
+    """The cache object that an indexer of transformers receives: the index keys of one sequence and layer."""
 
     def __init__(self, step: IndexStep, sequence: IndexedSequence, layer: int) -> None:
         self._step, self._sequence, self._layer = step, sequence, layer
@@ -163,8 +163,8 @@ def wrap_indexers(model: Any, places: Sequence[LayerPlace]) -> list[PagedIndexer
 def no_mask(
     _: nn.Module, args: tuple[Any, ...], named: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Replaces a mask of None by an empty tensor, because transformers slices the mask of attention with an
-    indexer."""
+    """Forward pre-hook that replaces a mask of None by an empty tensor, because transformers slices the mask before
+    it calls the indexer."""
     if named.get("attention_mask") is None:
         named["attention_mask"] = torch.empty(1, 1, 0, 0, dtype=torch.bool)
     return args, named

@@ -1,4 +1,4 @@
-"""Attention context on the Triton kernels, and the choice between the kernels and the torch path."""
+"""The attention context that runs the Triton kernels, and the choice between the kernels and the torch path."""
 
 from __future__ import annotations
 

@@ -33,8 +33,8 @@ V."""
 
 
 class ClassedStep:
-    """Context of a step: passes each layer's call to the context of the layer's class, with the layer's index in the
-    pool of this class."""
+    """Attention context that passes each layer's call to the context of the layer's class, with the layer's index in
+    the pool of this class."""
 
     def __init__(
         self,

@@ -89,7 +89,8 @@ def _params(named: dict[str, Any], dim: int) -> AttentionParams:
 
 
 class PagedStep:
-    """Context of a step: writes K and V to the pool by slot, and reads each sequence's KV by its block table."""
+    """Attention context that uses torch: writes K and V to the pool by slot, and reads the KV of each sequence by the
+    slots in the block table."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Attention over the paged pool in plain torch, for CPU and GPU; the reference of the faster kernels.
+"""Attention over the paged pool in plain torch, for CPU and GPU; the reference for the faster Triton kernels.
 
 Scores are computed in the model's dtype, the softmax in float32, as transformers' eager attention does.
 """

@@ -120,7 +120,7 @@ class SharedCollective:
         while any(count < self._round for count in self._rounds.values()):
             ready = self._poll.poll(max(0.0, until_s - time.monotonic()) * 1e3)
             if not ready:
-                raise TimeoutError("a rank timed out")
+                raise TimeoutError("a rank did not enter the exchange within the timeout")
             for fd, _ in ready:
                 self._take(self._ranks[fd])
 

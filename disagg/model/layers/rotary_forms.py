@@ -69,7 +69,8 @@ class AttentionForm:
 
     project: Project = projections.plain
     cos_sin: Callable[[Any, dict[str, Any], Heads], CosSin | None] = _given_cos_sin
-    """Function that returns cos and sin of a call from its keyword arguments; None if the layer does not rotate."""
+    """Function that returns cos and sin from the keyword arguments of the attention module's forward; None if the
+    layer does not rotate."""
     after_rotation: Callable[[Any, Heads, dict[str, Any]], Heads] = _no_change
     """Function that changes the heads after the rotation."""
     named: Callable[[Any], dict[str, Any]] = lambda module: {}

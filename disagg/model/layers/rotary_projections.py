@@ -43,7 +43,7 @@ def _projected(module: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor
 
 
 def plain(module: Any, x: torch.Tensor) -> Heads:
-    """Computes three projections (Llama)."""
+    """Computes separate projections of queries, keys and values (Llama)."""
     return _heads(*(split_heads(module, part) for part in _projected(module, x)))
 
 

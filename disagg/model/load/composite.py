@@ -21,7 +21,7 @@ def text_part(config: Any) -> Any:
         return config
     text = copy.deepcopy(text)
     text.architectures = [causal[type(text)].__name__]
-    # Otherwise transformers' causal model takes the text part's configuration, with the part's own setting.
+    # For other types, transformers' causal model reads this setting from the text part's configuration.
     if causal[type(config)].config_class is type(config):
         text.tie_word_embeddings = config.tie_word_embeddings
     if getattr(config, "quantization_config", None):

@@ -97,7 +97,7 @@ def make_tiny_checkpoint(
         raise ConfigError(f"no tiny {architecture!r}; choose one of {', '.join(ARCHITECTURES)}")
     chosen = TinySizes(**sizes)
     if chosen.sliding_window is not None and architecture not in ("mistral", "gemma2"):
-        raise ConfigError(f"{architecture} takes no sliding window; mistral and gemma2 do")
+        raise ConfigError(f"{architecture} has no sliding window; only mistral and gemma2 have one")
     values = {
         "vocab_size": VOCAB_SIZE,
         "hidden_size": chosen.hidden,

@@ -29,7 +29,7 @@ class _PassedKV(CacheLayerMixin):  # type: ignore[misc]
         return key_states, value_states
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Returns the mask sizes of the new tokens only."""
+        """Returns the mask sizes for the new tokens only: length and offset."""
         return query_length, 0
 
     def get_seq_length(self) -> int:

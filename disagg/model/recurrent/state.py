@@ -103,8 +103,8 @@ def recurrent_parts(batch: StepBatch, *, each_alone: bool = False) -> list[list[
 def ignores_state(compute: Callable[[StateCache, int], object], config: Any) -> bool:
     """Returns whether a step of several tokens ignores the previous state. Each prompt then needs a single step.
 
-    This is the case for transformers' selective scan (Mamba 1). `compute(cache, tokens)` runs the model. The function
-    runs the model with two different states; equal results show that the model ignores the state.
+    This is the case for transformers' selective scan (Mamba 1). `compute(cache, tokens)` runs the model. The check
+    runs the model with two different states: equal results show that the model ignores the state.
     """
     caches = [make_cache(config), make_cache(config)]
     for number, cache in enumerate(caches):

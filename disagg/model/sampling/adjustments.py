@@ -43,7 +43,7 @@ class Adjustments:
     def __init__(
         self, rows: Sequence[SamplingRow], eos_ids: Sequence[int], vocab: int, device: torch.device
     ) -> None:
-        """Counts the tokens of the rows' histories that are not counted yet, on the device. Does not synchronize."""
+        """Uploads the parameters, and counts the answers' tokens that are not counted yet. Does not synchronize."""
         self._histories = [row.history for row in rows if row.history is not None]
         self._penalties = _penalties(rows, vocab, device)
         self._biases = _biases(rows, vocab, device)
@@ -80,7 +80,8 @@ class Adjustments:
         return changed
 
     def count(self, tokens: torch.Tensor) -> None:
-        """Counts each penalised row's new token; `tokens`: int64 `[n]`, -1 for none. Does not synchronize."""
+        """Adds each penalised row's new token to the row's counts; `tokens`: int64 `[n]`, -1 for none. Does not
+        synchronize."""
         if self._penalties is not None:
             count_tokens(tokens, self._penalties)
             for history in self._histories:

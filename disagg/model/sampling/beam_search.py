@@ -36,7 +36,7 @@ def candidates_wanted(sampling: SamplingParams, ending: Collection[int]) -> int:
 
 
 class BeamSearch:
-    """The state of one search, which begins with one beam without tokens."""
+    """The state of one beam search, which begins with a single beam without tokens."""
 
     def __init__(self, sampling: SamplingParams, ending: Collection[int]) -> None:
         """`ending`: tokens that end an answer."""

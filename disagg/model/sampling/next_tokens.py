@@ -85,6 +85,6 @@ def likeliest(
 
 
 def _candidates(pairs: Sequence[tuple[float, float]], vocab: int) -> list[Candidate] | RequestError:
-    if not math.isfinite(pairs[0][0]):  # NaN is above all others
+    if not math.isfinite(pairs[0][0]):  # `top` sorts NaN first
         return RequestError("the model gave no finite logits; the request cannot continue")
     return [Candidate(score, *divmod(int(index), vocab)) for score, index in pairs]

@@ -65,7 +65,7 @@ class SamplingRow(NamedTuple):
     ahead_tokens: int = 0
     """Number of tokens after `answer` that steps in flight are sampling; 0 with a constraint."""
     constraint: AnswerConstraint | None = None
-    """Grammar of the answer; None without one."""
+    """Constraint by the answer's grammar; None without a grammar."""
 
     @property
     def position(self) -> int:

@@ -50,13 +50,13 @@ class ModelSpec(msgspec.Struct, frozen=True):
     `ModelConfig.deterministic`, a difference of one bit counts; otherwise, rounding is ignored. Set only in a
     runner's spec."""
     more: tuple[HeadShape, ...] = ()
-    """Heads of the other layer classes."""
+    """Heads of the layer classes after the first one."""
     places: tuple[LayerPlace, ...] = ()
     """Place of each attention layer in the KV cache; empty if the cache has all layers in order."""
 
     @property
     def cache_refused(self) -> str:
-        """Why the prefix cache is disabled for the model; empty if enabled. Valid in a runner's spec only.
+        """Reason why the prefix cache is disabled for the model; empty if enabled. Valid in a runner's spec only.
 
         Recurrent layers disable the prefix cache if they cannot continue a prompt after an arbitrary position. Sparse
         layers disable it because, in transformers, their choice among tokens with equal scores depends on the

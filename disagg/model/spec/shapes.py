@@ -94,7 +94,7 @@ def _sources(config: Any, layers: tuple[int, ...]) -> list[int]:
     """
     try:
         modes = getattr(config, "kv_sharing_modes", None) or [None] * config.num_hidden_layers
-    except ValueError as exc:  # no earlier layer of this type
+    except ValueError as exc:  # a layer reuses K and V, but no earlier layer of its type stores them
         raise UnsupportedModelError(f"{config.model_type} is not supported: {exc}") from exc
     stored = {config.layer_types[layer]: n for n, layer in enumerate(layers) if modes[layer] == "store"}
     return [
