@@ -11,7 +11,7 @@ _PART = "language_model."
 
 
 def text_part(config: Any) -> Any:
-    """Returns a copy of the text part's configuration; `config` itself if no text part can be served alone.
+    """Returns a copy of the text part's configuration; returns `config` itself if no text part can be served alone.
 
     Settings of the whole model that concern all weights (quantization, tied embeddings) are copied into the result.
     """
@@ -21,7 +21,7 @@ def text_part(config: Any) -> Any:
         return config
     text = copy.deepcopy(text)
     text.architectures = [causal[type(text)].__name__]
-    # For some types transformers builds a causal model of the text part, by the part's own setting.
+    # For other types, transformers' causal model reads this setting from the text part's configuration.
     if causal[type(config)].config_class is type(config):
         text.tie_word_embeddings = config.tie_word_embeddings
     if getattr(config, "quantization_config", None):
