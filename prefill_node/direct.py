@@ -60,15 +60,17 @@ def check_ticket(ticket: Ticket, link: Link, pools: list[OpenPool]) -> None:
     """Raises `ProtocolError` when a ticket names rows or pages that the pools lack; the kernels do not check them."""
     page_size = link.decode.page_size
     if len(ticket.pages) < pages_for(ticket.tokens.stop, page_size) - ticket.tokens.start // page_size:
-        raise ProtocolError(f"ticket {ticket.number}: {len(ticket.pages)} pages do not hold its tokens")
+        raise ProtocolError(
+            f"ticket {ticket.number}: {len(ticket.pages)} pages do not hold the ticket's tokens"
+        )
     kv_classes = len(link.decode.layout.classes)
     for pool in pools:
         pages = min(part.shape[2] for part in pool.pools[:kv_classes]) // page_size
         if not 0 < min(ticket.pages) <= max(ticket.pages) < pages:
-            raise ProtocolError(f"ticket {ticket.number}: a page is outside the pool's {pages}")
+            raise ProtocolError(f"ticket {ticket.number}: a page is outside the pool's {pages} pages")
         rows = min([pool.fences.shape[0], *(part.shape[2] for part in pool.pools[kv_classes:])])
         if not 0 <= ticket.row < rows:
-            raise ProtocolError(f"ticket {ticket.number}: row {ticket.row} is none of {rows}")
+            raise ProtocolError(f"ticket {ticket.number}: row {ticket.row} is outside the pool's {rows} rows")
 
 
 def target_slots(ticket: Ticket, page_size: int) -> torch.Tensor:

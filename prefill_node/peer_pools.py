@@ -82,7 +82,9 @@ class PeerPools:
         except Exception as exc:  # noqa: BLE001 - after any failure KV goes through the ring
             self._open.pop(peer, None)
             self.refused += 1
-            log.info("pool_not_opened", peer=peer, why=str(exc), how="KV goes through staging and its ring")
+            log.info(
+                "pool_not_opened", peer=peer, why=str(exc), how="KV goes through staging and the peer's ring"
+            )
             self._send(peer, m.PoolRefused(self._rank, str(exc)))
 
     def forget(self, peer: str) -> None:

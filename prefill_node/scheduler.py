@@ -252,7 +252,7 @@ class PrefillScheduler:
             if self._rest_tokens(request) > room or not self._reserve(request):
                 break
             request.rest_tokens = _uncached_tokens(request)
-            if request.rest_tokens > room:  # its cached prefix was evicted
+            if request.rest_tokens > room:  # a part of the cached prefix was evicted after the lookup
                 self._free(request)
                 break
             room -= request.rest_tokens

@@ -142,12 +142,12 @@ class OutgoingTickets:
         """Raises `InvariantError` if counters, checksum words or staging contradict the states of the segments."""
         words = sum(item.word is not None for o in self.open.values() for item in o.items.values())
         if self._sums is not None and words != self._sums.in_use:
-            raise InvariantError(f"{words} segments have words for checksums, {self._sums.in_use} are in use")
+            raise InvariantError(f"{words} segments hold checksum words, but {self._sums.in_use} are in use")
         for outgoing in self.open.values():
             left = sum(not item.ended for item in outgoing.items.values())
             if left != outgoing.left:
                 raise InvariantError(
-                    f"{outgoing.key}: {left} segments are under way, counted {outgoing.left}"
+                    f"{outgoing.key}: {left} segments are under way, but the count is {outgoing.left}"
                 )
             for item in outgoing.items.values():
                 staged = item.write is None and item.state in HOLDS_STAGING
