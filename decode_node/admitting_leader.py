@@ -87,7 +87,7 @@ class AdmittingLeader(ReservingLeader):
             self._changed.notify_all()
 
     def _reserve(self, router: str, message: m.Reserve) -> None:
-        """Admits a request; first closes its earlier attempt in this group, if there is one."""
+        """Admits a request. An earlier attempt of the request in this group is closed first."""
         if message.key in self._claims:
             return  # a repeated message changes nothing
         old = self._scheduler.requests.get(message.after) if message.after is not None else None

@@ -1,4 +1,4 @@
-"""Cost estimates of preemption: recomputing a request's KV, or swapping it to host memory and back."""
+"""Estimates the cost of preemption by recomputing a request's KV, or by swapping the KV to host memory and back."""
 
 from __future__ import annotations
 

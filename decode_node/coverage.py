@@ -36,7 +36,7 @@ class Coverage:
         return self._from[src_rank]
 
     def add(self, segment: Segment) -> None:
-        """Adds a segment. Raises `ProtocolError`, changing nothing, when it is not the next of its route."""
+        """Records a segment. Raises `ProtocolError`, changing nothing, unless it is the next segment of its route."""
         route = self._route_of(segment)
         nbytes = self._bytes(segment.layers, segment.heads, segment.tokens)
         if segment.nbytes != nbytes:

@@ -40,7 +40,7 @@ class IncomingSegment:
     """Control address of the source rank; also the rank's name in the transport."""
     lease: Lease
     again: bool = False
-    """Whether the first sending was damaged; `state` then belongs to the second sending."""
+    """Whether the segment arrived damaged and is sent again; `state` is then the state of the second receive."""
     scattered: DeviceEvent = None
     word: Word | None = None
     """Device word for the checksum's difference while SCATTERING; None otherwise."""

@@ -27,7 +27,7 @@ class ReceiverMessages(ActiveMessages):
         self._registered[kind] = handler
 
     def on_failure(self, kind: type[m.Message], handler: Callable[[str, Any, TransportError], None]) -> None:
-        """Registers the handler for undelivered messages of one type; without a handler, they are dropped."""
+        """Registers the handler for undelivered messages of one type. Types without a handler are dropped."""
         self._failure_handlers[kind] = handler
 
     def _dispatch(self, peer: str, message: m.Message) -> None:

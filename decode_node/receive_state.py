@@ -106,7 +106,7 @@ class Action(enum.Enum):
     """Add the segment's size to the transfer's landed bytes."""
     FREE_LEASE = "free lease"
     AWAIT_AGAIN = "await again"
-    """Wait for the second sending of the segment, in the same lease."""
+    """Keep the lease and wait until the source sends the segment again."""
     SEND_STOP = "send stop"
     """Send `StopSending` to the source rank."""
     REPORT_LANDED = "report landed"

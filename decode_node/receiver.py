@@ -70,7 +70,7 @@ class ReceiverStatistics:
     """Dropped messages and data of tickets that are unknown or closed."""
     leases_expired: int
     checksum_mismatches: int
-    """Segments that arrived damaged, second sendings included."""
+    """Segments that arrived damaged, resent segments included."""
 
 
 @dataclass(frozen=True, slots=True)

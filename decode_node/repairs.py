@@ -20,10 +20,10 @@ class Repairs:
     def __init__(self, context: ReceiverContext, tickets: IncomingTickets) -> None:
         self._context, self._tickets = context, tickets
         self.mismatches = 0
-        """Segments whose checksum did not match, second sendings included."""
+        """Number of segments whose checksum did not match, resent segments included."""
 
     def request(self, incoming: IncomingTransfer, segment: Segment, again: bool, where: str) -> bool:
-        """Handles a damaged segment. `again`: the second sending is damaged. `where`: the place, for log and error.
+        """Handles a damaged segment. `again`: the segment was resent before. `where`: the place, for log and error.
 
         Returns True when the segment will be sent again. Otherwise the request has failed or is ending, and the
         caller frees the segment's lease or checksum word.

@@ -120,7 +120,7 @@ class ReceiveRing:
                     self._await_again(item)
 
     def _await_again(self, item: IncomingSegment) -> None:
-        """Keeps the lease for the second sending and restarts its deadline. The lease stays writable until freed."""
+        """Keeps the lease for the resent segment and restarts the deadline. The lease stays writable until freed."""
         item.again = True
         if item.lease.id == self._head_lease:
             self._head_since_s = self._clock()

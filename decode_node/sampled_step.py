@@ -36,7 +36,7 @@ class SampledStep:
     """Requests with beams, in the order of `beams`."""
     beams: SampledBeams | None
     ended: DeviceEvent
-    """Event at the end of the step. A step that only recomputes chunks has no token whose copy could mark its end."""
+    """Event at the end of the step; also recorded for a step of recomputed chunks, which copies no tokens."""
 
     @staticmethod
     def launch(plan: StepPlan, stepped: list[Stepped], logits: torch.Tensor, sampler: Sampler) -> SampledStep:

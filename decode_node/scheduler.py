@@ -138,7 +138,7 @@ class DecodeScheduler:
         return self._planner.stepped(plan)
 
     def commit(self, plan: StepPlan) -> list[DecodeRequest]:
-        """Records the end of the oldest step in flight; returns its requests in the plan's order.
+        """Records the end of the oldest step in flight; returns the step's requests in the plan's order.
 
         Tokens that the step sampled for closing requests are not used.
         """
@@ -202,7 +202,7 @@ class DecodeScheduler:
             del self.requests[request.key]
 
     def drop(self, resumption: Resumption) -> None:
-        """Frees the row and pages that a settled request keeps for its successor, because none is admitted."""
+        """Frees the row and pages that a settled request kept for a successor that is not admitted."""
         self._admission.drop(resumption)
 
     def resumption(self, request: DecodeRequest, answered: Tokens[int]) -> Resumption:

@@ -99,7 +99,7 @@ class StepPlanner:
         return self._in_flight[-1]
 
     def commit(self, plan: StepPlan) -> list[Stepped]:
-        """Records the end of the oldest step in flight; returns its work items."""
+        """Records the end of the oldest step in flight; returns the step's work items."""
         stepped = self._in_flight.popleft()
         for work, (_, sequence, samples) in zip(plan.work, stepped, strict=True):
             sequence.computed_tokens = work.span.stop
@@ -110,7 +110,7 @@ class StepPlanner:
         return stepped
 
     def move_back(self, request: DecodeRequest) -> None:
-        """Moves the request to the end of the order, so that requests beyond `max_batch` are planned in turn."""
+        """Moves a request to the end of the planning order, so that all progress if more than `max_batch` run."""
         self._requests[request.key] = self._requests.pop(request.key)
 
     def _planned(self) -> tuple[list[Stepped], list[Work]]:

@@ -64,7 +64,7 @@ class Verifier:
             self.under_way.append(_Verified(incoming, written, word, event))
 
     def poll(self) -> None:
-        """Compares the checksums that are done. The caller polls while `under_way` is not empty."""
+        """Compares finished checksums with the senders'. The caller polls while `under_way` is not empty."""
         while self.under_way and is_done(self.under_way[0].event):
             one = self.under_way.popleft()
             assert self._sums is not None, "sums are launched with checksums only"

@@ -109,7 +109,7 @@ class PeerWrites:
             self._expire_at(incoming, incoming.barred_until_s)
 
     def ended(self, incoming: IncomingTransfer, src_rank: int, sent: set[int], again: set[int]) -> None:
-        """Handles the end of a source rank: records the notifications that it still owes for its launched writes.
+        """Handles the end of a source rank: records which notifications of launched writes have not arrived.
 
         `sent` and `again`: indexes of the segments that the source has sent once and twice, through the ring or by a
         write.

@@ -91,7 +91,7 @@ class SenderStatistics:
     segments_sent: int
     bytes_sent: int
     segments_sent_again: int
-    """Second sendings of damaged segments; part of `segments_sent`."""
+    """Segments that were sent a second time, because they had arrived damaged; part of `segments_sent`."""
     segments_written: int
     """Direct writes into the destination's pool; part of `segments_sent`."""
     open_pools: int

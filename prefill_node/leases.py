@@ -95,7 +95,7 @@ class Leases:
             self._tickets.abort(outgoing, exc)
 
     def computed(self, item: OutgoingSegment) -> None:
-        """Queues a segment whose KV compute is on the device for its destination's ring, if its lease is granted."""
+        """Queues a segment, whose compute is on the device, for its destination's ring if its lease is granted."""
         ring = self.rings.get(item.peer)
         if item.ring_start is not None and ring is not None:
             ring.add(item)

@@ -116,7 +116,7 @@ class SegmentMover:
         self._resend(item)
 
     def on_notification_ended(self, operation: Operation) -> None:
-        """Handles the end of a completion notification as the end of its segment's send."""
+        """Handles the end of a completion notification, which ends the send of a directly written segment."""
         item = self._notifications.ended(operation)
         if isinstance(item, OutgoingSegment):
             self.on_send_ended(item, operation)

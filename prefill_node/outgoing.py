@@ -52,7 +52,7 @@ class OutgoingSegment:
     after: DeviceEvent = None
     """Event of the layer group's KV write on the device; the copy runs after this event."""
     lease: Lease | None = None
-    """Region of this rank's staging. `OutgoingTickets.end` frees it."""
+    """Region of this rank's staging, freed by `OutgoingTickets.end`; None without a region."""
     copied: DeviceEvent = None
     """Event at the end of the gather, or of the write into the destination's pool."""
     started_s: float | None = None
@@ -74,7 +74,7 @@ class OutgoingSegment:
 
     @property
     def again(self) -> bool:
-        """True once the segment is being sent a second time; `state` then belongs to the second sending."""
+        """True once the segment is being sent a second time; `state` is then the state of the second send."""
         return self._machine.again
 
     @property
@@ -122,7 +122,7 @@ class OutgoingTransfer:
     left: int = 0
     """Number of segments under way: neither SENT nor DROPPED."""
     verified: set[str] = field(default_factory=set)
-    """Peers that have verified the checksums of their part of the ticket."""
+    """Decode ranks that have verified the checksums of all their segments of the ticket."""
     expecting: set[str] = field(default_factory=set)
     """Decode ranks that expect segments. If the transfer ends early, each rank receives `SenderEnded`."""
     messages: int = 0
@@ -186,7 +186,7 @@ class OutgoingTransfer:
 
     @property
     def all_verified(self) -> bool:
-        """True when each peer that received a segment has verified its part."""
+        """True when each decode rank that received a segment has verified all its segments of the ticket."""
         return all(item.peer in self.verified for item in self.items.values())
 
     @property

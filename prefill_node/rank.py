@@ -1,4 +1,4 @@
-"""One rank of a prefill group: computes its part of each chunk and sends its KV while later layers compute."""
+"""One rank of a prefill group: computes its part of each chunk, and sends KV while later layers compute."""
 
 from __future__ import annotations
 

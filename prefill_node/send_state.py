@@ -168,7 +168,7 @@ class SegmentMachine(StateMachine[SendState, SendEvent, SendAction]):
     def __init__(self, key: RequestKey, segment: Segment) -> None:
         super().__init__((key, segment), SendState.PLANNED, TRANSITIONS)
         self.again = False
-        """Whether the second sending has begun; `state` then belongs to the second sending."""
+        """Whether the segment is being sent a second time; `state` is then the state of the second send."""
 
     def advance(self, event: SendEvent) -> tuple[SendAction, ...]:
         """Applies an event and returns the actions to perform, like `StateMachine.advance`.

@@ -222,7 +222,7 @@ class SegmentSender:
             self._mover.on_damaged(item)
 
     def on_verified(self, peer: str, message: m.TransferVerified) -> None:
-        """Marks the peer's part of tickets as verified. A second message changes nothing.
+        """Records that the peer has verified its segments of some tickets. A second message changes nothing.
 
         The message arrives as an active message, over the control channel, or both.
         """

@@ -82,7 +82,7 @@ class OutgoingTickets:
         self._close_if_drained(outgoing)
 
     def on_verified(self, peer: str, message: m.TransferVerified) -> None:
-        """Marks the peer's part of these tickets as verified: no segment of this part is sent again."""
+        """Records that the peer has verified all its segments of these tickets, so that none is sent again."""
         for key, number in message.tickets:
             outgoing = self.find(key, number)
             if outgoing is None:
