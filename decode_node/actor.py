@@ -1,4 +1,4 @@
-"""The decode rank as a Ray actor."""
+"""The decode rank as a Ray actor; `DecodeRank` holds all logic."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ class DecodeActor(RankHost):
 
     @ray.method(concurrency_group="watch")  # type: ignore[untyped-decorator]
     def pulse(self, token: str = "", counts: GroupCounts = NO_COUNTS) -> bool:
-        """See `RankHost.pulse`."""
+        """Records a pulse of the owner; see `RankHost.pulse`."""
         return super().pulse(token, counts)
 
     @ray.method(concurrency_group="watch")  # type: ignore[untyped-decorator]
     def claim(self, claimant: Owner) -> ClaimReply:
-        """See `RankHost.claim`."""
+        """Makes `claimant` the owner if the current owner is dead; see `RankHost.claim`."""
         return super().claim(claimant)
 
     @ray.method(concurrency_group="watch")  # type: ignore[untyped-decorator]
     def park(self, token: str = "") -> str:
-        """See `RankHost.park`."""
+        """Blocks until the rank ends or has a new owner; returns the reason. See `RankHost.park`."""
         return super().park(token)

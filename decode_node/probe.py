@@ -59,7 +59,7 @@ class ProbeReceiver:
 
     @property
     def lease(self) -> Lease | None:
-        """Ring space that a probe holds now; None without one."""
+        """Ring space that a running probe holds; None without a probe."""
         return self._probe.lease if self._probe is not None else None
 
     def on_request(self, peer: str, request: m.ProbeRequest) -> None:
@@ -97,7 +97,7 @@ class ProbeReceiver:
         ):
             self._transport.discard(None, arrival)
             return True
-        # Two messages may be received at once, into the same bytes: these are not read.
+        # Two receives may write the same bytes at the same time; nothing reads these bytes.
         probe.receiving += 1
         view = self._buffer.view(self._ring.offset(probe.lease), arrival.nbytes)
         self._transport.receive(probe.peer, arrival, view, context=probe)
@@ -124,7 +124,7 @@ class ProbeReceiver:
         if self._ring.oldest() is not None:
             return "the decode rank's ring is in use"
         if request.nbytes > self._ring.size_bytes:
-            return f"the decode rank's ring has {self._ring.size_bytes} bytes"
+            return f"the largest message does not fit the decode rank's ring of {self._ring.size_bytes} bytes"
         return ""
 
     def _close(self, probe: _ProbeReceive) -> None:

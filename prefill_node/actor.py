@@ -23,22 +23,22 @@ class PrefillActor(RankHost):
     node_class = PrefillRank
 
     def calibrate(self, other: GroupInfo) -> Calibration | None:
-        """See `PrefillRank.calibrate`."""
+        """Measures the wire to a linked decode group; see `PrefillRank.calibrate`."""
         rank = self._running()
-        assert isinstance(rank, PrefillRank), "what `node_class` says"
+        assert isinstance(rank, PrefillRank), "`node_class` is `PrefillRank`"
         return rank.calibrate(other)
 
     @ray.method(concurrency_group="watch")  # type: ignore[untyped-decorator]
     def pulse(self, token: str = "", counts: GroupCounts = NO_COUNTS) -> bool:
-        """See `RankHost.pulse`."""
+        """Records a pulse of the owner; see `RankHost.pulse`."""
         return super().pulse(token, counts)
 
     @ray.method(concurrency_group="watch")  # type: ignore[untyped-decorator]
     def claim(self, claimant: Owner) -> ClaimReply:
-        """See `RankHost.claim`."""
+        """Makes `claimant` the owner if the current owner is dead; see `RankHost.claim`."""
         return super().claim(claimant)
 
     @ray.method(concurrency_group="watch")  # type: ignore[untyped-decorator]
     def park(self, token: str = "") -> str:
-        """See `RankHost.park`."""
+        """Blocks until the rank ends or has a new owner; returns the reason. See `RankHost.park`."""
         return super().park(token)
