@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import ray
 
-from disagg.core.collection import collection_paused
 from disagg.core.types import GroupInfo
+from disagg.node.host import RankHost
+from disagg.node.ownership import NO_COUNTS, GroupCounts, Owner
+from disagg.node.rank_records import ClaimReply
 
-with collection_paused():  # a rank's process imports torch and transformers here
-    from disagg.node.host import ClaimReply, RankHost
-    from disagg.node.ownership import NO_COUNTS, GroupCounts, Owner
+if TYPE_CHECKING:  # torch and transformers, which the cluster that places the rank need not load
     from prefill_node.calibration import Calibration
     from prefill_node.rank import PrefillRank
 
@@ -20,12 +22,19 @@ with collection_paused():  # a rank's process imports torch and transformers her
 class PrefillActor(RankHost):
     """Ray actor that hosts a `PrefillRank`; `disagg.node.host` describes its threads and its owner."""
 
-    node_class = PrefillRank
+    role = "prefill"
+
+    @staticmethod
+    def rank_class() -> type[PrefillRank]:
+        """Returns `PrefillRank`; see `RankHost.rank_class`."""
+        from prefill_node.rank import PrefillRank
+
+        return PrefillRank
 
     def calibrate(self, other: GroupInfo) -> Calibration | None:
         """Measures the wire to a linked decode group; see `PrefillRank.calibrate`."""
         rank = self._running()
-        assert isinstance(rank, PrefillRank), "`node_class` is `PrefillRank`"
+        assert isinstance(rank, self.rank_class()), "the host makes ranks of `rank_class`"
         return rank.calibrate(other)
 
     @ray.method(concurrency_group="watch")  # type: ignore[untyped-decorator]

@@ -168,8 +168,8 @@ def _model_layouts(options: PlanOptions) -> tuple[KVLayout, KVLayout, bool]:
     check_model(config.model)
     import torch
 
+    from disagg.model.load.source import make_source
     from disagg.model.tensor_parallel import check_tp
-    from disagg.node.assemble import make_source
     from disagg.plan.memory import memory_lines, plan_memory, planned_model
 
     # The same check as at the start of groups: a plan must be one that `disagg serve` can run.

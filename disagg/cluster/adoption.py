@@ -28,7 +28,7 @@ from disagg.node.ownership import NO_COUNTS, GroupCounts, Owner
 from transport.keys.curve import KeySet
 
 if TYPE_CHECKING:
-    from disagg.node.host import RankRecord  # imports torch and transformers, which a cluster does not need
+    from disagg.node.rank_records import RankRecord
 
 log = structlog.get_logger(__name__)
 

@@ -17,7 +17,7 @@ from disagg.node.process import ProcessIdentity
 
 if TYPE_CHECKING:
     from disagg.model.spec.model_spec import ModelSpec
-    from disagg.node.host import Started  # imports torch and transformers, which a cluster does not need
+    from disagg.node.rank_records import Started
 
 
 @dataclass(slots=True, eq=False)

@@ -15,7 +15,7 @@ from disagg.core.config.read import Config
 from disagg.core.errors import DisaggError
 
 if TYPE_CHECKING:
-    from disagg.node.host import Started  # imports torch and transformers, which a cluster does not need
+    from disagg.node.rank_records import Started
 
 log = structlog.get_logger(__name__)
 

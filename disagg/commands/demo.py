@@ -30,9 +30,9 @@ from disagg.core.folders import make_folder, writing
 from disagg.core.log import configure
 from disagg.core.sampling import MAX_LOGPROBS
 from disagg.core.types import SamplingParams, TokenLogprobs
+from disagg.model.load.source import make_source
 from disagg.model.load.tokenizer import load_tokenizer
 from disagg.model.rounding import Judged
-from disagg.node.assemble import make_source
 from disagg.reference.answers import Reference, comparable, equal_tokens, reference_answers
 from disagg.reference.verdict import judged_of, verdict, within
 from disagg.report.table import RequestReport, answer_lines, report_table

@@ -22,9 +22,8 @@ from disagg.cluster.supervisor import Announce
 from disagg.core.config.read import Config
 from disagg.core.errors import ConfigError
 from disagg.core.types import GroupInfo
-from disagg.model.load.source import ModelSource
+from disagg.model.load.source import ModelSource, make_source
 from disagg.model.tensor_parallel import check_tp
-from disagg.node.assemble import make_source
 from disagg.router.follow import Follower
 from disagg.router.response_dispatcher import ResponseDispatcher
 from disagg.router.router import Router

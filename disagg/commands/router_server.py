@@ -26,8 +26,8 @@ from disagg.commands.local import limit_tokens
 from disagg.core.collection import collect_requests_only
 from disagg.core.config.read import ApiConfig, Config
 from disagg.core.types import PROTOCOL_VERSION, GroupInfo
+from disagg.model.load.source import make_source
 from disagg.model.load.tokenizer import has_tokenizer, load_tokenizer
-from disagg.node.assemble import make_source
 from disagg.router.follow import joined
 from disagg.router.response_dispatcher import ResponseDispatcher
 from disagg.router.router import Router

@@ -38,7 +38,7 @@ from disagg.commands.signals import SIGNALS, ignore_signals, start_interruptible
 from disagg.commands.workers import run_workers
 from disagg.core.config.read import Config
 from disagg.core.log import configure
-from disagg.node.rank import SWITCH_INTERVAL_S
+from disagg.core.threads import SWITCH_INTERVAL_S
 from disagg.report.choices import choices, choices_table
 from disagg.router.router import Router
 from disagg.sockets.guards import log_own_sockets

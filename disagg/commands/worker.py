@@ -65,7 +65,7 @@ def _run(pipe: Connection, settings: WorkerSettings) -> None:
     from disagg.cluster.keys import join_keys
     from disagg.commands.router_server import ServerParts, api_keys, joined_router, run_loop, served_model
     from disagg.core.log import configure
-    from disagg.node.rank import SWITCH_INTERVAL_S
+    from disagg.core.threads import SWITCH_INTERVAL_S
 
     config = _with_own_port(settings)
     configure(config.log)

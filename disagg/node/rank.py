@@ -58,8 +58,6 @@ log = structlog.get_logger(__name__)
 
 BREAK_WAIT_S = 1.0
 """Time for a leader to end the requests of a hanging group before the group's processes end."""
-SWITCH_INTERVAL_S = 0.0002
-"""Python's switch interval in a rank; the default of 5 ms would delay whole transfers."""
 
 
 GroupT = TypeVar("GroupT", bound=GroupConfig)

@@ -15,18 +15,12 @@ from disagg.core.errors import UnsupportedModelError
 from disagg.core.types import KVLayout
 from disagg.model.collective.base import ThreadCollective
 from disagg.model.load.build import weights_bytes
-from disagg.model.load.source import ModelSource
+from disagg.model.load.source import ModelSource, make_source
 from disagg.model.recurrent.planned import with_state
 from disagg.model.recurrent.state import cached_states
 from disagg.model.spec.layer_types import setting
 from disagg.model.spec.model_spec import ModelSpec, rank_token_bytes
-from disagg.node.assemble import (
-    CACHED_STATES_SHARE,
-    make_source,
-    resolve_dtype,
-    resolve_kv_dtype,
-    wanted_states,
-)
+from disagg.node.assemble import CACHED_STATES_SHARE, resolve_dtype, resolve_kv_dtype, wanted_states
 from disagg.node.sizing import (
     LIBRARY_BYTES,
     SAMPLER_COPIES,

@@ -13,15 +13,9 @@ import torch
 from disagg.core.config.read import Config
 from disagg.core.types import SamplingParams, TokenLogprobs
 from disagg.model.collective.base import SingleCollective
-from disagg.model.load.source import ModelSource
+from disagg.model.load.source import ModelSource, make_source
 from disagg.model.rounding import Judge, compared_tokens, judge_by
-from disagg.node.assemble import (
-    make_runner,
-    make_source,
-    resolve_device,
-    resolve_dtype,
-    resolve_kv_dtype,
-)
+from disagg.node.assemble import make_runner, resolve_device, resolve_dtype, resolve_kv_dtype
 from disagg.reference.engines import HuggingFace, QuantizedBehindThePrompt, ReferenceEngine, Unsplit
 
 

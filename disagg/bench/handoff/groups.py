@@ -28,9 +28,9 @@ from disagg.core.types import (
     Ticket,
     TokenLogprobs,
 )
+from disagg.model.load.source import make_source
 from disagg.model.rounding import Judge
-from disagg.node.assemble import make_source
-from disagg.node.host import Started
+from disagg.node.rank_records import Started
 from disagg.router.response_dispatcher import ResponseDispatcher, ResponseInbox
 from disagg.router.router import Router
 from transport.control import messages as m

@@ -18,6 +18,7 @@ from disagg.bench.common.noise import WORD_BYTES, words
 from disagg.bench.common.processes import Processes, Remote
 from disagg.bench.common.report import Measurement, Result
 from disagg.core.errors import InvariantError
+from disagg.core.threads import SWITCH_INTERVAL_S
 from transport.base import Operation
 from transport.hosts import LOOPBACK
 from transport.keys.curve import ControlKeys, make_keys
@@ -33,8 +34,6 @@ _DATA, _GO = 1, 2
 _LEAST, _MOST = 8, 512
 _WAIT_S = 0.05
 CIPHER_BYTES = 256 << 20
-SWITCH_INTERVAL_S = 0.0002
-"""Thread switch interval, equal to that of `disagg.node.rank`; importing that module would take seconds."""
 
 
 @dataclass(frozen=True)

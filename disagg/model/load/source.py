@@ -14,6 +14,7 @@ import msgspec
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
+from disagg.core.config.read import Config
 from disagg.core.errors import ConfigError, UnsupportedModelError
 from disagg.kv.pool import dtype_name
 from disagg.model.load.checkpoint_files import (
@@ -162,3 +163,13 @@ def _with_eos(spec: ModelSpec, ids: tuple[int, ...]) -> ModelSpec:
 def _config_digest(config: Any) -> Any:
     values = {key: value for key, value in config.to_dict().items() if key not in _VOLATILE}
     return hashlib.blake2b(json.dumps(values, sort_keys=True, default=str).encode(), digest_size=16)
+
+
+def make_source(config: Config) -> ModelSource:
+    """Returns the source of the model that `config.model` names. Raises `ConfigError` if no model is named."""
+    model = config.model
+    if model.path:
+        return ModelSource.from_directory(model.path)
+    if model.random_init:
+        return ModelSource.random_init(model.random_init, model.seed)
+    raise ConfigError("no model: give --model DIR or --random-init NAME")
