@@ -1,4 +1,4 @@
-"""Probes of the host: interpreter, packages and name clashes, shared memory, limits."""
+"""Probes of the host: Python, packages and clashes of package names, shared memory, resource limits."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def probe_packages(version_of: Callable[[str], str] = metadata.version) -> list[
 def probe_clashes(
     origin_of: Callable[[str], str | None] | None = None, installed: Callable[[str], bool] | None = None
 ) -> list[Finding]:
-    """Finds other packages with the name of one of our top-level packages; Hugging Face, for example, has
-    `kernels`."""
+    """Checks that no installed distribution has the name of one of our top-level packages. Hugging Face, for example,
+    publishes a `kernels`."""
     import disagg
 
     root = Path(str(disagg.__file__)).resolve().parent.parent
@@ -106,7 +106,7 @@ def _disk(path: str) -> tuple[int, int]:
 
 
 def probe_limits(soft_limit: Callable[[int], int] | None = None) -> list[Finding]:
-    """Checks the limits of locked memory, which RDMA needs, and of open files (one connection per pair of ranks)."""
+    """Checks two resource limits: locked memory (for RDMA), and open files (each pair of ranks has a connection)."""
     limit = soft_limit or (lambda kind: resource.getrlimit(kind)[0])
     return [_memlock(limit(resource.RLIMIT_MEMLOCK)), _open_files(limit(resource.RLIMIT_NOFILE))]
 
