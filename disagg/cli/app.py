@@ -68,7 +68,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
         code = app(args=words or ["--help"], prog_name="disagg", standalone_mode=False)
-        sys.stdout.flush()  # a full disk must raise inside this boundary
+        sys.stdout.flush()  # so that the handlers below get the error of a full disk
     except typer.Exit as exc:
         return exc.exit_code
     except (KeyboardInterrupt, typer.Abort):

@@ -66,7 +66,8 @@ ComparedDeterministicFlag = Annotated[
     ),
     Sets(("model.deterministic",)),
 ]
-"""`--deterministic` for commands that compare tokens. `disagg.reference.answers.comparable` resolves None."""
+"""`--deterministic` for commands that compare tokens. Without this flag, `comparable` in `disagg.reference.answers`
+chooses the mode."""
 DeviceFlag = Annotated[
     str | None,
     typer.Option("--device", help="auto, cpu or cuda, for all groups."),

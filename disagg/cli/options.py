@@ -69,7 +69,7 @@ def flag_values(options: Any) -> Iterator[FlagValue]:
             continue
         metadata = hints[one.name].__metadata__
         [info] = [item for item in metadata if isinstance(item, typer.models.ParameterInfo)]
-        # The first name arrives as the parameter `default` of typer.Option; typer moves it later.
+        # `typer.Option` receives the flag's first name as its parameter `default`; typer corrects that later.
         flag = info.default.split("/")[0] if isinstance(info.default, str) else one.name
         # Some versions of typer pass an empty list for a repeatable flag whose default is None.
         yield FlagValue(flag, value, value == one.default or value == [], metadata)

@@ -63,7 +63,7 @@ class Expected:
 
 @dataclass(slots=True)
 class Adopted:
-    """The groups of a launch that has claimed all survivors."""
+    """Result of an adoption: the new owner, the adopted groups, and facts about all surviving groups."""
 
     owner: Owner
     groups: list[Group] = field(default_factory=list)
@@ -103,7 +103,7 @@ def adopt(ranks: Ranks, found: Sequence[Group], token: str, expected: Expected) 
 
 @dataclass(slots=True)
 class _Claimed:
-    """A group that this launch owns."""
+    """A surviving group that this launch has claimed, with the records of its ranks."""
 
     group: Group
     records: list[RankRecord]
@@ -121,11 +121,11 @@ class _Claimed:
 
 
 class _OwnedError(ConfigError):
-    """Raised when the owner of the groups is alive."""
+    """Raised when the launch that owns the groups is alive."""
 
 
 class _Claims:
-    """The claims of one launch."""
+    """Claims surviving ranks for one launch."""
 
     def __init__(self, ranks: Ranks, token: str, hang_timeout_s: float) -> None:
         self._ranks, self._hang_timeout_s = ranks, hang_timeout_s

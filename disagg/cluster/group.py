@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class Group:
-    """The actors of one group, and its state."""
+    """One group of ranks: its actors, its processes and its state in the cluster."""
 
     name: str
     """Name of the group, unique in the cluster."""

@@ -13,7 +13,7 @@ from transport.keys.curve import KeySet
 from transport.keys.ring import KeyRing
 
 OWNER_TIMEOUT_S = 5.0
-"""Timeout of the call that asks the ranks of a group whether this process still owns them."""
+"""Timeout of the calls that check whether this process still owns a group's ranks."""
 
 
 def alive(group: Group) -> list[Any]:

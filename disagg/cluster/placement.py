@@ -36,7 +36,7 @@ class Placement:
     kinds: Mapping[Role, GroupPlacement]
     """Placement of each kind of group: `prefill` and `decode`, or `colocated`."""
     why: str
-    """The reason in words, for the log."""
+    """Reason for this placement, as text for the user."""
 
     @property
     def prefill(self) -> GroupPlacement:

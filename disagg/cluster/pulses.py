@@ -48,7 +48,7 @@ class Pulses:
         self._looked_s = self._renewed_s = clock()
 
     def renew(self, starting: Iterable[Group]) -> None:
-        """Sends pulses to starting ranks when due, to renew the ownership. Ignores replies, as a start takes long."""
+        """Sends pulses to starting ranks when due, to renew the ownership. Ignores the replies, which may be late."""
         now_s = self._clock()
         if not self._token or now_s < self._renewed_s + self._hang_timeout_s / PER_TIMEOUT:
             return

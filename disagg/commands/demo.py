@@ -194,7 +194,7 @@ async def _one(
 
 
 def _encode(config: Config, options: RunOptions) -> tuple[Decode, list[list[int]]]:
-    """Returns the detokenizer and the tokenized prompts. Raises `PromptTooLongError` before anything starts."""
+    """Returns the detokenizer and the tokenized prompts. Raises `PromptTooLongError` if a prompt is too long."""
     source = make_source(config)
     tokenizer = load_tokenizer(source)
     prompts = [list(tokenizer(text)["input_ids"]) for text in options.prompts]

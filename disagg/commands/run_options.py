@@ -1,4 +1,4 @@
-"""Options of `disagg demo` and `disagg generate` that are no settings: prompts, sampling, output folder."""
+"""Options of `disagg demo` and `disagg generate` that are not settings: prompts, sampling, output folder."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ DEMO_PROMPTS: tuple[str, ...] = (
 
 
 def demo_prompts(seed: int) -> tuple[str, ...]:
-    """Returns `DEMO_PROMPTS`; a seed above 0 shuffles the words of each."""
+    """Returns `DEMO_PROMPTS`; a seed above 0 shuffles the words of each prompt."""
     if seed == 0:
         return DEMO_PROMPTS
     order = random.Random(seed)
@@ -53,8 +53,8 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
     out_dir: str | None = None
     """Folder for the timeline and the machine-readable report; None writes neither."""
     deterministic: bool | None = None
-    """Value of `model.deterministic` for a run whose tokens are compared. `disagg.reference.answers.comparable`
-    resolves None."""
+    """Value of `model.deterministic` for a run whose tokens are compared. If None,
+    `disagg.reference.answers.comparable` chooses the value."""
 
     prompts_from: str = "with --prompt TEXT"
     """Phrase for error messages that says how the user gives prompts to the command."""

@@ -22,7 +22,7 @@ def run_scale(config: Config, directory: str, counts: Mapping[Role, int]) -> Non
     Raises `DisaggError` with the directory's error, `PeerLostError` if the directory does not answer.
     """
     configure(config.log)
-    directory_host(directory, config.control)  # rejects a malformed address before other checks
+    directory_host(directory, config.control)  # rejects a malformed address
     keys = join_keys(config.control, directory, os.environ)
     control = make_control(config.control, keys)
     try:

@@ -151,7 +151,7 @@ async def _own_router(cluster: Cluster) -> AsyncIterator[Router]:
 async def _serve(
     made: AbstractAsyncContextManager[Router], parts: ServerParts, cluster: Cluster | None = None
 ) -> None:
-    """Serves until a signal arrives, or until `cluster`, which this process started, fails."""
+    """Serves until a signal arrives, or until `cluster` fails, if this process has started one."""
     stop, loop = Stop(), asyncio.get_running_loop()
     for number in SIGNALS:
         loop.add_signal_handler(number, stop.request)

@@ -47,7 +47,7 @@ def run_worker(pipe: Connection, settings: WorkerSettings) -> None:
     """Serves until the parent sends an order, or until SIGTERM. Reports a `DisaggError` to the parent."""
     signal.signal(
         signal.SIGINT, signal.SIG_IGN
-    )  # a terminal sends SIGINT to the parent too, which sends an order
+    )  # a terminal also sends SIGINT to the parent, which then sends an order
     try:
         _run(pipe, settings)
     except DisaggError as error:

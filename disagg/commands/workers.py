@@ -172,7 +172,7 @@ class _WorkerProcess:
 
     @property
     def ending(self) -> str:
-        """Why the process has ended."""
+        """Reason for the end of the process: its error, or its exit code."""
         return str(self.error) if self.error is not None else f"exit code {self._process.exitcode}"
 
     def send(self, order: Order) -> None:

@@ -42,7 +42,7 @@ def record(
     began_s = clock()
     pictures, failed, trouble = [_memory_of(client)], 0, ""
     try:
-        samples = int(seconds / interval_s + 1e-6)  # 0.3 / 0.1 is less than 3
+        samples = int(seconds / interval_s + 1e-6)  # in floats 0.3 / 0.1 is less than 3
         for number in range(1, samples + 1):
             wait(max(0.0, began_s + number * interval_s - clock()))
             now = ""

@@ -81,7 +81,7 @@ def kernels(options: KernelOptions) -> None:
         results = chosen.measure(update)
     if (
         device.type == "cpu" and options.what != "checksum"
-    ):  # checksums are compared with the same copy without
+    ):  # the ceiling of a checksum is the same copy without one
         results = without_ceilings(results)
     show_results(chosen.name, f"{chosen.title} on {name_of(device)}", results, options.output)
 
