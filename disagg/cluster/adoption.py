@@ -86,7 +86,9 @@ def adopt(ranks: Ranks, found: Sequence[Group], token: str, expected: Expected) 
     # The oldest group first: if two groups are not linked, the start of the younger one was interrupted.
     for one in sorted(claimed, key=lambda one: one.began_unix_s):
         if why := one.unreadable or _difference(one, expected) or _lacks_link(one, claimed, adopted.groups):
-            log.warning("group_not_adopted", group=one.group.name, why=why, consequence="it is ended")
+            log.warning(
+                "group_not_adopted", group=one.group.name, why=why, consequence="this launch ends the group"
+            )
             ranks.take_down(one.group)
         else:
             _set_up(one)

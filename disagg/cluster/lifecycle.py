@@ -327,7 +327,7 @@ class Cluster:
             return
         self.failed = why
         self._no_more_groups.set()
-        log.error("cluster_failed", why=why, consequence="every rank is ended, then the command")
+        log.error("cluster_failed", why=why, consequence="all ranks and then this command end")
         for group in self.groups:
             group.leaving = True
             self._ranks.kill(group)

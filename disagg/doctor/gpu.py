@@ -98,7 +98,10 @@ def _peer_access(nvml: Any, handles: list[Any]) -> Finding:
         return Finding("peer access", "ok", detail)
     detail = f"not every GPU reaches every other:\n{_drawn(matrix)}"
     return Finding(
-        "peer access", "warn", detail, "KV then goes through host memory; place groups to avoid it"
+        "peer access",
+        "warn",
+        detail,
+        "place linked groups on GPUs with peer access; else their KV goes through host memory",
     )
 
 

@@ -66,7 +66,7 @@ def probe_clashes(
             )
         elif (installed or _is_installed)(name):
             mend = f"pip uninstall {name}, or give disagg an environment of its own (make venv)"
-            detail = f"a distribution named {name} is installed; which one is imported depends on the path"
+            detail = f"a distribution named {name} is installed; the order of sys.path decides which one is imported"
             findings.append(Finding(f"package {name}", "fail", detail, mend))
     return findings or [Finding("package names", "ok", f"{', '.join(OUR_PACKAGES)}: ours")]
 
@@ -92,10 +92,10 @@ def probe_shared_memory(
     try:
         total, free = (total_and_free or (lambda: _disk(path)))()
     except OSError as exc:
-        return [Finding("shared memory", "warn", f"{path}: {exc.strerror}", "mount a tmpfs there")]
+        return [Finding("shared memory", "warn", f"{path}: {exc.strerror}", "mount a tmpfs at this path")]
     detail = f"{path}: {describe_bytes(free)} free of {describe_bytes(total)}"
     if free < SHARED_MEMORY_BYTES:
-        mend = "container: --shm-size=8g (Kubernetes: an emptyDir with medium Memory); else free some"
+        mend = "container: --shm-size=8g (Kubernetes: an emptyDir with medium Memory); else free space in /dev/shm"
         return [Finding("shared memory", "warn", detail, mend)]
     return [Finding("shared memory", "ok", detail)]
 
