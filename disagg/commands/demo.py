@@ -52,13 +52,13 @@ class DemoAnswer:
     text: str
     report: SessionReport
     logprobs: list[TokenLogprobs]
-    """One entry per answer token; empty if they are not needed, because tokens must equal the reference's."""
+    """Log-probabilities of each answer token; empty if all tokens must equal the reference's."""
 
 
 def run_demo(config: Config, options: RunOptions) -> None:
     """Serves the prompts, compares every token with the reference, prints a table, and writes timeline and report.
 
-    Raises `MismatchError` when rounding does not explain a difference, `ConfigError` for colocated groups.
+    Raises `MismatchError` if an answer differs and rounding does not explain it, `ConfigError` for colocated groups.
     """
     if config.cluster.mode != "split":
         raise ConfigError(
@@ -102,10 +102,10 @@ def run_demo(config: Config, options: RunOptions) -> None:
 
 
 def _exact(config: Config) -> Config:
-    """Disables the prefix cache; runs a checkpoint in float32 unless `model.dtype` is set.
+    """Returns the configuration without prefix cache, and for a checkpoint in float32 unless `model.dtype` is set.
 
-    Only in float32 are the tokens of two engines equal. The prefix cache is off because the reference computes each
-    prompt from its start.
+    Two different engines generate equal tokens only in float32. The prefix cache is off because the reference
+    computes each prompt from its start.
     """
     prefill, decode = (
         msgspec.structs.replace(group, prefix_cache=False) for group in (config.prefill, config.decode)
@@ -117,7 +117,7 @@ def _exact(config: Config) -> Config:
 
 
 def run_generate(config: Config, options: RunOptions) -> None:
-    """Streams the answers to standard output, one prompt after the other; progress goes to stderr."""
+    """Answers the prompts one by one and streams each answer to stdout; progress goes to stderr."""
     configure(config.log)
     console = Console(stderr=True)
     config = with_model(config, console.print)
@@ -194,7 +194,7 @@ async def _one(
 
 
 def _encode(config: Config, options: RunOptions) -> tuple[Decode, list[list[int]]]:
-    """Returns the detokenizer and the tokenized prompts. Raises `PromptTooLongError` before anything starts."""
+    """Returns the detokenizer and the tokenized prompts. Raises `PromptTooLongError` if a prompt is too long."""
     source = make_source(config)
     tokenizer = load_tokenizer(source)
     prompts = [list(tokenizer(text)["input_ids"]) for text in options.prompts]

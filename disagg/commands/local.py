@@ -33,11 +33,11 @@ from transport.keys.ring import AnyKeys
 
 CACHE = Path("~/.cache/disagg")
 TINY_CHAT = "tiny-chat"
-"""Folder and name of the model without `--model`."""
+"""Name and folder of the small model that is made and used if no model is configured."""
 _MADE = "models-1"
-"""Folder of made models; another number for other files, so that older ones are not used."""
+"""Folder of made models. Raise the number when the made files change, so that old files are not used."""
 NAMESPACE = "disagg-launch"
-"""Prefix of the Ray namespaces of groups that outlive their launch."""
+"""Prefix of the Ray namespace for groups that can outlive their `disagg launch`."""
 TOKEN_BYTES = 16
 
 
@@ -57,24 +57,24 @@ def with_model(config: Config, progress: Progress) -> Config:
 
 
 def _make_tiny_chat(directory: Path) -> None:
-    """Makes the checkpoint in another folder and renames that, so that no process reads half of it."""
+    """Makes the checkpoint in a temporary folder and renames the folder, so that no process reads a partial one."""
     from disagg.model.load.tiny import make_tiny_checkpoint
 
     directory.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=directory.parent) as folder:
         made = make_tiny_checkpoint(Path(folder) / TINY_CHAT)
-        with contextlib.suppress(OSError):  # another process was faster
+        with contextlib.suppress(OSError):  # another process has made the folder meanwhile
             made.rename(directory)
 
 
 def check_split(source: ModelSource, placement: Placement) -> None:
-    """Raises `UnsupportedModelError`, before anything starts, when the placed TP sizes cannot split the model."""
+    """Raises `UnsupportedModelError` if the TP sizes of the placement cannot split the model."""
     check_tp(source.spec(torch.float32), {role: group.tp for role, group in placement.kinds.items()})
 
 
 def limit_tokens(config: Config, source: ModelSource) -> int:
-    """Returns the largest number of tokens that a prompt and its answer may have together. The model and every group
-    limit them."""
+    """Returns the largest number of tokens of a prompt plus its answer, as limited by the model and by every kind of
+    group."""
     context = source.spec(torch.float32).context_tokens
     return min(kind.context_limit(context) for kind in config.kinds.values())
 
@@ -83,8 +83,8 @@ def limit_tokens(config: Config, source: ModelSource) -> int:
 def local_cluster(config: Config, progress: Progress) -> Iterator[Cluster]:
     """Starts or joins Ray, as configured by `cluster.ray`, and starts all groups.
 
-    At the end of the block, the groups stop, and Ray too if this function started it. The number of GPUs determines
-    each TP size that is None.
+    At the end of the block, the groups stop, and Ray stops if this function started it. TP sizes that are None are
+    chosen from the number of GPUs.
     """
     keys = own_keys(config.control)
     # A port in use raises here, before the models load.
@@ -97,10 +97,11 @@ def local_cluster(config: Config, progress: Progress) -> Iterator[Cluster]:
 def placed_cluster(
     config: Config, keys: AnyKeys, progress: Progress, growth: int = 1, outlives: bool = False
 ) -> Iterator[Cluster]:
-    """Runs `local_cluster` with the caller's keys, for routers in other processes.
+    """Starts a cluster as `local_cluster` does, with the caller's keys, which routers in other processes can share.
 
     A private Ray has room for `growth` times the number of ranks at the start. With `outlives`, on an existing Ray
-    cluster, the groups outlive this process if it is killed. Groups of a process that was killed earlier are adopted.
+    cluster, the groups survive a kill of this process, and the groups of a process that was killed earlier are
+    adopted.
     """
     source = make_source(config)
     private = None
@@ -132,8 +133,8 @@ def _check_cpus(placement: Placement, found: RayResources) -> None:
 
 
 def place(config: Config, gpus: int) -> Placement:
-    """Returns the placement of all groups on `gpus` GPUs. Raises `ConfigError` if one kind of group needs a GPU and
-    the other one a CPU."""
+    """Returns the placement of all groups on `gpus` GPUs. Raises `ConfigError` if prefill and decode groups are
+    configured for different kinds of device."""
     if config.cluster.mode == "colocated":
         group = config.colocated
         return place_colocated(gpus, group.tp, group.device, group.groups)
@@ -155,7 +156,7 @@ def place(config: Config, gpus: int) -> Placement:
 
 @contextlib.asynccontextmanager
 async def local_router(cluster: Cluster) -> AsyncIterator[Router]:
-    """Starts a router of the cluster on the running event loop."""
+    """Starts a router for the cluster's groups on the running event loop; ends it at the end of the block."""
     loop = asyncio.get_running_loop()
     dispatcher = ResponseDispatcher(cluster.control(), loop)
 
@@ -172,7 +173,8 @@ async def local_router(cluster: Cluster) -> AsyncIterator[Router]:
 
 
 def follow_cluster(router: Router) -> Announce:
-    """Returns a callback that applies a supervisor's announcements to `router`. Call this on its event loop."""
+    """Returns a callback that applies a supervisor's announcements to `router`. Must be called on the router's event
+    loop."""
     loop, follower = asyncio.get_running_loop(), Follower(router)
 
     def announce(groups: Sequence[GroupInfo], draining: Sequence[str]) -> None:
