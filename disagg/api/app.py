@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -23,13 +24,17 @@ from disagg.api.fields import DetokenizeBody, TokenizeBody
 from disagg.api.generation_request import GenerationRequest, check_model, parse_completion
 from disagg.api.group_metrics import GroupCollector
 from disagg.api.metrics import exposition
+from disagg.api.model import ServedModel
 from disagg.api.page import page_response
 from disagg.api.responses import EventStream, error_response, whole_reply
 from disagg.api.service import Service
 from disagg.api.tracing import Tracing
 from disagg.api.workers import Share, Siblings, WorkerReport, merged_groups, merged_metrics, merged_status
-from disagg.api.writers import CompletionWriter, Writer
+from disagg.api.writers import AnswerWriter, CompletionWriter
 from disagg.core.errors import DisaggError
+
+MakeWriter = Callable[[GenerationRequest, ServedModel, str], AnswerWriter]
+"""Returns the writer of a request; the text is the request's id."""
 
 
 def make_app(
@@ -147,10 +152,10 @@ class _Routes:
         return [self._service.report(), *others]
 
     async def _answer(
-        self, request: Request, generation: GenerationRequest, writer_class: type[Writer]
+        self, request: Request, generation: GenerationRequest, make_writer: MakeWriter
     ) -> Response:
         exchange = exchange_of(request)
-        writer = writer_class(generation, self._model, exchange.request_id)
+        writer = make_writer(generation, self._model, exchange.request_id)
         start = partial(self._service.start, generation, exchange)
         if generation.stream:
             return EventStream(start, writer, exchange)
