@@ -31,10 +31,10 @@ class AnswerBlock:
     call_id: str = ""
 
 
-class Growth(NamedTuple):
+class BlockGrowth(NamedTuple):
     """New text of a block."""
 
-    index: int
+    block: int
     """Index of the block."""
     text: str
     begins: bool
@@ -55,14 +55,14 @@ class AnswerBlocks:
         self._dropped = False
         """Whether the latest call was dropped, because the answer may have only one call."""
 
-    def push(self, output: Output) -> list[Growth]:
+    def push(self, output: Output) -> list[BlockGrowth]:
         """Adds an output; returns the text that became final, in order."""
         parts = self._parser.push(output.text)
         if output.finish is not None:
             parts += self._parser.end()
         return [growth for part in parts if (growth := self._grown(part)) is not None]
 
-    def begin(self, kind: BlockKind, text: str, name: str = "") -> Growth:
+    def begin(self, kind: BlockKind, text: str, name: str = "") -> BlockGrowth:
         """Adds a block."""
         call_id = ""
         if kind == "call":
@@ -70,9 +70,9 @@ class AnswerBlocks:
             number = random_id()
             call_id = number[:SHORT_ID_CHARACTERS] if self._plan.short_ids else self._call_prefix + number
         self.blocks.append(AnswerBlock(kind, text, name, call_id))
-        return Growth(len(self.blocks) - 1, text, True)
+        return BlockGrowth(len(self.blocks) - 1, text, True)
 
-    def _grown(self, part: Part) -> Growth | None:
+    def _grown(self, part: Part) -> BlockGrowth | None:
         match part:
             case Content(text):
                 return self._text("content", text)
@@ -84,11 +84,11 @@ class AnswerBlocks:
             case Arguments(text):
                 return None if self._dropped else self._more(text)
 
-    def _text(self, kind: BlockKind, text: str) -> Growth:
+    def _text(self, kind: BlockKind, text: str) -> BlockGrowth:
         if self.blocks and self.blocks[-1].kind == kind:
             return self._more(text)
         return self.begin(kind, text)
 
-    def _more(self, text: str) -> Growth:
+    def _more(self, text: str) -> BlockGrowth:
         self.blocks[-1].text += text
-        return Growth(len(self.blocks) - 1, text, False)
+        return BlockGrowth(len(self.blocks) - 1, text, False)

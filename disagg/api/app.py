@@ -25,6 +25,8 @@ from disagg.api.generation_request import GenerationRequest, check_model, parse_
 from disagg.api.group_metrics import GroupCollector
 from disagg.api.metrics import exposition
 from disagg.api.model import ServedModel
+from disagg.api.openai_responses.request import parse_responses
+from disagg.api.openai_responses.writer import ResponsesWriter
 from disagg.api.page import page_response
 from disagg.api.responses import EventStream, error_response, whole_reply
 from disagg.api.service import Service
@@ -33,8 +35,8 @@ from disagg.api.workers import Share, Siblings, WorkerReport, merged_groups, mer
 from disagg.api.writers import AnswerWriter, CompletionWriter
 from disagg.core.errors import DisaggError
 
-MakeWriter = Callable[[GenerationRequest, ServedModel, str], AnswerWriter]
-"""Returns the writer of a request; the text is the request's id."""
+MakeWriter = Callable[[ServedModel, str], AnswerWriter]
+"""Function that returns the writer of a request; the text is the request's id."""
 
 
 def make_app(
@@ -60,6 +62,7 @@ def _routes(service: Service, siblings: Siblings) -> list[tuple[str, str, Any]]:
         ("/", "GET", routes.page),
         ("/v1/completions", "POST", routes.completions),
         ("/v1/chat/completions", "POST", routes.chat),
+        ("/v1/responses", "POST", routes.responses),
         ("/v1/models", "GET", routes.models),
         ("/version", "GET", routes.version),
         ("/v1/models/{name:path}", "GET", routes.model),
@@ -85,12 +88,17 @@ class _Routes:
     async def completions(self, request: Request) -> Response:
         """Completes a prompt."""
         generation = await parse_completion(await self._body(request), self._model, self._service.config)
-        return await self._answer(request, generation, CompletionWriter)
+        return await self._answer(request, generation, partial(CompletionWriter, generation))
 
     async def chat(self, request: Request) -> Response:
         """Returns the next message of a conversation."""
         generation = await parse_chat(await self._body(request), self._model, self._service.config)
-        return await self._answer(request, generation, ChatWriter)
+        return await self._answer(request, generation, partial(ChatWriter, generation))
+
+    async def responses(self, request: Request) -> Response:
+        """Returns the next items of a conversation."""
+        parsed = await parse_responses(await self._body(request), self._model, self._service.config)
+        return await self._answer(request, parsed.generation, partial(ResponsesWriter, parsed))
 
     async def models(self, request: Request) -> Response:
         """Returns the list of models, which contains only the served model."""
@@ -155,7 +163,7 @@ class _Routes:
         self, request: Request, generation: GenerationRequest, make_writer: MakeWriter
     ) -> Response:
         exchange = exchange_of(request)
-        writer = make_writer(generation, self._model, exchange.request_id)
+        writer = make_writer(self._model, exchange.request_id)
         start = partial(self._service.start, generation, exchange)
         if generation.stream:
             return EventStream(start, writer, exchange)
@@ -204,5 +212,6 @@ async def _on_bug(request: Request, exc: Exception) -> Response:
 
 def _refused(request: Request, error: ApiError) -> Response:
     """Returns the response of an error, and records the reason for the log."""
-    exchange_of(request).reason = error.message
-    return error_response(error)
+    exchange = exchange_of(request)
+    exchange.reason = error.message
+    return error_response(error, request.url.path, exchange.request_id)

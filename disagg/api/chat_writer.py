@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from msgspec import UNSET, UnsetType
 
 from disagg.api import replies as r
-from disagg.api.answer_blocks import AnswerBlock, AnswerBlocks, BlockKind, Growth
+from disagg.api.answer_blocks import AnswerBlock, AnswerBlocks, BlockGrowth, BlockKind
 from disagg.api.generation_request import GenerationRequest
 from disagg.api.model import ServedModel
 from disagg.api.parsers.build import AnswerPlan
@@ -116,8 +116,8 @@ class _ChatAnswer:
     def _joined(self, kind: BlockKind) -> str:
         return "".join(block.text for block in self._answer.blocks if block.kind == kind)
 
-    def _delta(self, growth: Growth) -> r.Delta:
-        block, text = self._answer.blocks[growth.index], growth.text
+    def _delta(self, growth: BlockGrowth) -> r.Delta:
+        block, text = self._answer.blocks[growth.block], growth.text
         match block.kind:
             case "content":
                 return r.Delta(content=text)
@@ -126,8 +126,8 @@ class _ChatAnswer:
             case "call":
                 return r.Delta(tool_calls=[self._call_delta(growth, block)])
 
-    def _call_delta(self, growth: Growth, block: AnswerBlock) -> r.ToolCallDelta:
-        number = sum(one.kind == "call" for one in self._answer.blocks[: growth.index])
+    def _call_delta(self, growth: BlockGrowth, block: AnswerBlock) -> r.ToolCallDelta:
+        number = sum(one.kind == "call" for one in self._answer.blocks[: growth.block])
         if growth.begins:
             return r.ToolCallDelta(number, r.Function(block.name, growth.text), block.call_id, "function")
         return r.ToolCallDelta(number, r.Function(arguments=growth.text))

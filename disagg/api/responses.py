@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from disagg.api.answers import Answers, Sink
 from disagg.api.body_writer import body_writer
-from disagg.api.errors import CLIENT_GONE, ApiError, ClientGoneError, api_error
+from disagg.api.errors import CLIENT_GONE, ApiError, ClientGoneError, api_error, error_body
 from disagg.api.exchange import Exchange
 from disagg.api.writers import AnswerWriter
 from disagg.core.errors import DisaggError
@@ -32,9 +32,10 @@ Start = Callable[[Sink], Answers]
 """Function that starts the answers to a request."""
 
 
-def error_response(error: ApiError) -> Response:
-    """Returns the response of an error."""
-    return Response(error.body(), error.status, error.headers, media_type="application/json")
+def error_response(error: ApiError, path: str, request_id: str) -> Response:
+    """Returns the response of an error, in the format of the API that `path` belongs to."""
+    body = error_body(error, path, request_id)
+    return Response(body, error.status, error.headers, media_type="application/json")
 
 
 async def whole_reply(start: Start, writer: AnswerWriter, exchange: Exchange, receive: Receive) -> Response:

@@ -26,6 +26,11 @@ def event(value: object) -> bytes:
     return b"data: " + _ENCODER.encode(value) + b"\n\n"
 
 
+def named_event(kind: str, **fields: object) -> bytes:
+    """Returns a server-sent event with a name, which the field `type` of its JSON repeats."""
+    return b"event: " + kind.encode() + b"\n" + event({"type": kind, **fields})
+
+
 class AnswerWriter(ABC):
     """Contract of the reply formats: collects one request's answers (`add`, then `whole`), or turns them into events
     (`chunk`, then `tail` or `failed`)."""
