@@ -14,6 +14,8 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp
 
 from disagg import __version__
+from disagg.api.anthropic.request import count_tokens, parse_messages
+from disagg.api.anthropic.writer import MessagesWriter
 from disagg.api.body import decode_object, to_struct
 from disagg.api.chat_request import conversation, parse_chat, plain_tools, template_options
 from disagg.api.chat_writer import ChatWriter
@@ -63,6 +65,8 @@ def _routes(service: Service, siblings: Siblings) -> list[tuple[str, str, Any]]:
         ("/v1/completions", "POST", routes.completions),
         ("/v1/chat/completions", "POST", routes.chat),
         ("/v1/responses", "POST", routes.responses),
+        ("/v1/messages", "POST", routes.messages),
+        ("/v1/messages/count_tokens", "POST", routes.count_tokens),
         ("/v1/models", "GET", routes.models),
         ("/version", "GET", routes.version),
         ("/v1/models/{name:path}", "GET", routes.model),
@@ -99,6 +103,15 @@ class _Routes:
         """Returns the next items of a conversation."""
         parsed = await parse_responses(await self._body(request), self._model, self._service.config)
         return await self._answer(request, parsed.generation, partial(ResponsesWriter, parsed))
+
+    async def messages(self, request: Request) -> Response:
+        """Returns the next message of a conversation, in Anthropic's format."""
+        parsed = await parse_messages(await self._body(request), self._model, self._service.config)
+        return await self._answer(request, parsed.generation, partial(MessagesWriter, parsed))
+
+    async def count_tokens(self, request: Request) -> Response:
+        """Returns the number of tokens of a conversation in Anthropic's format."""
+        return _json({"input_tokens": await count_tokens(await self._body(request), self._model)})
 
     async def models(self, request: Request) -> Response:
         """Returns the list of models, which contains only the served model."""
