@@ -168,7 +168,7 @@ class ToolResultBlock(Body, frozen=True, kw_only=True):
 
 MESSAGES_OFF: dict[str, tuple[Any, ...]] = {
     "container": (),
-    "context_management": (),
+    "context_management": ({"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}),
     "inference_geo": (),
     "mcp_servers": ([],),
 }
