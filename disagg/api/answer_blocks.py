@@ -6,6 +6,7 @@ The writers of chat completions, responses and messages render these blocks, eac
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal, NamedTuple
 
 from disagg.api.parsers.build import AnswerPlan
@@ -71,6 +72,18 @@ class AnswerBlocks:
             call_id = number[:SHORT_ID_CHARACTERS] if self._plan.short_ids else self._call_prefix + number
         self.blocks.append(AnswerBlock(kind, text, name, call_id))
         return BlockGrowth(len(self.blocks) - 1, text, True)
+
+    def check(self) -> None:
+        """Raises an `AssertionError` if the blocks are not consistent."""
+        calls = [block for block in self.blocks if block.kind == "call"]
+        assert self.calls == len(calls) <= (len(calls) if self._plan.parallel else 1)
+        assert len({block.call_id for block in calls}) == len(calls), "call ids are unique"
+        for block, following in pairwise(self.blocks):
+            assert block.kind == "call" or block.kind != following.kind, (
+                "adjacent text of one kind is one block"
+            )
+        for block in self.blocks:
+            assert (block.kind == "call") == bool(block.name) == bool(block.call_id)
 
     def _grown(self, part: Part) -> BlockGrowth | None:
         match part:

@@ -32,7 +32,7 @@ def filled(server: ApiServer, path: str) -> Iterator[None]:
     server.set(hold_after=1)
     with requested(server, path) as running:
         until(lambda: server.value("disagg_requests_running") == 1)
-        with requested(server, path) as queued:
+        with requested(server, path):
             until(lambda: server.value("disagg_requests_queued") == 1)
             yield
             server.go()
