@@ -12,7 +12,7 @@ from collections.abc import Callable
 import structlog
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from disagg.api.errors import ANTHROPIC_PATHS, CLIENT_GONE, ApiError, api_error
+from disagg.api.errors import CLIENT_GONE, ApiError, api_error, is_anthropic
 from disagg.api.exchange import SESSION, STATE, TIMEOUT, Exchange, exchange_for, session_id, timeout_s
 from disagg.api.keys import check_key
 from disagg.api.metrics import Metrics
@@ -67,7 +67,7 @@ class Edge:
         scope["state"] = {STATE: exchange}
         if self._tracing is not None and scope["path"] in ANSWERING:
             exchange.trace = self._tracing.begin(headers, scope["path"], exchange.request_id)
-        status, anthropic = 0, scope["path"] in ANTHROPIC_PATHS
+        status, anthropic = 0, is_anthropic(scope["path"])
         id_headers = ID_HEADERS if anthropic else ID_HEADERS[:1]
 
         async def send_with_id(message: Message) -> None:

@@ -31,8 +31,6 @@ CLIENT_GONE = 499
 """Status for logs and metrics when the client disconnected before its reply, as in nginx; never sent."""
 
 
-ANTHROPIC_PATHS = ("/v1/messages", "/v1/messages/count_tokens")
-"""Paths of Anthropic's API."""
 ANTHROPIC_TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -101,9 +99,14 @@ class ApiError(Exception):
         return {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
 
 
+def is_anthropic(path: str) -> bool:
+    """Returns whether a path belongs to Anthropic's API."""
+    return path == "/v1/messages" or path.startswith("/v1/messages/")
+
+
 def error_body(error: ApiError, path: str, request_id: str) -> bytes:
     """Returns the JSON body of an error, in the format of the API that `path` belongs to."""
-    return msgspec.json.encode(error.anthropic(request_id)) if path in ANTHROPIC_PATHS else error.body()
+    return msgspec.json.encode(error.anthropic(request_id)) if is_anthropic(path) else error.body()
 
 
 class ClientGoneError(Exception):

@@ -123,6 +123,12 @@ def test_a_truncated_required_call_is_text(server: ApiServer) -> None:
     assert (message.content, message.stop_reason) == ([Text(text='{"z":')], "max_tokens")
 
 
+def test_the_text_of_arguments_is_unchanged(server: ApiServer) -> None:
+    server.set(answer=rb' {"z": 1e999, "y": "\ud800"}', error=None)
+    reply = server.ask(MESSAGES, tools=TOOLS, tool_choice={"type": "tool", "name": "then"}, max_tokens=99)
+    assert rb'"input": {"z": 1e999, "y": "\ud800"}' in reply.content
+
+
 def test_thinking(server: ApiServer) -> None:
     assert prompt_of(server, thinking={"type": "disabled"}) == "<user>hi-"
     assert prompt_of(server, thinking={"type": "enabled", "budget_tokens": 1024}) == "<user>hi"
@@ -234,6 +240,7 @@ def test_other_errors(server: ApiServer) -> None:
         return reply.status_code, failure_of(reply.content).error.type
 
     assert failed(server.ask(MESSAGES, model="other")) == (404, "not_found_error")
+    assert failed(server.client.post(MESSAGES + "/batches")) == (404, "not_found_error")
     assert failed(server.client.get(MESSAGES)) == (405, "invalid_request_error")
     assert failed(server.client.post(MESSAGES, content=b"{")) == (400, "invalid_request_error")
     assert failed(server.ask(MESSAGES, system="x" * (1 << 16))) == (413, "request_too_large")

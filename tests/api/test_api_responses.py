@@ -12,7 +12,7 @@ import pytest
 from api_server import ApiServer, body, until
 from openai import OpenAI
 from openai.types.responses import Response, ResponseStreamEvent
-from pydantic import TypeAdapter
+from pydantic import BaseModel, TypeAdapter
 from test_api_life import filled
 from test_api_tools import ANSWER, CALL, TEMPLATE
 
@@ -180,6 +180,19 @@ def test_formats_become_grammars(server: ApiServer) -> None:
         assert response.text.format.type == text["format"]["type"]
     created(server, "{}", tools=[], text={"format": {"type": "text"}, "verbosity": "medium"})
     assert not server.generator.calls[-1][2].grammar
+
+
+class Person(BaseModel):
+    """An answer's type."""
+
+    name: str
+
+
+def test_the_clients_own_types(server: ApiServer, client: OpenAI) -> None:
+    server.set(answer=b'{"name": "Ann"}', error=None)
+    response = client.responses.parse(model="tiny", input="hi", text_format=Person, max_output_tokens=50)
+    assert response.output_parsed == Person(name="Ann")
+    assert server.generator.calls[-1][2].grammar
 
 
 def test_fields_reach_the_engine(server: ApiServer) -> None:

@@ -11,6 +11,7 @@ from disagg.api.anthropic.request import ParsedMessages
 from disagg.api.block_writer import BlockWriter
 from disagg.api.errors import ApiError
 from disagg.api.model import ServedModel
+from disagg.api.parsers.texts import load_json
 from disagg.api.writers import event, named_event
 
 SIGNATURE = "unsigned"
@@ -117,7 +118,6 @@ def _call(block: AnswerBlock, arguments: object) -> dict[str, Any]:
 
 def _is_object(text: str) -> bool:
     try:
-        msgspec.json.decode(text, type=dict[str, msgspec.Raw])
-    except msgspec.DecodeError:
+        return isinstance(load_json(text), dict)
+    except ValueError:
         return False
-    return True

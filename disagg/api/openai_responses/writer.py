@@ -43,7 +43,8 @@ class ResponsesWriter(BlockWriter):
         return [self._event(f"response.{status}", response=self._response(status))]
 
     def failed(self, error: ApiError) -> bytes:
-        code = "server_error" if error.status >= 500 else "invalid_prompt"
+        refused = "rate_limit_exceeded" if error.status == 429 else "invalid_prompt"
+        code = refused if error.status < 500 else "server_error"
         response = self._response("failed", {"code": code, "message": error.message})
         return self._event("response.failed", response=response)
 
