@@ -17,7 +17,6 @@ from disagg.api.anthropic.writer import MessagesWriter
 from disagg.api.chat_writer import ChatWriter
 from disagg.api.generation_request import GenerationRequest
 from disagg.api.model import ServedModel
-from disagg.api.openai_responses.fields import ResponsesBody
 from disagg.api.openai_responses.request import ParsedResponses
 from disagg.api.openai_responses.writer import ResponsesWriter
 from disagg.api.parsers.build import AnswerPlan
@@ -105,8 +104,7 @@ def test_messages(answer: tuple[AnswerPlan | None, Outputs]) -> None:
 @given(answers())
 def test_responses(answer: tuple[AnswerPlan | None, Outputs]) -> None:
     plan, outputs = answer
-    body = ResponsesBody(model="tiny", input="hi")
-    parsed = ParsedResponses(body, [], request_of(plan))
+    parsed = ParsedResponses({}, request_of(plan))
     whole = json.loads(whole_of(ResponsesWriter(parsed, served_model(), "resp_1"), outputs))
     parts = stream_of(ResponsesWriter(parsed, served_model(), "resp_1"), outputs).decode().split("\n\n")[:-1]
     events = [json.loads(part.partition("\ndata: ")[2]) for part in parts]

@@ -292,6 +292,21 @@ def test_a_context_that_is_too_small_names_this_apis_fields(server: ApiServer) -
     assert "max_output_tokens" in error["message"]
 
 
+@pytest.mark.parametrize("stream", ["true", "false"])
+def test_schemas_of_any_depth(server: ApiServer, stream: str) -> None:
+    server.set(answer=b"x", error=None)
+    tool = '[{"type": "function", "name": "f", "parameters": %s}]'
+    raw = '{"model": "tiny", "input": "hi", "tool_choice": "none", "stream": %s, "tools": %s}'
+    statuses = set()
+    for depth in range(940, 1000, 3):  # the deepest are refused as JSON
+        reply = server.client.post(
+            RESPONSES, content=raw % (stream, tool % ('{"a":' * depth + "{}" + "}" * depth))
+        )
+        statuses.add(reply.status_code)
+        assert reply.status_code == 400 or "x" in reply.text
+    assert statuses == {200, 400}
+
+
 def test_accepted_without_effect(server: ApiServer) -> None:
     fields = {"store": False, "background": False, "include": ["reasoning.encrypted_content"]}
     response = created(server, "x", reasoning={"summary": "auto"}, service_tier="auto", user="u", **fields)

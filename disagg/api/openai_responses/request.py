@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import msgspec
+
 from disagg.api.body import decode_object, to_struct
 from disagg.api.chat_request import chat_generation, template_turn
 from disagg.api.errors import ApiError, bad
@@ -12,6 +14,7 @@ from disagg.api.fields import ChatBody, JsonSchema, NamedTool, ResponseFormat, T
 from disagg.api.generation_request import GenerationRequest
 from disagg.api.model import ServedModel
 from disagg.api.openai_responses.conversation import messages_of
+from disagg.api.openai_responses.echo import echo_of
 from disagg.api.openai_responses.fields import (
     RESPONSES_OFF,
     STATELESS,
@@ -36,8 +39,8 @@ FIELD_NAMES = {
 class ParsedResponses(NamedTuple):
     """A checked request."""
 
-    body: ResponsesBody
-    functions: list[FunctionSpec]
+    echo: dict[str, msgspec.Raw]
+    """Fields of the response that repeat the request, as JSON."""
     generation: GenerationRequest
 
 
@@ -52,7 +55,7 @@ async def parse_responses(raw: bytes, model: ServedModel, config: ApiConfig) -> 
         generation = await chat_generation(_chat_body(body, functions), turns, model, config)
     except ApiError as error:
         raise error.renamed(FIELD_NAMES) from error
-    return ParsedResponses(body, functions, generation)
+    return ParsedResponses(echo_of(body, functions, generation.sampling), generation)
 
 
 def _check_stateless(values: Mapping[str, Any]) -> None:

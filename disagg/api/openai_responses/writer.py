@@ -14,7 +14,6 @@ import msgspec
 from disagg.api.block_writer import BlockWriter
 from disagg.api.errors import ApiError
 from disagg.api.model import ServedModel
-from disagg.api.openai_responses.fields import FunctionSpec, ResponsesBody, TextOnly
 from disagg.api.openai_responses.request import ParsedResponses
 from disagg.api.writers import named_event
 from disagg.core.random_ids import random_id
@@ -30,7 +29,7 @@ class ResponsesWriter(BlockWriter):
 
     def __init__(self, parsed: ParsedResponses, model: ServedModel, request_id: str) -> None:
         super().__init__(parsed.generation, model, request_id)
-        self._constant = _constant_fields(parsed)
+        self._echo = parsed.echo
         self._items = random_id()
         """Common part of the items' ids."""
         self._events = 0
@@ -66,7 +65,7 @@ class ResponsesWriter(BlockWriter):
             "model": self._model.name,
             "output": [] if began else [self._item(index) for index in range(len(self._blocks))],
             "usage": None if began else self._usage(),
-            **self._constant,
+            **self._echo,
         }
 
     def _usage(self) -> dict[str, Any]:
@@ -157,33 +156,3 @@ def _part(kind: str, text: str) -> dict[str, Any]:
     if kind == "reasoning_text":
         return {"type": kind, "text": text}
     return {"type": kind, "text": text, "annotations": [], "logprobs": []}
-
-
-def _constant_fields(parsed: ParsedResponses) -> dict[str, Any]:
-    """Returns the fields of a response that repeat the request."""
-    body: ResponsesBody = parsed.body
-    sampling = parsed.generation.sampling
-    return {
-        "background": False,
-        "instructions": body.instructions,
-        "max_output_tokens": body.max_output_tokens,
-        "metadata": body.metadata,
-        "parallel_tool_calls": body.parallel_tool_calls,
-        "previous_response_id": None,
-        "prompt_cache_key": body.prompt_cache_key,
-        "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
-        "safety_identifier": body.safety_identifier,
-        "service_tier": "default",
-        "store": False,
-        "temperature": sampling.temperature,
-        "text": {"format": (body.text.format if body.text else None) or TextOnly()},
-        "tool_choice": body.tool_choice or "auto",
-        "tools": [_echo(one) for one in parsed.functions],
-        "top_p": body.top_p,
-        "truncation": "disabled",
-        "user": body.user,
-    }
-
-
-def _echo(function: FunctionSpec) -> dict[str, Any]:
-    return {name: getattr(function, name) for name in FunctionSpec.__struct_fields__}
