@@ -30,7 +30,6 @@ SERVER = "server_error"
 CLIENT_GONE = 499
 """Status for logs and metrics when the client disconnected before its reply, as in nginx; never sent."""
 
-
 ANTHROPIC_TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -67,7 +66,7 @@ class ApiError(Exception):
         return INVALID if self.status < 500 else SERVER
 
     def body(self) -> bytes:
-        """Returns the JSON body."""
+        """Returns the JSON body in OpenAI's format."""
         return msgspec.json.encode({"error": self._fields()})
 
     def anthropic(self, request_id: str) -> dict[str, Any]:

@@ -88,8 +88,7 @@ class _Items:
         requested = RequestedCall(
             id=call.call_id, function=CalledFunction(name=call.name, arguments=call.arguments)
         )
-        last = self._answer()
-        self.messages[-1] = msgspec.structs.replace(last, tool_calls=[*last.tool_calls, requested])
+        self._answer().tool_calls.append(requested)  # the list belongs to this message alone
 
     def _call_output(self, item: dict[str, Any], at: str) -> None:
         result = to_struct(item, CallOutputItem, ITEM_OFF, at)
