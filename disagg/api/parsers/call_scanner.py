@@ -139,6 +139,7 @@ def call_of(name: object, arguments: object) -> Call | None:
     if not isinstance(name, str) or not name or not isinstance(arguments, dict):
         return None
     try:
+        dump_json(name)  # raises for a lone surrogate
         return Call(name, dump_json(arguments))
     except ValueError:
         return None
