@@ -122,12 +122,15 @@ class PeerPools:
     def _open_pool(self, peer: str, offer: m.PoolOffer) -> None:
         if self._disabled_reason:
             raise TransportError(self._disabled_reason)
-        link, shard = next(
+        places = [
             (link, rank.shard)
             for link in self._links.values()
             for rank in link.destinations_of(self._rank)
             if rank.control_address == peer
-        )
+        ]
+        if not places:  # another rank of its group was lost, and the link with it
+            raise TransportError(f"the group of {peer} is not linked")
+        link, shard = places[0]
         device, quantized = self._pool.device, quantized_dtype(link)
         pools = tuple(open_memory(handle, device) for handle in offer.pools)
         opened = OpenPool(pools, open_memory(offer.fences, device), quantized)

@@ -99,7 +99,9 @@ class PrefillScheduler:
             waiting = sum(self._waits(other) for other in self.requests.values())
             if waiting >= self._max_waiting:
                 raise BusyError(
-                    f"the prefill group has {waiting} requests waiting already", retry_after_s=0.5
+                    f"the prefill group is full: {waiting} requests wait for pages or rows, the limit is "
+                    f"{self._max_waiting}; raise prefill.pool_tokens or prefill.max_requests, or add groups",
+                    retry_after_s=0.5,
                 )
         request.ticket = ticket
         request.admitted = request.block_table is not None
