@@ -4,32 +4,37 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import secrets
 import tempfile
+import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
-import torch
 
 from disagg.cluster.adoption import Claimant
 from disagg.cluster.keys import own_keys
 from disagg.cluster.lifecycle import Cluster
+from disagg.cluster.local_ray import PrivateRay
 from disagg.cluster.placement import Placement, choose_placement, place_colocated
 from disagg.cluster.ray import RayResources, existing_ray, local_ray, start_cluster
 from disagg.cluster.start import Progress
 from disagg.cluster.supervisor import Announce
+from disagg.core.collection import collection_paused
 from disagg.core.config.read import Config
 from disagg.core.errors import ConfigError
 from disagg.core.types import GroupInfo
-from disagg.model.load.source import ModelSource, make_source
-from disagg.model.tensor_parallel import check_tp
 from disagg.router.follow import Follower
 from disagg.router.response_dispatcher import ResponseDispatcher
 from disagg.router.router import Router
 from transport.control.zmq import make_control
 from transport.hosts import is_loopback, own_host
 from transport.keys.ring import AnyKeys
+
+if TYPE_CHECKING:
+    from disagg.model.load.source import ModelSource
 
 CACHE = Path("~/.cache/disagg")
 TINY_CHAT = "tiny-chat"
@@ -39,6 +44,8 @@ _MADE = "models-1"
 NAMESPACE = "disagg-launch"
 """Prefix of the Ray namespace for groups that can outlive their `disagg launch`."""
 TOKEN_BYTES = 16
+GPU_FILES = ("/dev/nvidiactl", "/dev/dxg", "/proc/driver/nvidia/version")
+"""Files of which at least one exists where a driver of NVIDIA GPUs runs."""
 
 
 def with_model(config: Config, progress: Progress) -> Config:
@@ -69,33 +76,74 @@ def _make_tiny_chat(directory: Path) -> None:
 
 def check_split(source: ModelSource, placement: Placement) -> None:
     """Raises `UnsupportedModelError` if the TP sizes of the placement cannot split the model."""
+    import torch
+
+    from disagg.model.tensor_parallel import check_tp
+
     check_tp(source.spec(torch.float32), {role: group.tp for role, group in placement.kinds.items()})
 
 
 def limit_tokens(config: Config, source: ModelSource) -> int:
     """Returns the largest number of tokens of a prompt plus its answer, as limited by the model and by every kind of
     group."""
+    import torch
+
     context = source.spec(torch.float32).context_tokens
     return min(kind.context_limit(context) for kind in config.kinds.values())
 
 
 @contextlib.contextmanager
-def local_cluster(config: Config, progress: Progress) -> Iterator[Cluster]:
+def started_ray(config: Config, progress: Progress, growth: int = 1) -> Iterator[PrivateRay | None]:
+    """Starts the private Ray of a machine without GPUs while torch and transformers are imported on a thread.
+
+    Both take seconds, and Ray's start blocks on other processes for most of its time. Yields None where the number of
+    GPUs determines the placement, because torch counts them, and where `cluster.ray` names an existing cluster.
+    """
+    placement = _placement_without_torch(config) if config.cluster.ray == "local" else None
+    if placement is None:
+        yield None
+        return
+    threading.Thread(target=_import_packages, name="imports", daemon=True).start()
+    progress("starting Ray")
+    with local_ray(growth * placement.ranks) as private:
+        yield private
+
+
+def _placement_without_torch(config: Config) -> Placement | None:
+    """Returns the placement if no group can run on a GPU, else None."""
+    on_cpu = all(kind.device == "cpu" for kind in config.kinds.values())
+    return place(config, 0) if on_cpu or not any(map(os.path.exists, GPU_FILES)) else None
+
+
+def _import_packages() -> None:
+    """Imports the packages that the main thread needs next. There, a failed import fails again, with its error."""
+    with contextlib.suppress(Exception), collection_paused():
+        import disagg.model.load.source
+        import disagg.model.load.tokenizer  # noqa: F401
+
+
+@contextlib.contextmanager
+def local_cluster(config: Config, progress: Progress, private: PrivateRay | None = None) -> Iterator[Cluster]:
     """Starts or joins Ray, as configured by `cluster.ray`, and starts all groups.
 
     At the end of the block, the groups stop, and Ray stops if this function started it. TP sizes that are None are
-    chosen from the number of GPUs.
+    chosen from the number of GPUs. `private`: a private Ray that runs already, see `started_ray`.
     """
     keys = own_keys(config.control)
     # A port in use raises here, before the models load.
     make_control(config.control, keys, config.control.router_port).close()
-    with placed_cluster(config, keys, progress) as cluster:
+    with placed_cluster(config, keys, progress, private=private) as cluster:
         yield cluster
 
 
 @contextlib.contextmanager
 def placed_cluster(
-    config: Config, keys: AnyKeys, progress: Progress, growth: int = 1, outlives: bool = False
+    config: Config,
+    keys: AnyKeys,
+    progress: Progress,
+    growth: int = 1,
+    outlives: bool = False,
+    private: PrivateRay | None = None,
 ) -> Iterator[Cluster]:
     """Starts a cluster as `local_cluster` does, with the caller's keys, which routers in other processes can share.
 
@@ -103,15 +151,21 @@ def placed_cluster(
     cluster, the groups survive a kill of this process, and the groups of a process that was killed earlier are
     adopted.
     """
-    source = make_source(config)
-    private = None
-    claimant = Claimant(secrets.token_hex(TOKEN_BYTES), lambda: source.fingerprint) if outlives else None
     with contextlib.ExitStack() as stack:
+        if private is None:
+            private = stack.enter_context(started_ray(config, progress, growth))
+        import torch
+
+        from disagg.model.load.source import make_source
+
+        source = make_source(config)
+        claimant = Claimant(secrets.token_hex(TOKEN_BYTES), lambda: source.fingerprint) if outlives else None
         if config.cluster.ray == "local":
             placement = place(config, torch.cuda.device_count())
             check_split(source, placement)
-            progress("starting Ray")
-            private = stack.enter_context(local_ray(growth * placement.ranks))
+            if private is None:
+                progress("starting Ray")
+                private = stack.enter_context(local_ray(growth * placement.ranks))
         else:
             progress("connecting to Ray")
             spans_hosts = not is_loopback(own_host(config.control.host))

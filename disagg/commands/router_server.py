@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import structlog
-import torch
 import uvloop
 
 from disagg.api.app import make_app
@@ -26,8 +25,6 @@ from disagg.commands.local import limit_tokens
 from disagg.core.collection import collect_requests_only
 from disagg.core.config.read import ApiConfig, Config
 from disagg.core.types import PROTOCOL_VERSION, GroupInfo
-from disagg.model.load.source import make_source
-from disagg.model.load.tokenizer import has_tokenizer, load_tokenizer
 from disagg.router.follow import joined
 from disagg.router.response_dispatcher import ResponseDispatcher
 from disagg.router.router import Router
@@ -84,6 +81,11 @@ def run_loop(main: Coroutine[Any, Any, None]) -> None:
 
 def served_model(config: Config) -> ServedModel:
     """Returns name, tokenizer and limits of the configured model. The caller closes it."""
+    import torch
+
+    from disagg.model.load.source import make_source
+    from disagg.model.load.tokenizer import has_tokenizer, load_tokenizer
+
     source = make_source(config)
     name = config.api.model_name or (source.directory.resolve().name if source.directory else source.name)
     tokenizer = load_tokenizer(source) if has_tokenizer(source) else None
@@ -111,6 +113,8 @@ def served_model(config: Config) -> ServedModel:
 async def joined_router(config: Config, keys: KeyRing, directory: str) -> AsyncIterator[Router]:
     """Yields a router with its own control channel. The router uses the groups that `directory` announces, if they
     have this process's model and protocol version."""
+    from disagg.model.load.source import make_source
+
     source = make_source(config)
     fingerprint = await asyncio.to_thread(lambda: source.fingerprint)  # may read all weights
 

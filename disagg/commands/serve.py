@@ -24,7 +24,14 @@ from disagg.cluster.lifecycle import Cluster
 from disagg.cluster.supervisor import supervised
 from disagg.commands.early import require_joined_model
 from disagg.commands.failure import raise_failure
-from disagg.commands.local import follow_cluster, local_cluster, local_router, placed_cluster, with_model
+from disagg.commands.local import (
+    follow_cluster,
+    local_cluster,
+    local_router,
+    placed_cluster,
+    started_ray,
+    with_model,
+)
 from disagg.commands.router_server import (
     ServerParts,
     Stop,
@@ -51,7 +58,7 @@ def run_serve(config: Config) -> None:
     """Starts the cluster, serves until SIGINT or SIGTERM, then drains; a second signal aborts running requests.
 
     Raises `DisaggError` if the whole cluster fails, so that a service manager starts the command again. Raises
-    `ConfigError` for bad keys, address, model or tracing before any process starts, and `KeyboardInterrupt` for a
+    `ConfigError` for bad keys, address, model or tracing before any rank starts, and `KeyboardInterrupt` for a
     signal during the start.
     """
     configure(config.log)
@@ -61,10 +68,16 @@ def run_serve(config: Config) -> None:
     console = Console(stderr=True)
     keys = api_keys(config.api)
     config = with_model(config, console.print)
-    with start_interruptible(), traced(config.metrics) as tracing, bind(config.api) as listener:
+    with (
+        start_interruptible(),
+        traced(config.metrics) as tracing,
+        bind(config.api) as listener,
+        console.status("starting") as status,
+        started_ray(config, status.update) as private,
+    ):
         model = served_model(config)
         try:
-            with console.status("starting") as status, local_cluster(config, status.update) as cluster:
+            with local_cluster(config, status.update, private) as cluster:
                 status.stop()
                 sys.setswitchinterval(SWITCH_INTERVAL_S)  # the tokenizer's thread shares the GIL
                 _print_choices(config, cluster, console)
