@@ -21,7 +21,7 @@ class Exposed:
         return bool(self._pending)
 
     def computed(self, outgoings: Iterable[OutgoingTransfer], event: DeviceEvent, now_s: float) -> None:
-        """Records `event` as the end of compute of the transfers whose last KV is queued on the device.
+        """Records that `event` marks the end of compute of those `outgoings` whose KV is all queued on the device.
 
         Events must complete in the order of the calls.
         """

@@ -148,7 +148,8 @@ class Supervisor:
         self._history[group.name] = (missing.tries, time.monotonic())
 
     def _failed(self, role: Role, tries: int, why: str) -> None:
-        """Schedules attempt number `tries`. The death itself counts as the first failure."""
+        """Schedules the replacement of a group after failure number `tries`. The death of the group counts as the
+        first failure."""
         if tries > self._config.restart_tries:
             pause_s = LONGEST_BACKOFF_S
             log.error(

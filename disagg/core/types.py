@@ -139,12 +139,13 @@ class KVLayout(msgspec.Struct, frozen=True):
 
     @property
     def all_classes(self) -> tuple[KVLayout, ...]:
-        """`classes`, followed by a layout for each state class. Elements of states are bytes."""
+        """`classes`, followed by a layout for each state class. State tensors are described as uint8 elements."""
         states = (KVLayout(c.layers, c.heads, c.head_bytes, "uint8", has_v=False) for c in self.states)
         return (*self.classes, *states)
 
     def class_of(self, layers: Span) -> KVLayout:
-        """Returns the class of `layers`, which must be layers, or numbers of state tensors, of one class."""
+        """Returns the class that contains `layers`: a range of layers, or a range of numbers of state tensors. All of
+        the range must belong to one class."""
         if not (self.more or self.states):
             return self
         spans = (*self.spans, *self.state_spans)
@@ -260,7 +261,7 @@ class SamplingParams(msgspec.Struct, frozen=True):
     top_k: int = 0
     """0 is off."""
     top_p: float = 1.0
-    """1 is off."""
+    """Share of the probability mass from which tokens are drawn, the likeliest first; 1 disables this filter."""
     seed: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()

@@ -60,8 +60,8 @@ class Prefetch:
     operation: int | None = None
     """Number of the operation under way; None before the first one, and after the last one."""
     follows: bool = False
-    """Whether the operation belongs to another request's prefetch. More pages may then be stored than the operation
-    covers."""
+    """Whether another request's prefetch planned the operation, and this prefetch joined it. The operation may cover
+    fewer pages than this prefetch needs, so a further operation may follow."""
     rounds: int = 0
     """Number of operations so far."""
 
