@@ -257,9 +257,9 @@ class SamplingParams(msgspec.Struct, frozen=True):
 
     max_tokens: int = 16
     temperature: float = 0.0
-    """0 is greedy."""
+    """Sampling temperature; 0: greedy sampling."""
     top_k: int = 0
-    """0 is off."""
+    """Number of likeliest tokens from which a token is drawn; 0: all tokens."""
     top_p: float = 1.0
     """Share of the probability mass from which tokens are drawn, the likeliest first; 1 disables this filter."""
     seed: int | None = None
@@ -267,15 +267,16 @@ class SamplingParams(msgspec.Struct, frozen=True):
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     min_tokens: int = 0
-    """Minimum number of answer tokens: before, no EOS token, stop token or stop string ends the answer."""
+    """Minimum number of answer tokens. No EOS token, stop token or stop string ends a shorter answer."""
     min_p: float = 0.0
-    """Drops tokens less probable than this fraction of the most probable token; 0 is off."""
+    """Tokens less probable than this fraction of the most probable token are never drawn; 0 disables this filter."""
     presence_penalty: float = 0.0
-    """Subtracted from the logit of each token that occurs in the answer."""
+    """Number subtracted from the logit of each token that occurs in the answer."""
     frequency_penalty: float = 0.0
-    """Subtracted from the logit of a token once per occurrence in the answer."""
+    """Number subtracted from the logit of a token once per occurrence in the answer."""
     repetition_penalty: float = 1.0
-    """Divides positive and multiplies negative logits of tokens in the prompt or the answer; 1 is off."""
+    """Factor that divides positive and multiplies negative logits of tokens in the prompt or the answer; 1: no
+    effect."""
     logit_bias: tuple[tuple[int, float], ...] = ()
     """`(token, value added to its logit)`; repeated tokens add up."""
     logprobs: int | None = None
@@ -285,7 +286,7 @@ class SamplingParams(msgspec.Struct, frozen=True):
     beams: int = 0
     """Number of beams of a beam search for the `n` best answers, as in transformers; 0: sampling."""
     length_penalty: float = 1.0
-    """Beam search: divides an answer's summed log-probability by its length to this power."""
+    """Beam search: an answer's score is its summed log-probability divided by its length to this power."""
     early_stopping: bool | Literal["never"] = False
     """Beam search ends with `beams` finished answers (True), when the current length allows no better answer (False),
     or when no length up to `max_tokens` allows one (`never`)."""

@@ -59,9 +59,9 @@ class HostTierStatistics:
     used_pages: int
     cache: RadixStatistics
     storing_pages: int
-    """Number of pages that stores under way copy."""
+    """Number of pages that running stores copy."""
     loading_pages: int
-    """Number of pages that loads under way copy."""
+    """Number of pages that running loads copy."""
     stored_pages: int
     loaded_pages: int
     skipped_pages: int
@@ -137,9 +137,9 @@ class HostTier:
         self._under_way: dict[int, _Operation] = {}
         self._planned: list[CacheOperation] = []
         self._storing: set[int] = set()
-        """Pages of the first tier that stores under way copy."""
+        """Pages of the first tier that running stores copy."""
         self._storing_states: set[int] = set()
-        """State slots of the first tier that stores under way copy."""
+        """State slots of the first tier that running stores copy."""
         self._lost: list[int] = []
         """Blocks of failed stores, which are not used again."""
         self._lost_states = 0
