@@ -17,7 +17,7 @@ class Exposed:
         self.total_s = 0.0
 
     def __bool__(self) -> bool:
-        """Returns whether an event that `computed` recorded is pending on the device."""
+        """Returns whether any event passed to `computed` is still pending on the device."""
         return bool(self._pending)
 
     def computed(self, outgoings: Iterable[OutgoingTransfer], event: DeviceEvent, now_s: float) -> None:

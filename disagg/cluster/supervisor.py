@@ -28,7 +28,8 @@ LONGEST_BACKOFF_S = 60.0
 """Longest pause between two attempts to start a group; the only pause after `cluster.restart_tries` failures."""
 MOST_DOUBLINGS = 64
 STABLE_S = 60.0
-"""If a replacement group served longer than this before its death, the count of restart attempts starts again."""
+"""Shortest service time after which the death of a replacement group counts as its first failure. An earlier death
+continues the count of failures."""
 WAIT_S = 0.2
 
 

@@ -104,7 +104,7 @@ class PromptChunks:
 
     @property
     def _pairs(self) -> bool:
-        """Whether each chunk needs at least two tokens, for prompts of at least two tokens."""
+        """Whether each chunk of a prompt of two or more tokens must have at least two tokens."""
         return self.recurrent and not self.single
 
     def _border(self, start: int) -> int:
