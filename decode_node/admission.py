@@ -29,10 +29,10 @@ class DecodeAdmission:
 
     @property
     def max_sequences(self) -> int:
-        """Largest number of sequences of one request. A step computes them together, and each sequence needs a row.
+        """Largest number of sequences of one request. Each sequence needs a row, and one step computes all of them.
 
-        The number is 1 if a prompt cannot be cut at every position, because recomputed sequences share tokens, and
-        the recurrent state after them, up to an arbitrary position.
+        The number is 1 if prompt chunks cannot end at every position. After a preemption, the shared prefix of
+        several sequences is recomputed once, so a chunk must be able to end at the last shared token.
         """
         if not self._options.chunks.anywhere:
             return 1

@@ -123,7 +123,8 @@ class AdmittingLeader(ReservingLeader):
         super()._break(reason)
 
     def _confirm_release(self, request: LedRequest) -> None:
-        """Confirms the release of a settled request, and admits the attempt that takes over its pages."""
+        """Sends `Released` for a settled request if the router waits for it, and admits the attempt that takes over
+        the request's pages."""
         super()._confirm_release(request)
         assert isinstance(request, DecodeRequest), "this leader has decode requests only"
         if request.key not in self._scheduler.requests and (message := self._drop_claim(request)):

@@ -25,11 +25,12 @@ class FenceWords:
             torch.cuda.synchronize(device)
 
     def open(self, row: int, ticket: int) -> None:
-        """Allows writes of the ticket; returns when the device has the new value."""
+        """Allows writes of `ticket` to the pages of `row`; returns when the device memory has the new value."""
         self._set(row, ticket)
 
     def close(self, row: int) -> None:
-        """Disallows all writes; returns when the device has the new value. A write that has begun may continue."""
+        """Disallows all writes to the pages of `row`; returns when the device memory has the new value. A write that
+        has begun may continue."""
         self._set(row, CLOSED)
 
     def _set(self, row: int, value: int) -> None:

@@ -43,7 +43,7 @@ class IncomingSegment:
     """Whether the segment arrived damaged and is sent again; `state` is then the state of the second receive."""
     scattered: DeviceEvent = None
     word: Word | None = None
-    """Device word for the checksum's difference while SCATTERING; None otherwise."""
+    """While SCATTERING: memory for the difference between the computed and the received checksum; None otherwise."""
     started_s: float = 0.0
     waits_since_s: float | None = None
     """Time of the grant if the lease was not writable at that time; None otherwise."""

@@ -275,7 +275,7 @@ class DecodeLeader(AdmittingLeader):
         return counts == (wanted, scored) and max(first.tokens) < self._spec.vocab_size
 
     def _maybe_start(self, request: DecodeRequest) -> None:
-        """If all KV and the first tokens are present, ends the answers whose first token is already the last."""
+        """Once all KV and the first tokens are present, ends the answers that are complete with their first token."""
         if len(request.landed_ranks) < self._ranks or not request.begun or request.closing:
             return
         if request.search is not None:

@@ -85,7 +85,8 @@ class ProbeReceiver:
             self._close(self._probe)
 
     def arrived(self, arrival: Arrival) -> bool:
-        """Receives a probe's message, or discards a late one. Returns False for any other arrival."""
+        """Receives the arrival if it is a message of the running probe; discards a message of an earlier probe.
+        Returns False if the arrival belongs to no probe."""
         if not is_probe(arrival.tag):
             return False
         probe = self._probe

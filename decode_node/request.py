@@ -169,7 +169,7 @@ class DecodeRequest:
     prefix: PrefixKey | None = None
     """Key of the prompt in the prefix cache; None if the request's pages must not be cached."""
     search: BeamSearch | None = None
-    """None unless the request is a beam search."""
+    """State of the beam search; None if the request is no beam search."""
     begun: bool = False
     """True once the first tokens have arrived from the prefill group."""
     again: bool = False

@@ -46,9 +46,10 @@ class StepGate:
                 self._launched.popleft()
 
     def open(self, message: m.OpenReceive) -> None:
-        """Opens a ticket when no earlier step uses its row. Called on the transfer thread.
+        """Opens a ticket once no earlier step uses its row. Called on the transfer thread.
 
-        Waits here for launched steps. If a planned step is not launched yet, a later `retry` opens the ticket.
+        Blocks until the launched steps that use the row have ended. If a plan that uses the row is not launched yet,
+        returns at once, and a later `retry` opens the ticket.
         """
         row = message.ticket.row
         with self._lock:

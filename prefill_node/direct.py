@@ -38,7 +38,7 @@ class OpenPool:
     fences: torch.Tensor
     """Fence words of the pool's rows, int64 `[rows]`."""
     quantized: torch.dtype | None = None
-    """Dtype of the pool's quantized values, if this rank's pool is not quantized; None if no write quantizes."""
+    """Dtype to which direct writes quantize KV; None if KV is written unchanged."""
 
     def prepare(
         self,

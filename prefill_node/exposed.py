@@ -17,11 +17,11 @@ class Exposed:
         self.total_s = 0.0
 
     def __bool__(self) -> bool:
-        """Returns whether an event that `computed` recorded is pending on the device."""
+        """Returns whether any event passed to `computed` is still pending on the device."""
         return bool(self._pending)
 
     def computed(self, outgoings: Iterable[OutgoingTransfer], event: DeviceEvent, now_s: float) -> None:
-        """Records `event` as the end of compute of the transfers whose last KV is queued on the device.
+        """Records that `event` marks the end of compute of those `outgoings` whose KV is all queued on the device.
 
         Events must complete in the order of the calls.
         """

@@ -95,7 +95,8 @@ class Leases:
             self._tickets.abort(outgoing, exc)
 
     def computed(self, item: OutgoingSegment) -> None:
-        """Queues a segment, whose compute is on the device, for its destination's ring if its lease is granted."""
+        """Records that a segment's compute is queued on the device. If the segment's lease is granted, queues the
+        segment for the destination's ring."""
         ring = self.rings.get(item.peer)
         if item.ring_start is not None and ring is not None:
             ring.add(item)

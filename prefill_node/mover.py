@@ -33,7 +33,7 @@ class CopyQueue(NamedTuple):
 
     queue: DeviceQueue
     sums: Sums | None
-    """None if segments have no checksums."""
+    """Source of the checksum words; None if segments have no checksums."""
 
 
 class SegmentMover:

@@ -45,7 +45,8 @@ class OutgoingSegment:
     message_bytes: int
     """Size of the segment with its checksum, in staging and in the ring."""
     write: Callable[[], None] | None = None
-    """Launches the direct write into the destination's pool; None if the segment goes through staging and ring."""
+    """Function that launches the direct write into the destination's pool; None if the segment goes through staging
+    and ring."""
     ring_start: int | None = None
     """Position in the destination's ring; None until granted."""
     computed: bool = False

@@ -52,7 +52,8 @@ class PrefillRequest:
     admitted: bool = False
     """Whether `OpenSend` was sent to the ranks, so that the end of the request requires `CloseTransfer`."""
     rest_tokens: int | None = None
-    """Number of tokens to compute, without the prefix cache hit, as of the first attempt of an early start."""
+    """Number of tokens to compute if the request starts before its ticket arrives: all tokens minus the prefix cache
+    hit. None before the first attempt of such a start."""
     began_early: bool = False
     """Whether a step has computed part of the reservation before the ticket arrived."""
     planned_tokens: int = 0

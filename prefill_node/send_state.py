@@ -48,9 +48,9 @@ class SendEvent(enum.Enum):
     FAILED = "failed"
     """The launch raised, or the send failed."""
     STOP = "stop"
-    """The transfer stops or closes; occurs once."""
+    """The transfer stops or closes. A segment receives this event at most once."""
     RESEND = "resend"
-    """The destination found the segment damaged; occurs once."""
+    """The destination found the segment damaged. A segment receives this event at most once."""
 
 
 class SendAction(enum.Enum):

@@ -76,9 +76,10 @@ class ApiError(Exception):
         return {"type": "error", "error": fields, "request_id": request_id}
 
     def renamed(self, names: Mapping[str, str]) -> ApiError:
-        """Returns the same error for a body whose fields have other names. `names`: new name of each field.
+        """Returns the same error for a body whose fields have other names; `names` maps each field to its new name.
 
-        The message names the new field too. `max_tokens` can occur in the message of another field's error.
+        The new names also replace the old ones in the message. `max_tokens` is replaced in every message, because an
+        error of another field can mention it.
         """
         if self.param is None:
             return self

@@ -99,7 +99,7 @@ def _cause(detail: str, status: int | None, lines: Sequence[str], oom_killed: bo
 
 
 def _says_more(detail: str, lines: Sequence[str]) -> bool:
-    """Returns whether Ray's text contains an exit code, or the log a fatal signal."""
+    """Returns whether Ray's text contains an exit code, or the rank's log contains a fatal signal."""
     return bool(_EXIT_CODE.search(detail)) or any(_FATAL_SIGNAL.search(line) for line in lines)
 
 

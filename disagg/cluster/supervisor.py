@@ -28,7 +28,8 @@ LONGEST_BACKOFF_S = 60.0
 """Longest pause between two attempts to start a group; the only pause after `cluster.restart_tries` failures."""
 MOST_DOUBLINGS = 64
 STABLE_S = 60.0
-"""If a replacement group served longer than this before its death, the count of restart attempts starts again."""
+"""Shortest service time after which the death of a replacement group counts as its first failure. An earlier death
+continues the count of failures."""
 WAIT_S = 0.2
 
 
@@ -148,7 +149,8 @@ class Supervisor:
         self._history[group.name] = (missing.tries, time.monotonic())
 
     def _failed(self, role: Role, tries: int, why: str) -> None:
-        """Schedules attempt number `tries`. The death itself counts as the first failure."""
+        """Schedules the replacement of a group after failure number `tries`. The death of the group counts as the
+        first failure."""
         if tries > self._config.restart_tries:
             pause_s = LONGEST_BACKOFF_S
             log.error(

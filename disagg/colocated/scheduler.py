@@ -47,7 +47,8 @@ class ColocatedRequest:
     prefix: PrefixKey | None = None
     """Key of the prompt in the prefix cache; None if the KV must not be cached."""
     answered: int = 0
-    """Number of `tokens` that a lost group computed: their KV is computed like the prompt's."""
+    """Number of `tokens` that a lost group generated before this attempt. Their KV is computed in chunks, like the KV
+    of the prompt."""
     states: SavedStates = field(default_factory=SavedStates)
     """Recurrent states for the prefix cache."""
     started: bool = False

@@ -102,7 +102,8 @@ def run_demo(config: Config, options: RunOptions) -> None:
 
 
 def _exact(config: Config) -> Config:
-    """Returns the configuration without prefix cache, and for a checkpoint in float32 unless `model.dtype` is set.
+    """Returns a copy of the configuration that disables the prefix cache. For a checkpoint, the copy also sets
+    `model.dtype` to float32 unless a type is configured.
 
     Two different engines generate equal tokens only in float32. The prefix cache is off because the reference
     computes each prompt from its start.

@@ -1,4 +1,5 @@
-"""Serves the HTTP API with a router: the code that a single server and a worker of several share."""
+"""Serves the HTTP API with a router. A server with one process and each worker process of a larger server share this
+code."""
 
 from __future__ import annotations
 

@@ -73,8 +73,8 @@ def handlers_restored() -> Iterator[None]:
 def start_interruptible(end_s: float = END_S) -> Iterator[None]:
     """Makes a signal raise `KeyboardInterrupt` within the block, and limits the time until the process ends.
 
-    The process exits by force at a second signal, or if the block has not ended `end_s` after the first. Once its
-    start is complete, the block may set other handlers; signals that these receive start no limit. The previous
+    The process exits by force at a second signal, or if the block has not ended `end_s` after the first. The block
+    may set other handlers when its start is complete; signals to those handlers set no time limit. The previous
     handlers are restored at the end of the block.
     """
     with handlers_restored(), _no_traces(), _forced_exit(end_s) as arm:

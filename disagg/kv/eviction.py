@@ -19,7 +19,8 @@ ORDERS: dict[EvictionName, Callable[[Node], Order]] = {
 """Sort key of a node, by policy. The node with the lowest key is evicted first; keys never decrease."""
 
 _FEW_ENTRIES = 64
-"""Smallest number of entries at which a heap is cleaned: entries of nodes that are not ready are dropped."""
+"""Smallest number of entries at which a heap is cleaned, that is, at which entries of nodes not ready for eviction
+are dropped."""
 
 
 class NodeQueue:

@@ -59,9 +59,9 @@ class HostTierStatistics:
     used_pages: int
     cache: RadixStatistics
     storing_pages: int
-    """Number of pages that stores under way copy."""
+    """Number of pages that running stores copy."""
     loading_pages: int
-    """Number of pages that loads under way copy."""
+    """Number of pages that running loads copy."""
     stored_pages: int
     loaded_pages: int
     skipped_pages: int
@@ -137,9 +137,9 @@ class HostTier:
         self._under_way: dict[int, _Operation] = {}
         self._planned: list[CacheOperation] = []
         self._storing: set[int] = set()
-        """Pages of the first tier that stores under way copy."""
+        """Pages of the first tier that running stores copy."""
         self._storing_states: set[int] = set()
-        """State slots of the first tier that stores under way copy."""
+        """State slots of the first tier that running stores copy."""
         self._lost: list[int] = []
         """Blocks of failed stores, which are not used again."""
         self._lost_states = 0
@@ -249,7 +249,8 @@ class HostTier:
         return load
 
     def frees_later(self, slot: int) -> bool:
-        """Returns whether a load under way writes the state slot; the tier then frees the slot at the end."""
+        """Returns whether a running load writes the state slot. If so, the tier frees the slot at the end of the
+        load."""
         # Latest load first: an earlier load can have the same slot, if its request passed the slot on before all
         # ranks reported the load.
         for one in reversed(self._under_way.values()):
@@ -334,7 +335,7 @@ class HostTier:
     # --- state
 
     def held_pages(self) -> list[int]:
-        """Returns the first tier's pages to which loads under way have a reference."""
+        """Returns the first tier's pages to which running loads have a reference."""
         return [page for one in self._under_way.values() if one.load is not None for page in one.pages]
 
     def statistics(self) -> HostTierStatistics:

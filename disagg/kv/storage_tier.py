@@ -60,8 +60,8 @@ class Prefetch:
     operation: int | None = None
     """Number of the operation under way; None before the first one, and after the last one."""
     follows: bool = False
-    """Whether the operation belongs to another request's prefetch. More pages may then be stored than the operation
-    covers."""
+    """Whether another request's prefetch planned the operation, and this prefetch joined it. The operation may cover
+    fewer pages than this prefetch needs, so a further operation may follow."""
     rounds: int = 0
     """Number of operations so far."""
 
@@ -76,7 +76,7 @@ class StorageTierStatistics:
     """Current counts of the third tier, and totals since the start."""
 
     writing_pages: int
-    """Pages of the second tier that writes under way read."""
+    """Number of pages of the second tier that running writes copy to the storage."""
     fetching_pages: int
     """Blocks of fetches that have not entered the second tier."""
     written_pages: int
@@ -136,7 +136,7 @@ class StorageTier:
         self._planned: list[StorageOperation] = []
         self._unwanted: list[int] = []
         self._writing: set[int] = set()
-        """Blocks that writes under way read."""
+        """Blocks of the second tier that running writes copy to the storage."""
         self._stored: set[int] = set()
         """Blocks whose pages were written to the storage, or came from it."""
         self._lost: list[int] = []

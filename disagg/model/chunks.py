@@ -83,7 +83,10 @@ class PromptChunks:
         return not (self.whole or self._pairs) and (not self.fixed or self._border(stop - 1) == stop)
 
     def settled_tokens(self, tokens: int) -> int:
-        """Returns how many of a prompt's first `tokens` tokens are in chunks that any longer prompt has too."""
+        """Returns how many of a prompt's first `tokens` tokens may be cached for longer prompts.
+
+        With `fixed`, these are the tokens in chunks that are the same for every longer prompt with this prefix.
+        """
         return self._border(tokens) - self._size if self.fixed else tokens
 
     def spans(self, tokens: int) -> Iterator[Span]:
@@ -101,7 +104,7 @@ class PromptChunks:
 
     @property
     def _pairs(self) -> bool:
-        """Whether each chunk needs at least two tokens, for prompts of at least two tokens."""
+        """Whether each chunk of a prompt of two or more tokens must have at least two tokens."""
         return self.recurrent and not self.single
 
     def _border(self, start: int) -> int:

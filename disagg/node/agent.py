@@ -32,7 +32,7 @@ class Agent(TransferAgent, Protocol):
         """Returns the current counts."""
 
     def status(self) -> RankStatus:
-        """Returns the rank's status for metrics. The fault count has only the agent's faults. Cheap to call."""
+        """Returns the rank's status for metrics. The status counts only the agent's own faults. Cheap to call."""
 
     def check(self) -> None:
         """Raises `InvariantError` if the agent is inconsistent."""

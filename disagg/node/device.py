@@ -61,10 +61,8 @@ class DeviceQueue:
     """A CUDA stream for copies, owned by one thread; on a CPU, work runs when it is queued."""
 
     def __init__(self, device: torch.device, *, urgent: bool = True) -> None:
-        """`urgent`: high stream priority.
-
-        Otherwise a short copy would queue behind the thread blocks of a whole step.
-        """
+        """`urgent`: whether the stream has high priority. With normal priority, a short copy would queue behind the
+        thread blocks of a whole step."""
         self.device = device
         priority = -1 if urgent else 0
         self._stream = cuda.Stream(device, priority=priority) if device.type == "cuda" else None

@@ -28,7 +28,8 @@ PAUSE_S = 5e-6
 """Pause between polls, in which the thread releases the interpreter lock. Without a pause every other thread would
 wait for a full switch interval."""
 LONGEST_NAP_S = 100e-6
-"""Pause between polls of the device while a step is being launched. Otherwise waits shorter than this are polled."""
+"""Pause between polls of the device while a step is being launched. At other times, the thread polls instead of
+blocking if the agent's next poll is due sooner than this."""
 LOOK_S = 0.25
 """Interval of checks for broken connections and long steps. An operation that fails with its connection triggers a
 check at once."""

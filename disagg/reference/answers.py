@@ -78,8 +78,10 @@ def reference_answers(
 
     Hugging Face's `generate()` runs checkpoints. Our own engine runs random weights and quantized KV, which
     `generate()` does not support. If only the decode groups quantize, the engine moves the prompt's KV to a second,
-    quantized pool. `advance` is called after each prompt. `others`: answers to compare with the reference, as the
-    log-probabilities of their tokens.
+    quantized pool.
+
+    `advance` is called after each prompt. `others`: for each prompt, the log-probabilities of an answer that is to be
+    compared with the reference.
     """
     source, device, dtype = _resolved(config)
     engine = _make_engine(config, source, device, dtype, sampling)

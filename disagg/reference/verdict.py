@@ -14,7 +14,8 @@ def judged_of(
 ) -> list[Judged] | None:
     """Compares the answer `tokens` with the reference answer `right`.
 
-    Returns None if they are equal. Otherwise returns the comparison of each position by `judge`; empty without one.
+    Returns None if the answers are equal. Otherwise returns the comparison of each position by `judge`, or an empty
+    list if `judge` is None.
     """
     if list(tokens) == list(right):
         return None

@@ -54,7 +54,7 @@ class Breaker:
         self._pause_s = 0.0
         """Length of the latest pause; 0 if the breaker is closed."""
         self._until_s = 0.0
-        """End of the pause, or of the trial."""
+        """Time at which the current pause ends, or the time limit of the current trial."""
 
     @property
     def paused(self) -> bool:

@@ -57,7 +57,8 @@ class FileSettings:
     pause: PauseSettings = field(default_factory=PauseSettings)
 
     def __post_init__(self) -> None:
-        """Raises `ConfigError` for invalid or too small sizes, or without a thread."""
+        """Raises `ConfigError` for an invalid segment size, a capacity below `LEAST_SEGMENTS` segments, or no
+        thread."""
         if self.segment_bytes < 4 * ALIGNMENT or self.segment_bytes % (2 * ALIGNMENT):
             raise ConfigError(
                 f"a segment of {self.segment_bytes} bytes: give a multiple of {2 * ALIGNMENT}, at least "

@@ -15,7 +15,8 @@ log = get_logger(__name__)
 
 _SEGMENT_BYTES = 64 << 20
 _SEGMENTS = 8
-"""Number of segments of a folder whose limit is too small for this number of segments of the usual size."""
+"""Smallest number of segments of a folder. If the capacity is below this number of segments of `_SEGMENT_BYTES`,
+smaller segments are used."""
 
 
 def open_storage(where: str, capacity_bytes: int, largest_bytes: int) -> PageStorage:

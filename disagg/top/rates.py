@@ -13,10 +13,11 @@ import msgspec
 from disagg.core.status import Path, ServiceStatus
 
 WINDOW_S = 5.0
-"""Time that rates cover. Older samples are dropped, but the latest older sample stays if there is no other one to
-compare with."""
+"""Period over which rates are computed. Older samples are dropped; but if no sample within the period remains to
+compare with, the latest older one is kept."""
 SAME_START_S = 2.0
-"""If the server's start times in two samples differ by more, the server process has been replaced."""
+"""Largest difference between a server process's start times as computed from two samples. A larger difference means
+that the process has been replaced."""
 MOST_LINES = 16
 """Maximum number of flows in the table. If there are more, flows between the same two groups are summed."""
 

@@ -90,6 +90,7 @@ class Trimmer:
         self._held, self.begun, self._drop_start = "", False, True
 
     def rest(self) -> str:
-        """Ends the text; returns the withheld white space, except at a start where white space is dropped."""
+        """Ends the text; returns the withheld white space. The result is empty if white space at the start is dropped
+        and no other text followed."""
         held, self._held = self._held, ""
         return held if self.begun or not self._drop_start else ""

@@ -166,7 +166,7 @@ class Served(NamedTuple):
     """Time at which the client called the router."""
     tokens: list[int]
     times_s: list[float]
-    """Time of each token."""
+    """Time at which the client received each token."""
     ended_s: float
     """Time at which all ranks have freed the request."""
 

@@ -168,7 +168,7 @@ class WireEnd(_End):
         self._transport.register(self.buffer)
 
     def address(self) -> bytes:
-        """Returns this end's address, for `connect` of the other end."""
+        """Returns this end's address, which the other end passes to its `connect`."""
         return self._transport.address
 
     def connect(self, address: bytes) -> None:
@@ -229,7 +229,7 @@ class TcpEnd(_End):
         self._connection = socket.socket()
 
     def address(self) -> int:
-        """Returns this end's port, for `connect` of the other end."""
+        """Returns this end's port, which the other end passes to its `connect`."""
         return self._port
 
     def connect(self, port: int) -> None:

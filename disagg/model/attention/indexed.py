@@ -97,8 +97,8 @@ class PagedIndexer:
         """`layer`: the layer of the KV cache that stores the index keys."""
         self._forward, self._layer = indexer.forward, layer
         self.step: IndexStep | None = None
-        """Inputs of the current step. None in trial steps: the tokens are one whole sequence, and the index keys are
-        not stored."""
+        """Inputs of the current step. None in the trial steps before requests: each trial step computes one whole
+        sequence and stores no index keys."""
 
     def __call__(self, *args: Any, past_key_values: None = None, **more: Any) -> torch.Tensor:
         """Returns the positions that each token reads, int32 `[1, tokens, most]`, padded with -1.

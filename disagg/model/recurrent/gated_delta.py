@@ -25,7 +25,8 @@ def qwen3_next(module: Any, states: PackedStates, hidden: torch.Tensor) -> torch
 
 
 def qwen3_5(module: Any, states: PackedStates, hidden: torch.Tensor) -> torch.Tensor:
-    """Like `qwen3_next`, but separate projections compute the inputs of the delta rule."""
+    """Computes a packed step of Qwen3.5: as `qwen3_next`, but separate projections compute the inputs of the delta
+    rule."""
     decay = _decay(module, module.in_proj_a(hidden))
     beta = module.in_proj_b(hidden).sigmoid()
     found = _delta(module, states, module.in_proj_qkv(hidden), decay, beta)
@@ -33,19 +34,21 @@ def qwen3_5(module: Any, states: PackedStates, hidden: torch.Tensor) -> torch.Te
 
 
 def olmo_hybrid(module: Any, states: PackedStates, hidden: torch.Tensor) -> torch.Tensor:
-    """Like `qwen3_next`, but with separate projections, and a `beta` that may reach 2."""
+    """Computes a packed step of OLMo Hybrid: as `qwen3_next`, but with separate projections, and a `beta` that may
+    reach 2."""
     beta = module.b_proj(hidden).sigmoid() * (2.0 if module.allow_neg_eigval else 1.0)
     found = _delta(module, states, _qkv(module, hidden), _decay(module, module.a_proj(hidden)), beta)
     return _gated(module.o_norm, module.o_proj, found, module.g_proj(hidden))
 
 
 def kimi_linear(module: Any, states: PackedStates, hidden: torch.Tensor) -> torch.Tensor:
-    """Like `qwen3_next`, but with separate projections, and a decay for each element of a key."""
+    """Computes a packed step of Kimi Linear: as `qwen3_next`, but with separate projections, and a decay for each
+    element of a key."""
     return _kimi(module, states, hidden, module.g_b_proj(module.g_a_proj(hidden)))
 
 
 def bailing(module: Any, states: PackedStates, hidden: torch.Tensor) -> torch.Tensor:
-    """Like `kimi_linear`, but a single projection computes the gate."""
+    """Computes a packed step of Bailing: as `kimi_linear`, but a single projection computes the gate."""
     return _kimi(module, states, hidden, module.g_proj(hidden))
 
 

@@ -31,7 +31,7 @@ def mamba(module: Any, states: PackedStates, hidden: torch.Tensor) -> torch.Tens
 
 
 def zamba(module: Any, states: PackedStates, hidden: torch.Tensor) -> torch.Tensor:
-    """Like `mamba`, but each head has separate projections."""
+    """Computes a packed step of Zamba: as `mamba`, but each head has separate projections."""
     heads = module.n_mamba_heads
     x, gate = torch.unflatten(module.in_proj(hidden), 1, (-1, 2)).unbind(2)
     x = states.conv(module.layer_idx, x.contiguous(), module.conv1d.weight, module.conv1d.bias, silu=True)

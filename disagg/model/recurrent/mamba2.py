@@ -17,7 +17,8 @@ def mamba2(module: Any, states: PackedStates, hidden: torch.Tensor) -> torch.Ten
 
 
 def falcon_h1(module: Any, states: PackedStates, hidden: torch.Tensor) -> torch.Tensor:
-    """Like `mamba2`, but with factors on the input and on the projections, and with an optional norm."""
+    """Computes a packed step of Falcon-H1: as `mamba2`, but with factors on the input and on the projections, and
+    with an optional norm."""
     projected = module.in_proj(hidden * module.ssm_in_multiplier) * module.mup_vector[0]
     found, gate = _scanned(module, states, projected)
     if module.mamba_rms_norm:

@@ -45,7 +45,8 @@ class RecurrentStep:
     prompts: PackedSlices | None
     answers: PackedSlices | None
     continued: tuple[Continued, ...] = ()
-    """Later slices of the same prompts, after saved positions, in the order of computation."""
+    """The parts of the prompt slices that follow a saved position, in the order of computation. `prompts` has the
+    parts before."""
 
     def of_prompts(self, state: torch.Tensor) -> Iterator[PackedSlices]:
         """Yields one group of prompt slices after the other; the slices of a group are computed together.

@@ -21,7 +21,7 @@ class _Biases(NamedTuple):
     places: torch.Tensor
     """int64 `[m]`: distinct indices into the flat logits."""
     values: torch.Tensor
-    """Bias at each place, float32 `[m]`."""
+    """Bias for each of `places`, float32 `[m]`."""
 
 
 class _BarredTokens(NamedTuple):
@@ -30,9 +30,10 @@ class _BarredTokens(NamedTuple):
     places: torch.Tensor
     """int64 `[m]`: distinct indices into the flat logits."""
     rows: torch.Tensor
-    """int64 `[m]`: row of each place."""
+    """int64 `[m]`: row of each of `places` in the batch."""
     least_tokens: torch.Tensor
-    """int64 `[m]`: length of the answer, in tokens, from which on the token at each place is allowed."""
+    """int64 `[m]`: value of `min_tokens` for each of `places`. The end token is allowed once the answer has this
+    number of tokens."""
     by_row: dict[int, int]
     """Value of `min_tokens` for each row with forbidden tokens."""
 
