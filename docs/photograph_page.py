@@ -29,8 +29,8 @@ SERVE = (
 LOAD = (
     "bench serve --concurrency 5 --duration-s 900 --input-tokens 64-900 --output-tokens 16-120 --ignore-eos"
 )
-LOADED_S = 90
-"""How long the server works before the picture is taken: the lines of the totals show two minutes."""
+LOADED_S = 60
+"""Time under load before the picture is taken: one window of the latencies."""
 
 
 @contextmanager

@@ -15,7 +15,8 @@ _GROUPS = "--set prefill.groups=N --set decode.groups=N set the groups (with --c
 _MEMORY = "--set prefill.mem_fraction=0.88 --set decode.mem_fraction=0.88 set the used share of a GPU"
 _CONTEXT = "--set prefill.max_context_tokens=N --set decode.max_context_tokens=N limit prompt plus answer"
 _LOCAL = "models are read from local folders only: download the model first, then give --model DIR"
-_TOOLS = "tool calls and reasoning fields are not supported"
+_TOOLS = "the chat template selects the parser; --set api.tool_parser=none, or a name, overrides it"
+_REASONING = "the chat template selects the parser; --set api.reasoning_parser=none, or a name, overrides it"
 _GRAPHS = "--set prefill.graphs=false --set decode.graphs=false turn CUDA graphs off"
 _TLS = "the HTTP API has no TLS of its own: put a proxy in front"
 
@@ -63,7 +64,8 @@ OTHER_SERVERS: Mapping[str, str] = {
     "--ssl-certfile": _TLS,
     "--enable-auto-tool-choice": _TOOLS,
     "--tool-call-parser": _TOOLS,
-    "--reasoning-parser": _TOOLS,
+    "--reasoning-parser": _REASONING,
+    "--enable-reasoning": _REASONING,
 }
 """Flags of vLLM and SGLang, and what replaces them here."""
 

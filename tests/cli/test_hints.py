@@ -28,6 +28,8 @@ REPLACED = [
     ("serve --hots x", "did you mean --host?"),
     ("serve --watermark 0.1", "--set decode.watermark=VALUE"),
     ("serve --temperature 0", "is a flag of `disagg generate`"),
+    ("serve --enable-auto-tool-choice", "--set api.tool_parser=none"),
+    ("serve --reasoning-parser qwen3", "--set api.reasoning_parser=none"),
     ("launch --host 0.0.0.0", "--set control.host=VALUE"),
     ("launch --max-model-len 4096", "max_context_tokens=N"),
 ]
