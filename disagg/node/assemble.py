@@ -10,6 +10,7 @@ import torch
 from disagg.core.config.read import Config, DecodeConfig, GroupConfig
 from disagg.core.errors import ConfigError
 from disagg.core.ports import Collective
+from disagg.model.load.hub import checkpoint_folder
 from disagg.model.load.source import ModelSource
 from disagg.model.runner import ModelRunner, RunnerOptions
 from disagg.node.device import memory_bytes
@@ -60,7 +61,7 @@ def make_source(config: Config) -> ModelSource:
     """Returns the source of the model that `config.model` names. Raises `ConfigError` if no model is named."""
     model = config.model
     if model.path:
-        return ModelSource.from_directory(model.path)
+        return ModelSource.from_directory(checkpoint_folder(model.path, model.revision))
     if model.random_init:
         return ModelSource.random_init(model.random_init, model.seed)
     raise ConfigError("no model: give --model DIR or --random-init NAME")
