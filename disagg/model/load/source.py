@@ -23,7 +23,7 @@ from disagg.model.load.checkpoint_files import (
     require_config,
     weight_files,
 )
-from disagg.model.load.composite import text_name, text_part
+from disagg.model.load.composite import auto_class, text_name, text_part
 from disagg.model.load.fingerprint import weights_digest
 from disagg.model.load.named import named_config
 from disagg.model.load.weights import RandomWeights, SafetensorsWeights, StateDictWeights, WeightSource
@@ -116,9 +116,9 @@ def load_pretrained(directory: Path, dtype: torch.dtype | str) -> Any:
     transformers itself would replace a missing weight by random numbers, with only a warning.
     """
     with reading(directory):
-        model, info = AutoModelForCausalLM.from_pretrained(
-            directory, dtype=dtype, local_files_only=True, output_loading_info=True
-        )
+        model, info = auto_class(
+            AutoConfig.from_pretrained(directory, local_files_only=True)
+        ).from_pretrained(directory, dtype=dtype, local_files_only=True, output_loading_info=True)
     if missing := sorted(info["missing_keys"]):
         raise ConfigError(f"{directory} has no weight named {missing[0]} ({len(missing)} missing); {AGAIN}")
     return model
@@ -128,8 +128,9 @@ def _read_config(directory: Path) -> Any:
     path = directory / "config.json"
     with reading(path, "repair it, or use a model that this transformers knows", UnsupportedModelError):
         config = AutoConfig.from_pretrained(directory, local_files_only=True)
-        if type(config) in AutoModelForCausalLM._model_mapping:
-            return text_part(config)
+        text = text_part(config)
+        if type(text) in AutoModelForCausalLM._model_mapping:
+            return text
     raise UnsupportedModelError(f"{config.model_type} in {directory} is not a decoder-only language model")
 
 
