@@ -130,7 +130,7 @@ def _progress_lines(name: str) -> type[Any]:
     """Returns a progress bar for huggingface_hub that prints a line each `PROGRESS_S`, for logs."""
     from huggingface_hub.utils import tqdm
 
-    class DownloadLines(tqdm):
+    class DownloadLines(tqdm):  # type: ignore[misc]
         monitor_interval = 0  # no thread of tqdm
         _next_s = 0.0
 
