@@ -24,6 +24,7 @@ class ModelConfig(Section, frozen=True):
     random_init: str | None = None
     """Name of a small architecture with random weights, for demos and tests without a checkpoint."""
     dtype: DTypeName = "auto"
+    """Type of weights and activations. auto: the checkpoint's type on a GPU, float32 on a CPU."""
     seed: int = 0
     """Seed of the random weights; prefill and decode groups must use the same seed."""
     attention: AttentionName = "auto"
