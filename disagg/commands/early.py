@@ -10,6 +10,7 @@ import os
 
 import msgspec
 
+from disagg.commands.signals import exits_at_signal
 from disagg.core.config.read import Config, ControlConfig, ModelConfig
 from disagg.core.errors import ConfigError
 from disagg.model.load.checkpoint_files import require_checkpoint
@@ -23,7 +24,9 @@ def check_model(config: ModelConfig) -> None:
     Raises `ConfigError` for an incomplete checkpoint or an unknown architecture.
     """
     if config.path:
-        require_checkpoint(checkpoint_folder(config.path, config.revision, cached=False))
+        with exits_at_signal():  # a download's threads would not end; the next start continues it
+            folder = checkpoint_folder(config.path, config.revision, cached=False)
+        require_checkpoint(folder)
     elif config.random_init:
         require_named(config.random_init)
 

@@ -55,12 +55,12 @@ def checkpoint_folder(path: str, revision: str | None, *, cached: bool = True) -
         return Path(path)
     if not cached:
         return download(path, revision)
-    from huggingface_hub.errors import LocalEntryNotFoundError
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     for weights in _WEIGHTS:
         try:
             folder = _snapshot_folder(name=path, revision=revision, weights=weights, cached=True)
-        except LocalEntryNotFoundError:
+        except (LocalEntryNotFoundError, HFValidationError):
             return download(path, revision)
         if any(folder.glob(weights)):
             return folder
@@ -116,6 +116,8 @@ def _hub_errors(name: str, revision: str | None) -> Iterator[None]:
         raise ConfigError(
             f"{what} is no folder on this machine, and the hub cannot be reached: {_cause(exc)}"
         ) from exc
+    except PermissionError as exc:
+        raise ConfigError(f"{exc.filename} cannot be written: HF_HUB_CACHE sets another folder") from exc
     except (errors.HFValidationError, errors.HfHubHTTPError) as exc:
         raise ConfigError(f"{name} cannot be downloaded: {_cause(exc)}") from exc
 

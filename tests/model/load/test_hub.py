@@ -119,6 +119,8 @@ def test_the_hub_that_cannot_be_reached(hub: FakeHub, monkeypatch: pytest.Monkey
 
 
 def test_what_the_hub_refuses(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="a--b/c cannot be downloaded: "):
+        checkpoint_folder("a--b/c", None)
     with pytest.raises(ConfigError, match=f"{NAME} has no revision v9: give a branch, a tag or a commit"):
         download(NAME, "v9")
     with pytest.raises(
