@@ -24,10 +24,8 @@ from disagg.api.tracing import Tracing
 from disagg.api.workers import Siblings
 from disagg.commands.local import limit_tokens
 from disagg.core.collection import collect_requests_only
-from disagg.core.config.read import ApiConfig, Config, ModelConfig
+from disagg.core.config.read import ApiConfig, Config
 from disagg.core.types import PROTOCOL_VERSION, GroupInfo
-from disagg.model.load.hub import is_hub_name
-from disagg.model.load.source import ModelSource
 from disagg.model.load.tokenizer import has_tokenizer, load_tokenizer
 from disagg.node.assemble import make_source
 from disagg.router.follow import joined
@@ -82,17 +80,10 @@ def run_loop(main: Coroutine[Any, Any, None]) -> None:
         runner.run(main)
 
 
-def default_name(config: ModelConfig, source: ModelSource) -> str:
-    """Returns the model's name in the API unless `api.model_name` is set: its name on the hub, or its folder's."""
-    if config.path and is_hub_name(config.path):
-        return config.path
-    return source.directory.resolve().name if source.directory else source.name
-
-
 def served_model(config: Config) -> ServedModel:
     """Returns name, tokenizer and limits of the configured model. The caller closes it."""
     source = make_source(config)
-    name = config.api.model_name or default_name(config.model, source)
+    name = config.api.model_name or source.label
     tokenizer = load_tokenizer(source) if has_tokenizer(source) else None
     if tokenizer is None:
         log.warning(

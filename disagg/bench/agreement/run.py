@@ -154,7 +154,7 @@ def run(bench: AgreementBench, report_progress: Callable[[str], None] = lambda t
         runner = bench.runner(getattr(torch, name))
         rows.append(compared.row(name, runner, CHUNK_TOKENS))
     settings: dict[str, str | int | float] = {
-        "model": bench.source.name if bench.source.directory is None else bench.source.directory.name,
+        "model": bench.source.label,
         "dtype": own,
         "deterministic": int(bench.deterministic),
         "prompts": bench.prompts,

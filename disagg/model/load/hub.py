@@ -31,6 +31,15 @@ def is_hub_name(path: str) -> bool:
     return _NAME.fullmatch(path) is not None and not Path(path).exists()
 
 
+def folder_label(directory: Path) -> str:
+    """Returns the name of a folder, or the name on the hub of the model whose snapshot it is."""
+    folder = directory.resolve()
+    cached = folder.parent.parent.name
+    if folder.parent.name == "snapshots" and cached.startswith("models--"):
+        return cached.removeprefix("models--").replace("--", "/")  # no name on the hub contains `--`
+    return folder.name
+
+
 def download(name: str, revision: str | None) -> Path:
     """Returns the folder of a model's snapshot, after a download of the files that the cache lacks.
 

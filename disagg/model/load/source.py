@@ -25,6 +25,7 @@ from disagg.model.load.checkpoint_files import (
 )
 from disagg.model.load.composite import auto_class, text_name, text_part
 from disagg.model.load.fingerprint import weights_digest
+from disagg.model.load.hub import folder_label
 from disagg.model.load.named import named_config
 from disagg.model.load.weights import RandomWeights, SafetensorsWeights, StateDictWeights, WeightSource
 from disagg.model.spec.model_spec import ModelSpec, eos_ids, require_supported, spec_from_config
@@ -70,6 +71,11 @@ class ModelSource:
         digest = _config_digest(config)
         digest.update(f"random {name.lower()} {seed}".encode())
         return cls(name, config, digest.hexdigest(), None, seed)
+
+    @property
+    def label(self) -> str:
+        """Name for reports and the API: of the folder, of the model on the hub, or of the architecture."""
+        return self.name if self.directory is None else folder_label(self.directory)
 
     @cached_property
     def fingerprint(self) -> str:

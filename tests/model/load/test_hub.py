@@ -153,8 +153,8 @@ def test_a_cut_download_is_refused_by_its_file(hub: FakeHub) -> None:
 
 def test_the_api_has_the_name_of_the_hub(hub: FakeHub) -> None:
     check_model(config().model)
-    model = served_model(pinned(config()))
-    try:
-        assert model.name == NAME
-    finally:
+    snapshot = str(checkpoint_folder(NAME, None))
+    for one in (pinned(config()), Config(model=ModelConfig(path=snapshot))):
+        model = served_model(one)
         model.close()
+        assert model.name == NAME
