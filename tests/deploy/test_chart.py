@@ -1,4 +1,4 @@
-"""The Helm chart that deploy/make_chart.py writes renders what the overlays render."""
+"""The Helm chart that deploy/helm/make_chart.py writes renders what the overlays render."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import yaml
 from helm_text import render_chart
 from manifest_model import KUBECTL
 
-from deploy.make_chart import LOADER, OVERLAYS, write_chart
-from deploy.make_chart import rendered as overlay_objects
+from deploy.helm.make_chart import LOADER, OVERLAYS, write_chart
+from deploy.helm.make_chart import rendered as overlay_objects
 
 pytestmark = pytest.mark.skipif(
     KUBECTL is None, reason="kubectl, which renders the overlays, is not installed"

@@ -1,4 +1,4 @@
-"""The few expressions of Helm that deploy/make_chart.py writes, evaluated without Helm."""
+"""The few expressions of Helm that deploy/helm/make_chart.py writes, evaluated without Helm."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from deploy.make_chart import LOADER
+from deploy.helm.make_chart import LOADER
 
 _EXPRESSION = re.compile(r"{{ (.*?) }}")
 

@@ -1,6 +1,6 @@
 """Writes a Helm chart that renders what the overlays of deploy/k8s render. Needs kubectl.
 
-    python deploy/make_chart.py chart
+    python deploy/helm/make_chart.py chart
     helm install disagg chart --namespace disagg --values chart/values-nvlink.yaml --set image=REGISTRY/disagg:0.1.0
 
 The chart is made from the overlays, so the two cannot differ. Its values replace what an installation changes most:
@@ -20,7 +20,7 @@ import yaml
 
 from disagg import __version__
 
-DEPLOY = Path(__file__).resolve().parent
+DEPLOY = Path(__file__).resolve().parents[1]
 OVERLAYS = ("cpu", "nvlink", "rdma")
 CHART = """\
 apiVersion: v2
