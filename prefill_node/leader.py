@@ -1,4 +1,4 @@
-"""The prefill group's leader: accepts prompts, plans chunks, samples first tokens, starts the decode side."""
+"""The prefill group's leader: accepts prompts, plans chunks, and sends first tokens to the decode group."""
 
 from __future__ import annotations
 
@@ -46,16 +46,16 @@ class PrefillLeader(Leader):
         """Control address of each linked decode group's leader; guarded by the lock."""
 
     def link(self, other: GroupInfo) -> None:
-        """Accepts requests for this decode group."""
+        """Accepts tickets of this decode group from now on."""
         with self._changed:
             self.decode_leaders[other.name] = other.leader.control_address
 
     def _on_router_lost(self, request: LedRequest) -> None:
-        """Finishes the transfer of a computed prompt: the decode group may still reach the router.
+        """Handles a request whose router is lost: finishes the transfer of a computed prompt, ends other requests.
 
-        A decode group that lost the router too stops the transfer.
+        The decode group may still reach the router. If the decode group lost the router too, it stops the transfer.
         """
-        assert isinstance(request, PrefillRequest), "requests of this leader"
+        assert isinstance(request, PrefillRequest), "this leader has prefill requests only"
         sending = request.admitted and request.computed and request.block_table is not None
         sending = sending and not request.closing
         if sending and not request.unwanted:
@@ -160,9 +160,9 @@ class PrefillLeader(Leader):
                 self._reserved(router, m.Reserved(message.key, message.ticket))
 
     def _reserved(self, router: str, message: m.Reserved) -> None:
-        """Stores the ticket of a submitted request; the KV computed so far is sent.
+        """Stores the ticket of a submitted request and starts sending the KV computed so far.
 
-        A repeated message changes nothing. An unknown request has already failed here.
+        A repeated message changes nothing. The ticket of an unknown request, which failed earlier, is ignored.
         """
         request, ticket = self._scheduler.requests.get(message.key), message.ticket
         if request is None or request.router != router or request.closing or request.ticket is not None:
@@ -175,7 +175,9 @@ class PrefillLeader(Leader):
             return
         if open_now:
             self._open(request, ticket)
-        if request.first is not None and not request.closing:  # `OpenSend` may be too large
+        if (
+            request.first is not None and not request.closing
+        ):  # closing if `OpenSend` exceeded a message's size
             self._hand_over(request, ticket, request.first)
 
     def _require_right_ticket(self, request: PrefillRequest, ticket: Ticket) -> None:
@@ -183,8 +185,8 @@ class PrefillLeader(Leader):
             raise NotLinkedError(f"decode group {ticket.group!r} is not linked to this prefill group")
         if ticket.tokens.stop != request.total_tokens:
             raise RequestError(
-                f"the ticket of {request.key} ends at {ticket.tokens.stop}, but its prompt and its answer so far "
-                f"have {request.total_tokens} tokens"
+                f"the ticket of {request.key} ends at token {ticket.tokens.stop}, but the request's prompt and "
+                f"answer so far have {request.total_tokens} tokens"
             )
 
     def _admit(self) -> None:

@@ -1,4 +1,4 @@
-"""Advice for a flag that a command does not have: the nearest flag, another server's name for it, or a setting."""
+"""Advice for an unknown flag: a flag with a similar name, the replacement of another server's flag, or a setting."""
 
 from __future__ import annotations
 
@@ -70,14 +70,15 @@ OTHER_SERVERS: Mapping[str, str] = {
     "--reasoning-parser": _REASONING,
     "--enable-reasoning": _REASONING,
 }
-"""Flags of vLLM and SGLang, and what replaces them here."""
+"""Flags of vLLM and SGLang, each with a sentence about its replacement here."""
 
 _NEAR = 0.8
-"""Least similarity of a suggested flag; `--decode-page-size` is no suggestion for `--tensor-parallel-size`."""
+"""Least similarity (0 to 1) of a suggested flag. With less, `--tensor-parallel-size` would suggest
+`--decode-page-size`."""
 
 
 def advice(flag: str, own: Iterable[str], others: Mapping[str, Iterable[str]]) -> str:
-    """Returns a sentence that helps to replace the unknown `flag`; empty if nothing fits.
+    """Returns advice on how to replace the unknown `flag`; empty if there is none.
 
     `own`: flags of the command. `others`: flags of the other commands, by command.
     """
@@ -100,7 +101,7 @@ def advice(flag: str, own: Iterable[str], others: Mapping[str, Iterable[str]]) -
 
 
 def flags(command: Any) -> list[str]:
-    """Returns the flags of a command of typer."""
+    """Returns the names of all flags of a typer command, including short names and `--no-` forms."""
     return [name for one in command.params for name in (*one.opts, *one.secondary_opts)]
 
 

@@ -60,7 +60,7 @@ class ServeOptions:
 
 @with_options(ServeOptions)
 def serve(options: ServeOptions) -> None:
-    """Serve a model over HTTP, with OpenAI's API, until SIGINT or SIGTERM."""
+    """Serve a model over HTTP, with OpenAI's and Anthropic's API, until SIGINT or SIGTERM."""
     given = options.cluster.weights
     if options.folder is not None and (given.model is not None or given.random_init is not None):
         other = "--model" if given.model is not None else "--random-init"

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from disagg.plan.transfer import PlanRequest
 
 GRACE_S, MAX_GRACE_S = 120.0, 30 * 86400.0
-"""Seconds between the rotation of a key file and the first use of the fresh keys: default and maximum."""
+"""Default and maximum of `--grace-s`: seconds from the rotation of a key file to the first use of the fresh keys."""
 
 
 def doctor(
@@ -174,17 +174,17 @@ def _layouts(options: PlanOptions, config: Config) -> tuple[KVLayout, KVLayout, 
 
 
 def _model_layouts(gpu_memory_gb: float, config: Config) -> tuple[KVLayout, KVLayout, bool]:
-    """Returns `_layouts` of the model; with `gpu_memory_gb`, also prints the memory plan."""
+    """Returns the same values as `_layouts`, for a model. With `gpu_memory_gb`, also prints the memory plan."""
     from disagg.commands.early import check_model
 
     check_model(config.model)
     import torch
 
+    from disagg.model.load.source import make_source
     from disagg.model.tensor_parallel import check_tp
-    from disagg.node.assemble import make_source
     from disagg.plan.memory import memory_lines, plan_memory, planned_model
 
-    # The same check as at the start of groups: a plan must be one that `disagg serve` can run.
+    # `disagg serve` makes the same check: a plan must be possible for groups.
     spec = make_source(config).spec(torch.float32)
     check_tp(spec, {"prefill": config.prefill.tp or 1, "decode": config.decode.tp or 1})
     if gpu_memory_gb:

@@ -1,7 +1,7 @@
 """Checks of a command's input that need neither torch nor transformers, whose imports take seconds.
 
-The command line calls them before it imports a command's module. The command repeats each check where it uses the
-input, because files and ports may change in between.
+The command line runs these checks before it imports a command's module. The command repeats each check where it uses
+the input, because files and ports may change in between.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def check_run(config: Config) -> None:
 
 
 def check_launch(config: Config) -> None:
-    """Checks the input of `disagg launch`, as `check_run` does, with the port of the directory."""
+    """Checks the input of `disagg launch`: control keys, model, port of the directory."""
     from disagg.cluster.keys import launch_keys
 
     launch_keys(config.control)
@@ -83,7 +83,7 @@ def check_serve(config: Config, directory: str | None) -> None:
 
 
 def require_joined_model(config: ModelConfig) -> None:
-    """Raises `ConfigError` without a model: a router that joins groups needs their tokenizer."""
+    """Raises `ConfigError` if no model is configured: a router that joins groups needs their tokenizer."""
     if not (config.path or config.random_init):
         raise ConfigError(
             "--join needs the model of the groups: give --model DIR, as for their `disagg launch`"
@@ -98,7 +98,7 @@ def _check_key_file(config: ControlConfig) -> None:
 
 
 def _check_control_ports(config: ControlConfig, ports: list[int]) -> None:
-    """Raises `ConfigError` if the control channel cannot listen on one of `ports`; 0 is always free."""
+    """Raises `ConfigError` if the control channel cannot listen on one of `ports`; 0 stands for any free port."""
     from transport.control.zmq import make_control
     from transport.keys.curve import make_keys
 

@@ -11,7 +11,7 @@ from disagg.kv.pool import KVPool
 
 
 class TransferPools(NamedTuple):
-    """Pools of one rank as the copy kernels address them."""
+    """The KV pool and the state pool of one rank, as buffers for the copy kernels."""
 
     kv: KVPool
     buffers: tuple[torch.Tensor, ...]

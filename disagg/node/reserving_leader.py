@@ -1,4 +1,4 @@
-"""Base of the leaders that reserve a row and pages for requests, and queue requests for which none are free.
+"""Base class of leaders that reserve a row and pages for each request, and queue requests while these are short.
 
 Queued requests are admitted whenever rows or pages may have become free. There are four such events: a request frees
 its memory, a copy to host memory ends, a queued request leaves, and a step ends (before the next step is planned).
@@ -43,7 +43,7 @@ class ReservingScheduler(LedScheduler, Protocol):
 
 
 class ReservingLeader(Leader):
-    """Base of `DecodeLeader` and `ColocatedLeader`."""
+    """Base class of `DecodeLeader` and `ColocatedLeader`."""
 
     _scheduler: ReservingScheduler
 
@@ -101,7 +101,7 @@ class ReservingLeader(Leader):
             self._scheduler.require_fits(len(message.prompt), message.sampling)
             self._begin_prefetch(message)
             if count:
-                raise BusyError(f"{count} requests wait for room in the {self._role} group already")
+                raise BusyError(f"{count} requests wait for memory in the {self._role} group already")
             self._start_fetched(one)
         except BusyError as error:
             self._wait(one, error)
@@ -109,7 +109,7 @@ class ReservingLeader(Leader):
             self._refuse(one.router, one.reserve.key, error)
 
     def _begin_prefetch(self, message: m.Reserve) -> None:
-        """Begins a prefetch of a new request, unless the request must not wait."""
+        """Begins a prefetch for a new request, unless the request has a wait limit of 0."""
         if message.wait_s > 0 and (prefix := self._prefix_of(message)) is not None:
             prefetch = self._scheduler.kv_manager.prefetch(prefix.extended(message.answered))
             if prefetch is not None:
@@ -138,9 +138,7 @@ class ReservingLeader(Leader):
         if one.reserve.wait_s == 0:
             self._refuse(one.router, one.reserve.key, error)
         elif self.waiting.full:
-            full = (
-                f"{len(self.waiting)} requests wait for room in the group already ({self._role}.max_waiting)"
-            )
+            full = f"{len(self.waiting)} requests wait for memory in the group already ({self._role}.max_waiting)"
             self._refuse(one.router, one.reserve.key, BusyError(full, QUEUE_FULL_RETRY_S))
         else:
             self.waiting.add(one)
@@ -163,7 +161,10 @@ class ReservingLeader(Leader):
         return WaitingRequest(router, message, now_s + message.deadline_s, now_s + wait_s)
 
     def _waits(self, router: str, message: m.Reserve) -> bool:
-        """Returns whether the request is queued already and keeps its position; refuses it for another router."""
+        """Returns whether a request with this key is queued already.
+
+        If another router queued it, refuses this request.
+        """
         known = self.waiting.get(message.key)
         if known is not None and known.router != router:
             self._refuse(router, message.key, BusyError(f"request {message.key} is in use by another router"))
@@ -181,10 +182,9 @@ class ReservingLeader(Leader):
         super()._break(reason)
 
     def expire(self) -> None:
-        """Ends requests past their deadline, refuses queued requests past their wait limit, then admits from the
-        queue.
+        """Ends requests past their deadline and refuses queued requests past their wait limit.
 
-        Runs before each step is planned.
+        Then admits requests from the queue. Runs before each step is planned.
         """
         super().expire()
         now_s = self._clock()
@@ -202,9 +202,9 @@ class ReservingLeader(Leader):
     def _wait_error(self, one: WaitingRequest) -> DisaggError:
         key = one.reserve.key
         if one.wait_until_s == one.deadline_s:
-            return RequestTimeoutError(f"request {key} reached its deadline in the queue for room")
+            return RequestTimeoutError(f"request {key} reached its deadline while it waited for memory")
         return BusyError(
-            f"request {key} got no room in the {self._role} group within {one.reserve.wait_s:g} s "
+            f"request {key} got no memory in the {self._role} group within {one.reserve.wait_s:g} s "
             f"(router.reserve_wait_s)",
             retry_after_s=0.0,
         )

@@ -1,9 +1,9 @@
 """The queue of requests that wait for a row and pages in a group. Pure: no threads, no clocks, no I/O.
 
-Requests of one router are admitted first come, first served; the routers are served round robin, one request each.
-No request overtakes the head of the queue, however small. The wait of the head is therefore bounded by the deadlines
-of the admitted requests. If small requests could overtake a large one, its wait would depend on later arrivals, and a
-second rule would have to prevent starvation.
+Requests of one router are admitted first come, first served; the routers are served round robin, one request each. No
+request overtakes the head of the queue, however small. The wait of the head is therefore bounded by the deadlines of
+the admitted requests. If small requests could overtake a large request, the large request's wait would depend on
+later arrivals, and a second rule would have to prevent starvation.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class WaitingRequest:
 
 @dataclass(frozen=True, slots=True)
 class WaitingStatistics:
-    """Current counts of the queue."""
+    """Current counts of a `WaitingQueue`."""
 
     waiting: int
     routers: int
-    """Number of routers with a waiting request."""
+    """Number of routers that have requests in the queue."""
 
 
 class WaitingQueue:
@@ -57,7 +57,7 @@ class WaitingQueue:
 
     @property
     def full(self) -> bool:
-        """Whether no further request may wait."""
+        """Whether the queue accepts no further request."""
         return len(self) >= self._max_waiting
 
     @property

@@ -32,9 +32,8 @@ TOKENS = 8
 def warm_model(runner: ModelRunner, chunk_tokens: int, batch: int) -> None:
     """Runs prompt chunks and a decode batch on the trash page. Collective over the group's ranks.
 
-    Chunks have 1, 2, 4, ... up to `chunk_tokens` tokens, because attention kernels have
-    variants for different numbers of queries.
-    The decode batch has `batch` requests of one token.
+    Chunks have 1, 2, 4, ... up to `chunk_tokens` tokens, because attention kernels have variants for different
+    numbers of queries. The decode batch has `batch` requests of one token.
     """
     tokens = min(chunk_tokens, runner.req_to_token.max_tokens)
     row = runner.req_to_token.alloc()
@@ -50,8 +49,9 @@ def warm_model(runner: ModelRunner, chunk_tokens: int, batch: int) -> None:
 def warm_page_copies(runner: ModelRunner) -> None:
     """Compiles the page copy kernel, on the trash page, for all alignments of its two page lists.
 
-    `Launcher` compiles a variant for each combination of the two lists' 16-byte alignment. Of n dependent copies,
-    launch i reads elements i and n + i of one upload, so n = 2 and n = 3 together cover all four combinations.
+    `Launcher` compiles a variant for each combination of the two lists' 16-byte alignment. With n dependent copies,
+    launch i reads elements i and n + i of one uploaded list. Lists of n = 2 and n = 3 copies thus cover all four
+    combinations.
     """
     for count in (2, 3):
         runner.copy_pages([(TRASH_PAGE, TRASH_PAGE)] * count)

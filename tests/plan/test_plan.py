@@ -73,7 +73,7 @@ def test_replicated_heads_are_sent_once_and_reported() -> None:
     assert not any("copies" in line or "each copy" in line for line in plan_lines(plan))
     to_many = compute_plan(PlanRequest(layout=layout(kv_heads=2), prefill_tp=1, decode_tp=8, tokens=256))
     assert to_many.nbytes == 4 * plan.nbytes
-    assert "decode ranks hold each head 4 times on average; each copy crosses once" in plan_lines(to_many)
+    assert "decode ranks hold each head 4 times on average; each copy is sent once" in plan_lines(to_many)
 
 
 SIZES = st.integers(1, 9)

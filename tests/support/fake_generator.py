@@ -116,4 +116,4 @@ class FakeGenerator:
             logprob = -0.5 if number == 0 else -1.0 / (1 + number * (number % 2))
             top = tuple((token + at, logprob - at) for at in range(sampling.logprobs))
             logprobs = (TokenLogprobs(token, logprob, top),)
-        return Output(index, (token,), text, finish, logprobs, number)
+        return Output(index, (token,), text, finish, logprobs, number, stop_text=stream.stop_text)

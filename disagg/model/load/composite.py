@@ -35,7 +35,7 @@ _AXES = ("type", "mrope_section", "mrope_interleaved")
 
 
 def text_part(config: Any) -> Any:
-    """Returns a copy of the text part's configuration; `config` itself if no text part can be served alone.
+    """Returns a copy of the text part's configuration; returns `config` itself if no text part can be served alone.
 
     Settings of the whole model that concern all weights (quantization, tied embeddings) are copied into the result.
     """

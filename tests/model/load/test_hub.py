@@ -16,8 +16,8 @@ from disagg.commands.router_server import served_model
 from disagg.core.config.read import Config, ModelConfig
 from disagg.core.errors import ConfigError
 from disagg.model.load.hub import checkpoint_folder, download, is_hub_name
+from disagg.model.load.source import make_source
 from disagg.model.load.tiny import make_tiny_checkpoint
-from disagg.node.assemble import make_source
 
 OLD, NEW = "a" * 40, "b" * 40
 FILES = {
