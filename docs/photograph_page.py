@@ -29,8 +29,8 @@ SERVE = (
 LOAD = (
     "bench serve --concurrency 5 --duration-s 900 --input-tokens 64-900 --output-tokens 16-120 --ignore-eos"
 )
-LOADED_S = 90
-"""Seconds of load before the screenshot. The page's plots of the totals cover two minutes."""
+LOADED_S = 60
+"""Seconds of load before the screenshot: the time that the page's latencies cover."""
 
 
 @contextmanager

@@ -35,8 +35,17 @@ _DTYPES = {
 
 ModelFlag = Annotated[
     str | None,
-    typer.Option("--model", metavar="DIR", help="Folder of a Hugging Face checkpoint."),
+    typer.Option(
+        "--model",
+        metavar="MODEL",
+        help="Folder of a Hugging Face checkpoint, or ORGANIZATION/MODEL of the hub.",
+    ),
     Sets(("model.path",)),
+]
+RevisionFlag = Annotated[
+    str | None,
+    typer.Option("--revision", metavar="NAME", help="Branch, tag or commit of a model on the hub [main]."),
+    Sets(("model.revision",)),
 ]
 RandomInitFlag = Annotated[
     str | None,
@@ -95,6 +104,7 @@ class ModelFlags:
     """Flags that select the model's weights."""
 
     model: ModelFlag = None
+    revision: RevisionFlag = None
     random_init: RandomInitFlag = None
     dtype: DTypeFlag = None
 
@@ -183,6 +193,16 @@ class ClusterFlags:
         int | None,
         typer.Option("--groups", metavar="K", help="With --colocated: number of groups [1]."),
         Sets(("colocated.groups",), "colocated"),
+    ] = None
+    max_context_tokens: Annotated[
+        int | None,
+        typer.Option(
+            "--max-context-tokens",
+            "--max-model-len",
+            metavar="N",
+            help="Most tokens of a prompt with its answer [the model's limit].",
+        ),
+        Sets(("prefill.max_context_tokens", "decode.max_context_tokens", "colocated.max_context_tokens")),
     ] = None
     device: DeviceFlag = None
     ray: Annotated[

@@ -88,7 +88,7 @@ def served_model(config: Config) -> ServedModel:
     from disagg.model.load.tokenizer import has_tokenizer, load_tokenizer
 
     source = make_source(config)
-    name = config.api.model_name or (source.directory.resolve().name if source.directory else source.name)
+    name = config.api.model_name or source.label
     tokenizer = load_tokenizer(source) if has_tokenizer(source) else None
     if tokenizer is None:
         log.warning(

@@ -162,12 +162,11 @@ def _arrow(axes: Any, total: RouteTotal, ends: tuple[float, float], color: Any) 
 def _frame(axes: Any, plan: TransferPlan, height: float, state_bytes: int) -> None:
     request, layout = plan.request, plan.request.layout
     sides = (
-        (0.0, "prefill", request.prefill_tp, request.prefill_pp),
-        (DESTINATION_X, "decode", request.decode_tp, request.decode_pp),
+        (0.0, "prefill", request.prefill_tp),
+        (DESTINATION_X, "decode", request.decode_tp),
     )
-    for x, role, tp, pp in sides:
-        name = f"{role}, TP {tp}" + (f" x PP {pp}" if pp > 1 else "")
-        axes.text(x, -0.15, name, fontsize=12, fontweight="bold", color=TEXT_COLOR)
+    for x, role, tp in sides:
+        axes.text(x, -0.15, f"{role}, TP {tp}", fontsize=12, fontweight="bold", color=TEXT_COLOR)
     state = f", then {describe_bytes(state_bytes)} of recurrent state" if state_bytes else ""
     axes.set_title(
         f"{request.tokens} tokens, {layout.layers} layers x {layout.kv_heads} KV heads x {layout.head_dim} "

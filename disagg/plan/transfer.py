@@ -25,8 +25,6 @@ class PlanRequest(msgspec.Struct, frozen=True, kw_only=True):
     """False for a model without attention: only its recurrent state is sent."""
     prefill_tp: int
     decode_tp: int
-    prefill_pp: int = 1
-    decode_pp: int = 1
     tokens: int = 8192
     chunk_tokens: int = 256
     layer_groups: int = 4
@@ -116,8 +114,8 @@ class TransferPlan(msgspec.Struct, frozen=True):
 def compute_plan(request: PlanRequest) -> TransferPlan:
     """Returns the transfer plan of a request. Raises `ConfigError` for impossible sizes or too small segments."""
     layout = request.layout
-    sources = layout_shards(layout, request.prefill_tp, request.prefill_pp)
-    destinations = layout_shards(layout, request.decode_tp, request.decode_pp)
+    sources = layout_shards(layout, request.prefill_tp)
+    destinations = layout_shards(layout, request.decode_tp)
     totals = [
         _state_total(request, route)
         if layout.is_state(route.layers)

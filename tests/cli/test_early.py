@@ -101,7 +101,12 @@ def test_a_model_that_is_broken(change: Change, said: str, model: Path, refused:
     ("arguments", "said"),
     [
         ("serve --random-init tiny-llamma", "unknown architecture 'tiny-llamma'"),
-        ("serve org/model", "models are not downloaded"),
+        ("serve org/model", "not complete in the cache"),
+        ("serve org/model --revision v1", "org/model at revision v1 is no folder"),
+        (
+            "serve --revision v1",
+            "model.revision = 'v1' is not allowed; it must be left out without model.path",
+        ),
         ("serve --tensor-parallel-size 2", "--prefill-tp"),
         ("serve --prefill-tp 0", "it must be at least 1"),
         ("serve --config nowhere.toml", "cannot be read"),

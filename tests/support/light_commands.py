@@ -69,7 +69,7 @@ def light_commands() -> Iterator[LightCommands]:
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("DISAGG_")}
     process = subprocess.Popen(
         [sys.executable, "-c", _SERVER],
-        env=inherited | {"PYTHONPATH": str(ROOT)},
+        env=inherited | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

@@ -89,7 +89,7 @@ class HandoffBench:
             log=LogConfig(level="warning"),
         )
         labels: dict[str, Label] = {
-            "model": source.name if source.directory is None else source.directory.name,
+            "model": source.label,
             "dtype": str(dtype).removeprefix("torch."),
             "deterministic": int(config.model.deterministic),
             "prefill_kv_dtype": computed,

@@ -56,6 +56,7 @@ class GroupConfig(Section, frozen=True):
     """Largest sum of prompt and answer. 0: the model's context (on a CPU at most 4096), or the pool's size if
     smaller."""
     device: Device = "auto"
+    """Kind of device of the ranks. auto: the GPUs, which ranks share if there are too few; without a GPU, the CPU."""
     chunk_tokens: int = 0
     """Prompt tokens of one prefill step (chunked prefill). In a decode group: tokens recomputed per step after a
     preemption. In a colocated group: tokens of prompts and answers per step. 0: 2048 on a GPU, 256 on a CPU."""

@@ -55,20 +55,10 @@ def require_config(directory: Path) -> None:
     """Raises `ConfigError` unless `directory` has a config.json that contains a JSON object."""
     with reading(directory):
         if not directory.is_dir():
-            raise ConfigError(f"no such model directory: {directory}{_download_remedy(directory)}")
+            raise ConfigError(f"no such model directory: {directory}")
         if not (directory / "config.json").is_file():
             raise ConfigError(f"{directory} has no config.json; it is not a model checkpoint")
         read_json_object(directory / "config.json")
-
-
-def _download_remedy(directory: Path) -> str:
-    """Returns a remedy to append to an error if `directory` looks like a model's name on a hub, ORGANIZATION/MODEL.
-
-    Returns an empty string otherwise.
-    """
-    if directory.is_absolute() or len(directory.parts) != 2:
-        return ""
-    return "; models are not downloaded: give the folder of a checkpoint on this machine"
 
 
 def read_json_object(path: Path) -> dict[str, Any]:

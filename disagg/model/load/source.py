@@ -24,8 +24,9 @@ from disagg.model.load.checkpoint_files import (
     require_config,
     weight_files,
 )
-from disagg.model.load.composite import text_name, text_part
+from disagg.model.load.composite import auto_class, text_name, text_part
 from disagg.model.load.fingerprint import weights_digest
+from disagg.model.load.hub import checkpoint_folder, folder_label
 from disagg.model.load.named import named_config
 from disagg.model.load.weights import RandomWeights, SafetensorsWeights, StateDictWeights, WeightSource
 from disagg.model.spec.model_spec import ModelSpec, eos_ids, require_supported, spec_from_config
@@ -71,6 +72,11 @@ class ModelSource:
         digest = _config_digest(config)
         digest.update(f"random {name.lower()} {seed}".encode())
         return cls(name, config, digest.hexdigest(), None, seed)
+
+    @property
+    def label(self) -> str:
+        """Name for reports and the API: of the folder, of the model on the hub, or of the architecture."""
+        return self.name if self.directory is None else folder_label(self.directory)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -118,9 +124,9 @@ def load_pretrained(directory: Path, dtype: torch.dtype | str) -> Any:
     transformers itself would replace a missing weight by random numbers, with only a warning.
     """
     with reading(directory):
-        model, info = AutoModelForCausalLM.from_pretrained(
-            directory, dtype=dtype, local_files_only=True, output_loading_info=True
-        )
+        model, info = auto_class(
+            AutoConfig.from_pretrained(directory, local_files_only=True)
+        ).from_pretrained(directory, dtype=dtype, local_files_only=True, output_loading_info=True)
     if missing := sorted(info["missing_keys"]):
         raise ConfigError(f"{directory} has no weight named {missing[0]} ({len(missing)} missing); {AGAIN}")
     return model
@@ -134,8 +140,9 @@ def _read_config(directory: Path) -> Any:
         UnsupportedModelError,
     ):
         config = AutoConfig.from_pretrained(directory, local_files_only=True)
-        if type(config) in AutoModelForCausalLM._model_mapping:
-            return text_part(config)
+        text = text_part(config)
+        if type(text) in AutoModelForCausalLM._model_mapping:
+            return text
     raise UnsupportedModelError(f"{config.model_type} in {directory} is not a decoder-only language model")
 
 
@@ -169,7 +176,7 @@ def make_source(config: Config) -> ModelSource:
     """Returns the source of the model that `config.model` names. Raises `ConfigError` if no model is named."""
     model = config.model
     if model.path:
-        return ModelSource.from_directory(model.path)
+        return ModelSource.from_directory(checkpoint_folder(model.path, model.revision))
     if model.random_init:
         return ModelSource.random_init(model.random_init, model.seed)
     raise ConfigError("no model: give --model DIR or --random-init NAME")
