@@ -170,7 +170,9 @@ def test_the_first_difference_is_judged_behind_the_same_tokens() -> None:
     ],
 )
 def test_another_difference_is_a_failure(view: tuple[float, ...], tokens: list[int], equal: bool) -> None:
-    with pytest.raises(MismatchError, match=f"differs from the unsplit engine's: .*token 2.* is {tokens[1]}, not 7"):
+    with pytest.raises(
+        MismatchError, match=f"differs from the unsplit engine's: .*token 2.* is {tokens[1]}, not 7"
+    ):
         _check(_Answering(view), tokens, equal)
 
 
