@@ -15,9 +15,9 @@ State slots of hybrid models, by their interval, with their owner:
     [keep, evicted)         the prefix cache, unless `keep` frees the slot because the state is not needed
 
 With a second tier (`disagg.kv.host_tier`), `reserve` may plan a load to pages of the block table, and `keep` a store.
-With write-back (`disagg.kv.write_back`), evictions plan the stores instead. The tier has its own references and locks until every rank has reported the end of the copy (`moved`). With a third
-tier (`disagg.kv.storage_tier`), `prefetch` reads pages of a queued prompt into the second tier; a request owns its
-prefetch until `end_prefetch`.
+With write-back (`disagg.kv.write_back`), evictions plan the stores instead. The tier has its own references and locks
+until every rank has reported the end of the copy (`moved`). With a third tier (`disagg.kv.storage_tier`), `prefetch`
+reads pages of a queued prompt into the second tier; a request owns its prefetch until `end_prefetch`.
 """
 
 from __future__ import annotations

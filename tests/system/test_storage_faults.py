@@ -14,13 +14,22 @@ from typing import Any
 import pytest
 import structlog
 from faulty_disk import FaultyDisk
-from local_groups import Checkpoints, LocalGroups, local_groups, random_prompts, small_config
+from local_groups import (
+    Checkpoints,
+    LocalGroups,
+    colocated_config,
+    local_groups,
+    random_prompts,
+    small_config,
+)
 from redis_servers import FakeServer, fake_server
 from storing_groups import GREEDY, PROMPTS, TOKENS, serve, tier_of, wait_until_written, with_storage
 
+from disagg.core.config.read import Config
 from disagg.core.status import RankStatus
 from disagg.node import storage_controller
-from disagg.storage import files, open as opening, remote
+from disagg.storage import files, remote
+from disagg.storage import open as opening
 from disagg.storage.breaker import PauseSettings
 
 PAGES = 6 + 5
@@ -54,7 +63,7 @@ def stored(checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -
     killed = stopped.with_name("killed")
     with local_groups(config_of(stopped), checkpoints.source()) as groups:
         serve(groups, PROMPTS)
-        wait_until_written(groups.prefill, PAGES)
+        wait_until_written(ranks_of(groups), PAGES)
         shutil.copytree(stopped, killed)
     return stopped, killed
 
@@ -71,18 +80,26 @@ def server(checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> Iterato
     with fake_server() as server:
         with local_groups(config_of(server.url), checkpoints.source()) as groups:
             serve(groups, PROMPTS)
-            wait_until_written(groups.prefill, PAGES)
+            wait_until_written(ranks_of(groups), PAGES)
         yield server
         server.woken.set()
 
 
-def config_of(where: Path | str, **more: Any) -> Any:
-    return with_storage(where, small_config(1, 1), "prefill", **more)
+def config_of(where: Path | str) -> Config:
+    """A split system with a folder, a colocated group with a server: both read and write in the same way."""
+    if isinstance(where, Path):
+        return with_storage(where, small_config(1, 1), "prefill")
+    return with_storage(where, colocated_config(), "colocated")
+
+
+def ranks_of(groups: LocalGroups) -> list[Any]:
+    """Ranks of the first group with a storage."""
+    return next(ranks for ranks in groups.groups.values() if ranks[0].group_config.storage)
 
 
 def status_of(groups: LocalGroups) -> RankStatus:
-    """What the metrics show of the first prefill group's first rank."""
-    rank = groups.prefill[0]
+    """What the metrics show of the first rank with a storage."""
+    rank = ranks_of(groups)[0]
     rank.report()
     status: RankStatus = rank.leader.status().ranks[0]
     return status
@@ -95,6 +112,10 @@ def exact(groups: LocalGroups, checkpoints: Checkpoints, prompts: list[list[int]
 
 def require_logged(lines: list[Any], event: str) -> None:
     assert event in [line["event"] for line in lines]
+
+
+def slowly(fault: Callable[..., None]) -> Any:
+    return pytest.param(fault, marks=pytest.mark.slow)
 
 
 def full(disk: FaultyDisk) -> None:
@@ -121,7 +142,7 @@ def works(disk: FaultyDisk) -> None:
     disk.writes_go.set()
 
 
-@pytest.mark.parametrize("fault", [full, broken, torn, hung])
+@pytest.mark.parametrize("fault", [slowly(full), slowly(broken), torn, hung])
 def test_a_disk_with_a_fault(
     fault: Callable[[FaultyDisk], None],
     folder: Path,
@@ -137,18 +158,20 @@ def test_a_disk_with_a_fault(
             exact(groups, checkpoints, PROMPTS + OTHERS)
             wait_for_faults(groups)
         require_logged(lines, "storage_paused")
-        assert tier_of(groups.prefill).fetched_pages == (PAGES if fault in (full, torn) else 0)
+        assert tier_of(ranks_of(groups)).fetched_pages == (PAGES if fault in (full, torn) else 0)
         works(disk)
         monkeypatch.setattr(storage_controller, "CALL_LIMIT_S", 2.0)
         wait_for_writes(groups, checkpoints)
     with local_groups(config_of(folder), checkpoints.source()) as groups:
         exact(groups, checkpoints, PROMPTS + OTHERS)
-        assert tier_of(groups.prefill).fetched_pages == PAGES + 4 + 2
+        assert tier_of(ranks_of(groups)).fetched_pages == PAGES + 4 + 2
 
 
 def wait_for_faults(groups: LocalGroups) -> None:
     """Writes end after the answers."""
-    wait_until(lambda: status_of(groups).storage_faults_total > 0 and not tier_of(groups.prefill).writing_pages)
+    wait_until(
+        lambda: status_of(groups).storage_faults_total > 0 and not tier_of(ranks_of(groups)).writing_pages
+    )
 
 
 def wait_for_writes(groups: LocalGroups, checkpoints: Checkpoints) -> None:
@@ -156,7 +179,9 @@ def wait_for_writes(groups: LocalGroups, checkpoints: Checkpoints) -> None:
 
     def stored() -> bool:
         exact(groups, checkpoints, PROMPTS + OTHERS)
-        return tier_of(groups.prefill).written_pages + tier_of(groups.prefill).fetched_pages >= PAGES + 4 + 2
+        return (
+            tier_of(ranks_of(groups)).written_pages + tier_of(ranks_of(groups)).fetched_pages >= PAGES + 4 + 2
+        )
 
     wait_until(stored)
 
@@ -176,7 +201,7 @@ def test_a_folder_that_is_removed(folder: Path, disk: FaultyDisk, checkpoints: C
             exact(groups, checkpoints, PROMPTS + OTHERS)
             wait_for_faults(groups)
         require_logged(lines, "storage_folder_unreadable")
-        assert tier_of(groups.prefill).fetched_pages == 0
+        assert tier_of(ranks_of(groups)).fetched_pages == 0
 
 
 def test_a_process_killed_in_a_write(
@@ -197,7 +222,7 @@ def test_a_process_killed_in_a_write(
         with structlog.testing.capture_logs() as lines:
             exact(groups, checkpoints, PROMPTS)
         require_logged(lines, "storage_page_corrupt")
-        assert 0 < tier_of(groups.prefill).fetched_pages < PAGES
+        assert 0 < tier_of(ranks_of(groups)).fetched_pages < PAGES
         assert status_of(groups).storage_corrupt_total > 0
 
 
@@ -211,10 +236,12 @@ def test_two_groups_share_a_folder(folder: Path, disk: FaultyDisk, checkpoints: 
         assert [one.tokens for one in answers] == expected
         both = [tier_of(groups.groups[name]) for name in ("prefill", "prefill-2")]
         assert all(tier.fetched_pages or tier.written_pages for tier in both)
-        wait_until(lambda: not any(tier_of(groups.groups[one]).writing_pages for one in ("prefill", "prefill-2")))
+        wait_until(
+            lambda: not any(tier_of(groups.groups[one]).writing_pages for one in ("prefill", "prefill-2"))
+        )
     with local_groups(config_of(folder), checkpoints.source()) as groups:
         exact(groups, checkpoints, [*PROMPTS, *more])
-        assert tier_of(groups.prefill).fetched_pages == PAGES + 6 * 5
+        assert tier_of(ranks_of(groups)).fetched_pages == PAGES + 6 * 5
 
 
 def hangs(server: FakeServer) -> None:
@@ -230,7 +257,9 @@ def has_no_memory(server: FakeServer) -> None:
 
 
 def flips(server: FakeServer) -> None:
-    server.values = {key: value[:-5] + bytes([value[-5] ^ 1]) + value[-4:] for key, value in server.values.items()}
+    server.values = {
+        key: value[:-5] + bytes([value[-5] ^ 1]) + value[-4:] for key, value in server.values.items()
+    }
 
 
 def cuts(server: FakeServer) -> None:
@@ -246,7 +275,7 @@ SERVER_FAULTS: Mapping[Callable[[FakeServer], None], str] = {
 }
 
 
-@pytest.mark.parametrize("fault", SERVER_FAULTS)
+@pytest.mark.parametrize("fault", [hangs, slowly(leaves), slowly(has_no_memory), flips, slowly(cuts)])
 def test_a_server_with_a_fault(
     fault: Callable[[FakeServer], None],
     server: FakeServer,
@@ -262,5 +291,5 @@ def test_a_server_with_a_fault(
                 lambda: status_of(groups).storage_faults_total + status_of(groups).storage_corrupt_total > 0
             )
         require_logged(lines, SERVER_FAULTS[fault])
-        assert tier_of(groups.prefill).fetched_pages == (PAGES if fault is has_no_memory else 0)
+        assert tier_of(ranks_of(groups)).fetched_pages == (PAGES if fault is has_no_memory else 0)
         server.woken.set()

@@ -14,6 +14,7 @@ from disagg.core.errors import ConfigError
 from disagg.core.types import SamplingParams
 from disagg.model.load.source import ModelSource
 
+
 def test_a_restarted_group_of_another_size_reads_the_pages(checkpoints: Checkpoints, tmp_path: Path) -> None:
     source = checkpoints.source()
     expected = [checkpoints.greedy(source, prompt, TOKENS) for prompt in PROMPTS]
