@@ -21,6 +21,8 @@ from disagg.core.types import RequestKey, SamplingParams
 from disagg.model.chunks import PromptChunks
 from disagg.node.kv_manager import KVManager
 from disagg.node.waiting import WaitingRequest
+from prefill_node.leader import PrefillLeader
+from prefill_node.scheduler import PrefillScheduler
 from transport.control import messages as m
 
 ROWS, POOL_TOKENS, PAGE, MAX_WAITING = 8, 84, 4, 4
@@ -307,6 +309,25 @@ def test_a_slow_storage_does_not_end_a_wait(fetching: Group) -> None:
     assert fetching.waiting == ["held"]
     fetching.expire(5.1)
     assert (fetching.admitted, fetching.failed("held")) == (["r0", "r1", "held"], [])
+
+
+def test_a_slow_storage_does_not_hold_a_prompt_until_its_deadline() -> None:
+    kv_manager = KVManager(pool_tokens=POOL_TOKENS, page_size=PAGE, rows=ROWS, eviction="lru")
+    kv_manager.add_host_tier(64, 0, 1)
+    settings = PrefillConfig(prefetch="wait", prefetch_min_tokens=1)
+    kv_manager.add_storage(lambda prefix: [b""] * (prefix.tokens // PAGE), settings)
+    scheduler = PrefillScheduler(
+        kv_manager, ranks=1, chunks=PromptChunks(64), max_context_tokens=POOL_TOKENS, max_waiting=MAX_WAITING
+    )
+    now_s, spec = [0.0], fake_spec(layers=1, kv_heads=1)
+    leader = PrefillLeader(scheduler, spec, lambda *_: None, lambda _: None, lambda: now_s[0])
+    key, prompt = RequestKey("held"), pack_tokens([1] * ROOM)
+    leader.handle("router", m.Prefill(key, prompt, ANSWER, None, 10.0))
+    for now_s[0], fetches in ((4.9, True), (5.1, False)):
+        with leader.changed:
+            leader.expire()
+        assert scheduler.requests[key].fetches == fetches
+    leader.check()
 
 
 def resumed(tokens: int) -> Group:
