@@ -175,7 +175,8 @@ class AdmittingLeader(ReservingLeader):
         If these pages do not suffice and no others are free, the request is queued too.
         """
         try:
-            self._start(one, replace(resumption, only_kept=len(self.waiting) > 0))
+            others = self.waiting.first(self._ready) is not None
+            self._start(one, replace(resumption, only_kept=others))
         except BusyError as error:
             self._wait(one, error)
         except DisaggError as error:

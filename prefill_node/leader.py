@@ -14,7 +14,7 @@ from disagg.kv.event_log import KVEventLog
 from disagg.model.spec.model_spec import ModelSpec
 from disagg.node.group_status import Scheduled
 from disagg.node.kv_event_publisher import PUBLISH_AT_EVENTS
-from disagg.node.leader import Leader, Send
+from disagg.node.leader import FETCH_SHARE, Leader, Send
 from disagg.node.led_scheduler import LedRequest
 from disagg.node.plan import StepPlan
 from disagg.node.request_checks import check_request
@@ -98,6 +98,16 @@ class PrefillLeader(Leader):
         with self._changed:
             return self._scheduler.statistics()
 
+    def expire(self) -> None:
+        """Fails the requests that are past their deadline, and ends prefetches that took too long."""
+        super().expire()
+        now_s = self._clock()
+        late = [one for one in self._scheduler.requests.values() if one.fetches and now_s > one.fetch_until_s]
+        for request in late:
+            self._scheduler.kv_manager.end_prefetch(request.prefetch)
+        if late:
+            self._admit()
+
     def _scheduled(self) -> Scheduled:
         counts = self._scheduler.statistics()
         return Scheduled(counts.waiting, counts.computing + counts.sending, counts.closing, counts.memory)
@@ -135,13 +145,15 @@ class PrefillLeader(Leader):
         self._admit()
 
     def _submit(self, router: str, message: m.Prefill) -> None:
+        now_s = self._clock()
         request = PrefillRequest(
             message.key,
             message.prompt,
             message.sampling,
             router,
-            self._clock() + message.deadline_s,
+            now_s + message.deadline_s,
             answered=message.answered,
+            fetch_until_s=now_s + message.deadline_s * FETCH_SHARE,
         )
         try:
             if self.broken:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -45,6 +46,8 @@ class PrefillRequest:
     block_table: BlockTable | None = None
     prefetch: Prefetch | None = None
     """Prefetch of the prefix from the third tier; None without one."""
+    fetch_until_s: float = math.inf
+    """Time after which the request no longer waits for its prefetch."""
     states: SavedStates = field(default_factory=SavedStates)
     """Recurrent states for the prefix cache."""
     reservation: int = 0

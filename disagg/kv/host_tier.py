@@ -4,7 +4,8 @@ The leader owns the tier and handles integers only; ranks copy the data. The tie
 of host memory; each rank holds its own heads of the blocks. The trees of the two tiers are independent: a prefix may
 be in one tree or in both. A page in both tiers has the same content in each, because cached pages are never written.
 
-    store    when a prefix enters the first tier (write-through), its pages that the second tier lacks are copied.
+    store    when a prefix enters the first tier (write-through), or is evicted from there (write-back,
+             `disagg.kv.write_back`), its pages that the second tier lacks are copied.
              Until every rank has reported the end, the first tier's path is locked, and the blocks are in no tree
     load     when the second tier has a longer prefix of a prompt than the first tier, the pages behind the first
              tier's hit are copied to the request's own pages. Until every rank has reported the end, the second
@@ -65,7 +66,8 @@ class HostTierStatistics:
     stored_pages: int
     loaded_pages: int
     skipped_pages: int
-    """Pages that were not stored for lack of room, or because too many stores were under way."""
+    """Pages that were not stored for lack of room, because too many stores were under way, or because a running
+    request needed the pages at once (write-back)."""
     failed_operations: int
     """Stores that failed on a rank."""
     storage: StorageTierStatistics | None = None
@@ -153,19 +155,20 @@ class HostTier:
 
     # --- stores
 
-    def store(self, prefix: PrefixKey) -> None:
+    def store(self, prefix: PrefixKey, *, again: bool = False) -> bool:
         """Plans a store of the pages and states of a cached prefix that the second tier lacks.
 
-        The store counts as a use of the prefix in the second tier. Also plans a write of the pages that only the
-        third tier lacks.
+        Returns False if no store is planned: nothing is missing, or there is no room. The store counts as a use of
+        the prefix in the second tier. Also plans a write of the pages that only the third tier lacks. `again`: the
+        caller will store pages without room later, so they do not count as skipped.
         """
         if self.storage is not None:
             self.storage.write(prefix)
         nodes: list[Node] = []
         if self._first.needs_state:
-            nodes = self._first.state_nodes(prefix)
+            nodes = self._first.state_nodes(prefix, uses=False)
             prefix = prefix.shortened(nodes[-1].end * self._page_size if nodes else 0)
-        hit, known = self._first.match_kv(prefix), self.index.match_kv(prefix)
+        hit, known = self._first.match_kv(prefix, uses=False), self.index.match_kv(prefix)
         start = len(known.pages)
         while start < len(hit.pages) and hit.pages[start] in self._storing:
             start += 1  # an earlier store copies these pages, and is reported first
@@ -174,12 +177,34 @@ class HostTier:
         pages = pages[: next((at for at, page in enumerate(pages) if page in self._storing), len(pages))]
         room = self._most_storing - len(self._storing)
         blocks = self.alloc(min(len(pages), room), known.node) if pages and room > 0 else []
-        self._skipped += len(pages) - len(blocks)
+        self._skipped += 0 if again else len(pages) - len(blocks)
         end = (start + len(blocks)) * self._page_size
         states = self._missing_states(prefix, [node for node in nodes if node.end * self._page_size <= end])
         if not blocks and not states:
-            return
+            return False
         self._order_store(prefix.shortened(end), pages[: len(blocks)], blocks, states)
+        return True
+
+    @property
+    def stores_full(self) -> bool:
+        """Whether stores under way copy as many pages as allowed at one time."""
+        return len(self._storing) >= self._most_storing
+
+    @property
+    def leaving_pages(self) -> int:
+        """Number of pages of the first tier on paths of stores under way, up to the first fork: most of them can be
+        evicted without a loss when the stores have ended."""
+        nodes: dict[Node, int] = {}
+        for one in self._under_way.values():
+            node: Node | None = one.node if one.load is None else None
+            while node is not None and len(node.children) <= 1:
+                nodes[node] = len(node.pages)
+                node = node.parent
+        return sum(nodes.values())
+
+    def skip(self, pages: int) -> None:
+        """Counts pages that leave the first tier without a store."""
+        self._skipped += pages
 
     def _missing_states(self, prefix: PrefixKey, nodes: Sequence[Node]) -> list[_StoredState]:
         """Allocates a state block for each state of `nodes`, on the path of `prefix`, that the second tier lacks."""
@@ -212,7 +237,7 @@ class HostTier:
     def _order_store(
         self, prefix: PrefixKey, pages: list[int], blocks: list[int], states: list[_StoredState]
     ) -> None:
-        node = self._first.match_kv(prefix).node
+        node = self._first.match_kv(prefix, uses=False).node
         self._first.lock(node, state=False)
         self._storing.update(pages)
         for one in states:

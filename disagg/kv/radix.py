@@ -86,17 +86,20 @@ class RadixCache:
         node, pages = self._latest_state(self._root(key), key.data, self._stop(key, max_tokens))
         return Match(node, pages, len(pages) * self._page_size, key.tokens, node.state)
 
-    def match_kv(self, key: PrefixKey, max_tokens: int | None = None) -> Match:
+    def match_kv(self, key: PrefixKey, max_tokens: int | None = None, *, uses: bool = True) -> Match:
         """Returns the longest prefix whose KV is cached, with or without a state at its end.
 
-        Otherwise like `match`.
+        `uses`: whether the match counts as a use for the eviction policy. Otherwise like `match`.
         """
-        node, pages = self._walk(self._root(key), key.data, self._stop(key, max_tokens))
+        node, pages = self._walk(self._root(key), key.data, self._stop(key, max_tokens), uses=uses)
         return Match(node, pages, len(pages) * self._page_size, key.tokens)
 
-    def state_nodes(self, key: PrefixKey) -> list[Node]:
-        """Returns the nodes with a state on the path of the longest cached prefix of `key`, shortest prefix first."""
-        node: Node | None = self.match_kv(key).node
+    def state_nodes(self, key: PrefixKey, *, uses: bool = True) -> list[Node]:
+        """Returns the nodes with a state on the path of the longest cached prefix of `key`, shortest prefix first.
+
+        `uses`: see `match_kv`.
+        """
+        node: Node | None = self.match_kv(key, uses=uses).node
         found = []
         while node is not None:
             if node.state is not None:
@@ -212,9 +215,17 @@ class RadixCache:
         more pages than needed.
         """
         freed = 0
-        while freed < pages and (leaf := self._leaves.first()) is not None:
-            freed += self._cut(leaf, min(pages - freed, len(leaf.pages)))
+        while freed < pages and (leaf := self.oldest_leaf()) is not None:
+            freed += self.evict_from(leaf, pages - freed)
         return freed
+
+    def oldest_leaf(self) -> Node | None:
+        """Returns the leaf to evict from next, in policy order; None if all leaves are locked."""
+        return self._leaves.first()
+
+    def evict_from(self, leaf: Node, pages: int) -> int:
+        """Evicts up to `pages` of the last pages of `oldest_leaf`; returns the number of freed pages."""
+        return self._cut(leaf, min(pages, len(leaf.pages)))
 
     def digest(self, since: int | None = None) -> Digest:
         """Returns the KV events since version `since`; see `KVEventLog.digest`."""
@@ -278,7 +289,7 @@ class RadixCache:
         limit = key.tokens if max_tokens is None else min(key.tokens, max_tokens)
         return limit // self._page_size * self._page_bytes
 
-    def _walk(self, node: Node, data: bytes, stop: int) -> tuple[Node, list[int]]:
+    def _walk(self, node: Node, data: bytes, stop: int, *, uses: bool = True) -> tuple[Node, list[int]]:
         """Descends along the cached prefix of `data[:stop]`, whole pages; splits a node that matches only in part.
 
         Returns the last node and the pages of the path.
@@ -294,7 +305,8 @@ class RadixCache:
                 common = common_pages(child.edge, data, at, stop, page_bytes)
                 child = child.split(common, page_bytes, self._unit_pages)
                 self._nodes += 1
-            child.used = self._clock
+            if uses:
+                child.used = self._clock
             pages += child.pages
             at += len(child.edge)
             node = child

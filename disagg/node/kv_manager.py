@@ -15,9 +15,9 @@ State slots of hybrid models, by their interval, with their owner:
     [keep, evicted)         the prefix cache, unless `keep` frees the slot because the state is not needed
 
 With a second tier (`disagg.kv.host_tier`), `reserve` may plan a load to pages of the block table, and `keep` a store.
-The tier has its own references and locks until every rank has reported the end of the copy (`moved`). With a third
-tier (`disagg.kv.storage_tier`), `prefetch` reads pages of a queued prompt into the second tier; a request owns its
-prefetch until `end_prefetch`.
+With write-back (`disagg.kv.write_back`), evictions plan the stores instead. The tier has its own references and locks
+until every rank has reported the end of the copy (`moved`). With a third tier (`disagg.kv.storage_tier`), `prefetch`
+reads pages of a queued prompt into the second tier; a request owns its prefetch until `end_prefetch`.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ from disagg.kv.radix_values import Match, RadixStatistics
 from disagg.kv.sequence import KVSequence
 from disagg.kv.state_slots import StateSlots
 from disagg.kv.storage_tier import Links, Prefetch, StorageTier
+from disagg.kv.write_back import WriteBack
 
 
 class Layout(NamedTuple):
@@ -138,6 +139,7 @@ class KVManager:
         self._eviction, self._stores_unused = eviction, True
         self.host: HostTier | None = None
         """The second tier of the prefix cache; None without one."""
+        self._write_back: WriteBack | None = None
         self._rows = rows
         self._free_rows = list(range(rows - 1, -1, -1))
 
@@ -159,6 +161,8 @@ class KVManager:
                 eviction=self._eviction,
                 states=states,
             )
+            if write == "back":
+                self._write_back = WriteBack(self.cache, self.allocator, self.host)
 
     def add_storage(self, links: Links, group: GroupConfig) -> None:
         """Adds a third tier if the group has a second tier; see `HostTier.add_storage`."""
@@ -218,7 +222,9 @@ class KVManager:
     def reserve(
         self, tokens: int, prompt: PrefixKey | None = None, spare_pages: int = 0
     ) -> BlockTable | None:
-        """Allocates a row and pages for `tokens` tokens; None, changing nothing, if rows or pages are short.
+        """Allocates a row and pages for `tokens` tokens; None if rows or pages are short.
+
+        With write-back, None can also mean that pages are being copied to host memory; try again when a copy ends.
 
         With `prompt` the block table begins with the longest cached prefix, which never includes the prompt's last
         token. `spare_pages` pages must remain free. For a hybrid model the prefix ends at a cached state, which
@@ -234,7 +240,7 @@ class KVManager:
             sequence = KVSequence(self.allocator, first.pages)
             block_table = BlockTable(block_table.row, sequence, first.tokens, first.node, first.state)
         need = pages_for(tokens, self.page_size) - len(block_table.pages)
-        if need + spare_pages > self.free_pages or not self._make_room(need):
+        if need + spare_pages > self.free_pages or not self._make_room_beside(hit, need):
             block_table.sequence.free()
             self._forget(block_table)
             self._forget_hit(hit)
@@ -261,6 +267,16 @@ class KVManager:
             return _Hit(self.cache.match(prompt, prompt.tokens - 1))
         # The first tier may have KV after its last state. The loaded state makes that KV usable too.
         return _Hit(self.cache.match_kv(prompt, longer.tokens), longer, slot)
+
+    def _make_room_beside(self, hit: _Hit | None, pages: int) -> bool:
+        """Makes room for a new request, which may wait for stores; keeps its hit in the second tier valid."""
+        if self.host is None or hit is None or hit.longer is None:
+            return self._make_room(pages, waits=True)
+        index, longer = self.host.index, hit.longer
+        index.lock(longer.node, state=longer.state is not None)
+        room = self._make_room(pages, waits=True)
+        index.unlock(longer.node, state=longer.state is not None)
+        return room
 
     def _load(self, block_table: BlockTable, hit: _Hit) -> None:
         """Plans the load of the part of a hit that only the second tier has."""
@@ -333,14 +349,19 @@ class KVManager:
         block_table.sequence.append(tokens - block_table.tokens)
         return block_table
 
-    def _make_room(self, pages: int) -> bool:
+    def _make_room(self, pages: int, *, waits: bool = False) -> bool:
         """Evicts cached pages until `pages` pages are free; returns False, changing nothing, if too few can be
-        evicted."""
+        evicted.
+
+        `waits`: with write-back, returns False while evicted pages are being copied; see `WriteBack.make_room`.
+        """
         short = pages - self.allocator.free_pages
         if short <= 0:
             return True
         if self.cache is None or self.cache.evictable_pages < short:
             return False
+        if self._write_back is not None:
+            return self._write_back.make_room(pages, waits=waits)
         return self.cache.evict(short) == short
 
     def keep(
@@ -361,7 +382,11 @@ class KVManager:
         block_table.node = node
         for tokens, slot in states:
             self.cache.attach_state(prompt, tokens, slot)
-        if self.host is not None:
+        if self._write_back is not None:
+            self._write_back.free_ahead()
+            if self.storage is not None:
+                self.storage.write(prompt)
+        elif self.host is not None:
             self.host.store(prompt if self._stores_unused else prompt.shortened(self._used_tokens(node)))
 
     def _used_tokens(self, node: Node) -> int:
@@ -428,6 +453,8 @@ class KVManager:
         copies = self.allocator.append_one_to_each(sequences)
         if copies is None and self._make_room(self.allocator.pages_to_append(sequences)):
             copies = self.allocator.append_one_to_each(sequences)
+        if self._write_back is not None:
+            self._write_back.free_ahead()
         return copies
 
     def shrink(self, block_table: BlockTable, tokens: int) -> None:

@@ -47,6 +47,9 @@ log = structlog.get_logger(__name__)
 IDLE_S = 0.25
 """Interval at which an idle leader checks deadlines."""
 
+FETCH_SHARE = 0.5
+"""Largest part of a request's time in the queue that the request waits for its prefetch from the third tier."""
+
 Send = Callable[[str, m.Message], None]
 
 

@@ -1,15 +1,17 @@
 """The queue of requests that wait for a row and pages in a group. Pure: no threads, no clocks, no I/O.
 
 Requests of one router are admitted first come, first served; the routers are served round robin, one request each. No
-request overtakes the head of the queue, however small. The wait of the head is therefore bounded by the deadlines of
-the admitted requests. If small requests could overtake a large request, the large request's wait would depend on
-later arrivals, and a second rule would have to prevent starvation.
+request overtakes the first ready request, however small. Its wait is therefore bounded by the deadlines of the
+admitted requests. If small requests could overtake a large request, the large request's wait would depend on later
+arrivals, and a second rule would have to prevent starvation. A request that is not ready, because its prefetch is
+under way, holds no memory and is overtaken. It keeps its position, and its prefetch has a time limit.
 """
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from disagg.core.errors import InvariantError
@@ -27,6 +29,8 @@ class WaitingRequest:
     deadline_s: float
     wait_until_s: float
     """Time after which the request is refused if still queued; at most `deadline_s`."""
+    fetch_until_s: float = math.inf
+    """Time after which the request no longer waits for its prefetch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +64,9 @@ class WaitingQueue:
         """Whether the queue accepts no further request."""
         return len(self) >= self._max_waiting
 
-    @property
-    def head(self) -> WaitingRequest | None:
-        """The request to admit next; None if no request waits."""
-        return next(iter(self), None)
+    def first(self, ready: Callable[[WaitingRequest], bool]) -> WaitingRequest | None:
+        """Returns the request to admit next, the first one that is `ready`; None if none is."""
+        return next(filter(ready, self), None)
 
     def get(self, key: RequestKey) -> WaitingRequest | None:
         """Returns the queued request with this key; None if there is none."""
@@ -79,13 +82,10 @@ class WaitingQueue:
         self._routers[key] = request.router
         self._queues.setdefault(request.router, OrderedDict())[key] = request
 
-    def take(self) -> WaitingRequest | None:
-        """Removes and returns the head; its router moves to the end of the round robin order."""
-        head = self.head
-        if head is not None:
-            self._queues.move_to_end(head.router)
-            self.remove(head.reserve.key)
-        return head
+    def take(self, request: WaitingRequest) -> None:
+        """Removes a queued request; its router moves to the end of the round robin order."""
+        self._queues.move_to_end(request.router)
+        self.remove(request.reserve.key)
 
     def remove(self, key: RequestKey) -> WaitingRequest | None:
         """Removes and returns the queued request with this key; None if there is none."""

@@ -147,13 +147,20 @@ class Appender:
         return _Live(segment, descriptor)
 
     def _seal_if_done(self, live: _Live) -> None:
-        """Seals a full segment without pending writes: frees unused space, writes the side index."""
+        """Seals a full segment without pending writes: frees unused space, writes the side index.
+
+        Removes a segment without pages, whose writes have all failed. Otherwise a disk that refuses writes would fill
+        the limit with such segments, and evict all pages.
+        """
         if not live.full or live.pending or live.segment.sealed:
             return
         live.segment.sealed = True
         if self._live is live:
             self._live = None
         try:
+            if not live.segment.gone and not self._index.locations_in(live.segment):
+                self._folder.discard(live.segment)
+                return
             self._disk.truncate(live.descriptor, live.segment.end_bytes)
             if not live.segment.gone:
                 self._folder.write_index(live.segment)
