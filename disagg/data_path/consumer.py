@@ -10,6 +10,8 @@ All calls run on the transfer thread (`Endpoint.post`).
 
 from __future__ import annotations
 
+from collections.abc import Container
+
 from decode_node.build import build_receiver
 from decode_node.options import ReceiverContext, ReceiverOptions
 from decode_node.receiver import SegmentReceiver
@@ -51,6 +53,9 @@ class KVConsumer(Endpoint[SegmentReceiver]):
 
     def _make_link(self, own: GroupInfo, other: GroupInfo) -> Link:
         return make_link(other, own)
+
+    def _linked_groups(self) -> Container[str]:
+        return self.agent.links
 
     def _data_peers(self, link: Link) -> tuple[RankInfo, ...]:
         return link.sources_of(self.options.rank)

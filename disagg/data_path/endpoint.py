@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Generic, Protocol, TypeVar
@@ -162,9 +162,12 @@ class Endpoint(ABC, Generic[AgentT]):
         self._engine.on_linked(other)
 
     def link_with(self, group: str) -> Link | None:
-        """Returns the link with a group by the group's name; None if not linked. Used on the transfer thread."""
+        """Returns the link with a group by the group's name; None if not linked, or while one of its ranks is lost.
+
+        Used on the transfer thread.
+        """
         linked = self._links.get(group)
-        return linked[0] if linked is not None else None
+        return linked[0] if linked is not None and group in self._linked_groups() else None
 
     def _drop(self, name: str) -> None:
         _, _, group = self._links.pop(name)
@@ -183,6 +186,7 @@ class Endpoint(ABC, Generic[AgentT]):
         except DisaggError as exc:
             log.error("not_linked_again", group=other.name, lane=self.lane, error=str(exc))
             return False
+        self._engine.on_linked(other)
         return True
 
     # --- messages
@@ -226,6 +230,10 @@ class Endpoint(ABC, Generic[AgentT]):
 
     @abstractmethod
     def _make_link(self, own: GroupInfo, other: GroupInfo) -> Link: ...
+
+    @abstractmethod
+    def _linked_groups(self) -> Container[str]:
+        """Returns the names of the groups that the agent is linked with now."""
 
     @abstractmethod
     def _data_peers(self, link: Link) -> tuple[RankInfo, ...]:

@@ -13,6 +13,7 @@ All calls run on the transfer thread (`Endpoint.post`), except `next_part`.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Container
 
 from disagg.core.types import GroupInfo, RankInfo, RequestKey, Span, Ticket
 from disagg.data_path.endpoint import Endpoint, EndpointOptions, Engine, Wires
@@ -85,6 +86,9 @@ class KVProducer(Endpoint[SegmentSender]):
 
     def _make_link(self, own: GroupInfo, other: GroupInfo) -> Link:
         return make_link(own, other)
+
+    def _linked_groups(self) -> Container[str]:
+        return self.agent.links
 
     def _data_peers(self, link: Link) -> tuple[RankInfo, ...]:
         return link.destinations_of(self.options.rank)

@@ -68,8 +68,9 @@ class ConsumingStatistics:
 class Consuming:
     """Incoming transfers of one worker, the engine of its `KVConsumer`."""
 
-    def __init__(self, rank: int, lease_s: float, clock: Clock) -> None:
-        self._rank, self._lease_s, self._clock = rank, lease_s, clock
+    def __init__(self, rank: int, lease_s: float, link_s: float, clock: Clock) -> None:
+        """`link_s`: time limit for the link with a producer's group, while a ticket waits for it."""
+        self._rank, self._lease_s, self._link_s, self._clock = rank, lease_s, link_s, clock
         self.endpoint: KVConsumer
         """Set before the endpoint starts."""
         self._open: dict[int, ReservedBlocks] = {}
@@ -85,7 +86,7 @@ class Consuming:
 
     def receive(self, work: ReceiveWork) -> None:
         """Opens a ticket, now or when its group is linked."""
-        reserved = ReservedBlocks(work, self._clock() + self._lease_s)
+        reserved = ReservedBlocks(work, self._clock() + min(self._link_s, self._lease_s))
         self._open[work.ticket.number] = reserved
         self._open_if_linked(reserved)
 
@@ -144,7 +145,11 @@ class Consuming:
     def on_tick(self, now_s: float) -> None:
         """Ends the leases that are over."""
         for reserved in [one for one in self._open.values() if one.until_s <= now_s]:
-            self._fail(reserved, f"the KV did not come within {self._lease_s:g} s (lease_s)")
+            if reserved.state is IncomingState.UNLINKED:
+                limit = f"{self._link_s:g} s (control.peer_timeout_s)"
+                self._fail(reserved, f"no link with {reserved.work.group} within {limit}")
+            else:
+                self._fail(reserved, f"the KV did not come within {self._lease_s:g} s (lease_s)")
         self._releases = [one for one in self._releases if one[0] > now_s]
 
     # --- states
@@ -152,7 +157,7 @@ class Consuming:
     def _open_if_linked(self, reserved: ReservedBlocks) -> None:
         linked = self.endpoint.link_with(reserved.work.group) is not None
         if linked and reserved.state is IncomingState.UNLINKED:
-            reserved.state = IncomingState.OPEN
+            reserved.state, reserved.until_s = IncomingState.OPEN, self._clock() + self._lease_s
             ticket = reserved.ticket
             self.endpoint.open(ticket, list(ticket.pages), reserved.work.group)
 

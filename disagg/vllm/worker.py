@@ -47,7 +47,8 @@ class WorkerSide:
         self._make_wires = make_wires
         self.producing = Producing(tp_rank, settings.lease_s, clock) if facts.produces else None
         """Outgoing transfers; None in a consumer."""
-        self.consuming = Consuming(tp_rank, settings.lease_s, clock) if facts.consumes else None
+        link_s = settings.config.control.peer_timeout_s
+        self.consuming = Consuming(tp_rank, settings.lease_s, link_s, clock) if facts.consumes else None
         """Incoming transfers; None in a producer."""
         self._caches: BorrowedCaches | None = None
         self._chunk: StepPart | None = None

@@ -1,0 +1,145 @@
+"""Aborts at every step of a hand-over, deaths and late requests: every block is freed, and no block is used late."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from engine_network import EngineNetwork
+from fake_vllm import LEASE_S, FakeEngine, FakeRequest, asks_decode, asks_prefill
+
+TOKENS = 90
+
+
+class HandOver:
+    """One hand-over in small steps, of which a test chooses where something happens."""
+
+    def __init__(self, seed: int, *, both_at_once: bool, **sizes: int) -> None:
+        self.network, self.choose = EngineNetwork(), random.Random(seed)
+        self.p = FakeEngine(self.network, "p", tp=sizes.get("p", 1))
+        self.d = FakeEngine(self.network, "d", tp=sizes.get("d", 1), layout="hnd, blocks first")
+        self.first = self.p.submit(asks_prefill("p1", 3, TOKENS, "both" if both_at_once else ""))
+        self.second: FakeRequest | None = self._consumer() if both_at_once else None
+
+    def _consumer(self) -> FakeRequest:
+        source = {"remote_engine_id": "p", "remote_request_id": "p1", "remote_host": "p", "remote_port": 5580}
+        params = {"do_remote_prefill": True, "transfer_id": "both", **source}
+        return self.d.submit(FakeRequest("d1", 3, TOKENS, params))
+
+    @property
+    def engines(self) -> list[FakeEngine]:
+        return [engine for engine in (self.p, self.d) if engine.alive]
+
+    def step(self) -> None:
+        engine = self.choose.choice(self.engines)
+        if self.choose.random() < 0.2:
+            engine.step()
+            engine.check()
+        else:
+            self.network.step(self.choose)
+        if self.second is None and self.first.answer_params is not None:
+            self.second = self.d.submit(asks_decode("d1", self.first))
+
+    def end(self) -> None:
+        """Time passes until all leases are over."""
+        for pause in (0.0, 0.0, LEASE_S + 1, 0.0, LEASE_S + 1, 25.0, 0.0):
+            self.network.now_s += pause
+            for _ in range(6):
+                self.network.settle()
+                for engine in self.engines:
+                    engine.step()
+        for engine in self.engines:
+            engine.check_empty()
+
+
+FIRST = [0, *(pytest.param(first, marks=pytest.mark.slow) for first in (7, 14, 21, 28))]
+"""Each value is a sample of the steps of a hand-over, which has 80 to 280; together they are every seventh."""
+
+
+@pytest.mark.parametrize("first", FIRST)
+@pytest.mark.parametrize("both_at_once", [False, True])
+@pytest.mark.parametrize("who", ["p", "d", "both"])
+def test_aborts_at_every_step(who: str, both_at_once: bool, first: int) -> None:
+    for steps in range(first, 280, 35):
+        run = HandOver(steps, both_at_once=both_at_once, p=1 + steps % 2, d=1 + steps // 2 % 2)
+        for _ in range(steps):
+            run.step()
+        if who != "d":
+            run.p.abort(run.first)
+        if who != "p" and run.second is not None:
+            run.d.abort(run.second)
+        run.end()
+
+
+@pytest.mark.parametrize("first", FIRST)
+@pytest.mark.parametrize("both_at_once", [False, True])
+@pytest.mark.parametrize("who", ["p", "d"])
+def test_deaths_at_every_step(who: str, both_at_once: bool, first: int) -> None:
+    """A dead producer's prompt is computed by the consumer; a dead consumer's blocks are freed by the producer."""
+    for steps in range(first, 280, 35):
+        run = HandOver(steps, both_at_once=both_at_once, p=1 + steps % 2, d=1 + steps // 2 % 2)
+        for _ in range(steps):
+            run.step()
+        (run.p if who == "p" else run.d).kill()
+        run.end()
+        if who == "p" and run.second is not None:
+            assert run.second.finished
+            assert run.second.landed or run.second.recomputed
+
+
+def test_a_request_that_never_comes() -> None:
+    """The producer holds the blocks until the lease ends; a consumer that comes later computes the prompt itself."""
+    run = HandOver(0, both_at_once=False)
+    while not run.first.finished:
+        run.p.step()
+    run.p.step()
+    run.network.settle()  # the lease begins with the step after the last
+    held = len(run.p.free)
+    run.network.now_s += LEASE_S - 1
+    run.network.settle()
+    run.p.step()
+    assert len(run.p.free) == held
+    assert run.p.scheduler.has_pending_push_work()
+    run.network.now_s += 2
+    run.network.settle()
+    run.p.step()
+    assert len(run.p.free) > held
+    assert not run.p.scheduler.has_pending_push_work()
+    late = run.d.submit(asks_decode("d1", run.first))
+    run.d.step()
+    run.network.settle()
+    run.d.step()
+    run.network.settle()
+    for _ in range(5):
+        run.d.step()
+    assert late.recomputed  # told at once, not after another lease
+    run.end()
+
+
+def test_a_producer_that_never_computes() -> None:
+    """The consumer waits for one lease."""
+    run = HandOver(0, both_at_once=True)
+    run.p.abort(run.first)
+    run.d.step()
+    run.network.settle()
+    run.d.step()
+    assert run.second is not None
+    assert run.second.status.name == "WAITING_FOR_REMOTE_KVS"
+    run.end()
+    assert run.second.recomputed
+
+
+def test_a_restarted_engine_is_linked_again() -> None:
+    run = HandOver(1, both_at_once=False)
+    for _ in range(400):
+        run.step()
+    assert run.second is not None
+    assert run.second.landed
+    run.p.kill()
+    run.p = FakeEngine(run.network, "p", tp=2)
+    run.first, run.second = run.p.submit(asks_prefill("p2", 4, TOKENS)), None
+    for _ in range(800):
+        run.step()
+    assert run.second is not None
+    assert run.second.landed
+    run.end()
