@@ -5,9 +5,19 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
+import torch
+from simulated_memory import Device, replace_device
+
+import decode_node.landing
+import prefill_node.mover
+from disagg.data_path.consumer import KVConsumer
 from disagg.data_path.endpoint import Endpoint, Wires
+from kernels.copy.layer_pool import LayerPool
 from transport.control import messages as m
 from transport.control.base import ControlChannel, ControlStatistics
 from transport.inproc import InprocFabric, InprocTransport
@@ -50,9 +60,19 @@ class QueuedChannel(ControlChannel):
 
 
 class EngineNetwork:
-    """Queues, fabric and clock of all engines."""
+    """Queues, fabric, devices and clock of all engines."""
 
-    def __init__(self) -> None:
+    def __init__(self, patch: pytest.MonkeyPatch | None = None) -> None:
+        """With `patch`, copies run late: when their device comes to them. Without, they run at once."""
+        self._late = patch is not None
+        self.devices: dict[str, Device] = {}
+        """Queue of copies of each endpoint, by the endpoint's address."""
+        self._of_pool: dict[tuple[str, int], Device] = {}
+        """The same by role and pool."""
+        self.free_blocks: dict[int, list[int]] = {}
+        """Free blocks of each engine, by the address of each of its pools."""
+        if patch is not None:
+            self._delay(patch)
         self.now_s = 1000.0
         self.fabric = InprocFabric()
         self.channels: dict[str, QueuedChannel] = {}
@@ -74,6 +94,30 @@ class EngineNetwork:
         control = endpoint.wires.control
         control.start(endpoint.dispatch, endpoint.peers.silent, endpoint.peers.met)
         self.endpoints[control.address] = endpoint
+        if self._late:
+            role = "decode" if isinstance(endpoint, KVConsumer) else "prefill"
+            device = self.devices[control.address] = Device()
+            replace_device(SimpleNamespace(agent=endpoint.agent, role=role), device)
+            self._of_pool.update({(role, id(pool)): device for pool in endpoint.options.pools.buffers})
+
+    def _delay(self, patch: pytest.MonkeyPatch) -> None:
+        gather, scatter = prefill_node.mover.gather, decode_node.landing.scatter
+
+        def late_gather(pool: Any, *rest: Any) -> None:
+            check = partial(self._check_owned, pool, rest[0])
+            self._of_pool["prefill", id(pool)].work.extend([check, partial(gather, pool, *rest)])
+
+        def late_scatter(view: Any, pool: Any, *rest: Any) -> None:
+            check = partial(self._check_owned, pool, rest[0])
+            self._of_pool["decode", id(pool)].work.extend([check, partial(scatter, view, pool, *rest)])
+
+        patch.setattr("prefill_node.mover.gather", late_gather)
+        patch.setattr("decode_node.landing.scatter", late_scatter)
+
+    def _check_owned(self, pool: LayerPool, slots: torch.Tensor) -> None:
+        """Called when a copy runs: no copy may access a free block."""
+        used = set((slots // pool.block_size).tolist())
+        assert not used & set(self.free_blocks[pool.planes[0].data_ptr()])
 
     def step(self, choose: random.Random) -> bool:
         """Delivers one message, or lets one transfer thread run. Returns False when nothing was to be done."""
@@ -83,6 +127,9 @@ class EngineNetwork:
             return True
         if not self.endpoints:
             return bool(waiting)
+        if self.devices and choose.random() < 0.3:
+            choose.choice(list(self.devices.values())).step()
+            return True
         busy = self.run(choose.choice(list(self.endpoints.values())))
         return bool(waiting) or busy
 
@@ -103,6 +150,10 @@ class EngineNetwork:
                 while queue:
                     self._deliver(*pair)
                     busy = True
+            for device in self.devices.values():
+                while device.work:
+                    device.step()
+                    busy = True
             for endpoint in list(self.endpoints.values()):
                 busy |= self.run(endpoint)
             idle = 0 if busy else idle + 1
@@ -111,6 +162,7 @@ class EngineNetwork:
         """Ends a process: its messages on the way are lost, and its peers hear of the loss later."""
         self.channels.pop(address, None)
         endpoint = self.endpoints.pop(address, None)
+        self.devices.pop(address, None)
         if endpoint is not None:
             self.fabric.kill(address)
         peers = {two for one, two in self.queues if one == address}

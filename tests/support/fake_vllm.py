@@ -111,6 +111,7 @@ class FakeEngine:
             )
             for endpoint in worker.endpoints:
                 network.add(endpoint)
+            network.free_blocks[memory.pool.planes[0].data_ptr()] = self.free
             self.workers.append(worker)
             self.memories.append(memory)
             self.heads.append(span)

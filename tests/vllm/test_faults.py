@@ -14,8 +14,10 @@ TOKENS = 90
 class HandOver:
     """One hand-over in small steps, of which a test chooses where something happens."""
 
-    def __init__(self, seed: int, *, both_at_once: bool, **sizes: int) -> None:
-        self.network, self.choose = EngineNetwork(), random.Random(seed)
+    def __init__(
+        self, seed: int, *, both_at_once: bool, patch: pytest.MonkeyPatch | None = None, **sizes: int
+    ) -> None:
+        self.network, self.choose = EngineNetwork(patch), random.Random(seed)
         self.p = FakeEngine(self.network, "p", tp=sizes.get("p", 1))
         self.d = FakeEngine(self.network, "d", tp=sizes.get("d", 1), layout="hnd, blocks first")
         self.first = self.p.submit(asks_prefill("p1", 3, TOKENS, "both" if both_at_once else ""))
@@ -61,14 +63,21 @@ FIRST = [0, *(pytest.param(first, marks=pytest.mark.slow) for first in (7, 14, 2
 @pytest.mark.parametrize("who", ["p", "d", "both"])
 def test_aborts_at_every_step(who: str, both_at_once: bool, first: int) -> None:
     for steps in range(first, 280, 35):
-        run = HandOver(steps, both_at_once=both_at_once, p=1 + steps % 2, d=1 + steps // 2 % 2)
-        for _ in range(steps):
-            run.step()
-        if who != "d":
-            run.p.abort(run.first)
-        if who != "p" and run.second is not None:
-            run.d.abort(run.second)
-        run.end()
+        with pytest.MonkeyPatch.context() as patch:
+            run = HandOver(
+                steps, both_at_once=both_at_once, patch=patch, p=1 + steps % 2, d=1 + steps // 2 % 2
+            )
+            abort_after(run, steps, who)
+
+
+def abort_after(run: HandOver, steps: int, who: str) -> None:
+    for _ in range(steps):
+        run.step()
+    if who != "d":
+        run.p.abort(run.first)
+    if who != "p" and run.second is not None:
+        run.d.abort(run.second)
+    run.end()
 
 
 @pytest.mark.parametrize("first", FIRST)
@@ -77,11 +86,14 @@ def test_aborts_at_every_step(who: str, both_at_once: bool, first: int) -> None:
 def test_deaths_at_every_step(who: str, both_at_once: bool, first: int) -> None:
     """A dead producer's prompt is computed by the consumer; a dead consumer's blocks are freed by the producer."""
     for steps in range(first, 280, 35):
-        run = HandOver(steps, both_at_once=both_at_once, p=1 + steps % 2, d=1 + steps // 2 % 2)
-        for _ in range(steps):
-            run.step()
-        (run.p if who == "p" else run.d).kill()
-        run.end()
+        with pytest.MonkeyPatch.context() as patch:
+            run = HandOver(
+                steps, both_at_once=both_at_once, patch=patch, p=1 + steps % 2, d=1 + steps // 2 % 2
+            )
+            for _ in range(steps):
+                run.step()
+            (run.p if who == "p" else run.d).kill()
+            run.end()
         if who == "p" and run.second is not None:
             assert run.second.finished
             assert run.second.landed or run.second.recomputed
