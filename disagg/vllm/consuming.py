@@ -106,10 +106,13 @@ class Consuming:
 
     def on_message(self, peer: str, message: m.Message) -> None:
         """Handles a control message; see `disagg.data_path.endpoint.Engine`."""
-        if not isinstance(message, m.EngineGroups):
-            log.warning("unexpected_message", kind=type(message).__name__, peer=peer)
-            return
-        own, other = message.groups
+        match message:
+            case m.EngineGroups(groups=[own, other]):
+                self._link(own, other)
+            case _:
+                log.warning("unexpected_message", kind=type(message).__name__, peer=peer)
+
+    def _link(self, own: GroupInfo, other: GroupInfo) -> None:
         try:
             self.endpoint.link(own, other)
         except DisaggError as exc:

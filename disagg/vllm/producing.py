@@ -60,7 +60,7 @@ class HeldPrompt:
 
 @dataclass(slots=True, eq=False)
 class _Pushes:
-    """What consumers have sent for one key, possibly before the prompt is known."""
+    """What a consumer's ranks have sent for one key, possibly before the prompt is known."""
 
     until_s: float
     requests: dict[int, tuple[str, m.PushRequest]] = field(default_factory=dict)
@@ -138,8 +138,7 @@ class Producing:
     def on_message(self, peer: str, message: m.Message) -> None:
         """Handles a control message; see `disagg.data_path.endpoint.Engine`."""
         match message:
-            case m.EngineGroups():
-                own, other = message.groups
+            case m.EngineGroups(groups=[own, other]):
                 try:
                     self.endpoint.link(own, other)
                 except DisaggError as exc:
@@ -166,9 +165,11 @@ class Producing:
             self._refuse(peer, push, "the request is being sent for another ticket, or has ended")
             return
         pushes = self._pushes.setdefault(key, _Pushes(self._clock() + self._lease_s))
+        if pushes.cancelled:  # by another rank of the consumer
+            self._refuse(peer, push, "the consumer has cancelled the transfer")
+            return
         if any(other.ticket.number != push.ticket.number for _, other in pushes.requests.values()):
             pushes.requests.clear()  # of an earlier try
-        pushes.cancelled = False
         pushes.requests[push.dst_rank] = (peer, push)
         if prompt is not None:
             self._maybe_open(prompt)

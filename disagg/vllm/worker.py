@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from disagg.core.errors import ConfigError
+from disagg.core.errors import ConfigError, TransportError
 from disagg.core.ports import Clock
 from disagg.core.types import Span
 from disagg.data_path.consumer import KVConsumer
@@ -98,7 +98,13 @@ class WorkerSide:
     # --- steps
 
     def start_load_kv(self, work: StepWork) -> None:
-        """Passes a step's work on, before the step is computed. Never blocks."""
+        """Passes a step's work on, before the step is computed. Never blocks.
+
+        Raises TransportError when a transfer thread has ended: blocks would be held for ever.
+        """
+        for endpoint in self.endpoints:
+            if endpoint.broken:
+                raise TransportError(endpoint.broken)
         if self.consuming is not None:
             self._post_incoming(self.consuming, work)
         if self.producing is not None:
