@@ -105,8 +105,11 @@ class Endpoint(ABC, Generic[AgentT]):
         )
         """Handler of lost and returning peers."""
         mending = self.peers.mending
+        self.computing = False
+        """Set by the engine while it launches a step: the transfer thread then leaves the interpreter to it."""
         callbacks = LoopCallbacks(
             broken=self._broken,
+            computing=lambda: self.computing,
             tick=lambda: engine.on_tick(wires.clock()),
             lost=mending.on_connection_lost,
             look=mending.look,

@@ -14,8 +14,11 @@ from transport.control.base import ControlChannel
 
 log = structlog.get_logger(__name__)
 
-RESEND_S = 1.0
-"""Pause before an unanswered greeting is sent again, with the next request for the same engine."""
+RESEND_S, REPEAT_S = 1.0, 30.0
+"""Pauses before an unanswered greeting, and an answered one, is sent again with the next request for the engine.
+
+A repeated greeting changes nothing where all ranks are linked. A rank that could not link tries again.
+"""
 ROLES = ("prefill", "decode")
 
 
@@ -41,10 +44,11 @@ class EngineDirectory:
         self._control.start(self._on_message, self._on_lost)
 
     def meet(self, address: str) -> None:
-        """Sends this engine's groups to the scheduler of another engine, unless it has answered already."""
+        """Sends this engine's groups to the scheduler of another engine, unless that was done a short time ago."""
         now_s = self._clock()
         with self._lock:
-            if address in self._answered or now_s < self._greeted_s.get(address, -RESEND_S) + RESEND_S:
+            pause_s = REPEAT_S if address in self._answered else RESEND_S
+            if now_s < self._greeted_s.get(address, -REPEAT_S) + pause_s:
                 return
             self._greeted_s[address] = now_s
         self._control.send(address, m.EngineGroups(list(self._own)))

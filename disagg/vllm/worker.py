@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
@@ -17,6 +18,7 @@ from disagg.data_path.consumer import KVConsumer
 from disagg.data_path.endpoint import Endpoint, EndpointOptions, Wires
 from disagg.data_path.producer import KVProducer
 from disagg.node.device import record_event
+from disagg.node.rank import SWITCH_INTERVAL_S
 from disagg.vllm.caches import BorrowedCaches, Cache, borrow_caches
 from disagg.vllm.compat import EngineFacts
 from disagg.vllm.consuming import Consuming
@@ -73,7 +75,8 @@ class WorkerSide:
             self.consuming.endpoint = KVConsumer(options, self._make_wires(device), self.consuming)
 
     def start(self) -> None:
-        """Starts the endpoints' threads."""
+        """Starts the endpoints' threads, and lets Python switch between threads as often as in a rank of ours."""
+        sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_INTERVAL_S))
         for endpoint in self.endpoints:
             endpoint.start()
 
@@ -103,6 +106,7 @@ class WorkerSide:
         Raises TransportError when a transfer thread has ended: blocks would be held for ever.
         """
         for endpoint in self.endpoints:
+            endpoint.computing = True
             if endpoint.broken:
                 raise TransportError(endpoint.broken)
         if self.consuming is not None:
@@ -161,6 +165,8 @@ class WorkerSide:
 
     def get_finished(self) -> tuple[set[str] | None, set[str] | None]:
         """Returns the requests whose blocks are read no more, and those whose blocks are written no more."""
+        for endpoint in self.endpoints:
+            endpoint.computing = False  # vLLM calls this method at the end of each step
         sent = _taken(self.producing.finished) if self.producing is not None else set()
         received = _taken(self.consuming.finished) if self.consuming is not None else set()
         return sent or None, received or None

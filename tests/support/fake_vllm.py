@@ -49,6 +49,8 @@ class FakeRequest:
     max_tokens: int = 1
     status: Any = field(default_factory=lambda: SimpleNamespace(name="WAITING"))
     computed: int = 0
+    cached: int = 0
+    """Tokens that the engine's prefix cache holds."""
     blocks: list[int] = field(default_factory=list)
     answer_params: dict[str, Any] | None = None
     landed: bool = False
@@ -152,10 +154,12 @@ class FakeEngine:
                 continue
             first = not request.allocated
             if request.computed == 0 and first:
-                count, asynchronous = self.scheduler.get_num_new_matched_tokens(request, 0)
-                wanted = count or min(self.chunk, request.num_prompt_tokens)
+                count, asynchronous = self.scheduler.get_num_new_matched_tokens(request, request.cached)
+                wanted = request.cached + count or min(self.chunk, request.num_prompt_tokens)
                 if not self._allocate(request, wanted):
                     continue
+                for layer in range(LAYERS if request.cached else 0):
+                    self._compute(request, layer, 0, request.cached)
                 blocks = SimpleNamespace(get_block_ids=lambda ids=request.blocks: (list(ids),))
                 self.scheduler.update_state_after_alloc(request, blocks, count)
                 request.allocated = True

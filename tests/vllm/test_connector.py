@@ -109,6 +109,7 @@ def wait(condition: Callable[[], bool]) -> None:
 @pytest.fixture
 def extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     install(monkeypatch)
+    interval_s = sys.getswitchinterval()
     sys.modules.pop("disagg.vllm.connector", None)  # its class has the base class of this test's vLLM
     save_keys(make_keys(), tmp_path / "keys.json")
     yield {
@@ -116,6 +117,7 @@ def extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str,
         "transport": {"backend": "tls"},
         "transfer": {"ring_bytes": 1 << 16, "staging_bytes": 1 << 16, "calibrate": "off"},
     }
+    sys.setswitchinterval(interval_s)
     sys.modules.pop("disagg.vllm.connector", None)
 
 

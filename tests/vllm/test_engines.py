@@ -60,6 +60,24 @@ def test_replicated_heads_are_sent_once() -> None:
     d.check_empty()
 
 
+@pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(1, 2), (2, 1)])
+def test_a_prefix_hit_of_the_consumer_is_not_sent(prefill_tp: int, decode_tp: int) -> None:
+    network = EngineNetwork()
+    p = FakeEngine(network, "p", tp=prefill_tp, block_size=32)
+    d = FakeEngine(network, "d", tp=decode_tp, layout="hnd, blocks first")
+    first = p.submit(asks_prefill("p1", 5, TOKENS))
+    run(network, p)
+    second = asks_decode("d1", first)
+    second.cached = 48  # in the middle of a block of the producer
+    d.submit(second)
+    run(network, p, d)
+    assert second.landed
+    sent = [worker.producing.endpoint.agent.statistics().bytes_sent for worker in p.workers]
+    assert sum(sent) == (TOKENS - 48) * 3 * 2 * 4 * 4 * 2
+    p.check_empty()
+    d.check_empty()
+
+
 def test_checksums() -> None:
     network, settings = EngineNetwork(), small_settings(checksum=True)
     p = FakeEngine(network, "p", tp=2, layout="hnd, blocks first", settings=settings)
