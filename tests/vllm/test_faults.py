@@ -141,6 +141,25 @@ def test_a_producer_that_never_computes() -> None:
     assert run.second.recomputed
 
 
+@pytest.mark.parametrize("side", ["p", "d"])
+def test_a_broken_connection_is_linked_again(side: str) -> None:
+    """The connection between two live workers breaks: requests fail, or land, and later ones land."""
+    for steps in range(0, 280, 56):
+        run = HandOver(steps, both_at_once=False)
+        for _ in range(steps):
+            run.step()
+        p, d = (engine.workers[0].endpoints for engine in (run.p, run.d))
+        names = [p[0].wires.control.address, d[1].wires.control.address]
+        run.network.fabric.sever(*(names if side == "p" else names[::-1]))
+        run.end()
+        run.first, run.second = run.p.submit(asks_prefill("p2", 4, TOKENS)), None
+        for _ in range(600):
+            run.step()
+        assert run.second is not None
+        assert run.second.landed
+        run.end()
+
+
 def test_a_restarted_engine_is_linked_again() -> None:
     run = HandOver(1, both_at_once=False)
     for _ in range(400):

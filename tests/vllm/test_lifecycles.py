@@ -47,7 +47,7 @@ class Lifecycles:
         while len(self.submitted) < lifecycles:
             self.choose.choice(kinds)()
             if self.choose.random() < 0.0003:
-                self._restart()
+                self.choose.choice((self._restart, self._sever))()
         self._end()
 
     def _message(self) -> None:
@@ -106,6 +106,11 @@ class Lifecycles:
         name = self.choose.choice(sorted(self.engines))
         self.engines[name].kill()
         self.engines[name] = self._engine(name)
+
+    def _sever(self) -> None:
+        """A data connection breaks between two workers that live."""
+        one, other = self.choose.sample(sorted(self.network.endpoints), 2)
+        self.network.fabric.sever(one, other)
 
     def _end(self) -> None:
         for pause in (0.0, 0.5, LEASE_S + 1, 0.5, LEASE_S + 1, 25.0, 0.5):
