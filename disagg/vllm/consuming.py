@@ -173,6 +173,7 @@ class Consuming:
 
     def _end(self, reserved: ReservedBlocks, reason: str) -> None:
         if reserved.state is IncomingState.UNLINKED:
+            self.release(ReleaseWork(reserved.ticket.key.request_id, reserved.work.group))
             self._ended(reserved)
         elif reserved.state is IncomingState.OPEN:
             reserved.state = IncomingState.ENDING

@@ -128,6 +128,25 @@ def test_a_request_that_never_comes() -> None:
     run.end()
 
 
+def test_an_abort_before_the_engines_are_linked() -> None:
+    """The producer frees its blocks when the link is there, not after its lease."""
+    run = HandOver(0, both_at_once=False)
+    while not run.first.finished:
+        run.p.step()
+    run.second = run.d.submit(asks_decode("d1", run.first))
+    run.d.step()
+    run.d.abort(run.second)
+    run.d.step()
+    for endpoint in run.d.workers[0].endpoints:
+        run.network.run(endpoint)  # before the producer has answered
+    for _ in range(2):
+        run.network.settle()
+        run.p.step()
+        run.d.step()
+    run.p.check_empty()
+    run.d.check_empty()
+
+
 def test_a_producer_that_never_computes() -> None:
     """The consumer waits for one lease."""
     run = HandOver(0, both_at_once=True)
