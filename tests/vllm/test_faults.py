@@ -6,7 +6,7 @@ import random
 
 import pytest
 from engine_network import EngineNetwork
-from fake_vllm import LEASE_S, FakeEngine, FakeRequest, asks_decode, asks_prefill
+from fake_vllm import LEASE_S, FakeEngine, FakeRequest, asks_decode, asks_prefill, small_settings
 
 TOKENS = 90
 
@@ -15,11 +15,19 @@ class HandOver:
     """One hand-over in small steps, of which a test chooses where something happens."""
 
     def __init__(
-        self, seed: int, *, both_at_once: bool, patch: pytest.MonkeyPatch | None = None, **sizes: int
+        self,
+        seed: int,
+        *,
+        both_at_once: bool,
+        patch: pytest.MonkeyPatch | None = None,
+        checksum: bool = False,
+        **sizes: int,
     ) -> None:
         self.network, self.choose = EngineNetwork(patch), random.Random(seed)
-        self.p = FakeEngine(self.network, "p", tp=sizes.get("p", 1))
-        self.d = FakeEngine(self.network, "d", tp=sizes.get("d", 1), layout="hnd, blocks first")
+        settings = small_settings(checksum)
+        self.p = FakeEngine(self.network, "p", tp=sizes.get("p", 1), settings=settings)
+        layout = "hnd, blocks first"
+        self.d = FakeEngine(self.network, "d", tp=sizes.get("d", 1), layout=layout, settings=settings)
         self.first = self.p.submit(asks_prefill("p1", 3, TOKENS, "both" if both_at_once else ""))
         self.second: FakeRequest | None = self._consumer() if both_at_once else None
 
@@ -126,6 +134,29 @@ def test_a_request_that_never_comes() -> None:
         run.d.step()
     assert late.recomputed  # told at once, not after another lease
     run.end()
+
+
+@pytest.mark.parametrize("checksum", [False, True])
+@pytest.mark.parametrize("both_at_once", [False, True])
+def test_the_producer_of_an_aborted_consumer_waits_for_no_lease(both_at_once: bool, checksum: bool) -> None:
+    for steps in range(0, 280, 20):
+        with pytest.MonkeyPatch.context() as patch:
+            run = HandOver(
+                steps, both_at_once=both_at_once, patch=patch, checksum=checksum, d=1 + steps // 20 % 2
+            )
+            for _ in range(steps):
+                run.step()
+            if run.second is None:
+                continue
+            run.d.abort(run.second)
+            for _ in range(5):
+                run.d.step()
+                run.p.step()
+                run.network.settle()
+            run.p.step()
+            run.d.step()
+            run.p.check_empty()
+            run.d.check_empty()
 
 
 def test_an_abort_before_the_engines_are_linked() -> None:

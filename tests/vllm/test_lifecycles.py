@@ -8,7 +8,7 @@ from collections import Counter
 
 import pytest
 from engine_network import EngineNetwork
-from fake_vllm import LEASE_S, FakeEngine, FakeRequest, asks_decode, asks_prefill
+from fake_vllm import LEASE_S, FakeEngine, FakeRequest, asks_decode, asks_prefill, small_settings
 
 LAYOUTS = ("nhd, kv first", "hnd, blocks first", "k and v apart")
 IN_A_RUN = 60
@@ -21,6 +21,7 @@ class Lifecycles:
     def __init__(self, seed: int, patch: pytest.MonkeyPatch) -> None:
         self.choose = random.Random(seed)
         self.network = EngineNetwork(patch)
+        self._settings = small_settings(checksum=seed % 2 == 1)
         self.lives = Counter({"a": 0, "b": 0})
         self.engines = {name: self._engine(name) for name in ("a", "b")}
         self._numbers = itertools.count(1)
@@ -39,6 +40,7 @@ class Lifecycles:
             layout=self.choose.choice(LAYOUTS),
             block_size=self.choose.choice((16, 32)),
             blocks=24,
+            settings=self._settings,
         )
 
     def run(self, lifecycles: int) -> None:
