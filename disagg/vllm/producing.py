@@ -176,10 +176,11 @@ class Producing:
 
     def _on_cancelled(self, message: m.PushCancelled) -> None:
         prompt = self._prompts.get(message.request)
-        pushes = self._pushes.setdefault(message.request, _Pushes(self._clock() + self._lease_s))
-        pushes.cancelled = True
-        if prompt is not None:
-            self._maybe_open(prompt)
+        if prompt is None:
+            self._pushes.setdefault(message.request, _Pushes(self._clock() + self._lease_s)).cancelled = True
+        else:
+            # Also of an open transfer: a consumer that closes early does not verify the checksums of its KV.
+            self._end(prompt, "the consumer needs no KV")
 
     # --- the data path
 

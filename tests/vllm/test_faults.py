@@ -139,11 +139,10 @@ def test_a_request_that_never_comes() -> None:
 @pytest.mark.parametrize("checksum", [False, True])
 @pytest.mark.parametrize("both_at_once", [False, True])
 def test_the_producer_of_an_aborted_consumer_waits_for_no_lease(both_at_once: bool, checksum: bool) -> None:
-    for steps in range(0, 280, 20):
+    for steps in range(60, 340, 28):
         with pytest.MonkeyPatch.context() as patch:
-            run = HandOver(
-                steps, both_at_once=both_at_once, patch=patch, checksum=checksum, d=1 + steps // 20 % 2
-            )
+            tp = {"p": 2, "d": 1 + steps // 28 % 2}
+            run = HandOver(steps, both_at_once=both_at_once, patch=patch, checksum=checksum, **tp)
             for _ in range(steps):
                 run.step()
             if run.second is None:
@@ -157,6 +156,32 @@ def test_the_producer_of_an_aborted_consumer_waits_for_no_lease(both_at_once: bo
             run.d.step()
             run.p.check_empty()
             run.d.check_empty()
+
+
+def test_a_worker_that_has_sent_all_does_not_wait_for_a_slow_one() -> None:
+    """The consumer aborts when one worker has sent its part: nobody verifies the checksums of that part any more."""
+    run = HandOver(2, both_at_once=False, checksum=True, p=2)
+    for _ in range(500):
+        run.step()
+    assert run.second is not None
+    assert run.second.landed  # the engines are linked
+    fast, slow = (worker.producing for worker in run.p.workers)
+    first = run.p.submit(asks_prefill("p2", 4, TOKENS))
+    while not first.finished:
+        run.p.step()
+    second = run.d.submit(asks_decode("d2", first))
+    del run.network.endpoints[slow.endpoint.wires.control.address]
+    for engine in (run.p, run.d):
+        engine.step()
+        run.network.settle()
+    assert fast.endpoint.agent.statistics().under_way == 0
+    assert fast.statistics().prompts == 1
+    run.d.abort(second)
+    run.d.step()
+    run.network.settle()
+    assert fast.statistics().prompts == 0
+    run.network.endpoints[slow.endpoint.wires.control.address] = slow.endpoint
+    run.end()
 
 
 def test_an_abort_before_the_engines_are_linked() -> None:
