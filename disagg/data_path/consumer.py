@@ -1,5 +1,6 @@
 """The receiving side of the data path, for an engine that decodes from its own pools.
 
+    consumer.after(event)                      if work on the device may still use the pages
     consumer.open(ticket, pages, group)        the pages are reserved; OPENED or FAILED follows
     ... LANDED                                 all KV is in the pages
     consumer.close(key, ticket, reason)        after LANDED or FAILED, or at any other time
@@ -18,12 +19,17 @@ from decode_node.receiver import SegmentReceiver
 from disagg.core.types import GroupInfo, RankInfo, RequestKey, Ticket
 from disagg.data_path.endpoint import Endpoint
 from disagg.data_path.events import TransferEvent, TransferEventKind
+from disagg.node.device import DeviceEvent
 from disagg.node.links import Link, make_link
 from transport.control import messages as m
 
 
 class KVConsumer(Endpoint[SegmentReceiver]):
     """Receives KV into one rank's pools. Pools that are not one tensor are written through the ring only."""
+
+    def after(self, event: DeviceEvent) -> None:
+        """Makes later writes to the pools wait, on the device, for work of the pages' earlier owners."""
+        self.agent.parts.queue.after(event)
 
     def open(self, ticket: Ticket, pages: list[int], group: str) -> None:
         """Accepts the ticket's KV from the linked group `group`. `pages` begin with the page of the first token."""

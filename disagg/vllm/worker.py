@@ -115,7 +115,9 @@ class WorkerSide:
             self._post_outgoing(self.producing, work)
 
     def _post_incoming(self, consuming: Consuming, work: StepWork) -> None:
-        post = consuming.endpoint.post
+        endpoint, post = consuming.endpoint, consuming.endpoint.post
+        if work.receives:  # steps that are launched may still write for the blocks' earlier owners
+            post(partial(endpoint.after, record_event(endpoint.options.pools.device)))
         for receive in work.receives:
             post(partial(consuming.receive, receive))
         for request_id in work.cancels:
