@@ -62,7 +62,7 @@ class HandOver:
             engine.check_empty()
 
 
-FIRST = [0, *(pytest.param(first, marks=pytest.mark.slow) for first in (7, 14, 21, 28))]
+FIRST = [0, *(pytest.param(first, marks=pytest.mark.slow) for first in range(7, 70, 7))]
 """Each value is a sample of the steps of a hand-over, which has 80 to 280; together they are every seventh."""
 
 
@@ -70,7 +70,7 @@ FIRST = [0, *(pytest.param(first, marks=pytest.mark.slow) for first in (7, 14, 2
 @pytest.mark.parametrize("both_at_once", [False, True])
 @pytest.mark.parametrize("who", ["p", "d", "both"])
 def test_aborts_at_every_step(who: str, both_at_once: bool, first: int) -> None:
-    for steps in range(first, 280, 35):
+    for steps in range(first, 280, 70):
         with pytest.MonkeyPatch.context() as patch:
             run = HandOver(
                 steps, both_at_once=both_at_once, patch=patch, p=1 + steps % 2, d=1 + steps // 2 % 2
@@ -93,7 +93,7 @@ def abort_after(run: HandOver, steps: int, who: str) -> None:
 @pytest.mark.parametrize("who", ["p", "d"])
 def test_deaths_at_every_step(who: str, both_at_once: bool, first: int) -> None:
     """A dead producer's prompt is computed by the consumer; a dead consumer's blocks are freed by the producer."""
-    for steps in range(first, 280, 35):
+    for steps in range(first, 280, 70):
         with pytest.MonkeyPatch.context() as patch:
             run = HandOver(
                 steps, both_at_once=both_at_once, patch=patch, p=1 + steps % 2, d=1 + steps // 2 % 2

@@ -137,15 +137,14 @@ def test_access_width_of_blocks(to_blocks: int, monkeypatch: pytest.MonkeyPatch,
     assert set(re.findall(_ACCESS, ptx)) - {"b64"} == {"v2.b64"}
 
 
-@pytest.mark.parametrize("to_pool", [1, 0], ids=["scatter", "gather"])
 @pytest.mark.parametrize(
-    ("strides", "heads", "head_words", "summed"),
+    ("strides", "heads", "head_words", "to_pool", "summed"),
     [
-        ((2048, 128, 32), 4, 32, False),
-        ((2048, 32, 512), 4, 32, True),
-        ((2304, 144, 144), 1, 144, False),
+        ((2048, 128, 32), 4, 32, 0, False),
+        ((2048, 32, 512), 4, 32, 1, True),
+        ((2304, 144, 144), 1, 144, 1, False),
     ],
-    ids=["nhd", "hnd, summed", "latent"],
+    ids=["gather, nhd", "scatter, hnd, summed", "scatter, latent"],
 )
 def test_access_width_of_separate_layers(
     strides: tuple[int, int, int],
