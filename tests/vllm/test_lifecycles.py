@@ -149,8 +149,8 @@ def test_no_block_is_leaked() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", range(10))
+@pytest.mark.parametrize("part", range(20))
 def test_no_block_is_leaked_in_100_000_lifecycles(part: int) -> None:
-    ends = check(range(10 + 10 * part, 20 + 10 * part), 1000)
-    assert ends["lifecycles"] >= 10_000
-    assert ends["lives"] > 20  # engines died, and others took their places
+    ends = check(range(10 + 5 * part, 15 + 5 * part), 1000)
+    assert ends["lifecycles"] >= 5_000
+    assert ends["lives"] > 10  # engines died, and others took their places
