@@ -23,7 +23,7 @@ from decode_node.receive_state import (
 from decode_node.written import WrittenSegments
 from disagg.core.state_table import StateMachine
 from disagg.core.types import RequestKey, Segment, Shard, Ticket
-from disagg.kv.transfer_pools import TransferPools
+from disagg.kv.transfer_pools import CopyPools
 from disagg.node.device import DeviceEvent
 from disagg.node.sums import Word
 from kernels.copy.rows import PoolSlice
@@ -184,7 +184,7 @@ class IncomingTransfer:
                 yield item
 
 
-def pool_slice(segment: Segment, incoming: IncomingTransfer, shard: Shard, pool: TransferPools) -> PoolSlice:
+def pool_slice(segment: Segment, incoming: IncomingTransfer, shard: Shard, pool: CopyPools) -> PoolSlice:
     """Returns the slice of `pool` that holds the segment. `shard`: the shard of the pool's rank."""
     number = shard.part_of(segment.layers)
     part, tokens = shard.all_parts[number], segment.tokens.shift(-incoming.ticket.tokens.start)

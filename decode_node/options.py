@@ -9,7 +9,7 @@ from disagg.core.config.read import Config
 from disagg.core.ports import Clock
 from disagg.core.timeline import Timeline
 from disagg.core.types import Shard
-from disagg.kv.transfer_pools import TransferPools
+from disagg.kv.transfer_pools import CopyPools
 from disagg.node.rank import aligned
 from transport.base import Transport
 from transport.control import messages as m
@@ -56,7 +56,7 @@ class ReceiverContext:
 
     rank: int
     shard: Shard
-    pool: TransferPools
+    pool: CopyPools
     transport: Transport
     address: str
     """The rank's control address."""

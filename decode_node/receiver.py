@@ -104,7 +104,8 @@ class SegmentReceiver:
         self._writes, self._probes = parts.writes, parts.probes
         self.polls = self._pool.device.type == "cuda"
         """Whether `poll` returns short intervals while data is expected."""
-        self._links: dict[str, Link] = {}
+        self.links: dict[str, Link] = {}
+        """Linked prefill groups by name."""
         self._stale = 0
 
     # --- set-up
@@ -119,7 +120,7 @@ class SegmentReceiver:
             self._transport.connect(peer.control_address, peer.transport_address)
         with self._queue.use():
             warm_copies(link.to_rank(self._rank), self._shard, self._pool, self._sums)
-        self._links[link.prefill.name] = link
+        self.links[link.prefill.name] = link
         for peer in link.sources_of(self._rank):
             self._messages.link(peer.control_address)
             self._writes.offer(peer.control_address)
@@ -133,7 +134,7 @@ class SegmentReceiver:
     def open(self, message: m.OpenReceive) -> None:
         """Opens a ticket: this rank then accepts the ticket's segments. A repeated message is answered again."""
         ticket = message.ticket
-        link = self._links.get(message.prefill_group)
+        link = self.links.get(message.prefill_group)
         if link is None:
             error = NotLinkedError(f"prefill group {message.prefill_group!r} is not linked")
             self._tickets.refuse(ticket, error)
@@ -202,9 +203,9 @@ class SegmentReceiver:
     def on_peer_lost(self, peer: str) -> None:
         """Handles a lost prefill rank: fences the rank, cancels its segments that have not arrived, and fails its
         incomplete tickets."""
-        for name, link in list(self._links.items()):
+        for name, link in list(self.links.items()):
             if peer in {rank.control_address for rank in link.prefill.ranks}:
-                del self._links[name]
+                del self.links[name]
         self._writes.peers.discard(peer)
         self._messages.forget(peer)
         self._tickets.forget(peer)

@@ -20,6 +20,7 @@ from decode_node.tickets import IncomingTickets
 from decode_node.verifier import Verifier
 from disagg.core.errors import ProtocolError, TransportError
 from disagg.core.types import Ticket
+from kernels.copy.layer_pool import one_tensor
 from transport.base import Arrival, Operation, OperationState
 from transport.completion_notifications import NOTIFICATION_BYTES, CompletionNotifications, Written
 from transport.control import messages as m
@@ -60,9 +61,9 @@ class PeerWrites:
         if self.fences is None:
             return
         try:
-            pools = tuple(map(offer, self._pool.buffers))
+            pools = tuple(offer(one_tensor(pool)) for pool in self._pool.buffers)
             words = offer(self.fences.words)
-        except TransportError as exc:
+        except (TransportError, ValueError) as exc:  # ValueError: the pool is not one tensor
             log.info("pool_not_offered", peer=peer, why=str(exc), how="KV comes through the ring")
             return
         self.peers.add(peer)

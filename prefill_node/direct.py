@@ -11,9 +11,10 @@ import torch
 from disagg.core.errors import ProtocolError, TransportError
 from disagg.core.types import KVLayout, Segment, Shard, Span, Ticket
 from disagg.kv.pages import pages_for, slots_of
-from disagg.kv.transfer_pools import TransferPools
+from disagg.kv.transfer_pools import CopyPools
 from disagg.node.sums import Sums
 from kernels.copy.checksum import Check
+from kernels.copy.layer_pool import Pool, one_tensor
 from kernels.copy.move import prepare_move
 from kernels.copy.quantize import prepare_quantized_move
 from kernels.copy.rows import PoolSlice
@@ -104,12 +105,10 @@ def check_pool(opened: OpenPool, layout: KVLayout, shard: Shard, dtype: torch.dt
             )
 
 
-def slice_of(
-    buffers: Sequence[torch.Tensor], slots: torch.Tensor, segment: Segment, shard: Shard
-) -> PoolSlice:
+def slice_of(buffers: Sequence[Pool], slots: torch.Tensor, segment: Segment, shard: Shard) -> PoolSlice:
     """Returns the slice of a rank's pools that holds a segment.
 
-    `slots`: slot of each position of the segment. `shard`, `buffers`: the rank's shard and `TransferPools.buffers`.
+    `slots`: slot of each position of the segment. `shard`, `buffers`: the rank's shard and `CopyPools.buffers`.
     """
     number = shard.part_of(segment.layers)
     part = shard.all_parts[number]
@@ -137,7 +136,7 @@ def _prepare(
 def warm(
     routes: tuple[Route, ...],
     target: Shard,
-    pool: TransferPools,
+    pool: CopyPools,
     source: Shard,
     link: Link,
     sums: Sums | None,
@@ -154,7 +153,7 @@ def warm(
     ):
         heads = {route.heads for route in routes if mine.layers.covers(route.layers)}
         quantized = None if layout.is_state(mine.layers) else quantized_dtype(link)
-        _warm(heads, its, own, mine, one, quantized, sums)
+        _warm(heads, its, one_tensor(own), mine, one, quantized, sums)
     torch.cuda.synchronize(pool.device)
 
 

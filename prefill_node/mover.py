@@ -179,7 +179,8 @@ class SegmentMover:
         if quantized is None or outgoing.link.decode.layout.is_state(segment.layers):
             gather(*source, out, check)
         else:
-            gather_quantized(*source, quantized, out, check)
+            _, slots, layers, heads = source
+            gather_quantized(source.tensor, slots, layers, heads, quantized, out, check)
 
     def _send_copied(self) -> None:
         while self.copying and is_done(self.copying[0].copied):

@@ -9,7 +9,7 @@ from disagg.core.config.read import Config
 from disagg.core.ports import Clock
 from disagg.core.timeline import Timeline
 from disagg.core.types import Shard
-from disagg.kv.transfer_pools import TransferPools
+from disagg.kv.transfer_pools import CopyPools
 from disagg.node.rank import aligned
 from staging.wire import Wire
 from transport.base import Transport
@@ -60,7 +60,7 @@ class SenderContext:
 
     rank: int
     shard: Shard
-    pool: TransferPools
+    pool: CopyPools
     transport: Transport
     control: ControlChannel
     to_leader: Callable[[m.Message], None]

@@ -91,4 +91,5 @@ def test_the_simulation_reaches_what_it_is_for() -> None:
     metrics = {m.Watch, m.RankReport, m.GroupReport, m.CacheDigest}
     broken = {m.RankBroken, m.LinkBroken}  # no step breaks here, and the fabric keeps every connection
     storage = {m.StorageMoved}  # of groups with a storage, which the kinds `tiers storage` have
-    assert set(m.MESSAGE_TYPES) - seen == broken | directory | metrics | storage
+    engines = {m.EngineGroups, m.PushRequest, m.PushCancelled}  # of other projects' engines
+    assert set(m.MESSAGE_TYPES) - seen == broken | directory | metrics | storage | engines

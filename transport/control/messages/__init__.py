@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from transport.control.messages.base import Message
 from transport.control.messages.codec import MAX_MESSAGE_BYTES, MESSAGE_TYPES, decode, encode
+from transport.control.messages.engines import EngineGroups, PushCancelled, PushRequest
 from transport.control.messages.groups import (
     CacheDigest,
     GroupReport,
@@ -73,6 +74,7 @@ __all__ = [
     "CacheMoved",
     "CloseTransfer",
     "EndAnswer",
+    "EngineGroups",
     "Failed",
     "FirstTokens",
     "GroupReport",
@@ -94,6 +96,8 @@ __all__ = [
     "ProbeAnswer",
     "ProbeEnded",
     "ProbeRequest",
+    "PushCancelled",
+    "PushRequest",
     "RankBroken",
     "RankClosed",
     "RankFailed",
