@@ -1,1 +1,1 @@
-"""The node that receives KV and generates tokens."""
+"""The decode node: receives the KV cache of prompts from prefill ranks and generates tokens."""

@@ -1,15 +1,17 @@
-"""The decode rank as a Ray actor."""
+"""The decode rank as a Ray actor; `DecodeRank` holds all logic."""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import ray
 
-from disagg.core.collection import collection_paused
+from disagg.node.host import RankHost
+from disagg.node.ownership import NO_COUNTS, GroupCounts, Owner
+from disagg.node.rank_records import ClaimReply
 
-with collection_paused():  # a rank's process imports torch and transformers here
+if TYPE_CHECKING:  # torch and transformers, which the cluster that places the rank need not load
     from decode_node.rank import DecodeRank
-    from disagg.node.host import ClaimReply, RankHost
-    from disagg.node.ownership import NO_COUNTS, GroupCounts, Owner
 
 
 # No restarts, and a concurrency group for `park`: `prefill_node.actor` gives the reasons.
@@ -17,19 +19,26 @@ with collection_paused():  # a rank's process imports torch and transformers her
 class DecodeActor(RankHost):
     """Ray actor that hosts a `DecodeRank`; `disagg.node.host` describes its threads and its owner."""
 
-    node_class = DecodeRank
+    role = "decode"
+
+    @staticmethod
+    def rank_class() -> type[DecodeRank]:
+        """Returns `DecodeRank`; see `RankHost.rank_class`."""
+        from decode_node.rank import DecodeRank
+
+        return DecodeRank
 
     @ray.method(concurrency_group="watch")  # type: ignore[untyped-decorator]
     def pulse(self, token: str = "", counts: GroupCounts = NO_COUNTS) -> bool:
-        """See `RankHost.pulse`."""
+        """Records a pulse of the owner; see `RankHost.pulse`."""
         return super().pulse(token, counts)
 
     @ray.method(concurrency_group="watch")  # type: ignore[untyped-decorator]
     def claim(self, claimant: Owner) -> ClaimReply:
-        """See `RankHost.claim`."""
+        """Makes `claimant` the owner if the current owner is dead; see `RankHost.claim`."""
         return super().claim(claimant)
 
     @ray.method(concurrency_group="watch")  # type: ignore[untyped-decorator]
     def park(self, token: str = "") -> str:
-        """See `RankHost.park`."""
+        """Blocks until the rank ends or has a new owner; returns the reason. See `RankHost.park`."""
         return super().park(token)

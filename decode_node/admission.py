@@ -16,11 +16,11 @@ from disagg.node.kv_manager import BlockTable, KVManager
 from transport.tags import TICKET_NUMBERS
 
 NOTHING = Resumption()
-"""Resumption of a request without an earlier attempt."""
+"""Default of `resumption` arguments: the request has no earlier attempt."""
 
 
 class DecodeAdmission:
-    """Makes tickets, and reserves the rows and pages of each. Pure: no threads, no clocks, no I/O."""
+    """Reserves rows and pages for requests and creates their tickets. Pure: no threads, no clocks, no I/O."""
 
     def __init__(self, kv_manager: KVManager, options: SchedulerOptions, preemptor: Preemptor) -> None:
         self._kv_manager, self._options, self._preemptor = kv_manager, options, preemptor
@@ -29,10 +29,10 @@ class DecodeAdmission:
 
     @property
     def max_sequences(self) -> int:
-        """Largest number of sequences of one request. A step computes them together, and each sequence needs a row.
+        """Largest number of sequences of one request. Each sequence needs a row, and one step computes all of them.
 
-        The number is 1 if a prompt cannot be cut at every position: recomputed sequences share tokens up to an
-        arbitrary position, and the recurrent state there.
+        The number is 1 if prompt chunks cannot end at every position. After a preemption, the shared prefix of
+        several sequences is recomputed once, so a chunk must be able to end at the last shared token.
         """
         if not self._options.chunks.anywhere:
             return 1
@@ -52,8 +52,8 @@ class DecodeAdmission:
     ) -> DecodeRequest:
         """Reserves a row for each sequence, and pages for the KV that will be transferred.
 
-        The pages follow the cached pages of `prefix`. At least one token is transferred. The new request owns the
-        block table of `resumption` from now on; an exception frees it.
+        A prefix cache hit of `prefix` provides the first pages. At least one token is transferred. The new request
+        takes over the block table of `resumption`; an exception frees this block table.
         Raises `InvalidRequestError`, `PromptTooLongError`, `BusyError`.
         """
         answered, begin_tokens = resumption.answered, len(prompt) + len(resumption.answered)
@@ -63,7 +63,9 @@ class DecodeAdmission:
             self.drop(resumption)
             raise
         begin = prefix.extended(answered) if prefix is not None else None
-        landing = begin_tokens if self._options.has_kv else 1  # a page, for direct writes
+        landing = (
+            begin_tokens if self._options.has_kv else 1
+        )  # one page: direct writes need a ticket with pages
         block_table, have_tokens = self._block_table(landing, sampling.sequences, begin, resumption)
         age = next(self._ages)
         tokens = Span(have_tokens if self._options.has_kv else begin_tokens, begin_tokens)
@@ -93,15 +95,15 @@ class DecodeAdmission:
         return request
 
     def drop(self, resumption: Resumption) -> None:
-        """Frees the block table of an earlier attempt that nothing takes over."""
+        """Frees the block table of an earlier attempt, if any, because no new request takes over the table."""
         if resumption.block_table is not None:
             self._kv_manager.release(resumption.block_table)
 
     def _passed_on(self, tokens: int, sequences: int, resumption: Resumption) -> BlockTable | None:
-        """Returns the block table of the earlier attempt, for `tokens` tokens; None if there is none, or if pages are
-        short.
+        """Returns the earlier attempt's block table, extended to `tokens` tokens.
 
-        While a preempted request waits for pages, the block table gets no further page.
+        Returns None if there is no such table, or if rows or pages are short. While a preempted request waits for
+        pages, the block table gets no further page.
         """
         if resumption.block_table is None:
             return None
@@ -115,9 +117,9 @@ class DecodeAdmission:
     def _block_table(
         self, tokens: int, sequences: int, prefix: PrefixKey | None, resumption: Resumption
     ) -> tuple[BlockTable, int]:
-        """Reserves pages for `tokens`; returns the block table and the number of tokens with KV in its pages.
+        """Reserves pages for `tokens` tokens; returns the block table and the number of leading tokens that have KV.
 
-        Raises `BusyError`, also while a preempted request waits for pages.
+        Raises `BusyError` if rows or pages are short, or while a preempted request waits for pages.
         """
         passed_on = self._passed_on(tokens, sequences, resumption)
         if passed_on is not None:
@@ -129,21 +131,21 @@ class DecodeAdmission:
             memory = self._kv_manager.statistics()
             preempted = sum(r.residency is not Residency.RESIDENT for r in self._preemptor.live())
             raise BusyError(
-                f"the decode group has no room for {tokens} tokens more now "
+                f"the decode group has no room for {tokens} more tokens now "
                 f"({self._kv_manager.free_pages} pages and {memory.free_rows} rows are free, "
                 f"{preempted} requests wait for pages)"
             )
         return block_table, block_table.cached_tokens
 
     def require_fits(self, prompt_tokens: int, sampling: SamplingParams, answered_tokens: int = 0) -> None:
-        """Raises `InvalidRequestError` or `PromptTooLongError` unless the request fits when it is alone."""
+        """Raises `InvalidRequestError` or `PromptTooLongError` if a request would not even fit an empty group."""
         self._require_sequences(prompt_tokens, sampling)
         total = prompt_tokens + sampling.max_tokens
         if total > self._max_tokens:
             raise PromptTooLongError(
                 f"prompt of {prompt_tokens} and answer of up to {sampling.max_tokens} tokens do not fit the decode "
                 f"group, which takes {self._max_tokens} in all: raise decode.max_context_tokens or "
-                f"decode.pool_tokens, or shorten them"
+                f"decode.pool_tokens, or shorten prompt or answer"
             )
 
     def _require_sequences(self, prompt_tokens: int, sampling: SamplingParams) -> None:
@@ -151,7 +153,8 @@ class DecodeAdmission:
             name = "beams" if sampling.beams else "n"
             raise InvalidRequestError(
                 f"{name} = {sampling.sequences} is not allowed; this group computes up to {self.max_sequences} "
-                f"sequences of one request (decode.max_batch, decode.max_requests; 1 for prompts that cannot be cut)"
+                f"sequences of one request (decode.max_batch, decode.max_requests; 1 if the model's prompts cannot "
+                f"be cut at every position)"
             )
         size, pool_tokens = self._kv_manager.page_size, self._kv_manager.capacity_tokens
         fitting = sequences_that_fit(prompt_tokens, sampling.max_tokens, pool_tokens, size)
@@ -159,5 +162,5 @@ class DecodeAdmission:
             raise PromptTooLongError(
                 f"a prompt of {prompt_tokens} tokens and {sampling.sequences} answers of up to {sampling.max_tokens} "
                 f"tokens do not fit the decode group's {self._kv_manager.pages} pages of {size} tokens: raise "
-                f"decode.pool_tokens, or ask for fewer or shorter ones"
+                f"decode.pool_tokens, or request fewer or shorter answers"
             )

@@ -1,4 +1,4 @@
-"""Admission to the decode group: reservations, and requests that take over from an earlier attempt."""
+"""The part of the decode leader that admits requests, also those that take over the pages of an earlier attempt."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from disagg.node.waiting import WaitingRequest
 from transport.control import messages as m
 
 CLAIM_S = 0.5
-"""Longest wait for the pages of an earlier attempt, which stay in use while a lost peer may still write them."""
+"""Longest wait of an attempt for the pages of the request's earlier attempt. Pages are not released while a lost peer
+may still write them."""
 
 
 class Claim(NamedTuple):
@@ -36,9 +37,7 @@ class Claim(NamedTuple):
 
 
 class AdmittingLeader(ReservingLeader):
-    """The part of `DecodeLeader` that reserves a row and pages for each request, and stores the linked prefill
-    groups.
-    """
+    """The part of `DecodeLeader` that reserves rows and pages for requests, and records the linked prefill groups."""
 
     _scheduler: DecodeScheduler
 
@@ -61,14 +60,14 @@ class AdmittingLeader(ReservingLeader):
         """Claims by the key of the new attempt, which is `DecodeRequest.successor` of the earlier attempt."""
 
     def link(self, other: GroupInfo) -> None:
-        """Accepts requests of this prefill group."""
+        """Accepts requests whose prompt is computed by this prefill group."""
         with self._changed:
             self._prefill_leaders[other.name] = other.leader.control_address
 
     def on_peer_lost(self, peer: str) -> None:
-        """Handles a lost peer; loss of a prefill leader fails that group's requests that lack their first token.
+        """Handles a lost peer. If the peer is a prefill leader, its group's requests without a first token fail.
 
-        A waiting request fails with `NotLinkedError`, which the router does not count as a recovery. Nothing was
+        A queued request fails with `NotLinkedError`, which the router does not count as a recovery: nothing was
         computed for the request, and one network partition can cause many such losses.
         """
         with self._changed:
@@ -78,7 +77,7 @@ class AdmittingLeader(ReservingLeader):
         super().on_peer_lost(peer)
         with self._changed:
             lost = {name for name, address in self._prefill_leaders.items() if address == peer}
-            error = PeerLostError(f"lost the leader of prefill group at {peer}")
+            error = PeerLostError(f"lost the leader of the prefill group, at {peer}")
             for request in list(self._scheduler.requests.values()):
                 if request.prefill_group in lost and not request.begun:
                     self._fail(request, error)
@@ -88,9 +87,9 @@ class AdmittingLeader(ReservingLeader):
             self._changed.notify_all()
 
     def _reserve(self, router: str, message: m.Reserve) -> None:
-        """Admits a request; first closes its earlier attempt in this group, if there is one."""
+        """Admits a request. An earlier attempt of the request in this group is closed first."""
         if message.key in self._claims:
-            return  # a repeated message
+            return  # a repeated message changes nothing
         old = self._scheduler.requests.get(message.after) if message.after is not None else None
         if old is None or old.router != router or old.successor is not None or self.broken:
             self._admit(router, message)
@@ -104,7 +103,7 @@ class AdmittingLeader(ReservingLeader):
     def expire(self) -> None:
         """Ends requests past their deadline.
 
-        An attempt that waited too long for the earlier attempt's pages gets new ones.
+        An attempt that has waited `CLAIM_S` for the earlier attempt's pages is admitted with new pages.
         """
         super().expire()
         now_s = self._clock()
@@ -124,9 +123,10 @@ class AdmittingLeader(ReservingLeader):
         super()._break(reason)
 
     def _confirm_release(self, request: LedRequest) -> None:
-        """Confirms the release of a settled request, and admits the attempt that takes over its pages."""
+        """Sends `Released` for a settled request if the router waits for it, and admits the attempt that takes over
+        the request's pages."""
         super()._confirm_release(request)
-        assert isinstance(request, DecodeRequest), "requests of this leader"
+        assert isinstance(request, DecodeRequest), "this leader has decode requests only"
         if request.key not in self._scheduler.requests and (message := self._drop_claim(request)):
             self._admit(request.router, message, self._scheduler.resumption(request, message.answered))
 
@@ -150,11 +150,13 @@ class AdmittingLeader(ReservingLeader):
             self._resume_or_wait(one, resumption)
 
     def _is_admissible(self, router: str, message: m.Reserve) -> bool:
-        """Returns whether the request needs memory; False if it already waits or the router has received a reply."""
+        """Returns whether a request needs a reservation; False if the request is queued, admitted or refused."""
         known = self._scheduler.requests.get(message.key)
         if known is not None and not known.closing:
             if known.router != router:
-                self._refuse(router, message.key, BusyError(f"request {message.key} runs for another router"))
+                self._refuse(
+                    router, message.key, BusyError(f"request {message.key} is in use by another router")
+                )
             elif len(known.opened_ranks) == self._ranks:
                 self._send(router, m.Reserved(known.key, known.ticket))
             return False
@@ -168,12 +170,13 @@ class AdmittingLeader(ReservingLeader):
         return not self._has_ended(router, message)
 
     def _resume_or_wait(self, one: WaitingRequest, resumption: Resumption) -> None:
-        """Admits a request that takes over pages, ahead of waiting requests.
+        """Admits a request that takes over pages, ahead of queued requests.
 
-        If the pages do not suffice, it waits too.
+        If these pages do not suffice and no others are free, the request is queued too.
         """
         try:
-            self._start(one, replace(resumption, only_kept=len(self.waiting) > 0))
+            is_first = self.waiting.is_first(one.reserve.priority, self._ready)
+            self._start(one, replace(resumption, only_kept=not is_first))
         except BusyError as error:
             self._wait(one, error)
         except DisaggError as error:

@@ -18,7 +18,7 @@ from transport.control import messages as m
 
 
 def build_receiver(options: ReceiverOptions, context: ReceiverContext) -> SegmentReceiver:
-    """Returns a receiver whose ring is registered with the transport."""
+    """Constructs a receiver, connects its parts, and registers the ring's memory with the transport."""
     device, transport = context.pool.device, context.transport
     queue, sums = DeviceQueue(device), Sums(device) if options.checksum else None
     messages = ReceiverMessages(transport, context.send)

@@ -1,4 +1,4 @@
-"""Cost estimates of preemption: recomputing a request's KV, or swapping it to host memory and back."""
+"""Estimates the cost of preemption by recomputing a request's KV, or by swapping the KV to host memory and back."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ STEPS_PER_S = 50.0
 """Assumed rate of decode steps (one token of each request) until one is measured."""
 SWAP_OVERHEAD_S = 2e-3
 """Fixed cost of a swap: two orders to the ranks, their replies, and the steps in between, which omit the request.
-Because of this cost, a short request is recomputed faster: its tokens share steps with those of other requests."""
+For a short request recomputation is faster, because its tokens share steps with those of other requests."""
 SHARE = 0.2
-"""Weight of the newest measurement in an estimate: one unusual step does not change the choice."""
+"""Weight of the newest measurement in an estimate, small enough that one unusual step does not change the choice."""
 
 
 def cheaper(pages: int, tokens: int, rates: CostEstimates, *, steps: int = 0) -> Kind:
     """Returns the faster kind of preemption.
 
-    The choice is between copying `pages` out and back, and computing `tokens`, then `steps` of one token each.
+    Compares a copy of `pages` to host memory and back with the recomputation of `tokens` in chunks and of `steps`
+    further tokens one by one.
     """
     swap_s = SWAP_OVERHEAD_S + 2 * pages / rates.pages_per_s
     again_s = tokens / rates.tokens_per_s + steps / rates.steps_per_s
@@ -30,7 +31,7 @@ def cheaper(pages: int, tokens: int, rates: CostEstimates, *, steps: int = 0) ->
 
 
 class CostEstimates(NamedTuple):
-    """Estimated rates at one moment."""
+    """Estimated rates of page copies, recomputation and decode steps."""
 
     pages_per_s: float
     """Pages per second that the slowest rank copies in one direction."""

@@ -1,4 +1,4 @@
-"""Records which part of a ticket's KV was announced, and proves that each cell is written exactly once."""
+"""Records which part of a ticket's KV was announced, and ensures that each cell is written exactly once."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from staging.routes import Route
 
 
 class Coverage:
-    """Progress of one ticket's segments.
+    """Record of the announced segments of one ticket.
 
-    The planner cuts the segments of one route and one layer without gap or overlap. One number for each
+    The planner cuts the segments of one route and one layer without gap or overlap. One position for each
     (route, layer) therefore describes the part that was announced.
     """
 
@@ -36,16 +36,18 @@ class Coverage:
         return self._from[src_rank]
 
     def add(self, segment: Segment) -> None:
-        """Adds a segment. Raises `ProtocolError`, changing nothing, when it is not the next of its route."""
+        """Records a segment. Raises `ProtocolError`, changing nothing, unless it is the next segment of its route."""
         route = self._route_of(segment)
         nbytes = self._bytes(segment.layers, segment.heads, segment.tokens)
         if segment.nbytes != nbytes:
-            raise ProtocolError(f"{segment} has {segment.nbytes} bytes, its route needs {nbytes}")
+            raise ProtocolError(f"{segment} has {segment.nbytes} bytes instead of {nbytes}")
         rows = segment.layers.shift(-route.layers.start)
         ahead = self._next[route]
         tokens = self._layout.moved_tokens(segment.layers, self._tokens)
         if not tokens.covers(segment.tokens) or any(ahead[row] != segment.tokens.start for row in rows):
-            raise ProtocolError(f"{segment} overlaps an earlier one or leaves a gap")
+            raise ProtocolError(
+                f"{segment} does not follow its route's previous segment, or exceeds the ticket"
+            )
         for row in rows:
             ahead[row] = segment.tokens.stop
 
@@ -57,9 +59,9 @@ class Coverage:
         return any(ahead[row] < segment.tokens.start for row in segment.layers.shift(-route.layers.start))
 
     def whole_tokens(self, segments: Iterable[Segment]) -> int:
-        """Returns the number of tokens, from the first one on, whose KV `segments` cover in all layers and heads.
+        """Returns the number of leading tokens of the ticket whose KV `segments` cover in all layers and heads.
 
-        `segments` do not overlap.
+        `segments` must not overlap.
         """
         count = len(self._tokens)
         changes = np.zeros(count + 1, np.int64)

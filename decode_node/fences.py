@@ -1,6 +1,6 @@
-"""Fence words: one word per row of this rank, with the ticket whose writes the row accepts.
+"""Fence words of a decode rank: one word per row, with the number of the ticket whose direct writes the row accepts.
 
-Kernels of the writers read the words.
+The writing kernels of prefill ranks read these words before they write.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ CLOSED = -1
 
 
 class FenceWords:
-    """One int64 for each row. A write that begins after `close` has returned does nothing.
+    """Fence words in device memory, int64 `[rows]`. A write that begins after `close` has returned does nothing.
 
-    Owned by the transfer thread. Changes run on a separate queue, so they never wait for a scatter.
+    Owned by the transfer thread. Changes run on a separate device queue, so they never wait for a scatter.
     """
 
     def __init__(self, rows: int, device: torch.device) -> None:
@@ -25,11 +25,12 @@ class FenceWords:
             torch.cuda.synchronize(device)
 
     def open(self, row: int, ticket: int) -> None:
-        """Allows writes of the ticket; returns when the device has the new value."""
+        """Allows writes of `ticket` to the pages of `row`; returns when the device memory has the new value."""
         self._set(row, ticket)
 
     def close(self, row: int) -> None:
-        """Disallows all writes; returns when the device has the new value. A write that has begun may continue."""
+        """Disallows all writes to the pages of `row`; returns when the device memory has the new value. A write that
+        has begun may continue."""
         self._set(row, CLOSED)
 
     def _set(self, row: int, value: int) -> None:

@@ -1,4 +1,4 @@
-"""Sequences of one request: beams that fork, sequences that end early, and pages that go to the prefix cache."""
+"""Changes the sequences of a request between steps: forks beams, frees ended sequences, and caches their pages."""
 
 from __future__ import annotations
 
@@ -87,4 +87,4 @@ class Forks:
             known = request.prefix.extended(sequence.tokens).shortened(sequence.computed_tokens)
             self._kv_manager.keep(sequence.block_table, known)
             if sequence.left_tokens > 1:
-                return  # the removed sequence was computing the tokens that later sequences share
+                return  # later sequences share tokens that this sequence has not recomputed yet

@@ -23,7 +23,7 @@ from decode_node.receive_state import (
 from decode_node.written import WrittenSegments
 from disagg.core.state_table import StateMachine
 from disagg.core.types import RequestKey, Segment, Shard, Ticket
-from disagg.kv.transfer_pools import TransferPools
+from disagg.kv.transfer_pools import CopyPools
 from disagg.node.device import DeviceEvent
 from disagg.node.sums import Word
 from kernels.copy.rows import PoolSlice
@@ -40,10 +40,10 @@ class IncomingSegment:
     """Control address of the source rank; also the rank's name in the transport."""
     lease: Lease
     again: bool = False
-    """Whether the first sending was damaged; `state` then belongs to the second sending."""
+    """Whether the segment arrived damaged and is sent again; `state` is then the state of the second receive."""
     scattered: DeviceEvent = None
     word: Word | None = None
-    """Device word for the checksum's difference while SCATTERING; None otherwise."""
+    """While SCATTERING: memory for the difference between the computed and the received checksum; None otherwise."""
     started_s: float = 0.0
     waits_since_s: float | None = None
     """Time of the grant if the lease was not writable at that time; None otherwise."""
@@ -54,22 +54,22 @@ class IncomingSegment:
 
     @property
     def state(self) -> ReceiveState:
-        """The current state."""
+        """Current state of the segment."""
         return self._machine.state
 
     def advance(self, event: SegmentEvent) -> tuple[Action, ...]:
-        """Changes the state; returns the actions to perform. Raises `InvariantError`."""
+        """Applies an event; returns the actions to perform. Raises `InvariantError` for an invalid event."""
         return self._machine.advance(event)
 
     @property
     def holds_lease(self) -> bool:
-        """True while its ring region may still be written or read."""
+        """True while the segment's ring region may still be written or read."""
         return self.state in (ReceiveState.LEASED, ReceiveState.RECEIVING, ReceiveState.SCATTERING)
 
 
 @dataclass(slots=True, eq=False)
 class SourceRank:
-    """One prefill rank's part in a transfer."""
+    """State of one prefill rank in a transfer."""
 
     rank: int
     peer: str
@@ -85,11 +85,11 @@ class SourceRank:
 
     @property
     def state(self) -> SourceState:
-        """The current state."""
+        """Current state of the source rank."""
         return self._machine.state
 
     def advance(self, event: SourceEvent) -> tuple[Action, ...]:
-        """Changes the state; returns the actions to perform. Raises `InvariantError`."""
+        """Applies an event; returns the actions to perform. Raises `InvariantError` for an invalid event."""
         return self._machine.advance(event)
 
     @property
@@ -111,9 +111,9 @@ class IncomingTransfer:
     sources: dict[int, SourceRank]
     """Prefill ranks that send to this rank, by rank number."""
     items: dict[tuple[int, int], IncomingSegment] = field(default_factory=dict)
-    """Segments that were granted a lease, even if the lease is freed by now, by (source rank, segment index)."""
+    """Segments by (source rank, segment index), added when a lease is granted and kept after the lease is freed."""
     written: WrittenSegments = field(default_factory=WrittenSegments)
-    """Segments that writers put straight into the pool."""
+    """Segments that prefill ranks write directly into the pool."""
     fence_open: bool = False
     """Whether the row's fence word names this ticket."""
     barred_until_s: float = 0.0
@@ -127,11 +127,11 @@ class IncomingTransfer:
 
     @property
     def state(self) -> ReceiveTransferState:
-        """The current state."""
+        """Current state of the transfer."""
         return self._machine.state
 
     def advance(self, event: ReceiveTransferEvent) -> tuple[Action, ...]:
-        """Changes the state; returns the actions to perform. Raises `InvariantError`."""
+        """Applies an event; returns the actions to perform. Raises `InvariantError` for an invalid event."""
         return self._machine.advance(event)
 
     @property
@@ -146,13 +146,14 @@ class IncomingTransfer:
 
     @property
     def over(self) -> bool:
-        """True when the request has failed or ends: no further segment is accepted."""
+        """True when the transfer has failed or is closing, so that no further segment is accepted."""
         return self.state not in (ReceiveTransferState.RECEIVING, ReceiveTransferState.LANDED)
 
     def unproven_writers(self) -> set[int]:
-        """Ranks of writers that may still write.
+        """Returns the source ranks that may still write directly into the ticket's pages.
 
-        A writer counts until all its segments have landed, or until it has ended and owes no completion notification.
+        A rank is no longer included when all its segments have landed, or when it has ended and owes no completion
+        notification.
         """
         debtors = self.written.debtors()
         return {
@@ -171,7 +172,7 @@ class IncomingTransfer:
         return self.landed_bytes == self.coverage.total_bytes
 
     def landed_tokens(self) -> int:
-        """Returns how many tokens, from the ticket's first one on, have all of their KV on this rank."""
+        """Returns the number of leading tokens of the ticket whose KV on this rank is complete."""
         if self.landed_bytes == self.coverage.total_bytes:
             return len(self.ticket.tokens)
         return self.coverage.whole_tokens(self._landed)
@@ -183,8 +184,8 @@ class IncomingTransfer:
                 yield item
 
 
-def pool_slice(segment: Segment, incoming: IncomingTransfer, shard: Shard, pool: TransferPools) -> PoolSlice:
-    """Returns the segment's rows in `pool`, which belongs to the rank that owns `shard`."""
+def pool_slice(segment: Segment, incoming: IncomingTransfer, shard: Shard, pool: CopyPools) -> PoolSlice:
+    """Returns the slice of `pool` that holds the segment. `shard`: the shard of the pool's rank."""
     number = shard.part_of(segment.layers)
     part, tokens = shard.all_parts[number], segment.tokens.shift(-incoming.ticket.tokens.start)
     slots = incoming.slots[tokens.start : tokens.stop]

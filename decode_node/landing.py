@@ -1,4 +1,4 @@
-"""Segments of the ring: receives them into their leases, scatters them into pages, verifies and counts them."""
+"""Receives segments into their ring leases, scatters them into pages, and verifies and counts them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from transport.base import Arrival, Operation, OperationState
 
 
 class Landing:
-    """Receives and scatters segments. Owned by the transfer thread."""
+    """Receives and scatters the segments of one decode rank. Owned by the transfer thread."""
 
     def __init__(
         self,
@@ -35,14 +35,14 @@ class Landing:
         self._ring, self._tickets, self._repairs = ring, tickets, repairs
         self._context, self._transport, self._clock = context, context.transport, context.clock
         self.scattering: deque[IncomingSegment] = deque()
-        """Segments whose scatter is launched, in the queue's order; each holds its lease and its word until the
-        scatter is done."""
+        """Segments whose scatter is launched, in the order of the device queue. Each segment holds its lease and its
+        checksum word until the scatter is done."""
 
     def arrived(self, incoming: IncomingTransfer, item: IncomingSegment, arrival: Arrival) -> None:
         """Receives an expected segment, if its message has the announced size and its lease is writable."""
         if not self._ring.allocator.writable(item.lease) or arrival.nbytes != item.lease.nbytes:
             self._transport.discard(item.peer, arrival)
-            error = f"{item.segment} came before its ring space was free, or with {arrival.nbytes} bytes"
+            error = f"{item.segment} arrived before its ring space was free, or with {arrival.nbytes} bytes"
             self._tickets.fail(incoming, ProtocolError(f"{error} instead of {item.lease.nbytes}"))
             self._ring.advance(item, SegmentEvent.REJECTED)
             return
@@ -63,7 +63,7 @@ class Landing:
             self._scatter(item)
 
     def poll(self) -> None:
-        """Lands the segments whose scatter is done. The caller polls while `scattering` is not empty."""
+        """Verifies and counts segments whose scatter is done. The caller polls while `scattering` is not empty."""
         while self.scattering and is_done(self.scattering[0].scattered):
             item = self.scattering.popleft()
             self._record("scatter", item)
@@ -76,7 +76,7 @@ class Landing:
             self._ring.advance(item, event)
 
     def _matches(self, item: IncomingSegment) -> bool:
-        """Frees the segment's word; returns True when the checksum matches, or when segments have no checksums."""
+        """Frees the segment's checksum word; returns True if the checksum matches or segments have no checksums."""
         word, item.word = item.word, None
         if word is None or self._sums is None:
             return True
@@ -97,7 +97,7 @@ class Landing:
             with self._queue.use():
                 scatter(message[: segment.nbytes], *rows, check)
             item.scattered = self._queue.record_event()
-        except Exception as exc:  # noqa: BLE001 - a failed launch ends this request and no other
+        except Exception as exc:  # noqa: BLE001 - a failed launch ends this request only
             self._matches(item)  # frees the word
             self._tickets.fail(incoming, TransportError(f"the scatter of {segment} failed: {exc}"))
             self._ring.advance(item, SegmentEvent.LAUNCH_FAILED)

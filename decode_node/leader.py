@@ -71,7 +71,7 @@ class DecodeLeader(AdmittingLeader):
         return min(self._scheduler.max_sequences, MAX_SEQUENCES)
 
     def sample(self, plan: StepPlan, logits: torch.Tensor) -> SampledStep:
-        """Chooses the next tokens of the latest plan, on the device; `commit` reads them.
+        """Launches the sampling of the latest plan's next tokens on the device; `commit` reads these tokens.
 
         `logits`: float32 `[len(plan.work), vocab]`; see `SampledStep.launch`.
         """
@@ -80,12 +80,15 @@ class DecodeLeader(AdmittingLeader):
         return SampledStep.launch(plan, stepped, logits, self._sampler)
 
     def is_constrained(self, plan: StepPlan) -> bool:
-        """Returns whether sampling the latest plan needs the tokens of the step before it on the host."""
+        """Returns whether a sampled sequence of the latest plan has a grammar.
+
+        The grammar's mask depends on the tokens of the previous step, which the host must read first.
+        """
         with self._changed:
             return any(one.samples and one.sequence.constraint for one in self._scheduler.stepped(plan))
 
     def commit(self, step: SampledStep) -> None:
-        """Ends the oldest step in flight: streams the token of each sequence for which the step sampled one."""
+        """Ends the oldest step in flight: waits for the device, and streams the sampled tokens to the routers."""
         wait_for(step.ended)  # the commit may free pages, which a transfer could write at once
         chosen, searched = step.chosen(), step.searched()
         with self._changed, self._one_message_each():
@@ -118,7 +121,7 @@ class DecodeLeader(AdmittingLeader):
         return True
 
     def _advance(self, request: DecodeRequest, best: list[Candidate] | RequestError) -> list[Candidate]:
-        """Advances a beam search; returns the beams of the next step, none when the search is over."""
+        """Advances a beam search; returns the beams of the next step, none if the search is over."""
         assert request.search is not None, "a beam search"
         if request.closing:
             return []
@@ -136,7 +139,7 @@ class DecodeLeader(AdmittingLeader):
         for number, (_, tokens) in enumerate(search.answers()):
             finish = finish_reason(tokens, request.sampling, self._eos_ids)
             self._send_now(request.router, m.Tokens(request.key, 0, list(tokens), finish, answer=number))
-        self._close(request.key, "the search is over")
+        self._close(request.key, "the beam search has ended")
 
     def statistics(self) -> DecodeStatistics:
         """Returns the counts at this moment."""
@@ -199,9 +202,9 @@ class DecodeLeader(AdmittingLeader):
         After a failed transfer the row and pages stay reserved, unless the KV is damaged: the router may continue the
         request here.
         """
-        assert isinstance(request, DecodeRequest), "requests of this leader"
+        assert isinstance(request, DecodeRequest), "this leader has decode requests only"
         if request.closing:
-            another_report = isinstance(error, TransportError) and not self.broken  # of the same lost rank
+            another_report = isinstance(error, TransportError) and not self.broken  # for the same lost rank
             if not (request.held and another_report):
                 self._close(request.key, str(error))
             return
@@ -219,7 +222,7 @@ class DecodeLeader(AdmittingLeader):
     def _swapped(self, request: DecodeRequest, message: m.Swapped) -> None:
         preemptor = self._scheduler.preemptor
         if message.error:
-            self._fail(request, TransportError(f"{request.key} could not be preempted: {message.error}"))
+            self._fail(request, TransportError(f"swap of {request.key} failed: {message.error}"))
         else:
             preemptor.rates = preemptor.rates.copied(len(request.pages()), message.seconds)
         self._scheduler.swapped(request, message.rank)
@@ -232,7 +235,10 @@ class DecodeLeader(AdmittingLeader):
         preemptor.rates = rates.computed(tokens, seconds) if tokens else rates.stepped(seconds)
 
     def _first_tokens(self, peer: str, request: DecodeRequest, message: m.FirstTokens) -> None:
-        """Starts a request once its grammar is compiled; until then the message waits, so that no step waits."""
+        """Starts a request with its first tokens.
+
+        While the request's grammar is being compiled, the message is deferred, so that no step waits for the grammar.
+        """
         for sequence in request.sequences:
             if sequence.constraint is not None and not sequence.constraint.ready:
                 sequence.constraint.when_ready(partial(self.handle, peer, message))
@@ -256,9 +262,9 @@ class DecodeLeader(AdmittingLeader):
                 sequence.add(token)
 
     def _sound(self, request: DecodeRequest, first: m.FirstTokens) -> bool:
-        """Returns whether the request has the expected number of first tokens, all in the vocabulary.
+        """Returns whether a message has the right numbers of first tokens and scores, all tokens in the vocabulary.
 
-        The next step needs both.
+        Invalid tokens would make the next step fail.
         """
         wanted, scored = len(request.sequences), 0
         if request.search is not None:
@@ -269,7 +275,7 @@ class DecodeLeader(AdmittingLeader):
         return counts == (wanted, scored) and max(first.tokens) < self._spec.vocab_size
 
     def _maybe_start(self, request: DecodeRequest) -> None:
-        """Once all KV of the request has landed, ends the answers whose first token is already their last."""
+        """Once all KV and the first tokens are present, ends the answers that are complete with their first token."""
         if len(request.landed_ranks) < self._ranks or not request.begun or request.closing:
             return
         if request.search is not None:
@@ -299,7 +305,7 @@ class DecodeLeader(AdmittingLeader):
             return
         for sequence in request.sequences:
             if sequence.number == message.answer and self._scheduler.end(request, sequence):
-                self._close(message.key, "the router ended its last answer")
+                self._close(message.key, "the router ended the last answer")
 
     def _close(self, key: RequestKey, reason: str) -> None:
         request = self._scheduler.requests.get(key)

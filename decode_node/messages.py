@@ -1,4 +1,4 @@
-"""Active messages of a decode rank: the parts of its receiver send them, and register handlers for them."""
+"""Sends and dispatches the active messages of a decode rank, for all parts of its receiver."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ RECEIVED = (m.LeaseRequest, m.ProbeRequest, m.ProbeEnded)
 
 
 class ReceiverMessages(ActiveMessages):
-    """Sends and dispatches active messages. Owned by the transfer thread."""
+    """Active messages of one receiver, whose parts register handlers. Owned by the transfer thread."""
 
     def __init__(self, transport: Transport, announce: Callable[[str, m.Message], None]) -> None:
         super().__init__(transport, announce, dict.fromkeys(RECEIVED, self._dispatch), self._failed)
@@ -27,7 +27,7 @@ class ReceiverMessages(ActiveMessages):
         self._registered[kind] = handler
 
     def on_failure(self, kind: type[m.Message], handler: Callable[[str, Any, TransportError], None]) -> None:
-        """Registers the handler for unsent messages of one type. Without a handler, they are dropped."""
+        """Registers the handler for undelivered messages of one type. Types without a handler are dropped."""
         self._failure_handlers[kind] = handler
 
     def _dispatch(self, peer: str, message: m.Message) -> None:

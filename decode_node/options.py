@@ -1,4 +1,4 @@
-"""Options and context of a decode rank's receiver, from which each of its parts is constructed."""
+"""Constructor arguments of `SegmentReceiver` and its parts: options from the configuration, objects of the rank."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from disagg.core.config.read import Config
 from disagg.core.ports import Clock
 from disagg.core.timeline import Timeline
 from disagg.core.types import Shard
-from disagg.kv.transfer_pools import TransferPools
+from disagg.kv.transfer_pools import CopyPools
 from disagg.node.rank import aligned
 from transport.base import Transport
 from transport.control import messages as m
@@ -23,7 +23,7 @@ class ReceiverOptions:
     """Tokens of a page."""
     ring_bytes: int
     fence_rows: int
-    """Number of fence words that guard the pool against its writers; with 0 the pool is offered to no peer."""
+    """Number of fence words, which control direct writes into the pool; with 0 the pool is offered to no peer."""
     checksum: bool
     """Whether segments carry checksums."""
     quarantine_s: float
@@ -34,8 +34,10 @@ class ReceiverOptions:
 
     @staticmethod
     def of(config: Config, *, page_size: int, rows: int) -> ReceiverOptions:
-        """Returns the options from `config`, whose `transfer` is sized. `rows`: largest number of requests that run
-        at once."""
+        """Returns the options from `config`, whose automatic transfer sizes are already chosen for the device.
+
+        `rows`: number of rows, one for each request that can run at the same time.
+        """
         transfer = config.transfer
         return ReceiverOptions(
             page_size=page_size,
@@ -50,11 +52,11 @@ class ReceiverOptions:
 
 @dataclass(frozen=True, slots=True)
 class ReceiverContext:
-    """The rank that a receiver belongs to, and its connections."""
+    """Objects of a rank that the rank's receiver uses."""
 
     rank: int
     shard: Shard
-    pool: TransferPools
+    pool: CopyPools
     transport: Transport
     address: str
     """The rank's control address."""

@@ -1,16 +1,16 @@
 """Preemption: chooses the requests that lose their pages when the pool is full, and the requests that resume first.
 
-Pure: no threads, no clocks, no I/O. Here a request is *older* than another if its priority number is lower, or with
-equal numbers its ticket (`DecodeRequest.order`). A request may take pages only from younger ones, the youngest first,
-and from each all pages or none. The pages of a *recomputed* victim are free immediately. The pages of a *swapped*
-victim are copied to host memory, and are free when every rank has reported the end of its copy. The report is needed
-because the next write to a page may be a transfer, which no compute stream orders.
+Pure: no threads, no clocks, no I/O. Here a request is *older* than another if its priority number is lower or, with
+equal priority numbers, its ticket (`DecodeRequest.order`). A request may take pages only from younger requests, the
+youngest first, and always all pages of a victim. The pages of a *recomputed* victim are free immediately. The pages
+of a *swapped* victim are copied to host memory, and are free when every rank has reported the end of its copy. The
+report is needed because the next write to a page may be a transfer, which no compute stream orders.
 
 Progress: nothing preempts the oldest running request, which can take all pages of the younger running requests. A
 request needs no further page while its KV is landing, while its pages are being copied, or while the request is
 closing. Afterwards the request runs (and can be a victim) or has freed its pages. Admission refuses a request that
-does not fit alone. The oldest request therefore ends, the next one is the oldest, and so on. A preempted request
-resumes when the running requests leave enough pages, at the latest when no other request is resident. While a
+does not fit alone. The oldest request therefore ends, then the next request is the oldest, and so on. A preempted
+request resumes when the running requests leave enough pages, at the latest when no other request is resident. While a
 preempted request waits, no ticket is created, so the number of preempted requests is finite.
 """
 
@@ -65,13 +65,15 @@ class Preemptor:
         return [request for request in self._requests.values() if not request.closing]
 
     def spare_pages(self) -> int | None:
-        """Returns the pages that an admission must leave free; None: admit no request, because a preempted one
-        waits."""
+        """Returns the number of pages that an admission must leave free.
+
+        Returns None if no request may be admitted, because a preempted request waits.
+        """
         waits = any(r.residency in (Residency.LEAVING, Residency.OUT) for r in self.live())
         return None if waits else self._spare_pages()
 
     def resume(self) -> None:
-        """Gives pages to preempted requests, the oldest first, while pages last."""
+        """Resumes preempted requests, the oldest first, while enough pages are free."""
         out = [r for r in self.live() if r.residency is Residency.OUT]
         for request in sorted(out, key=_order_of):
             assert request.layout is not None, "a preempted request has its layout"
@@ -89,9 +91,10 @@ class Preemptor:
                 self._begin_again(request)
 
     def make_room(self, chosen: Sequence[DecodeRequest]) -> list[DecodeRequest]:
-        """Returns the requests of `chosen` that have a slot for their next token; others wait or are preempted.
+        """Adds slots for the next tokens of the requests in `chosen`; returns the requests that have their slots.
 
-        The oldest request gets pages first. A waiting request keeps its pages until an older request has ended.
+        The oldest request gets pages first, if necessary from preempted younger requests. A resident request without
+        slots keeps its pages and waits.
         """
         if self.grow(chosen):
             return list(chosen)
@@ -108,11 +111,14 @@ class Preemptor:
             if fits:
                 taken.add(request)
             else:
-                coming = max(0, coming - need)  # reserved for this request
+                coming = max(0, coming - need)  # these pages are reserved for this request
         return [request for request in chosen if request in taken]
 
     def swapped(self, request: DecodeRequest, rank: int) -> None:
-        """Records that a rank has copied the request's pages. The last rank's report frees the source pages."""
+        """Records that a rank has copied the request's pages to host memory or back.
+
+        The last rank's report frees the source of the copy: pages or host blocks.
+        """
         request.swapped_ranks.add(rank)
         if not request.copying or len(request.swapped_ranks) < self._ranks:
             return
@@ -130,12 +136,12 @@ class Preemptor:
         request.blocks = []
 
     def take_orders(self) -> list[Swap]:
-        """Returns the copies to and from host memory for the next plan, once."""
+        """Returns and clears the ordered copies to and from host memory, for the next plan."""
         orders, self._orders = self._orders, []
         return orders
 
     def take_copies(self) -> list[PageCopy]:
-        """Returns the page copies that the next step makes before it computes (copy on write), once."""
+        """Returns and clears the page copies (copy on write) that the next step makes before it computes."""
         copies, self._copies = self._copies, []
         return copies
 
@@ -152,16 +158,17 @@ class Preemptor:
                 sound = bool(request.blocks) and bool(request.pages())
             if not sound:
                 raise InvariantError(
-                    f"{request.key} is {request.residency.value}: {request.block_tables}, {request.blocks}"
+                    f"{request.key} is {request.residency.value}, with block tables {request.block_tables} and host "
+                    f"blocks {request.blocks}"
                 )
 
     # --- helpers
 
     def _spare_pages(self) -> int:
-        """Returns the number of pages to keep free: one per resident sequence, at least the watermark; 0 without one.
+        """Returns the number of pages to keep free: one per resident sequence, at least the watermark.
 
-        Without these free pages an admission would soon preempt other requests. The watermark is that of vLLM's block
-        manager (Kwon et al., 2023).
+        Returns 0 without resident sequences. Without these free pages an admission would soon preempt other requests.
+        The watermark is that of vLLM's block manager (Kwon et al., 2023).
         """
         resident = sum(
             len(request.sequences)
@@ -172,7 +179,7 @@ class Preemptor:
 
     def _growing(self, request: DecodeRequest) -> list[BlockTable]:
         """Returns the request's block tables that lack a slot for the next token."""
-        if not self._options.has_kv or request.again:  # recomputed tokens have their slots
+        if not self._options.has_kv or request.again:  # recomputed tokens already have slots
             return []
         return [
             one.block_table
@@ -229,9 +236,9 @@ class Preemptor:
             self._kv_manager.vacate(block_table)
 
     def _begin_again(self, request: DecodeRequest) -> None:
-        """Makes a request resident with empty pages.
+        """Makes a preempted request resident again, with new pages whose KV must be recomputed.
 
-        Its first sequence recomputes the tokens that all sequences share.
+        The first sequence recomputes the tokens that all sequences share.
         """
         assert request.layout is not None, "a preempted request has its layout"
         known_pages = 0
@@ -244,9 +251,10 @@ class Preemptor:
         request.residency, request.again = Residency.RESIDENT, request.left_tokens > 0
 
     def _pass_states(self, request: DecodeRequest, layout: Layout) -> None:
-        """Plans for each sequence with shared recomputed tokens from which sequence it receives its recurrent state.
+        """Determines the earlier sequence that passes its recurrent state to each sequence with shared tokens.
 
-        The pages that a sequence shares with earlier sequences are a prefix of one earlier sequence's pages.
+        One such sequence exists: pages that a sequence shares with earlier sequences are a prefix of the pages of one
+        earlier sequence.
         """
         pages = [numbers for _, numbers in layout.sequences]
         for index, sequence in enumerate(request.sequences):
@@ -260,7 +268,7 @@ class Preemptor:
             heirs.sort(key=lambda heir: heir[0])
 
     def _kind(self, victim: DecodeRequest) -> Kind:
-        """Returns the cheaper kind of preemption. Answer tokens that forks share count once for each fork."""
+        """Returns the cheaper kind of preemption. Answer tokens that forks share are counted for each fork."""
         if victim.again:
             return "recompute"  # most of the request's pages hold no KV yet
         if self._options.preemption == "auto":

@@ -59,7 +59,7 @@ class ProbeReceiver:
 
     @property
     def lease(self) -> Lease | None:
-        """Ring space that a probe holds now; None without one."""
+        """Ring space that a running probe holds; None without a probe."""
         return self._probe.lease if self._probe is not None else None
 
     def on_request(self, peer: str, request: m.ProbeRequest) -> None:
@@ -85,7 +85,8 @@ class ProbeReceiver:
             self._close(self._probe)
 
     def arrived(self, arrival: Arrival) -> bool:
-        """Receives a probe's message, or discards a late one. Returns False for any other arrival."""
+        """Receives the arrival if it is a message of the running probe; discards a message of an earlier probe.
+        Returns False if the arrival belongs to no probe."""
         if not is_probe(arrival.tag):
             return False
         probe = self._probe
@@ -97,7 +98,7 @@ class ProbeReceiver:
         ):
             self._transport.discard(None, arrival)
             return True
-        # Two messages may be received at once, into the same bytes: these are not read.
+        # Two receives may write the same bytes at the same time; nothing reads these bytes.
         probe.receiving += 1
         view = self._buffer.view(self._ring.offset(probe.lease), arrival.nbytes)
         self._transport.receive(probe.peer, arrival, view, context=probe)
@@ -124,7 +125,7 @@ class ProbeReceiver:
         if self._ring.oldest() is not None:
             return "the decode rank's ring is in use"
         if request.nbytes > self._ring.size_bytes:
-            return f"the decode rank's ring has {self._ring.size_bytes} bytes"
+            return f"the largest message does not fit the decode rank's ring of {self._ring.size_bytes} bytes"
         return ""
 
     def _close(self, probe: _ProbeReceive) -> None:

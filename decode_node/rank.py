@@ -1,4 +1,4 @@
-"""One rank of a decode group: receives its heads of each prompt's KV and computes its part of each token."""
+"""One rank of a decode group: receives the KV of its heads for each prompt, and computes its part of each step."""
 
 from __future__ import annotations
 
@@ -57,10 +57,10 @@ class DecodeRank(RankNode[DecodeConfig, DecodeLeader, SegmentReceiver]):
             done=self._swapped,
             clock=self.clock,
         )
-        """Copies pages to host memory and back, as the compute thread orders."""
+        """Copies pages of preempted requests to host memory and back. The compute thread orders the copies."""
         late = self.rank > 0 and self.runner.states is not None
         self._gate = StepGate(lambda message: self.agent.open(message)) if late else None
-        """None where no step of this rank can write a state after the leader's commit."""
+        """Delays tickets whose row an earlier step may still use. None on rank 0 and without recurrent states."""
 
     def _make_leader(self, kv_manager: KVManager) -> DecodeLeader:
         group, spec = self.group_config, self.runner.spec
@@ -69,7 +69,7 @@ class DecodeRank(RankNode[DecodeConfig, DecodeLeader, SegmentReceiver]):
             ranks=group.ranks,
             max_batch=group.max_batch,
             max_context_tokens=group.context_limit(spec.context_tokens),
-            # Not from 0: messages of an earlier life of this group must not match a new ticket.
+            # A random number, because messages to an earlier group of this name must not match a new ticket.
             first_ticket=secrets.randbelow(TICKET_NUMBERS),
             chunks=self._prompt_chunks(),
             rates=CostEstimates.of(page_bytes(spec.layout, group.ranks, group.page_size)),
@@ -146,10 +146,10 @@ class DecodeRank(RankNode[DecodeConfig, DecodeLeader, SegmentReceiver]):
             self.transfer_loop.post(self._gate.retry)
 
     def _launch(self, plan: StepPlan) -> None:
-        """Launches a step, then ends the previous one, or the launched step itself without `steps_ahead`.
+        """Launches a step, then ends the previous step. Without `steps_ahead`, ends the launched step too.
 
-        A step with constrained answers is sampled after the end of the previous step, whose tokens decide the masks.
-        The device computes the step meanwhile.
+        A step with constrained answers is sampled after the end of the previous step, whose tokens determine the
+        masks. The device computes the step meanwhile.
         """
         before, began_s = self._in_flight, self.timeline.now()
         logits = self._forward(plan)

@@ -22,7 +22,7 @@ class ReceiveState(enum.Enum):
     LANDED = "landed"
     """The bytes are in their pages, and their checksum matches."""
     DROPPED = "dropped"
-    """The segment does not land."""
+    """The segment was discarded, because the request ended or a fault occurred."""
 
 
 class SegmentEvent(enum.Enum):
@@ -56,7 +56,7 @@ class SourceState(enum.Enum):
     STOPPING = "stopping"
     """`StopSending` was sent; `SenderEnded` has not arrived."""
     ENDED = "ended"
-    """The rank sends nothing more, and has listed the segments that it sent."""
+    """`SenderEnded` has arrived: it lists the segments that the rank sent, and no others follow."""
     LOST = "lost"
     """The rank is fenced; its later messages are void."""
 
@@ -80,7 +80,7 @@ class ReceiveTransferState(enum.Enum):
     LANDED = "landed"
     """All KV is in its pages, and all checksums match."""
     FAILED = "failed"
-    """The leader has received `RankFailed`; nothing more is scattered."""
+    """The leader has received `RankFailed`; no further segment is scattered."""
     CLOSING = "closing"
     """The leader ended the request. Ring regions may still be leased, and writers may still write."""
     CLOSED = "closed"
@@ -100,13 +100,13 @@ class ReceiveTransferEvent(enum.Enum):
 
 
 class Action(enum.Enum):
-    """Action that follows an event."""
+    """Action that the caller performs after an event."""
 
     COUNT_LANDED = "count landed"
     """Add the segment's size to the transfer's landed bytes."""
     FREE_LEASE = "free lease"
     AWAIT_AGAIN = "await again"
-    """Wait for the second sending of the segment, in the same lease."""
+    """Keep the lease and wait until the source sends the segment again."""
     SEND_STOP = "send stop"
     """Send `StopSending` to the source rank."""
     REPORT_LANDED = "report landed"

@@ -1,4 +1,4 @@
-"""The transfer agent of a decode rank: receives segments through its ring, or written into its pool by their source.
+"""The transfer agent of a decode rank: receives the KV of prompts in segments, through the ring or by direct writes.
 
 The agent passes each event of the transfer thread to its parts; `decode_node.build` connects them:
 
@@ -56,7 +56,7 @@ ARRIVAL_POLL_S = 50e-6
 
 @dataclass(frozen=True, slots=True)
 class ReceiverStatistics:
-    """State of the receiver, and counts since its construction."""
+    """Current state of a receiver, and counts since the receiver started."""
 
     tickets: int
     ring_in_use_bytes: int
@@ -70,7 +70,7 @@ class ReceiverStatistics:
     """Dropped messages and data of tickets that are unknown or closed."""
     leases_expired: int
     checksum_mismatches: int
-    """Segments that arrived damaged, second sendings included."""
+    """Segments that arrived damaged, resent segments included."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ class ReceiverParts:
 
 
 class SegmentReceiver:
-    """The transfer agent of a decode rank. Every method but the constructor runs on the transfer thread."""
+    """The transfer agent of a decode rank. Every method except the constructor runs on the transfer thread."""
 
     def __init__(self, options: ReceiverOptions, context: ReceiverContext, parts: ReceiverParts) -> None:
         self._options, self._context, self.parts = options, context, parts
@@ -104,13 +104,14 @@ class SegmentReceiver:
         self._writes, self._probes = parts.writes, parts.probes
         self.polls = self._pool.device.type == "cuda"
         """Whether `poll` returns short intervals while data is expected."""
-        self._links: dict[str, Link] = {}
+        self.links: dict[str, Link] = {}
+        """Linked prefill groups by name."""
         self._stale = 0
 
     # --- set-up
 
     def adopt_thread(self) -> None:
-        """Makes this agent's queue the current one of the calling thread, which is the transfer thread."""
+        """Makes the calling thread the transfer thread, whose device work goes to this agent's queue."""
         self._queue.adopt()
 
     def link(self, link: Link) -> None:
@@ -119,13 +120,13 @@ class SegmentReceiver:
             self._transport.connect(peer.control_address, peer.transport_address)
         with self._queue.use():
             warm_copies(link.to_rank(self._rank), self._shard, self._pool, self._sums)
-        self._links[link.prefill.name] = link
+        self.links[link.prefill.name] = link
         for peer in link.sources_of(self._rank):
             self._messages.link(peer.control_address)
             self._writes.offer(peer.control_address)
 
     def on_linked(self, peer: str, message: m.Linked) -> bool:
-        """See `disagg.node.agent.Agent`."""
+        """Handles `Linked` of a peer; returns False if the peer has fenced this rank since its previous `Linked`."""
         return self._messages.on_linked(peer, message)
 
     # --- messages of the leader
@@ -133,7 +134,7 @@ class SegmentReceiver:
     def open(self, message: m.OpenReceive) -> None:
         """Opens a ticket: this rank then accepts the ticket's segments. A repeated message is answered again."""
         ticket = message.ticket
-        link = self._links.get(message.prefill_group)
+        link = self.links.get(message.prefill_group)
         if link is None:
             error = NotLinkedError(f"prefill group {message.prefill_group!r} is not linked")
             self._tickets.refuse(ticket, error)
@@ -142,7 +143,7 @@ class SegmentReceiver:
             try:
                 incoming = self._make_incoming(message, link)
                 self._writes.open_fence(incoming)
-            except Exception as exc:  # noqa: BLE001 - the error ends this request and no other
+            except Exception as exc:  # noqa: BLE001 - any failure ends this request only
                 self._tickets.refuse(ticket, TransportError(f"cannot receive for {ticket.key}: {exc}"))
                 return
             self._tickets.open[ticket.number] = incoming
@@ -164,7 +165,7 @@ class SegmentReceiver:
         return IncomingTransfer(ticket, slots, row, coverage, sources)
 
     def close(self, message: m.CloseTransfer) -> None:
-        """Ends a request; `RankClosed` follows when no rank can write the request's pages."""
+        """Closes the transfer of an ended request; `RankClosed` follows when no rank can write the ticket's pages."""
         incoming = self._tickets.open.get(message.ticket)
         if incoming is None:
             self._tickets.closed(message.key, message.ticket)
@@ -182,11 +183,11 @@ class SegmentReceiver:
     # --- messages of prefill ranks
 
     def on_pool_refused(self, peer: str, message: m.PoolRefused) -> None:
-        """Handles a peer that cannot open the pool: later tickets receive the peer's KV through the ring."""
+        """Handles the refusal of a peer that cannot map the pool: later tickets use the ring for this peer."""
         self._writes.on_refused(peer, message)
 
     def on_sender_ended(self, peer: str, message: m.SenderEnded) -> None:
-        """Handles the end of a source rank's sending: drops the segments that the rank has not sent.
+        """Handles `SenderEnded` of a source rank: cancels the segments that the rank has not sent.
 
         The prefill group reports the reason to the router. The router then sends `Release` to this group too.
         """
@@ -200,11 +201,11 @@ class SegmentReceiver:
         self._tickets.maybe_closed(incoming)
 
     def on_peer_lost(self, peer: str) -> None:
-        """Handles a lost prefill rank: fences it, then frees the ring regions that only the lost rank could have
-        written."""
-        for name, link in list(self._links.items()):
+        """Handles a lost prefill rank: fences the rank, cancels its segments that have not arrived, and fails its
+        incomplete tickets."""
+        for name, link in list(self.links.items()):
             if peer in {rank.control_address for rank in link.prefill.ranks}:
-                del self._links[name]
+                del self.links[name]
         self._writes.peers.discard(peer)
         self._messages.forget(peer)
         self._tickets.forget(peer)
@@ -246,7 +247,7 @@ class SegmentReceiver:
             self._transport.discard(item.peer if item else None, arrival)
 
     def _may_notify(self, incoming: IncomingTransfer, src_rank: int) -> bool:
-        # A receive from a fenced peer could stay open for ever: only a fence ends receives whose sender is gone.
+        # A receive from a peer that is already fenced might never end: only the fence ends receives from a lost peer.
         source = incoming.sources.get(src_rank)
         return source is not None and source.writes and source.state is not SourceState.LOST
 
@@ -258,7 +259,10 @@ class SegmentReceiver:
             self._writes.notification_ended(operation)
 
     def poll(self, now_s: float) -> float:
-        """Lands scattered and verified segments, and runs due timers. Returns the seconds until the next call."""
+        """Completes segments whose scatter or verification is done, and runs due timers.
+
+        Returns the seconds until the next call.
+        """
         if self._landing.scattering or self._verifier.under_way:
             self._landing.poll()
             self._verifier.poll()
@@ -297,7 +301,7 @@ class SegmentReceiver:
         )
 
     def status(self) -> RankStatus:
-        """Returns the status for metrics; cheap."""
+        """Returns the rank's status for metrics. Cheap enough for frequent calls."""
         ring = self._ring.allocator
         return RankStatus(
             self._context.lane,
@@ -321,4 +325,4 @@ class SegmentReceiver:
         self._ring.check(self._probes.lease)
         words = len(self._landing.scattering) + len(self._verifier.under_way)
         if self._sums is not None and words != self._sums.in_use:
-            raise InvariantError(f"{words} launches have words for checksums, {self._sums.in_use} are in use")
+            raise InvariantError(f"{words} launches hold checksum words, but {self._sums.in_use} are in use")

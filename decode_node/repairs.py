@@ -1,4 +1,4 @@
-"""Damaged segments of a decode rank: counted, and requested once more; a second mismatch fails the request."""
+"""Counts the damaged segments of a decode rank and requests each once more; a second mismatch fails the request."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class Repairs:
     def __init__(self, context: ReceiverContext, tickets: IncomingTickets) -> None:
         self._context, self._tickets = context, tickets
         self.mismatches = 0
-        """Segments whose checksum did not match, second sendings included."""
+        """Number of segments whose checksum did not match, resent segments included."""
 
     def request(self, incoming: IncomingTransfer, segment: Segment, again: bool, where: str) -> bool:
-        """Handles a damaged segment; `again`: the second sending was damaged.
+        """Handles a damaged segment. `again`: the segment was resent before. `where`: the place, for log and error.
 
         Returns True when the segment will be sent again. Otherwise the request has failed or is ending, and the
-        caller frees the segment's lease or word.
+        caller frees the segment's lease or checksum word.
         """
         self.mismatches += 1
         source = incoming.sources[segment.src_rank]
@@ -41,10 +41,10 @@ class Repairs:
         )
         if again:
             self._tickets.fail(incoming, self._error(segment, source.peer, where))
-        # The group of an ended source reports why it has ended, and that report ends the request.
+        # If the source has ended, its group reports the reason to the router, and the router ends the request.
         if not incoming.wanted or source.ended:
             return False
-        # Over the control channel: a lost message would end the request only at its deadline.
+        # Use the control channel: after the loss of an active message the request would hang until its deadline.
         message = m.SendAgain(incoming.key, incoming.ticket.number, self._context.rank, segment.index)
         self._context.send(source.peer, message)
         return True
@@ -53,5 +53,5 @@ class Repairs:
         rank = self._context.rank
         return ChecksumError(
             f"{segment} from prefill rank {segment.src_rank} ({peer}) to decode rank {rank} was damaged "
-            f"twice ({where}): memory of one of these ranks, or the wire between them, is faulty"
+            f"twice ({where}): the memory of one of these ranks, or the network between them, is faulty"
         )

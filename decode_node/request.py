@@ -1,4 +1,4 @@
-"""State of one request on the decode side, and of its sequences: scheduler, preemptor and leader share it."""
+"""State of one request on the decode side and of its sequences, shared by scheduler, preemptor and leader."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from disagg.node.kv_manager import BlockTable, Layout
 
 
 class Residency(enum.Enum):
-    """Where the KV of a request is."""
+    """Location of a request's KV: pages, host memory, or in between."""
 
     RESIDENT = "resident"
-    """The KV is in the request's pages, is being sent to them by the prefill group, or is being recomputed."""
+    """The KV is in the request's pages, or is being received or recomputed into these pages."""
     LEAVING = "leaving"
     """The KV is in the request's pages, which every rank is copying to host memory."""
     OUT = "out"
@@ -40,7 +40,7 @@ def common_pages(one: list[int], other: list[int]) -> int:
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One answer, or one beam. The sequences of a request share the prompt's pages."""
+    """One answer or one beam of a request. The sequences of a request share the prompt's pages."""
 
     number: int
     """Index of the answer; without meaning for a beam."""
@@ -82,12 +82,12 @@ class Sequence:
 
     @property
     def left_tokens(self) -> int:
-        """Number of tokens to compute before the next one is sampled: 1, more during recomputation."""
+        """Number of tokens to compute before the next token is sampled: 1, or more during recomputation."""
         return len(self.prompt) + len(self.tokens) - self.computed_tokens
 
     @property
     def may_go_on(self) -> bool:
-        """False when the sequence ends with its latest token, or with a token that a step in flight samples."""
+        """Whether the sequence can get another token: False if ended, or if steps in flight reach the limit."""
         return not self.ended and len(self.tokens) + self.ahead_tokens < self.sampling.max_tokens
 
     def add(self, token: int) -> None:
@@ -97,17 +97,22 @@ class Sequence:
             self.constraint.prepare(self.tokens)
 
     def last_token(self) -> int:
-        """Returns the token that the next step computes, or a reference to it; not during recomputation."""
+        """Returns the token that the next step computes, or a reference to it while a step in flight samples it.
+
+        Not used during recomputation.
+        """
         return token_of(self.work_index) if self.ahead_tokens else self.tokens[-1]
 
     def next_tokens(self, count: int) -> list[int]:
-        """Returns the `count` tokens that follow the computed ones."""
+        """Returns the first `count` tokens whose KV is not computed."""
         start = self.computed_tokens
         return tokens_at(self.prompt, self.tokens, start, start + count)
 
     def begin_like(self, other: Sequence) -> bool:
-        """Returns whether this sequence's new row begins as a copy of the row of `other`; if so, publishes the common
-        pages."""
+        """Returns True if the ranks should begin this sequence's new row as a copy of the row of `other`.
+
+        The common pages then count as published.
+        """
         if self.published_pages or other is self:
             return False
         pages = self.block_table.pages
@@ -132,7 +137,7 @@ class Sequence:
 
 @dataclass(frozen=True, slots=True)
 class Resumption:
-    """The remains of a request's earlier attempt, which lost a group: tokens, row and pages."""
+    """State of a request's failed attempt that the next attempt reuses: answer tokens, row and pages."""
 
     answered: Tokens[int] = ()
     """Tokens of the answer so far."""
@@ -146,7 +151,7 @@ class Resumption:
 
 @dataclass(slots=True, eq=False)
 class DecodeRequest:
-    """One request. Its sequences are preempted together."""
+    """A request on the decode side. Its sequences are preempted together."""
 
     key: RequestKey
     ticket: Ticket
@@ -162,11 +167,11 @@ class DecodeRequest:
     sequences: list[Sequence]
     """Sequences that hold pages. One of them has the ticket's row; initially this is the first sequence."""
     prefix: PrefixKey | None = None
-    """Key of the prompt in the prefix cache; None if the prompt's pages are not cached."""
+    """Key of the prompt in the prefix cache; None if the request's pages must not be cached."""
     priority: int = 0
     """Requests with a lower number are preempted last."""
     search: BeamSearch | None = None
-    """None unless the request is a beam search."""
+    """State of the beam search; None if the request is no beam search."""
     begun: bool = False
     """True once the first tokens have arrived from the prefill group."""
     again: bool = False
@@ -181,11 +186,12 @@ class DecodeRequest:
     swapped_ranks: set[int] = field(default_factory=set)
     """Ranks that have completed the running copy to or from host memory."""
     held: bool = False
-    """Whether the closing request keeps row and pages for another attempt, because the prefill group was lost."""
+    """Whether the closing request keeps row and pages for another attempt, because its prefill group was lost or its
+    transfer failed."""
     successor: RequestKey | None = None
     """Key of the attempt that takes over row and pages once this request is settled."""
     kept: BlockTable | None = None
-    """First block table of the request, from its settlement to the admission of its successor."""
+    """The first block table, kept from the settlement of this request to the admission of its successor."""
     kept_row: BlockTable | None = None
     """The ticket's row, without pages, if the sequence in that row has ended before other sequences. Always None
     without recurrent states, because another sequence then takes over the row."""
@@ -218,13 +224,13 @@ class DecodeRequest:
 
     @property
     def step_decides(self) -> bool:
-        """True when the outcome of a step in flight decides how the next step of the request is planned."""
+        """True when the request's next step can be planned only after the commit of its step in flight."""
         drawn_on_host = self.sampling.beams > 0 or self.sequences[0].history is not None
         return drawn_on_host or self.again
 
     @property
     def left_tokens(self) -> int:
-        """Number of tokens to recompute, before each sequence computes its last known token."""
+        """Number of tokens to recompute in all sequences, without the last known token of each."""
         return sum(sequence.left_tokens - 1 for sequence in self.sequences)
 
     @property

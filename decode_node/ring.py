@@ -25,7 +25,7 @@ from transport.control import messages as m
 
 
 class ReceiveRing:
-    """Ring memory on the rank's device, and its leases. Owned by the transfer thread."""
+    """The receive ring of a decode rank: its device memory and its leases. Owned by the transfer thread."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class ReceiveRing:
         incoming = self._tickets.open.get(request.ticket)
         source = incoming.sources.get(request.src_rank) if incoming is not None else None
         if source is not None and source.ended:
-            self.stale += 1  # `SenderEnded` came over the control channel, which is not ordered with this one
+            self.stale += 1  # `SenderEnded` came over the control channel and overtook this active message
             return
         if incoming is None or incoming.key != request.key or incoming.over:
             self.stale += 1
@@ -86,14 +86,16 @@ class ReceiveRing:
         known = incoming.items.get((src_rank, segment.index))
         if known is not None:
             if known.segment != segment:
-                raise ProtocolError(f"segment {segment.index} was {known.segment} in an earlier request")
+                raise ProtocolError(
+                    f"segment {segment.index} is not {known.segment} of an earlier lease request"
+                )
             return known
         if segment.src_rank != src_rank or segment.dst_rank != self._rank:
             raise ProtocolError(f"{segment} does not go from rank {src_rank} to rank {self._rank}")
         if incoming.coverage.is_early(
             segment
-        ):  # the connection may have lost one message and passed the next
-            raise TransportError(f"a lease request of {peer} ahead of {segment} is lost")
+        ):  # a broken connection can lose a message and deliver the next one
+            raise TransportError(f"a lease request of {peer} for a segment before {segment} was lost")
         incoming.coverage.add(segment)
         nbytes = message_bytes(segment.nbytes, self._options.checksum)
         lease = self.allocator.assign(nbytes, owner=incoming.ticket.number)
@@ -118,7 +120,7 @@ class ReceiveRing:
                     self._await_again(item)
 
     def _await_again(self, item: IncomingSegment) -> None:
-        """Restarts the lease's deadline. A lease that was writable stays writable until it is freed."""
+        """Keeps the lease for the resent segment and restarts the deadline. The lease stays writable until freed."""
         item.again = True
         if item.lease.id == self._head_lease:
             self._head_since_s = self._clock()
@@ -161,7 +163,7 @@ class ReceiveRing:
         return m.Watermark(self._rank, self.allocator.watermark, self.allocator.size_bytes)
 
     def _expire(self, now_s: float) -> None:
-        """Fails the request at the head of the ring when its sender is late: all later leases wait for the head."""
+        """Fails the request of the oldest lease if its segment is late, because later leases wait for the oldest."""
         oldest = self.allocator.oldest()
         if oldest is None or oldest.id != self._head_lease:
             self._head_lease, self._head_since_s = (oldest.id if oldest else -1), now_s
@@ -171,12 +173,12 @@ class ReceiveRing:
         if item is not None and item.state is ReceiveState.LEASED and late and item.incoming.wanted:
             self.expired += 1
             limit = f"{self._options.lease_timeout_s:g} s (transfer.lease_timeout_s)"
-            self._tickets.fail(item.incoming, TransportError(f"{item.segment} did not come within {limit}"))
+            self._tickets.fail(item.incoming, TransportError(f"{item.segment} did not arrive within {limit}"))
 
     # --- state
 
     def waits_s(self, now_s: float) -> float:
-        """Returns the seconds that leases have waited until they were writable, in all."""
+        """Returns the total seconds that leases have waited to become writable, including leases that wait now."""
         return self._ended_waits_s + sum(now_s - (item.waits_since_s or 0.0) for item in self._waiting)
 
     def check(self, probe: Lease | None) -> None:
@@ -186,4 +188,6 @@ class ReceiveRing:
         held |= {probe.id} if probe is not None else set()
         leased = {lease.id for lease in self.allocator.outstanding()}
         if held != leased:
-            raise InvariantError(f"segments hold leases {sorted(held)}, the ring has {sorted(leased)}")
+            raise InvariantError(
+                f"segments hold leases {sorted(held)}, the ring has granted {sorted(leased)}"
+            )

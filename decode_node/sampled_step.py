@@ -1,4 +1,4 @@
-"""A decode step whose tokens the device chooses, and which the host reads later."""
+"""A decode step whose tokens are sampled on the device and read by the host later."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from disagg.node.plan import StepPlan
 
 @dataclass(frozen=True, slots=True)
 class SampledStep:
-    """Tokens of the sequences of a step, and continuations of its beam searches."""
+    """Sampled tokens of a step in flight, and the candidates of the step's beam searches."""
 
     plan: StepPlan
     stepped: list[Stepped]
@@ -36,13 +36,13 @@ class SampledStep:
     """Requests with beams, in the order of `beams`."""
     beams: SampledBeams | None
     ended: DeviceEvent
-    """Event at the end of the step. A step that only recomputes chunks copies no token that could mark its end."""
+    """Event at the end of the step; also recorded for a step of recomputed chunks, which copies no tokens."""
 
     @staticmethod
     def launch(plan: StepPlan, stepped: list[Stepped], logits: torch.Tensor, sampler: Sampler) -> SampledStep:
-        """Launches the choice of the next tokens from `logits`, float32 `[len(plan.work), vocab]`.
+        """Launches the sampling of the next tokens from `logits`, float32 `[len(plan.work), vocab]`.
 
-        The next step is launched after this call and may overwrite the logits.
+        The next step, which is launched after this call, may overwrite the logits.
         """
         sampled = [index for index, one in enumerate(stepped) if one.samples]
         single = [index for index in sampled if stepped[index].request.search is None]
@@ -69,18 +69,21 @@ class SampledStep:
         return tokens.new_zeros(len(self.stepped)).index_copy_(0, upload(self.single, tokens.device), tokens)
 
     def chosen(self) -> list[tuple[Stepped, Chosen | RequestError]]:
-        """Returns each sequence with its next token. Waits for the device."""
+        """Returns the work items without beams that sampled a token, each with the token or an error.
+
+        Waits for the device.
+        """
         if self.tokens is None:
             return []
         return list(zip([self.stepped[index] for index in self.single], self.tokens.result(), strict=True))
 
     def searched(self) -> dict[DecodeRequest, list[Candidate] | RequestError]:
-        """Returns the likeliest continuations of each beam search. Waits for the device."""
+        """Returns the most likely continuations of each beam search, or an error. Waits for the device."""
         return dict(zip(self.searches, self.beams.result(), strict=True)) if self.beams is not None else {}
 
 
 def _sampling_row(sequence: DecodeSequence) -> SamplingRow:
-    """Returns the parameters of the token that the latest plan samples."""
+    """Returns the sampling parameters and state for the sequence's next token, which the latest plan samples."""
     ahead, constraint = sequence.ahead_tokens - 1, sequence.constraint
     return SamplingRow(sequence.sampling, sequence.tokens, sequence.history, ahead, constraint)
 
@@ -88,7 +91,7 @@ def _sampling_row(sequence: DecodeSequence) -> SamplingRow:
 def _launch_beams(
     logits: torch.Tensor, beams: dict[DecodeRequest, list[int]], eos_ids: Sequence[int]
 ) -> SampledBeams | None:
-    """Launches the beam searches; `beams`: the rows of `logits` of each request."""
+    """Launches the selection of candidates for beam searches; `beams`: the rows of `logits` of each request."""
     if not beams:
         return None
     steps = [

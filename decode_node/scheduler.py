@@ -2,17 +2,17 @@
 
 Owners of a request's row, pages and host blocks, and the code that frees them:
 
-    [reserve, settled)     the request: from the ticket on, segments may be scattered into its pages at any time. Once
-                           all ranks have landed, `Preemptor` may take its pages and give it others
+    [reserve, settled)     the request. Until all KV has landed, segments may be scattered into its pages at any time.
+                           Afterwards `Preemptor` may take the pages and give the request other pages later
     settled                `_settle` frees: the request is closing, no step computes it, no rank copies its pages, and
                            every rank has confirmed that no segment can land any more (`rank_closed`). `Forks.prune`
                            frees the pages of an ended sequence earlier, between steps
-    [settled, evicted)     the prefix cache, where there is one: full pages whose KV is complete; see
-                           `disagg.node.kv_manager`. Other requests share them from `reserve` on, read-only: their
-                           tickets begin after these pages
-    [lost, resumed)        the request is closing and `held`: its prefill group was lost. Another attempt, the
-                           `successor`, takes over row and pages when no segment can land any more; or `unhold` ends
-                           the hold
+    [settled, evicted)     the prefix cache, if the group has one: full pages whose KV is complete; see
+                           `disagg.node.kv_manager`. Other requests share these pages from `reserve` on, read-only:
+                           the tickets of these requests begin after the shared pages
+    [failed, resumed)      the closing request, which is `held`: its prefill group was lost, or its transfer failed.
+                           Another attempt, the `successor`, takes over row and pages when no segment can land any
+                           more; or `unhold` ends the hold
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class DecodeScheduler:
         self._planner = StepPlanner(kv_manager, options, self.requests, self.preemptor, self._forks)
 
     def join(self, host_blocks: int) -> None:
-        """Sets the number of host memory blocks: the smallest number that a rank of the complete group has."""
+        """Sets the number of host memory blocks: the minimum over the ranks of the complete group."""
         self.preemptor.host = HostBlocks(host_blocks)
 
     # --- admission
@@ -90,7 +90,7 @@ class DecodeScheduler:
         prefix: PrefixKey | None = None,
         resumption: Resumption = NOTHING,
     ) -> DecodeRequest:
-        """Admits a request; see `DecodeAdmission.reserve`."""
+        """Admits a request: reserves rows and pages, and creates the ticket; see `DecodeAdmission.reserve`."""
         request = self._admission.reserve(
             key,
             prompt,
@@ -114,7 +114,10 @@ class DecodeScheduler:
         return self._admission.max_sequences
 
     def rank_opened(self, request: DecodeRequest, rank: int) -> bool:
-        """Records that a rank can receive. Returns True once, when all can; the caller then sends the ticket."""
+        """Records that a rank can receive the request's segments.
+
+        Returns True once, when all ranks can; the caller then sends the ticket to the router.
+        """
         known = rank in request.opened_ranks
         request.opened_ranks.add(rank)
         return not known and len(request.opened_ranks) == self._options.ranks
@@ -122,12 +125,12 @@ class DecodeScheduler:
     # --- steps
 
     def next_step(self) -> StepPlan | None:
-        """Returns the next plan; see `StepPlanner.next_step`."""
+        """Returns the plan of the next step, None if there is nothing to plan now; see `StepPlanner.next_step`."""
         return self._planner.next_step()
 
     @property
     def steps_in_flight(self) -> int:
-        """Steps that are planned and not committed."""
+        """Number of steps that are planned and not committed."""
         return self._planner.in_flight
 
     def stepped(self, plan: StepPlan) -> list[Stepped]:
@@ -135,9 +138,9 @@ class DecodeScheduler:
         return self._planner.stepped(plan)
 
     def commit(self, plan: StepPlan) -> list[DecodeRequest]:
-        """Records the end of the oldest step in flight; returns its requests in the plan's order.
+        """Records the end of the oldest step in flight; returns the step's requests in the plan's order.
 
-        Tokens of closing requests are void.
+        Tokens that the step sampled for closing requests are not used.
         """
         requests = list(dict.fromkeys(one.request for one in self._planner.commit(plan)))
         for request in requests:
@@ -150,33 +153,35 @@ class DecodeScheduler:
         self._forks.branch(request, beams)
 
     def end(self, request: DecodeRequest, sequence: Sequence) -> bool:
-        """Marks a sequence that has its last token. Returns whether the request has no other running sequence; the
-        request then ends."""
+        """Marks a sequence as ended. Returns True if all sequences of the request have ended; the caller then closes
+        the request."""
         return self._forks.end(request, sequence)
 
     def swapped(self, request: DecodeRequest, rank: int) -> None:
-        """Records that a rank has ended the copy of the request's pages, or could not make it."""
+        """Records that a rank's copy of the request's pages to host memory or back has ended or failed."""
         self.preemptor.swapped(request, rank)
         self._settle(request)
 
     # --- ends
 
     def close(self, request: DecodeRequest) -> bool:
-        """Starts the end of a request. Returns True the first time; the caller then sends `CloseTransfer`."""
+        """Begins to close a request. Returns True the first time; the caller then sends `CloseTransfer`."""
         if request.closing:
             return False
         request.closing = True
         return True
 
     def rank_closed(self, request: DecodeRequest, rank: int, landed_tokens: int = 0) -> None:
-        """Records that nothing can land in the request's pages on a rank from now on, and how many tokens have
-        landed."""
+        """Records that on this rank no further KV can land in the request's pages.
+
+        `landed_tokens`: number of the ticket's leading tokens whose KV on the rank is complete.
+        """
         request.closed_ranks.add(rank)
         request.landed_tokens[rank] = landed_tokens
         self._settle(request)
 
     def unhold(self, request: DecodeRequest) -> None:
-        """Ends the hold: row and pages are freed, or passed on, as soon as no rank uses them."""
+        """Ends the hold of a closing request: its row and pages are freed or passed on once no rank uses them."""
         request.held = False
         self._settle(request)
 
@@ -191,23 +196,23 @@ class DecodeScheduler:
             for block_table in others:
                 self.kv_manager.release(block_table)
             if request.successor is not None and resident:
-                request.kept = kept  # the leader admits the successor, which owns it from then on
+                request.kept = kept  # the leader admits the successor, which then owns this block table
             else:
                 self.kv_manager.release(kept)
             del self.requests[request.key]
 
     def drop(self, resumption: Resumption) -> None:
-        """Frees the row and pages that a settled request keeps for its successor, which is not admitted."""
+        """Frees the row and pages that a settled request kept for a successor that is not admitted."""
         self._admission.drop(resumption)
 
     def resumption(self, request: DecodeRequest, answered: Tokens[int]) -> Resumption:
-        """Returns the remains of a settled request for its successor, with whole pages of landed KV."""
+        """Returns the state of a settled request that its successor reuses: tokens, row and pages of landed KV."""
         landed_tokens = min(request.landed_tokens.values())
         have, size = request.ticket.tokens.start + landed_tokens, self.kv_manager.page_size
         if not self._options.has_kv:
             have = 0
         if request.layout is not None:
-            have = 0  # preempted: its pages are others, and may lack KV
+            have = 0  # the request was preempted: its pages were replaced and may lack KV
         # The successor computes at least the last token.
         last = len(request.prompt) + len(answered) - 1
         return Resumption(answered, request.kept, min(have, last) // size * size)
@@ -216,12 +221,12 @@ class DecodeScheduler:
 
     @property
     def caches_prefixes(self) -> bool:
-        """True when a request's `prefix` is used."""
+        """Whether the group has a prefix cache, so that `DecodeRequest.prefix` is used."""
         return self.kv_manager.caches
 
     @property
     def kv_events(self) -> KVEventLog | None:
-        """KV events of the prefix cache; see `KVManager`."""
+        """KV events of the prefix cache, for routers; None without a log of events."""
         return self.kv_manager.kv_events
 
     def statistics(self) -> DecodeStatistics:
@@ -243,6 +248,6 @@ class DecodeScheduler:
         )
 
     def check(self) -> None:
-        """Raises `InvariantError` unless rows, pages and host blocks belong to exactly the requests."""
+        """Raises `InvariantError` unless the requests hold exactly the reserved rows, pages and host blocks."""
         self.kv_manager.check([request.held_tables for request in self.requests.values()])
         self.preemptor.check()

@@ -11,7 +11,7 @@ from disagg.model.chunks import PromptChunks
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerOptions:
-    """Settings of one scheduler, which its parts share."""
+    """Settings of one `DecodeScheduler` and its parts."""
 
     group: str
     """The group's name."""
@@ -22,11 +22,11 @@ class SchedulerOptions:
     first_ticket: int
     """Number of the first ticket."""
     chunks: PromptChunks
-    """How recomputed prompts are cut into chunks; in a model without recurrent layers, recomputed answers too."""
+    """Rule that cuts recomputed prompts into chunks. Without recurrent layers, recomputed answers are cut too."""
     rates: CostEstimates
     """Estimated rates before the first measurement."""
     steps_ahead: int = 0
-    """Steps that are planned before the outcome of the step in flight is known: 0 or 1."""
+    """Number of steps that may be planned before the commit of the step in flight: 0 or 1."""
     preemption: Preemption = "auto"
     watermark: float = 0.0
     """Share of the pages that an admission leaves free."""

@@ -1,8 +1,8 @@
-"""Tickets of a rank other than rank 0 wait for steps that still use their row's recurrent state.
+"""Delays tickets on ranks other than 0 while an earlier step still uses the recurrent state of the ticket's row.
 
-The leader commits a step when rank 0 has computed it, and may then give a row to another request. Another rank can be
-late: after its last collective it may still write states. So it reports a ticket as opened only when no earlier step
-of its own uses the row. KV needs no such gate, because a rank writes it before the step's last collective.
+The leader commits a step when rank 0 has computed the step, and may then assign a row to another request. Another
+rank can be late and still write states after the step's last collective. Such a rank therefore opens a ticket only
+when none of its earlier steps uses the row. KV needs no gate, because ranks write KV before the last collective.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from transport.control import messages as m
 
 
 class StepGate:
-    """Gate in front of `SegmentReceiver.open`. Each method names its thread; a lock guards the plans."""
+    """Delays calls of `SegmentReceiver.open`. Three threads call the methods; a lock guards the plans."""
 
     def __init__(self, open_ticket: Callable[[m.OpenReceive], None]) -> None:
         """`open_ticket`: opens a ticket; called on the transfer thread."""
@@ -31,14 +31,14 @@ class StepGate:
         """Tickets that wait for the launch of a step; used on the transfer thread only."""
 
     def planned(self, plan: StepPlan) -> None:
-        """Records a plan of the leader. Control thread."""
+        """Records a plan that the leader has sent. Called on the control thread."""
         with self._lock:
             self._planned.append(rows_of(plan))
 
     def launched(self, event: DeviceEvent) -> None:
-        """Records that the oldest plan is launched; `event` marks its end on the device. Compute thread.
+        """Records that the oldest plan is launched; `event` marks its end on the device.
 
-        The caller then makes the transfer thread call `retry`.
+        Called on the compute thread. The caller then makes the transfer thread call `retry`.
         """
         with self._lock:
             self._launched.append((self._planned.popleft(), event))
@@ -46,7 +46,11 @@ class StepGate:
                 self._launched.popleft()
 
     def open(self, message: m.OpenReceive) -> None:
-        """Opens the ticket: now, after a launched step that uses its row, or in a later `retry`. Transfer thread."""
+        """Opens a ticket once no earlier step uses its row. Called on the transfer thread.
+
+        Blocks until the launched steps that use the row have ended. If a plan that uses the row is not launched yet,
+        returns at once, and a later `retry` opens the ticket.
+        """
         row = message.ticket.row
         with self._lock:
             planned = any(row in rows for rows in self._planned)
@@ -55,17 +59,17 @@ class StepGate:
             self._waiting.append(message)
             return
         for event in events:
-            wait_for(event)  # a part of a step at most
+            wait_for(event)  # for less than the duration of a step
         self._open_ticket(message)
 
     def retry(self) -> None:
-        """Opens the tickets that wait no longer. Transfer thread."""
+        """Opens the delayed tickets whose row no waiting plan uses. Called on the transfer thread."""
         waiting, self._waiting = self._waiting, []
         for message in waiting:
             self.open(message)
 
     def forget(self, ticket: int) -> None:
-        """Drops a ticket that is closed before it was opened. Transfer thread."""
+        """Drops a delayed ticket, because it is closed. Called on the transfer thread."""
         self._waiting = [message for message in self._waiting if message.ticket.number != ticket]
 
 

@@ -1,15 +1,16 @@
 """Step planning of the decode group: which sequences the next step computes, and how many tokens of each.
 
-With `SchedulerOptions.steps_ahead` the next step is planned while one is in flight, like in vLLM's asynchronous
-scheduling and SGLang's overlap scheduler. Its sequences refer to the tokens that the step in flight has yet to
-sample. Plans that depend on the outcome of that step wait for its commit:
+With `SchedulerOptions.steps_ahead` the next step is planned while a step is in flight, as in vLLM's asynchronous
+scheduling and SGLang's overlap scheduler. The new plan refers to tokens that the step in flight has not sampled yet.
+While a step is in flight, these rules apply:
 
-    a sequence that ends with the token in flight     is not planned, if the length ends it; if the token does, the
-                                                      planned step computes one token too many, which is dropped
-    its pages                                         stay until no step in flight computes the request
-    beams, penalties, recomputation                   their request is planned again once its step is committed; all
-                                                      of them together, so that they do not split into two batches
-    preemption, or no room for a token                nothing is planned before the step is committed
+    a sequence reaches its length limit      the sequence is not planned again
+    a sampled token ends a sequence          the next step, planned before, computes one token too many, which is
+                                             dropped
+    pages of an ended sequence               stay allocated until no step in flight computes the request
+    beams, penalties, recomputation          the request is planned again after the commit of its step, together with
+                                             all such requests, so that they do not split into two batches
+    preemption, or no page for a token       nothing is planned before the step in flight is committed
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class Stepped(NamedTuple):
 
 
 class StepPlanner:
-    """Plans steps. Pure: no threads, no clocks, no I/O. Reorders the requests of the scheduler."""
+    """Plans the steps of a decode group. Pure: no threads, no clocks, no I/O. Changes the order of `requests`."""
 
     def __init__(
         self,
@@ -65,7 +66,7 @@ class StepPlanner:
 
     @property
     def in_flight(self) -> int:
-        """Steps that are planned and not committed."""
+        """Number of steps that are planned and not committed."""
         return len(self._in_flight)
 
     def next_step(self) -> StepPlan | None:
@@ -98,7 +99,7 @@ class StepPlanner:
         return self._in_flight[-1]
 
     def commit(self, plan: StepPlan) -> list[Stepped]:
-        """Records the end of the oldest step in flight; returns its work items."""
+        """Records the end of the oldest step in flight; returns the step's work items."""
         stepped = self._in_flight.popleft()
         for work, (_, sequence, samples) in zip(plan.work, stepped, strict=True):
             sequence.computed_tokens = work.span.stop
@@ -109,7 +110,7 @@ class StepPlanner:
         return stepped
 
     def move_back(self, request: DecodeRequest) -> None:
-        """Moves the request to the end of the order, so that requests beyond `max_batch` are planned in turn."""
+        """Moves a request to the end of the planning order, so that all progress if more than `max_batch` run."""
         self._requests[request.key] = self._requests.pop(request.key)
 
     def _planned(self) -> tuple[list[Stepped], list[Work]]:
@@ -177,8 +178,9 @@ class StepPlanner:
         return batch
 
     def _recomputed(self, sequences: Iterable[Sequence], budget_tokens: int, *, must: bool) -> list[int]:
-        """Returns how many tokens of each sequence are recomputed, without the last token, which all sequences
-        compute in one step.
+        """Returns the number of tokens that the next step recomputes for each sequence.
+
+        The last known token is not included: all sequences compute their last tokens together in one step.
 
         The order of sequences matters: an earlier sequence computes the tokens that a later one shares, in this step
         or before.

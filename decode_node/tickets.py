@@ -1,7 +1,7 @@
-"""The tickets that a decode rank receives for, and the reports when a transfer has landed, failed or closed.
+"""Tracks the open tickets of a decode rank, and reports when a transfer has landed, failed or closed.
 
 landed   all bytes are in their pages and all checksums match: `Landed` to the leader, `TransferVerified` to sources
-failed   an error occurred before: `RankFailed` to the leader, once; the leader replies with `CloseTransfer`
+failed   an error has occurred: `RankFailed` to the leader, once; the leader replies with `CloseTransfer`
 closed   the leader closed the transfer, no ring region is held and no writer can write: `RankClosed` to the leader,
          which frees the pages
 """
@@ -23,22 +23,24 @@ from transport.control import messages as m
 log = structlog.get_logger(__name__)
 
 VERIFIED_AT_ONCE = 4
-"""Tickets in one `TransferVerified`: an active message costs a prefill rank as much as the launch of a write."""
+"""Largest number of tickets in one `TransferVerified`. Tickets share a message, because an active message costs a
+prefill rank as much as the launch of a write."""
 VERIFIED_WAIT_S = 0.0005
-"""Longest time that a verified ticket waits to share a message; prefill ranks keep the ticket's pages until then."""
+"""Longest delay of a verified ticket that waits for others to share a message. Prefill ranks keep the ticket's pages
+until the message arrives."""
 
 
 class IncomingTickets:
-    """Open transfers by ticket. Owned by the transfer thread."""
+    """Open transfers of one decode rank, by ticket. Owned by the transfer thread."""
 
     def __init__(self, context: ReceiverContext, messages: ReceiverMessages, *, checksum: bool) -> None:
-        """Without `checksum` no source waits for `TransferVerified`, and none is sent."""
+        """`checksum`: whether segments have checksums. Without checksums no `TransferVerified` is needed or sent."""
         self._context, self._messages, self._checksum = context, messages, checksum
         self.open: dict[int, IncomingTransfer] = {}
-        """Transfers by the ticket's number, each until it is closed."""
+        """Transfers that are not closed, by ticket number."""
         self.segments_landed = self.bytes_landed = 0
         self.failed = 0
-        """Open transfers that have failed."""
+        """Number of open transfers that have failed, since the start."""
         self._verified: dict[str, list[tuple[RequestKey, int]]] = {}
         """Verified tickets to report, by source."""
         self.due_s = math.inf
@@ -69,7 +71,7 @@ class IncomingTickets:
                     self.closed(incoming.key, incoming.ticket.number, incoming.landed_tokens())
 
     def fail(self, incoming: IncomingTransfer, error: DisaggError) -> None:
-        """Ends the request with an error, unless it has failed or is closing."""
+        """Fails a transfer and sends `RankFailed` to the leader, unless the transfer has failed or is closing."""
         if Action.REPORT_FAILED in incoming.advance(ReceiveTransferEvent.FAIL):
             log.warning("transfer_failed", request=str(incoming.key), error=str(error))
             self.failed += 1
@@ -101,13 +103,13 @@ class IncomingTickets:
     # --- `TransferVerified`
 
     def send_verified(self) -> None:
-        """Reports all verified tickets. Called when no data is expected, and at `due_s`."""
+        """Sends `TransferVerified` for all queued tickets. Called when no data is expected, and at `due_s`."""
         self.due_s = math.inf
         for peer in list(self._verified):
             self._send_verified(peer)
 
     def forget(self, peer: str) -> None:
-        """Drops the reports to a lost source."""
+        """Drops the queued `TransferVerified` reports to a lost source."""
         self._verified.pop(peer, None)
 
     def _queue_verified(self, incoming: IncomingTransfer) -> None:
@@ -123,7 +125,7 @@ class IncomingTickets:
             self.due_s = self._context.clock() + VERIFIED_WAIT_S
 
     def _send_verified(self, peer: str) -> None:
-        """Reports the verified tickets to one source, which then frees their pages."""
+        """Sends the queued verified tickets to one source, which then frees the pages of these tickets."""
         self._messages.send(peer, m.TransferVerified(self._verified.pop(peer), self._context.rank))
 
     # --- active messages that could not be sent
@@ -135,13 +137,16 @@ class IncomingTickets:
             self.fail(incoming, error)
 
     def verified_failed(self, peer: str, message: m.TransferVerified, error: TransportError) -> None:
-        """Sends the report over the control channel, so that the source frees its pages before the request ends."""
+        """Sends an undelivered `TransferVerified` over the control channel instead.
+
+        Without the message, the source would keep the pages until the request ends.
+        """
         tickets = [(key, number) for key, number in message.tickets if self._keeps_pages(peer, number)]
         if tickets:
             self._context.send(peer, m.TransferVerified(tickets, message.dst_rank))
 
     def _keeps_pages(self, peer: str, ticket: int) -> bool:
-        """Returns whether the source still keeps the ticket's pages. A lost source has freed its pages."""
+        """Returns whether the source may still keep the ticket's pages; False for a closed ticket or lost source."""
         incoming = self.open.get(ticket)
         if incoming is None:
             return False

@@ -1,4 +1,4 @@
-"""Verifies segments that prefill ranks have written into this rank's pool, by checksums of the pool's own bytes."""
+"""Verifies segments that prefill ranks have written directly into this rank's pool, by checksums over the pool."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class _Verified:
 
 
 class Verifier:
-    """Verifies and counts written segments. Owned by the transfer thread."""
+    """Verifies and counts directly written segments. Owned by the transfer thread."""
 
     def __init__(
         self,
@@ -38,11 +38,12 @@ class Verifier:
         tickets: IncomingTickets,
         repairs: Repairs,
     ) -> None:
-        """Without `sums` a segment has landed when its completion notification has arrived."""
+        """`sums`: source of checksum words. If None, a segment counts as landed at its completion notification."""
         self._shard, self._pool, self._queue, self._sums = context.shard, context.pool, queue, sums
         self._context, self._tickets, self._repairs = context, tickets, repairs
         self.under_way: deque[_Verified] = deque()
-        """Launched sums, in the queue's order; each holds its word until it is done."""
+        """Segments whose checksum computation is launched, in the order of the device queue. Each holds its checksum
+        word until the computation is done."""
 
     def begin(self, incoming: IncomingTransfer, written: Written) -> None:
         """Launches the checksum of a segment whose completion notification has arrived."""
@@ -55,7 +56,7 @@ class Verifier:
                 check = self._sums.check(written.segment, incoming.ticket.number, word.memory)
                 sum_rows(pool_slice(written.segment, incoming, self._shard, self._pool), check)
             event = self._queue.record_event()
-        except Exception as exc:  # noqa: BLE001 - a failed launch ends this request and no other
+        except Exception as exc:  # noqa: BLE001 - a failed launch ends this request only
             self._sums.give(word)
             error = TransportError(f"the checksum of {written.segment} could not be computed: {exc}")
             self._tickets.fail(incoming, error)
@@ -63,7 +64,7 @@ class Verifier:
             self.under_way.append(_Verified(incoming, written, word, event))
 
     def poll(self) -> None:
-        """Compares the checksums that are done. The caller polls while `under_way` is not empty."""
+        """Compares finished checksums with the senders'. The caller polls while `under_way` is not empty."""
         while self.under_way and is_done(self.under_way[0].event):
             one = self.under_way.popleft()
             assert self._sums is not None, "sums are launched with checksums only"
@@ -72,7 +73,7 @@ class Verifier:
             self._compared(one.incoming, one.written, total == one.written.total)
 
     def _compared(self, incoming: IncomingTransfer, written: Written, equal: bool) -> None:
-        # Pages of an ending request may already belong to another request: their sums prove nothing.
+        # Pages of an ending request may already belong to another request, so their checksum proves nothing.
         if not incoming.wanted:
             return
         segment = written.segment

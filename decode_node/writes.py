@@ -1,9 +1,9 @@
-"""Prefill ranks that write straight into this rank's pool: offers, fences and completion notifications.
+"""Controls direct writes of prefill ranks into this rank's pool: offers, fences and completion notifications.
 
-A write cannot be cancelled. A ticket's pages are therefore freed only when each writer provably writes no more. Any
-of three conditions proves this. First, all segments of the writer have landed. Second, the writer has ended, and the
-notifications of all its launched writes have arrived. Third, `quarantine_s` has passed since the writer ended or was
-lost: its launched writes have ended, and a lost writer's later launches find the fence word closed.
+A write cannot be cancelled. A ticket's pages are therefore freed only when no prefill rank can write them any more.
+For each writer, one of three conditions must hold. First, all segments of the writer have landed. Second, the writer
+has ended, and the notifications of all its launched writes have arrived. Third, `quarantine_s` has passed since the
+writer ended or was lost: its launched writes have ended, and a lost writer's later launches find the fence closed.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from decode_node.tickets import IncomingTickets
 from decode_node.verifier import Verifier
 from disagg.core.errors import ProtocolError, TransportError
 from disagg.core.types import Ticket
+from kernels.copy.layer_pool import one_tensor
 from transport.base import Arrival, Operation, OperationState
 from transport.completion_notifications import NOTIFICATION_BYTES, CompletionNotifications, Written
 from transport.control import messages as m
@@ -43,13 +44,13 @@ class PeerWrites:
         self._rank, self._pool, self._clock = context.rank, context.pool, context.clock
         self._transport, self._quarantine_s = context.transport, options.quarantine_s
         self.fences = FenceWords(options.fence_rows, self._pool.device) if options.fence_rows else None
-        """Fence words of the tickets; None without direct writes."""
+        """Fence words of the pool's rows; None without direct writes."""
         self._notifications = CompletionNotifications(context.transport)
         self.peers: set[str] = set()
-        """Peers that were offered the pool, and did not refuse the offer."""
+        """Peers that were offered the pool and have not refused the offer."""
         self._overdue: deque[tuple[float, IncomingTransfer]] = deque()
-        """Time at which a transfer's owed notifications expire: its writers have written by then, or find the fence
-        closed."""
+        """(time, transfer): the time at which the transfer stops waiting for notifications. By then launched writes
+        have ended, and later launches find the fence closed."""
         self.due_s = math.inf
         """Time at which `expire` must be called."""
 
@@ -60,9 +61,9 @@ class PeerWrites:
         if self.fences is None:
             return
         try:
-            pools = tuple(map(offer, self._pool.buffers))
+            pools = tuple(offer(one_tensor(pool)) for pool in self._pool.buffers)
             words = offer(self.fences.words)
-        except TransportError as exc:
+        except (TransportError, ValueError) as exc:  # ValueError: the pool is not one tensor
             log.info("pool_not_offered", peer=peer, why=str(exc), how="KV comes through the ring")
             return
         self.peers.add(peer)
@@ -73,25 +74,25 @@ class PeerWrites:
         return peer in self.peers
 
     def on_refused(self, peer: str, message: m.PoolRefused) -> None:
-        """Handles a peer that cannot open the pool: later tickets receive the peer's KV through the ring.
+        """Handles the refusal of a peer that cannot map the pool: later tickets use the ring for this peer.
 
-        Open tickets stay as they are: an earlier offer may still be in use.
+        Open tickets do not change, because the peer may still use an earlier offer for them.
         """
         log.info("pool_refused", peer=peer, why=message.reason, how="KV comes through the ring")
         self.peers.discard(peer)
 
     def may_write(self, ticket: Ticket, peer: str) -> bool:
-        """Returns whether the peer may write for a new ticket."""
+        """Returns whether the peer may write directly into the pages of a new ticket."""
         return peer in self.peers and bool(ticket.pages)
 
     def open_fence(self, incoming: IncomingTransfer) -> None:
-        """Lets the ticket's writers write, if the ticket has writers."""
+        """Opens the row's fence for the ticket, if a source of the ticket may write directly."""
         if self.fences is not None and any(source.writes for source in incoming.sources.values()):
             self.fences.open(incoming.ticket.row, incoming.ticket.number)
             incoming.fence_open = True
 
     def close_fence(self, incoming: IncomingTransfer) -> None:
-        """Disallows later writes of the ticket; a write that has begun may continue."""
+        """Closes the row's fence, which disallows later writes of the ticket; a write that has begun may continue."""
         if incoming.fence_open and self.fences is not None:
             self.fences.close(incoming.ticket.row)
             incoming.fence_open = False
@@ -99,15 +100,17 @@ class PeerWrites:
     # --- ends of writers
 
     def lost(self, incoming: IncomingTransfer, src_rank: int) -> None:
-        """Handles a lost source rank. If the rank may have written, the ticket waits until the rank's last launch has
-        ended."""
+        """Handles a lost source rank.
+
+        If the rank may still write, the ticket stays open for `quarantine_s`, until the rank's last launch has ended.
+        """
         if src_rank in incoming.unproven_writers():
             self.close_fence(incoming)
             incoming.barred_until_s = self._clock() + self._quarantine_s
             self._expire_at(incoming, incoming.barred_until_s)
 
     def ended(self, incoming: IncomingTransfer, src_rank: int, sent: set[int], again: set[int]) -> None:
-        """Handles a source that ends: expects notifications of the writes that the source has launched.
+        """Handles the end of a source rank: records which notifications of launched writes have not arrived.
 
         `sent` and `again`: indexes of the segments that the source has sent once and twice, through the ring or by a
         write.
@@ -119,7 +122,7 @@ class PeerWrites:
             self._expire_at(incoming, self._clock() + self._quarantine_s)
 
     def expire(self, now_s: float) -> None:
-        """Forgets overdue notifications, and closes transfers that waited for nothing else."""
+        """Stops waiting for overdue notifications, and closes the transfers that waited only for these."""
         while self._overdue and self._overdue[0][0] <= now_s:
             _, incoming = self._overdue.popleft()
             incoming.written.forgive()
@@ -133,7 +136,7 @@ class PeerWrites:
     # --- completion notifications
 
     def on_notification(self, incoming: IncomingTransfer, peer: str, arrival: Arrival) -> None:
-        """Receives a completion notification; `notification_ended` reads it."""
+        """Starts the receive of a completion notification; `notification_ended` reads the message."""
         if 0 < arrival.nbytes <= NOTIFICATION_BYTES:
             self._notifications.receive(peer, arrival, incoming)
             return
@@ -144,7 +147,7 @@ class PeerWrites:
     def notification_ended(self, operation: Operation) -> None:
         """Handles a notification whose receive has ended.
 
-        Even after a failed receive, the writer has ended its write of the segment.
+        A failed receive also proves that the writer has ended its write of the segment.
         """
         incoming = self._notifications.ended(operation)
         if not isinstance(incoming, IncomingTransfer):

@@ -1,4 +1,4 @@
-"""Direct writes of one transfer: completion notifications received and owed, and repairs."""
+"""Records the direct writes of one transfer: received and missing completion notifications, and repairs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SegmentName = tuple[int, int]
 
 
 class WrittenSegments:
-    """Record of the segments that writers put straight into the pool. Owned by the transfer thread."""
+    """Record of one transfer's segments that prefill ranks write directly. Owned by the transfer thread."""
 
     def __init__(self) -> None:
         self._first: set[SegmentName] = set()
@@ -35,8 +35,9 @@ class WrittenSegments:
         return new
 
     def in_order(self, written: Written, coverage: Coverage) -> Iterator[Written]:
-        """Adds a notified segment to `coverage`; yields it and its successors once their predecessors are there.
+        """Stores a notified segment; yields each stored segment whose predecessors on its route were all notified.
 
+        Adds each yielded segment to `coverage`.
         Raises `ProtocolError` for a segment that is on no route, or overlaps another one.
         """
         self._early.append(written)
@@ -65,7 +66,7 @@ class WrittenSegments:
         return bool(self._owed)
 
     def forgive(self) -> None:
-        """Stops waiting for the notifications that ended sources still owe."""
+        """Clears the notifications that ended sources still owe, so that nothing waits for them."""
         self._owed.clear()
 
     def debtors(self) -> set[int]:

@@ -1,10 +1,10 @@
-"""The demo on two GPUs of this machine: prompts prefilled on one, decoded on the other.
+"""Runs the demo on two GPUs of this machine: the first prefills the prompts, the second decodes the answers.
 
     python deploy/local_two_gpu.py [flags of `disagg demo`]
 
-Without flags this is `disagg demo`, which chooses the same placement on two GPUs: prefill on the first, decode on the
-second. With `--prefill-tp 2 --decode-tp 1` the TP sizes differ, and the ranks of a group share a GPU. Without a GPU
-the demo runs on the CPU, on the same code path.
+Without flags this script equals `disagg demo`, which also places prefill on the first of two GPUs and decode on the
+second. With `--prefill-tp 2 --decode-tp 1`, the TP sizes differ and the two prefill ranks share a GPU. Without a GPU
+the demo runs on the CPU, through the same code.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     RAY_API_SERVER_ADDRESS=http://HEAD:8265 RAY_AUTH_MODE=token python -m deploy.submit --job NAME -- COMMAND...
 
-This process may be restarted: it follows a running job of the same name instead of submitting a second one. The exit
-code is 0 when the job succeeded, 1 when it failed or was stopped, or when the cluster is unreachable.
+A restart of this process is safe: if a job of the same name is running, the process follows this job and submits no
+second one. The exit code is 0 if the job succeeded; 1 if it failed, was stopped, or the cluster is unreachable.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, Protocol
 
 PATIENCE_S = 600.0
-"""Longest wait for the cluster's first answer, because the cluster's image may still be loading."""
+"""Longest wait for the first reply of the cluster, whose image may still be loading."""
 POLL_S = 2.0
 
 
@@ -38,7 +38,7 @@ class Jobs(Protocol):
         """Deletes an ended job, which frees its name."""
 
     def submit_job(self, *, entrypoint: str, submission_id: str) -> str:
-        """Starts a command on the head node."""
+        """Starts the command `entrypoint` on the head node, as a job named `submission_id`."""
 
     def tail_job_logs(self, job_id: str) -> AsyncIterator[str]:
         """Yields the job's output until the job or the connection ends."""
@@ -47,7 +47,7 @@ class Jobs(Protocol):
 def run(
     jobs: Jobs, name: str, command: Sequence[str], write: Callable[[str], object] = sys.stdout.write
 ) -> int:
-    """Submits `command` as job `name` unless it runs already, streams its output, and returns the exit code."""
+    """Submits `command` as job `name` unless that job is running, streams its output, and returns the exit code."""
     try:
         _submit_unless_running(jobs, name, command)
         asyncio.run(_follow(jobs, name, write))
@@ -76,7 +76,7 @@ def _submit_unless_running(jobs: Jobs, name: str, command: Sequence[str]) -> Non
     try:
         status = jobs.get_job_status(name)
     except RuntimeError:
-        pass  # unknown: never submitted to this cluster
+        pass  # an unknown job: never submitted to this cluster
     else:
         if not status.is_terminal():
             print(f"job {name} runs already: following it", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Draws docs/data_path.svg: the way of one prompt's KV cache. Run: python docs/draw_data_path.py"""
+"""Draws docs/data_path.svg: the path of one prompt's KV cache between ranks. Run: python docs/draw_data_path.py"""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ HEADS = 4
 
 
 class Drawing:
-    """Collects SVG elements."""
+    """Collects SVG elements and returns them as one SVG file."""
 
     def __init__(self) -> None:
         self.parts: list[str] = []
@@ -20,7 +20,7 @@ class Drawing:
     def box(
         self, x: float, y: float, w: float, h: float, fill: str, stroke: str = "none", r: float = 6
     ) -> None:
-        """A rectangle with round corners."""
+        """Adds a rectangle with round corners."""
         self.parts.append(
             f'<rect x="{x}" y="{y}" width="{w}" height="{h}" rx="{r}" fill="{fill}" stroke="{stroke}"/>'
         )
@@ -36,7 +36,7 @@ class Drawing:
         color: str = INK,
         anchor: str = "start",
     ) -> None:
-        """One line of text; y is its baseline."""
+        """Adds one line of text, whose baseline is at `y`."""
         weight = ' font-weight="600"' if bold else ""
         self.parts.append(
             f'<text x="{x}" y="{y}" font-size="{size}" fill="{color}" text-anchor="{anchor}"{weight}>'
@@ -44,7 +44,7 @@ class Drawing:
         )
 
     def arrow(self, x0: float, y0: float, x1: float, y1: float, color: str, dashed: bool = False) -> None:
-        """A line with a head at its end."""
+        """Adds a line with an arrow head at its end."""
         dash = ' stroke-dasharray="5 4"' if dashed else ""
         self.parts.append(
             f'<line x1="{x0}" y1="{y0}" x2="{x1}" y2="{y1}" stroke="{color}" stroke-width="2"{dash} '
@@ -52,7 +52,7 @@ class Drawing:
         )
 
     def svg(self, colors: tuple[str, ...]) -> str:
-        """The whole file."""
+        """Returns the text of the SVG file."""
         heads = "".join(
             f'<marker id="head-{c[1:]}" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" '
             f'orient="auto"><path d="M0 0L8 4L0 8z" fill="{c}"/></marker>'
@@ -67,7 +67,7 @@ class Drawing:
 
 
 def pool(drawing: Drawing, x: float, y: float, colors: list[str | None]) -> None:
-    """A KV pool: pages downwards, heads sideways; None is a head that the rank does not have."""
+    """Draws a KV pool with pages as rows and heads as columns. None is a head that the rank does not have."""
     width = 16
     for page in range(4):
         for head, color in enumerate(colors):
@@ -76,7 +76,7 @@ def pool(drawing: Drawing, x: float, y: float, colors: list[str | None]) -> None
 
 
 def stages(drawing: Drawing, x: float, y: float, color: str, title: str, note: str) -> None:
-    """A staging buffer or a ring, with segments in it."""
+    """Draws a staging buffer or a ring with some segments."""
     drawing.box(x, y, 118, 34, "#f8f9fa", SOFT)
     for number in range(4):
         drawing.box(x + 7 + number * 27, y + 7, 22, 20, color if number < 3 else "#f1f3f5", r=3)
@@ -85,7 +85,7 @@ def stages(drawing: Drawing, x: float, y: float, color: str, title: str, note: s
 
 
 def prefill_rank(drawing: Drawing, y: float, rank: int) -> None:
-    """One prefill rank: its part of the pool, gather, staging."""
+    """Draws one prefill rank: its part of the pool, the gather, and staging."""
     color = RANK_COLORS[rank]
     heads: list[str | None] = [color if head // 2 == rank else None for head in range(HEADS)]
     drawing.box(40, y, 400, 110, "#ffffff", color, r=10)
@@ -100,7 +100,7 @@ def prefill_rank(drawing: Drawing, y: float, rank: int) -> None:
 
 
 def draw() -> str:
-    """The picture as SVG text."""
+    """Returns the whole picture as SVG text."""
     drawing = Drawing()
     drawing.text(40, 34, "prefill group, TP 2", size=17, bold=True)
     drawing.text(620, 34, "decode group, TP 1", size=17, bold=True)
@@ -130,7 +130,7 @@ def draw() -> str:
 
 
 def timeline(drawing: Drawing, y: float) -> None:
-    """Two rows that overlap: compute of a layer group, transfer of the one before."""
+    """Draws two rows over time: compute of the layer groups, and the transfer of each group one compute later."""
     drawing.text(
         40,
         y,

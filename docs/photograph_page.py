@@ -1,6 +1,6 @@
-"""Takes docs/page.png: the live page of a real server under load. Run: python docs/photograph_page.py
+"""Makes docs/page.png, a screenshot of a server's live page under load. Run: python docs/photograph_page.py
 
-Needs Chromium, and `disagg` installed (`make venv`). `--scheme dark` shows the other colours.
+Needs Chromium, and `disagg` installed (`make venv`). `--scheme dark` takes the page in dark colours.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ SERVE = (
 LOAD = (
     "bench serve --concurrency 5 --duration-s 900 --input-tokens 64-900 --output-tokens 16-120 --ignore-eos"
 )
-LOADED_S = 90
-"""How long the server works before the picture is taken: the lines of the totals show two minutes."""
+LOADED_S = 60
+"""Seconds of load before the screenshot: the time that the page's latencies cover."""
 
 
 @contextmanager
 def running(command: str, log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """One of our commands until the end of the block."""
+    """Runs a `disagg` command until the end of the block; its output is written to `log`."""
     with log.open("wb") as output:
         process = subprocess.Popen([*DISAGG, *command.split()], cwd=ROOT, stdout=output, stderr=output)
     try:
@@ -46,7 +46,7 @@ def running(command: str, log: Path) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def url_of(server: subprocess.Popen[bytes], log: Path) -> str:
-    """Where it serves, when it does."""
+    """Waits until the server logs its URL, and returns the URL."""
     while not (found := re.search(r"http://127\.0\.0\.1:\d+", log.read_text())):
         if server.poll() is not None:
             raise SystemExit(log.read_text())
@@ -55,7 +55,7 @@ def url_of(server: subprocess.Popen[bytes], log: Path) -> str:
 
 
 def main() -> None:
-    """Takes the picture."""
+    """Starts a server and load, and saves the screenshot."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--scheme", choices=("light", "dark"), default="light")
     parser.add_argument("--file", type=Path, default=ROOT / "docs" / "page.png")
@@ -73,7 +73,7 @@ def main() -> None:
                 )
                 tab.screenshot(options.file)
     with Image.open(options.file) as picture:
-        # A third of the size; no colour is off by more than a few of 255.
+        # 256 colours need a third of the bytes; each colour differs by a few of 255 at most.
         few = picture.convert("RGB").quantize(256, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
     few.save(options.file, optimize=True)
 

@@ -1,1 +1,1 @@
-"""The node that computes prompts and sends their KV."""
+"""The prefill node: computes prompts and sends their KV cache to decode ranks."""

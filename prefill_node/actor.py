@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import ray
 
-from disagg.core.collection import collection_paused
 from disagg.core.types import GroupInfo
+from disagg.node.host import RankHost
+from disagg.node.ownership import NO_COUNTS, GroupCounts, Owner
+from disagg.node.rank_records import ClaimReply
 
-with collection_paused():  # a rank's process imports torch and transformers here
-    from disagg.node.host import ClaimReply, RankHost
-    from disagg.node.ownership import NO_COUNTS, GroupCounts, Owner
+if TYPE_CHECKING:  # torch and transformers, which the cluster that places the rank need not load
     from prefill_node.calibration import Calibration
     from prefill_node.rank import PrefillRank
 
@@ -20,25 +22,32 @@ with collection_paused():  # a rank's process imports torch and transformers her
 class PrefillActor(RankHost):
     """Ray actor that hosts a `PrefillRank`; `disagg.node.host` describes its threads and its owner."""
 
-    node_class = PrefillRank
+    role = "prefill"
+
+    @staticmethod
+    def rank_class() -> type[PrefillRank]:
+        """Returns `PrefillRank`; see `RankHost.rank_class`."""
+        from prefill_node.rank import PrefillRank
+
+        return PrefillRank
 
     def calibrate(self, other: GroupInfo) -> Calibration | None:
-        """See `PrefillRank.calibrate`."""
+        """Measures the wire to a linked decode group; see `PrefillRank.calibrate`."""
         rank = self._running()
-        assert isinstance(rank, PrefillRank), "what `node_class` says"
+        assert isinstance(rank, self.rank_class()), "the host makes ranks of `rank_class`"
         return rank.calibrate(other)
 
     @ray.method(concurrency_group="watch")  # type: ignore[untyped-decorator]
     def pulse(self, token: str = "", counts: GroupCounts = NO_COUNTS) -> bool:
-        """See `RankHost.pulse`."""
+        """Records a pulse of the owner; see `RankHost.pulse`."""
         return super().pulse(token, counts)
 
     @ray.method(concurrency_group="watch")  # type: ignore[untyped-decorator]
     def claim(self, claimant: Owner) -> ClaimReply:
-        """See `RankHost.claim`."""
+        """Makes `claimant` the owner if the current owner is dead; see `RankHost.claim`."""
         return super().claim(claimant)
 
     @ray.method(concurrency_group="watch")  # type: ignore[untyped-decorator]
     def park(self, token: str = "") -> str:
-        """See `RankHost.park`."""
+        """Blocks until the rank ends or has a new owner; returns the reason. See `RankHost.park`."""
         return super().park(token)

@@ -1,6 +1,7 @@
-"""Calibration of a new link: the cost of its wire, and the sizes of segments and layer groups that follow from it.
+"""Calibrates a new link to a decode group: measures its wire, and derives segment size and number of layer groups.
 
-This file decides and reports; `prefill_node.probe` measures on the transfer thread, and `staging.wire` calculates.
+A wire is the cost model of a connection: seconds per segment and bytes per second. `prefill_node.probe` times
+messages on the transfer thread, `staging.wire` fits the model, and this file applies and reports the result.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ from prefill_node.sender import SegmentSender
 from staging.wire import MIB, PROBE_LIMIT_S, Wire, best_segment_bytes
 
 ANSWER_S = PROBE_LIMIT_S + 5.0
-"""Longest wait for a probe's result. The transfer thread's own limit is shorter, so only a blocked thread exceeds
-`ANSWER_S`."""
+"""Longest wait for a probe's result. The transfer thread ends a probe earlier, so only a blocked transfer thread
+exceeds this limit."""
 _COPIES_S = 80e-6
-"""Cost of a segment's gather and scatter on a GPU, host work included, which the probe does not measure. Computed as
-a segment's total cost (docs/performance.md) less the cost of its message."""
+"""Cost of a segment's gather and scatter on a GPU, host work included; the probe does not measure this cost. The
+value is a segment's total cost (docs/performance.md) minus the cost of its message."""
 OVERRIDE = (
     "set transfer.segment_overhead_s, wire_bytes_per_s, max_segment_bytes; or transfer.calibrate=off, always"
 )
@@ -46,12 +47,12 @@ class Calibration:
     chosen: str
     """The chosen number of layer groups and size of the largest segment."""
     failed: bool = False
-    """Whether a measurement was begun and failed."""
+    """Whether a measurement started and failed."""
 
 
 @dataclass(frozen=True)
 class Calibrator:
-    """Calibrates the links of one prefill rank. Any thread may use it except the transfer thread, which measures."""
+    """Calibrates the links of one prefill rank. Do not call on the transfer thread, which runs the measurement."""
 
     rank: int
     configured: Config
@@ -65,12 +66,15 @@ class Calibrator:
 
     @property
     def wanted(self) -> bool:
-        """Whether this rank measures: on a CPU only with `transfer.calibrate=always`."""
+        """Whether this rank measures its links, by `transfer.calibrate`: `auto` measures on GPUs only."""
         mode = self.configured.transfer.calibrate
         return mode == "always" or (mode == "auto" and self.device.type == "cuda")
 
     def run(self, link: Link) -> Calibration:
-        """Measures or looks up the wire to one decode rank of the link; later segments are cut for this wire."""
+        """Measures the wire to one decode rank of the link, or loads the wire from the cache; returns a log summary.
+
+        Later segments to the link's decode group are sized for this wire.
+        """
         probed = self._probe(link)
         if probed.wire is not None:
             self.loop.call(partial(self.agent.cutter.use_wire, link, *self._choose(probed.wire)))
@@ -83,7 +87,7 @@ class Calibrator:
             and transfer.wire_bytes_per_s
             and transfer.max_segment_bytes
         ):
-            return Probed(why="everything is set")
+            return Probed(why="the wire and the segment size are configured")
         cache = _cache()
         wires = cache.load() if cache is not None and transfer.calibrate == "auto" else {}
         for peer in link.destinations_of(self.rank):
@@ -107,12 +111,10 @@ class Calibrator:
 
         start = self.agent.prober.start
         self.loop.post(partial(start, peer.control_address, peer.ring_bytes, known, done))
-        return (
-            ended[0] if over.wait(ANSWER_S) else Probed(why="the transfer thread does not answer", begun=True)
-        )
+        return ended[0] if over.wait(ANSWER_S) else Probed(why="the transfer thread is blocked", begun=True)
 
     def _key(self, transport: str, host: str, device: str) -> str:
-        """Returns the cache key: everything known in advance that the speed of a wire depends on."""
+        """Returns the cache key of a wire: hosts, devices and transport, and for UCX its version and settings."""
         about = [f"{socket.gethostname()}, {device_name(self.device)} to {host}, {device}", transport]
         if transport.startswith("ucx-"):
             from transport.ucx.library import settings, version
@@ -121,7 +123,7 @@ class Calibrator:
         return "; ".join(part for part in about if part)
 
     def _choose(self, wire: Wire) -> tuple[Wire, int]:
-        """Returns the wire and the largest segment. A setting takes precedence over its measured value."""
+        """Returns the wire to use and the largest segment in bytes. Explicit settings override measured values."""
         configured = self.configured.transfer
         whole_s = wire.overhead_s + (_COPIES_S if self.device.type == "cuda" else 0.0)
         overhead_s = whole_s if configured.segment_overhead_s is None else configured.segment_overhead_s
@@ -139,7 +141,7 @@ class Calibrator:
             wire, segment = self._choose(probed.wire)
             found = f"{source}: {_words(how)}"
         else:
-            why = "no wire to measure, the decode pool is written directly" if probed.writable else probed.why
+            why = "the decode pool is written directly" if probed.writable else probed.why
             found = f"not measured ({why}): {_words(wire)} are assumed"
         groups = len(self.agent.cutter.groups_for(self.chunk_tokens, link))
         chosen = f"a chunk of {self.chunk_tokens} tokens leaves in {groups} layer group{'s' * (groups > 1)}"

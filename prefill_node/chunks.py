@@ -1,4 +1,4 @@
-"""Chunks in computation: cut into segments when planned, and copied layer group by layer group once computed."""
+"""Tracks planned prompt chunks: cuts them into segments, and starts the copies of each computed layer group."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from staging.planner import cut_tails
 from staging.trailer import message_bytes
 
 CHECKED_TAIL_BYTES = 64 << 20
-"""Size to which a prompt's last segment is cut, for direct writes with checksums. The decode rank verifies a complete
-segment, and no later write overlaps the verification of the last segment."""
+"""Size of a prompt's last segment, for direct writes with checksums. A decode rank verifies each segment after
+its write. No later write hides the verification of the last segment, so a small one ends the transfer sooner."""
 
 
 class Chunks:
-    """Chunks of one prefill rank. Owned by the transfer thread."""
+    """Planned chunks of one prefill rank. Owned by the transfer thread."""
 
     def __init__(
         self,
@@ -42,14 +42,15 @@ class Chunks:
         self._rank, self._cutter, self._tickets, self._leases = rank, cutter, tickets, leases
         self._pools, self._mover, self._flows = pools, mover, flows
         self._uncomputed: dict[StepPart, list[OutgoingSegment]] = {}
-        """Segments whose layers are not computed."""
+        """Segments whose layers are not computed yet, by part of a step."""
         self.early = EarlyChunks()
         """Chunks whose tickets have not arrived."""
 
     def plan(self, chunk: PlannedChunk) -> None:
-        """Cuts a chunk; requests leases and prepares direct writes. An early chunk waits for its ticket.
+        """Cuts a chunk into segments, and requests leases or prepares direct writes for the segments.
 
-        Ignores chunks of an earlier reservation of the request's pages, and chunks of a refused ticket.
+        An early chunk is stored until its ticket arrives. A chunk of an earlier page reservation, or of a refused
+        ticket, is ignored.
         """
         outgoing = self._tickets.open.get(chunk.key)
         if outgoing is None and chunk.early:
@@ -58,14 +59,14 @@ class Chunks:
             self._plan(outgoing, chunk.part, chunk.positions)
 
     def opened(self, outgoing: OutgoingTransfer) -> None:
-        """Sends what was computed before the ticket opened."""
+        """Cuts the early chunks of a newly opened ticket and sends their computed layers."""
         for chunk, ready in self.early.take(outgoing.key, outgoing.reservation):
             self._plan(outgoing, chunk.part, chunk.positions)
             for one in ready:
                 self._move(chunk.part, one)
 
     def drop_early(self, key: RequestKey, reservation: int) -> None:
-        """Drops the chunks of a reservation that has ended."""
+        """Drops the early chunks of a reservation that ended before a ticket arrived."""
         self.early.take(key, reservation)
 
     def check(self) -> None:
@@ -91,15 +92,16 @@ class Chunks:
                 self._leases.request(outgoing, peer.control_address, items)
                 if outgoing.stopped:  # the request could not be sent
                     return
-        for items, peer in written:  # after the lease requests, whose answers take time
+        for items, peer in written:  # after the lease requests, to overlap with their round trip
             if not outgoing.stopped:
                 self._prepare(items, peer)
         self._tickets.report_if_sent(outgoing)
 
     def layers_ready(self, part: StepPart, layers: Span, event: DeviceEvent) -> None:
-        """Moves the segments of `layers` (global), whose KV is written once `event` is done on the device.
+        """Starts the copies of a step part's segments in `layers`, whose KV is written when `event` is done.
 
-        `layers` begins with the first layer of a class, and grows from call to call as the layers are computed.
+        `layers` is numbered over the whole model and begins at the first layer of a layer class. Each later call for
+        the class covers more layers.
         """
         ready = ReadyLayers(layers, event)
         self.early.layers_ready(part, ready)
@@ -150,6 +152,6 @@ class Chunks:
         outgoing = items[0].outgoing
         try:
             self._pools.prepare(items, outgoing.direct[peer.control_address], peer.shard)
-        except Exception as exc:  # noqa: BLE001 - whatever it is ends this request and no other
+        except Exception as exc:  # noqa: BLE001 - any failure ends this request only
             error = TransportError(f"the write of {outgoing.key} cannot be prepared: {exc}")
             self._tickets.abort(outgoing, error)

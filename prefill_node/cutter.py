@@ -1,4 +1,4 @@
-"""Cuts chunks into segments; the wire to each decode group determines the number of layer groups and the size."""
+"""Cuts chunks into segments; the wire to a decode group determines number of layer groups and segment size."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from staging.wire import Wire
 
 
 class Cutter:
-    """Cutter of a prefill rank. Owned by the transfer thread; any thread may read `groups` and call `groups_for`."""
+    """Cuts the chunks of one prefill rank into segments.
+
+    Owned by the transfer thread; any thread may read `groups` and call `groups_for`.
+    """
 
     def __init__(
         self,
@@ -20,18 +23,18 @@ class Cutter:
         segment_bytes: int,
         wire: Wire,
     ) -> None:
-        """`wire` and `segment_bytes` (the largest segment) are assumed for a link until `use_wire`."""
+        """`wire` and `segment_bytes` (the largest segment) apply to a link until `use_wire` replaces them."""
         self._rank, self._shard = rank, shard
         self._staging_bytes, self._segment_bytes = staging_bytes, segment_bytes
         self.groups: tuple[Span, ...] = shard_groups(shard, groups)
-        """The finest layer groups of a chunk."""
+        """The finest division of this rank's layers into layer groups."""
         self.state_groups = tuple(part.layers for part in shard.states)
-        """A group for each class of recurrent states."""
+        """One layer group for each class of recurrent states."""
         self._most = max(min(groups, len(part.layers)) for part in shard.parts)
         self._groups_of = tuple(shard_groups(shard, count) for count in range(1, self._most + 1))
         self._wire = wire
         self.wires: dict[str, Wire] = {}
-        """Wires of the decode groups that `use_wire` was called for."""
+        """Measured wires, by decode group."""
         self.limits: dict[str, dict[int, int]] = {}
         """Bytes of the largest segment, by decode group and destination rank."""
 
@@ -46,7 +49,7 @@ class Cutter:
             )
 
     def use_wire(self, link: Link, wire: Wire, segment_bytes: int) -> None:
-        """Cuts later chunks for the link's decode group by this wire."""
+        """Sets the wire and the largest segment for later chunks to the link's decode group."""
         self.wires[link.decode.name] = wire
         self.limits[link.decode.name] = segment_limits(link, self._rank, segment_bytes, self._staging_bytes)
 
@@ -60,9 +63,9 @@ class Cutter:
     def cut(
         self, link: Link, tokens: Span, unstaged: dict[int, int], first_index: int
     ) -> tuple[Segment, ...]:
-        """Returns the segments of positions `tokens` from this rank, numbered from `first_index`.
+        """Returns the segments that this rank sends for the positions `tokens`; their indices start at `first_index`.
 
-        `unstaged`: largest segment, in bytes, of each decode rank that needs no staging.
+        `unstaged`: segment size limits in bytes, by decode rank, for ranks that are written directly.
         """
         return self._cut(link, tokens, self.groups_for(len(tokens), link), unstaged, first_index)
 

@@ -1,4 +1,4 @@
-"""Direct writes into the pools of decode ranks that this rank can map: no staging, no ring, no receive."""
+"""Writes KV directly into the pools of decode ranks that this rank has mapped, without staging, ring or receive."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ import torch
 from disagg.core.errors import ProtocolError, TransportError
 from disagg.core.types import KVLayout, Segment, Shard, Span, Ticket
 from disagg.kv.pages import pages_for, slots_of
-from disagg.kv.transfer_pools import TransferPools
+from disagg.kv.transfer_pools import CopyPools
 from disagg.node.sums import Sums
 from kernels.copy.checksum import Check
+from kernels.copy.layer_pool import Pool, one_tensor
 from kernels.copy.move import prepare_move
 from kernels.copy.quantize import prepare_quantized_move
 from kernels.copy.rows import PoolSlice
@@ -23,10 +24,10 @@ if TYPE_CHECKING:
     from disagg.node.links import Link
 
 NO_TICKETS = (-2, 1 << 62)
-"""Ticket numbers that no fence word holds: one of 32 bits and one of 64, because Triton compiles a kernel for each
-width."""
+"""Ticket numbers that match no fence word, so that kernels can be compiled without a write. One number has 32 bits
+and one 64, because Triton compiles a kernel for each width."""
 NO_LIMIT = 1 << 62
-"""Largest segment, in bytes, of direct writes, which need no staging."""
+"""Segment size limit for direct writes: in effect none, because direct writes need no staging."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,11 +35,11 @@ class OpenPool:
     """A decode rank's pool, mapped into this process. The mapping lives as long as this object."""
 
     pools: tuple[torch.Tensor, ...]
-    """`[layers, planes, slots, heads, head_dim]` for each of `KVLayout.all_classes`."""
+    """One tensor `[layers, planes, slots, heads, head_dim]` for each of `KVLayout.all_classes`."""
     fences: torch.Tensor
     """Fence words of the pool's rows, int64 `[rows]`."""
     quantized: torch.dtype | None = None
-    """Dtype of the pool's quantized values where this rank's pool is not quantized; None where both are alike."""
+    """Dtype to which direct writes quantize KV; None if KV is written unchanged."""
 
     def prepare(
         self,
@@ -60,15 +61,17 @@ def check_ticket(ticket: Ticket, link: Link, pools: list[OpenPool]) -> None:
     """Raises `ProtocolError` when a ticket names rows or pages that the pools lack; the kernels do not check them."""
     page_size = link.decode.page_size
     if len(ticket.pages) < pages_for(ticket.tokens.stop, page_size) - ticket.tokens.start // page_size:
-        raise ProtocolError(f"ticket {ticket.number}: {len(ticket.pages)} pages do not hold its tokens")
+        raise ProtocolError(
+            f"ticket {ticket.number}: {len(ticket.pages)} pages do not hold the ticket's tokens"
+        )
     kv_classes = len(link.decode.layout.classes)
     for pool in pools:
         pages = min(part.shape[2] for part in pool.pools[:kv_classes]) // page_size
         if not 0 < min(ticket.pages) <= max(ticket.pages) < pages:
-            raise ProtocolError(f"ticket {ticket.number}: a page is outside the pool's {pages}")
+            raise ProtocolError(f"ticket {ticket.number}: a page is outside the pool's {pages} pages")
         rows = min([pool.fences.shape[0], *(part.shape[2] for part in pool.pools[kv_classes:])])
         if not 0 <= ticket.row < rows:
-            raise ProtocolError(f"ticket {ticket.number}: row {ticket.row} is none of {rows}")
+            raise ProtocolError(f"ticket {ticket.number}: row {ticket.row} is outside the pool's {rows} rows")
 
 
 def target_slots(ticket: Ticket, page_size: int) -> torch.Tensor:
@@ -89,7 +92,7 @@ def check_pool(opened: OpenPool, layout: KVLayout, shard: Shard, dtype: torch.dt
     """Raises `TransportError` unless a pool has the shape of its rank's shard, and KV elements stored as `dtype`."""
     if len(opened.pools) != len(shard.all_parts):
         raise TransportError(
-            f"its pool has {len(opened.pools)} classes of layers and states, not {len(shard.all_parts)}"
+            f"the offered pool has {len(opened.pools)} classes of layers and states, not {len(shard.all_parts)}"
         )
     for number, (pool, part, one) in enumerate(
         zip(opened.pools, shard.all_parts, layout.all_classes, strict=True)
@@ -97,15 +100,15 @@ def check_pool(opened: OpenPool, layout: KVLayout, shard: Shard, dtype: torch.dt
         shape, stored = pool.shape, dtype if number < len(shard.parts) else torch.uint8
         expected = (len(part.layers), one.planes, len(part.heads), one.head_bytes // stored.itemsize)
         if (shape[0], shape[1], *shape[3:]) != expected or pool.dtype != stored:
-            raise TransportError(f"its pool is {list(shape)} of {pool.dtype}, not {expected} of {stored}")
+            raise TransportError(
+                f"the offered pool is {list(shape)} of {pool.dtype}, not {expected} of {stored}"
+            )
 
 
-def slice_of(
-    buffers: Sequence[torch.Tensor], slots: torch.Tensor, segment: Segment, shard: Shard
-) -> PoolSlice:
-    """Returns the slice of a rank's pools that holds a segment; `slots`: the slot of each of its positions.
+def slice_of(buffers: Sequence[Pool], slots: torch.Tensor, segment: Segment, shard: Shard) -> PoolSlice:
+    """Returns the slice of a rank's pools that holds a segment.
 
-    `shard` is the rank's, and `buffers` are its `TransferPools.buffers`.
+    `slots`: slot of each position of the segment. `shard`, `buffers`: the rank's shard and `CopyPools.buffers`.
     """
     number = shard.part_of(segment.layers)
     part = shard.all_parts[number]
@@ -133,14 +136,14 @@ def _prepare(
 def warm(
     routes: tuple[Route, ...],
     target: Shard,
-    pool: TransferPools,
+    pool: CopyPools,
     source: Shard,
     link: Link,
     sums: Sums | None,
 ) -> None:
-    """Compiles the writes to a rank that owns `target`, for every row width of the routes. Writes nothing.
+    """Compiles the write kernels for a decode rank with shard `target`, for every row width of the routes.
 
-    Called before the pool is open: otherwise the first requests would wait for the compiler.
+    Writes nothing. Called before the pool is open, so that the first requests do not wait for the compiler.
     """
     if pool.device.type != "cuda":
         return
@@ -150,7 +153,7 @@ def warm(
     ):
         heads = {route.heads for route in routes if mine.layers.covers(route.layers)}
         quantized = None if layout.is_state(mine.layers) else quantized_dtype(link)
-        _warm(heads, its, own, mine, one, quantized, sums)
+        _warm(heads, its, one_tensor(own), mine, one, quantized, sums)
     torch.cuda.synchronize(pool.device)
 
 

@@ -1,4 +1,4 @@
-"""Chunks that are computed before their ticket has arrived, while the destination of their KV is still unknown.
+"""Stores chunks that are computed before their ticket arrives, while the destination of their KV is unknown.
 
 The KV of a request without a ticket stays in its pages, with an event for each layer group. When the ticket arrives,
 `prefill_node.chunks` cuts the chunks and sends the layers computed so far. Layers of a running step follow when they
@@ -16,7 +16,7 @@ from prefill_node.step_part import PlannedChunk, StepPart
 
 
 class ReadyLayers(NamedTuple):
-    """Layers (global) whose KV is written once `event` is done on the device."""
+    """A span of layers, numbered over the whole model, whose KV is written once `event` is done on the device."""
 
     layers: Span
     event: DeviceEvent
@@ -35,7 +35,7 @@ class EarlyChunks:
         return len(self._chunks)
 
     def add(self, chunk: PlannedChunk) -> None:
-        """Adds a chunk, before any of its layers is ready."""
+        """Adds a chunk that has no ticket. Called before any layer of the chunk is computed."""
         self._chunks.setdefault((chunk.key, chunk.reservation), []).append(chunk)
         self._ready.setdefault(chunk.part, [])
 
@@ -45,7 +45,7 @@ class EarlyChunks:
             self._ready[part].append(ready)
 
     def take(self, key: RequestKey, reservation: int) -> list[tuple[PlannedChunk, list[ReadyLayers]]]:
-        """Removes and returns the chunks of a reservation, in order, with the layers that are ready so far."""
+        """Removes and returns the chunks of a reservation, in order, each with its layers computed so far."""
         chunks = self._chunks.pop((key, reservation), [])
         taken = [(chunk, list(self._ready[chunk.part])) for chunk in chunks]
         left = self._parts()
@@ -57,7 +57,7 @@ class EarlyChunks:
     def check(self) -> None:
         """Raises `InvariantError` unless layers are recorded for exactly the parts with chunks without a ticket."""
         if self._parts() != set(self._ready):
-            raise InvariantError(f"layers of {set(self._ready)} are noted, chunks belong to {self._parts()}")
+            raise InvariantError(f"layers are recorded for {set(self._ready)}, chunks for {self._parts()}")
 
     def _parts(self) -> set[StepPart]:
         return {chunk.part for chunks in self._chunks.values() for chunk in chunks}

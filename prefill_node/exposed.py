@@ -1,4 +1,4 @@
-"""Transfer time that compute did not hide."""
+"""Measures exposed transfer time: the time of transfers that does not overlap with compute."""
 
 from __future__ import annotations
 
@@ -17,11 +17,14 @@ class Exposed:
         self.total_s = 0.0
 
     def __bool__(self) -> bool:
-        """Returns whether the device still computes the end of a prompt."""
+        """Returns whether any event passed to `computed` is still pending on the device."""
         return bool(self._pending)
 
     def computed(self, outgoings: Iterable[OutgoingTransfer], event: DeviceEvent, now_s: float) -> None:
-        """Watches `event` for the transfers whose last KV is queued; events end in the order of calls."""
+        """Records that `event` marks the end of compute of those `outgoings` whose KV is all queued on the device.
+
+        Events must complete in the order of the calls.
+        """
         self._pending.extend((event, outgoing) for outgoing in outgoings if outgoing.all_computing)
         self.poll(now_s)
 
@@ -31,8 +34,8 @@ class Exposed:
             self._pending.popleft()[1].computed_s = now_s
 
     def finished(self, outgoing: OutgoingTransfer, now_s: float) -> None:
-        """Adds the time of a transfer whose segments were all sent. A second call changes nothing."""
+        """Adds the exposed time of a transfer whose segments were all sent. A second call changes nothing."""
         self.poll(now_s)
-        if outgoing.computed_s is not None:  # else the transfer had nothing to send
+        if outgoing.computed_s is not None:  # None without segments, or after an earlier call
             self.total_s += now_s - outgoing.computed_s
             outgoing.computed_s = None

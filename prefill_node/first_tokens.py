@@ -15,14 +15,17 @@ from disagg.model.sampling.sampled import Chosen
 from prefill_node.request import First, PrefillRequest
 
 ROWS = 32
-"""First tokens sampled in one call. Each takes several copies of a row of logits, for which no memory is reserved. A
-step can end several prompts with many sequences each."""
+"""Largest number of first tokens sampled in one call. A step can complete several prompts of many sequences each, and
+sampling a token copies a row of logits several times, in memory that is not reserved."""
 
 
 def first_tokens(
     logits: torch.Tensor, requests: Mapping[int, PrefillRequest], eos_ids: Sequence[int]
 ) -> dict[RequestKey, First | RequestError]:
-    """Returns the first tokens of `requests`, each keyed by its row of `logits` (float32 `[rows, vocab]`)."""
+    """Returns the first tokens of each request, or the request's error.
+
+    `logits`: float32 `[rows, vocab]`; `requests`: requests by row of `logits`.
+    """
     searches = {row: request for row, request in requests.items() if request.sampling.beams}
     others = {row: request for row, request in requests.items() if not request.sampling.beams}
     return _searches(logits, searches, eos_ids) | _others(logits, others, eos_ids)

@@ -1,4 +1,4 @@
-"""Counters of a sender: bytes and busy time of each route, and its statistics."""
+"""Counters of a sender: traffic by decode rank and path, and statistics."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class BusyTime:
 
 @dataclass(slots=True, eq=False)
 class Flow:
-    """Traffic to one decode rank by one path."""
+    """Traffic to one decode rank by one path: direct writes, or staging and ring."""
 
     nbytes: int = 0
     segments: int = 0
@@ -49,11 +49,11 @@ class Flows:
         self._flows: dict[tuple[str, Path], Flow] = {}
 
     def link(self, peer: str, target: str) -> None:
-        """Adds the peer to `statuses`, under the name `target`."""
+        """Makes `statuses` report the traffic to a peer, under the name `target`."""
         self._targets[peer] = target
 
     def of(self, peer: str, path: Path) -> Flow:
-        """Returns the flow of segments to the peer by that path."""
+        """Returns the traffic counters of a peer and path; creates them at the first call."""
         return self._flows.setdefault((peer, path), Flow())
 
     def forget(self, peer: str) -> None:
@@ -63,7 +63,10 @@ class Flows:
             del self._flows[key]
 
     def statuses(self, now_s: float, path_to: Callable[[str], Path]) -> tuple[RouteStatus, ...]:
-        """Returns, for each peer, the path of its next segment, and the other path if it was ever used."""
+        """Returns the traffic of each linked peer by path.
+
+        A path without traffic is included only if the peer's next segment takes it. `path_to` returns that path.
+        """
         for peer in self._targets:
             self.of(peer, path_to(peer))
         return tuple(
@@ -75,7 +78,7 @@ class Flows:
 
 @dataclass(frozen=True, slots=True)
 class SenderStatistics:
-    """State of the sender, and counts since its start."""
+    """Current state of a sender, and counts since the sender started."""
 
     tickets: int
     """Open tickets; a sent ticket stays open until it is closed."""
@@ -84,11 +87,11 @@ class SenderStatistics:
     staging_in_use_bytes: int
     """Staging of segments under way."""
     quarantined_bytes: int
-    """Staging that a lost peer may still read for a while."""
+    """Staging that stays reserved for a while, because a lost peer may still read it."""
     segments_sent: int
     bytes_sent: int
     segments_sent_again: int
-    """Second sendings of damaged segments; part of `segments_sent`."""
+    """Segments that were sent a second time, because they had arrived damaged; part of `segments_sent`."""
     segments_written: int
     """Direct writes into the destination's pool; part of `segments_sent`."""
     open_pools: int

@@ -1,4 +1,4 @@
-"""The prefill group's leader: accepts prompts, plans chunks, samples first tokens, starts the decode side."""
+"""The prefill group's leader: accepts prompts, plans chunks, and sends first tokens to the decode group."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from disagg.model.sampling.prompt_scores import PromptScores
 from disagg.model.spec.model_spec import ModelSpec
 from disagg.node.group_status import Scheduled
 from disagg.node.kv_event_publisher import PUBLISH_AT_EVENTS
-from disagg.node.leader import Leader, Send
+from disagg.node.leader import FETCH_SHARE, Leader, Send
 from disagg.node.led_scheduler import LedRequest
 from disagg.node.plan import StepPlan
 from disagg.node.request_checks import check_request
@@ -47,16 +47,16 @@ class PrefillLeader(Leader):
         """Control address of each linked decode group's leader; guarded by the lock."""
 
     def link(self, other: GroupInfo) -> None:
-        """Accepts requests for this decode group."""
+        """Accepts tickets of this decode group from now on."""
         with self._changed:
             self.decode_leaders[other.name] = other.leader.control_address
 
     def _on_router_lost(self, request: LedRequest) -> None:
-        """Finishes the transfer of a computed prompt: the decode group may still reach the router.
+        """Handles a request whose router is lost: finishes the transfer of a computed prompt, ends other requests.
 
-        A decode group that lost the router too stops the transfer.
+        The decode group may still reach the router. If the decode group lost the router too, it stops the transfer.
         """
-        assert isinstance(request, PrefillRequest), "requests of this leader"
+        assert isinstance(request, PrefillRequest), "this leader has prefill requests only"
         sending = request.admitted and request.computed and request.block_table is not None
         sending = sending and not request.closing
         if sending and not request.unwanted:
@@ -101,6 +101,16 @@ class PrefillLeader(Leader):
         with self._changed:
             return self._scheduler.statistics()
 
+    def expire(self) -> None:
+        """Fails the requests that are past their deadline, and ends prefetches that took too long."""
+        super().expire()
+        now_s = self._clock()
+        late = [one for one in self._scheduler.requests.values() if one.fetches and now_s > one.fetch_until_s]
+        for request in late:
+            self._scheduler.kv_manager.end_prefetch(request.prefetch)
+        if late:
+            self._admit()
+
     def _scheduled(self) -> Scheduled:
         counts = self._scheduler.statistics()
         return Scheduled(counts.waiting, counts.computing + counts.sending, counts.closing, counts.memory)
@@ -138,14 +148,16 @@ class PrefillLeader(Leader):
         self._admit()
 
     def _submit(self, router: str, message: m.Prefill) -> None:
+        now_s = self._clock()
         request = PrefillRequest(
             message.key,
             message.prompt,
             message.sampling,
             router,
-            self._clock() + message.deadline_s,
+            now_s + message.deadline_s,
             priority=message.priority,
             answered=message.answered,
+            fetch_until_s=now_s + message.deadline_s * FETCH_SHARE,
         )
         try:
             if self.broken:
@@ -164,9 +176,9 @@ class PrefillLeader(Leader):
                 self._reserved(router, m.Reserved(message.key, message.ticket))
 
     def _reserved(self, router: str, message: m.Reserved) -> None:
-        """Stores the ticket of a submitted request; the KV computed so far is sent.
+        """Stores the ticket of a submitted request and starts sending the KV computed so far.
 
-        A repeated message changes nothing. An unknown request has already failed here.
+        A repeated message changes nothing. The ticket of an unknown request, which failed earlier, is ignored.
         """
         request, ticket = self._scheduler.requests.get(message.key), message.ticket
         if request is None or request.router != router or request.closing or request.ticket is not None:
@@ -179,7 +191,9 @@ class PrefillLeader(Leader):
             return
         if open_now:
             self._open(request, ticket)
-        if request.first is not None and not request.closing:  # `OpenSend` may be too large
+        if (
+            request.first is not None and not request.closing
+        ):  # closing if `OpenSend` exceeded a message's size
             self._hand_over(request, ticket, request.first)
 
     def _require_right_ticket(self, request: PrefillRequest, ticket: Ticket) -> None:
@@ -187,8 +201,8 @@ class PrefillLeader(Leader):
             raise NotLinkedError(f"decode group {ticket.group!r} is not linked to this prefill group")
         if ticket.tokens.stop != request.total_tokens:
             raise RequestError(
-                f"the ticket of {request.key} ends at {ticket.tokens.stop}, but its prompt and its answer so far "
-                f"have {request.total_tokens} tokens"
+                f"the ticket of {request.key} ends at token {ticket.tokens.stop}, but the request's prompt and "
+                f"answer so far have {request.total_tokens} tokens"
             )
 
     def _admit(self) -> None:

@@ -1,4 +1,4 @@
-"""Leases of decode ranks' rings: requests, grants, watermarks, and the segments that a ring can receive now."""
+"""Requests leases in the rings of decode ranks, and releases a segment for sending when its ring has free space."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from transport.control import messages as m
 
 
 class PeerRing:
-    """State of a decode rank's ring as of its latest watermark, and the segments that wait for the ring."""
+    """State of a decode rank's ring as of its latest watermark, and the segments that wait for free ring space."""
 
     def __init__(self) -> None:
         self.watermark = 0
@@ -37,7 +37,10 @@ class PeerRing:
         heapq.heappush(self._waiting, (item.ring_start, next(self._order), item))
 
     def pop_writable(self) -> OutgoingSegment | None:
-        """Returns the segment with the oldest lease if the ring can receive it now. Forgets dropped segments."""
+        """Removes and returns the segment with the oldest lease, if the ring can receive the segment now; else None.
+
+        Dropped segments are removed and not returned.
+        """
         while self._waiting:
             start, _, item = self._waiting[0]
             planned = item.state is SendState.PLANNED
@@ -50,10 +53,10 @@ class PeerRing:
 
 
 class Leases:
-    """Leases of one prefill rank. Owned by the transfer thread.
+    """Requests and records the leases of one prefill rank. Owned by the transfer thread.
 
-    The decode rank frees the ring space of a lease. A lease request is an active message, which may be lost: a lease
-    that is not granted in time fails its request.
+    The decode rank frees the ring space of a lease. A lease request is an active message and may be lost: if a grant
+    does not arrive within `timeout_s`, the request fails.
     """
 
     def __init__(
@@ -71,9 +74,9 @@ class Leases:
         self._unanswered: deque[tuple[float, list[OutgoingSegment]]] = deque()
         """Deadline and segments of each lease request."""
         self.due_s = math.inf
-        """The earliest time at which `expire` has work."""
+        """Deadline of the oldest lease request without a grant: `expire` must be called then."""
         self.stale = 0
-        """Dropped messages of unknown ranks, or for unknown tickets and segments."""
+        """Number of dropped messages: of unknown ranks, or for unknown tickets and segments."""
 
     def request(self, outgoing: OutgoingTransfer, peer: str, items: list[OutgoingSegment]) -> None:
         """Requests ring space for segments of a chunk that is about to be computed.
@@ -92,7 +95,8 @@ class Leases:
             self._tickets.abort(outgoing, exc)
 
     def computed(self, item: OutgoingSegment) -> None:
-        """Queues a segment for its ring, if the segment's KV is queued on the device and its lease is granted."""
+        """Records that a segment's compute is queued on the device. If the segment's lease is granted, queues the
+        segment for the destination's ring."""
         ring = self.rings.get(item.peer)
         if item.ring_start is not None and ring is not None:
             ring.add(item)
@@ -129,7 +133,10 @@ class Leases:
             self._tickets.abort(outgoing, error)
 
     def expire(self, now_s: float) -> None:
-        """Fails transfers whose lease did not arrive in time: a rank grants at once, so a message was lost."""
+        """Fails transfers whose leases were not granted in time.
+
+        A decode rank grants at once, so the request or the grant was lost.
+        """
         self._forget_answered()
         while self._unanswered and self._unanswered[0][0] <= now_s:
             items = self._unanswered.popleft()[1]

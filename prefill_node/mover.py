@@ -1,8 +1,8 @@
-"""Moves computed segments: by a gather into staging and a send, or by one write into the decode rank's pool.
+"""Sends computed segments: by a gather into staging and a send, or by one write into the decode rank's pool.
 
-No deadlock: only segments that the destination can receive *now* take staging, so no holder of staging waits for
-another one. The oldest lease of a ring is always writable, and its segment waits for compute alone, which never waits
-for the network.
+No deadlock: a segment takes staging only when the destination's ring can receive the segment *now*, so no segment in
+staging waits for another segment. The oldest lease of a ring is always writable. Its segment can wait for compute
+only, and compute never waits for the network.
 """
 
 from __future__ import annotations
@@ -29,18 +29,19 @@ from transport.tags import pack
 
 
 class CopyQueue(NamedTuple):
-    """The device queue of the copies, and the computation of their checksums."""
+    """The device queue on which copies run, and the source of their checksum words."""
 
     queue: DeviceQueue
     sums: Sums | None
-    """Source of the checksum words; None where segments have no checksums."""
+    """Source of the checksum words; None if segments have no checksums."""
 
 
 class SegmentMover:
-    """Moves the segments of one prefill rank. Owned by the transfer thread.
+    """Copies and sends the segments of one prefill rank. Owned by the transfer thread.
 
-    A segment takes staging here, when its ring can receive it or when it is sent again. `OutgoingTickets` frees the
-    staging at the segment's end. The region of a send whose peer was fenced goes to quarantine instead.
+    A segment takes staging when the destination's ring can receive it, or when it is sent again. `OutgoingTickets`
+    frees the staging when the segment ends. If the peer was fenced during the send, the region goes to quarantine
+    instead.
     """
 
     def __init__(
@@ -58,9 +59,10 @@ class SegmentMover:
         self._space, self._leases, self._tickets = space, leases, tickets
         self._notifications = CompletionNotifications(context.transport)
         self._staged: deque[OutgoingSegment] = deque()
-        """Segments that wait for staging, in the order of their regions; dropped ones are skipped."""
+        """Segments whose staging region may still be in use by an earlier segment, in the order of the regions. May
+        contain dropped segments."""
         self.copying: deque[OutgoingSegment] = deque()
-        """Segments whose gather or write is on the device, in the queue's order."""
+        """Segments whose gather or direct write is queued on the device, in the order of the device queue."""
         self.segments_sent = self.bytes_sent = self.segments_written = self.segments_sent_again = 0
 
     def pump(self) -> None:
@@ -73,12 +75,12 @@ class SegmentMover:
             if item.lease is not None and not self._space.writable(item):
                 return
             self._staged.popleft()
-            if item.state is SendState.STAGED:  # else its request has ended
+            if item.state is SendState.STAGED:  # otherwise the request has ended
                 self.launch(item)
-                self._send_copied()  # send the copied segments before the next launch: the wire must not idle
+                self._send_copied()  # send gathered segments before the next launch: the network must not idle
 
     def launch(self, item: OutgoingSegment) -> None:
-        """Queues the segment's gather, or its direct write, after its compute on the device."""
+        """Queues the segment's gather or direct write on the device, after the computation of the segment's KV."""
         self._advance(item, SendEvent.GATHER if item.write is None else SendEvent.WRITE)
         try:
             with self._queue.use():
@@ -88,7 +90,7 @@ class SegmentMover:
                 else:
                     item.write()
                 item.copied = self._queue.record_event()
-        except Exception as exc:  # noqa: BLE001 - whatever a launch raises ends this request and no other
+        except Exception as exc:  # noqa: BLE001 - a failed launch ends this request only
             actions = item.advance(SendEvent.FAILED)
             error = TransportError(f"the copy of {item.segment} failed: {exc}")
             self._tickets.abort(item.outgoing, error)
@@ -97,7 +99,10 @@ class SegmentMover:
             self.copying.append(item)
 
     def poll(self, now_s: float) -> None:
-        """Sends gathered segments, and notifications of written ones. Needed while `copying` is not empty."""
+        """Sends gathered segments, and the completion notifications of finished direct writes.
+
+        The caller polls while `copying` is not empty.
+        """
         for item in self.copying:
             if item.started_s is None:
                 if not is_done(item.after):  # the device still computes the segment's KV
@@ -106,18 +111,18 @@ class SegmentMover:
         self._send_copied()
 
     def on_damaged(self, item: OutgoingSegment) -> None:
-        """Sends a damaged segment again: now, or when its first sending has ended."""
+        """Resends a segment that arrived damaged: now, or when its first send has ended."""
         item.damaged = True
         self._resend(item)
 
     def on_notification_ended(self, operation: Operation) -> None:
-        """Handles the end of a completion notification as the end of its segment's send."""
+        """Handles the end of a completion notification, which ends the send of a directly written segment."""
         item = self._notifications.ended(operation)
         if isinstance(item, OutgoingSegment):
             self.on_send_ended(item, operation)
 
     def on_send_ended(self, item: OutgoingSegment, operation: Operation) -> None:
-        """Ends a segment whose send finished, or fails its request; frees its staging."""
+        """Handles the end of a segment's send: frees the segment's staging; a failed send fails the request."""
         if operation.state is OperationState.DONE:
             self._count(item)
             self._advance(item, SendEvent.SENT)
@@ -147,11 +152,13 @@ class SegmentMover:
                     self._tickets.end(item)
 
     def _resend(self, item: OutgoingSegment) -> None:
-        """Sends the segment again. No deadlock: the segment's lease is still writable, or a direct write needs
-        none."""
+        """Sends the segment a second time, if its first send has ended and the transfer is open.
+
+        No deadlock: the segment's lease is still writable, or a direct write needs no lease.
+        """
         outgoing = item.outgoing
         if item.again or item.state is not SendState.SENT or outgoing.stopped or outgoing.reported:
-            return  # the pages of a closed transfer may be another request's
+            return  # pages of a reported or stopped transfer may belong to another request
         item.advance(SendEvent.RESEND)
         item.started_s = None
         outgoing.left += 1
@@ -172,7 +179,8 @@ class SegmentMover:
         if quantized is None or outgoing.link.decode.layout.is_state(segment.layers):
             gather(*source, out, check)
         else:
-            gather_quantized(*source, quantized, out, check)
+            _, slots, layers, heads = source
+            gather_quantized(source.tensor, slots, layers, heads, quantized, out, check)
 
     def _send_copied(self) -> None:
         while self.copying and is_done(self.copying[0].copied):
@@ -194,7 +202,7 @@ class SegmentMover:
         self.segments_sent += 1
         self.bytes_sent += nbytes
         self.segments_written += item.write is not None
-        if item.lease is not None:  # a direct write has been recorded as written
+        if item.lease is not None:  # `_send_copied` has recorded a direct write
             key = str(item.outgoing.key)
             self._timeline.record("send", self._lane, key, item.sending_s, self._clock(), nbytes)
 
@@ -202,7 +210,9 @@ class SegmentMover:
         outgoing = item.outgoing
         actions = item.advance(SendEvent.FAILED)
         connected = item.peer in self._leases.rings
-        if outgoing.stopped and connected:  # an earlier `SenderEnded` lists this segment as sent
+        if (
+            outgoing.stopped and connected
+        ):  # correct the earlier `SenderEnded`, which lists this segment as sent
             self._tickets.send_end(outgoing, item.peer, str(error))
         self._tickets.abort(outgoing, error)
         if not connected:
@@ -211,7 +221,7 @@ class SegmentMover:
 
 
 def _begin(item: OutgoingSegment, now_s: float) -> float:
-    """Records that the device has reached the item's copy."""
+    """Records that the device has reached the segment's copy; returns `now_s`."""
     item.started_s = now_s
     item.outgoing.busy.begin(now_s)
     item.flow.busy.begin(now_s)

@@ -1,4 +1,4 @@
-"""Options of a `SegmentSender`, from the configuration, and its context, from the rank."""
+"""Constructor arguments of `SegmentSender`: options from the configuration, and objects of the rank."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from disagg.core.config.read import Config
 from disagg.core.ports import Clock
 from disagg.core.timeline import Timeline
 from disagg.core.types import Shard
-from disagg.kv.transfer_pools import TransferPools
+from disagg.kv.transfer_pools import CopyPools
 from disagg.node.rank import aligned
 from staging.wire import Wire
 from transport.base import Transport
@@ -25,21 +25,21 @@ class SenderOptions:
     """Tokens in a page of this rank's pool."""
     staging_bytes: int
     segment_bytes: int
-    """Largest segment, until the wire has been measured."""
+    """Size of the largest segment until the wire has been measured."""
     groups: int
     """Largest number of layer groups in which a chunk is sent."""
     peer_memory: bool
     """Whether KV may be written directly into pools of decode ranks."""
     checksum: bool
     wire: Wire
-    """The wire that is assumed for each link until it has been measured."""
+    """The wire that is assumed for a link until the link's wire has been measured."""
     quarantine_s: float
-    """Time for which the staging of a lost peer's sends stays in use."""
+    """Time for which staging that was being sent to a lost peer is not reused."""
     lease_timeout_s: float
 
     @staticmethod
     def of(config: Config, page_size: int) -> SenderOptions:
-        """Returns the options of a rank whose `config.transfer` is sized for its device."""
+        """Returns the options from `config`, whose automatic transfer sizes are already chosen for the device."""
         transfer = config.transfer
         return SenderOptions(
             page_size=page_size,
@@ -56,11 +56,11 @@ class SenderOptions:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SenderContext:
-    """The parts of a rank that its sender uses."""
+    """Objects of a rank that the rank's sender uses."""
 
     rank: int
     shard: Shard
-    pool: TransferPools
+    pool: CopyPools
     transport: Transport
     control: ControlChannel
     to_leader: Callable[[m.Message], None]

@@ -34,31 +34,32 @@ from staging.allocator import Lease
 
 @dataclass(slots=True, eq=False)
 class OutgoingSegment:
-    """A segment from its planning to its end."""
+    """A segment to send, from its planning until it is sent or dropped."""
 
     outgoing: OutgoingTransfer
     segment: Segment
     peer: str
-    """Control address of the destination rank; also its name at the transport."""
+    """Control address of the destination rank; also the rank's name in the transport."""
     flow: Flow
     """Traffic counters that include this segment."""
     message_bytes: int
     """Size of the segment with its checksum, in staging and in the ring."""
     write: Callable[[], None] | None = None
-    """Launch of the write into the destination's pool; None where the segment goes through staging and the ring."""
+    """Function that launches the direct write into the destination's pool; None if the segment goes through staging
+    and ring."""
     ring_start: int | None = None
     """Position in the destination's ring; None until granted."""
     computed: bool = False
     after: DeviceEvent = None
     """Event of the layer group's KV write on the device; the copy runs after this event."""
     lease: Lease | None = None
-    """Region of this rank's staging. `OutgoingTickets.end` frees it."""
+    """Region of this rank's staging, freed by `OutgoingTickets.end`; None without a region."""
     copied: DeviceEvent = None
     """Event at the end of the gather, or of the write into the destination's pool."""
     started_s: float | None = None
     """Time at which the device reached the copy; None before."""
     word: Word | None = None
-    """Word for the checksum of a direct write. `OutgoingTickets` gives the word back when the ticket is closed."""
+    """Device word for the checksum of a direct write. `OutgoingTickets` frees the word when the ticket is closed."""
     damaged: bool = False
     """Whether the destination has requested the segment again."""
     sending_s: float = 0.0
@@ -69,26 +70,26 @@ class OutgoingSegment:
 
     @property
     def state(self) -> SendState:
-        """See `prefill_node.send_state`."""
+        """Current state of the segment."""
         return self._machine.state
 
     @property
     def again(self) -> bool:
-        """True from the start of the second sending; `state` is then the state of the second sending."""
+        """True once the segment is being sent a second time; `state` is then the state of the second send."""
         return self._machine.again
 
     @property
     def ended(self) -> bool:
-        """True when the segment is not under way: sent or dropped."""
+        """True when the segment was sent or dropped."""
         return self._machine.state in ENDED
 
     @property
     def waits_for_lease(self) -> bool:
-        """True from the lease request to its grant, unless the request ends before."""
+        """True from the lease request to the grant, unless the segment is dropped before."""
         return self.state is SendState.PLANNED and self.ring_start is None
 
     def advance(self, event: SendEvent) -> tuple[SendAction, ...]:
-        """Changes the state; returns the actions to perform. Raises `InvariantError`."""
+        """Applies an event; returns the actions to perform. Raises `InvariantError` for an invalid event."""
         return self._machine.advance(event)
 
 
@@ -99,18 +100,20 @@ class OutgoingTransfer:
     key: RequestKey
     ticket: Ticket
     reservation: int
-    """Number of the reservation of the pages at `slots`; see `disagg.node.plan.Work`."""
+    """Number of the page reservation that `slots` belong to; each reservation of the request has its own number."""
     link: Link
     slots: torch.Tensor
     """Slot of each position of the prompt, int32 `[ticket.tokens.stop]`, on the pool's device."""
     state_slot: torch.Tensor | None
     """Slot of the recurrent state, int32 `[1]`, on the pool's device; None for a model without one."""
     direct: dict[str, OpenPool] = field(default_factory=dict)
-    """Pools of the peers that this ticket's segments are written to; other peers receive them through their rings."""
+    """Mapped pools by control address of the decode rank, for direct writes. Other decode ranks of the ticket receive
+    segments through their rings."""
     target_slots: torch.Tensor | None = None
-    """Slot of each position of the ticket in those pools, int32 `[len(ticket.tokens)]`."""
+    """Slot of each position of the ticket in the decode ranks' pools, int32 `[len(ticket.tokens)]`; None without
+    direct writes."""
     target_state_slot: torch.Tensor | None = None
-    """Slot of the recurrent state in those pools, int32 `[1]`."""
+    """Slot of the recurrent state in the decode ranks' pools, int32 `[1]`; None without direct writes or states."""
     items: dict[tuple[int, int], OutgoingSegment] = field(default_factory=dict)
     """Segments by (destination rank, segment index)."""
     planned_to: int = 0
@@ -120,15 +123,15 @@ class OutgoingTransfer:
     left: int = 0
     """Number of segments under way: neither SENT nor DROPPED."""
     verified: set[str] = field(default_factory=set)
-    """Peers that have verified the checksums of their part of the ticket."""
+    """Decode ranks that have verified the checksums of all their segments of the ticket."""
     expecting: set[str] = field(default_factory=set)
-    """Peers that expect segments: an early end sends `SenderEnded` to each."""
+    """Decode ranks that expect segments. If the transfer ends early, each rank receives `SenderEnded`."""
     messages: int = 0
     nbytes: int = 0
     busy: BusyTime = field(default_factory=BusyTime)
-    """Time during which a segment is being copied or sent."""
+    """Time during which at least one segment is being copied or sent."""
     computed_s: float | None = None
-    """Time at which `Exposed` saw the last KV of the prompt written; None before."""
+    """Time at which `Exposed` found the prompt's last KV computed; None before."""
     _machine: StateMachine[SendTransferState, SendTransferEvent, TransferAction] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -137,7 +140,7 @@ class OutgoingTransfer:
 
     @property
     def state(self) -> SendTransferState:
-        """See `prefill_node.send_state`."""
+        """Current state of the transfer."""
         return self._machine.state
 
     @property
@@ -168,7 +171,7 @@ class OutgoingTransfer:
         return self.slots[segment.tokens.start : segment.tokens.stop]
 
     def target_slots_of(self, segment: Segment) -> torch.Tensor:
-        """Returns the slots of the segment's positions in the pools that are written directly."""
+        """Returns the slots of the segment's positions in the decode ranks' pools, for direct writes."""
         if self.link.decode.layout.is_state(segment.layers):
             assert self.target_state_slot is not None, "the ticket was opened for writes"
             return self.target_state_slot
@@ -178,19 +181,19 @@ class OutgoingTransfer:
 
     @property
     def whole(self) -> bool:
-        """True when every position of the ticket has been cut and every segment was sent."""
+        """True when all positions of the ticket are cut into segments and all segments were sent."""
         cut = self.left == 0 and self.planned_to >= self.end
         return cut and self.sent == len(self.items)
 
     @property
     def all_verified(self) -> bool:
-        """True when each peer that received a segment has verified its part."""
+        """True when each decode rank that received a segment has verified all its segments of the ticket."""
         return all(item.peer in self.verified for item in self.items.values())
 
     @property
     def all_computing(self) -> bool:
-        """True when all positions of the ticket have been cut into segments, whose layers are all queued on the
-        device."""
+        """True when all positions of the ticket are cut into segments, and the compute of all segments is queued on
+        the device."""
         return self.uncomputed == 0 and self.planned_to >= self.end
 
     @property
@@ -199,22 +202,22 @@ class OutgoingTransfer:
         return sum(item.state is SendState.SENT for item in self.items.values())
 
     def advance(self, event: SendTransferEvent) -> tuple[TransferAction, ...]:
-        """Changes the state; returns the actions to perform. Raises `InvariantError`."""
+        """Applies an event; returns the actions to perform. Raises `InvariantError` for an invalid event."""
         return self._machine.advance(event)
 
     def add(self, dst_rank: int, items: Sequence[OutgoingSegment]) -> None:
-        """Adds the segments, at least one, of a chunk for one destination rank."""
+        """Adds a chunk's segments for one destination rank. `items` is not empty."""
         self.items.update({(dst_rank, item.segment.index): item for item in items})
         self.left += len(items)
         self.uncomputed += len(items)
         self.expecting.add(items[0].peer)
 
     def sent_to(self, peer: str) -> list[int]:
-        """Indices of the segments that `peer` has received or will receive."""
+        """Returns the indices of the segments that `peer` has received or will receive."""
         return [i.segment.index for i in self._to(peer) if i.again or i.state in ON_THE_WIRE]
 
     def sent_again_to(self, peer: str) -> list[int]:
-        """Indices of the segments that `peer` has received or will receive a second time."""
+        """Returns the indices of the segments that `peer` has received or will receive a second time."""
         return [i.segment.index for i in self._to(peer) if i.again and i.state in ON_THE_WIRE]
 
     def _to(self, peer: str) -> list[OutgoingSegment]:

@@ -1,4 +1,4 @@
-"""Pools of decode ranks for direct writes: offered by a decode rank, mapped here, used by later tickets."""
+"""Maps the pools that decode ranks offer, and prepares direct writes into these pools for later tickets."""
 
 from __future__ import annotations
 
@@ -30,7 +30,10 @@ log = structlog.get_logger(__name__)
 
 
 class PeerPools:
-    """Mapped pools of one prefill rank. Owned by the transfer thread. A transfer keeps the mappings that it uses."""
+    """Pools of decode ranks that one prefill rank has mapped. Owned by the transfer thread.
+
+    A transfer holds its own references to the pools that it writes, so these stay mapped after `forget`.
+    """
 
     def __init__(
         self, context: SenderContext, sums: Sums | None, links: Mapping[str, Link], disabled_reason: str
@@ -43,7 +46,7 @@ class PeerPools:
         """Offers of decode ranks that are not linked yet."""
         self._open: dict[str, OpenPool] = {}
         self.refused = 0
-        """Offers that this rank could not map."""
+        """Number of offered pools that this rank could not map."""
 
     def __len__(self) -> int:
         return len(self._open)
@@ -60,26 +63,28 @@ class PeerPools:
                 warm(routes, peer.shard, self._pool, self._shard, link, self._sums)
         except Exception as exc:
             log.exception("writes_not_compiled", group=link.decode.name)
-            self._disabled_reason = f"its kernel cannot be used: {exc}"
+            self._disabled_reason = f"the kernel of direct writes cannot be compiled: {exc}"
 
     def linked(self, link: Link) -> None:
-        """Opens the pools that the link's ranks offered before they were linked."""
+        """Opens the pools that the link's decode ranks offered before the groups were linked."""
         for peer in link.destinations_of(self._rank):
             if (offer := self._early.pop(peer.control_address, None)) is not None:
                 self.take(peer.control_address, offer)
 
     def keep(self, peer: str, offer: m.PoolOffer) -> None:
-        """Keeps the offer of a peer that is not linked yet."""
+        """Stores the offer of a peer that is not linked yet; `linked` opens the pool."""
         self._early[peer] = offer
 
     def take(self, peer: str, offer: m.PoolOffer) -> None:
-        """Opens the peer's pool for later tickets, or sends `PoolRefused` with the reason."""
+        """Maps the peer's pool for later tickets, or sends `PoolRefused` with the reason."""
         try:
             self._open_pool(peer, offer)
-        except Exception as exc:  # noqa: BLE001 - whatever it is, the ring remains
+        except Exception as exc:  # noqa: BLE001 - after any failure KV goes through the ring
             self._open.pop(peer, None)
             self.refused += 1
-            log.info("pool_not_opened", peer=peer, why=str(exc), how="KV goes through staging and its ring")
+            log.info(
+                "pool_not_opened", peer=peer, why=str(exc), how="KV goes through staging and the peer's ring"
+            )
             self._send(peer, m.PoolRefused(self._rank, str(exc)))
 
     def forget(self, peer: str) -> None:
@@ -88,7 +93,7 @@ class PeerPools:
         self._open.pop(peer, None)
 
     def aim(self, outgoing: OutgoingTransfer, queue: DeviceQueue) -> None:
-        """Binds a new ticket to the open pools, if the ticket names its pages on the decode side.
+        """Selects direct writes for a new ticket into each open pool, if the ticket names decode-side pages.
 
         Raises `ProtocolError` when the pools lack these pages.
         """
@@ -103,7 +108,7 @@ class PeerPools:
                 outgoing.target_state_slot = queue.upload(torch.tensor([ticket.row], dtype=torch.int32))
 
     def prepare(self, items: Sequence[OutgoingSegment], pool: OpenPool, shard: Shard) -> None:
-        """Prepares the launches of direct writes before the KV is computed; `shard`: the decode rank's shard."""
+        """Sets `write` of each segment, which later launches the direct write; `shard`: the decode rank's shard."""
         outgoing = items[0].outgoing
         for item in items:
             segment, check = item.segment, None
@@ -117,12 +122,15 @@ class PeerPools:
     def _open_pool(self, peer: str, offer: m.PoolOffer) -> None:
         if self._disabled_reason:
             raise TransportError(self._disabled_reason)
-        link, shard = next(
+        places = [
             (link, rank.shard)
             for link in self._links.values()
             for rank in link.destinations_of(self._rank)
             if rank.control_address == peer
-        )
+        ]
+        if not places:  # another rank of its group was lost, and the link with it
+            raise TransportError(f"the group of {peer} is not linked")
+        link, shard = places[0]
         device, quantized = self._pool.device, quantized_dtype(link)
         pools = tuple(open_memory(handle, device) for handle in offer.pools)
         opened = OpenPool(pools, open_memory(offer.fences, device), quantized)

@@ -1,9 +1,9 @@
-"""Times messages to a decode rank's ring, from staging, over the rank's own transport. Runs on the transfer thread.
+"""Times messages from staging to a decode rank's ring, over the transport of segments. Runs on the transfer thread.
 
 `ProbeRequest` -> granted by `ProbeAnswer` -> several messages of each size, one after the other -> `ProbeEnded`. A
-refused request is repeated until the limit, because the reason may be temporary: the ring is in use, or it is not
-known yet whether the pool can be mapped. A message is timed as a segment is: from the send to the `progress` that
-ends its operation.
+refused request is repeated until the probe's time limit, because the reason may be temporary: the ring is in use, or
+the offered pool is not mapped yet. The measured time of a message ends, like that of a segment, with the `progress`
+call that completes the send.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ IDLE_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Probed:
-    """Result of a probe. Without a wire, `why` is the reason."""
+    """Result of a probe: a wire, or in `why` the reason for its absence."""
 
     wire: Wire | None = None
     cached: bool = False
-    """Whether the wire was in the cache."""
+    """Whether the wire comes from the cache."""
     writable: bool = False
-    """Whether the peer's pool is written directly, so that there is nothing to time."""
+    """Whether the peer's pool is written directly, so that no message was timed."""
     why: str = ""
     begun: bool = False
-    """Whether the probe failed after it had begun."""
+    """Whether the probe was started and failed."""
     host: str = ""
-    """The peer's host and the name of its device; empty without an answer."""
+    """The peer's host; like `device`, empty if the peer did not answer."""
     device: str = ""
 
 
 @dataclass(slots=True, eq=False)
 class _ProbeSend:
-    """A running probe: the context of its sends."""
+    """A running probe; the context object of its send operations."""
 
     peer: str
     sizes: tuple[int, ...]
@@ -58,7 +58,7 @@ class _ProbeSend:
     host: str = ""
     device: str = ""
     lease: Lease | None = None
-    """Region of staging, held until the probe is over and no send reads the region."""
+    """Staging region, held until the probe is over and no send reads the region."""
     sending: bool = False
     sent: int = 0
     """Messages whose send has ended."""
@@ -80,7 +80,11 @@ class Prober:
         freed: Callable[[], None],
         clock: Clock,
     ) -> None:
-        """`send` sends an active message; `writable`: whether a pool is mapped; `freed` runs when staging is free."""
+        """Takes three callbacks.
+
+        `send` sends an active message. `writable(peer)` returns whether the peer's pool is mapped for direct writes.
+        `freed` is called when a probe has freed its staging.
+        """
         self._transport, self._buffer, self._allocator = transport, buffer, allocator
         self._send, self._writable, self._freed, self._clock = send, writable, freed, clock
         self._probe: _ProbeSend | None = None
@@ -99,7 +103,10 @@ class Prober:
         known: Callable[[str, str], Wire | None],
         done: Callable[[Probed], None],
     ) -> None:
-        """Times the wire to `peer`, unless `known(host, device)` returns it. Calls `done` once, at the end."""
+        """Starts a probe of the wire to `peer`; calls `done` once with the result.
+
+        If `known(host, device)` returns a cached wire for the peer, no message is timed.
+        """
         sizes = probe_sizes(min(ring_bytes, self._buffer.size_bytes))
         if len(sizes) < 2:
             done(Probed(why="ring or staging is too small for two sizes of message"))
@@ -137,13 +144,13 @@ class Prober:
         now_s = self._clock()
         probe.sending = False
         if probe is not self._probe:
-            self._free(probe)  # the probe ended before; nothing reads the region any more
+            self._free(probe)  # the probe was already over; its last send has now ended
         elif operation.state is OperationState.FAILED:
             self._give_up(probe, str(operation.error or "a send failed"))
         else:
             nth = probe.sent % (1 + PROBE_REPEATS)
             if nth > 0:
-                seconds = max(now_s - probe.sent_at_s, 1e-9)  # the clock may be coarser
+                seconds = max(now_s - probe.sent_at_s, 1e-9)  # a coarse clock may show no difference
                 probe.samples.setdefault(operation.nbytes, []).append(seconds)
             probe.sent += 1
             self._send_next(probe)
@@ -156,7 +163,7 @@ class Prober:
             self._give_up(probe, str(error))
 
     def lost(self, peer: str) -> None:
-        """Ends the probe of a lost peer; the fence ends its sends."""
+        """Ends the probe of a lost peer; the transport's fence ends the probe's sends."""
         if self._probe is not None and self._probe.peer == peer:
             self._give_up(self._probe, "the decode rank is lost")
 
@@ -166,7 +173,9 @@ class Prober:
         if probe is None:
             return IDLE_S
         if now_s >= probe.ends_at_s:
-            pending = "its messages did not arrive" if probe.lease else probe.refused or "no answer came"
+            pending = (
+                "the probe's messages did not arrive" if probe.lease else probe.refused or "no answer came"
+            )
             self._give_up(probe, f"{pending} within {PROBE_LIMIT_S:g} s")
             return IDLE_S
         if probe.repeat_at_s is not None and now_s >= probe.repeat_at_s:
@@ -182,13 +191,13 @@ class Prober:
         if which == len(probe.sizes) or (nth == 0 and which > 0 and not self._affordable(probe, which)):
             self._measured(probe)
             return
-        assert probe.lease is not None, "granted with staging"
+        assert probe.lease is not None, "a granted probe holds staging"
         view = self._buffer.view(self._allocator.offset(probe.lease), probe.sizes[which])
         probe.sending, probe.sent_at_s = True, self._clock()
         self._transport.send(probe.peer, probe_tag(probe.number), view, context=probe)
 
     def _affordable(self, probe: _ProbeSend, which: int) -> bool:
-        """Returns whether the next size fits the budget at the previous size's time for each byte."""
+        """Returns whether messages of size `which` fit the time budget, at the previous size's seconds per byte."""
         before = probe.sizes[which - 1]
         seconds = max(probe.samples[before]) * probe.sizes[which] / before * (1 + PROBE_REPEATS)
         return self._clock() - probe.began_s + seconds <= PROBE_BUDGET_S

@@ -1,4 +1,4 @@
-"""One rank of a prefill group: computes its part of each chunk and streams its heads while later layers compute."""
+"""One rank of a prefill group: computes its part of each chunk, and sends KV while later layers compute."""
 
 from __future__ import annotations
 
@@ -96,14 +96,15 @@ class PrefillRank(RankNode[PrefillConfig, PrefillLeader, SegmentSender]):
         return None
 
     def _is_deferrable(self, message: m.Message) -> bool:
-        # The ticket's first chunk follows at once; until then the compute thread needs the interpreter to begin the
-        # step.
+        # Without early chunks (`begun`), nothing is sent before the ticket's first chunk, which wakes the transfer
+        # thread. Until then the compute thread needs the interpreter lock, to begin the step.
         return isinstance(message, m.OpenSend) and not message.begun
 
     def step(self, plan: StepPlan) -> None:
-        """Computes a plan. Leases are requested before the step, to be granted when the first layers are computed.
+        """Computes a plan, and sends the KV of each layer group while later layers compute.
 
-        Cached positions are sent before their prompt's first chunk. The recurrent state follows the last chunk.
+        Leases are requested before the forward pass, so that grants arrive by the time the first layers are computed.
+        Cached positions are sent before their prompt's first chunk. The recurrent state is sent after the last chunk.
         """
         for key, reservation in plan.dropped:
             self.transfer_loop.post(partial(self.agent.drop_early, key, reservation))
@@ -138,8 +139,10 @@ class PrefillRank(RankNode[PrefillConfig, PrefillLeader, SegmentSender]):
                 self.leader.commit(plan, logits, scores)
 
     def _send_cached(self, plan: StepPlan, loaded: DeviceEvent) -> None:
-        """Sends the cached positions of the plan's prompts, after the steps that computed them, and the plan's loads,
-        have ended on the device."""
+        """Sends the cached positions of the plan's prompts, once earlier steps and the plan's loads are done.
+
+        `loaded` is the event at the end of the loads.
+        """
         cached = [work for work in plan.work if work.pages and work.start]
         if not cached:
             return
@@ -153,7 +156,10 @@ class PrefillRank(RankNode[PrefillConfig, PrefillLeader, SegmentSender]):
         self.transfer_loop.post(partial(self.agent.plan_chunk, chunk))
 
     def _layers_ready(self, part: StepPart, layers: Span, event: DeviceEvent = None) -> None:
-        """Reports layers to the transfer thread. `event`: end of their copies; None: the end of all work so far."""
+        """Reports layers with complete KV to the transfer thread.
+
+        `event` marks the end of the layers' loads; None: all work queued on the device so far.
+        """
         event = record_event(self.runner.device) if event is None else event
         self.transfer_loop.post(partial(self.agent.layers_ready, part, layers, event))
 

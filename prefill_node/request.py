@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -26,7 +27,7 @@ class First(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class PrefillRequest:
-    """A request on the prefill side."""
+    """State of a request in the scheduler and leader of a prefill group."""
 
     key: RequestKey
     prompt: TokenIds
@@ -35,27 +36,30 @@ class PrefillRequest:
     deadline_s: float
     """Time limit of the request, on the leader's clock."""
     prefix: PrefixKey | None = None
-    """Key of prompt and answer so far in the prefix cache; None: all is computed, and not cached. See
+    """Key of prompt and answer so far in the prefix cache; None: the request does not use the prefix cache. See
     `readable_prefix`."""
     priority: int = 0
     """Requests with a lower number are admitted and computed first."""
     answered: Sequence[int] = ()
     """Tokens of the answer so far, computed like the prompt; see `transport.control.messages.Reserve`."""
     constraint: AnswerConstraint | None = None
-    """Grammar of the answers, at the end of the answer so far; None without one. All first tokens share a mask."""
+    """Grammar state after the answer so far, which gives one mask for all first tokens; None without a grammar."""
     ticket: Ticket | None = None
-    """None until the decode group has reserved room. A short prompt can be computed before."""
+    """Reservation of the decode group; None until it arrives. A short prompt may be computed without a ticket."""
     block_table: BlockTable | None = None
     prefetch: Prefetch | None = None
     """Prefetch of the prefix from the third tier; None without one."""
+    fetch_until_s: float = math.inf
+    """Time after which the request no longer waits for its prefetch."""
     states: SavedStates = field(default_factory=SavedStates)
     """Recurrent states for the prefix cache."""
     reservation: int = 0
-    """Number of the block table: unique for the life of the prefill group."""
+    """Number of the reservation of `block_table`, unique for the life of the prefill group."""
     admitted: bool = False
-    """Whether the ranks have received `OpenSend`, so that the end of the request needs `CloseTransfer`."""
+    """Whether `OpenSend` was sent to the ranks, so that the end of the request requires `CloseTransfer`."""
     rest_tokens: int | None = None
-    """Tokens that no cached prefix provided when the request was first considered for an early start."""
+    """Number of tokens to compute if the request starts before its ticket arrives: all tokens minus the prefix cache
+    hit. None before the first attempt of such a start."""
     began_early: bool = False
     """Whether a step has computed part of the reservation before the ticket arrived."""
     planned_tokens: int = 0
@@ -70,8 +74,8 @@ class PrefillRequest:
     release_requested: bool = False
     """Whether the router waits for `Released`."""
     router_lost: bool = False
-    """Whether the router is lost and sends no `Release`. The leader then closes the request when its KV is sent or
-    unwanted."""
+    """Whether the router is lost and sends no `Release`. The leader then closes the request when the KV is sent, or
+    when the decode group stops the transfer."""
     unwanted: bool = False
     """Whether the decode group has stopped the transfer."""
     sent_ranks: set[int] = field(default_factory=set)
@@ -93,15 +97,15 @@ class PrefillRequest:
 
     @property
     def may_begin(self) -> bool:
-        """Whether the prompt may be computed: the request has no grammar, or its grammar is compiled."""
+        """Whether the prompt may be computed: False while the request's grammar is being compiled."""
         return self.constraint is None or self.constraint.ready
 
     @property
     def fetches(self) -> bool:
-        """Whether the request waits for its prefetch."""
+        """Whether the request must wait for its prefetch before it gets pages."""
         return self.prefetch is not None and self.prefetch.holds
 
     @property
     def is_early(self) -> bool:
-        """Whether the request has row and pages, but no ticket."""
+        """Whether the request has a row and pages but is not admitted, because it has no ticket."""
         return self.block_table is not None and not self.admitted

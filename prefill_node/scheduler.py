@@ -2,21 +2,21 @@
 
 Owners of a request's row and pages (its block table):
 
-    [submit, reserved)                  none is reserved
+    [submit, reserved)                  no owner: the request has no row and no pages
     [reserved, settled)                 the request; pages of a prefix cache hit are shared
     the prompt is computed              the request and the prefix cache, if any; see `disagg.node.kv_manager`
     settled                             `_settle` frees: no step computes the request, and either every rank
                                         reported its segments sent, or every rank closed the transfer
 
-Requests are in the order of (priority, arrival). A request with a ticket is admitted in this order. What its steps
-leave of the token budget goes to requests whose ticket has not come ("early" requests): the router asks the decode
-group for room and the prefill group for the prompt at the same time. Early requests hold memory for one step's budget
-at most, and only while no request with a ticket needs it: `admit` takes it back, and they start again when their
-ticket comes.
+Requests are ordered by priority number, then by arrival. Requests with a ticket are admitted in this order. The token
+budget that they leave in a step goes to "early" requests, whose ticket has not arrived: the router sends a request to
+the decode group and to the prefill group at the same time. Early requests together hold memory for at most one step's
+token budget. When a request with a ticket needs this memory, `admit` reclaims it, and the early requests are computed
+anew later.
 
-With a third tier of the prefix cache, a new request may wait for a prefetch (`disagg.kv.storage_tier`), which has a
-time limit. Until then other requests overtake, because the request has no memory. It owns the prefetch until it has
-its pages, or ends.
+With a third tier of the prefix cache, a new request may wait for a time-limited prefetch (`disagg.kv.storage_tier`).
+Other requests overtake the waiting request, because it holds no memory. The request owns the prefetch until its
+pages are reserved or the request ends.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class PrefillScheduler:
         max_waiting: int,
         state_interval_tokens: int = 1,
     ) -> None:
-        """`state_interval_tokens`: see `GroupConfig`."""
+        """`state_interval_tokens`: distance between cached recurrent states of a prompt; see `GroupConfig`."""
         self.kv_manager = kv_manager
         self._ranks = ranks
         self._chunks = chunks
@@ -71,12 +71,15 @@ class PrefillScheduler:
         self._step = 0
         self._reservations = itertools.count(1)
         self._dropped: list[tuple[RequestKey, int]] = []
-        """Ended reservations that had early work, for the next plan."""
+        """(request, reservation) of early work whose reservation has ended; the next plan makes the ranks drop it."""
         self.requests: dict[RequestKey, PrefillRequest] = {}
         """Requests by priority; of equal priority, in the order of arrival."""
 
     def submit(self, request: PrefillRequest) -> None:
-        """Queues a request; a repeat changes nothing. Raises `PromptTooLongError`, `BusyError`."""
+        """Queues a request; a repeated call changes nothing.
+
+        Raises `PromptTooLongError`, or `BusyError` if the key is in use by a closing request or another router.
+        """
         known = self.requests.get(request.key)
         if known is not None:
             if known.closing or known.router != request.router:
@@ -85,7 +88,7 @@ class PrefillScheduler:
         if request.total_tokens > self._max_tokens:
             raise PromptTooLongError(
                 f"prompt of {request.total_tokens} tokens does not fit the prefill group, which takes up to "
-                f"{self._max_tokens}: raise prefill.max_context_tokens or prefill.pool_tokens, or shorten it"
+                f"{self._max_tokens}: raise prefill.max_context_tokens or prefill.pool_tokens, or shorten the prompt"
             )
         self._add(request)
         request.prefetch = self.kv_manager.prefetch(request.readable_prefix)
@@ -100,15 +103,17 @@ class PrefillScheduler:
             self.requests.update(ordered)
 
     def give_ticket(self, request: PrefillRequest, ticket: Ticket) -> bool:
-        """Sets the request's ticket. Returns True if it has its memory already: the ranks need `OpenSend` now.
+        """Stores the request's ticket. Returns True if the request has pages: the caller then sends `OpenSend`.
 
-        Otherwise `admit` admits it. Raises `BusyError` if too many requests with a ticket wait for memory.
+        Otherwise `admit` reserves pages later. Raises `BusyError` if too many requests with a ticket wait for pages.
         """
         if request.block_table is None:
             waiting = sum(self._waits(other) for other in self.requests.values())
             if waiting >= self._max_waiting:
                 raise BusyError(
-                    f"the prefill group has {waiting} requests waiting already", retry_after_s=0.5
+                    f"the prefill group is full: {waiting} requests wait for pages or rows, the limit is "
+                    f"{self._max_waiting}; raise prefill.pool_tokens or prefill.max_requests, or add groups",
+                    retry_after_s=0.5,
                 )
         request.ticket = ticket
         request.admitted = request.block_table is not None
@@ -127,7 +132,7 @@ class PrefillScheduler:
         return admitted
 
     def take_back(self) -> bool:
-        """Frees the memory of early requests that no step computes; returns whether there were any."""
+        """Frees the memory of early requests that no step computes; returns True if any memory was freed."""
         early = [one for one in self.requests.values() if one.is_early and not one.in_step]
         for request in early:
             self._free(request)
@@ -160,16 +165,16 @@ class PrefillScheduler:
 
     @property
     def caches_prefixes(self) -> bool:
-        """Whether the scheduler uses a request's `prefix`."""
+        """Whether the group has a prefix cache, so that `PrefillRequest.prefix` is used."""
         return self.kv_manager.caches
 
     @property
     def kv_events(self) -> KVEventLog | None:
-        """KV events of the prefix cache; see `KVManager`."""
+        """KV events of the prefix cache, for routers; None without a log of events."""
         return self.kv_manager.kv_events
 
     def commit(self, plan: StepPlan, failed: Container[RequestKey] = ()) -> list[PrefillRequest]:
-        """Ends a step; returns the open requests whose prompt is now computed.
+        """Records the end of a step; returns the requests whose prompt is now computed, without closing ones.
 
         `failed`: requests whose logits were invalid; their KV is not added to the prefix cache.
         """
@@ -195,7 +200,7 @@ class PrefillScheduler:
         return len(request.sent_ranks) == self._ranks
 
     def close(self, request: PrefillRequest) -> bool:
-        """Starts the end of a request. Returns True when the ranks need `CloseTransfer`."""
+        """Begins to close a request. Returns True if the caller must send `CloseTransfer` to the ranks."""
         if request.closing:
             return False
         request.closing = True
@@ -223,8 +228,8 @@ class PrefillScheduler:
         )
 
     def check(self) -> None:
-        """Raises `InvariantError` unless the requests are in the order of priority, and the reserved rows and pages
-        are those of their block tables."""
+        """Raises `InvariantError` unless the requests are ordered by priority, and their block tables hold exactly
+        the reserved rows and pages."""
         priorities = [request.priority for request in self.requests.values()]
         if priorities != sorted(priorities):
             raise InvariantError(
@@ -237,7 +242,7 @@ class PrefillScheduler:
         return request.ticket is not None and not request.admitted and not request.closing
 
     def _reserve(self, request: PrefillRequest) -> bool:
-        """Reserves row and pages; False, changing nothing, if either is short."""
+        """Reserves a row and pages for a request. Returns False and changes nothing if either is unavailable."""
         request.block_table = self.kv_manager.reserve(request.total_tokens, request.readable_prefix)
         if request.block_table is None:
             return False
@@ -249,10 +254,10 @@ class PrefillScheduler:
         return True
 
     def _early(self) -> list[PrefillRequest]:
-        """Returns the requests without a ticket that have memory, after reserving it for more of them, in order.
+        """Reserves memory for further requests without a ticket, in order; returns all that now have memory.
 
-        Together, their uncached tokens fit the budget of one step. A longer prompt gains little:
-        its ticket arrives long before its end.
+        The uncached tokens of all early requests together fit the token budget of one step. A longer prompt would
+        gain little, because its ticket arrives long before its computation ends.
         """
         unticketed = [one for one in self.requests.values() if one.ticket is None]
         if not unticketed or any(self._waits(one) and not one.fetches for one in self.requests.values()):
@@ -267,14 +272,14 @@ class PrefillScheduler:
             if self._rest_tokens(request) > room or not self._reserve(request):
                 break
             request.rest_tokens = _uncached_tokens(request)
-            if request.rest_tokens > room:  # its cached prefix was evicted
+            if request.rest_tokens > room:  # a part of the cached prefix was evicted after the lookup
                 self._free(request)
                 break
             room -= request.rest_tokens
         return [one for one in unticketed if one.block_table is not None]
 
     def _rest_tokens(self, request: PrefillRequest) -> int:
-        if request.rest_tokens is None:  # only once: the lookup of a long prompt takes time
+        if request.rest_tokens is None:  # look up only once: the lookup of a long prompt takes time
             cached_tokens = self.kv_manager.cached_tokens(request.readable_prefix)
             request.rest_tokens = request.total_tokens - cached_tokens
         return request.rest_tokens
@@ -342,6 +347,6 @@ class PrefillScheduler:
 
 
 def _uncached_tokens(request: PrefillRequest) -> int:
-    """Returns the tokens of a request's memory that no cached prefix provides, 0 without memory."""
+    """Returns the number of tokens in a request's pages that the prefix cache did not provide; 0 without pages."""
     table = request.block_table
     return request.total_tokens - table.cached_tokens if table is not None else 0

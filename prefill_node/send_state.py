@@ -15,9 +15,10 @@ class SendState(enum.Enum):
     """State of a segment."""
 
     PLANNED = "planned"
-    """The compute or the lease is pending."""
+    """The segment's compute or lease is pending."""
     STAGED = "staged"
-    """Leased, computed, and writable in the destination's ring; its staging region is assigned, maybe still busy."""
+    """The segment is leased, computed, and writable in the destination's ring. Its staging region is assigned, but an
+    earlier segment may still use the region."""
     GATHERING = "gathering"
     """The gather into staging is queued on the device."""
     DRAINING = "draining"
@@ -47,9 +48,9 @@ class SendEvent(enum.Enum):
     FAILED = "failed"
     """The launch raised, or the send failed."""
     STOP = "stop"
-    """The transfer ends; occurs once."""
+    """The transfer stops or closes. A segment receives this event at most once."""
     RESEND = "resend"
-    """The destination found the segment damaged; occurs once."""
+    """The destination found the segment damaged. A segment receives this event at most once."""
 
 
 class SendAction(enum.Enum):
@@ -66,7 +67,7 @@ class SendTransferState(enum.Enum):
 
     SENDING = "sending"
     SENT = "sent"
-    """Everything was sent and, with checksums, verified."""
+    """All segments were sent and, with checksums, verified."""
     STOPPED = "stopped"
     """The decode side or a fault stopped the transfer."""
     SENT_STOPPED = "sent, stopped"
@@ -124,7 +125,7 @@ TRANSITIONS: StateTable[SendState, SendEvent, SendAction] = {
 """Transitions of a segment."""
 
 ENDED = frozenset({_S.SENT, _S.DROPPED})
-"""States of a segment that is not under way."""
+"""States of a segment that was sent or dropped."""
 ON_THE_WIRE = frozenset({_S.WRITING, _S.SENDING, _S.SENT})
 """States of a segment that the destination has received or will receive."""
 HOLDS_STAGING = frozenset({_S.STAGED, _S.GATHERING, _S.DRAINING, _S.SENDING})
@@ -137,7 +138,7 @@ TRANSFER_TRANSITIONS: StateTable[SendTransferState, SendTransferEvent, TransferA
     (_T.SENDING, _V.CLOSE): Transition(_T.CLOSING, (_B.STOP_SEGMENTS, _B.NOTIFY_PEERS)),
     (_T.SENT, _V.STOP): Transition(_T.SENT_STOPPED, (_B.STOP_SEGMENTS,)),
     (_T.SENT, _V.CLOSE): Transition(_T.SENT_CLOSING, (_B.STOP_SEGMENTS,)),
-    # All segments had left before the stop.
+    # The stop dropped no segment: the copies of all segments had been launched.
     (_T.STOPPED, _V.ALL_SENT): Transition(_T.SENT_STOPPED, (_B.REPORT_SENT,)),
     (_T.STOPPED, _V.STOP): Transition(_T.STOPPED),
     (_T.STOPPED, _V.CLOSE): Transition(_T.CLOSING),
@@ -152,7 +153,7 @@ TRANSFER_TRANSITIONS: StateTable[SendTransferState, SendTransferEvent, TransferA
 """Transitions of a transfer."""
 
 UNREPORTED = frozenset({_T.SENDING, _T.STOPPED, _T.CLOSING})
-"""States of a transfer without `RankSent`."""
+"""States of a transfer for which the leader has received neither `RankSent` nor `RankClosed`."""
 STOPPED = frozenset(_T) - {_T.SENDING, _T.SENT}
 """States of a transfer that launches no further copy."""
 CLOSE_REQUESTED = frozenset({_T.CLOSING, _T.SENT_CLOSING})
@@ -167,12 +168,12 @@ class SegmentMachine(StateMachine[SendState, SendEvent, SendAction]):
     def __init__(self, key: RequestKey, segment: Segment) -> None:
         super().__init__((key, segment), SendState.PLANNED, TRANSITIONS)
         self.again = False
-        """Whether the second sending has begun; `state` then belongs to the second sending."""
+        """Whether the segment is being sent a second time; `state` is then the state of the second send."""
 
     def advance(self, event: SendEvent) -> tuple[SendAction, ...]:
-        """Changes the state, like `StateMachine.advance`.
+        """Applies an event and returns the actions to perform, like `StateMachine.advance`.
 
-        A second RESEND raises too: a segment is sent again only once.
+        Raises `InvariantError` also for a second RESEND: a segment is sent again only once.
         """
         if event is SendEvent.RESEND and self.again:
             raise self.refused(event)

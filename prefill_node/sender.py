@@ -1,4 +1,4 @@
-"""The transfer agent of a prefill rank: sends its KV, segment by segment, while the prompt is still being computed.
+"""The transfer agent of a prefill rank: sends a prompt's KV in segments while the prompt is still being computed.
 
 OutgoingTickets   opens, reports and closes the transfer of each ticket
 Chunks            cuts chunks into segments with the Cutter, and tracks which layers are computed
@@ -43,18 +43,19 @@ IDLE_S = 1.0
 
 
 class SegmentSender:
-    """The transfer agent of a prefill rank. Every method but the constructor runs on the transfer thread.
+    """The transfer agent of a prefill rank. Every method except the constructor runs on the transfer thread.
 
-    A method that may free staging or ring space ends with `pump`, which launches the copies that waited for either.
+    A method that may free staging or ring space ends with `SegmentMover.pump`, which launches the copies that waited
+    for this space.
     """
 
     def __init__(self, options: SenderOptions, context: SenderContext) -> None:
-        """Registers staging with the transport."""
+        """Allocates staging and registers the memory with the transport."""
         self._context, self._page_size = context, options.page_size
         self._rank, self._transport = context.rank, context.transport
         device, clock = context.pool.device, context.clock
         self.queue = DeviceQueue(device)
-        """Stream of the copies."""
+        """Device queue of the copies."""
         self._sums = Sums(device) if options.checksum else None
         self.links: dict[str, Link] = {}
         """Linked decode groups by name."""
@@ -72,7 +73,7 @@ class SegmentSender:
         )
         self._flows, self._exposed = Flows(), Exposed()
         self.space = StagingSpace(options.staging_bytes, device, options.quarantine_s, clock)
-        """Staging, and its holders."""
+        """Staging memory and the holders of its regions."""
         context.transport.register(self.space.buffer.memory)
         self.cutter = Cutter(
             context.rank,
@@ -82,10 +83,9 @@ class SegmentSender:
             options.segment_bytes,
             options.wire,
         )
-        """Cuts chunks into segments for each destination. `prefill_node.calibration` sets its wire, on the transfer
-        thread."""
+        """Cuts chunks into segments. `prefill_node.calibration` sets the cutter's wires on the transfer thread."""
         self.groups = self.cutter.groups
-        """The finest layer groups of a chunk; the compute thread records an event after each."""
+        """The finest division of this rank's layers into groups; the compute thread records an event after each."""
         self.tickets = OutgoingTickets(context, self.space, self._exposed, self._sums)
         """Open tickets."""
         send = self._active_messages.send
@@ -111,13 +111,14 @@ class SegmentSender:
     # --- set-up
 
     def adopt_thread(self) -> None:
-        """Makes the calling thread the transfer thread; its device work goes to this agent's queue only."""
+        """Makes the calling thread the transfer thread, whose device work goes to this agent's queue."""
         self.queue.adopt()
 
     def link(self, link: Link) -> None:
         """Connects to the decode ranks that this rank sends to. Raises `ConfigError`, `TransportError`.
 
-        A second call, after a lost rank has returned, keeps the measured wire and the other ranks' rings.
+        A second call, after a lost decode rank has returned, keeps the measured wire and the state of other ranks'
+        rings.
         """
         self.cutter.link(link)
         for peer in link.destinations_of(self._rank):
@@ -134,13 +135,16 @@ class SegmentSender:
             self._active_messages.link(peer.control_address)
 
     def on_linked(self, peer: str, message: m.Linked) -> bool:
-        """See `disagg.node.agent.Agent`."""
+        """Handles `Linked` of a peer; returns False if the peer has fenced this rank since its previous `Linked`."""
         return self._active_messages.on_linked(peer, message)
 
     # --- calls of the leader and the compute thread
 
     def open(self, message: m.OpenSend) -> None:
-        """Opens the ticket of an admitted request, whose KV will be written to `pages`. A repeat changes nothing."""
+        """Opens the ticket of an admitted request, whose KV is computed into `message.pages`.
+
+        Early chunks are sent at once. A repeated message changes nothing.
+        """
         if message.key in self.tickets.open:
             return
         ticket = message.ticket
@@ -160,7 +164,7 @@ class SegmentSender:
                 message.key, ticket, message.reservation, link, uploaded, row, planned_to=ticket.tokens.start
             )
             self._pools.aim(outgoing, self.queue)
-        except Exception as exc:  # noqa: BLE001 - whatever it is ends this request and no other
+        except Exception as exc:  # noqa: BLE001 - any failure ends this request only
             self.tickets.refuse(
                 message.key, ticket.number, TransportError(f"cannot send {message.key}: {exc}")
             )
@@ -170,16 +174,22 @@ class SegmentSender:
             self._mover.pump()
 
     def plan_chunk(self, chunk: PlannedChunk) -> None:
-        """Cuts a chunk that is about to be computed, and requests its leases: at once, or when its ticket opens."""
+        """Cuts a chunk that is about to be computed, and requests leases for its segments.
+
+        For an early chunk, both happen when the ticket opens.
+        """
         self._chunks.plan(chunk)
         self._mover.pump()
 
     def drop_early(self, key: RequestKey, reservation: int) -> None:
-        """Drops the chunks that a request had before its ticket, because the reservation has ended."""
+        """Drops the early chunks of a reservation that has ended before a ticket arrived."""
         self._chunks.drop_early(key, reservation)
 
     def layers_ready(self, part: StepPart, layers: Span, event: DeviceEvent) -> None:
-        """Sends `layers` (global) of `part`, whose KV is written once `event` is done on the device."""
+        """Sends the segments of a step part in `layers`, whose KV is written once `event` is done on the device.
+
+        `layers` is numbered over the whole model.
+        """
         self._chunks.layers_ready(part, layers, event)
 
     def close(self, message: m.CloseTransfer) -> None:
@@ -212,14 +222,17 @@ class SegmentSender:
             self._mover.on_damaged(item)
 
     def on_verified(self, peer: str, message: m.TransferVerified) -> None:
-        """Marks the peer's part of tickets as verified. A second message changes nothing.
+        """Records that the peer has verified its segments of some tickets. A second message changes nothing.
 
         The message arrives as an active message, over the control channel, or both.
         """
         self.tickets.on_verified(peer, message)
 
     def on_peer_lost(self, peer: str) -> None:
-        """Fences a lost decode rank: its tickets fail, and the next `progress` ends its sends as failed."""
+        """Fences a lost decode rank and fails the open tickets of its group.
+
+        The transport ends sends to the rank as failed at the next `progress` call.
+        """
         self._pools.forget(peer)
         self._active_messages.forget(peer)
         if self._leases.rings.pop(peer, None) is None:
@@ -265,7 +278,7 @@ class SegmentSender:
             self._transport.discard(None, arrival)
 
     def poll(self, now_s: float) -> float:
-        """Advances copies that the device has done, and timeouts. Returns the seconds until the next call."""
+        """Sends segments whose copy is done, and handles timeouts. Returns the seconds until the next call."""
         self._exposed.poll(now_s)
         if self._mover.copying:
             self._mover.poll(now_s)
@@ -297,7 +310,7 @@ class SegmentSender:
         )
 
     def status(self) -> RankStatus:
-        """Returns the status for metrics; cheap."""
+        """Returns the rank's status for metrics. Cheap enough for frequent calls."""
         space, context = self.space.allocator, self._context
         return RankStatus(
             context.lane,
@@ -314,7 +327,7 @@ class SegmentSender:
         return "peer" if self._pools.is_open(peer) else "staged"
 
     def check(self) -> None:
-        """Raises `InvariantError` unless staging is held by exactly the segments under way and a probe."""
+        """Raises `InvariantError` if staging regions, segment states or early chunks are inconsistent."""
         self._chunks.check()
         self.space.check(self.tickets.staged(), self.prober.leases)
         self.tickets.check()

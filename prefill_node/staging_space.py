@@ -1,6 +1,6 @@
 """Staging of a prefill rank: the memory that segments are sent from, and the holder of each region.
 
-a segment     from `take` to `free`: its send has ended, or will never begin
+a segment     from `take` to `free`: the segment's send has ended, or will never begin
 quarantine    from `quarantine` to its end: a lost peer may still read the region
 a probe       takes and frees regions by itself (`prefill_node.probe`)
 """
@@ -29,7 +29,7 @@ class StagingSpace:
         self._quarantine_s, self._clock = quarantine_s, clock
         self._quarantined: deque[tuple[float, Lease]] = deque()
         self.due_s = math.inf
-        """Time at which `end_quarantines` has work."""
+        """Time at which the next quarantine ends: `end_quarantines` must be called then."""
 
     def take(self, item: OutgoingSegment) -> None:
         """Assigns a region to the segment.
@@ -49,7 +49,7 @@ class StagingSpace:
         return self.buffer.view(self.allocator.offset(item.lease), item.message_bytes)
 
     def free(self, lease: Lease) -> None:
-        """Frees a region that nothing reads any more."""
+        """Frees a region that neither a copy nor a send uses."""
         self.allocator.free(lease.id)
 
     def quarantine(self, item: OutgoingSegment) -> None:
@@ -82,5 +82,6 @@ class StagingSpace:
         leases, quarantined = self.allocator.statistics().leases, len(self._quarantined)
         if segments + quarantined + probes != leases:
             raise InvariantError(
-                f"{segments} segments and {probes} probes hold staging, {quarantined} regions wait; leases: {leases}"
+                f"{segments} segments and {probes} probes hold staging, {quarantined} regions are in quarantine; "
+                f"leases: {leases}"
             )

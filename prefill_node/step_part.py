@@ -16,23 +16,23 @@ class Part(enum.Enum):
     CACHED = "cached"
     """The positions before a prompt's first chunk, whose KV a prefix cache hit provides."""
     STATE = "state"
-    """The recurrent state after a prompt's last position; its position is the next one."""
+    """The recurrent state after a prompt; it is sent as the position that follows the prompt's last position."""
 
 
 class StepPart(NamedTuple):
-    """One kind of KV of one step: the unit that becomes ready together."""
+    """All KV of one kind in one step: `layers_ready` reports complete layers for all chunks of a part at once."""
 
     step: int
     part: Part
 
 
 class PlannedChunk(NamedTuple):
-    """Positions of one request that `part` makes ready."""
+    """Positions of one request whose KV belongs to `part`."""
 
     part: StepPart
     key: RequestKey
     reservation: int
-    """Number of the reservation of the pages that hold the positions; see `disagg.node.plan.Work`."""
+    """Number of the request's page reservation; a later reservation of the request has another number."""
     positions: Span
     early: bool = False
     """Whether the request had no ticket when the step was planned."""

@@ -1,8 +1,8 @@
-"""The tickets that a prefill rank sends for, and how the transfer for each ends: sent, stopped, closed.
+"""Tracks the open tickets of a prefill rank, and ends their transfers: sent, stopped, closed.
 
-`prefill_node.send_state` decides the transitions; this file performs their actions. With checksums a transfer counts
-as sent when each decode rank has verified its part, or when the leader closes the request. Until then the pages may
-be read again, because damaged segments are sent again.
+`prefill_node.send_state` defines the transitions; this file performs their actions. With checksums a transfer counts
+as sent when each decode rank has verified its part, or when the leader closes the request. Until then the pages stay
+reserved, because damaged segments are sent again.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ log = structlog.get_logger(__name__)
 class OutgoingTickets:
     """Open tickets of one prefill rank. Owned by the transfer thread.
 
-    A method that stops a transfer may free staging: its caller pumps the mover afterwards.
+    A method that stops a transfer may free staging: the caller then calls `SegmentMover.pump` to use this staging.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class OutgoingTickets:
         self._exposed.computed(outgoings, event, self._clock())
 
     def end(self, item: OutgoingSegment) -> None:
-        """Performs `SendAction.END`, then reports or closes a transfer whose last segment this was."""
+        """Ends a segment: frees its staging. After the last segment, reports the transfer as sent or closes it."""
         self._end_segment(item)
         outgoing = item.outgoing
         if outgoing.left == 0:
@@ -63,7 +63,7 @@ class OutgoingTickets:
             self._close_if_drained(outgoing)
 
     def report_if_sent(self, outgoing: OutgoingTransfer) -> None:
-        """Sends `RankSent` to the leader, once, when everything was sent and, with checksums, verified."""
+        """Sends `RankSent` to the leader, once, if all segments were sent and, with checksums, verified."""
         if self._all_sent(outgoing):
             verified = self._sums is None or outgoing.all_verified
             if verified or outgoing.close_requested:
@@ -82,7 +82,7 @@ class OutgoingTickets:
         self._close_if_drained(outgoing)
 
     def on_verified(self, peer: str, message: m.TransferVerified) -> None:
-        """Marks the peer's part of these tickets as verified: no segment of this part is sent again."""
+        """Records that the peer has verified all its segments of these tickets, so that none is sent again."""
         for key, number in message.tickets:
             outgoing = self.find(key, number)
             if outgoing is None:
@@ -96,7 +96,7 @@ class OutgoingTickets:
         outgoing = self.find(message.key, message.ticket)
         if outgoing is None:
             self.stale += 1
-            self._send(peer, m.SenderEnded(message.key, message.ticket, self._rank, [], "unknown here"))
+            self._send(peer, m.SenderEnded(message.key, message.ticket, self._rank, [], "unknown ticket"))
             return
         if outgoing.stopped or outgoing.reported:
             self.send_end(outgoing, peer, message.reason)
@@ -105,7 +105,7 @@ class OutgoingTickets:
         self._to_leader(m.RankStopped(message.key, message.ticket))
 
     def on_peer_lost(self, peer: str) -> None:
-        """Fails the tickets of a lost and fenced peer's group, except those whose KV was sent."""
+        """Fails the tickets of a lost, fenced peer's group, except tickets that were reported as sent."""
         for outgoing in list(self.open.values()):
             of_group = {rank.control_address for rank in outgoing.link.decode.ranks}
             if peer in of_group and not outgoing.reported:
@@ -129,7 +129,7 @@ class OutgoingTickets:
         self._advance(outgoing, SendTransferEvent.STOP, reason)
 
     def send_end(self, outgoing: OutgoingTransfer, peer: str, reason: str) -> None:
-        """Sends the peer the list of segments that it has received or will receive; no others follow."""
+        """Sends `SenderEnded`, which lists the segments that the peer has received or will receive."""
         outgoing.messages += 1
         sent, again = outgoing.sent_to(peer), outgoing.sent_again_to(peer)
         self._send(peer, m.SenderEnded(outgoing.key, outgoing.ticket.number, self._rank, sent, reason, again))
@@ -139,15 +139,15 @@ class OutgoingTickets:
         return sum(item.lease is not None for o in self.open.values() for item in o.items.values())
 
     def check(self) -> None:
-        """Raises `InvariantError` unless counters and staging fit the states of the segments."""
+        """Raises `InvariantError` if counters, checksum words or staging contradict the states of the segments."""
         words = sum(item.word is not None for o in self.open.values() for item in o.items.values())
         if self._sums is not None and words != self._sums.in_use:
-            raise InvariantError(f"{words} segments have words for checksums, {self._sums.in_use} are in use")
+            raise InvariantError(f"{words} segments hold checksum words, but {self._sums.in_use} are in use")
         for outgoing in self.open.values():
             left = sum(not item.ended for item in outgoing.items.values())
             if left != outgoing.left:
                 raise InvariantError(
-                    f"{outgoing.key}: {left} segments are under way, counted {outgoing.left}"
+                    f"{outgoing.key}: {left} segments are under way, but the count is {outgoing.left}"
                 )
             for item in outgoing.items.values():
                 staged = item.write is None and item.state in HOLDS_STAGING
@@ -210,8 +210,8 @@ class OutgoingTickets:
         del self.open[outgoing.key]
         for item in outgoing.items.values():
             if item.word is not None and self._sums is not None:
-                self._sums.give(item.word)  # no write of the ticket is under way, nor will be
-        # Segments and transfer refer to each other, and both to the decode ranks' mapped pools. A lost rank's memory
-        # is free for its successor when the last mapping goes, which must not wait for the garbage collector.
+                self._sums.give(item.word)  # no write of the ticket is under way or can begin
+        # Break the reference cycle between transfer and segments, which refer to mapped pools of decode ranks. A lost
+        # rank's GPU memory is freed with its last mapping, which must not wait for the garbage collector.
         outgoing.items.clear()
         self._to_leader(m.RankClosed(outgoing.key, outgoing.ticket.number, self._rank))

@@ -89,7 +89,7 @@ def _reach(
 def _move(taking: int, most: int, steps: Mapping[int, Step | None], quotas: Quotas) -> int:
     """Moves up to `most` cells along the chain to rank `taking`; returns the number of cells moved.
 
-    Each link of the chain limits the number to the cells that its giving rank sends now.
+    A link of the chain can move at most the number of cells that its giving rank sends now.
     """
     chain: list[tuple[int, int, Holders]] = []
     at = taking

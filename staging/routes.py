@@ -48,9 +48,9 @@ def plan_routes(src: Sequence[Shard], dst: Sequence[Shard]) -> tuple[Route, ...]
     of cells of the busiest source (`balanced_quotas`). Each chosen source sends runs of consecutive layers, so that
     another replica adds few segments. The result depends on the arguments only.
 
-    With tensor and pipeline parallelism, two sources share at most one head. For sources that share more heads, each
-    run is rounded to whole layers. Such a source may send more cells than the optimum: for each set of sources that
-    contains this source, at most the number of heads that the set shares.
+    With tensor and pipeline parallelism, two sources share at most one head. If sources share more heads, each run is
+    rounded to whole layers, and a source may send more cells than the optimum. For each set of sources that contains
+    this source, the excess is at most the number of heads that the set shares.
 
     The routes are sorted by (source, destination, layers, heads). Raises HandshakeError when no source holds a cell
     that a destination needs, ValueError when a rank appears twice on one side.

@@ -57,7 +57,7 @@ class _Incoming:
     slot: Slot
     inbox: _Inbox
     came: bool | None = None
-    """None until the receive ends; then True if the bytes arrived, False if the receive failed."""
+    """Whether the bytes arrived; None until the receive ends."""
 
 
 @dataclass(slots=True, eq=False)

@@ -1,1 +1,1 @@
-"""The HTTP API in OpenAI's request and response format, on top of `Router.run`. `app.py` lists the routes."""
+"""The HTTP API in the formats of OpenAI and Anthropic, on top of `Router.run`. `app.py` lists the routes."""

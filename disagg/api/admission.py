@@ -117,10 +117,10 @@ class Admission:
 
     @asynccontextmanager
     async def turn(self, deadline_s: float, alone: bool = True, priority: int = 0) -> AsyncIterator[None]:
-        """Within the block, holds a running slot. Waits for the slot until `deadline_s`, on `time.monotonic`'s clock;
-        then raises `RequestTimeoutError`.
+        """Occupies a running slot for the duration of the block.
 
-        `alone`: whether the HTTP request consists of this part alone. While such a part is queued, an overload may
+        Waits for a slot until `deadline_s`, on `time.monotonic`'s clock; then raises `RequestTimeoutError`. `alone`:
+        whether the HTTP request needs only this slot. While a request that needs one slot is queued, an overload may
         reject the request with `BusyError`. `priority`: requests with a lower number get a slot first.
         """
         with self._metrics.queued.track_inprogress():

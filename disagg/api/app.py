@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -13,6 +14,8 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp
 
 from disagg import __version__
+from disagg.api.anthropic.request import count_tokens, parse_messages
+from disagg.api.anthropic.writer import MessagesWriter
 from disagg.api.body import decode_object, to_struct
 from disagg.api.chat_request import conversation, parse_chat, plain_tools, template_options
 from disagg.api.chat_writer import ChatWriter
@@ -23,13 +26,19 @@ from disagg.api.fields import DetokenizeBody, TokenizeBody
 from disagg.api.generation_request import GenerationRequest, check_model, parse_completion
 from disagg.api.group_metrics import GroupCollector
 from disagg.api.metrics import exposition
+from disagg.api.model import ServedModel
+from disagg.api.openai_responses.request import parse_responses
+from disagg.api.openai_responses.writer import ResponsesWriter
 from disagg.api.page import page_response
 from disagg.api.responses import EventStream, error_response, whole_reply
 from disagg.api.service import Service
 from disagg.api.tracing import Tracing
 from disagg.api.workers import Share, Siblings, WorkerReport, merged_groups, merged_metrics, merged_status
-from disagg.api.writers import CompletionWriter, Writer
+from disagg.api.writers import AnswerWriter, CompletionWriter
 from disagg.core.errors import DisaggError
+
+MakeWriter = Callable[[ServedModel, str], AnswerWriter]
+"""Function that returns the writer of a request; the text is the request's id."""
 
 
 def make_app(
@@ -55,6 +64,9 @@ def _routes(service: Service, siblings: Siblings) -> list[tuple[str, str, Any]]:
         ("/", "GET", routes.page),
         ("/v1/completions", "POST", routes.completions),
         ("/v1/chat/completions", "POST", routes.chat),
+        ("/v1/responses", "POST", routes.responses),
+        ("/v1/messages", "POST", routes.messages),
+        ("/v1/messages/count_tokens", "POST", routes.count_tokens),
         ("/v1/models", "GET", routes.models),
         ("/version", "GET", routes.version),
         ("/v1/models/{name:path}", "GET", routes.model),
@@ -80,12 +92,26 @@ class _Routes:
     async def completions(self, request: Request) -> Response:
         """Completes a prompt."""
         generation = await parse_completion(await self._body(request), self._model, self._service.config)
-        return await self._answer(request, generation, CompletionWriter)
+        return await self._answer(request, generation, partial(CompletionWriter, generation))
 
     async def chat(self, request: Request) -> Response:
         """Returns the next message of a conversation."""
         generation = await parse_chat(await self._body(request), self._model, self._service.config)
-        return await self._answer(request, generation, ChatWriter)
+        return await self._answer(request, generation, partial(ChatWriter, generation))
+
+    async def responses(self, request: Request) -> Response:
+        """Returns the next items of a conversation."""
+        parsed = await parse_responses(await self._body(request), self._model, self._service.config)
+        return await self._answer(request, parsed.generation, partial(ResponsesWriter, parsed))
+
+    async def messages(self, request: Request) -> Response:
+        """Returns the next message of a conversation, in Anthropic's format."""
+        parsed = await parse_messages(await self._body(request), self._model, self._service.config)
+        return await self._answer(request, parsed.generation, partial(MessagesWriter, parsed))
+
+    async def count_tokens(self, request: Request) -> Response:
+        """Returns the number of tokens of a conversation in Anthropic's format."""
+        return _json({"input_tokens": await count_tokens(await self._body(request), self._model)})
 
     async def models(self, request: Request) -> Response:
         """Returns the list of models, which contains only the served model."""
@@ -147,10 +173,10 @@ class _Routes:
         return [self._service.report(), *others]
 
     async def _answer(
-        self, request: Request, generation: GenerationRequest, writer_class: type[Writer]
+        self, request: Request, generation: GenerationRequest, make_writer: MakeWriter
     ) -> Response:
         exchange = exchange_of(request)
-        writer = writer_class(generation, self._model, exchange.request_id)
+        writer = make_writer(self._model, exchange.request_id)
         start = partial(self._service.start, generation, exchange)
         if generation.stream:
             return EventStream(start, writer, exchange)
@@ -199,5 +225,6 @@ async def _on_bug(request: Request, exc: Exception) -> Response:
 
 def _refused(request: Request, error: ApiError) -> Response:
     """Returns the response of an error, and records the reason for the log."""
-    exchange_of(request).reason = error.message
-    return error_response(error)
+    exchange = exchange_of(request)
+    exchange.reason = error.message
+    return error_response(error, request.url.path, exchange.request_id)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import msgspec
 
@@ -28,7 +28,7 @@ from disagg.api.generation_request import (
     make_request,
     with_grammar,
 )
-from disagg.api.model import ServedModel
+from disagg.api.model import Rendered, ServedModel
 from disagg.api.parsers.build import AnswerPlan
 from disagg.api.parsers.texts import load_json
 from disagg.api.structured import Wanted, wanted_grammar
@@ -45,17 +45,31 @@ ROLES = {
 """Accepted roles, and their names in chat templates: `developer` is OpenAI's newer name of `system`."""
 
 
+class ChatPrompt(NamedTuple):
+    """The prompt of a chat request, and the tools that the answer may call, in the form of chat templates."""
+
+    rendered: Rendered
+    tools: list[dict[str, Any]]
+
+
 async def parse_chat(raw: bytes, model: ServedModel, config: ApiConfig) -> GenerationRequest:
     """Parses a body of `/v1/chat/completions`. Raises an `ApiError` if the body is invalid."""
     body = to_struct(decode_object(raw), ChatBody, CHAT_OFF)
-    check_model(body.model, model)
-    check_limits(body, model, config)
     if body.top_logprobs is not None and not body.logprobs:
         raise bad("top_logprobs", "top_logprobs needs logprobs: true")
-    tools = _tools(body)
-    if _forced(body) is None:  # required calls have the same syntax for all models
-        _require_tool_parser(tools, model)
-    rendered = await model.render(conversation(body.messages), template_options(body, tools))
+    return await chat_generation(body, conversation(body.messages), model, config)
+
+
+async def chat_generation(
+    body: ChatBody, turns: list[dict[str, Any]], model: ServedModel, config: ApiConfig
+) -> GenerationRequest:
+    """Returns the request for the next message of a conversation. Raises an `ApiError`.
+
+    `turns`: the messages in the form of chat templates; `body.messages` is not read.
+    """
+    check_model(body.model, model)
+    check_limits(body, model, config)
+    rendered, tools = await chat_prompt(body, turns, model)
     given = [limit for limit in (body.max_completion_tokens, body.max_tokens) if limit is not None]
     max_tokens = given[0] if given else max(1, model.context_tokens - len(rendered.tokens))
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
@@ -66,6 +80,14 @@ async def parse_chat(raw: bytes, model: ServedModel, config: ApiConfig) -> Gener
     if wanted := _grammar(body, plan, model):
         request = await with_grammar(request, wanted, model)
     return replace(request, plan=plan, decode=request.decode or model.chat_decode) if plan.parses else request
+
+
+async def chat_prompt(body: ChatBody, turns: list[dict[str, Any]], model: ServedModel) -> ChatPrompt:
+    """Renders a conversation for its next message. Raises a 400 for invalid tools or options of the template."""
+    tools = _tools(body)
+    if _forced(body) is None:  # required calls have the same syntax for all models
+        _require_tool_parser(tools, model)
+    return ChatPrompt(await model.render(turns, template_options(body, tools)), tools)
 
 
 def _grammar(body: ChatBody, plan: AnswerPlan, model: ServedModel) -> Wanted | None:
@@ -141,8 +163,11 @@ def conversation(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _turn(fields: dict[str, Any], at: str) -> dict[str, Any]:
-    """Converts one message for the chat template. `at`: path of the message in the body, for error messages."""
-    message = to_struct(fields, PromptMessage, MESSAGE_OFF, at)
+    return template_turn(to_struct(fields, PromptMessage, MESSAGE_OFF, at), at)
+
+
+def template_turn(message: PromptMessage, at: str) -> dict[str, Any]:
+    """Converts one message for the chat template. Raises a 400; `at`: path of the message in the body."""
     if message.role not in ROLES:
         raise bad(f"{at}role", f"{at}role = {message.role!r} is not supported; roles are {', '.join(ROLES)}")
     _require_role(message, at)
@@ -186,15 +211,20 @@ def _require_role(message: PromptMessage, at: str) -> None:
 def _requested(call: RequestedCall, at: str) -> dict[str, Any]:
     """Converts a tool call in an earlier message for the chat template. The arguments become an object, which
     templates print as JSON."""
-    try:
-        arguments = load_json(call.function.arguments or "{}")
-    except ValueError as exc:
-        raise bad(f"{at}function.arguments", f"{at}function.arguments is not JSON: {exc}") from exc
+    arguments = call_arguments(call.function.arguments, f"{at}function.arguments")
     return {
         "id": call.id,
         "type": "function",
         "function": {"name": call.function.name, "arguments": arguments},
     }
+
+
+def call_arguments(text: str, path: str) -> Any:
+    """Returns the value of a call's arguments, a JSON text. Raises a 400 that names `path`."""
+    try:
+        return load_json(text or "{}")
+    except ValueError as exc:
+        raise bad(path, f"{path} is not JSON: {exc}") from exc
 
 
 def _tools(body: ChatBody) -> list[dict[str, Any]]:

@@ -7,16 +7,13 @@ from collections.abc import Sequence
 from msgspec import UNSET, UnsetType
 
 from disagg.api import replies as r
+from disagg.api.answer_blocks import AnswerBlock, AnswerBlocks, BlockGrowth, BlockKind
 from disagg.api.generation_request import GenerationRequest
 from disagg.api.model import ServedModel
 from disagg.api.parsers.build import AnswerPlan
-from disagg.api.parsers.parts import Arguments, Call, Content, Part, Reasoning
 from disagg.api.writers import Writer
-from disagg.core.random_ids import random_id
 from disagg.core.types import TokenLogprobs
 from disagg.router.answers import Output
-
-SHORT_ID_CHARACTERS = 9
 
 
 class ChatWriter(Writer):
@@ -28,7 +25,7 @@ class ChatWriter(Writer):
         super().__init__(request, model, request_id)
         self._begun: set[int] = set()
         plan = request.plan
-        self._parsed = [_ParsedAnswer(plan) for _ in range(request.answers)] if plan is not None else []
+        self._parsed = [_ChatAnswer(plan) for _ in range(request.answers)] if plan is not None else []
         """Parser and parts of each answer; empty if answers are plain text."""
 
     def add(self, index: int, output: Output) -> None:
@@ -90,59 +87,50 @@ class ChatWriter(Writer):
         return r.ChatLogprobs([self._speller.chat(one) for one in logprobs])
 
 
-class _ParsedAnswer:
-    """One answer that a parser divides into parts."""
+class _ChatAnswer:
+    """One answer that a parser divides into parts, in the format of chat completions."""
 
     def __init__(self, plan: AnswerPlan) -> None:
-        self._plan, self._parser = plan, plan.parser()
-        self._content, self._reasoning = "", ""
-        self._calls: list[r.ToolCall] = []
-        self._dropped = False
-        """Whether the latest call was dropped, because the answer may have only one call."""
+        self._answer = AnswerBlocks(plan)
 
     def push(self, output: Output) -> list[r.Delta]:
         """Adds an output; returns the deltas of the parts that became final."""
-        parts = self._parser.push(output.text)
-        if output.finish is not None:
-            parts += self._parser.end()
-        return [delta for part in parts if (delta := self._delta(part)) is not None]
+        return [self._delta(growth) for growth in self._answer.push(output)]
 
     def message(self) -> r.ChatMessage:
         """Returns the message of the whole answer."""
-        calls, reasoning = self._calls or UNSET, self._reasoning or UNSET
-        content = None if self._calls and not self._content else self._content
-        return r.ChatMessage(content, tool_calls=calls, reasoning_content=reasoning, reasoning=reasoning)
+        content, reasoning = self._joined("content"), self._joined("reasoning") or UNSET
+        calls = [
+            r.ToolCall(block.call_id, r.Function(block.name, block.text))
+            for block in self._answer.blocks
+            if block.kind == "call"
+        ]
+        return r.ChatMessage(
+            None if calls and not content else content,
+            tool_calls=calls or UNSET,
+            reasoning_content=reasoning,
+            reasoning=reasoning,
+        )
 
     def finish(self, reason: str | None) -> str | None:
         """Returns the finish reason of the reply; `reason`: why the generation ended."""
-        return "tool_calls" if self._calls and reason == "stop" else reason
+        return "tool_calls" if self._answer.calls and reason == "stop" else reason
 
-    def _delta(self, part: Part) -> r.Delta | None:
-        match part:
-            case Content(text):
-                self._content += text
+    def _joined(self, kind: BlockKind) -> str:
+        return "".join(block.text for block in self._answer.blocks if block.kind == kind)
+
+    def _delta(self, growth: BlockGrowth) -> r.Delta:
+        block, text = self._answer.blocks[growth.block], growth.text
+        match block.kind:
+            case "content":
                 return r.Delta(content=text)
-            case Reasoning(text):
-                self._reasoning += text
+            case "reasoning":
                 return r.Delta(reasoning_content=text, reasoning=text)
-            case Call(name, arguments):
-                return self._call(name, arguments)
-            case Arguments(text):
-                return self._more(text)
+            case "call":
+                return r.Delta(tool_calls=[self._call_delta(growth, block)])
 
-    def _call(self, name: str, arguments: str) -> r.Delta | None:
-        self._dropped = bool(self._calls) and not self._plan.parallel
-        if self._dropped:
-            return None
-        number = random_id()
-        call_id = number[:SHORT_ID_CHARACTERS] if self._plan.short_ids else f"call_{number}"
-        self._calls.append(r.ToolCall(call_id, r.Function(name, arguments)))
-        function = r.Function(name, arguments)
-        return r.Delta(tool_calls=[r.ToolCallDelta(len(self._calls) - 1, function, call_id, "function")])
-
-    def _more(self, text: str) -> r.Delta | None:
-        if self._dropped:
-            return None
-        function = self._calls[-1].function
-        function.arguments = (function.arguments or "") + text
-        return r.Delta(tool_calls=[r.ToolCallDelta(len(self._calls) - 1, r.Function(arguments=text))])
+    def _call_delta(self, growth: BlockGrowth, block: AnswerBlock) -> r.ToolCallDelta:
+        number = sum(one.kind == "call" for one in self._answer.blocks[: growth.block])
+        if growth.begins:
+            return r.ToolCallDelta(number, r.Function(block.name, growth.text), block.call_id, "function")
+        return r.ToolCallDelta(number, r.Function(arguments=growth.text))

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import structlog
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from disagg.api.errors import CLIENT_GONE, ApiError, api_error
+from disagg.api.errors import CLIENT_GONE, ApiError, api_error, is_anthropic
 from disagg.api.exchange import SESSION, STATE, TIMEOUT, Exchange, exchange_for, session_id, timeout_s
 from disagg.api.keys import check_key
 from disagg.api.metrics import Metrics
@@ -27,9 +27,16 @@ OPEN = frozenset({"/", "/health", "/ready", "/metrics"})
 """Paths that need no API key."""
 OFTEN = OPEN | {"/status"}
 """Frequently polled paths, logged at level debug."""
-ID_PREFIXES = {"/v1/completions": "cmpl-", "/v1/chat/completions": "chatcmpl-"}
+ID_PREFIXES = {
+    "/v1/completions": "cmpl-",
+    "/v1/chat/completions": "chatcmpl-",
+    "/v1/responses": "resp_",
+    "/v1/messages": "msg_",
+}
 """Prefixes of the request ids that the server generates, by path. The id is also the `id` of the reply."""
 ANSWERING = frozenset(ID_PREFIXES)
+ID_HEADERS = (b"x-request-id", b"request-id")
+"""Headers of a response with the request's id; the second one only in Anthropic's API."""
 MAX_REASON_CHARS = 500
 REFUSALS_S = 1.0
 """Shortest interval between two log lines with the number of rejected requests."""
@@ -60,20 +67,22 @@ class Edge:
         scope["state"] = {STATE: exchange}
         if self._tracing is not None and scope["path"] in ANSWERING:
             exchange.trace = self._tracing.begin(headers, scope["path"], exchange.request_id)
-        status = 0
+        status, anthropic = 0, is_anthropic(scope["path"])
+        id_headers = ID_HEADERS if anthropic else ID_HEADERS[:1]
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                header = (b"x-request-id", exchange.request_id.encode())
-                message = {**message, "headers": [*message.get("headers", ()), header]}
+                ids = [(name, exchange.request_id.encode()) for name in id_headers]
+                message = {**message, "headers": [*message.get("headers", ()), *ids]}
             await send(message)
 
         try:
             self._check_head(scope)
             if scope["path"] not in OPEN:
-                check_key(self._keys, headers.get(b"authorization"))
+                plain = headers.get(b"x-api-key") if anthropic else None
+                check_key(self._keys, headers.get(b"authorization"), plain)
             # After the key check: a request without a key must not reveal or affect the load.
             if scope["path"] in ANSWERING and scope["method"] == "POST":
                 self._check_capacity()
@@ -83,7 +92,8 @@ class Edge:
         except (ApiError, BusyError) as exc:
             error = api_error(exc) if isinstance(exc, BusyError) else exc
             exchange.reason = error.message
-            await error_response(error)(scope, receive, send_with_id)
+            response = error_response(error, scope["path"], exchange.request_id)
+            await response(scope, receive, send_with_id)
         except Exception:
             log.exception("request_failed", request_id=exchange.request_id, path=scope["path"])
         finally:

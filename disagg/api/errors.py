@@ -1,8 +1,14 @@
-"""Error responses in OpenAI's format: `{"error": {message, type, param, code}}`."""
+"""Error responses in the format of the requested API.
+
+OpenAI: `{"error": {message, type, param, code}}`.
+Anthropic: `{"type": "error", "error": {type, message}, request_id}`.
+"""
 
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -23,6 +29,17 @@ INVALID = "invalid_request_error"
 SERVER = "server_error"
 CLIENT_GONE = 499
 """Status for logs and metrics when the client disconnected before its reply, as in nginx; never sent."""
+
+ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+"""Anthropic's error types by status; other statuses are `invalid_request_error` below 500, else `api_error`."""
 
 
 class ApiError(Exception):
@@ -49,11 +66,47 @@ class ApiError(Exception):
         return INVALID if self.status < 500 else SERVER
 
     def body(self) -> bytes:
-        """Returns the JSON body."""
+        """Returns the JSON body in OpenAI's format."""
         return msgspec.json.encode({"error": self._fields()})
+
+    def anthropic(self, request_id: str) -> dict[str, Any]:
+        """Returns the body in Anthropic's format."""
+        kind = ANTHROPIC_TYPES.get(self.status, INVALID if self.status < 500 else "api_error")
+        fields = {"type": kind, "message": self.message}
+        return {"type": "error", "error": fields, "request_id": request_id}
+
+    def renamed(self, names: Mapping[str, str]) -> ApiError:
+        """Returns the same error for a body whose fields have other names; `names` maps each field to its new name.
+
+        The new names also replace the old ones in the message. `max_tokens` is replaced in every message, because an
+        error of another field can mention it.
+        """
+        if self.param is None:
+            return self
+        first, dot, rest = self.param.partition(".")
+        message = self.message
+        for name in {first, "max_tokens"} & names.keys():
+            message = re.sub(rf"\b{name}\b", names[name], message)
+        return ApiError(
+            self.status,
+            message,
+            param=names.get(first, first) + dot + rest,
+            code=self.code,
+            headers=self.headers,
+        )
 
     def _fields(self) -> dict[str, Any]:
         return {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
+
+
+def is_anthropic(path: str) -> bool:
+    """Returns whether a path belongs to Anthropic's API."""
+    return path == "/v1/messages" or path.startswith("/v1/messages/")
+
+
+def error_body(error: ApiError, path: str, request_id: str) -> bytes:
+    """Returns the JSON body of an error, in the format of the API that `path` belongs to."""
+    return msgspec.json.encode(error.anthropic(request_id)) if is_anthropic(path) else error.body()
 
 
 class ClientGoneError(Exception):

@@ -45,15 +45,24 @@ def require_api_keys(config: ApiConfig, env: MutableMapping[str, str]) -> tuple[
     return keys
 
 
-def check_key(keys: tuple[bytes, ...], header: bytes | None) -> None:
-    """Raises a 401 unless `header`, the value of Authorization, contains one of `keys`. Empty `keys`: no check."""
+def check_key(keys: tuple[bytes, ...], authorization: bytes | None, plain: bytes | None = None) -> None:
+    """Raises a 401 unless a header contains one of `keys`. Empty `keys`: no check.
+
+    `authorization`: value of Authorization, `Bearer KEY`. `plain`: value of `x-api-key`, a key without a scheme.
+    """
     if not keys:
         return
-    scheme, _, given = (header or b"").partition(b" ")
+    scheme, _, bearer = (authorization or b"").partition(b" ")
+    given = [bearer.strip()] if scheme.lower() == b"bearer" else []
+    given += [] if plain is None else [plain.strip()]
     # Compare all keys: the duration must not reveal which key matches.
-    matches = [hmac.compare_digest(key, given.strip()) for key in keys]
-    if scheme.lower() != b"bearer" or not any(matches):
-        said = "is not valid for this server" if given else "is missing: send 'Authorization: Bearer KEY'"
+    matches = [hmac.compare_digest(key, one) for one in given for key in keys]
+    if not any(matches):
+        said = (
+            "is not valid for this server"
+            if bearer or plain
+            else "is missing: send 'Authorization: Bearer KEY'"
+        )
         raise ApiError(
             401, f"the API key {said}", code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"}
         )

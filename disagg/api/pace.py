@@ -28,8 +28,8 @@ CALM = 2
 KEPT = 0.9
 """Weight of a running mean's former value when a new value is added."""
 STEP = 0.25
-"""Change of the overload limit per completed answer. While each admitted answer completes once, the limit changes by
-at most a quarter."""
+"""Under overload, each fast answer raises the limit of admitted answers by this number, and each slow answer lowers
+the limit by this number. While as many answers complete as are admitted, the limit changes by at most a quarter."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,9 +16,9 @@ from starlette.types import Receive, Scope, Send
 
 from disagg.api.answers import Answers, Sink
 from disagg.api.body_writer import body_writer
-from disagg.api.errors import CLIENT_GONE, ApiError, ClientGoneError, api_error
+from disagg.api.errors import CLIENT_GONE, ApiError, ClientGoneError, api_error, error_body
 from disagg.api.exchange import Exchange
-from disagg.api.writers import Writer
+from disagg.api.writers import AnswerWriter
 from disagg.core.errors import DisaggError
 from disagg.router.answers import Output
 
@@ -32,12 +32,13 @@ Start = Callable[[Sink], Answers]
 """Function that starts the answers to a request."""
 
 
-def error_response(error: ApiError) -> Response:
-    """Returns the response of an error."""
-    return Response(error.body(), error.status, error.headers, media_type="application/json")
+def error_response(error: ApiError, path: str, request_id: str) -> Response:
+    """Returns the response of an error, in the format of the API that `path` belongs to."""
+    body = error_body(error, path, request_id)
+    return Response(body, error.status, error.headers, media_type="application/json")
 
 
-async def whole_reply(start: Start, writer: Writer, exchange: Exchange, receive: Receive) -> Response:
+async def whole_reply(start: Start, writer: AnswerWriter, exchange: Exchange, receive: Receive) -> Response:
     """Waits for all answers and returns the reply. Raises the error that ended the answers."""
     reply = _WholeReply(writer)
     answers = start(reply)
@@ -81,7 +82,7 @@ class _AwaitedSink:
 class _WholeReply(_AwaitedSink):
     """Collects all answers in a writer."""
 
-    def __init__(self, writer: Writer) -> None:
+    def __init__(self, writer: AnswerWriter) -> None:
         super().__init__()
         self.put = writer.add
 
@@ -98,7 +99,7 @@ class EventStream(_AwaitedSink, Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, start: Start, writer: Writer, exchange: Exchange) -> None:
+    def __init__(self, start: Start, writer: AnswerWriter, exchange: Exchange) -> None:
         _AwaitedSink.__init__(self)
         Response.__init__(self, None, 200, HEADERS)
         del self.headers["content-length"]
@@ -157,7 +158,7 @@ class EventStream(_AwaitedSink, Response):
             raise self._error
         failed = api_error(self._error)
         self._exchange.ended, self._exchange.reason = failed.status, failed.message
-        return b"data: " + failed.body() + b"\n\n"
+        return self._writer.failed(failed)
 
 
 @asynccontextmanager
@@ -177,5 +178,5 @@ async def _aborted_when_gone(answers: Answers, receive: Receive) -> AsyncIterato
         await asyncio.wait([watcher])
 
 
-def _record_tokens(exchange: Exchange, writer: Writer) -> None:
+def _record_tokens(exchange: Exchange, writer: AnswerWriter) -> None:
     exchange.words |= {"prompt_tokens": writer.prompt_tokens, "tokens": writer.completion_tokens}

@@ -74,7 +74,8 @@ class Service:
     def __init__(
         self, generator: Generator, model: ServedModel, config: ApiConfig, share: Share | None = None
     ) -> None:
-        """`config`: limits of all workers of the server. `share`: this worker's part; None: the only worker."""
+        """`config`: limits of the whole server. `share`: this worker's part of the limits; None if the server has one
+        worker."""
         self._share = share or Share()
         config = self._share.limits(config)
         self.model, self.config, self.metrics = model, config, Metrics()

@@ -109,8 +109,8 @@ def merged_status(reports: Sequence[WorkerReport]) -> ServiceStatus:
 
 
 def merged_groups(reports: Sequence[WorkerReport]) -> tuple[GroupStatus, ...]:
-    """Returns the newest status, in any report, of each group in the first report: totals never fall between
-    scrapes."""
+    """Returns the newest status of each group in the first report. The newest status may come from any report, so
+    that totals never decrease between scrapes."""
     newest: dict[str, GroupStatus] = {}
     for report in reports:
         for group in report.status.groups:

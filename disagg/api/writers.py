@@ -11,6 +11,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from disagg.api import replies as r
+from disagg.api.errors import ApiError
 from disagg.api.generation_request import GenerationRequest
 from disagg.api.logprobs import Speller, finite
 from disagg.api.model import ServedModel
@@ -28,16 +29,67 @@ def event(value: object) -> bytes:
     return b"data: " + _ENCODER.encode(value) + b"\n\n"
 
 
-class Writer(ABC):
-    """Collects one request's answers (`add`, then `whole`), or turns them into events (`chunk`, then `tail`)."""
+def named_event(kind: str, **fields: object) -> bytes:
+    """Returns a server-sent event with a name, which the field `type` of its JSON repeats."""
+    return b"event: " + kind.encode() + b"\n" + event({"type": kind, **fields})
+
+
+class AnswerWriter(ABC):
+    """Contract of the reply formats: collects one request's answers (`add`, then `whole`), or turns them into events
+    (`chunk`, then `tail` or `failed`)."""
+
+    def __init__(self, request: GenerationRequest, model: ServedModel, request_id: str) -> None:
+        """`request_id` becomes the reply's id."""
+        self._request, self._model = request, model
+        self._id = request_id
+        self._created_s = int(time.time())
+        self.completion_tokens = 0
+        self._cached_tokens: int | None = None
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of all prompts, each counted once."""
+        return sum(len(prompt) for prompt in self._request.prompts)
+
+    def _count(self, index: int, output: Output) -> None:
+        """Counts the tokens of an output. Cached prompt tokens are counted only for the first answer to a prompt."""
+        self.completion_tokens += len(output.tokens)
+        if output.cached_tokens is not None and output.index == 0 and index % self._request.made == 0:
+            self._cached_tokens = (self._cached_tokens or 0) + output.cached_tokens
+
+    @abstractmethod
+    def add(self, index: int, output: Output) -> None:
+        """Adds an output to the whole reply."""
+
+    async def prepare(self) -> None:
+        """Prepares `whole`, in parts if this takes long: other tasks run meanwhile. Does nothing by default."""
+        return
+
+    @abstractmethod
+    def whole(self) -> bytes:
+        """Returns the reply's JSON, after `prepare`."""
+
+    @abstractmethod
+    def chunk(self, index: int, output: Output) -> bytes:
+        """Returns the events of an output, in order."""
+
+    @abstractmethod
+    def tail(self) -> list[bytes]:
+        """Returns the last events of a stream."""
+
+    @abstractmethod
+    def failed(self, error: ApiError) -> bytes:
+        """Returns the last event of a stream that `error` ends."""
+
+
+class Writer(AnswerWriter):
+    """Base of the writers of completions and chat completions: replies with choices."""
 
     kind: str
     chunk_kind: str
 
     def __init__(self, request: GenerationRequest, model: ServedModel, request_id: str) -> None:
-        self._request, self._model = request, model
-        self._id = request_id
-        self._created_s = int(time.time())
+        super().__init__(request, model, request_id)
         self._speller = Speller(model)
         self._texts = [""] * request.answers
         self._finish: list[str | None] = [None] * request.answers
@@ -48,8 +100,6 @@ class Writer(ABC):
         """The field `prompt_logprobs` of each prompt, by its number, if the request has the field."""
         self._tokens: list[list[int]] = [[] for _ in range(request.answers)]
         """Tokens of each answer, if the whole reply contains them."""
-        self.completion_tokens = 0
-        self._cached_tokens: int | None = None
         self._started = False
         """Whether the stream has begun with an event."""
         self._only_text = not (request.running_usage or request.returns_tokens)
@@ -57,13 +107,7 @@ class Writer(ABC):
         self._templates: dict[int, tuple[bytes, bytes]] = {}
         """Constant bytes before and after the text of an event, by choice; set by the choice's first event."""
 
-    @property
-    def prompt_tokens(self) -> int:
-        """Tokens of all prompts, each counted once."""
-        return sum(len(prompt) for prompt in self._request.prompts)
-
     def add(self, index: int, output: Output) -> None:
-        """Adds an output to the whole reply."""
         self._count(index, output)
         if self._request.returns_tokens:
             self._tokens[index].extend(output.tokens)
@@ -72,7 +116,6 @@ class Writer(ABC):
         self._logprobs[index].extend(output.logprobs)
 
     def whole(self) -> bytes:
-        """Returns the reply's JSON, after `prepare`."""
         choices = [self._choice(choice, answer) for choice, answer in enumerate(self._best())]
         return _ENCODER.encode(
             r.ReplyEnvelope(
@@ -88,12 +131,9 @@ class Writer(ABC):
         )
 
     def _count(self, index: int, output: Output) -> None:
-        """Counts the tokens of an output. Cached prompt tokens are counted only for the first answer to a prompt."""
-        self.completion_tokens += len(output.tokens)
+        super()._count(index, output)
         if output.prompt_logprobs:
             self._scores[index // self._request.made] = output.prompt_logprobs
-        if output.cached_tokens is not None and output.index == 0 and index % self._request.made == 0:
-            self._cached_tokens = (self._cached_tokens or 0) + output.cached_tokens
 
     def _common_prompt(self) -> Sequence[int] | UnsetType:
         """Returns the prompt's tokens if the reply contains them at its top level, outside of the choices."""
@@ -104,7 +144,7 @@ class Writer(ABC):
         return UNSET
 
     async def prepare(self) -> None:
-        """Prepares `prompt_logprobs` for `whole`. Other tasks run meanwhile: a long prompt has many entries."""
+        """See `AnswerWriter.prepare`: makes `prompt_logprobs`, which has many entries for a long prompt."""
         count = self._request.prompt_logprobs
         if count is None:
             return
@@ -134,7 +174,6 @@ class Writer(ABC):
         return -sum(logprobs) / max(1, len(logprobs))
 
     def chunk(self, index: int, output: Output) -> bytes:
-        """Returns the events of an output, in order."""
         self._count(index, output)
         template = self._templates.get(index)
         if template is not None and output.finish is None and not output.logprobs:
@@ -153,8 +192,11 @@ class Writer(ABC):
         return before + head, tail + after
 
     def tail(self) -> list[bytes]:
-        """Returns the last events of a stream: usage if requested, and `[DONE]`."""
+        """See `AnswerWriter.tail`: usage if requested, and `[DONE]`."""
         return ([self._event([], self._usage())] if self._request.usage else []) + [DONE]
+
+    def failed(self, error: ApiError) -> bytes:
+        return b"data: " + error.body() + b"\n\n"
 
     def _event(self, choices: Sequence[object], usage: r.Usage | None = None) -> bytes:
         if self._request.running_usage:

@@ -1,1 +1,1 @@
-"""The command line: parses flags. The work is done by `disagg.commands`, `disagg.bench` and other packages."""
+"""The command line: parses flags. `disagg.commands`, `disagg.bench` and other packages do the work."""

@@ -54,12 +54,13 @@ app.command("keys")(cli_tools.keys)
 app.command("version")(cli_tools.version)
 app.add_typer(cli_bench.app, name="bench")
 
-# Typer's error for a wrong command line. Depending on its version the class lives in click or in typer's copy of
-# click; its subclass `BadParameter` has a public name in both.
+# Typer's error class for a wrong command line. Depending on typer's version, the class is in click or in typer's copy
+# of click. Only its subclass `BadParameter` has a public name in typer.
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+"""Error numbers of a full disk and of an exceeded quota."""
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
@@ -67,7 +68,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
         code = app(args=words or ["--help"], prog_name="disagg", standalone_mode=False)
-        sys.stdout.flush()  # a full disk must raise inside this boundary
+        sys.stdout.flush()  # so that the handlers below get the error of a full disk
     except typer.Exit as exc:
         return exc.exit_code
     except (KeyboardInterrupt, typer.Abort):
@@ -79,7 +80,8 @@ def run(arguments: Sequence[str] | None = None) -> int:
         print(f"disagg: {_usage(exc, words)}", file=sys.stderr)
         return 2
     except BrokenPipeError:
-        # The reader (`| head`) has closed the pipe; with stderr open the interpreter would report it again at exit.
+        # The reader of stdout (`| head`) has closed the pipe. With stderr open, the interpreter would report this
+        # again at exit.
         sys.stderr.close()
         return 0
     except OSError as exc:
@@ -93,7 +95,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except Exception:  # noqa: BLE001 - the boundary: an unforeseen error is shown with its traceback
         traceback.print_exc()
         return 1
-    if code == INTERRUPTED:  # newer versions of typer return the exit code
+    if code == INTERRUPTED:  # newer versions of typer return this code instead of raising `Abort`
         print("disagg: interrupted", file=sys.stderr)
     return code if isinstance(code, int) else 0
 
@@ -103,12 +105,12 @@ def main() -> None:
     code = run()
     if code == INTERRUPTED:
         _exit_at_once(code)
-    gc.freeze()  # the interpreter's last collections would visit all of torch and transformers: 2 s of a core
+    gc.freeze()  # otherwise the collections at exit would visit all of torch and transformers: 2 s of a core
     sys.exit(code)
 
 
 def _exit_at_once(code: int) -> None:
-    """Ends the process without finalizers: a half-started Ray could crash in them, or replace the exit code."""
+    """Ends the process without finalizers, in which a half-started Ray could crash or replace the exit code."""
     for child in multiprocessing.active_children():
         child.kill()
     with contextlib.suppress(OSError):
@@ -118,7 +120,7 @@ def _exit_at_once(code: int) -> None:
 
 
 def _forget_output() -> None:
-    """Redirects stdout, so that the interpreter's flush of its buffer at exit does not fail."""
+    """Discards the buffered output: at exit the interpreter would flush it to the full disk, and fail again."""
     with contextlib.suppress(OSError):
         sys.stdout.close()
     sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 - lives until the process ends
@@ -130,7 +132,7 @@ def _usage(exc: Exception, words: Sequence[str]) -> str:
     where = context.command_path if context is not None else "disagg"
     flag = getattr(exc, "option_name", None)
     if flag is not None and hasattr(exc, "possibilities") and context is not None:
-        if not flag.startswith("--"):  # of `-tp`, the parser names only `-t`
+        if not flag.startswith("--"):  # for `-tp`, the parser reports only `-t`
             flag = next((word for word in words if word.startswith(flag)), flag)
         hint = advice(flag, flags(context.command), flags_of_commands(context.find_root().command))
         message = f"No such option: {flag}" + (f"; {hint}" if hint else "")

@@ -1,4 +1,4 @@
-"""Flags and groups of flags that several commands share. A flag that overrides settings names them with `Sets`."""
+"""Flags and groups of flags that several commands share. `Sets` names the settings that a flag overrides."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ class Sets:
     """The settings that a flag overrides."""
 
     keys: tuple[str, ...]
+    """Names of the settings, as `section.key`; all of them get the flag's value."""
     mode: Mode | None = None
     """The only `cluster.mode` in which the flag is valid; None: valid in every mode."""
     convert: Callable[[Any], object] | None = None
-    """Function that converts the flag's value to the settings' value; None: the two are equal."""
+    """Function that converts the flag's value to the value of the settings; None: no conversion."""
 
 
 _DTYPES = {
@@ -30,12 +31,21 @@ _DTYPES = {
     "float": "float32",
     "fp32": "float32",
 }
-"""Other servers' names of types, which `--dtype` accepts too."""
+"""Further values of `--dtype`, as other servers name the element types."""
 
 ModelFlag = Annotated[
     str | None,
-    typer.Option("--model", metavar="DIR", help="Folder of a Hugging Face checkpoint."),
+    typer.Option(
+        "--model",
+        metavar="MODEL",
+        help="Folder of a Hugging Face checkpoint, or ORGANIZATION/MODEL of the hub.",
+    ),
     Sets(("model.path",)),
+]
+RevisionFlag = Annotated[
+    str | None,
+    typer.Option("--revision", metavar="NAME", help="Branch, tag or commit of a model on the hub [main]."),
+    Sets(("model.revision",)),
 ]
 RandomInitFlag = Annotated[
     str | None,
@@ -65,7 +75,8 @@ ComparedDeterministicFlag = Annotated[
     ),
     Sets(("model.deterministic",)),
 ]
-"""`--deterministic` for commands that compare tokens. `disagg.reference.answers.comparable` resolves None."""
+"""`--deterministic` for commands that compare tokens. Without this flag, `comparable` in `disagg.reference.answers`
+chooses the mode."""
 DeviceFlag = Annotated[
     str | None,
     typer.Option("--device", help="auto, cpu or cuda, for all groups."),
@@ -93,6 +104,7 @@ class ModelFlags:
     """Flags that select the model's weights."""
 
     model: ModelFlag = None
+    revision: RevisionFlag = None
     random_init: RandomInitFlag = None
     dtype: DTypeFlag = None
 
@@ -115,7 +127,7 @@ class RankFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class ConfigFlags:
-    """General sources of settings: the configuration file and `--set`."""
+    """Flags that can change any setting: the configuration file and `--set`."""
 
     config: Annotated[
         Path | None, typer.Option("--config", metavar="FILE", help="Configuration, TOML or YAML.")
@@ -181,6 +193,16 @@ class ClusterFlags:
         int | None,
         typer.Option("--groups", metavar="K", help="With --colocated: number of groups [1]."),
         Sets(("colocated.groups",), "colocated"),
+    ] = None
+    max_context_tokens: Annotated[
+        int | None,
+        typer.Option(
+            "--max-context-tokens",
+            "--max-model-len",
+            metavar="N",
+            help="Most tokens of a prompt with its answer [the model's limit].",
+        ),
+        Sets(("prefill.max_context_tokens", "decode.max_context_tokens", "colocated.max_context_tokens")),
     ] = None
     device: DeviceFlag = None
     ray: Annotated[

@@ -1,4 +1,4 @@
-"""Advice for a flag that a command does not have: the nearest flag, another server's name for it, or a setting."""
+"""Advice for an unknown flag: a flag with a similar name, the replacement of another server's flag, or a setting."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from disagg.core.config.read import Config
 _TP = "--prefill-tp and --decode-tp set the ranks of a group (with --colocated: --tp)"
 _GROUPS = "--set prefill.groups=N --set decode.groups=N set the groups (with --colocated: --groups)"
 _MEMORY = "--set prefill.mem_fraction=0.88 --set decode.mem_fraction=0.88 set the used share of a GPU"
-_CONTEXT = "--set prefill.max_context_tokens=N --set decode.max_context_tokens=N limit prompt plus answer"
-_LOCAL = "models are read from local folders only: download the model first, then give --model DIR"
-_TOOLS = "tool calls and reasoning fields are not supported"
+_CONTEXT = "--max-context-tokens N of serve and launch limits a prompt with its answer"
+_TOKEN = "the variable HF_TOKEN holds the token for private models of the hub"
+_IMAGES = "of multimodal checkpoints only the text part is served"
+_TOOLS = "the chat template selects the parser; --set api.tool_parser=none, or a name, overrides it"
+_REASONING = "the chat template selects the parser; --set api.reasoning_parser=none, or a name, overrides it"
 _GRAPHS = "--set prefill.graphs=false --set decode.graphs=false turn CUDA graphs off"
 _TLS = "the HTTP API has no TLS of its own: put a proxy in front"
 
@@ -56,23 +58,27 @@ OTHER_SERVERS: Mapping[str, str] = {
     "--api-server-count": "--workers N runs several router processes on one port",
     "--uvicorn-log-level": "--set log.level=warning sets the level of the log",
     "--log-level": "--set log.level=warning sets the level of the log",
-    "--download-dir": _LOCAL,
-    "--revision": _LOCAL,
-    "--hf-token": _LOCAL,
+    "--model-path": "--model MODEL, or the model as the first argument of serve",
+    "--download-dir": "the variable HF_HUB_CACHE sets the folder of downloaded models",
+    "--hf-token": _TOKEN,
+    "--limit-mm-per-prompt": _IMAGES,
+    "--language-model-only": _IMAGES,
     "--ssl-keyfile": _TLS,
     "--ssl-certfile": _TLS,
     "--enable-auto-tool-choice": _TOOLS,
     "--tool-call-parser": _TOOLS,
-    "--reasoning-parser": _TOOLS,
+    "--reasoning-parser": _REASONING,
+    "--enable-reasoning": _REASONING,
 }
-"""Flags of vLLM and SGLang, and what replaces them here."""
+"""Flags of vLLM and SGLang, each with a sentence about its replacement here."""
 
 _NEAR = 0.8
-"""Least similarity of a suggested flag; `--decode-page-size` is no suggestion for `--tensor-parallel-size`."""
+"""Least similarity (0 to 1) of a suggested flag. With less, `--tensor-parallel-size` would suggest
+`--decode-page-size`."""
 
 
 def advice(flag: str, own: Iterable[str], others: Mapping[str, Iterable[str]]) -> str:
-    """Returns a sentence that helps to replace the unknown `flag`; empty if nothing fits.
+    """Returns advice on how to replace the unknown `flag`; empty if there is none.
 
     `own`: flags of the command. `others`: flags of the other commands, by command.
     """
@@ -95,7 +101,7 @@ def advice(flag: str, own: Iterable[str], others: Mapping[str, Iterable[str]]) -
 
 
 def flags(command: Any) -> list[str]:
-    """Returns the flags of a command of typer."""
+    """Returns the names of all flags of a typer command, including short names and `--no-` forms."""
     return [name for one in command.params for name in (*one.opts, *one.secondary_opts)]
 
 

@@ -1,4 +1,4 @@
-"""Imports of torch, Ray and transformers by a command."""
+"""Protects a command's imports of torch, Ray and transformers, which take seconds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from disagg.core.collection import collection_paused
 def heavy_imports() -> Iterator[None]:
     """Pauses garbage collection within the block, and makes Ctrl-C end the process at once.
 
-    The imported packages catch `KeyboardInterrupt` in some of their modules, and would continue.
+    Some modules of these packages catch `KeyboardInterrupt` during their import, and would continue.
     """
     with exits_at_signal(), collection_paused():
         yield

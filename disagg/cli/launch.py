@@ -12,7 +12,7 @@ from disagg.cli.flags import ClusterFlags, ConfigFlags, JoinFlag
 from disagg.cli.imports import heavy_imports
 from disagg.cli.options import with_options
 from disagg.cli.settings import configuration
-from disagg.commands.early import check_launch
+from disagg.commands.early import check_launch, pinned
 from disagg.core.config.read import Role
 from disagg.core.errors import ConfigError
 
@@ -39,6 +39,7 @@ def launch(options: ClusterFlags) -> None:
     """Start groups for `disagg serve --join`, until SIGINT or SIGTERM."""
     config = configuration(options.source, options)
     check_launch(config)
+    config = pinned(config)
     with heavy_imports():
         from disagg.commands.launch import run_launch  # imports torch, Ray and transformers
 

@@ -1,8 +1,8 @@
 """Command-line flags as frozen dataclasses.
 
-A field of an options class is one flag: `Annotated[type, typer.Option(...)]` with its default. A field whose type is
-another dataclass stands for all flags of that class, so commands can share groups of flags. Typer gets one flat list
-of all flags, so each field name may occur only once in a command.
+A field of an options class is one flag: `Annotated[type, typer.Option(...)]` with a default. A field whose type is
+another dataclass stands for all flags of that class, so commands can share groups of flags. Typer gets a flat list of
+all flags, so a field name may occur only once in a command.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ Result = TypeVar("Result")
 
 
 def with_options(kind: type[Options]) -> Callable[[Callable[[Options], Result]], Callable[..., Result]]:
-    """Decorates a command that takes one `kind`: typer parses the flags of `kind` and its nested classes."""
+    """Returns a decorator for a command that takes one options object of class `kind`.
+
+    Typer parses the flags of `kind` and of its nested classes; the wrapper builds the object from their values.
+    """
 
     def wrap(command: Callable[[Options], Result]) -> Callable[..., Result]:
         flags = [
@@ -46,7 +49,7 @@ def with_options(kind: type[Options]) -> Callable[[Callable[[Options], Result]],
 
 @dataclass(frozen=True)
 class FlagValue:
-    """One flag of a built options object."""
+    """One flag of an options object, with the value that it got on the command line or by default."""
 
     flag: str
     """The flag's first name on the command line, such as `--prefill-tp`."""
@@ -66,7 +69,7 @@ def flag_values(options: Any) -> Iterator[FlagValue]:
             continue
         metadata = hints[one.name].__metadata__
         [info] = [item for item in metadata if isinstance(item, typer.models.ParameterInfo)]
-        # The first name is the parameter `default` of typer.Option, until typer itself moves it.
+        # `typer.Option` receives the flag's first name as its parameter `default`; typer corrects that later.
         flag = info.default.split("/")[0] if isinstance(info.default, str) else one.name
         # Some versions of typer pass an empty list for a repeatable flag whose default is None.
         yield FlagValue(flag, value, value == one.default or value == [], metadata)

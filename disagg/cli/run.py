@@ -28,7 +28,7 @@ from disagg.commands.run_options import RunOptions, demo_prompts
 from disagg.core.errors import DisaggError
 from disagg.core.types import SamplingParams
 
-MaxTokensFlag = Annotated[int, typer.Option("--max-tokens", help="Most tokens of an answer.")]
+MaxTokensFlag = Annotated[int, typer.Option("--max-tokens", help="Maximum number of tokens in an answer.")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,13 +61,17 @@ class DemoOptions:
 class SamplingFlags:
     """Flags for the sampling of an answer's tokens."""
 
-    temperature: Annotated[float, typer.Option("--temperature", help="0 is greedy.")] = 0.0
+    temperature: Annotated[
+        float, typer.Option("--temperature", help="Sampling temperature; 0 is greedy.")
+    ] = 0.0
     top_k: Annotated[int, typer.Option("--top-k", help="Sample from the k likeliest tokens; 0 is off.")] = 0
     top_p: Annotated[
         float,
         typer.Option("--top-p", help="Sample from the likeliest tokens whose probabilities add up to p."),
     ] = 1.0
-    seed: Annotated[int | None, typer.Option("--seed", help="Makes sampling repeatable.")] = None
+    seed: Annotated[
+        int | None, typer.Option("--seed", help="Seed of the sampling, for repeatable answers.")
+    ] = None
     stop: Annotated[
         list[str] | None, typer.Option("--stop", help="Text that ends an answer; repeatable.")
     ] = None

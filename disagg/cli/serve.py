@@ -11,7 +11,7 @@ from disagg.cli.flags import ClusterFlags, JoinFlag, Sets
 from disagg.cli.imports import heavy_imports
 from disagg.cli.options import with_options
 from disagg.cli.settings import configuration
-from disagg.commands.early import check_serve
+from disagg.commands.early import check_serve, pinned
 from disagg.core.errors import ConfigError
 
 
@@ -20,7 +20,7 @@ class ServeOptions:
     """Flags of `disagg serve`."""
 
     folder: Annotated[
-        str | None, typer.Argument(metavar="DIR", help="The model's folder, as --model DIR.")
+        str | None, typer.Argument(metavar="MODEL", help="The model's folder or name, as --model MODEL.")
     ] = None
     cluster: ClusterFlags
     host: Annotated[
@@ -48,7 +48,10 @@ class ServeOptions:
     model_name: Annotated[
         str | None,
         typer.Option(
-            "--model-name", metavar="NAME", help="The model's name in the API [the name of its folder]."
+            "--model-name",
+            "--served-model-name",
+            metavar="NAME",
+            help="The model's name in the API [its name on the hub, or the name of its folder].",
         ),
         Sets(("api.model_name",)),
     ] = None
@@ -57,7 +60,7 @@ class ServeOptions:
 
 @with_options(ServeOptions)
 def serve(options: ServeOptions) -> None:
-    """Serve a model over HTTP, with OpenAI's API, until SIGINT or SIGTERM."""
+    """Serve a model over HTTP, with OpenAI's and Anthropic's API, until SIGINT or SIGTERM."""
     given = options.cluster.weights
     if options.folder is not None and (given.model is not None or given.random_init is not None):
         other = "--model" if given.model is not None else "--random-init"
@@ -71,6 +74,7 @@ def serve(options: ServeOptions) -> None:
             "--join and --colocated: `disagg launch` sets the mode of the groups; omit --colocated"
         )
     check_serve(config, options.join)
+    config = pinned(config)
     # The module imports torch and transformers.
     if options.join is None:
         with heavy_imports():

@@ -15,7 +15,7 @@ from disagg.core.errors import ConfigError
 def configuration(source: ConfigFlags, options: Any, extra: Mapping[str, object] | None = None) -> Config:
     """Returns the configuration from the file, the environment, `--set`, flags in `options` with `Sets`, and `extra`.
 
-    If several of these sources have a value for a setting, the last one in this order is used.
+    If several sources have a value for a setting, the last source in this order is used.
 
     Raises `ConfigError` for bad settings and for flags that do not fit `cluster.mode`.
     """
@@ -42,7 +42,7 @@ def _check_mode(options: Any, mode: Mode) -> None:
 
 
 def _settings_flags(options: Any) -> Iterator[tuple[FlagValue, Sets]]:
-    """Yields the flags that override settings and were given a value."""
+    """Yields each flag that has a value and overrides settings, with these settings."""
     for flag in flag_values(options):
         for sets in flag.metadata:
             if isinstance(sets, Sets) and flag.value is not None:

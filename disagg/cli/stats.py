@@ -24,7 +24,7 @@ _PLOT = "memory.png"
 
 
 class StatsCommand(TyperCommand):
-    """A command whose `--plot` may be given without a file. Typer itself does not support optional values."""
+    """A command whose flag `--plot` has an optional value, which typer itself does not support."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Inserts the default file if `--plot` is the last argument or is followed by a flag."""
@@ -114,7 +114,7 @@ def _record(
 
 @contextmanager
 def _progress(seconds: float) -> Iterator[Callable[[float, str], None]]:
-    """Shows a bar on stderr and removes it at the end."""
+    """Shows a progress bar on stderr within the block. The yielded function takes elapsed seconds and an error."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 

@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from disagg.cli.options import with_options
-from disagg.core.config.read import parse_bytes
 from disagg.core.errors import ConfigError
 from disagg.core.folders import writing
 
 if TYPE_CHECKING:
+    from disagg.core.config.tree import Config
     from disagg.core.types import KVLayout
     from disagg.plan.transfer import PlanRequest
 
 GRACE_S, MAX_GRACE_S = 120.0, 30 * 86400.0
-"""Seconds between the rotation of a key file and the first use of the fresh keys: default and maximum."""
+"""Default and maximum of `--grace-s`: seconds from the rotation of a key file to the first use of the fresh keys."""
 
 
 def doctor(
@@ -72,16 +72,18 @@ class PlanOptions:
         ),
     ] = None
     tokens: Annotated[int, typer.Option("--tokens", help="Length of the prompt.")] = 8192
-    chunk_tokens: Annotated[int, typer.Option("--chunk-tokens", help="Tokens of one prefill step.")] = 256
+    chunk_tokens: Annotated[
+        int | None, typer.Option("--chunk-tokens", min=1, help="Tokens of one prefill step [256].")
+    ] = None
     layer_groups: Annotated[
         int, typer.Option("--layer-groups", help="Layer groups of a chunk's transfer.")
     ] = 4
     ring_bytes: Annotated[
-        str,
+        str | None,
         typer.Option(
-            "--ring-bytes", metavar="SIZE", help="Receive ring; a segment is at most a quarter of it."
+            "--ring-bytes", metavar="SIZE", help="Receive ring; a segment is at most a quarter of it [32MiB]."
         ),
-    ] = "32MiB"
+    ] = None
     gpu_memory_gb: Annotated[
         float,
         typer.Option(
@@ -117,8 +119,9 @@ def _plan_request(options: PlanOptions) -> PlanRequest:
     from disagg.core.config.read import TransferConfig
     from disagg.plan.transfer import PlanRequest
 
-    size = parse_bytes(options.ring_bytes)
-    computed, layout, has_kv = _layouts(options)
+    config = _plan_config(options)
+    size = config.transfer.sized(0).ring_bytes
+    computed, layout, has_kv = _layouts(options, config)
     return PlanRequest(
         layout=layout,
         has_kv=has_kv,
@@ -126,17 +129,36 @@ def _plan_request(options: PlanOptions) -> PlanRequest:
         prefill_tp=options.prefill_tp,
         decode_tp=options.decode_tp,
         tokens=options.tokens,
-        chunk_tokens=options.chunk_tokens,
+        chunk_tokens=options.chunk_tokens or 256,
         layer_groups=options.layer_groups,
         max_segment_bytes=TransferConfig(ring_bytes=size, staging_bytes=size).segment_limit_bytes,
     )
 
 
-def _layouts(options: PlanOptions) -> tuple[KVLayout, KVLayout, bool]:
+def _plan_config(options: PlanOptions) -> Config:
+    """Returns the configuration that `disagg serve` would have with the same flags, after the same checks."""
+    from disagg.core.config.read import load_config
+
+    shape = options.shape
+    has_model = shape.model is not None or shape.random_init is not None
+    settings = {
+        "model.path": str(shape.model) if shape.model else None,
+        "model.random_init": shape.random_init,
+        "prefill.tp": options.prefill_tp,
+        "prefill.chunk_tokens": options.chunk_tokens,
+        "decode.tp": options.decode_tp,
+        "decode.kv_dtype": options.decode_kv_dtype if has_model else None,
+        "transfer.layer_groups": options.layer_groups,
+        "transfer.ring_bytes": options.ring_bytes,
+    }
+    return load_config(overrides={name: value for name, value in settings.items() if value is not None})
+
+
+def _layouts(options: PlanOptions, config: Config) -> tuple[KVLayout, KVLayout, bool]:
     """Returns the KV layouts of the prefill and the decode group, and whether KV is sent."""
     shape = options.shape
     if shape.model is not None or shape.random_init is not None:
-        return _model_layouts(options)
+        return _model_layouts(options.gpu_memory_gb, config)
     if shape.layers is None or shape.kv_heads is None:
         raise ConfigError("no model: give --model DIR or --random-init NAME, or --layers and --kv-heads")
     if options.gpu_memory_gb:
@@ -151,32 +173,22 @@ def _layouts(options: PlanOptions) -> tuple[KVLayout, KVLayout, bool]:
     return computed, msgspec.structs.replace(computed, dtype=options.decode_kv_dtype or options.dtype), True
 
 
-def _model_layouts(options: PlanOptions) -> tuple[KVLayout, KVLayout, bool]:
-    """Returns `_layouts` of the model; with `--gpu-memory-gb`, also prints the memory plan."""
+def _model_layouts(gpu_memory_gb: float, config: Config) -> tuple[KVLayout, KVLayout, bool]:
+    """Returns the same values as `_layouts`, for a model. With `gpu_memory_gb`, also prints the memory plan."""
     from disagg.commands.early import check_model
-    from disagg.core.config.read import load_config
 
-    shape = options.shape
-    settings = {
-        "model.path": str(shape.model) if shape.model else None,
-        "model.random_init": shape.random_init,
-        "prefill.tp": options.prefill_tp,
-        "decode.tp": options.decode_tp,
-        "decode.kv_dtype": options.decode_kv_dtype,
-    }
-    config = load_config(overrides={name: value for name, value in settings.items() if value is not None})
     check_model(config.model)
     import torch
 
+    from disagg.model.load.source import make_source
     from disagg.model.tensor_parallel import check_tp
-    from disagg.node.assemble import make_source
     from disagg.plan.memory import memory_lines, plan_memory, planned_model
 
-    # The same check as at the start of groups: a plan must be one that `disagg serve` can run.
+    # `disagg serve` makes the same check: a plan must be possible for groups.
     spec = make_source(config).spec(torch.float32)
     check_tp(spec, {"prefill": config.prefill.tp or 1, "decode": config.decode.tp or 1})
-    if options.gpu_memory_gb:
-        print("\n".join(memory_lines(plan_memory(config, int(options.gpu_memory_gb * 1e9)))))
+    if gpu_memory_gb:
+        print("\n".join(memory_lines(plan_memory(config, int(gpu_memory_gb * 1e9)))))
     model = planned_model(config)
     if model.unknown_state:
         print(f"{model.unknown_state}; this plan leaves the state out")

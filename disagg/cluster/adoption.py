@@ -1,10 +1,10 @@
 """Adopts the groups that continue to run after their `disagg launch` was killed.
 
-    survivors -> claim (when the pulse of the dead owner has lapsed) -> compare -> adopt, or end
+    surviving groups -> claim (once the dead owner's pulses have stopped) -> compare -> adopt, or end
 
-Every rank has one owner: a launch, which renews its ownership by regular calls (pulses). Ranks are claimed one after
-the other, in the order of the groups' names. If two launches claim at once, only one of them gets the first rank, and
-the other one claims no further rank.
+Every rank has one owner: a launch, which renews its ownership by regular calls (pulses). A launch claims ranks one by
+one, in the order of the group names. If two launches claim at the same time, only one of them gets the first rank,
+and the other launch claims no further rank.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from disagg.node.ownership import NO_COUNTS, GroupCounts, Owner
 from transport.keys.curve import KeySet
 
 if TYPE_CHECKING:
-    from disagg.node.host import RankRecord  # imports torch and transformers, which a cluster does not need
+    from disagg.node.rank_records import RankRecord
 
 log = structlog.get_logger(__name__)
 
@@ -37,7 +37,7 @@ _OF_LAUNCH = {
     "control": ("router_port", "directory_port", "key_file"),
     "cluster": ("name", "ray", "restart", "restart_backoff_s", "restart_tries"),
 }
-"""Settings, by section, that only the launch uses. They may differ from the settings of the killed launch."""
+"""Settings, by section, that only the launch uses, not the ranks. An adopting launch may change them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class Claimant:
     token: str
     """Random identifier of the launch."""
     fingerprint: Callable[[], str]
-    """Function that returns `ModelSource.fingerprint` of the configured model; may read all weights."""
+    """Function that returns the fingerprint of the configured model's files; may read all weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,22 +63,22 @@ class Expected:
 
 @dataclass(slots=True)
 class Adopted:
-    """The groups of a launch that has claimed all survivors."""
+    """Result of an adoption: the new owner, the adopted groups, and facts about all surviving groups."""
 
     owner: Owner
     groups: list[Group] = field(default_factory=list)
     dead: list[str] = field(default_factory=list)
     """Control addresses of dead ranks that the groups were linked with."""
     counts: GroupCounts = NO_COUNTS
-    """Numbers of groups by role, as set by an operator before."""
+    """Number of groups per role that an operator set (`disagg scale`) before the adoption."""
     names: set[str] = field(default_factory=set)
-    """Names that new groups must not use: names of the survivors, and of groups that were linked with survivors."""
+    """Names that new groups must not use: the names of surviving groups, and of groups that were linked with them."""
 
 
 def adopt(ranks: Ranks, found: Sequence[Group], token: str, expected: Expected) -> Adopted:
-    """Claims the groups `found`, and ends those that do not serve or differ from `expected`.
+    """Claims the groups `found`. Ends groups that cannot serve or that differ from `expected`.
 
-    Waits until the pulse of a dead owner has lapsed. Raises `ConfigError` when the owner lives.
+    Waits until the ownership of a dead launch has lapsed. Raises `ConfigError` if the owner is alive.
     """
     claims = _Claims(ranks, token, expected.config.cluster.hang_timeout_s)
     claimed = [claims.claim(group) for group in found]
@@ -86,7 +86,9 @@ def adopt(ranks: Ranks, found: Sequence[Group], token: str, expected: Expected) 
     # The oldest group first: if two groups are not linked, the start of the younger one was interrupted.
     for one in sorted(claimed, key=lambda one: one.began_unix_s):
         if why := one.unreadable or _difference(one, expected) or _lacks_link(one, claimed, adopted.groups):
-            log.warning("group_not_adopted", group=one.group.name, why=why, consequence="it is ended")
+            log.warning(
+                "group_not_adopted", group=one.group.name, why=why, consequence="this launch ends the group"
+            )
             ranks.take_down(one.group)
         else:
             _set_up(one)
@@ -103,7 +105,7 @@ def adopt(ranks: Ranks, found: Sequence[Group], token: str, expected: Expected) 
 
 @dataclass(slots=True)
 class _Claimed:
-    """A group that this launch owns."""
+    """A surviving group that this launch has claimed, with the records of its ranks."""
 
     group: Group
     records: list[RankRecord]
@@ -121,17 +123,17 @@ class _Claimed:
 
 
 class _OwnedError(ConfigError):
-    """Raised when the owner of the groups is alive."""
+    """Raised when the launch that owns the groups is alive."""
 
 
 class _Claims:
-    """The claims of one launch."""
+    """Claims surviving ranks for one launch."""
 
     def __init__(self, ranks: Ranks, token: str, hang_timeout_s: float) -> None:
         self._ranks, self._hang_timeout_s = ranks, hang_timeout_s
         self.owner = Owner(token, 1)
         """This launch's token, with an epoch that is raised above every epoch found on a rank."""
-        # Until then, a living owner has sent a pulse, and the last pulse of a dead owner has lapsed.
+        # Before this time, a living owner sends another pulse, and the ownership of a dead owner lapses.
         self._until_s = time.monotonic() + hang_timeout_s * (1 + 2 / PER_TIMEOUT)
 
     def claim(self, group: Group) -> _Claimed:
@@ -172,7 +174,7 @@ def _set_up(claimed: _Claimed) -> None:
 
 
 def _difference(claimed: _Claimed, expected: Expected) -> str:
-    """Returns why the group cannot serve for this launch; empty if it can."""
+    """Returns why this launch cannot adopt the group; empty if it can."""
     role = claimed.group.role
     if role not in expected.placement.kinds:
         return f"this cluster has no {role} groups (cluster.mode)"
@@ -195,7 +197,7 @@ def _difference(claimed: _Claimed, expected: Expected) -> str:
 
 
 def _lacks_link(one: _Claimed, claimed: Sequence[_Claimed], adopted: Sequence[Group]) -> str:
-    """Returns which link with an adopted group is missing; empty if none."""
+    """Returns which link between the group and an adopted group is missing; empty if no link is missing."""
     others = [other for other in claimed if other.group in adopted]
     for other in others:
         linked = other.group.name in one.linked and one.group.name in other.linked
@@ -205,7 +207,7 @@ def _lacks_link(one: _Claimed, claimed: Sequence[_Claimed], adopted: Sequence[Gr
 
 
 def _of_rank(config: Config, role: Role) -> dict[str, Any]:
-    """Returns the settings that a rank uses."""
+    """Returns the settings that a rank of the role uses, by `section.setting`."""
     sections = {
         "model": config.model,
         role: msgspec.structs.replace(getattr(config, role), groups=1),

@@ -1,7 +1,7 @@
 """Finds why a rank's process has ended: a signal, an exit code, or missing memory.
 
-Ray reports most deaths as the end of a connection. The sources of the cause, best first: Ray's own text, the exit
-status of a process that the raylet has not reaped yet, the rank's log, the counters of the kernel's OOM killer.
+Ray reports most deaths only as the end of a connection. This module therefore also reads the exit status of a process
+that the raylet has not reaped yet, the rank's log, and the counters of the kernel's OOM killer.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 TAIL_BYTES = 65536
-"""Read from the end of a rank's log: enough for the traces that follow the last error."""
+"""Number of bytes read from the end of a rank's log; they include the tracebacks after the last error."""
 MAX_LINE_CHARS = 300
 
 _PID = re.compile(r"^\s*pid: (\d+)$", re.MULTILINE)
@@ -26,19 +26,19 @@ _ADVICE = "choose a smaller model, or lower pool_tokens of its groups and transf
 
 
 class OomCounters:
-    """Counters of the kernel's OOM killer: of this process' control group, and of the host."""
+    """Counter of processes killed by the kernel's OOM killer: in this process's control group, else on the host."""
 
     def __init__(self, root: Path = Path("/")) -> None:
         self._files = [*_cgroup_files(root), root / "proc/vmstat"]
         self._counts = self._read()
 
     def rose(self) -> bool:
-        """Returns whether a counter has risen since the last call, or since the start."""
+        """Returns whether the counter has increased since the previous call, or since the construction."""
         before, self._counts = self._counts, self._read()
         return self._counts > before
 
     def _read(self) -> int:
-        """Returns the count of the first file that has one."""
+        """Returns the `oom_kill` count in the first file that contains one; 0 if no file does."""
         for file in self._files:
             try:
                 found = re.search(r"^oom_kill (\d+)$", file.read_text(), re.MULTILINE)
@@ -62,9 +62,9 @@ def _cgroup_files(root: Path) -> Iterator[Path]:
 
 
 def cause_of_death(detail: str, logs: Path | None, counters: OomCounters) -> str:
-    """Returns why a rank's process has ended, and the last error in its log.
+    """Returns a phrase that says why a rank's process has ended, and the last error in the rank's log.
 
-    `detail` is Ray's text of the death; `logs` is Ray's folder of logs, None if it is on another host.
+    `detail` is Ray's error text. `logs` is Ray's log folder; None if the folder is on another host.
     """
     found = _PID.search(detail)
     pid = int(found[1]) if found else 0
@@ -99,12 +99,12 @@ def _cause(detail: str, status: int | None, lines: Sequence[str], oom_killed: bo
 
 
 def _says_more(detail: str, lines: Sequence[str]) -> bool:
-    """Returns whether Ray's text or the log has a cause other than the end of a connection."""
+    """Returns whether Ray's text contains an exit code, or the rank's log contains a fatal signal."""
     return bool(_EXIT_CODE.search(detail)) or any(_FATAL_SIGNAL.search(line) for line in lines)
 
 
 def _exit_status(pid: int) -> int | None:
-    """Returns the status, as of `waitpid`, of a process that nobody has reaped; None if it is gone or runs."""
+    """Returns the wait status (as of `waitpid`) of a zombie process; None if the process runs or does not exist."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -113,7 +113,7 @@ def _exit_status(pid: int) -> int | None:
 
 
 def _log_lines(logs: Path, pid: int) -> list[str]:
-    """Returns the last lines that the process wrote to stderr."""
+    """Returns the last lines that the process wrote to stderr; empty if there is no log."""
     for file in logs.glob(f"worker-*-{pid}.err"):
         try:
             with file.open("rb") as opened:

@@ -1,6 +1,6 @@
 """Announces a cluster's groups to routers, also on other hosts, and forwards operators' scale requests.
 
-Groups serve without a directory too. `disagg.router.follow` is the router's side.
+A cluster whose only router runs in the same process needs no directory. `disagg.router.follow` is the router's side.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from transport.hosts import is_loopback, own_host
 log = structlog.get_logger(__name__)
 
 ScaleTo = Callable[[Role, int, Callable[[str], None]], None]
-"""Handler `scale(role, count, done)`: must not block; calls `done` with an error, or "" on success."""
+"""Handler `scale(role, count, done)` of a scale request: must not block; calls `done` with an error, or "" on
+success."""
 
 
 class Directory:
@@ -31,26 +32,26 @@ class Directory:
         self._scale: ScaleTo = lambda role, count, done: done("the cluster is still starting: retry later")
         self._changed = threading.Condition()
         self._routers: dict[str, set[str]] = {}
-        """Names of the groups that a router may use, by the router's address."""
+        """Names of the groups that each router may still use, by the router's control address."""
         self._latest = m.Groups(0, [], [])
 
     @property
     def address(self) -> str:
-        """Address for `--join`."""
+        """Control address of the directory, which routers are given as `--join`."""
         return self._control.address
 
     @property
     def routers(self) -> tuple[str, ...]:
-        """Addresses of the connected routers."""
+        """Control addresses of the connected routers."""
         with self._changed:
             return tuple(self._routers)
 
     def start(self) -> None:
-        """Starts to accept routers; they receive a list of groups from the first `announce` on."""
+        """Starts to accept routers. They receive the first list of groups after the first `announce`."""
         self._control.start(self._on_message, self._on_lost)
 
     def close(self) -> None:
-        """Closes the channel once the routers have acknowledged the last announcement, at the latest after 0.5 s."""
+        """Closes the channel as soon as all routers have acknowledged the last announcement, or after 0.5 s."""
         self._control.close(linger_s=0.5)
 
     def on_scale(self, scale: ScaleTo) -> None:
@@ -108,7 +109,7 @@ class Directory:
 
     def _send(self, router: str) -> None:
         latest = self._latest
-        # Nothing announced yet: an empty list would make the router drop groups that are to be adopted.
+        # Before the first announcement, an empty list would make the router drop groups that will be adopted.
         if not latest.version:
             return
         self._routers[router] |= {group.name for group in latest.groups} - set(latest.draining)
@@ -118,7 +119,7 @@ class Directory:
 def directory_host(address: str, config: ControlConfig) -> str:
     """Returns the host of a directory's `address`, `tcp://HOST:PORT`.
 
-    Raises `ConfigError` for a malformed address, and for a host that could not reach this process in return.
+    Raises `ConfigError` for a malformed address, and if that host could not connect back to this process.
     """
     scheme, _, rest = address.partition("://")
     host, _, port = rest.rpartition(":")

@@ -17,12 +17,12 @@ from disagg.node.process import ProcessIdentity
 
 if TYPE_CHECKING:
     from disagg.model.spec.model_spec import ModelSpec
-    from disagg.node.host import Started  # imports torch and transformers, which a cluster does not need
+    from disagg.node.rank_records import Started
 
 
 @dataclass(slots=True, eq=False)
 class Group:
-    """The actors of one group, and its state."""
+    """One group of ranks: its actors, its processes and its state in the cluster."""
 
     name: str
     """Name of the group, unique in the cluster."""
@@ -31,15 +31,15 @@ class Group:
     actors: list[Any]
     placement_group: Any
     processes: list[ProcessIdentity] = field(default_factory=list)
-    """Processes of the ranks; empty until all actors have been created."""
+    """Processes of the ranks, by rank; empty until every actor has reported its process."""
     started: list[Started] = field(default_factory=list)
     info: GroupInfo | None = None
     up: bool = False
-    """Whether the group is linked with every group of the other kind, and ready for requests."""
+    """Whether the group is ready for requests, with links to every group of the opposite role."""
     leaving: bool = False
-    """Whether the group is being stopped or taken down, so that the end of a rank is no failure."""
+    """Whether the group is being stopped or taken down. The end of a rank then counts as no failure."""
     lost: set[int] = field(default_factory=set)
-    """Ranks that failed, or whose process has ended."""
+    """Numbers of the ranks that failed, or whose process has ended."""
     why_lost: str = ""
     """Reason of the first loss; empty while every rank runs."""
 
@@ -50,18 +50,18 @@ class Group:
 
 
 def group_name(role: Role, number: int) -> str:
-    """Returns the name of a role's group `number`, from 1."""
+    """Returns the name of a group from its role and number: `decode` for 1, `decode-2` for 2."""
     return role if number == 1 else f"{role}-{number}"
 
 
 def group_order(name: str) -> tuple[str, int]:
-    """Returns the role and number in a group's name; used as a sort key."""
+    """Returns the role and the number in a group's name, as a sort key."""
     role, _, number = name.partition("-")
     return role, int(number or 1)
 
 
 def with_placement(config: Config, placement: Placement) -> Config:
-    """Returns the configuration with TP sizes and devices of the placement, the same for every rank."""
+    """Returns the configuration of every rank: `config` with the placement's TP sizes, devices and GPU shares."""
     placed = {role: _placed(getattr(config, role), where) for role, where in placement.kinds.items()}
     return msgspec.structs.replace(config, **placed)
 
@@ -75,9 +75,9 @@ def _placed(group: GroupConfig, where: GroupPlacement) -> GroupConfig:
 
 
 def group_info(group: Group, config: Config) -> GroupInfo:
-    """Returns the description for peers and routers.
+    """Returns the group's description for peer groups and routers.
 
-    Raises `ConfigError` when ranks chose different transports or read different weights.
+    Raises `ConfigError` when the ranks chose different transports or read different weights.
     """
     transport = _transport_of(group)
     section: GroupConfig = getattr(config, group.role)
@@ -124,7 +124,7 @@ def _transport_of(group: Group) -> str:
 
 
 def wait_for_exit(groups: Sequence[Group]) -> None:
-    """Waits at most 10 s until the ranks of this host have ended."""
+    """Waits until the ranks on this host have ended, at most 10 s."""
     processes = [process for group in groups for process in group.processes]
     until_s = time.monotonic() + 10.0
     while any(process.runs_here() for process in processes) and time.monotonic() < until_s:

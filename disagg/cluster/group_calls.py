@@ -13,7 +13,7 @@ from transport.keys.curve import KeySet
 from transport.keys.ring import KeyRing
 
 OWNER_TIMEOUT_S = 5.0
-"""Time for ranks to reply whether this process still owns them."""
+"""Timeout of the calls that check whether this process still owns a group's ranks."""
 
 
 def alive(group: Group) -> list[Any]:
@@ -22,13 +22,13 @@ def alive(group: Group) -> list[Any]:
 
 
 def call_all(ranks: Ranks, group: Group, method: str, *arguments: Any) -> list[Any]:
-    """Returns the results of `method` on each living rank. Raises the error of a rank."""
+    """Calls `method` on each living rank; returns the results in rank order. Raises the error of a rank."""
     calls = [getattr(actor, method).remote(*arguments) for actor in alive(group)]
     return ranks.results(calls, CALL_TIMEOUT_S)
 
 
 def stop_all(ranks: Ranks, group: Group, drain_timeout_s: float) -> None:
-    """Stops the living ranks. Does not raise if a rank fails to stop."""
+    """Stops the living ranks after a drain of at most `drain_timeout_s`. Ignores ranks that fail to stop."""
     calls = [actor.stop.remote(drain_timeout_s) for actor in alive(group)]
     with contextlib.suppress(Exception):  # the caller kills a rank that does not stop
         ranks.results(calls, drain_timeout_s + 10.0)
@@ -42,7 +42,7 @@ def inform_of_loss(groups: Iterable[Group], address: str) -> None:
 
 
 def another_owns(ranks: Ranks, groups: Iterable[Group], owner: Owner) -> bool:
-    """Returns whether another launch owns a rank of `groups`, as after a pause in which that launch adopted them."""
+    """Returns whether another launch owns a rank of `groups`. It may adopt them while this process is paused."""
     for group in groups if owner.token else ():
         calls = [actor.pulse.remote(owner.token) for actor in alive(group)]
         with contextlib.suppress(Exception):  # a dead rank
@@ -57,10 +57,10 @@ class SentKeys:
     def __init__(self, keys: KeyRing) -> None:
         self._keys = keys
         self._sent: dict[str, KeySet] = {}
-        """Keys that a group's ranks received last, by group name."""
+        """Keys that were last sent to each group's ranks, by group name."""
 
     def first(self, name: str) -> KeySet:
-        """Returns the keys for the start of a group."""
+        """Returns the keys with which the group `name` starts, and records them as sent."""
         self._sent[name] = self._keys.keys
         return self._sent[name]
 

@@ -18,13 +18,13 @@ from pathlib import Path
 MARK = "DISAGG_RAY_MARK"
 """Environment variable that the processes of a private Ray inherit."""
 CLEAN = b"."
-"""Byte that the command writes if the guard must not remove the folder."""
+"""Byte that the command writes to the guard at a regular end. The guard then leaves the folder to the command."""
 KILL_TIMEOUT_S = 5.0
 PAUSE_S = 0.05
 
 
 def processes_of(mark: str, folder: str, command: int) -> list[int]:
-    """Returns this user's processes with the mark or with an open file below `folder`, and all their descendants.
+    """Returns the ids of this user's processes with the mark or an open file below `folder`, and of all descendants.
 
     Excludes the calling process and `command`, the process that started Ray. The open files are needed because a
     process that sets its title, as Ray's processes do, may overwrite its environment.
@@ -72,8 +72,8 @@ def kill_all(mark: str, folder: str, command: int) -> None:
 
 
 def main(mark: str, folder: str) -> None:
-    """Waits for the end of the command, then kills the processes of its Ray. Removes the folder of a killed
-    command."""
+    """Waits for the end of the command, then kills the processes of its Ray. If the command was killed, also removes
+    the folder of its Ray."""
     command = os.getppid()
     written = sys.stdin.buffer.read()
     kill_all(mark, folder, command)

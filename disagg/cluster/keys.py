@@ -1,7 +1,8 @@
-"""Chooses the keys of a cluster's process: the keys in `control.key_file`, or new keys for each run.
+"""Chooses the control channel's keys for a process: the keys in `control.key_file`, or new keys for each run.
 
-A cluster's parent process passes the keys to its ranks. A process that joins a cluster reads the configured key file.
-Without one, a process on the same host reads the file that `disagg launch` writes for its run and removes at its end.
+The process that starts a cluster passes the keys to the ranks. A process that joins a cluster reads the configured
+key file. If none is configured, a process on the same host reads the file that `disagg launch` writes at its start
+and removes at its end.
 """
 
 from __future__ import annotations
@@ -33,22 +34,23 @@ def own_keys(config: ControlConfig) -> KeyRing:
 def launch_keys(config: ControlConfig, adopting: Mapping[str, str] | None = None) -> KeyRing:
     """Returns the keys of a cluster that other routers join.
 
-    `adopting`: the environment of this launch if it may adopt groups. Groups of a killed launch have the keys that
-    the launch published, unless `control.key_file` is set. Raises `ConfigError` for a key file that cannot be used,
-    and if `control.host` is not loopback and no key file is set.
+    `adopting`: the environment of this process if it may adopt groups; else None. Without `control.key_file`, the
+    groups of a killed launch still have the keys that it published, so these keys are returned if they exist. Raises
+    `ConfigError` for a key file that cannot be used, and if `control.host` is not loopback and no key file is set.
     """
     if not config.key_file:
         _refuse_beyond_loopback(own_host(config.host))
         if adopting is not None:
-            with contextlib.suppress(ConfigError):  # there is no file, because the last launch removed it
+            with contextlib.suppress(ConfigError):  # no such file: the last launch has removed it
                 return KeyRing(load_keys(run_file(str(config.directory_port), adopting)))
     return own_keys(config)
 
 
 def join_keys(config: ControlConfig, directory: str, environment: Mapping[str, str]) -> KeyRing:
-    """Returns the keys of the cluster to join, whose directory listens at `directory`, `tcp://HOST:PORT`.
+    """Returns the keys of the cluster whose directory listens at `directory`, `tcp://HOST:PORT`.
 
-    Raises `ConfigError` as `launch_keys`, and when no `disagg launch` of this user published keys for that address.
+    Raises `ConfigError` as `launch_keys` does, and if no `disagg launch` of this user has published keys for that
+    address.
     """
     if config.key_file:
         return KeyRing.follow(config.key_file)
@@ -67,7 +69,7 @@ def join_keys(config: ControlConfig, directory: str, environment: Mapping[str, s
 def published(
     keys: KeyRing, config: ControlConfig, directory: str, environment: Mapping[str, str]
 ) -> Iterator[None]:
-    """Publishes the keys for this user's processes within the block, unless a key file is configured.
+    """Within the block, keeps the keys in a file for this user's other processes, unless a key file is configured.
 
     Raises `ConfigError` when the file cannot be written.
     """
@@ -83,7 +85,8 @@ def published(
     try:
         yield
     finally:
-        file.unlink(missing_ok=True)  # before the port is free, or it could be the file of the next launch
+        # The directory still holds its port here. A later removal could hit the file of the next launch.
+        file.unlink(missing_ok=True)
 
 
 def run_file(port: str, environment: Mapping[str, str]) -> Path:

@@ -1,9 +1,9 @@
-"""Life cycle of a cluster's groups: place, start, link, report deaths, stop, take down.
+"""Life cycle of a cluster's groups: place, start, link, watch, stop, take down.
 
     place -> start (models load, channels open) -> join -> link -> serving -> stop -> kill
     adopt (groups of a killed launch) -------------------------> serving
 
-`disagg.cluster.ranks` runs the processes of the ranks.
+`disagg.cluster.ranks` is the interface to the processes of the ranks.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ WATCH_S = 0.2
 
 
 class Cluster:
-    """The groups of a cluster, of the kinds in its placement.
+    """A cluster: all of its groups, and a thread that watches their ranks.
 
     Use `disagg.cluster.ray.start_cluster`, which also cleans up after a failed start. One thread at a time may add
     and stop groups; other threads may only read.
@@ -53,7 +53,7 @@ class Cluster:
         ranks: Ranks,
         claimant: Claimant | None = None,
     ) -> None:
-        """With a `claimant`, the groups outlive this process if it is killed, and `start` adopts surviving groups."""
+        """With a `claimant`, the groups survive a kill of this process, and `start` adopts such groups."""
         self.config = with_placement(config, placement)
         self._claimant = claimant
         self._owner = Owner(claimant.token, 1) if claimant is not None else NO_OWNER
@@ -61,10 +61,10 @@ class Cluster:
         self._keys, self._ranks = as_ring(keys), ranks
         self._sent_keys = SentKeys(self._keys)
         self.groups: tuple[Group, ...] = ()
-        """All groups placed and not taken down. Replaced as a whole: any thread may iterate over it."""
+        """All groups placed and not taken down. Changes replace the tuple, so any thread may iterate over it."""
         self._numbers = {role: itertools.count(1) for role in placement.kinds}
         self._parked = ParkedCalls(ranks)
-        self._lock = threading.Lock()  # for `groups`, and the losses of a group
+        self._lock = threading.Lock()  # guards `groups`, and `lost` of each group
         self._stopping, self._no_more_groups = threading.Event(), threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="cluster-watch", daemon=True)
         self._pulses = Pulses(ranks, config.cluster.hang_timeout_s, token=self._owner.token)
@@ -72,9 +72,9 @@ class Cluster:
         self._on_group_lost: list[Callable[[Group], None]] = []
         self._on_failed: list[Callable[[], None]] = []
         self.failed = ""
-        """Reason why this cluster has ended all its ranks and cannot start others; empty while it works.
+        """Reason why this cluster can run no more groups; empty while it works.
 
-        `DISOWNED`: another launch has adopted the groups, which continue.
+        `DISOWNED`: another launch has adopted the groups, which continue. For any other reason all ranks are ended.
         """
 
     # --- life
@@ -94,8 +94,8 @@ class Cluster:
         self._bring_up(self.groups, progress)
 
     def missing(self) -> list[Role]:
-        """Returns the role of each missing group. The expected numbers of groups are those of `keep_count`, or else
-        those of the placement."""
+        """Returns the role of each missing group. The expected counts are those of `keep_count`, else of the
+        placement."""
         counts = self._pulses.counts.groups
         return [
             role
@@ -104,7 +104,7 @@ class Cluster:
         ]
 
     def keep_count(self, role: Role, count: int) -> None:
-        """Records the number of groups that an operator has set. An adopting launch reads this number too."""
+        """Records the number of groups that an operator has set. The ranks keep it for a launch that adopts them."""
         changes, groups = self._pulses.counts
         self._pulses.counts = GroupCounts(changes + 1, {**groups, role: count})
 
@@ -121,7 +121,7 @@ class Cluster:
         return group
 
     def check_room(self, role: Role, more: int) -> None:
-        """Raises `ConfigError` if this cluster lacks the role, or cannot have room for `more` groups of it."""
+        """Raises `ConfigError` if this cluster has no groups of the role, or no room for `more` further groups."""
         if role not in self.placement.kinds:
             raise ConfigError(
                 f"this cluster has no {role} groups, only {' and '.join(self.placement.kinds)} (cluster.mode)"
@@ -136,7 +136,8 @@ class Cluster:
     def add_group(self, role: Role, progress: Progress) -> Group:
         """Places, starts and links one more group, under a new name.
 
-        Raises as `start`, and `ConfigError` for a role that this cluster lacks; a failed group is taken down.
+        Raises the errors of `start`, and `ConfigError` for a role that this cluster lacks. A group that fails to
+        start is taken down.
         """
         self.check_room(role, 0)
         group = self.place(role, progress)
@@ -154,7 +155,7 @@ class Cluster:
         self.take_down(group)
 
     def take_down(self, group: Group) -> None:
-        """Kills a group's remaining processes and releases its resources. The watcher informs the group's peers."""
+        """Kills a group's remaining processes and releases its resources. The watcher then informs its peers."""
         group.leaving = True
         with self._lock:
             self.groups = tuple(one for one in self.groups if one is not group)
@@ -162,14 +163,14 @@ class Cluster:
         self._ranks.take_down(group)
 
     def abandon_start(self) -> None:
-        """Makes a running `add_group` in another thread fail soon."""
+        """Makes an `add_group` that runs in another thread fail soon: kills its group, and places no further one."""
         self._no_more_groups.set()
         for group in self.groups:
             if not group.up:
                 self._ranks.kill(group)
 
     def stop_watching(self) -> None:
-        """Ends the watcher: no death is detected any more, and no group can be added. Idempotent."""
+        """Ends the watcher thread. Later deaths of ranks are not detected, and no group can be added. Idempotent."""
         self._stopping.set()
         self._no_more_groups.set()
         if self._watcher.is_alive():
@@ -202,7 +203,8 @@ class Cluster:
         self._on_group_lost.append(callback)
 
     def on_failed(self, callback: Callable[[], None]) -> None:
-        """Registers a callback for the failure of the whole cluster, on the watcher's thread; see `failed`."""
+        """Registers a callback for the failure of the whole cluster (`failed`). The watcher's thread calls it; if the
+        cluster has already failed, this method does."""
         self._on_failed.append(callback)
         if self.failed:
             callback()
@@ -224,7 +226,7 @@ class Cluster:
         return [group.info for group in self.groups if group.up and group.info is not None]
 
     def spans(self) -> list[TimelineSpan]:
-        """Returns the timeline spans of all ranks since the last call."""
+        """Returns the timeline spans that all ranks have recorded since the previous call."""
         return [
             span for group in self.groups for spans in call_all(self._ranks, group, "spans") for span in spans
         ]
@@ -235,7 +237,7 @@ class Cluster:
             call_all(self._ranks, group, "check")
 
     def statistics(self) -> dict[str, Any]:
-        """Returns the statistics of every rank, by `GROUP rN`."""
+        """Returns the statistics of every rank, by the rank's name, such as `decode-2 r1`."""
         return {
             f"{group.name} r{rank}": statistics
             for group in self.groups
@@ -285,9 +287,9 @@ class Cluster:
                 self._stopping.wait(WATCH_S)
 
     def _look(self) -> None:
-        """Runs one iteration of the watcher: finds ranks that ended or hang, and reports them to their peers.
+        """Runs one iteration of the watcher: detects ranks that ended or hang, and informs their peers.
 
-        A rank's end is detected by the end of its `park` call (`disagg.cluster.parked`).
+        When a rank ends, its `park` call completes (`disagg.cluster.parked`).
         """
         self._sent_keys.send(self.groups)
         if failure := self._ranks.failure():
@@ -312,7 +314,7 @@ class Cluster:
             self._hangs(group, rank)
 
     def _hangs(self, group: Group, rank: int) -> None:
-        """Kills the group of a rank that does not answer."""
+        """Kills the group of a rank that has not answered for `cluster.hang_timeout_s`."""
         timeout_s = self.config.cluster.hang_timeout_s
         why = f"rank {rank} has not answered for {timeout_s:g} s (cluster.hang_timeout_s)"
         if self._parked.drop((group, rank)) and not self._stopping.is_set():
@@ -320,12 +322,12 @@ class Cluster:
             self._lost(group, rank, why)
 
     def _fail(self, why: str) -> None:
-        """Ends every rank, because Ray has failed and no rank could be replaced any more."""
+        """Ends every rank, because Ray has failed and can start no replacements."""
         if self._stopping.is_set():
             return
         self.failed = why
         self._no_more_groups.set()
-        log.error("cluster_failed", why=why, consequence="every rank is ended, then the command")
+        log.error("cluster_failed", why=why, consequence="all ranks and then this command end")
         for group in self.groups:
             group.leaving = True
             self._ranks.kill(group)
@@ -337,8 +339,7 @@ class Cluster:
                     on_lost(started.info.control_address)
 
     def _disown(self) -> None:
-        """Releases the groups that another launch has adopted. `stop` then ends only the groups that were
-        starting."""
+        """Releases the groups that another launch has adopted. `stop` then ends only groups that do not serve yet."""
         self.failed = DISOWNED
         self._no_more_groups.set()
         with self._lock:

@@ -28,11 +28,11 @@ from disagg.core.folders import create_file, private_folder
 log = structlog.get_logger(__name__)
 
 LOOPBACK_ENV = {
-    # Ray resolves a node's address to its external address. With this off Ray uses 127.0.0.1, and all of its servers
-    # listen there only. (`ray.init(_node_ip_address="127.0.0.1")` is resolved too.)
+    # Ray resolves a node's address to its external address, even with `ray.init(_node_ip_address="127.0.0.1")`. With
+    # this value Ray uses 127.0.0.1, and all of its servers listen only there.
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
-    # -1 disables the metrics servers of the monitor and the dashboard, which need no key. Each logs an error to its
-    # file.
+    # -1 disables the metrics servers of the monitor and the dashboard, which serve without a key. Both then log an
+    # error to their log files.
     "AUTOSCALER_METRIC_PORT": "-1",
     "DASHBOARD_METRIC_PORT": "-1",
     "RAY_enable_metrics_collection": "0",
@@ -41,19 +41,19 @@ LOOPBACK_ENV = {
     "SPT_NOENV": "1",
     # Otherwise Ray starts an idle worker for each core before any rank needs one.
     "RAY_prestart_worker_first_driver": "0",
-    # Without tokens every user of this machine could run code in it.
+    # Without tokens every user of this machine could run code in this Ray.
     "RAY_AUTH_MODE": "token",
 }
 """Environment variables of a private Ray. They are not used for an existing Ray cluster."""
 TOKEN_BYTES = 32
 SERVERS = ("gcs_server", "raylet")
-"""Names of the Ray processes that are required to start ranks. If the raylet ends, Ray also declares ranks dead."""
+"""Names of the Ray processes without which no rank can start. If the raylet ends, Ray declares the ranks dead."""
 _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
 
 @contextlib.contextmanager
 def loopback_env() -> Iterator[None]:
-    """Sets `LOOPBACK_ENV` within the block; it overrides the operator's environment."""
+    """Sets the variables of `LOOPBACK_ENV` within the block, over those of the operator's environment."""
     before = {name: os.environ.get(name) for name in LOOPBACK_ENV}
     os.environ.update(LOOPBACK_ENV)
     try:
@@ -74,17 +74,17 @@ class PrivateRay:
         self._servers: dict[str, psutil.Process] = {}
 
     def started(self) -> None:
-        """Finds Ray's servers among the children of this process. Call this after Ray has started."""
+        """Finds Ray's servers among the children of this process, so that `failure` can watch them."""
         children = psutil.Process().children()
         self._servers = {one.name(): one for one in children if one.name() in SERVERS}
 
     @property
     def logs(self) -> Path:
-        """Folder of Ray's logs, with the output of each rank."""
+        """Folder of Ray's logs, which include the output of each rank."""
         return self._folder / "r" / "session_latest" / "logs"
 
     def failure(self) -> str:
-        """Returns which of Ray's servers has ended; empty while all run."""
+        """Returns a sentence that names the Ray server that has ended; empty while all run."""
         for name, server in self._servers.items():
             try:
                 ended = server.status() == psutil.STATUS_ZOMBIE or not server.is_running()
@@ -101,9 +101,9 @@ class PrivateRay:
 
 @contextlib.contextmanager
 def guarded(folder: Path) -> Iterator[PrivateRay]:
-    """Marks the processes that are started within the block. A guard process kills those that outlive the block.
+    """Marks the processes that start within the block. At its end, a guard process kills the marked processes.
 
-    The guard does the same when this process is killed; it then also removes `folder`.
+    If this process is killed, the guard kills the marked processes too, and removes `folder`.
     """
     mark = secrets.token_hex(16)
     process = None
@@ -113,7 +113,7 @@ def guarded(folder: Path) -> Iterator[PrivateRay]:
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C in a terminal must not end it
+            start_new_session=True,  # Ctrl-C in a terminal must not end the guard
         )
     os.environ[guard.MARK] = mark
     try:
@@ -127,12 +127,12 @@ def guarded(folder: Path) -> Iterator[PrivateRay]:
 
 @contextlib.contextmanager
 def session_folder() -> Iterator[Path]:
-    """Makes a folder for Ray's sockets and logs that only this user can enter; removes it at the end.
+    """Makes a folder for Ray's sockets and logs that only this user can enter; removes it at the end of the block.
 
-    After an error that Ray's logs may explain, the folder stays and its path is logged. Raises `ConfigError` when the
-    folder cannot be made.
+    After an error that Ray's logs may explain (not a `ConfigError`), the folder stays and its path is logged. Raises
+    `ConfigError` when the folder cannot be made.
     """
-    # Ray opens its folder to all users, so its folder lies within a private one.
+    # Ray gives all users access to its folder, so this folder lies within a private one.
     outer = private_folder("ray")
     keep = False
     try:
@@ -149,9 +149,9 @@ def session_folder() -> Iterator[Path]:
 
 @contextlib.contextmanager
 def handlers_kept() -> Iterator[None]:
-    """Restores the signal handlers at the end of the block, in which `ray.init` replaces the one of SIGTERM.
+    """Restores the signal handlers at the end of the block, because `ray.init` replaces the handler of SIGTERM.
 
-    Ray's handler exits with the number of the signal; within the block it raises `KeyboardInterrupt` instead.
+    Ray's handler raises `SystemExit`. This context manager raises `KeyboardInterrupt` in its place.
     """
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -168,7 +168,8 @@ def ensure_token() -> None:
     """Makes Ray's token file, `~/.ray/auth_token`, readable for this user only.
 
     Ray itself would make the file readable for all users. If the file exists and belongs to this user, other users
-    lose access. Nothing is done if the environment has a token. Raises `ConfigError` when the file cannot be made.
+    lose access. If the environment has a token, or `RAY_AUTH_MODE` is not `token`, the function does nothing. Raises
+    `ConfigError` when the file cannot be made.
     """
     if os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_TOKEN_PATH"):
         return

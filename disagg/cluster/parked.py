@@ -1,4 +1,4 @@
-"""Pending `park` calls, by which the end of a rank is detected.
+"""Detects the end of ranks by pending `park` calls, one for each rank.
 
 A rank's `park` call blocks until the rank fails, gets another owner, or its process ends."""
 
@@ -14,7 +14,7 @@ from disagg.cluster.ranks import CALL_TIMEOUT_S, Call, Ranks
 
 
 class Ended(NamedTuple):
-    """A rank that has ended, with the reason."""
+    """A rank whose `park` call has completed, with the reason."""
 
     group: Group
     rank: int
@@ -22,7 +22,7 @@ class Ended(NamedTuple):
 
 
 class ParkedCalls:
-    """Pending `park` calls. Thread-safe."""
+    """The pending `park` calls of a cluster's ranks. Thread-safe."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks, self._lock = ranks, threading.Lock()
@@ -43,7 +43,7 @@ class ParkedCalls:
             return list(self._members.values())
 
     def drop(self, member: Member) -> bool:
-        """Drops the call of a rank; returns False if there was none."""
+        """Drops the pending call of a rank; returns False if the rank had none."""
         with self._lock:
             calls = [call for call, one in self._members.items() if one == member]
             for call in calls:
@@ -56,7 +56,7 @@ class ParkedCalls:
             self._members.clear()
 
     def ended(self, timeout_s: float) -> list[Ended] | None:
-        """Waits at most `timeout_s` for ranks to end, and returns them. Returns None if Ray has stopped."""
+        """Waits at most `timeout_s` for ranks to end, and returns the ended ranks; None if Ray has stopped."""
         with self._lock:
             pending = list(self._members)
         ended = self._ranks.ended(pending, timeout_s)
@@ -75,5 +75,5 @@ class ParkedCalls:
         try:
             [why] = self._ranks.results([call], CALL_TIMEOUT_S)
             return why or "it stopped"
-        except Exception as exc:  # noqa: BLE001 - the watcher goes on, whatever Ray raises
+        except Exception as exc:  # noqa: BLE001 - no error of Ray may end the watcher thread
             return str(exc)

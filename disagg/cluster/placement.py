@@ -17,9 +17,9 @@ class GroupPlacement:
     device: str
     """Device of the ranks: `cpu` or `cuda`."""
     gpus_per_rank: float
-    """GPU resources of a rank in Ray: 1, a share of one, or 0 on a CPU."""
+    """GPUs that Ray reserves for a rank: 1, a fraction of a GPU, or 0 on a CPU."""
     backend: str
-    """Collective backend of the ranks: `nccl` if each has its own GPU, else `shared` (host memory)."""
+    """Collective backend of the ranks: `nccl` if each rank has its own GPU, else `shared` (host memory)."""
     groups: int = 1
     """Number of groups of this kind."""
 
@@ -31,20 +31,21 @@ class GroupPlacement:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Placement of all groups, with the reason in words."""
+    """Placement of all groups of a cluster."""
 
     kinds: Mapping[Role, GroupPlacement]
     """Placement of each kind of group: `prefill` and `decode`, or `colocated`."""
     why: str
+    """Reason for this placement, as text for the user."""
 
     @property
     def prefill(self) -> GroupPlacement:
-        """The prefill groups of a split cluster."""
+        """Placement of the prefill groups; only in a split cluster."""
         return self.kinds["prefill"]
 
     @property
     def decode(self) -> GroupPlacement:
-        """The decode groups of a split cluster."""
+        """Placement of the decode groups; only in a split cluster."""
         return self.kinds["decode"]
 
     @property
@@ -62,10 +63,10 @@ def choose_placement(
 ) -> Placement:
     """Places `groups` = (prefill, decode) groups on `gpus` GPUs; chooses TP sizes that are None.
 
-    Each rank gets its own GPU if there are enough GPUs. Otherwise, one prefill and one decode group use different
-    GPUs; the ranks of a group share its GPUs if needed. With only one GPU, or with more groups, all ranks share all
-    GPUs. Without GPUs, or with `device` `cpu`, ranks run on the CPU. Raises `ConfigError` when `device` is `cuda` and
-    there is no GPU.
+    With enough GPUs, each rank gets its own. With fewer, one prefill and one decode group use different GPUs, and the
+    ranks of a group may share its GPUs. With a single GPU, or with more groups, all ranks share all GPUs. Without
+    GPUs, or with `device` `cpu`, ranks run on the CPU. Raises `ConfigError` when `device` is `cuda` and there is no
+    GPU.
     """
     if why := _on_cpu(gpus, device):
         return _both(prefill_tp or 2, decode_tp or 1, groups, "cpu", 0.0, 0.0, why)
@@ -87,7 +88,8 @@ def choose_placement(
 def place_colocated(gpus: int, tp: int | None = None, device: str = "auto", groups: int = 1) -> Placement:
     """Places `groups` colocated groups of `tp` ranks each (1 when None) on `gpus` GPUs.
 
-    Each rank gets its own GPU if there are enough; otherwise all share. Raises `ConfigError` as `choose_placement`.
+    With enough GPUs, each rank gets its own; with fewer, all ranks share all GPUs. Raises `ConfigError` when `device`
+    is `cuda` and there is no GPU.
     """
     ranks = (tp or 1) * groups
     if why := _on_cpu(gpus, device):
@@ -99,7 +101,7 @@ def place_colocated(gpus: int, tp: int | None = None, device: str = "auto", grou
 
 
 def _on_cpu(gpus: int, device: str) -> str:
-    """Returns the reason for running on the CPU; empty when GPUs are used."""
+    """Returns why the ranks run on the CPU; empty if they use GPUs."""
     if device == "cuda" and gpus == 0:
         raise ConfigError(
             "device is cuda, but this machine shows no GPU: check the driver, or use --device cpu"

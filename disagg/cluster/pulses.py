@@ -1,7 +1,7 @@
 """Detects ranks that hang: the process exists but is stopped, or never releases the interpreter lock.
 
-Each rank gets a small call (a *pulse*) at regular intervals, at most one at a time. Any reply proves that the rank
-does not hang, even an error. Dead ranks are detected elsewhere (`disagg.cluster.parked`).
+Each rank gets a small call (a *pulse*) at regular intervals, at most one at a time. Any reply, even an error, proves
+that the rank does not hang. `disagg.cluster.parked` detects dead ranks.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from disagg.node.ownership import NO_COUNTS
 PER_TIMEOUT = 5
 """Number of pulses that a rank gets per `hang_timeout_s`."""
 PAUSE_S = 2.0
-"""Longest gap between two checks that counts as normal. After a longer pause of this process ranks get more time,
-because nobody read their replies."""
+"""Longest normal gap between two checks. After a longer gap this process was itself paused and could not read
+replies, so outstanding pulses get that much more time."""
 
 Member = tuple[Group, int]
 """A group and the number of a rank in it."""
@@ -33,22 +33,22 @@ class _Pulse:
 
 
 class Pulses:
-    """Outstanding calls to serving ranks. Used by one thread."""
+    """Sends pulses to ranks, and finds ranks that do not reply in time. Used by one thread."""
 
     def __init__(
         self, ranks: Ranks, hang_timeout_s: float, clock: Clock = time.monotonic, token: str = ""
     ) -> None:
-        """`token`: the owner's token if the groups outlive this process; see `disagg.node.ownership`."""
+        """`token`: the token of this launch if the groups can outlive this process; else empty."""
         self._ranks, self._hang_timeout_s, self._clock = ranks, hang_timeout_s, clock
         self._token = token
         self.counts = NO_COUNTS
-        """Numbers of groups that an operator has set. Each pulse carries them, for a launch that adopts the
-        groups."""
+        """Numbers of groups that an operator has set. Each pulse carries these numbers, and the ranks keep them for a
+        launch that adopts the groups."""
         self._pulses: dict[Member, _Pulse] = {}
         self._looked_s = self._renewed_s = clock()
 
     def renew(self, starting: Iterable[Group]) -> None:
-        """Sends pulses to starting ranks when due, to renew the ownership. Ignores replies: a start may take long."""
+        """Sends pulses to starting ranks when due, to renew the ownership. Ignores the replies, which may be late."""
         now_s = self._clock()
         if not self._token or now_s < self._renewed_s + self._hang_timeout_s / PER_TIMEOUT:
             return
@@ -58,7 +58,7 @@ class Pulses:
                 actor.pulse.remote(self._token, self.counts)
 
     def silent(self, members: Iterable[Member]) -> list[Member]:
-        """Sends pulses to `members` when due; returns members silent for `hang_timeout_s`. Never blocks."""
+        """Sends pulses to `members` when due; returns members without a reply for `hang_timeout_s`. Never blocks."""
         now_s = self._clock()
         self._pardon(now_s)
         members = dict.fromkeys(members)

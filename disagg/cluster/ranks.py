@@ -18,7 +18,7 @@ Call = Any
 
 
 class Ranks(Protocol):
-    """Runs the processes of a cluster's ranks. Thread-safe."""
+    """Starts, calls and ends the processes of a cluster's ranks. Thread-safe."""
 
     def place(
         self,
@@ -30,31 +30,32 @@ class Ranks(Protocol):
         owner: Owner,
         given_up: Callable[[], bool],
     ) -> Group:
-        """Reserves resources for a group and starts its processes, which outlive this process if `owner` has a token.
+        """Reserves resources for a group and starts its processes. They survive this process if `owner` has a token.
 
-        Raises `ConfigError` when the resources do not become free in time, or as soon as `given_up()` is true.
+        Raises `ConfigError` if the resources do not become free in time, or as soon as `given_up()` returns True.
         """
 
     def room(self, where: GroupPlacement) -> int:
-        """Returns the largest number of further groups with this placement that free resources may suffice for."""
+        """Returns an upper bound for the number of further groups with this placement, from the free resources."""
 
     def survivors(self, placement: Placement) -> list[Group]:
-        """Returns the groups of launches with the same `cluster.name`, sorted by name, including incomplete groups.
+        """Returns the running groups of earlier launches with the same `cluster.name`, sorted by name.
 
-        `Group.actors` holds the living ranks only. A group gets the placement of its role in `placement`, if any.
+        Includes groups that have lost ranks: `Group.actors` holds only the living ones. A group gets the placement of
+        its role in `placement`, if any.
         """
 
     def results(self, calls: Sequence[Call], timeout_s: float) -> list[Any]:
         """Returns the results of the calls. Raises the error of a call; a `DisaggError` of a rank is not wrapped."""
 
     def ended(self, calls: Sequence[Call], timeout_s: float) -> list[Call] | None:
-        """Waits at most `timeout_s` and returns the completed calls; None if Ray has stopped, with every process."""
+        """Waits until a call completes, at most `timeout_s`; returns the completed calls. None: Ray has stopped."""
 
     def kill(self, group: Group) -> None:
-        """Ends the group's processes, also stopped ones."""
+        """Kills the group's processes, even processes that SIGSTOP has stopped."""
 
     def take_down(self, group: Group) -> None:
-        """Ends the group's remaining processes and releases its resources."""
+        """Kills the group's remaining processes and releases its resources."""
 
     def failure(self) -> str:
-        """Returns why no rank can be started any more; empty while ranks can be started."""
+        """Returns why no more ranks can start; empty while ranks can start."""

@@ -1,4 +1,4 @@
-"""The composition root: a cluster whose ranks are Ray actors.
+"""Runs a cluster's ranks as Ray actors, on a private or an existing Ray. This module is the composition root.
 
 Ray places and supervises processes. Requests travel over ZMQ and KV over UCX, never through Ray.
 """
@@ -38,7 +38,7 @@ _QUIET: dict[str, Any] = {"logging_level": "warning", "log_to_driver": False, "c
 
 
 class RayResources(NamedTuple):
-    """Total resources of a Ray cluster, used and unused."""
+    """Numbers of CPUs and GPUs of a Ray cluster, used and free together."""
 
     cpus: int
     gpus: int
@@ -53,10 +53,10 @@ def start_cluster(
     ray: PrivateRay | None = None,
     claimant: Claimant | None = None,
 ) -> Iterator[Cluster]:
-    """Starts a cluster; stops it at the end of the block, also after a failed start or Ctrl-C.
+    """Starts a cluster; stops it at the end of the block, and also after a failed start or Ctrl-C.
 
-    If a server of `ray` dies, all ranks are ended. With a `claimant`, the groups outlive this process if it is
-    killed, and the cluster adopts the groups of a process that was killed earlier.
+    If a server of the private Ray `ray` dies, the cluster ends all ranks. With a `claimant`, the groups survive a
+    kill of this process, and the cluster adopts the groups of a process that was killed earlier.
     """
     cluster = Cluster(config, placement, keys, RayRanks(ray), claimant)
     try:
@@ -84,7 +84,8 @@ class RayRanks:
     ) -> Group:
         """Places the group on one node; Ray reserves a core and a share of a GPU for each rank.
 
-        If `owner` has a token, the actors and the placement group are named, in the namespace of `existing_ray`.
+        If `owner` has a token, the actors and the placement group get names in the namespace of `existing_ray`, by
+        which a later launch finds the group.
         """
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -107,7 +108,7 @@ class RayRanks:
         return Group(name, role, where, actors, placed)
 
     def room(self, where: GroupPlacement) -> int:
-        """Sums the free resources of all nodes, although a group needs a node with room for all of its ranks."""
+        """Returns an upper bound: sums the free resources of all nodes, although a group must fit on one node."""
         cpus, gpus = _free()
         groups = int(cpus) // where.tp
         if where.gpus_per_rank:
@@ -126,7 +127,7 @@ class RayRanks:
         return [_survivor(name, actors[name], placement) for name in sorted(actors, key=group_order)]
 
     def results(self, calls: Sequence[Call], timeout_s: float) -> list[Any]:
-        """Raises a rank's `DisaggError` unwrapped, and Ray's own errors as `DisaggError`."""
+        """Returns the results of the calls. Raises a rank's `DisaggError` unwrapped; wraps Ray's errors in one."""
         import ray
 
         try:
@@ -150,7 +151,7 @@ class RayRanks:
         return results
 
     def ended(self, calls: Sequence[Call], timeout_s: float) -> list[Call] | None:
-        """Returns the completed calls; None when Ray has stopped, and every rank with it."""
+        """Waits until a call completes, at most `timeout_s`; returns the completed calls. None: Ray has stopped."""
         import ray
 
         try:
@@ -162,9 +163,9 @@ class RayRanks:
         return list(ended)
 
     def kill(self, group: Group) -> None:
-        """Ends the actors; the placement group stays reserved.
+        """Kills the actors; the placement group stays reserved.
 
-        Processes of this host get SIGKILL first, which also ends a stopped process.
+        Processes on this host first get SIGKILL, which also ends a process that SIGSTOP has stopped.
         """
         import ray
 
@@ -174,15 +175,17 @@ class RayRanks:
             ray.kill(actor)
 
     def take_down(self, group: Group) -> None:
-        """Ends the remaining actors and releases the placement group."""
+        """Kills the remaining actors and releases the placement group."""
         import ray
 
         self.kill(group)
-        if not self.failure() and group.placement_group is not None:  # Ray would wait for its dead server
+        if (
+            not self.failure() and group.placement_group is not None
+        ):  # with a dead server this call would block
             ray.util.remove_placement_group(group.placement_group)
 
     def failure(self) -> str:
-        """Returns which server of a private Ray has ended; always empty for a joined cluster."""
+        """Returns which server of the private Ray has ended; empty if all run, and always for an existing Ray."""
         return self._private.failure() if self._private is not None else ""
 
 
@@ -194,7 +197,7 @@ def _reserve(name: str, where: GroupPlacement, outlives: bool, given_up: Callabl
     options = {"name": _reservation(name), "lifetime": "detached"} if outlives else {}
     try:
         placed = placement_group([bundle] * where.tp, strategy="STRICT_PACK", **options)
-    except ray.exceptions.RaySystemError as exc:  # two starts at once
+    except ray.exceptions.RaySystemError as exc:  # another launch reserves the same name now
         raise ConfigError(
             f"another `disagg launch` with the same cluster.name starts {name} on this Ray cluster: end one, or give "
             f"each its own cluster.name"
@@ -222,7 +225,8 @@ def _free() -> tuple[float, float]:
 
 
 def _reservation(group: str) -> str:
-    """Returns the name of a group's placement group, unique because Ray lists the names of all namespaces."""
+    """Returns the name of a group's placement group. It has the namespace as a prefix, because Ray lists the
+    placement groups of all namespaces."""
     import ray
 
     return f"{ray.get_runtime_context().namespace}/{group}"
@@ -244,7 +248,7 @@ def _survivor(name: str, actors: list[Any], placement: Placement) -> Group:
     where = placement.kinds.get(role, GroupPlacement(len(actors), "cpu", 0.0, "shared"))
     try:
         placed = ray.util.get_placement_group(_reservation(name))
-    except ValueError:  # removed meanwhile: the actors end
+    except ValueError:  # removed meanwhile, so the actors are ending too
         placed = None
     return Group(name, role, where, actors, placed)
 
@@ -267,9 +271,8 @@ def _actor_class(role: Role) -> Any:
 def local_ray(ranks: int) -> Iterator[PrivateRay]:
     """Runs a private Ray on this machine within the block: on loopback, for this user only.
 
-    Ray's processes end with the block. If this process is killed, a guard process ends them.
-
-    Raises `ConfigError` when Ray is not installed, or its folder cannot be made.
+    Ray's processes end with the block; if this process is killed, a guard process ends them. Raises `ConfigError`
+    when Ray is not installed, or its folder cannot be made.
     """
     with loopback_env(), session_folder() as folder, guarded(folder.parent) as private:
         ray = _import_ray()
@@ -282,18 +285,18 @@ def local_ray(ranks: int) -> Iterator[PrivateRay]:
         try:
             yield private
         finally:
-            if private.failure():  # Ray would wait for its dead server
+            if private.failure():  # with a dead server, `ray.shutdown` alone would block
                 private.kill()
             ray.shutdown()
 
 
 @contextlib.contextmanager
 def existing_ray(address: str, spans_hosts: bool, namespace: str | None = None) -> Iterator[RayResources]:
-    """Connects to a running Ray cluster, `auto` or `host:port`; the cluster survives the block.
+    """Connects to the running Ray cluster at `address`, `auto` or `host:port`; disconnects at the end of the block.
 
     `spans_hosts`: whether other hosts can reach the ranks. `namespace`: Ray namespace for the names of groups that
-    outlive this process. Within a Ray job, `auto` is the job's cluster. Raises `ConfigError` when the cluster does
-    not answer, rejects the token, or has several nodes although `spans_hosts` is false.
+    outlive this process. Within a Ray job, `auto` is the job's cluster. Raises `ConfigError` if the cluster does not
+    answer, rejects the token, or has several nodes although `spans_hosts` is False.
     """
     ray = _import_ray()
     try:
@@ -322,8 +325,8 @@ def existing_ray(address: str, spans_hosts: bool, namespace: str | None = None) 
 def _own_session() -> Iterator[None]:
     """Puts the processes that Ray starts within the block, and their children, into sessions of their own.
 
-    A supervisor or a terminal sends a signal to the whole process group of the command. Ray's servers would end
-    before the ranks, and calls to them would block for a minute. Ray has no option for this.
+    A service manager or a terminal sends a signal to the whole process group of the command. In that group, Ray's
+    servers would end before the ranks, and calls to the servers would block for a minute. Ray has no option for this.
     """
     from ray._private import services
 
@@ -343,14 +346,14 @@ def _check_reachable(address: str) -> None:
 
 
 def _import_ray() -> Any:
-    # Ray reads these at import. The token keeps other users of this machine out.
+    # Ray reads these variables at import. The token keeps other users of this machine out.
     os.environ.setdefault("RAY_AUTH_MODE", "token")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     # A start that fails on every rank raises one error; Ray would print the errors of other ranks as unhandled.
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     # Ray's default niceness of 15 starves ranks when the router or a client needs the same cores.
     os.environ.setdefault("RAY_worker_niceness", "0")
-    # Without this, a late call of a watcher thread after Ctrl-C would start a new Ray.
+    # With auto-connect, a late call of a watcher thread after Ctrl-C would start a new Ray.
     os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
     try:
         import ray

@@ -15,20 +15,20 @@ from disagg.core.config.read import Config
 from disagg.core.errors import DisaggError
 
 if TYPE_CHECKING:
-    from disagg.node.host import Started  # imports torch and transformers, which a cluster does not need
+    from disagg.node.rank_records import Started
 
 log = structlog.get_logger(__name__)
 
 LOOK_S = 0.2
 
 Progress = Callable[[str], None]
-"""Callback for the current step, as text."""
+"""Callback that receives a description of the current step of a start."""
 
 
 def start_groups(ranks: Ranks, groups: Sequence[Group], config: Config, progress: Progress) -> None:
-    """Starts all groups, sets `Group.started` and `Group.info`, and joins the ranks of each group for computation.
+    """Starts the ranks of all groups, and lets each group begin to compute once its description is complete.
 
-    Raises as `start_ranks` and `group_info`.
+    Sets `Group.started` and `Group.info`. Raises the errors of `start_ranks` and `group_info`.
     """
     progress("loading the model on every rank")
     start_ranks(ranks, groups, config.cluster.start_timeout_s)
@@ -43,8 +43,8 @@ def start_groups(ranks: Ranks, groups: Sequence[Group], config: Config, progress
 def link_groups(ranks: Ranks, prefill: Group, decode: Group, new: Sequence[Group]) -> None:
     """Links two groups and measures the network between them.
 
-    Raises the error of a rank. Ignores the loss of a rank in a group that is not in `new`, because the supervisor
-    replaces that group.
+    Raises the error of a rank. If a group that is not in `new` has lost a rank, only logs the error, because the
+    supervisor replaces that group.
     """
     try:
         call_all(ranks, prefill, "link", decode.info)
@@ -60,8 +60,8 @@ def link_groups(ranks: Ranks, prefill: Group, decode: Group, new: Sequence[Group
 def start_ranks(ranks: Ranks, groups: Sequence[Group], timeout_s: float) -> None:
     """Starts the ranks of all groups at once and sets `Group.started`.
 
-    If a rank fails or dies, raises its error at once, because other ranks may wait for that rank in a collective.
-    After `timeout_s`, raises `DisaggError` that names the ranks that are not ready.
+    If a rank fails or dies, raises its error at once, because other ranks may block on that rank in a collective.
+    After `timeout_s`, raises a `DisaggError` that names the ranks that are not ready.
     """
     starting: dict[Call, tuple[Group, int]] = {}
     identifying = [(group, [actor.identify.remote() for actor in group.actors]) for group in groups]
@@ -87,7 +87,10 @@ def start_ranks(ranks: Ranks, groups: Sequence[Group], timeout_s: float) -> None
 
 
 def calibrate(ranks: Ranks, prefill: Group, decode: Group) -> None:
-    """Measures the links one rank after the other, so that each is idle; logs equal results once."""
+    """Measures the network from each prefill rank to the decode group, one rank at a time so that links are idle.
+
+    Equal results are logged once.
+    """
     from prefill_node.calibration import OVERRIDE
 
     logged: set[tuple[str, str]] = set()

@@ -1,7 +1,7 @@
 """Keeps a cluster at its number of groups: replaces groups that die, and adds or stops groups on request.
 
-One thread adds and stops groups, one operation at a time. When a group dies, the cluster's watcher thread takes it
-down and announces the remaining groups at once.
+The supervisor's thread adds and stops groups, one operation at a time. When a group dies, the cluster's watcher
+thread takes the group down and announces the remaining groups at once.
 """
 
 from __future__ import annotations
@@ -25,27 +25,30 @@ from disagg.core.types import GroupInfo
 log = structlog.get_logger(__name__)
 
 LONGEST_BACKOFF_S = 60.0
-"""Longest pause between two tries. After `cluster.restart_tries` failures, every further pause has this length."""
+"""Longest pause between two attempts to start a group; the only pause after `cluster.restart_tries` failures."""
 MOST_DOUBLINGS = 64
 STABLE_S = 60.0
-"""Seconds of service after which a group's death resets the count of restart attempts."""
+"""Shortest service time after which the death of a replacement group counts as its first failure. An earlier death
+continues the count of failures."""
 WAIT_S = 0.2
 
 
 Announce = Callable[[Sequence[GroupInfo], Sequence[str]], None]
-"""Callback `announce(groups, draining)`: publishes groups and names of draining ones. Thread-safe; never blocks."""
+"""Callback `announce(groups, draining)`: publishes all groups, and the names of those that drain. Thread-safe; never
+blocks."""
 WaitUnused = Callable[[Sequence[str], float], bool]
 """Function `wait_unused(names, timeout_s)`: waits until no router uses the groups; returns False on timeout."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Missing:
-    """A group to be started, in place of one that died or that an adoption did not find."""
+    """A group to start: the replacement of a group that died, or a group that was not adopted."""
 
     role: Role
     tries: int
-    """Consecutive failures, including the death of the group."""
+    """Number of consecutive failures, including the death of the group."""
     due_s: float
+    """Time of the next attempt, by `time.monotonic`."""
 
 
 class Supervisor:
@@ -59,27 +62,30 @@ class Supervisor:
         self._work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._missing: list[_Missing] = []
         self._history: dict[str, tuple[int, float]] = {}
-        """Per replacement group: the attempts before it, and the time at which the group began to serve."""
+        """By name of a replacement group: the failures before its start, and the time at which it began to serve."""
         self._announcing = threading.Lock()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="supervisor", daemon=True)
 
     def start(self) -> None:
-        """Announces the groups, and starts to replace dead ones and to add those that an adoption did not find."""
+        """Announces the groups, and begins to replace dead groups and to start groups that were not adopted."""
         self._missing = [_Missing(role, 0, time.monotonic()) for role in self._cluster.missing()]
         self.announce()
         self._cluster.on_group_lost(self._on_group_lost)
         self._thread.start()
 
     def stop(self) -> None:
-        """Ends supervision and abandons a start in progress; running groups stay. Idempotent."""
+        """Ends the supervision and aborts the start of a group, if any. Running groups continue. Idempotent."""
         self._stopping.set()
         while self._thread.is_alive():
             self._cluster.abandon_start()
             self._thread.join(WAIT_S)
 
     def drain(self, timeout_s: float, stop_now: threading.Event) -> bool:
-        """Withdraws every group. Returns False if routers still use a group after `timeout_s` or `stop_now`."""
+        """Announces that every group drains, and waits until no router uses a group.
+
+        Returns False if `timeout_s` passes or `stop_now` is set first.
+        """
         self.stop()
         for group in self._cluster.groups:
             group.leaving = True
@@ -98,8 +104,10 @@ class Supervisor:
             self._announce(self._cluster.infos(), leaving)
 
     def scale(self, role: Role, count: int, done: Callable[[str], None]) -> None:
-        """Adds groups, or drains and stops the newest, until there are `count`; then calls `done` with "" or an
-        error."""
+        """Schedules work that adds groups, or drains and stops the newest, until the role has `count` groups.
+
+        `done` is then called with an error, or with "" on success.
+        """
         self._work.put(partial(self._scale, role, count, done))
 
     # --- the watcher's thread
@@ -141,7 +149,8 @@ class Supervisor:
         self._history[group.name] = (missing.tries, time.monotonic())
 
     def _failed(self, role: Role, tries: int, why: str) -> None:
-        """Schedules attempt number `tries`. The death itself counts as the first failure."""
+        """Schedules the replacement of a group after failure number `tries`. The death of the group counts as the
+        first failure."""
         if tries > self._config.restart_tries:
             pause_s = LONGEST_BACKOFF_S
             log.error(
@@ -192,7 +201,7 @@ class Supervisor:
 
 
 def _error_of(work: Callable[[], object]) -> str:
-    """Runs `work`; returns its error, or "". An unforeseen error is logged with its traceback."""
+    """Runs `work`; returns its error, or "" on success. Logs the traceback of errors other than `DisaggError`."""
     try:
         work()
     except DisaggError as error:
@@ -216,8 +225,8 @@ def supervised(
 ) -> Iterator[Supervisor]:
     """Supervises a running cluster within the block; the cluster outlives the block.
 
-    `remedy` is advice for the operator, logged if a group cannot be started. Without `wait_unused`, a group that
-    drains stops after the requests that have reached it; requests that routers are still sending to it fail.
+    `remedy` is advice for the operator, logged if a group cannot be started. Without `wait_unused`, a draining group
+    stops when the requests that it has received end; requests that routers are still sending to it fail.
     """
     supervisor = Supervisor(cluster, announce, wait_unused, remedy)
     supervisor.start()

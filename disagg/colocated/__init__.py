@@ -1,1 +1,1 @@
-"""Prefill and decode in one group, on the same ranks: the baseline with which a split system is compared."""
+"""The colocated node: prefill and decode on the same ranks, as the baseline for comparisons with a split system."""

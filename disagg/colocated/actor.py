@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import ray
 
-from disagg.core.collection import collection_paused
+from disagg.node.host import RankHost
+from disagg.node.ownership import NO_COUNTS, GroupCounts, Owner
+from disagg.node.rank_records import ClaimReply
 
-with collection_paused():  # a rank's process imports torch and transformers here
+if TYPE_CHECKING:  # torch and transformers, which the cluster that places the rank need not load
     from disagg.colocated.rank import ColocatedRank
-    from disagg.node.host import ClaimReply, RankHost
-    from disagg.node.ownership import NO_COUNTS, GroupCounts, Owner
 
 
 # No restarts, and a concurrency group for `park`: `prefill_node.actor` gives the reasons.
@@ -17,19 +19,26 @@ with collection_paused():  # a rank's process imports torch and transformers her
 class ColocatedActor(RankHost):
     """Ray actor that hosts a `ColocatedRank`; `disagg.node.host` describes its threads and its owner."""
 
-    node_class = ColocatedRank
+    role = "colocated"
+
+    @staticmethod
+    def rank_class() -> type[ColocatedRank]:
+        """Returns `ColocatedRank`; see `RankHost.rank_class`."""
+        from disagg.colocated.rank import ColocatedRank
+
+        return ColocatedRank
 
     @ray.method(concurrency_group="watch")  # type: ignore[untyped-decorator]
     def pulse(self, token: str = "", counts: GroupCounts = NO_COUNTS) -> bool:
-        """See `RankHost.pulse`."""
+        """Records a pulse of the owner; see `RankHost.pulse`."""
         return super().pulse(token, counts)
 
     @ray.method(concurrency_group="watch")  # type: ignore[untyped-decorator]
     def claim(self, claimant: Owner) -> ClaimReply:
-        """See `RankHost.claim`."""
+        """Makes `claimant` the owner if the current owner is dead; see `RankHost.claim`."""
         return super().claim(claimant)
 
     @ray.method(concurrency_group="watch")  # type: ignore[untyped-decorator]
     def park(self, token: str = "") -> str:
-        """See `RankHost.park`."""
+        """Blocks until the rank ends or has a new owner; returns the reason. See `RankHost.park`."""
         return super().park(token)

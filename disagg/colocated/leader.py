@@ -1,4 +1,4 @@
-"""Leader of a colocated group: handles the messages of a prefill and of a decode leader."""
+"""The colocated group's leader: handles the messages that routers otherwise send to a prefill and a decode leader."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ log = structlog.get_logger(__name__)
 
 
 class ColocatedLeader(ReservingLeader):
-    """Connects rank 0's scheduler to the control channel; see `disagg.node.leader` for its threads."""
+    """Message handlers and scheduler of rank 0; `disagg.node.leader` describes its threads."""
 
     _role = "colocated"
     _scheduler: ColocatedScheduler
@@ -61,7 +61,7 @@ class ColocatedLeader(ReservingLeader):
         raise HandshakeError(f"a colocated group cannot be linked with another group ({other.name})")
 
     def commit(self, plan: StepPlan, logits: torch.Tensor, scores: PromptScores) -> None:
-        """Commits a finished step: samples and streams a token of each answer whose prompt is computed.
+        """Ends a step: samples and streams a token for each request whose prompt is computed.
 
         `logits`: float32 `[len(plan.work), vocab]`. `scores`: log-probabilities of prompt tokens, for the routers.
         """
@@ -104,7 +104,7 @@ class ColocatedLeader(ReservingLeader):
 
     def _fail(self, request: LedRequest, error: DisaggError) -> None:
         """Fails the request without caching its pages, whose KV may be wrong."""
-        assert isinstance(request, ColocatedRequest), "this leader's"
+        assert isinstance(request, ColocatedRequest), "this leader has colocated requests only"
         request.prefix = None
         super()._fail(request, error)
 
@@ -177,7 +177,10 @@ class ColocatedLeader(ReservingLeader):
             request.started = True
 
     def _answer(self, request: ColocatedRequest, chosen: Chosen | RequestError) -> bool:
-        """Sends a token, or the error, to the router; returns whether a token was sent."""
+        """Appends a sampled token to the answer and sends it, or the error, to the router.
+
+        Returns True if a token was sent.
+        """
         if request.closing:
             return False
         if isinstance(chosen, RequestError):

@@ -29,13 +29,13 @@ from transport.tags import TICKET_NUMBERS
 
 @dataclass(frozen=True, slots=True)
 class NoTransferStatistics:
-    """Statistics of an agent without transfers."""
+    """Statistics of `NoTransfers`: always zero."""
 
     tickets: int = 0
 
 
 class NoTransfers:
-    """Transfer agent of a rank that sends and receives no KV. See `disagg.node.agent.Agent`."""
+    """Transfer agent of a rank that sends and receives no KV; implements `disagg.node.agent.Agent`."""
 
     def __init__(self, rank: int, lane: str, device: torch.device) -> None:
         self._status = RankStatus(lane, rank, device_name(device))
@@ -47,7 +47,7 @@ class NoTransfers:
         """Never called: the agent receives no message."""
 
     def poll(self, now_s: float) -> float:
-        """Returns the idle interval."""
+        """Returns the idle interval in seconds: the agent has nothing to poll."""
         return IDLE_WAIT_S
 
     def adopt_thread(self) -> None:
@@ -57,11 +57,11 @@ class NoTransfers:
         """Never called: `ColocatedRank._make_link` raises."""
 
     def on_linked(self, peer: str, message: m.Linked) -> bool:
-        """No effect: the agent has no peers."""
+        """Does nothing: the agent has no peers. Returns True."""
         return True
 
     def on_peer_lost(self, peer: str) -> None:
-        """No effect: the agent has no peers."""
+        """Does nothing: the agent has no peers."""
 
     def statistics(self) -> NoTransferStatistics:
         """Returns zero counts."""
@@ -88,7 +88,7 @@ class ColocatedRank(RankNode[ColocatedConfig, ColocatedLeader, NoTransfers]):
             chunks=self._prompt_chunks(),
             max_batch=group.max_batch,
             max_context_tokens=group.context_limit(spec.context_tokens),
-            # A random start: a message to a former group of this name must not start a new request.
+            # A random number, because a message to an earlier group of this name must not match a new ticket.
             first_ticket=secrets.randbelow(TICKET_NUMBERS),
             state_interval_tokens=group.state_interval_tokens,
         )

@@ -6,8 +6,8 @@ prompts never stall answers (chunked prefill with stall-free batching, Sarathi-S
 Owner of a request's row and pages (its block table), and the code that frees them:
 
     [reserve, settled)     the request; cached pages also belong to the cache and to other requests
-    settled                `_settle` frees, once the request is closing and no running step computes it. Ranks need
-                           not confirm: they use pages in steps only, in the order of plans
+    settled                `_settle` frees, once the request is closing and no running step computes the request.
+                           No report of the ranks is needed: they use pages in steps only, in the order of plans
     [computed, evicted)    the prefix cache owns full pages of prompts and answers; see `disagg.node.kv_manager`
 """
 
@@ -33,7 +33,7 @@ from transport.tags import TICKET_NUMBERS
 
 @dataclass(slots=True, eq=False)
 class ColocatedRequest:
-    """One request."""
+    """State of a request in a colocated group."""
 
     key: RequestKey
     ticket: Ticket
@@ -47,13 +47,14 @@ class ColocatedRequest:
     prefix: PrefixKey | None = None
     """Key of the prompt in the prefix cache; None if the KV must not be cached."""
     answered: int = 0
-    """Number of `tokens` that a lost group computed: their KV is computed like the prompt's."""
+    """Number of `tokens` that a lost group generated before this attempt. Their KV is computed in chunks, like the KV
+    of the prompt."""
     states: SavedStates = field(default_factory=SavedStates)
     """Recurrent states for the prefix cache."""
     started: bool = False
     """Whether the router has sent `Prefill`."""
     planned_tokens: int = 0
-    """Tokens of the prompt, and of the answer so far, that are computed or part of the running step."""
+    """Number of tokens of prompt and earlier answer that are computed or part of the running step."""
     tokens: list[int] = field(default_factory=list)
     """Tokens of the answer."""
     priority: int = 0
@@ -70,7 +71,7 @@ class ColocatedRequest:
 
     @property
     def begin_tokens(self) -> int:
-        """Tokens to compute before the first one is sampled: the prompt, and the answer so far."""
+        """Number of tokens to compute before a token is sampled: the prompt, and the answer of an earlier attempt."""
         return len(self.prompt) + self.answered
 
 
@@ -104,7 +105,7 @@ class ColocatedScheduler:
         """`chunks.chunk_tokens`: token budget of a step; `max_batch`: largest number of answers in a step.
 
         If answers use the whole budget, the step still has the smallest prompt chunk, so prompts never starve.
-        `state_interval_tokens`: see `GroupConfig`.
+        `state_interval_tokens`: distance between cached recurrent states of a prompt; see `GroupConfig`.
         """
         self._states = StateSaves(kv_manager, chunks, state_interval_tokens)
         self.kv_manager = kv_manager
@@ -127,10 +128,10 @@ class ColocatedScheduler:
         prefix: PrefixKey | None = None,
         answered: Sequence[int] = (),
     ) -> ColocatedRequest:
-        """Reserves a row and all pages of prompt and answer, after the prefix cache hit of `prefix`.
+        """Reserves a row and all pages of prompt and answer, so that the request can never run out of pages.
 
-        `prefix` is the key of the prompt, `answered` the answer so far. An admitted request can therefore never run
-        out of pages. Raises `PromptTooLongError`, `BusyError`.
+        `prefix`: key of the prompt in the prefix cache, whose hit provides the first pages. `answered`: tokens of the
+        answer so far. Raises `PromptTooLongError`, `BusyError`.
         """
         self.require_fits(len(prompt), sampling)
         total = len(prompt) + sampling.max_tokens
@@ -156,17 +157,19 @@ class ColocatedScheduler:
         return request
 
     def require_fits(self, prompt_tokens: int, sampling: SamplingParams) -> None:
-        """Raises `PromptTooLongError` unless the request fits when it is alone."""
+        """Raises `PromptTooLongError` if the request would not even fit an empty group."""
         if prompt_tokens + sampling.max_tokens > self._max_tokens:
             raise PromptTooLongError(
                 f"prompt of {prompt_tokens} and answer of up to {sampling.max_tokens} tokens do not fit the group, "
                 f"which takes {self._max_tokens} in all: raise colocated.max_context_tokens or "
-                f"colocated.pool_tokens, or shorten them"
+                f"colocated.pool_tokens, or shorten prompt or answer"
             )
 
     def next_step(self) -> StepPlan | None:
-        """Plans the next step: a token of each running answer, then prompt chunks up to the budget; None without
-        work."""
+        """Returns a plan with a token of each running answer, then prompt chunks up to the token budget.
+
+        Returns None if the plan would be empty.
+        """
         decodes = itertools.islice(filter(self._decodes, self.requests.values()), self._max_batch)
         work = [self._next_token(request) for request in decodes]
         work += self._prompts(self._chunks.chunk_tokens - len(work))
@@ -188,7 +191,7 @@ class ColocatedScheduler:
         for work in plan.work:
             request = self.requests[work.key]
             request.in_step = False
-            if work.span.stop == request.begin_tokens:  # cache early, for requests with the same prefix
+            if work.span.stop == request.begin_tokens:  # cache now: queued requests may have the same prefix
                 self._keep(request)
             if work.start >= request.begin_tokens:
                 # To the end of the order: with more answers than `max_batch`, all make progress.
@@ -207,7 +210,7 @@ class ColocatedScheduler:
 
     @property
     def kv_events(self) -> KVEventLog | None:
-        """KV events of the prefix cache; see `KVManager`."""
+        """KV events of the prefix cache, for routers; None without a log of events."""
         return self.kv_manager.kv_events
 
     def statistics(self) -> ColocatedStatistics:

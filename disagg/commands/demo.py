@@ -30,9 +30,9 @@ from disagg.core.folders import make_folder, writing
 from disagg.core.log import configure
 from disagg.core.sampling import MAX_LOGPROBS
 from disagg.core.types import SamplingParams, TokenLogprobs
+from disagg.model.load.source import make_source
 from disagg.model.load.tokenizer import load_tokenizer
 from disagg.model.rounding import Judged
-from disagg.node.assemble import make_source
 from disagg.reference.answers import Reference, comparable, equal_tokens, reference_answers
 from disagg.reference.verdict import judged_of, verdict, within
 from disagg.report.table import RequestReport, answer_lines, report_table
@@ -52,13 +52,13 @@ class DemoAnswer:
     text: str
     report: SessionReport
     logprobs: list[TokenLogprobs]
-    """One entry per answer token; empty if they are not needed, because tokens must equal the reference's."""
+    """Log-probabilities of each answer token; empty if all tokens must equal the reference's."""
 
 
 def run_demo(config: Config, options: RunOptions) -> None:
     """Serves the prompts, compares every token with the reference, prints a table, and writes timeline and report.
 
-    Raises `MismatchError` when rounding does not explain a difference, `ConfigError` for colocated groups.
+    Raises `MismatchError` if an answer differs and rounding does not explain it, `ConfigError` for colocated groups.
     """
     if config.cluster.mode != "split":
         raise ConfigError(
@@ -102,10 +102,11 @@ def run_demo(config: Config, options: RunOptions) -> None:
 
 
 def _exact(config: Config) -> Config:
-    """Disables the prefix cache; runs a checkpoint in float32 unless `model.dtype` is set.
+    """Returns a copy of the configuration that disables the prefix cache. For a checkpoint, the copy also sets
+    `model.dtype` to float32 unless a type is configured.
 
-    Only in float32 are the tokens of two engines equal. The prefix cache is off because the reference computes each
-    prompt from its start.
+    Two different engines generate equal tokens only in float32. The prefix cache is off because the reference
+    computes each prompt from its start.
     """
     prefill, decode = (
         msgspec.structs.replace(group, prefix_cache=False) for group in (config.prefill, config.decode)
@@ -117,7 +118,7 @@ def _exact(config: Config) -> Config:
 
 
 def run_generate(config: Config, options: RunOptions) -> None:
-    """Streams the answers to standard output, one prompt after the other; progress goes to stderr."""
+    """Answers the prompts one by one and streams each answer to stdout; progress goes to stderr."""
     configure(config.log)
     console = Console(stderr=True)
     config = with_model(config, console.print)
@@ -194,7 +195,7 @@ async def _one(
 
 
 def _encode(config: Config, options: RunOptions) -> tuple[Decode, list[list[int]]]:
-    """Returns the detokenizer and the tokenized prompts. Raises `PromptTooLongError` before anything starts."""
+    """Returns the detokenizer and the tokenized prompts. Raises `PromptTooLongError` if a prompt is too long."""
     source = make_source(config)
     tokenizer = load_tokenizer(source)
     prompts = [list(tokenizer(text)["input_ids"]) for text in options.prompts]

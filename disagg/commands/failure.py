@@ -1,4 +1,4 @@
-"""Ends a command whose whole cluster failed: Ray's servers have ended, or another launch has adopted the groups."""
+"""Ends a command whose whole cluster has failed: Ray has ended, or another launch has adopted the groups."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from disagg.core.errors import DisaggError
 from disagg.node.ownership import DISOWNED
 
 END_TIMEOUT_S = 30.0
-"""Time after which the process is ended by force, because calls to a Ray without servers may block for minutes."""
+"""Time from the failure to a forced exit of the process, because calls to a dead Ray may block for minutes."""
 
 
 def raise_failure(cluster: Cluster) -> None:
-    """Raises `DisaggError` if the cluster has failed; then the process ends within `END_TIMEOUT_S`, with status 1."""
+    """Raises `DisaggError` if the cluster has failed. In this case the process ends within `END_TIMEOUT_S`, with exit
+    code 1."""
     if cluster.failed:
         end = threading.Timer(END_TIMEOUT_S, os._exit, (1,))
         end.daemon = True

@@ -22,21 +22,22 @@ from transport.control.zmq import make_control
 log = structlog.get_logger(__name__)
 
 GROWTH = 2
-"""Capacity of a private Ray, as a multiple of the groups at the start. `disagg scale` uses the remaining capacity."""
+"""Capacity of a private Ray, as a multiple of the ranks at the start. The spare capacity is for `disagg scale`."""
 
 
 OUTLIVING_END_S = 30.0
-"""Time from a signal during the start to a forced exit, on a Ray cluster where groups would outlive the command."""
+"""Time from a signal during the start to a forced exit, on an existing Ray cluster. The time is longer than `END_S`,
+because groups that are not ended within it outlive the command."""
 REMEDY = "remove the cause; `disagg scale` tries again at once"
 
 
 def run_launch(config: Config) -> None:
     """Starts the groups and announces them to routers until SIGINT or SIGTERM; a second signal skips the drain.
 
-    At the first signal, routers send no new requests, and running requests have `transfer.drain_timeout_s` to finish.
-    On an existing Ray cluster, the groups outlive a killed command, and the next launch adopts them. Raises
-    `DisaggError` when the whole cluster failed, so that a service manager starts the command again. Raises
-    `ConfigError` before anything starts, and `KeyboardInterrupt` for a signal during the start.
+    After the first signal, routers send no new requests, and running requests have `transfer.drain_timeout_s` to
+    finish. On an existing Ray cluster, the groups outlive a killed command, and the next launch adopts them. Raises
+    `DisaggError` if the whole cluster fails, so that a service manager starts the command again. Raises `ConfigError`
+    for bad settings before any process starts, and `KeyboardInterrupt` for a signal during the start.
     """
     configure(config.log)
     console = Console(stderr=True)

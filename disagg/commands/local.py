@@ -4,27 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import secrets
 import tempfile
+import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
-import torch
 
 from disagg.cluster.adoption import Claimant
 from disagg.cluster.keys import own_keys
 from disagg.cluster.lifecycle import Cluster
+from disagg.cluster.local_ray import PrivateRay
 from disagg.cluster.placement import Placement, choose_placement, place_colocated
 from disagg.cluster.ray import RayResources, existing_ray, local_ray, start_cluster
 from disagg.cluster.start import Progress
 from disagg.cluster.supervisor import Announce
+from disagg.core.collection import collection_paused
 from disagg.core.config.read import Config
 from disagg.core.errors import ConfigError
 from disagg.core.types import GroupInfo
-from disagg.model.load.source import ModelSource
-from disagg.model.tensor_parallel import check_tp
-from disagg.node.assemble import make_source
 from disagg.router.follow import Follower
 from disagg.router.response_dispatcher import ResponseDispatcher
 from disagg.router.router import Router
@@ -32,14 +33,19 @@ from transport.control.zmq import make_control
 from transport.hosts import is_loopback, own_host
 from transport.keys.ring import AnyKeys
 
+if TYPE_CHECKING:
+    from disagg.model.load.source import ModelSource
+
 CACHE = Path("~/.cache/disagg")
 TINY_CHAT = "tiny-chat"
-"""Folder and name of the model without `--model`."""
+"""Name and folder of the small model that is made and used if no model is configured."""
 _MADE = "models-1"
-"""Folder of made models; another number for other files, so that older ones are not used."""
+"""Folder of made models. Raise the number when the made files change, so that old files are not used."""
 NAMESPACE = "disagg-launch"
-"""Prefix of the Ray namespaces of groups that outlive their launch."""
+"""Prefix of the Ray namespace for groups that can outlive their `disagg launch`."""
 TOKEN_BYTES = 16
+GPU_FILES = ("/dev/nvidiactl", "/dev/dxg", "/proc/driver/nvidia/version")
+"""Files of which at least one exists where a driver of NVIDIA GPUs runs."""
 
 
 def with_model(config: Config, progress: Progress) -> Config:
@@ -58,60 +64,108 @@ def with_model(config: Config, progress: Progress) -> Config:
 
 
 def _make_tiny_chat(directory: Path) -> None:
-    """Makes the checkpoint in another folder and renames that, so that no process reads half of it."""
+    """Makes the checkpoint in a temporary folder and renames the folder, so that no process reads a partial one."""
     from disagg.model.load.tiny import make_tiny_checkpoint
 
     directory.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=directory.parent) as folder:
         made = make_tiny_checkpoint(Path(folder) / TINY_CHAT)
-        with contextlib.suppress(OSError):  # another process was faster
+        with contextlib.suppress(OSError):  # another process has made the folder meanwhile
             made.rename(directory)
 
 
 def check_split(source: ModelSource, placement: Placement) -> None:
-    """Raises `UnsupportedModelError`, before anything starts, when the placed TP sizes cannot split the model."""
+    """Raises `UnsupportedModelError` if the TP sizes of the placement cannot split the model."""
+    import torch
+
+    from disagg.model.tensor_parallel import check_tp
+
     check_tp(source.spec(torch.float32), {role: group.tp for role, group in placement.kinds.items()})
 
 
 def limit_tokens(config: Config, source: ModelSource) -> int:
-    """Returns the largest number of tokens that a prompt and its answer may have together. The model and every group
-    limit them."""
+    """Returns the largest number of tokens of a prompt plus its answer, as limited by the model and by every kind of
+    group."""
+    import torch
+
     context = source.spec(torch.float32).context_tokens
     return min(kind.context_limit(context) for kind in config.kinds.values())
 
 
 @contextlib.contextmanager
-def local_cluster(config: Config, progress: Progress) -> Iterator[Cluster]:
+def started_ray(config: Config, progress: Progress, growth: int = 1) -> Iterator[PrivateRay | None]:
+    """Starts the private Ray of a machine without GPUs while torch and transformers are imported on a thread.
+
+    Both take seconds, and Ray's start blocks on other processes for most of its time. Yields None where the number of
+    GPUs determines the placement, because torch counts them, and where `cluster.ray` names an existing cluster.
+    """
+    placement = _placement_without_torch(config) if config.cluster.ray == "local" else None
+    if placement is None:
+        yield None
+        return
+    threading.Thread(target=_import_packages, name="imports", daemon=True).start()
+    progress("starting Ray")
+    with local_ray(growth * placement.ranks) as private:
+        yield private
+
+
+def _placement_without_torch(config: Config) -> Placement | None:
+    """Returns the placement if no group can run on a GPU, else None."""
+    on_cpu = all(kind.device == "cpu" for kind in config.kinds.values())
+    return place(config, 0) if on_cpu or not any(map(os.path.exists, GPU_FILES)) else None
+
+
+def _import_packages() -> None:
+    """Imports the packages that the main thread needs next. There, a failed import fails again, with its error."""
+    with contextlib.suppress(Exception), collection_paused():
+        import disagg.model.load.source
+        import disagg.model.load.tokenizer  # noqa: F401
+
+
+@contextlib.contextmanager
+def local_cluster(config: Config, progress: Progress, private: PrivateRay | None = None) -> Iterator[Cluster]:
     """Starts or joins Ray, as configured by `cluster.ray`, and starts all groups.
 
-    At the end of the block, the groups stop, and Ray too if this function started it. The number of GPUs determines
-    each TP size that is None.
+    At the end of the block, the groups stop, and Ray stops if this function started it. TP sizes that are None are
+    chosen from the number of GPUs. `private`: a private Ray that runs already, see `started_ray`.
     """
     keys = own_keys(config.control)
     # A port in use raises here, before the models load.
     make_control(config.control, keys, config.control.router_port).close()
-    with placed_cluster(config, keys, progress) as cluster:
+    with placed_cluster(config, keys, progress, private=private) as cluster:
         yield cluster
 
 
 @contextlib.contextmanager
 def placed_cluster(
-    config: Config, keys: AnyKeys, progress: Progress, growth: int = 1, outlives: bool = False
+    config: Config,
+    keys: AnyKeys,
+    progress: Progress,
+    growth: int = 1,
+    outlives: bool = False,
+    private: PrivateRay | None = None,
 ) -> Iterator[Cluster]:
-    """Runs `local_cluster` with the caller's keys, for routers in other processes.
+    """Starts a cluster as `local_cluster` does, with the caller's keys, which routers in other processes can share.
 
     A private Ray has room for `growth` times the number of ranks at the start. With `outlives`, on an existing Ray
-    cluster, the groups outlive this process if it is killed. Groups of a process that was killed earlier are adopted.
+    cluster, the groups survive a kill of this process, and the groups of a process that was killed earlier are
+    adopted.
     """
-    source = make_source(config)
-    private = None
-    claimant = Claimant(secrets.token_hex(TOKEN_BYTES), lambda: source.fingerprint) if outlives else None
     with contextlib.ExitStack() as stack:
+        if private is None:
+            private = stack.enter_context(started_ray(config, progress, growth))
+        import torch
+
+        from disagg.model.load.source import make_source
+
+        source = make_source(config)
+        claimant = Claimant(secrets.token_hex(TOKEN_BYTES), lambda: source.fingerprint) if outlives else None
         if config.cluster.ray == "local":
             placement = place(config, torch.cuda.device_count())
             check_split(source, placement)
-            progress("starting Ray")
-            private = stack.enter_context(local_ray(growth * placement.ranks))
+            if private is None:
+                progress("starting Ray")
+                private = stack.enter_context(local_ray(growth * placement.ranks))
         else:
             progress("connecting to Ray")
             spans_hosts = not is_loopback(own_host(config.control.host))
@@ -133,8 +187,8 @@ def _check_cpus(placement: Placement, found: RayResources) -> None:
 
 
 def place(config: Config, gpus: int) -> Placement:
-    """Returns the placement of all groups on `gpus` GPUs. Raises `ConfigError` if one kind of group needs a GPU and
-    the other one a CPU."""
+    """Returns the placement of all groups on `gpus` GPUs. Raises `ConfigError` if prefill and decode groups are
+    configured for different kinds of device."""
     if config.cluster.mode == "colocated":
         group = config.colocated
         return place_colocated(gpus, group.tp, group.device, group.groups)
@@ -156,7 +210,7 @@ def place(config: Config, gpus: int) -> Placement:
 
 @contextlib.asynccontextmanager
 async def local_router(cluster: Cluster) -> AsyncIterator[Router]:
-    """Starts a router of the cluster on the running event loop."""
+    """Starts a router for the cluster's groups on the running event loop; ends it at the end of the block."""
     loop = asyncio.get_running_loop()
     dispatcher = ResponseDispatcher(cluster.control(), loop)
 
@@ -173,7 +227,8 @@ async def local_router(cluster: Cluster) -> AsyncIterator[Router]:
 
 
 def follow_cluster(router: Router) -> Announce:
-    """Returns a callback that applies a supervisor's announcements to `router`. Call this on its event loop."""
+    """Returns a callback that applies a supervisor's announcements to `router`. Must be called on the router's event
+    loop."""
     loop, follower = asyncio.get_running_loop(), Follower(router)
 
     def announce(groups: Sequence[GroupInfo], draining: Sequence[str]) -> None:

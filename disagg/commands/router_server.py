@@ -1,4 +1,5 @@
-"""Serves the HTTP API with a router of joined groups: the common part of a single server and of a worker."""
+"""Serves the HTTP API with a router. A server with one process and each worker process of a larger server share this
+code."""
 
 from __future__ import annotations
 
@@ -11,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import structlog
-import torch
 import uvloop
 
 from disagg.api.app import make_app
@@ -26,8 +26,6 @@ from disagg.commands.local import limit_tokens
 from disagg.core.collection import collect_requests_only
 from disagg.core.config.read import ApiConfig, Config
 from disagg.core.types import PROTOCOL_VERSION, GroupInfo
-from disagg.model.load.tokenizer import has_tokenizer, load_tokenizer
-from disagg.node.assemble import make_source
 from disagg.router.follow import joined
 from disagg.router.response_dispatcher import ResponseDispatcher
 from disagg.router.router import Router
@@ -42,7 +40,8 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True)
 class ServerParts:
-    """The parts of a server. The creator closes `model` and `tracing`; `serve_router` closes `listener`."""
+    """The parts of an HTTP server besides its router. The creator closes `model` and `tracing`; `serve_router` closes
+    `listener`."""
 
     config: Config
     model: ServedModel
@@ -54,18 +53,19 @@ class ServerParts:
 
 @dataclass(frozen=True)
 class Stop:
-    """Requests to stop: the first drains, the second aborts running requests."""
+    """Events that stop a server: `drain` lets running requests finish, `now` aborts them."""
 
     drain: asyncio.Event = field(default_factory=asyncio.Event)
     now: asyncio.Event = field(default_factory=asyncio.Event)
 
     def request(self) -> None:
-        """Requests a drain, or an abort if a drain was requested before."""
+        """Sets `drain` in the first call and `now` in the second."""
         (self.now if self.drain.is_set() else self.drain).set()
 
 
 def api_keys(config: ApiConfig) -> tuple[bytes, ...]:
-    """Returns the API keys. Raises `ConfigError` if there is no key and other machines can reach the address."""
+    """Returns the API keys, checked by `require_api_keys`. Logs a warning if other machines can use the API without a
+    key."""
     keys = require_api_keys(config, os.environ)
     if not keys and not is_loopback(config.host):
         log.warning(
@@ -75,15 +75,20 @@ def api_keys(config: ApiConfig) -> tuple[bytes, ...]:
 
 
 def run_loop(main: Coroutine[Any, Any, None]) -> None:
-    """Runs `main` on a new event loop."""
+    """Runs `main` on a new uvloop event loop until it returns."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(main)
 
 
 def served_model(config: Config) -> ServedModel:
     """Returns name, tokenizer and limits of the configured model. The caller closes it."""
+    import torch
+
+    from disagg.model.load.source import make_source
+    from disagg.model.load.tokenizer import has_tokenizer, load_tokenizer
+
     source = make_source(config)
-    name = config.api.model_name or (source.directory.resolve().name if source.directory else source.name)
+    name = config.api.model_name or source.label
     tokenizer = load_tokenizer(source) if has_tokenizer(source) else None
     if tokenizer is None:
         log.warning(
@@ -107,7 +112,10 @@ def served_model(config: Config) -> ServedModel:
 
 @asynccontextmanager
 async def joined_router(config: Config, keys: KeyRing, directory: str) -> AsyncIterator[Router]:
-    """Yields a router with a control channel of its own, which follows the groups of `directory`."""
+    """Yields a router with its own control channel. The router uses the groups that `directory` announces, if they
+    have this process's model and protocol version."""
+    from disagg.model.load.source import make_source
+
     source = make_source(config)
     fingerprint = await asyncio.to_thread(lambda: source.fingerprint)  # may read all weights
 
@@ -135,7 +143,7 @@ async def serve_router(
     stop: Stop,
     on_listening: Callable[[str], None],
 ) -> None:
-    """Serves with the router `made` until `stop`. `on_listening` receives the URL."""
+    """Serves the HTTP API with the router that `made` yields, until `stop`. Calls `on_listening` with the URL."""
     config, siblings = parts.config, parts.siblings
     async with made as router, watching(router.statuses, config.metrics.interval_s):
         service = Service(router, parts.model, config.api, siblings.share)

@@ -1,4 +1,4 @@
-"""Options of a run that are not part of the configuration: prompts, sampling, output folder."""
+"""Options of `disagg demo` and `disagg generate` that are not settings: prompts, sampling, output folder."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ DEMO_PROMPTS: tuple[str, ...] = (
     "not begin before November. The treasurer said that the reserve would cover the middle offer but "
     "not the dearest. After an hour of discussion the board decided, with two votes against, to",
 )
-"""Texts of a few tokens to a few hundred tokens. The different lengths make requests overlap in the demo."""
+"""Prompts of a few to a few hundred tokens. Because of the different lengths, requests overlap in the demo."""
 
 
 def demo_prompts(seed: int) -> tuple[str, ...]:
-    """Returns `DEMO_PROMPTS`; a seed above 0 shuffles the words of each."""
+    """Returns `DEMO_PROMPTS`; a seed above 0 shuffles the words of each prompt."""
     if seed == 0:
         return DEMO_PROMPTS
     order = random.Random(seed)
@@ -43,7 +43,7 @@ def demo_prompts(seed: int) -> tuple[str, ...]:
 
 
 class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """One request for each of `prompts`, all with the same `sampling`.
+    """Options of one run: a request for each of `prompts`, all with the same `sampling`.
 
     Raises `ConfigError` for a missing or empty prompt, `InvalidRequestError` for bad sampling parameters.
     """
@@ -53,11 +53,11 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
     out_dir: str | None = None
     """Folder for the timeline and the machine-readable report; None writes neither."""
     deterministic: bool | None = None
-    """Value of `model.deterministic` for a run whose tokens are compared. `disagg.reference.answers.comparable`
-    resolves None."""
+    """Value of `model.deterministic` for a run whose tokens are compared. If None,
+    `disagg.reference.answers.comparable` chooses the value."""
 
     prompts_from: str = "with --prompt TEXT"
-    """How the command takes prompts, for its errors."""
+    """Phrase for error messages that says how the user gives prompts to the command."""
 
     def __post_init__(self) -> None:
         if not self.prompts:

@@ -17,12 +17,12 @@ from transport.control.zmq import make_control
 
 
 def run_scale(config: Config, directory: str, counts: Mapping[Role, int]) -> None:
-    """Sends `counts`, the number of groups per role, to the directory at `directory`; returns when they are up.
+    """Sends `counts`, the number of groups per role, to the directory at `directory`; returns when they are reached.
 
-    Raises `DisaggError` with the directory's error, `PeerLostError` when the directory does not answer.
+    Raises `DisaggError` with the directory's error, `PeerLostError` if the directory does not answer.
     """
     configure(config.log)
-    directory_host(directory, config.control)  # rejects a malformed address first
+    directory_host(directory, config.control)  # rejects a malformed address
     keys = join_keys(config.control, directory, os.environ)
     control = make_control(config.control, keys)
     try:
@@ -32,7 +32,10 @@ def run_scale(config: Config, directory: str, counts: Mapping[Role, int]) -> Non
 
 
 def scale(control: ControlChannel, directory: str, counts: Mapping[Role, int]) -> None:
-    """Runs `run_scale` on a given channel, which this function starts."""
+    """Sends `counts` to the directory one role at a time, and waits for each reply. Starts the channel `control`.
+
+    Raises as `run_scale`.
+    """
     errors: list[str | None] = []
     received = threading.Condition()
 

@@ -1,7 +1,7 @@
-"""`disagg serve`: runs the HTTP API, either with a cluster that the command starts, or (`--join`) with a running one.
+"""`disagg serve`: runs the HTTP API with a cluster that the command starts, or (`--join`) with a running cluster.
 
-A signal stops the API first, then the cluster that this command started. With several workers this process serves no
-request: it starts the workers, and the directory of its own cluster, which the workers join.
+A signal stops first the API, then the cluster that this command started. With several workers this process serves no
+requests: it starts the workers and a directory of its cluster's groups, and the workers join that directory.
 """
 
 from __future__ import annotations
@@ -24,7 +24,14 @@ from disagg.cluster.lifecycle import Cluster
 from disagg.cluster.supervisor import supervised
 from disagg.commands.early import require_joined_model
 from disagg.commands.failure import raise_failure
-from disagg.commands.local import follow_cluster, local_cluster, local_router, placed_cluster, with_model
+from disagg.commands.local import (
+    follow_cluster,
+    local_cluster,
+    local_router,
+    placed_cluster,
+    started_ray,
+    with_model,
+)
 from disagg.commands.router_server import (
     ServerParts,
     Stop,
@@ -38,7 +45,7 @@ from disagg.commands.signals import SIGNALS, ignore_signals, start_interruptible
 from disagg.commands.workers import run_workers
 from disagg.core.config.read import Config
 from disagg.core.log import configure
-from disagg.node.rank import SWITCH_INTERVAL_S
+from disagg.core.threads import SWITCH_INTERVAL_S
 from disagg.report.choices import choices, choices_table
 from disagg.router.router import Router
 from disagg.sockets.guards import log_own_sockets
@@ -50,8 +57,8 @@ log = structlog.get_logger(__name__)
 def run_serve(config: Config) -> None:
     """Starts the cluster, serves until SIGINT or SIGTERM, then drains; a second signal aborts running requests.
 
-    Raises `DisaggError` when the whole cluster failed, so that a service manager starts the command again. Raises
-    `ConfigError` for bad keys, address, model or tracing before anything starts, and `KeyboardInterrupt` for a
+    Raises `DisaggError` if the whole cluster fails, so that a service manager starts the command again. Raises
+    `ConfigError` for bad keys, address, model or tracing before any rank starts, and `KeyboardInterrupt` for a
     signal during the start.
     """
     configure(config.log)
@@ -61,10 +68,16 @@ def run_serve(config: Config) -> None:
     console = Console(stderr=True)
     keys = api_keys(config.api)
     config = with_model(config, console.print)
-    with start_interruptible(), traced(config.metrics) as tracing, bind(config.api) as listener:
+    with (
+        start_interruptible(),
+        traced(config.metrics) as tracing,
+        bind(config.api) as listener,
+        console.status("starting") as status,
+        started_ray(config, status.update) as private,
+    ):
         model = served_model(config)
         try:
-            with console.status("starting") as status, local_cluster(config, status.update) as cluster:
+            with local_cluster(config, status.update, private) as cluster:
                 status.stop()
                 sys.setswitchinterval(SWITCH_INTERVAL_S)  # the tokenizer's thread shares the GIL
                 _print_choices(config, cluster, console)
@@ -77,9 +90,9 @@ def run_serve(config: Config) -> None:
 
 
 def run_serve_joined(config: Config, directory: str) -> None:
-    """Runs `run_serve` with the groups of the directory at `directory`, `tcp://HOST:PORT`.
+    """Serves as `run_serve` does, with the groups that the directory at `directory`, `tcp://HOST:PORT`, announces.
 
-    Raises `ConfigError` without a model: the router needs its tokenizer, and accepts groups of this model only.
+    Raises `ConfigError` if no model is configured: the router needs its tokenizer, and uses only groups that run it.
     """
     configure(config.log)
     keys = api_keys(config.api)
@@ -101,7 +114,7 @@ def run_serve_joined(config: Config, directory: str) -> None:
 
 
 def _serve_with_workers(config: Config) -> None:
-    """Runs `run_serve` with several workers, which join the cluster of this process."""
+    """Starts a cluster, and several workers that join it; returns after a signal. See `run_serve`."""
     console = Console(stderr=True)
     api_keys(config.api)  # rejects bad keys before the cluster starts
     config = with_model(config, console.print)
@@ -118,7 +131,7 @@ def _serve_with_workers(config: Config) -> None:
 
 @contextmanager
 def _announced_cluster(config: Config, console: Console) -> Iterator[tuple[Cluster, str]]:
-    """Starts a cluster; yields it with the address of its directory, which listens at a free port."""
+    """Starts a cluster and a directory of its groups, on a free port; yields cluster and directory address."""
     keys = launch_keys(config.control)
     directory = Directory(make_control(config.control, keys))
     directory.start()
@@ -151,7 +164,7 @@ async def _own_router(cluster: Cluster) -> AsyncIterator[Router]:
 async def _serve(
     made: AbstractAsyncContextManager[Router], parts: ServerParts, cluster: Cluster | None = None
 ) -> None:
-    """Serves until a signal arrives, or until the cluster that this process started (if any) fails."""
+    """Serves until a signal arrives, or until `cluster` fails, if this process has started one."""
     stop, loop = Stop(), asyncio.get_running_loop()
     for number in SIGNALS:
         loop.add_signal_handler(number, stop.request)

@@ -1,11 +1,11 @@
-"""SIGINT and SIGTERM: during imports, during a start, while a command serves, and during the shutdown.
+"""Handles SIGINT and SIGTERM: during imports, during a start, while a command serves, and during the shutdown.
 
 | phase | effect of a signal |
 |---|---|
 | imports of torch, Ray and transformers (`exits_at_signal`) | the process exits at once |
 | start (`start_interruptible`) | `KeyboardInterrupt`; the process exits after `END_S` at the latest |
 | serving (`on_signal`, or a handler of the event loop) | the command drains its requests |
-| shutdown (`ignore_signals`) | none |
+| shutdown (`ignore_signals`) | the signal is ignored |
 
 `KeyboardInterrupt` alone does not end a start: packages catch the exception in their imports, and calls into C++ can
 block for seconds.
@@ -41,9 +41,10 @@ def exit_interrupted() -> NoReturn:
 
 @contextmanager
 def exits_at_signal() -> Iterator[None]:
-    """Makes SIGINT and SIGTERM end this process at once within the block, which must own no process and no file.
+    """Makes SIGINT and SIGTERM end this process at once within the block.
 
-    Has no effect outside of the main thread.
+    The block must own no child process and no file, because nothing is cleaned up. Outside of the main thread, which
+    alone may set signal handlers, this function has no effect.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -70,10 +71,11 @@ def handlers_restored() -> Iterator[None]:
 
 @contextmanager
 def start_interruptible(end_s: float = END_S) -> Iterator[None]:
-    """As `handlers_restored`, and limits the time from a signal to the end of the process.
+    """Makes a signal raise `KeyboardInterrupt` within the block, and limits the time until the process ends.
 
-    The process exits by force at a second signal, and if the block has not ended `end_s` after the first. The limit
-    does not apply to signals that other handlers have received, which the block may set when its start is complete.
+    The process exits by force at a second signal, or if the block has not ended `end_s` after the first. The block
+    may set other handlers when its start is complete; signals to those handlers set no time limit. The previous
+    handlers are restored at the end of the block.
     """
     with handlers_restored(), _no_traces(), _forced_exit(end_s) as arm:
         armed = False
@@ -105,9 +107,9 @@ def ignore_signals() -> None:
 
 @contextmanager
 def _forced_exit(end_s: float) -> Iterator[Callable[[], None]]:
-    """Yields a function for signal handlers: the process exits `end_s` after its call, unless the block has ended.
+    """Yields a function for signal handlers. `end_s` after its call the process exits, unless the block has ended.
 
-    A pipe connects the two, because a signal handler must not use locks.
+    The function writes to a pipe that a thread reads, because a signal handler must not use locks.
     """
     reader, writer = os.pipe()
 

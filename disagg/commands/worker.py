@@ -1,7 +1,7 @@
-"""One worker of `disagg serve --workers`: a router with a control channel and a listening socket of its own.
+"""A worker process of `disagg serve --workers`: a router with its own control channel and its own listening socket.
 
-The parent starts the worker with this module, which therefore imports little: a signal during the imports of torch
-and transformers would print a traceback.
+The new process imports this module first. torch and transformers are imported later, when `run_worker` has disabled
+SIGINT: during these imports, a SIGINT would print a traceback.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from disagg.router.router import Router
 
 Order = Literal["drain", "abort"]
-"""Order of the parent to a worker. The end of the parent's pipe counts as an order to drain."""
+"""Message of the parent to a worker. If the parent ends, its pipe closes, which counts as `drain`."""
 News = str | DisaggError
 """Message of a worker to the parent: the URL at which the worker listens, or the error that ends the worker."""
 
@@ -34,19 +34,20 @@ class WorkerSettings:
     """Arguments of a worker process."""
 
     config: Config
-    """The server's configuration, with the port that the parent reserves."""
+    """The server's configuration, with the port of the HTTP API that the parent has reserved."""
     directory: str
     """Control address of the directory of groups."""
     folder: Path
     """Private folder for the unix sockets of the workers."""
     worker: int
+    """Number of the worker, from 0."""
 
 
 def run_worker(pipe: Connection, settings: WorkerSettings) -> None:
-    """Serves until an order or SIGTERM."""
+    """Serves until the parent sends an order, or until SIGTERM. Reports a `DisaggError` to the parent."""
     signal.signal(
         signal.SIGINT, signal.SIG_IGN
-    )  # a terminal sends SIGINT to the parent too, which sends an order
+    )  # a terminal also sends SIGINT to the parent, which then sends an order
     try:
         _run(pipe, settings)
     except DisaggError as error:
@@ -65,7 +66,7 @@ def _run(pipe: Connection, settings: WorkerSettings) -> None:
     from disagg.cluster.keys import join_keys
     from disagg.commands.router_server import ServerParts, api_keys, joined_router, run_loop, served_model
     from disagg.core.log import configure
-    from disagg.node.rank import SWITCH_INTERVAL_S
+    from disagg.core.threads import SWITCH_INTERVAL_S
 
     config = _with_own_port(settings)
     configure(config.log)
@@ -84,7 +85,7 @@ def _run(pipe: Connection, settings: WorkerSettings) -> None:
 
 
 def _with_own_port(settings: WorkerSettings) -> Config:
-    """Returns the configuration with the worker's own port of the control channel, if the port is fixed."""
+    """Returns the configuration with the worker's own control port: the fixed port plus the worker's number."""
     config = settings.config
     if not config.control.router_port:
         return config

@@ -1,7 +1,7 @@
 """`disagg serve --workers`: starts, watches and stops the workers, which share the port of the HTTP API.
 
-The parent reserves the port and does not listen. Each worker listens on the port itself (SO_REUSEPORT), so the kernel
-spreads connections over the workers that serve. A worker that is starting or has died gets none.
+The parent binds the port and does not listen. Each worker listens on the same port (SO_REUSEPORT), so the kernel
+spreads connections over the workers that serve. A worker that is starting or has died gets no connections.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ log = structlog.get_logger(__name__)
 PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
 """First and longest pause before a worker is started again; each early end doubles the pause."""
 END_S = 20.0
-"""Time beyond `api.drain_timeout_s` after which a worker that does not end is killed."""
+"""Time after `api.drain_timeout_s` at which a worker that has not ended is killed."""
 EARLY_S = 60.0
-"""Shortest run of a worker that does not count as an early end."""
+"""A worker that ends sooner than this after its start counts as an early end."""
 
 
 async def run_workers(
@@ -44,8 +44,8 @@ async def run_workers(
 ) -> None:
     """Serves with `api.workers` workers until SIGINT or SIGTERM; a second signal aborts running requests.
 
-    `listener` is bound to the port. `on_failed` receives a function to call, on any thread, when the cluster has
-    failed. Raises the error of a worker that could not start, unless the server has served before.
+    `listener` is a socket bound to the port. `on_failed` registers a callback that stops the workers at once; the
+    callback may be called on any thread. If a worker fails before all workers have served, raises the worker's error.
     """
     with _shared(config, listener) as shared, tempfile.TemporaryDirectory(prefix=WORKERS_FOLDER) as folder:
         supervisor = _WorkerSupervisor(shared, directory, Path(folder))
@@ -62,9 +62,9 @@ async def run_workers(
 
 @contextlib.contextmanager
 def _shared(config: Config, listener: socket.socket) -> Iterator[Config]:
-    """Lets workers bind the port of `listener`; yields the configuration with that port.
+    """Lets workers bind the port of `listener` too; yields the configuration with that port.
 
-    The option is set after the bind, which therefore fails if another server has the port.
+    SO_REUSEPORT is set only after `listener` is bound, so that the bind fails if another server has the port.
     """
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     port = listener.getsockname()[1]
@@ -72,7 +72,7 @@ def _shared(config: Config, listener: socket.socket) -> Iterator[Config]:
 
 
 class _WorkerSupervisor:
-    """Keeps the workers running until it is stopped. Used on one event loop."""
+    """Starts the workers, and restarts those that end, until `stop`. Used on one event loop."""
 
     def __init__(self, config: Config, directory: str, folder: Path) -> None:
         self._config, self._directory, self._folder = config, directory, folder
@@ -92,7 +92,7 @@ class _WorkerSupervisor:
         self.stop()
 
     async def run(self) -> None:
-        """Returns when all workers have ended after a stop; raises the error of a worker that could not start."""
+        """Runs until a stop, and until all workers have ended. Raises the error of a worker that could not start."""
         try:
             await asyncio.gather(*(self._keep(number) for number in range(self._config.api.workers)))
         finally:
@@ -120,7 +120,7 @@ class _WorkerSupervisor:
                 await asyncio.wait_for(self._stop.drain.wait(), pause_s)
 
     async def _end_of(self, worker: _WorkerProcess) -> None:
-        """Waits for the end of a worker. After a stop, kills a worker that does not serve yet, or does not end."""
+        """Waits for the end of a worker. After a stop, kills a worker that does not serve yet or ends too late."""
         stopped = asyncio.create_task(self._stop.drain.wait())
         either: tuple[asyncio.Future[Any], ...] = (worker.ended, stopped)
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
@@ -146,12 +146,12 @@ class _WorkerSupervisor:
 
 
 class _WorkerProcess:
-    """A worker's process, seen from the parent."""
+    """The parent's handle of a worker process."""
 
     def __init__(self, settings: WorkerSettings, on_listening: Callable[[_WorkerProcess], None]) -> None:
         self.number, self._on_listening = settings.worker, on_listening
         self.url = ""
-        """URL at which the worker listens; empty before."""
+        """URL at which the worker listens; empty until the worker serves."""
         self.error: DisaggError | None = None
         self._loop = asyncio.get_running_loop()
         self.ended: asyncio.Future[None] = self._loop.create_future()
@@ -161,7 +161,7 @@ class _WorkerProcess:
             target=run_worker, args=(theirs, settings), name=f"worker-{settings.worker}", daemon=True
         )
         self._process.start()
-        theirs.close()  # otherwise the pipe would not end with the worker
+        theirs.close()  # otherwise the pipe would stay open after the end of the worker
         self._loop.add_reader(self._pipe.fileno(), self._read_news)
         self._loop.add_reader(self._process.sentinel, self._on_ended)
 
@@ -172,7 +172,7 @@ class _WorkerProcess:
 
     @property
     def ending(self) -> str:
-        """Why the process has ended."""
+        """Reason for the end of the process: its error, or its exit code."""
         return str(self.error) if self.error is not None else f"exit code {self._process.exitcode}"
 
     def send(self, order: Order) -> None:
@@ -205,6 +205,6 @@ class _WorkerProcess:
 
     def _on_ended(self) -> None:
         self._loop.remove_reader(self._process.sentinel)
-        self._read_news()  # the last ones
+        self._read_news()  # messages that the worker sent before its end
         self._process.join()
         self.ended.set_result(None)

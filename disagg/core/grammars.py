@@ -22,8 +22,14 @@ _JSON_OPTIONS = {"whitespace_pattern": rf"[\x20\x0A\x0D\x09]{{1,{MAX_SPACES}}}"}
 
 
 def schema_grammar(schema: dict[str, Any]) -> str:
-    """Returns the grammar of JSON texts that are valid for a JSON schema."""
-    return json.dumps({"grammars": [{"json_schema": {"x-guidance": _JSON_OPTIONS} | schema}]})
+    """Returns the grammar of JSON texts that are valid for a JSON schema.
+
+    Raises `InvalidRequestError` for a schema that is nested more deeply than Python's recursion limit allows.
+    """
+    try:
+        return json.dumps({"grammars": [{"json_schema": {"x-guidance": _JSON_OPTIONS} | schema}]})
+    except RecursionError as exc:
+        raise InvalidRequestError("a JSON schema is nested too deeply: use fewer levels, or $ref") from exc
 
 
 def regex_grammar(regex: str) -> str:

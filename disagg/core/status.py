@@ -178,8 +178,8 @@ class ServiceStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     refused_total: int
     """Number of requests answered with 429."""
     ttft_p50_s: float = 0.0
-    """Median of the last minute. This and the next three fields cover the answers of the last minute; 0 without
-    answers."""
+    """Median of the time to first token. This and the next three fields cover the answers of the last minute; 0
+    without answers."""
     ttft_p99_s: float = 0.0
     itl_p50_s: float = 0.0
     itl_p99_s: float = 0.0

@@ -139,12 +139,13 @@ class KVLayout(msgspec.Struct, frozen=True):
 
     @property
     def all_classes(self) -> tuple[KVLayout, ...]:
-        """`classes`, followed by a layout for each state class. Elements of states are bytes."""
+        """`classes`, followed by a layout for each state class. State tensors are described as uint8 elements."""
         states = (KVLayout(c.layers, c.heads, c.head_bytes, "uint8", has_v=False) for c in self.states)
         return (*self.classes, *states)
 
     def class_of(self, layers: Span) -> KVLayout:
-        """Returns the class of `layers`, which must be layers, or numbers of state tensors, of one class."""
+        """Returns the class that contains `layers`: a range of layers, or a range of numbers of state tensors. All of
+        the range must belong to one class."""
         if not (self.more or self.states):
             return self
         spans = (*self.spans, *self.state_spans)
@@ -256,25 +257,26 @@ class SamplingParams(msgspec.Struct, frozen=True):
 
     max_tokens: int = 16
     temperature: float = 0.0
-    """0 is greedy."""
+    """Sampling temperature; 0: greedy sampling."""
     top_k: int = 0
-    """0 is off."""
+    """Number of likeliest tokens from which a token is drawn; 0: all tokens."""
     top_p: float = 1.0
-    """1 is off."""
+    """Share of the probability mass from which tokens are drawn, the likeliest first; 1 disables this filter."""
     seed: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     min_tokens: int = 0
-    """Minimum number of answer tokens: before, no EOS token, stop token or stop string ends the answer."""
+    """Minimum number of answer tokens. No EOS token, stop token or stop string ends a shorter answer."""
     min_p: float = 0.0
-    """Drops tokens less probable than this fraction of the most probable token; 0 is off."""
+    """Tokens less probable than this fraction of the most probable token are never drawn; 0 disables this filter."""
     presence_penalty: float = 0.0
-    """Subtracted from the logit of each token that occurs in the answer."""
+    """Number subtracted from the logit of each token that occurs in the answer."""
     frequency_penalty: float = 0.0
-    """Subtracted from the logit of a token once per occurrence in the answer."""
+    """Number subtracted from the logit of a token once per occurrence in the answer."""
     repetition_penalty: float = 1.0
-    """Divides positive and multiplies negative logits of tokens in the prompt or the answer; 1 is off."""
+    """Factor that divides positive and multiplies negative logits of tokens in the prompt or the answer; 1: no
+    effect."""
     logit_bias: tuple[tuple[int, float], ...] = ()
     """`(token, value added to its logit)`; repeated tokens add up."""
     logprobs: int | None = None
@@ -286,7 +288,7 @@ class SamplingParams(msgspec.Struct, frozen=True):
     beams: int = 0
     """Number of beams of a beam search for the `n` best answers, as in transformers; 0: sampling."""
     length_penalty: float = 1.0
-    """Beam search: divides an answer's summed log-probability by its length to this power."""
+    """Beam search: an answer's score is its summed log-probability divided by its length to this power."""
     early_stopping: bool | Literal["never"] = False
     """Beam search ends with `beams` finished answers (True), when the current length allows no better answer (False),
     or when no length up to `max_tokens` allows one (`never`)."""
@@ -418,4 +420,4 @@ class Segment(msgspec.Struct, frozen=True):
 
 CHECKSUM_BYTES = 8
 """Size of a segment's checksum; `staging.trailer` defines its position."""
-PROTOCOL_VERSION = 19
+PROTOCOL_VERSION = 20

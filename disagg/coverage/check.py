@@ -28,13 +28,13 @@ from disagg.model.load.source import ModelSource
 
 PROMPT_TOKENS = (40, 9, 23)
 ANSWER_TOKENS = 24
-CHUNKS_TOKENS = (13, 16)  # the last chunk of 40 tokens has 1 token, or begins at a page boundary
-_SEEDS = range(1, 9)  # of weights; the check uses the first seed whose answers vary
-_FEWEST_TOKENS = 6  # answers with fewer different tokens test too little
+CHUNKS_TOKENS = (13, 16)  # the last chunk of the 40-token prompt has 1 token, or begins at a page boundary
+_SEEDS = range(1, 9)  # seeds of weights; the check uses the first seed whose answers vary
+_FEWEST_TOKENS = 6  # least number of different tokens in the answers; fewer would test too little
 
 
 def check_type(model_type: str) -> Verdict:
-    """Checks one type and returns the verdict. Errors are part of the verdict, and are not raised."""
+    """Checks one model type and returns the verdict. An error becomes part of the verdict, and is not raised."""
     with tempfile.TemporaryDirectory() as directory:
         try:
             return _check(model_type, Path(directory))
@@ -76,7 +76,7 @@ def _varied_answers(config: PreTrainedConfig, directory: Path, prompts: Prompts)
         answers = generated(directory, prompts)
         if len({token for answer in answers for token in answer}) >= _FEWEST_TOKENS:
             return answers
-    raise InvariantError("the tiny model's answers do not vary, so the check shows nothing")
+    raise InvariantError("the tiny model's answers vary for no seed, so equal tokens would prove nothing")
 
 
 def _require_readable(config: PreTrainedConfig, directory: Path) -> None:
@@ -87,11 +87,12 @@ def _require_readable(config: PreTrainedConfig, directory: Path) -> None:
     except UnsupportedModelError:
         raise
     except ConfigError:
-        return  # it has no weights yet
+        return  # the directory has no weights yet
 
 
 def make_prompts() -> list[list[int]]:
-    """Returns random prompts of `PROMPT_TOKENS`, without the lowest ids, which some models treat as special."""
+    """Returns random prompts of the lengths `PROMPT_TOKENS`, without the lowest ids, which some models treat as
+    special."""
     generator = torch.Generator().manual_seed(5)
     return [torch.randint(4, VOCAB_SIZE, (n,), generator=generator).tolist() for n in PROMPT_TOKENS]
 
@@ -117,7 +118,7 @@ def generated(directory: Path, prompts: Prompts) -> Answers:
 
 
 def page_of(verdicts: Sequence[Verdict]) -> str:
-    """Returns the text of `docs/models.md` for verdicts on all types."""
+    """Returns the text of `docs/models.md` for the verdicts on all model types."""
     return render(
         verdicts,
         version=transformers.__version__,
@@ -148,5 +149,5 @@ def _difference(answers: Answers, expected: Answers) -> str:
 
 
 def _reason(exc: UnsupportedModelError) -> str:
-    """Returns the error's text without the model's name."""
+    """Returns the reason in the error's message, without the model's name."""
     return one_line(exc).split(" is not supported: ")[-1]

@@ -13,13 +13,13 @@ from transformers.pytorch_utils import Conv1D
 from disagg.model.load.composite import text_part
 
 _SHARP = ("q", "k", "qk", "query", "key", "qkv", "wq", "wk", "wqkv", "attn")
-"""Parts of the names of query and key projections. These get larger weights, so that attention selects few tokens."""
+"""Words in the names of query and key projections, which get larger weights so that attention selects few tokens."""
 _SHARP_GAIN, _HEAD_GAIN, _TIED_GAIN = 2.0, 3.0, 0.3
 _NOISE = 0.1
 
 
 def save_checkpoint(config: PreTrainedConfig, directory: Path, seed: int) -> None:
-    """Writes `config` with float32 weights to `directory`; equal seeds give equal weights."""
+    """Writes a checkpoint of `config` with float32 weights to `directory`; equal seeds give equal weights."""
     torch.manual_seed(seed)
     model = _new_model(config)
     draw_weights(model, seed)
@@ -38,10 +38,10 @@ def _new_model(config: PreTrainedConfig) -> Any:
 
 
 def draw_weights(model: Any, seed: int) -> None:
-    """Sets the weights of `model`: matrices preserve magnitudes between layers, other parameters get noise.
+    """Sets random weights in `model`. Matrices are scaled to preserve magnitudes from layer to layer.
 
-    Parameters with an initialisation rule of their own (norms, decays, sinks) stay near their initial values.
-    Embeddings tied to the output head are small; otherwise the likeliest next token would always be the last token.
+    Other parameters (norms, decays, sinks) get noise and stay near their initial values. Embeddings that are tied to
+    the output head are small; otherwise the likeliest next token would always be the last token.
     """
     generator = torch.Generator().manual_seed(seed)
     head = model.get_output_embeddings()
@@ -64,11 +64,11 @@ def draw_weights(model: Any, seed: int) -> None:
 def _is_matrix(owner: nn.Module, parameter: torch.Tensor) -> bool:
     if parameter.dim() < 2 or isinstance(owner, nn.Conv1d | nn.Conv2d | nn.Conv3d):
         return False
-    return isinstance(owner, nn.Linear | nn.Embedding | Conv1D) or parameter.dim() == 3  # experts
+    return isinstance(owner, nn.Linear | nn.Embedding | Conv1D) or parameter.dim() == 3  # all experts
 
 
 def _gain(name: str, owner: nn.Module) -> float:
     if isinstance(owner, nn.Embedding):
-        return float(owner.embedding_dim**0.5)  # elements of size 1
+        return float(owner.embedding_dim**0.5)  # the elements then have a standard deviation of 1
     words = name.replace(".", "_").lower().split("_")
     return _SHARP_GAIN if any(word in _SHARP for word in words) else 1.0

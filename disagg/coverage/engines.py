@@ -1,4 +1,4 @@
-"""Computes our answers to the prompts of a check, with one engine (unsplit) and with prefill and decode ranks
+"""Computes our engine's answers to the prompts of a check: on one rank (unsplit), and on prefill and decode ranks
 (split)."""
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _MAX_TOKENS = 96
 
 
 def unsplit_answers(source: ModelSource, prompts: Prompts, answer_tokens: int, chunk_tokens: int) -> Answers:
-    """Returns the greedy answers of one rank that prefills and decodes all prompts in one batch."""
+    """Returns the greedy answers to all prompts, prefilled and decoded by one rank in one batch."""
     runner = make_runner(source, SingleCollective(), len(prompts))
     return generate_unsplit(
         runner, prompts, SamplingParams(max_tokens=answer_tokens), chunk_tokens=chunk_tokens
@@ -36,10 +36,10 @@ def unsplit_answers(source: ModelSource, prompts: Prompts, answer_tokens: int, c
 def split_answers(
     source: ModelSource, prompts: Prompts, answer_tokens: int, chunk_tokens: int
 ) -> tuple[Answers, set[str]]:
-    """Returns the greedy answers of two prefill ranks and one decode rank, and the model parts that tensor
-    parallelism does not split.
+    """Returns the greedy answers of two prefill ranks and one decode rank. Also returns the names of the model parts
+    that tensor parallelism does not split.
 
-    Raises UnsupportedModelError when two ranks cannot share the model.
+    Raises UnsupportedModelError when two ranks cannot share the query heads.
     """
     ranks = run_ranks(2, lambda collective: _prefill(source, collective, prompts, chunk_tokens))
     firsts = ranks[0][1]
@@ -59,8 +59,8 @@ def split_answers(
 
 
 def make_runner(source: ModelSource, collective: Collective, rows: int) -> ModelRunner:
-    """Returns a float32 runner on the CPU. Its pool is filled with NaN, so that reads of unwritten slots are
-    noticed."""
+    """Returns a float32 runner on the CPU. The KV pool is filled with NaN, so that reads of unwritten slots change
+    the answers."""
     runner = ModelRunner(
         source,
         RunnerOptions(
@@ -94,7 +94,7 @@ def _prefill(
 
 
 def _give_slots(runner: ModelRunner, number: int) -> int:
-    """Returns a row with its own slots; request `number` has the same slots in every group."""
+    """Allocates a block table row for request `number`, with the same slots in every runner; returns the row."""
     row, tokens = runner.req_to_token.alloc(), runner.req_to_token.max_tokens
     first = _PAGE_TOKENS + number * tokens
     runner.req_to_token.set_slots(row, 0, torch.arange(first, first + tokens, dtype=torch.int32))
@@ -102,7 +102,7 @@ def _give_slots(runner: ModelRunner, number: int) -> int:
 
 
 def _hand_over(prefill: ModelRunner, decode: ModelRunner) -> None:
-    """Copies the KV of a prefill rank's heads, in all slots, and its states into the decode rank's pools."""
+    """Copies a prefill rank's KV (its heads, all slots) and its recurrent states into the decode rank's pools."""
     shard = shard_of(prefill.spec.layout, prefill.collective.rank, prefill.collective.size)
     buffers = zip(prefill.transfer_pools.buffers, decode.transfer_pools.buffers, strict=True)
     for part, (source, target) in zip(shard.all_parts, buffers, strict=True):

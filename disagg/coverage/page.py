@@ -31,7 +31,7 @@ _FAULTS = "\n## Wrong or undecided\n\n| model type | class | finding |\n|---|---
 
 
 def render(verdicts: Sequence[Verdict], **facts: object) -> str:
-    """Returns the page, sorted by model type; `facts` are the figures in its first lines."""
+    """Returns the text of the page, sorted by model type; `facts` are the values to insert into the introduction."""
     ordered = sorted(verdicts, key=lambda one: one.model_type)
     exact = [one for one in ordered if one.result == "exact"]
     refused = [one for one in ordered if one.result == "refused"]

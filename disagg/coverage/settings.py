@@ -1,4 +1,4 @@
-"""Settings that only single model types need, in addition to the sizes of all tiny models."""
+"""Settings that individual model types need, in addition to the common sizes of all tiny models."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ OWN_SETTINGS: dict[str, dict[str, Any]] = {
     "lfm2_moe": _CONVOLUTIONS,
     "mamba2": {"num_heads": 8},
     "mellum": {"layer_types": _WINDOWS["layer_types"]},
-    "moshi": {"sliding_window": 256},  # the whole context, like moshi's default
+    "moshi": {"sliding_window": 256},  # as long as the context, like moshi's default
     "phimoe": {"sliding_window": 256},
     "qwen2": _WINDOWS,
     "qwen3": _WINDOWS,

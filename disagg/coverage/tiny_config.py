@@ -1,4 +1,4 @@
-"""Makes a tiny configuration of any model type: equal small sizes, set by the names that the type uses."""
+"""Makes a tiny configuration of any model type: sets the same small sizes, under the setting names of the type."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _tiny(kind: type[PreTrainedConfig]) -> PreTrainedConfig:
     settings |= {
         name: True for name in ("is_decoder",) if name in names
     }  # a causal model of an encoder's type
-    if "kv_lora_rank" in names:  # latent attention: a head of K and V for each query, rotary for a part of it
+    if "kv_lora_rank" in names:  # latent attention: one K and V head per query head, rotated in part
         settings |= {name: size for name, size in _LATENT.items() if name in names}
     settings |= {name: _tiny(part) for name, part in _parts(kind, own).items()}
     settings |= _layer_kinds(kind, names)
@@ -77,7 +77,7 @@ def _tiny(kind: type[PreTrainedConfig]) -> PreTrainedConfig:
 
 
 def _parts(kind: type[PreTrainedConfig], own: dict[str, Any]) -> dict[str, type[PreTrainedConfig]]:
-    """Returns the default classes of nested configurations, except those in `own`."""
+    """Returns, by name, the default classes of the nested configurations that `own` does not set."""
     wanted = [name for name in kind.sub_configs if name not in own]
     whole = kind() if wanted else None
     found = {name: type(getattr(whole, name, None)) for name in wanted}
@@ -85,7 +85,7 @@ def _parts(kind: type[PreTrainedConfig], own: dict[str, Any]) -> dict[str, type[
 
 
 def _layer_kinds(kind: type[PreTrainedConfig], names: dict[str, Any]) -> dict[str, list[str]]:
-    """Returns the per-layer settings, which cycle through the kinds of the type's default."""
+    """Returns the per-layer settings: lists that cycle through the kinds of the type's default configuration."""
     listed = [name for name in _BY_LAYER if name in names]
     if not listed:
         return {}

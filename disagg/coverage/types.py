@@ -8,12 +8,12 @@ from disagg.core.errors import ConfigError
 
 
 def causal_types() -> tuple[str, ...]:
-    """Returns all causal model types, sorted."""
+    """Returns all model types for which transformers has a causal language model, sorted."""
     return tuple(sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
 
 
 def class_of(model_type: str) -> str:
-    """Returns the name of transformers' class for a type of `causal_types`."""
+    """Returns the name of the transformers class for a model type of `causal_types`."""
     return str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type])
 
 

@@ -1,4 +1,4 @@
-"""The verdict on a model type."""
+"""The result of the check of one model type."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Result = Literal["exact", "refused", "wrong", "failed"]
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """Result of the check of one model type."""
+    """The result of the check of one model type, with the reason."""
 
     model_type: str
     result: Result
@@ -19,7 +19,8 @@ class Verdict(msgspec.Struct, frozen=True):
     why: str = ""
     """The reason in one line; empty if the result is `exact`."""
     whole: tuple[str, ...] = ()
-    """Parts of an exact model that tensor parallelism does not split, but replicates on each rank."""
+    """Names of the parts of an exact model that every rank holds whole, because tensor parallelism cannot split
+    them."""
 
     @property
     def is_fault(self) -> bool:
@@ -28,6 +29,7 @@ class Verdict(msgspec.Struct, frozen=True):
 
 
 def one_line(exc: BaseException) -> str:
-    """Returns an error's text in one line, after the error's class unless it is a `ValueError` with a text."""
+    """Returns an error's text in one line. The name of the class precedes the text, except for `ValueError`s with a
+    text."""
     text = " ".join(str(exc).split())
     return text if text and isinstance(exc, ValueError) else f"{type(exc).__name__}: {text}"

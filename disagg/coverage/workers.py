@@ -55,7 +55,7 @@ def check_types(
                 pipe, theirs = context.Pipe(duplex=False)
                 process = context.Process(target=_work, args=(theirs, check, waiting[-1]), daemon=True)
                 process.start()
-                theirs.close()  # so that the end of the process closes the pipe
+                theirs.close()  # so that the pipe closes when the process ends
                 running[pipe] = _Running(waiting.pop(), process, time.monotonic() + limit_s)
             for verdict in _ended(running, limit_s):
                 found[verdict.model_type] = verdict

@@ -1,7 +1,7 @@
 """Runs the probes of `disagg doctor`, and shows their findings in a table.
 
-A probe is a function without arguments that returns `Finding`s. An exception in a probe becomes a finding, so one
-broken library does not hide the other results.
+A probe is a function without arguments that returns `Finding`s. An exception in a probe becomes a finding, so that a
+broken library does not hide the results of other probes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Status = Literal["ok", "warn", "fail"]
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """One line of the report. `mend` is the fix to apply; empty when nothing is wrong."""
+    """One row of the report. `mend` is the remedy; empty if nothing is wrong."""
 
     name: str
     status: Status
@@ -30,7 +30,7 @@ Probe = Callable[[], list[Finding]]
 
 
 def examine(probes: Iterable[Probe]) -> list[Finding]:
-    """Runs the probes, one after another."""
+    """Runs the probes in order and returns their findings. An exception in a probe becomes a failure."""
     findings: list[Finding] = []
     for probe in probes:
         try:
@@ -54,7 +54,7 @@ def is_healthy(findings: Iterable[Finding]) -> bool:
 
 
 def findings_table(findings: Iterable[Finding]) -> Table:
-    """Returns a table with a row for each finding, with the fix under the detail."""
+    """Returns a table with a row for each finding; the remedy stands below the detail."""
     from rich.table import Table
     from rich.text import Text
 

@@ -8,7 +8,8 @@ from typing import Any
 from disagg.doctor.findings import Finding
 from disagg.plan.transfer import describe_bytes
 
-# NVML's indices of GPU-to-GPU capabilities. The binding's own NVML_P2P_CAPS_INDEX_READ is a tuple by mistake.
+# NVML's indices of GPU-to-GPU capabilities, and the status that stands for "supported". They are defined here because
+# NVML_P2P_CAPS_INDEX_READ of the Python binding is a tuple by mistake.
 P2P_READ, P2P_NVLINK, P2P_OK = 0, 2, 0
 
 
@@ -38,7 +39,7 @@ def _torch() -> Any:
 
 
 def gpu_count() -> int:
-    """Returns the number of GPUs by NVML; 0 without a driver."""
+    """Returns the number of GPUs that NVML reports; 0 without a driver."""
     nvml = _open_nvml()
     if nvml is None:
         return 0
@@ -97,7 +98,10 @@ def _peer_access(nvml: Any, handles: list[Any]) -> Finding:
         return Finding("peer access", "ok", detail)
     detail = f"not every GPU reaches every other:\n{_drawn(matrix)}"
     return Finding(
-        "peer access", "warn", detail, "KV then goes through host memory; place groups to avoid it"
+        "peer access",
+        "warn",
+        detail,
+        "place linked groups on GPUs with peer access; else their KV goes through host memory",
     )
 
 
@@ -109,7 +113,7 @@ def _nvlink(nvml: Any, handles: list[Any]) -> Finding:
 
 
 def _matrix(nvml: Any, handles: list[Any], capability: int) -> list[list[bool | None]]:
-    """Returns a matrix: row i, column j is whether GPU i has the capability towards GPU j; None on the diagonal."""
+    """Returns a matrix `[i][j]`: whether GPU i has the capability towards GPU j; None on the diagonal."""
     return [
         [
             None if one is other else nvml.nvmlDeviceGetP2PStatus(one, other, capability) == P2P_OK
@@ -135,5 +139,5 @@ def _drawn(matrix: list[list[bool | None]]) -> str:
 
 
 def _text(value: str | bytes) -> str:
-    """Returns text from a result of NVML's bindings; older bindings return bytes."""
+    """Returns a string result of NVML's binding as text; older bindings return bytes."""
     return value.decode() if isinstance(value, bytes) else value

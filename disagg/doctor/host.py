@@ -1,4 +1,4 @@
-"""Probes of the host: interpreter, packages and name clashes, shared memory, limits."""
+"""Probes of the host: Python, packages and clashes of package names, shared memory, resource limits."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def probe_packages(version_of: Callable[[str], str] = metadata.version) -> list[
 def probe_clashes(
     origin_of: Callable[[str], str | None] | None = None, installed: Callable[[str], bool] | None = None
 ) -> list[Finding]:
-    """Finds other packages with the name of one of our top-level packages; Hugging Face, for example, has
-    `kernels`."""
+    """Checks that no installed distribution has the name of one of our top-level packages. Hugging Face, for example,
+    publishes a `kernels`."""
     import disagg
 
     root = Path(str(disagg.__file__)).resolve().parent.parent
@@ -66,7 +66,7 @@ def probe_clashes(
             )
         elif (installed or _is_installed)(name):
             mend = f"pip uninstall {name}, or give disagg an environment of its own (make venv)"
-            detail = f"a distribution named {name} is installed; which one is imported depends on the path"
+            detail = f"a distribution named {name} is installed; the order of sys.path decides which one is imported"
             findings.append(Finding(f"package {name}", "fail", detail, mend))
     return findings or [Finding("package names", "ok", f"{', '.join(OUR_PACKAGES)}: ours")]
 
@@ -92,10 +92,10 @@ def probe_shared_memory(
     try:
         total, free = (total_and_free or (lambda: _disk(path)))()
     except OSError as exc:
-        return [Finding("shared memory", "warn", f"{path}: {exc.strerror}", "mount a tmpfs there")]
+        return [Finding("shared memory", "warn", f"{path}: {exc.strerror}", "mount a tmpfs at this path")]
     detail = f"{path}: {describe_bytes(free)} free of {describe_bytes(total)}"
     if free < SHARED_MEMORY_BYTES:
-        mend = "container: --shm-size=8g (Kubernetes: an emptyDir with medium Memory); else free some"
+        mend = "container: --shm-size=8g (Kubernetes: an emptyDir with medium Memory); else free space in /dev/shm"
         return [Finding("shared memory", "warn", detail, mend)]
     return [Finding("shared memory", "ok", detail)]
 
@@ -106,7 +106,7 @@ def _disk(path: str) -> tuple[int, int]:
 
 
 def probe_limits(soft_limit: Callable[[int], int] | None = None) -> list[Finding]:
-    """Checks the limits of locked memory, which RDMA needs, and of open files (one connection per pair of ranks)."""
+    """Checks two resource limits: locked memory (for RDMA), and open files (each pair of ranks has a connection)."""
     limit = soft_limit or (lambda kind: resource.getrlimit(kind)[0])
     return [_memlock(limit(resource.RLIMIT_MEMLOCK)), _open_files(limit(resource.RLIMIT_NOFILE))]
 

@@ -29,7 +29,7 @@ REINSTALL = "pip install -c constraints.txt -e .  (in the project's folder)"
 
 
 def run_command(command: Sequence[str], extra_env: Mapping[str, str]) -> tuple[int, str]:
-    """Runs a real command, as a `Runner`: status 127 when the command cannot start, 124 when it times out."""
+    """Runs a command as a subprocess; a `Runner`. Returns status 127 if it cannot start, 124 if it times out."""
     try:
         done = subprocess.run(
             list(command),
@@ -48,7 +48,7 @@ def run_command(command: Sequence[str], extra_env: Mapping[str, str]) -> tuple[i
 
 
 def probe_ucxx(run: Runner = run_command) -> list[Finding]:
-    """Imports ucxx in a separate process, because a broken native library may crash the importing process."""
+    """Checks that ucxx imports, in a subprocess, because a broken native library may crash the importing process."""
     status, output = run([sys.executable, "-c", "import ucxx; print(ucxx.__version__)"], {})
     if status == 0:
         return [Finding("ucxx", "ok", f"{_last_line(output)} imports")]
@@ -60,7 +60,7 @@ def probe_ucx(
     gpus: Callable[[], int] = gpu_count,
     locate: Callable[[], tuple[str, dict[str, str]] | None] | None = None,
 ) -> list[Finding]:
-    """Reports version and transports of the UCX that the binding loads, and the resulting paths for KV."""
+    """Reports version and transports of the UCX that ucxx loads, and whether KV can use CUDA IPC and RDMA."""
     found = (locate or find_ucx_info)()
     if found is None:
         return [Finding("UCX", "warn", "no ucx_info found: the transports of UCX are unknown", REINSTALL)]
@@ -76,7 +76,10 @@ def probe_ucx(
 
 
 def find_ucx_info() -> tuple[str, dict[str, str]] | None:
-    """Returns the path of `ucx_info` for the UCX that `libucx` loads, and its environment."""
+    """Returns the path of the `ucx_info` that belongs to the UCX that ucxx loads, and environment variables for it.
+
+    Returns None if there is none.
+    """
     prefer_system = os.environ.get("RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY", "false").lower() != "false"
     spec = importlib.util.find_spec("libucx")
     system = shutil.which("ucx_info")
@@ -104,14 +107,14 @@ def _between_hosts(transports: Sequence[str]) -> Finding:
     rdma = [name for name in transports if name.startswith(("rc", "dc", "ud"))]
     if rdma:
         return Finding("RDMA", "ok", f"between hosts: {', '.join(rdma)}")
-    detail = "none: KV between hosts goes over TCP, encrypted (tls); within one host nothing is missing"
+    detail = "none: KV between hosts goes over TCP, encrypted (tls); KV within one host needs no RDMA"
     return Finding("RDMA", "ok", detail)
 
 
 def probe_transport(
     run: Runner = run_command, host: Callable[[], str] = lambda: own_host(AUTO)
 ) -> list[Finding]:
-    """Reports the transports that a default configuration chooses within a host and between hosts, with reasons."""
+    """Reports the KV transports of the default configuration, within a host and between hosts, with reasons."""
     status, output = run([sys.executable, "-c", _ASK_TRANSPORT], {})
     if status != 0:
         return [Finding("transport", "fail", f"does not start: {_last_line(output)}", REINSTALL)]

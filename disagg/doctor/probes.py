@@ -1,4 +1,4 @@
-"""The list of probes of `disagg doctor`; every probe works without a GPU."""
+"""Lists the probes of `disagg doctor`. Every probe also works on a machine without a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Probes the listening sockets of this user's running `disagg` commands, and how each is protected."""
+"""Probes the listening sockets of this user's running `disagg` commands, and their protection."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Operations between the tiers of the prefix cache. The leader plans them; each rank copies its own heads and states.
+"""Operations that copy cached KV and states between the tiers of the prefix cache.
 
-An operation moves all parts of a cached prefix, or none: the pages of the KV pool (with the scales of quantized KV),
-and the recurrent states of a hybrid model. SGLang's hierarchical cache controller has the same unit.
+The leader plans the operations; each rank copies its own heads and states. An operation copies all parts of a cached
+prefix, or none: the pages of the KV pool (with the scales of quantized KV), and the recurrent states of a hybrid
+model. SGLang's hierarchical cache controller copies in the same units.
 """
 
 from __future__ import annotations
@@ -15,17 +16,17 @@ PoolName = Literal["kv", "state"]
 
 
 class PoolTransfer(msgspec.Struct, frozen=True, array_like=True):
-    """The part of an operation that concerns one pool."""
+    """The part of a `CacheOperation` that concerns one pool."""
 
     pool: PoolName
     device: list[int]
-    """Pages of the KV pool, or slots of the state pool."""
+    """Pages of the KV pool, or slots of the state pool, on the device."""
     host: list[int]
     """Host memory block of each entry of `device`; each pool has its own host memory."""
 
 
 class CacheOperation(msgspec.Struct, frozen=True, array_like=True):
-    """A copy to host memory (`store`), or from host memory to the device."""
+    """A copy of cached KV and states: to host memory if `store` is set, otherwise from host memory to the device."""
 
     number: int
     """Identifies the operation in the rank's report, `transport.control.messages.CacheMoved`."""
@@ -41,18 +42,20 @@ class StorageReport(NamedTuple):
     """A rank's report of a `StorageOperation`."""
 
     operation: int
-    """Number of the operation."""
+    """Number of the `StorageOperation`."""
     rank: int
     pages: int
     """Number of leading pages that the rank has found, fetched or stored so far."""
     done: bool
     """Whether this is the rank's last report of the operation."""
     error: str = ""
-    """Error after which the operation's blocks cannot be used; only in the last report."""
+    """Error that makes the operation's blocks unusable; empty without an error. Only the last report has an error."""
 
 
 class StorageOperation(msgspec.Struct, frozen=True, array_like=True):
-    """Work with the third tier: consecutive pages of one prompt for `find` and `fetch`, any pages for `write`.
+    """A search, read or write in the third tier of the prefix cache.
+
+    `find` and `fetch` concern consecutive pages of one prompt, `write` any pages.
 
     find     counts how many of the leading pages are stored
     fetch    reads the leading pages into blocks of host memory, until a page is missing
@@ -67,16 +70,17 @@ class StorageOperation(msgspec.Struct, frozen=True, array_like=True):
     blocks: list[int]
     """Host memory block of each page; empty for `find`."""
     limit_s: float
-    """Time after which a rank ends `find` or `fetch` with what has landed, from the order on."""
+    """Time limit of `find` and `fetch`, from the start on the rank. At the limit, the rank ends the operation and
+    reports the pages that have landed."""
 
 
 class CacheWork(NamedTuple):
-    """The work of one plan between the tiers, in fields of `disagg.node.plan.StepPlan`."""
+    """Work between the cache tiers that one plan orders. Its fields are also fields of `StepPlan`."""
 
     cache_operations: list[CacheOperation]
     storage_operations: list[StorageOperation]
     unwanted_fetches: list[int]
-    """Numbers of earlier fetches that end now."""
+    """Numbers of earlier fetches that the ranks must end now."""
 
 
 NO_CACHE_WORK = CacheWork([], [], [])

@@ -1,4 +1,4 @@
-"""Log of KV events: additions and removals of block hashes in a prefix cache, by version."""
+"""Log of KV events: numbered additions and removals of block hashes in a prefix cache."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from itertools import islice
 from disagg.core.prefixes import Digest, pack_block_hashes
 
 MIN_UNIT_TOKENS = 64
-"""Smallest hashed block; shorter common prefixes do not affect the choice of a group."""
+"""Smallest size of a hashed block in tokens. Common prefixes shorter than this do not affect a router's choice of a
+group."""
 MAX_BLOCK_HASHES = 1 << 16
 """Largest number of block hashes of one cache, so that a full digest has at most 512 KiB."""
 
@@ -53,7 +54,7 @@ class KVEventLog:
     def digest(self, since: int | None = None) -> Digest:
         """Returns the changes since version `since`; the full content for None.
 
-        The digest also has the full content if `since` is too old, or if the changes outnumber the content.
+        The digest also has the full content if `since` is too old, or if the changes outnumber the block hashes.
         """
         missed = None if since is None else self.version - since
         if missed is None or not 0 <= missed <= min(len(self._changes), len(self.held)):

@@ -19,15 +19,16 @@ ORDERS: dict[EvictionName, Callable[[Node], Order]] = {
 """Sort key of a node, by policy. The node with the lowest key is evicted first; keys never decrease."""
 
 _FEW_ENTRIES = 64
-"""Smallest number of entries for which a heap is cleaned of outdated entries."""
+"""Smallest number of entries at which a heap is cleaned, that is, at which entries of nodes not ready for eviction
+are dropped."""
 
 
 class NodeQueue:
     """A lazy heap of nodes that are ready for eviction: O(log n) per push; a use of a node does not touch the heap.
 
     An entry has the sort key that its node had at the push. Keys only rise, so an outdated entry reaches the top too
-    early and is pushed again with the current key. An entry at the top whose node is not ready is dropped. Such
-    entries below the top are dropped whenever the heap has doubled, so that they never dominate the heap.
+    early and is pushed again with the current key. An entry at the top whose node is not ready is dropped. Whenever
+    the heap has doubled, all entries of nodes that are not ready are dropped, so that they never dominate the heap.
     """
 
     def __init__(self, order: Callable[[Node], Order], ready: Callable[[Node], bool]) -> None:
@@ -43,7 +44,7 @@ class NodeQueue:
         return len(self._heap)
 
     def push(self, node: Node) -> None:
-        """Adds a node unless it has an entry already or is not ready."""
+        """Adds a node that is ready and has no entry yet; otherwise changes nothing."""
         if node in self._queued or not self._ready(node):
             return
         if len(self._heap) >= self._clean_at:
@@ -81,8 +82,8 @@ class NodeQueue:
 class LeafQueue:
     """Order in which pages are evicted: evictable leaves without a state first, then evictable leaves with a state.
 
-    Pages after the last state of their path serve no match of a hybrid model, and a leaf without a state has only
-    such pages. In a cache without states no leaf has one, and the policy alone decides.
+    A match of a hybrid model ends at a state. Pages after the last state of their path therefore serve no match, and
+    a leaf without a state has only such pages. In a cache without states, the policy alone decides.
     """
 
     def __init__(self, policy: EvictionName) -> None:
@@ -91,7 +92,7 @@ class LeafQueue:
         self._with_state = NodeQueue(order, lambda node: node.state is not None and node.evictable)
 
     def push(self, node: Node) -> None:
-        """Adds a node if it is evictable and not queued yet. Call it too when its state changes."""
+        """Adds a node that is evictable and not queued yet. Call this method also when the node's state changes."""
         (self._without_state if node.state is None else self._with_state).push(node)
 
     def first(self) -> Node | None:
@@ -107,8 +108,8 @@ class StateQueue:
     """Order in which states are evicted: states of inner nodes first, then states of leaves; within both, the least
     recently used first.
 
-    A leaf that loses its state serves no further match. An inner node still does, because a descendant usually has a
-    state.
+    A leaf without its state serves no further match. An inner node without its state still serves matches, because a
+    descendant usually has a state.
     """
 
     def __init__(self) -> None:
@@ -118,7 +119,8 @@ class StateQueue:
     def push(self, node: Node) -> None:
         """Adds a node if its state is evictable and not queued yet.
 
-        Call it when the node gets a state, loses its last lock, gets its first child or loses its last child.
+        Call this method when the node gets a state, loses its last lock, gets its first child or loses its last
+        child.
         """
         (self._inner if node.children else self._leaves).push(node)
 

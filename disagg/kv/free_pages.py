@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 class FreePages:
-    """Owns the pages that nothing references. Not thread-safe: see `disagg.kv.pages`."""
+    """Owns the pages without a reference. Not thread-safe: see `disagg.kv.pages`."""
 
     def __init__(self, pages: range) -> None:
         """`pages`: all pages of the pool that may be allocated; the first ones are allocated first."""
@@ -16,7 +16,7 @@ class FreePages:
         return len(self._pages)
 
     def take(self, count: int) -> list[int]:
-        """Removes and returns `count` pages, at most `len(self)`."""
+        """Removes and returns `count` free pages; `count` must be at most `len(self)`."""
         keep = len(self._pages) - count
         taken = self._pages[keep:][::-1]
         del self._pages[keep:]

@@ -21,7 +21,7 @@ class HostStatistics:
 
 
 class HostBlocks:
-    """Allocates `blocks` blocks. Not thread-safe: the leader's lock guards it."""
+    """Allocator of `blocks` host memory blocks. Not thread-safe: the leader's lock guards the allocator."""
 
     def __init__(self, blocks: int) -> None:
         self._free = list(range(blocks - 1, -1, -1))

@@ -1,8 +1,8 @@
 """Host memory of one rank for cached KV pages and recurrent states: the second tier of the prefix cache.
 
 All parts of a page (each class of layers, K and V, scales) form one contiguous *block*, the page-first layout of
-SGLang's hierarchical cache; `kernels.copy.page_blocks` copies between pages and blocks. Recurrent states have blocks
-of another size.
+SGLang's hierarchical cache; `kernels.copy.page_blocks` copies between pages and blocks. Recurrent states have
+separate blocks, of another size.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ BLOCK_ALIGNMENT_BYTES = 4096
 
 
 class HostPool:
-    """Host memory blocks for pages, or slots, of one or several device tensors, and the copies in both directions."""
+    """Host memory blocks for the pages (or state slots) of one or several device tensors, with copies both ways."""
 
     def __init__(self, buffers: Sequence[torch.Tensor], page_size: int, blocks: int) -> None:
         """Allocates no memory yet. `blocks`: number of blocks.
 
         `buffers`: parts of a page, each contiguous `[layers, planes, slots, heads, head_dim]`, on one device: the
-        buffers of a `KVPool`, or, with a `page_size` of 1, the `byte_views` of a `MambaPool`. Empty without blocks.
+        buffers of a `KVPool`, or, with a `page_size` of 1, the `byte_views` of a `MambaPool`. `buffers` may be empty
+        if `blocks` is 0.
         """
         self._buffers, self._page_size = list(buffers), page_size
         pinned, nbytes = bool(buffers) and buffers[0].is_cuda, block_bytes(page_bytes(buffers, page_size))
@@ -50,7 +51,7 @@ class HostPool:
         self._copy(blocks_to_pages, pages, blocks, layers)
 
     def warm(self) -> None:
-        """Compiles the kernels, with the first page of the pool and scratch memory. Waits for the device."""
+        """Compiles the copy kernels with copies between the first page and scratch memory. Waits for the device."""
         if not (self.memory.blocks and self._buffers[0].is_cuda):
             return
         scratch = torch.empty((1, self.memory.memory.shape[1]), dtype=torch.uint8, pin_memory=True)
@@ -84,10 +85,10 @@ class HostPool:
 
 
 def page_bytes(buffers: Sequence[torch.Tensor], page_size: int) -> int:
-    """Returns the bytes of a page of `page_size` slots in all `buffers`, see `HostPool`."""
+    """Returns the size in bytes of a page of `page_size` slots, over all `buffers` of a `HostPool`."""
     return sum(buffer.nbytes // buffer.shape[2] * page_size for buffer in buffers)
 
 
 def block_bytes(content_bytes: int) -> int:
-    """Returns the size of a block for `content_bytes` bytes."""
+    """Returns the size in bytes of a block that holds `content_bytes` bytes."""
     return pages_for(content_bytes, BLOCK_ALIGNMENT_BYTES) * BLOCK_ALIGNMENT_BYTES

@@ -1,7 +1,8 @@
 """Host memory of a rank in blocks of equal size: one contiguous range of addresses, pinned slab by slab on first use.
 
-The operating system gives memory to a page of the range when the page is first written or pinned. A kernel can thus
-copy to and from any blocks in one launch, and a rank does not wait until all memory is pinned.
+Because the range is contiguous, one kernel launch can copy to and from any blocks. The operating system allocates
+memory for a page of the range when the page is first written or pinned, so a rank can start before all memory is
+pinned.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 from disagg.core.errors import InvariantError
 
 SLAB_BYTES = 256 << 20
-"""Size of a slab. Pinning one takes about 0.1 s."""
+"""Size of a slab. Pinning a slab takes about 0.1 s."""
 PAGE_BYTES = mmap.PAGESIZE
 _PORTABLE_AND_MAPPED = 3
 """Flags of cudaHostRegister: pinned for all contexts, and mapped into the device's addresses."""
@@ -25,12 +26,13 @@ _cuda: Any = torch.cuda  # cudart() carries no types
 
 
 class HostSlabs:
-    """Memory of `blocks` blocks of `block_bytes` bytes each, kept until the object is garbage. Not thread-safe."""
+    """Memory of `blocks` blocks of `block_bytes` bytes each, freed with this object. Not thread-safe."""
 
     def __init__(self, blocks: int, block_bytes: int, *, pinned: bool) -> None:
-        """`pinned`: page-locked memory, for copies from and to a GPU; needs blocks of whole pages of the system.
+        """`pinned`: page-locked memory, for copies to and from a GPU.
 
-        Raises ValueError for other blocks, and OSError if the host refuses so many addresses.
+        Raises ValueError for pinned blocks that are not whole pages of the operating system, and OSError if the host
+        refuses an address range of this size.
         """
         if pinned and block_bytes % PAGE_BYTES:
             raise ValueError(f"pinned blocks need a multiple of {PAGE_BYTES} bytes; got {block_bytes}")
@@ -48,13 +50,13 @@ class HostSlabs:
 
     @property
     def slabs(self) -> list[int]:
-        """Numbers of the slabs that are reserved, in ascending order."""
+        """Numbers of the reserved slabs, in ascending order."""
         return sorted(self._slabs)
 
     def reserve(self, numbers: Sequence[int]) -> None:
-        """Pins the memory of blocks `numbers`, if the memory is to be pinned; the blocks stay reserved.
+        """Reserves blocks `numbers` permanently, and pins their memory if this object was created with `pinned`.
 
-        Raises `RuntimeError` if the host cannot pin so much.
+        Raises `RuntimeError` if the host cannot pin the memory.
         """
         for slab in sorted({number // self._slab_blocks for number in numbers} - self._slabs):
             if self._pinned:
@@ -62,7 +64,7 @@ class HostSlabs:
             self._slabs.add(slab)
 
     def require_reserved(self, numbers: Sequence[int]) -> None:
-        """Raises `InvariantError` unless all blocks `numbers` are reserved: others hold nothing."""
+        """Raises `InvariantError` unless all blocks `numbers` are reserved: other blocks have no content."""
         missing = sorted({number // self._slab_blocks for number in numbers} - self._slabs)
         if missing:
             raise InvariantError(
@@ -70,7 +72,7 @@ class HostSlabs:
             )
 
     def block(self, number: int) -> torch.Tensor:
-        """Reserves block `number` and returns its memory, uint8 `[block_bytes]`. Raises as `reserve`."""
+        """Reserves block `number` and returns its memory, uint8 `[block_bytes]`. Raises like `reserve`."""
         self.reserve([number])
         return self.memory[number]
 
@@ -84,7 +86,7 @@ class HostSlabs:
 
 
 def _addresses_for(nbytes: int) -> torch.Tensor:
-    """Returns uint8 `[nbytes]` that takes no memory until it is written or pinned."""
+    """Returns a uint8 tensor `[nbytes]`, whose pages take no memory until they are written or pinned."""
     if not nbytes:
         return torch.empty(0, dtype=torch.uint8)
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -96,7 +98,7 @@ def _addresses_for(nbytes: int) -> torch.Tensor:
 
 
 def _unpin(addresses: list[int], memory: torch.Tensor) -> None:
-    """Ends the pinning of slabs of `memory`, which this call keeps alive."""
+    """Unpins the slabs at `addresses`. The argument `memory` keeps their memory alive until this call."""
     for address in addresses:
         _cuda.cudart().cudaHostUnregister(address)
 

@@ -1,22 +1,23 @@
-"""The second tier of a group's prefix cache: KV pages in host memory. Integers only; the leader owns it.
+"""The second tier of a group's prefix cache: KV pages in host memory.
 
-The tier has its own radix tree over blocks of host memory; each rank holds its own heads of the blocks. The trees of
-the two tiers are independent: a prefix may be in one tree or in both. A page in both tiers has the same content in
-each, because cached pages are never written.
+The leader owns the tier and handles integers only; ranks copy the data. The tier has its own radix tree over blocks
+of host memory; each rank holds its own heads of the blocks. The trees of the two tiers are independent: a prefix may
+be in one tree or in both. A page in both tiers has the same content in each, because cached pages are never written.
 
-    store    when a prefix enters the first tier (write-through), its pages that the second tier lacks are copied.
+    store    when a prefix enters the first tier (write-through), or is evicted from there (write-back,
+             `disagg.kv.write_back`), its pages that the second tier lacks are copied.
              Until every rank has reported the end, the first tier's path is locked, and the blocks are in no tree
-    load     when a prompt's prefix reaches further in the second tier than in the first, the pages behind the first
+    load     when the second tier has a longer prefix of a prompt than the first tier, the pages behind the first
              tier's hit are copied to the request's own pages. Until every rank has reported the end, the second
              tier's path is locked, and the operation has a reference to the request's pages: the request may release
              these pages, but they are not allocated again
 
-A store without room, because all blocks are locked, is skipped. No step and no request waits for a store.
+If all blocks are locked, the store is skipped. No step and no request waits for a store.
 
 For a hybrid model, a hit of either tier ends at a cached recurrent state. A store therefore includes the states on
-the path, and ends at the last one. A load includes the state at its end, in a state slot of the request.
+the path, and ends at the last state. A load includes the state at its end, in a state slot of the request.
 
-With a third tier (`disagg.kv.storage_tier`), stored pages are also written to a storage, and come back from there.
+With a third tier (`disagg.kv.storage_tier`), stored pages are also written to a storage, and read back from it.
 """
 
 from __future__ import annotations
@@ -41,11 +42,11 @@ STORING_SHARE = 4
 
 @dataclass(slots=True, eq=False)
 class TierLoad:
-    """A load into a request's pages."""
+    """A load from host memory into a request's pages."""
 
     pages: int
     state: tuple[int, int] | None = None
-    """(tokens, slot) of the recurrent state that the load includes; None without one. The request owns the slot."""
+    """(tokens, slot) of the recurrent state that the load includes, or None. The request owns the slot."""
     done: bool = False
     """Whether every rank has reported the end of the load."""
 
@@ -59,17 +60,18 @@ class HostTierStatistics:
     used_pages: int
     cache: RadixStatistics
     storing_pages: int
-    """Number of pages that stores under way copy."""
+    """Number of pages that running stores copy."""
     loading_pages: int
-    """Number of pages that loads under way copy."""
+    """Number of pages that running loads copy."""
     stored_pages: int
     loaded_pages: int
     skipped_pages: int
-    """Pages that were not stored for lack of room, or because too many stores were under way."""
+    """Pages that were not stored for lack of room, because too many stores were under way, or because a running
+    request needed the pages at once (write-back)."""
     failed_operations: int
     """Stores that failed on a rank."""
     storage: StorageTierStatistics | None = None
-    """The third tier; None without one."""
+    """Counts of the third tier; None without a third tier."""
 
 
 @dataclass(slots=True, eq=False)
@@ -79,7 +81,7 @@ class _StoredState:
     node: Node
     """Node of the first tier, locked with its state."""
     slot: int
-    """Slot of the first tier."""
+    """Slot of the state in the first tier."""
     tokens: int
     block: int
     """State block of host memory, owned by the operation."""
@@ -90,18 +92,18 @@ class _Operation:
     """An operation under way."""
 
     pages: list[int]
-    """Pages of the first tier."""
+    """Pages of the first tier: the sources of a store, or the destinations of a load."""
     blocks: list[int]
     node: Node
     """Locked node: of the first tier for a store, of the second tier for a load."""
     load: TierLoad | None = None
-    """None for a store."""
+    """The load of a request; None for a store."""
     prefix: PrefixKey | None = None
-    """Of a store: the key of the whole prefix. The last `len(blocks)` pages of the prefix are stored."""
+    """For a store: the key of the whole prefix. The last `len(blocks)` pages of the prefix are stored."""
     states: list[_StoredState] = field(default_factory=list)
-    """Of a store: its states, ascending."""
+    """For a store: the recurrent states to store, shortest prefix first."""
     slot_released: bool = False
-    """Of a load: whether the request has given up the slot of `load.state`, which is freed at the end."""
+    """For a load: whether the request has released the slot of `load.state`; the end of the load then frees it."""
     missing_ranks: set[int] = field(default_factory=set)
     failed: bool = False
 
@@ -137,9 +139,9 @@ class HostTier:
         self._under_way: dict[int, _Operation] = {}
         self._planned: list[CacheOperation] = []
         self._storing: set[int] = set()
-        """Pages of the first tier that stores under way copy."""
+        """Pages of the first tier that running stores copy."""
         self._storing_states: set[int] = set()
-        """State slots of the first tier that stores under way copy."""
+        """State slots of the first tier that running stores copy."""
         self._lost: list[int] = []
         """Blocks of failed stores, which are not used again."""
         self._lost_states = 0
@@ -153,32 +155,56 @@ class HostTier:
 
     # --- stores
 
-    def store(self, prefix: PrefixKey) -> None:
-        """Plans a store of what the second tier lacks of a cached prefix; the prefix counts as used there.
+    def store(self, prefix: PrefixKey, *, again: bool = False) -> bool:
+        """Plans a store of the pages and states of a cached prefix that the second tier lacks.
 
-        Also plans a write of the pages that only the third tier lacks.
+        Returns False if no store is planned: nothing is missing, or there is no room. The store counts as a use of
+        the prefix in the second tier. Also plans a write of the pages that only the third tier lacks. `again`: the
+        caller will store pages without room later, so they do not count as skipped.
         """
         if self.storage is not None:
             self.storage.write(prefix)
         nodes: list[Node] = []
         if self._first.needs_state:
-            nodes = self._first.state_nodes(prefix)
+            nodes = self._first.state_nodes(prefix, uses=False)
             prefix = prefix.shortened(nodes[-1].end * self._page_size if nodes else 0)
-        hit, known = self._first.match_kv(prefix), self.index.match_kv(prefix)
+        hit, known = self._first.match_kv(prefix, uses=False), self.index.match_kv(prefix)
         start = len(known.pages)
         while start < len(hit.pages) and hit.pages[start] in self._storing:
             start += 1  # an earlier store copies these pages, and is reported first
         pages = hit.pages[start:]
-        # Pages of an earlier store may also follow a gap, where the second tier has evicted meanwhile.
+        # Pages of an earlier store may also follow a gap, which an eviction from the second tier has left.
         pages = pages[: next((at for at, page in enumerate(pages) if page in self._storing), len(pages))]
         room = self._most_storing - len(self._storing)
         blocks = self.alloc(min(len(pages), room), known.node) if pages and room > 0 else []
-        self._skipped += len(pages) - len(blocks)
+        self._skipped += 0 if again else len(pages) - len(blocks)
         end = (start + len(blocks)) * self._page_size
         states = self._missing_states(prefix, [node for node in nodes if node.end * self._page_size <= end])
         if not blocks and not states:
-            return
+            return False
         self._order_store(prefix.shortened(end), pages[: len(blocks)], blocks, states)
+        return True
+
+    @property
+    def stores_full(self) -> bool:
+        """Whether stores under way copy as many pages as allowed at one time."""
+        return len(self._storing) >= self._most_storing
+
+    @property
+    def leaving_pages(self) -> int:
+        """Number of pages of the first tier on paths of stores under way, up to the first fork: most of them can be
+        evicted without a loss when the stores have ended."""
+        nodes: dict[Node, int] = {}
+        for one in self._under_way.values():
+            node: Node | None = one.node if one.load is None else None
+            while node is not None and len(node.children) <= 1:
+                nodes[node] = len(node.pages)
+                node = node.parent
+        return sum(nodes.values())
+
+    def skip(self, pages: int) -> None:
+        """Counts pages that leave the first tier without a store."""
+        self._skipped += pages
 
     def _missing_states(self, prefix: PrefixKey, nodes: Sequence[Node]) -> list[_StoredState]:
         """Allocates a state block for each state of `nodes`, on the path of `prefix`, that the second tier lacks."""
@@ -211,7 +237,7 @@ class HostTier:
     def _order_store(
         self, prefix: PrefixKey, pages: list[int], blocks: list[int], states: list[_StoredState]
     ) -> None:
-        node = self._first.match_kv(prefix).node
+        node = self._first.match_kv(prefix, uses=False).node
         self._first.lock(node, state=False)
         self._storing.update(pages)
         for one in states:
@@ -229,7 +255,7 @@ class HostTier:
         return self.index.match(prefix, max_tokens)
 
     def load(self, hit: Match, first_page: int, pages: Sequence[int], slot: int | None = None) -> TierLoad:
-        """Plans a load into `pages`, which the caller owns, of the pages of `hit` from `first_page` on.
+        """Plans a load of the pages of `hit` from index `first_page` on into `pages`, which the caller owns.
 
         `slot`: state slot, owned by the caller, for the state of `hit`; None for a hit without a state. The caller
         must not use KV and state before `TierLoad.done`, except in steps planned from now on, which ranks compute
@@ -248,8 +274,10 @@ class HostTier:
         return load
 
     def frees_later(self, slot: int) -> bool:
-        """Returns whether a load under way writes the state slot; the tier then frees the slot at the end."""
-        # The latest one: an earlier request's step may have passed its slot on before all ranks reported its load.
+        """Returns whether a running load writes the state slot. If so, the tier frees the slot at the end of the
+        load."""
+        # Latest load first: an earlier load can have the same slot, if its request passed the slot on before all
+        # ranks reported the load.
         for one in reversed(self._under_way.values()):
             if one.load is not None and one.load.state is not None and one.load.state[1] == slot:
                 one.slot_released = True
@@ -303,9 +331,9 @@ class HostTier:
             self._first.unlock(state.node)
         start = prefix.tokens // self._page_size - len(blocks)
         known = self.index.match_kv(prefix)
-        # Pages before the stored ones may have been evicted meanwhile: the blocks then have no place in the tree.
+        # Earlier pages of the prefix may have been evicted during the copy: the blocks then fit nowhere in the tree.
         if operation.failed:
-            # A rank could not pin the blocks, and could not do so the next time: they are not used again.
+            # A rank could not pin the blocks, and would fail again the next time: the blocks are not used again.
             self._failed += 1
             self._lost.extend(blocks)
             self._lost_states += len(operation.states)
@@ -332,7 +360,7 @@ class HostTier:
     # --- state
 
     def held_pages(self) -> list[int]:
-        """Returns the first tier's pages to which loads under way have a reference."""
+        """Returns the first tier's pages to which running loads have a reference."""
         return [page for one in self._under_way.values() if one.load is not None for page in one.pages]
 
     def statistics(self) -> HostTierStatistics:

@@ -4,9 +4,9 @@ The size of a state does not depend on the length of its request. All states are
 tensors `[places, slots, ...]`, one for each kind, shape and dtype, as in SGLang's `MambaPool`. A *place* is one state
 tensor of one layer. A request's state is the same slot of all tensors.
 
-Packed steps read and write the pool in place, by slot (`at`). Steps through transformers' cache do so if their slots
-are consecutive (a single sequence always is). Other batches are gathered and scattered, with two launches for each
-tensor of the pool, however many layers the model has.
+Packed steps read and write the pool in place, by slot (`at`). Steps through transformers' cache also work in place if
+their slots are consecutive (a single sequence always is). Other batches are gathered and scattered, with two launches
+for each tensor of the pool, however many layers the model has.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class StatePlace(NamedTuple):
     number: int
     """Index among the states of the layer."""
     kind: str
-    """`conv` or `recurrent`."""
+    """Kind of the state: `conv` or `recurrent`."""
 
 
 class StateForm(NamedTuple):
@@ -99,10 +99,10 @@ class MambaPool:
 
     @contextmanager
     def batch(self, slots: Sequence[int]) -> Iterator[States]:
-        """Yields the states of several slots as one batch; changes of these tensors are changes of the pool.
+        """Yields the states of several slots as one batch; writes to the yielded tensors change the pool.
 
         If the slots are not consecutive, the batch is a copy, which is written back at the end of the block unless
-        the block raises. No slot may occur twice. Queued on the current stream, without synchronization.
+        the block raises. No slot may occur twice. Copies are queued on the current stream, without synchronization.
         """
         if len(set(slots)) != len(slots) or not slots:
             raise InvariantError(f"a batch of recurrent states needs different slots: {list(slots)}")
@@ -121,9 +121,10 @@ class MambaPool:
             buffer.index_copy_(1, index, new)
 
     def copy(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
-        """Copies all slots at once, so a slot may be both a source and a destination.
+        """Copies the state in slot `sources[i]` to slot `destinations[i]`, for all `i` at once.
 
-        Two launches per buffer, no synchronization.
+        A slot may therefore be both a source and a destination. Needs two kernel launches per buffer, and no
+        synchronization.
 
         Raises InvariantError for a slot outside of the pool, or a destination that occurs twice.
         """
@@ -154,7 +155,7 @@ class MambaPool:
         return MambaPoolStatistics(self.slots, nbytes // self.slots, nbytes)
 
     def check(self) -> None:
-        """Raises `InvariantError` unless each place has memory of its own, of its shape."""
+        """Raises `InvariantError` unless each place has separate memory with the shape and dtype of its form."""
         if len(set(self._at)) != len(self.forms):
             raise InvariantError("recurrent states: two places share memory")
         for form, (buffer, at) in zip(self.forms, self._at, strict=True):
@@ -175,9 +176,9 @@ class MambaPool:
 
 
 def state_classes(forms: Sequence[StateForm]) -> tuple[StateClass, ...]:
-    """Returns a class for each buffer of a `MambaPool` of `forms`, in the same order.
+    """Returns the `StateClass` of each buffer of a `MambaPool` of `forms`, in the order of the buffers.
 
-    A state of three or more dimensions has a part for each index of the first one, which are its heads.
+    The first dimension of a state with three or more dimensions is its heads; other states have one head.
     """
     found = []
     for (_, shape, dtype), members in _groups(forms).items():
@@ -189,7 +190,7 @@ def state_classes(forms: Sequence[StateForm]) -> tuple[StateClass, ...]:
 def _groups(
     forms: Sequence[StateForm],
 ) -> dict[tuple[str, tuple[int, ...], torch.dtype], list[StateForm]]:
-    """Returns the forms of each kind, shape and dtype."""
+    """Returns the forms by kind, shape and dtype."""
     groups: dict[tuple[str, tuple[int, ...], torch.dtype], list[StateForm]] = {}
     for form in forms:
         groups.setdefault((form.place.kind, form.shape, form.dtype), []).append(form)

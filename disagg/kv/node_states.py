@@ -1,4 +1,4 @@
-"""Recurrent states of the prefix tree's nodes: which node has which state slot, locks, eviction of states."""
+"""Recurrent states of the prefix tree's nodes: the state slot of each node, locks, eviction of states."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class NodeStates:
     """The state slots of a prefix cache. Part of `RadixCache`, which changes the tree.
 
     A slot is free, held by the caller of `alloc`, or attached to one node. `attach` moves a slot from its holder to
-    the node; `drop` frees it. The device copies into and out of a slot are the caller's.
+    the node; `drop` frees the slot. The caller copies states into and out of slots on the device.
     """
 
     def __init__(self, slots: StateSlots) -> None:
@@ -50,7 +50,10 @@ class NodeStates:
         return node
 
     def release(self, slot: int) -> None:
-        """Frees a slot that its caller holds. Raises ValueError, changing nothing, if it is attached or free."""
+        """Frees a slot that its caller holds.
+
+        Raises ValueError, changing nothing, if the slot is attached or free.
+        """
         self.require_held(slot)
         self._slots.free(slot)
 
@@ -61,7 +64,7 @@ class NodeStates:
             raise ValueError(f"state slot {slot} belongs to the prefix cache: it was attached already")
 
     def attach(self, node: Node, slot: int, now: int) -> None:
-        """Gives the node, which has no state, the state in a held slot."""
+        """Attaches a held slot to a node without a state. `now` becomes the time of the state's latest use."""
         node.state, node.state_used = slot, now
         self._nodes[slot] = node
         self.locked += bool(node.state_locks)

@@ -1,4 +1,4 @@
-"""Types in the interface of the page allocator."""
+"""Types that the page allocator takes and returns."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def slots_of(pages: Sequence[int], page_size: int, span: Span) -> torch.Tensor:
         raise ValueError(
             f"positions {span.start}..{span.stop} are beyond {len(pages)} pages of {page_size} tokens"
         )
-    # Runs three times on the critical path of a prompt; each torch call costs 20 us or more, so use few.
+    # Runs three times on the critical path of a prompt; each torch call costs 20 us or more, so the code uses few.
     first = span.start // page_size
     owned = torch.frombuffer(array("i", pages[first : pages_for(span.stop, page_size)]), dtype=torch.int32)
     slots = torch.add(torch.arange(page_size, dtype=torch.int32), owned[:, None], alpha=page_size)

@@ -4,9 +4,9 @@ With one allocation, a peer maps the pool once, and one kernel moves any rectang
 
 A quantized pool (int8, fp8) has one row per head: quantized K and V, `head_dim` bytes each, then two bfloat16 scales.
 Code that moves heads (gather, scatter, writes to a peer, the planner) therefore moves the scales too. A head of 128
-takes 260 bytes, 0.508 of the 512 in bf16; a head of 64 takes 132, 0.516. Rows are aligned to 4 bytes, so kernels load
-quantized values in units of at most 4 bytes. Separate scales, with values aligned to 16 bytes, did not speed up
-decode attention (H200: 2.1 TB/s instead of 2.2).
+elements takes 260 bytes, 0.508 of its size in bf16; a head of 64 elements takes 132 bytes, 0.516. Rows are aligned to
+4 bytes, so kernels load quantized values in units of at most 4 bytes. Separate scales, with values aligned to 16
+bytes, did not speed up decode attention (H200: 2.1 TB/s instead of 2.2).
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class MHATokenToKVPool:
         self.dtype = dtype
         self.storage_dtype = torch.uint8 if quantized else dtype
         self.head_dim = head_dim
-        """Elements of one head."""
+        """Number of elements of one head."""
         row = (
             (1, slots, heads, quantized_row_bytes(head_dim))
             if quantized
@@ -95,7 +95,7 @@ class MHATokenToKVPool:
 
     @property
     def layers(self) -> int:
-        """Layers that the pool holds."""
+        """Number of layers that the pool holds."""
         return self.buffer.shape[0]
 
     @property
@@ -105,7 +105,7 @@ class MHATokenToKVPool:
 
     @property
     def heads(self) -> int:
-        """KV heads of this rank."""
+        """Number of KV heads of this rank."""
         return self.buffer.shape[3]
 
     @property
@@ -145,7 +145,8 @@ class MHATokenToKVPool:
         return self.buffer[layer, 0, slots]
 
     def poison(self) -> None:
-        """Fills the pool with 0xFF bytes, which are NaN in every float type: tests find reads of unwritten slots."""
+        """Fills the pool with 0xFF bytes, which are NaN in every float type, so that tests detect reads of unwritten
+        slots."""
         self.buffer.view(torch.uint8).fill_(0xFF)
 
 
@@ -171,7 +172,7 @@ class ClassedKVPool:
 
     @property
     def layers(self) -> int:
-        """Layers of all classes."""
+        """Number of layers of all classes."""
         return self._ends[-1]
 
     @property
@@ -190,7 +191,7 @@ class ClassedKVPool:
         return number, layer - self._ends[number] + self.parts[number].layers
 
     def poison(self) -> None:
-        """See `MHATokenToKVPool.poison`."""
+        """Fills the pools of all classes with NaN bytes; see `MHATokenToKVPool.poison`."""
         for part in self.parts:
             part.poison()
 

@@ -2,12 +2,12 @@
 
 A radix tree over whole pages of token ids, as in SGLang's RadixAttention (Zheng et al., 2024); vLLM uses a hash table
 of blocks with chained hashes instead. An edge is a run of pages whose tokens are compared by one memory comparison.
-The cost of a match therefore grows with the number of forks on its path, not of pages, and hash collisions cannot
-occur. Block hashes are kept only for routers (`disagg.core.prefixes`).
+The cost of a match therefore grows with the number of forks on its path, not with the number of pages. Hash
+collisions cannot occur. Block hashes are kept only for routers (`disagg.core.prefixes`).
 
-For hybrid models a node may also have a *state*: a snapshot of the recurrent layers after the node's last token, in
-a slot of `MambaPool`, as in SGLang's Mamba radix cache. A prompt can continue only from a state, so a match then ends
-at one.
+For hybrid models a node may also have a *state*: a snapshot of the recurrent layers after the node's last token, in a
+slot of `MambaPool`, as in SGLang's Mamba radix cache. A prompt can continue only from a state, so a match then ends
+at a node with a state.
 """
 
 from __future__ import annotations
@@ -31,12 +31,13 @@ class RadixCache:
     """The radix tree, with a page reference for each cached page. Not thread-safe: the group's scheduler owns it.
 
     Ownership: `insert` adds the cache's own references to new pages, which eviction drops; the caller's references
-    stay with the caller. `match` adds none. A request that reads matched pages adds its own references (`KVSequence`,
-    or the allocator's `share`) and locks the node, so its pages are not evicted. The request unlocks and frees once.
+    stay with the caller. `match` adds no references. A request that reads matched pages adds its own references
+    (`KVSequence`, or the allocator's `share`) and locks the node, so its pages are not evicted. At its end, the
+    request unlocks the node and drops its references, each once.
 
     State slots: the caller of `alloc_state` owns the slot until `attach_state`, which passes it to the cache, or
-    `free_state`. Evicting the page at a node's end frees the node's state. Pages without a state below them on their
-    path serve no match; of these, leaves without state are evicted before other leaves.
+    `free_state`. Evicting the page at a node's end frees the node's state. With states, pages after the last state of
+    their path serve no match, so leaves without a state are evicted before other leaves.
 
     KV events report pages, not states. A router may therefore overestimate the hit of a group with states, which
     affects only its choice of the group.
@@ -49,9 +50,10 @@ class RadixCache:
         unit_tokens: int | None = None,
         states: StateSlots | None = None,
     ) -> None:
-        """`unit_tokens`: tokens of a hashed block, whole pages; None: by the size of the pool.
+        """`unit_tokens`: tokens of a hashed block, a multiple of the page size; None: see `unit_tokens_for`.
 
-        `states`: slots for the states of a hybrid model; None: the model has no states, and matches need none.
+        `states`: slots for the states of a hybrid model; None for a model without states, whose matches need no
+        state.
         """
         self._allocator = allocator
         self._page_size = allocator.page_size
@@ -84,14 +86,20 @@ class RadixCache:
         node, pages = self._latest_state(self._root(key), key.data, self._stop(key, max_tokens))
         return Match(node, pages, len(pages) * self._page_size, key.tokens, node.state)
 
-    def match_kv(self, key: PrefixKey, max_tokens: int | None = None) -> Match:
-        """Returns the longest cached prefix as `match` does, but by KV alone, for a reader that needs no state."""
-        node, pages = self._walk(self._root(key), key.data, self._stop(key, max_tokens))
+    def match_kv(self, key: PrefixKey, max_tokens: int | None = None, *, uses: bool = True) -> Match:
+        """Returns the longest prefix whose KV is cached, with or without a state at its end.
+
+        `uses`: whether the match counts as a use for the eviction policy. Otherwise like `match`.
+        """
+        node, pages = self._walk(self._root(key), key.data, self._stop(key, max_tokens), uses=uses)
         return Match(node, pages, len(pages) * self._page_size, key.tokens)
 
-    def state_nodes(self, key: PrefixKey) -> list[Node]:
-        """Returns the nodes with a state on the path of the longest cached prefix of `key`, shortest prefix first."""
-        node: Node | None = self.match_kv(key).node
+    def state_nodes(self, key: PrefixKey, *, uses: bool = True) -> list[Node]:
+        """Returns the nodes with a state on the path of the longest cached prefix of `key`, shortest prefix first.
+
+        `uses`: see `match_kv`.
+        """
+        node: Node | None = self.match_kv(key, uses=uses).node
         found = []
         while node is not None:
             if node.state is not None:
@@ -102,7 +110,7 @@ class RadixCache:
     def lock(self, node: Node, *, state: bool = True) -> None:
         """Locks all pages from the root to the node's end until `unlock`. O(depth).
 
-        `state`: also locks the node's own state, not those of its ancestors.
+        `state`: also locks the node's own state, but not the states of its ancestors.
         """
         if state and self.needs_state:
             self._states.lock(node)
@@ -114,7 +122,7 @@ class RadixCache:
             above = above.parent
 
     def unlock(self, node: Node, *, state: bool = True) -> None:
-        """Reverts one `lock` with the same `state`. Raises ValueError, changing nothing, if there was none."""
+        """Reverts one `lock` with the same `state`. Raises ValueError, changing nothing, without such a lock."""
         state = state and self.needs_state
         if not (node.state_locks if state else node.locks):
             raise ValueError("this node is not locked: lock it first, unlock it once")
@@ -162,8 +170,9 @@ class RadixCache:
     def alloc_state(self) -> int | None:
         """Returns a state slot, which the caller owns until `attach_state` or `free_state`. O(log nodes), amortized.
 
-        Evicts the state of a node if no slot is free: the least recently used one, states of inner nodes before those
-        of leaves. Returns None if all slots are locked or held by callers. The pages of the node stay.
+        If no slot is free, evicts the least recently used state of an inner node, or of a leaf if no inner node has
+        an evictable state. The pages of the node stay cached. Returns None if all slots are locked or held by
+        callers.
         """
         slot = self._states.alloc()
         if slot is None and (node := self._states.evict()) is not None:
@@ -176,11 +185,11 @@ class RadixCache:
         self._states.release(slot)
 
     def attach_state(self, key: PrefixKey, tokens: int, slot: int) -> bool:
-        """Caches the state in `slot`, that after the first `tokens` tokens of `key`, and takes the slot over.
+        """Caches the state in `slot`, taken after the first `tokens` tokens of `key`; the cache then owns the slot.
 
         If the pages of that prefix are not all cached, or the prefix has a state already, frees the slot and returns
-        False; the present state counts as used. Raises ValueError, changing nothing, if `tokens` is not a positive
-        multiple of the page size within the prompt, or the caller does not own the slot.
+        False; the existing state then counts as used. Raises ValueError, changing nothing, for a slot that the caller
+        does not own, or unless `tokens` is a positive multiple of the page size within the prompt.
         """
         if not 0 < tokens <= key.tokens or tokens % self._page_size:
             raise ValueError(
@@ -199,15 +208,24 @@ class RadixCache:
         return False
 
     def evict(self, pages: int) -> int:
-        """Evicts cached pages in policy order until `pages` are free; returns how many became free.
+        """Evicts cached pages in policy order until `pages` pages have become free; returns the number of freed
+        pages.
 
-        Returns a number below `pages` only if no more pages can be evicted. Evicts a node's last pages first, and no
+        The number is below `pages` only if no more pages can be evicted. Evicts a node's last pages first, and no
         more pages than needed.
         """
         freed = 0
-        while freed < pages and (leaf := self._leaves.first()) is not None:
-            freed += self._cut(leaf, min(pages - freed, len(leaf.pages)))
+        while freed < pages and (leaf := self.oldest_leaf()) is not None:
+            freed += self.evict_from(leaf, pages - freed)
         return freed
+
+    def oldest_leaf(self) -> Node | None:
+        """Returns the leaf to evict from next, in policy order; None if all leaves are locked."""
+        return self._leaves.first()
+
+    def evict_from(self, leaf: Node, pages: int) -> int:
+        """Evicts up to `pages` of the last pages of `oldest_leaf`; returns the number of freed pages."""
+        return self._cut(leaf, min(pages, len(leaf.pages)))
 
     def digest(self, since: int | None = None) -> Digest:
         """Returns the KV events since version `since`; see `KVEventLog.digest`."""
@@ -263,15 +281,15 @@ class RadixCache:
         self._states.check(nodes)
 
     def _root(self, key: PrefixKey) -> Node:
-        """Returns the root of the key's salt, a new one if nothing is cached with that salt."""
+        """Returns the root of the key's salt; a new root if nothing is cached with that salt."""
         return self._roots.get(key.salt) or Node(None, key.salt)
 
     def _stop(self, key: PrefixKey, max_tokens: int | None) -> int:
-        """Returns the length in `key.data` of the whole pages within `max_tokens`."""
+        """Returns the number of bytes of `key.data` that the whole pages within `max_tokens` take."""
         limit = key.tokens if max_tokens is None else min(key.tokens, max_tokens)
         return limit // self._page_size * self._page_bytes
 
-    def _walk(self, node: Node, data: bytes, stop: int) -> tuple[Node, list[int]]:
+    def _walk(self, node: Node, data: bytes, stop: int, *, uses: bool = True) -> tuple[Node, list[int]]:
         """Descends along the cached prefix of `data[:stop]`, whole pages; splits a node that matches only in part.
 
         Returns the last node and the pages of the path.
@@ -287,14 +305,15 @@ class RadixCache:
                 common = common_pages(child.edge, data, at, stop, page_bytes)
                 child = child.split(common, page_bytes, self._unit_pages)
                 self._nodes += 1
-            child.used = self._clock
+            if uses:
+                child.used = self._clock
             pages += child.pages
             at += len(child.edge)
             node = child
         return node, pages
 
     def _latest_state(self, root: Node, data: bytes, stop: int) -> tuple[Node, list[int]]:
-        """Descends like `_walk`, splitting nothing, to the deepest node with a state, else to the root.
+        """Descends like `_walk` to the deepest node with a state, or to the root without one; splits no node.
 
         Marks only that node's state, and the nodes of its path, as used. Returns the node and the pages of the path.
         """

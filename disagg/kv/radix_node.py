@@ -44,7 +44,7 @@ class Node:
         self.locks = 0
         """Number of locks, including those of requests that locked a descendant."""
         self.hits = 0
-        """Prefix cache hits."""
+        """Number of prefix cache hits whose path includes this node."""
         self.used = self.born = 0
         """Times of the latest use and of the insertion, on the cache's logical clock."""
         self.state: int | None = None
@@ -74,7 +74,7 @@ class Node:
         return self.edge[:page_bytes]
 
     def split(self, pages: int, page_bytes: int, unit_pages: int) -> Node:
-        """Moves the first `pages` pages to a new parent node; returns the new node."""
+        """Moves the first `pages` pages to a new parent node; returns the new parent."""
         assert self.parent is not None, "a root has no pages to split"
         cut = pages * page_bytes
         upper = Node(self.parent, self.salt, self.edge[:cut], self.pages[:pages])

@@ -1,4 +1,4 @@
-"""Types in the interface of the prefix cache."""
+"""Types that the prefix cache returns."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class Match(NamedTuple):
     """The longest cached prefix of a prompt. The cache owns the pages; see `RadixCache`."""
 
     node: Node
-    """Node for `lock` and `unlock`."""
+    """Last node of the prefix, for `lock` and `unlock`."""
     pages: list[int]
     tokens: int
     """Number of tokens in `pages`; all pages are full."""

@@ -101,8 +101,8 @@ class ReqToTokenPool:
         """Sets the slots of each `(row, start, slots)` of `places`, as `set_slots`, with one copy; ranges must be
         disjoint.
 
-        `slots`: integers `[n]` on the CPU. The slots are pinned before the copy to a GPU, because a copy from
-        pageable memory would block the caller until all queued steps are complete.
+        `slots`: integers `[n]` on the CPU. The slots are pinned before the copy to a GPU: a copy from pageable memory
+        would block the caller until all queued steps are complete.
         """
         if len(places) == 1:
             # On the critical path of a prompt's step: a slice takes fewer calls than an index.
@@ -119,7 +119,7 @@ class ReqToTokenPool:
         self.table.view(-1).index_copy_(0, packed[0], packed[1].int())
 
     def copy_slots(self, source: int, row: int, tokens: int) -> None:
-        """Copies the first `tokens` slots of row `source` to `row`. Launches only."""
+        """Copies the first `tokens` slots of row `source` to `row`, without waiting for the device."""
         first = Span(0, tokens)
         self.slots(row, first).copy_(self.slots(source, first))
 
@@ -127,7 +127,7 @@ class ReqToTokenPool:
         return host.pin_memory() if self.table.is_cuda else host
 
     def slots(self, row: int, span: Span) -> torch.Tensor:
-        """Returns a view of the slots of positions `span` at `row`, int32 `[len(span)]`. Raises ValueError."""
+        """Returns a view of the slots of positions `span` at `row`, int32 `[len(span)]`. Raises like `set_slots`."""
         self._require_used(row)
         if not 0 <= span.start <= span.stop <= self.max_tokens:
             raise ValueError(

@@ -1,7 +1,7 @@
 """A sequence of tokens in a KV pool: a list of pages, possibly shared, with append, fork, truncate and free.
 
-Copy on write as in vLLM's paged attention (Kwon et al., 2023, section 4.4): forks share pages, and a shared page is
-copied before a write. Integers only: the caller performs the copies that `append` returns.
+Pages are copied on write, as in vLLM's paged attention (Kwon et al., 2023, section 4.4): forks share pages, and a
+shared page is copied before a write. Integers only: the caller performs the copies that `append` returns.
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ class KVSequence:
         self.tokens = len(shared) * allocator.page_size
 
     def append(self, tokens: int) -> list[PageCopy] | None:
-        """Grows by `tokens` tokens. Returns the copies to launch before the write; None if pages are short."""
+        """Grows the sequence by `tokens` tokens.
+
+        Returns the copies to launch before the write; None if pages are short.
+        """
         self._require_alive()
         copies = self._allocator.append_tokens(self.tokens, self.tokens + tokens, self.pages)
         if copies is not None:
@@ -46,7 +49,7 @@ class KVSequence:
         return twin
 
     def truncate(self, tokens: int) -> None:
-        """Truncates to the first `tokens` tokens, after rejected draft tokens or a preemption."""
+        """Truncates the sequence to its first `tokens` tokens, after rejected draft tokens or a preemption."""
         self._require_alive()
         self._allocator.truncate_tokens(self.tokens, tokens, self.pages)
         self.tokens = tokens

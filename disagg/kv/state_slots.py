@@ -25,7 +25,9 @@ class StateSlots:
     def __init__(self, first: int, count: int) -> None:
         """Raises ValueError for negative numbers. Without slots (`count` 0) `alloc` always returns None."""
         if first < 0 or count < 0:
-            raise ValueError(f"state slots start at 0 or later and are 0 or more, not {first} and {count}")
+            raise ValueError(
+                f"state slots must start at 0 or later and be 0 or more, not first = {first} and count = {count}"
+            )
         self.first, self.count = first, count
         self._free = list(range(first + count - 1, first - 1, -1))
         self._used: set[int] = set()

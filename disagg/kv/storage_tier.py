@@ -1,19 +1,21 @@
-"""The third tier of a group's prefix cache: pages in a storage, such as files or a server. The leader's part.
+"""The leader's part of the third tier of a prefix cache: pages in a storage, such as files or a server.
 
-The tier decides which pages of host memory (the second tier, `disagg.kv.host_tier`) are written to the storage, and
-which pages of a queued prompt are fetched into host memory. It knows links (hashes) of pages and numbers of blocks;
-ranks do the I/O, each for its own heads, and report how many leading pages they have finished.
+The leader decides which pages of host memory (the second tier, `disagg.kv.host_tier`) are written to the storage. It
+also decides which pages of a queued prompt are fetched into host memory. The leader handles only links (hashes) of
+pages and numbers of blocks. Ranks do the I/O, each for its own heads, and report how many leading pages they have
+finished.
 
-    write    pages of the second tier that the storage may lack. Until every rank has reported the end, the pages are
-             locked in the second tier
-    find     how many of a prompt's missing pages are stored on every rank. Only found pages get blocks, so a prompt
-             that no group has stored evicts nothing
-    fetch    found pages are read into new blocks, which belong to the operation. The pages that *every* rank has
-             reported enter the second tier at once, while the rest is still being read; the other blocks are freed
-             at the end. The path before the fetched pages is locked in the second tier
+    write    writes pages of the second tier that the storage may lack. Until every rank has reported the end, the
+             pages are locked in the second tier
+    find     counts how many of a prompt's missing pages are stored on every rank. Only found pages get blocks, so a
+             prompt that no group has stored evicts nothing
+    fetch    reads found pages into new blocks, which belong to the operation. Pages that *every* rank has reported
+             enter the second tier at once, while later pages are still being read. Blocks of pages that were not read
+             are freed at the end. The path before the fetched pages is locked in the second tier
 
-A request that needs pages which another request fetches joins its fetch, then searches for the rest. Pages beyond the
-limits, a share of host memory, are skipped and counted: they are computed, or written at their next use.
+If a request needs pages that another request is fetching, its prefetch joins that fetch, then searches for the
+remaining pages. The pages under way are limited to a share of host memory. Pages beyond the limit are skipped and
+counted: skipped pages of a prefetch are computed, skipped pages of a write are written at their next use.
 """
 
 from __future__ import annotations
@@ -32,32 +34,34 @@ from disagg.kv.radix_node import Node
 SHARE = 4
 """Divisor of the second tier's blocks: fetches may own at most a quarter of them, and writes may lock as many."""
 MOST_PAGES = 4096
-"""Largest number of pages of one operation, whose links a plan contains; a longer prefix takes several."""
+"""Largest number of pages of one operation, because a plan contains their links. A longer prefix takes several
+operations."""
 MOST_ROUNDS = 8
 """Largest number of operations that a prefetch waits for one after another."""
 LONGEST_S = 60.0
-"""Time limit of a fetch that the leader ends earlier (`best_effort`), or that has no other limit (`wait`)."""
+"""Time limit of a find or a fetch under the prefetch policies `best_effort` and `wait`, which set no limit."""
 
 Links = Callable[[PrefixKey], Sequence[bytes]]
 """Function that returns the link of each whole page of a prompt."""
 AllocBlocks = Callable[[int, Node], list[int]]
-"""`HostTier.alloc`: allocates up to the number of blocks, without evicting the path of the node."""
+"""Function like `HostTier.alloc`: allocates up to a number of blocks, without evicting the path of a node."""
 
 
 @dataclass(slots=True, eq=False)
 class Prefetch:
-    """A request's prefetch. Ends by itself, or by `StorageTier.release`."""
+    """A request's prefetch. It ends when no further pages are found, or with `StorageTier.release`."""
 
     prefix: PrefixKey
     """Whole pages that the request can use."""
     links: Sequence[bytes]
     """Link of each page of `prefix`."""
     waits: bool
-    """Whether the request waits for the end."""
+    """Whether the request waits for the end of the prefetch."""
     operation: int | None = None
     """Number of the operation under way; None before the first one, and after the last one."""
     follows: bool = False
-    """Whether the operation is of another request, so that further pages may be stored."""
+    """Whether another request's prefetch planned the operation, and this prefetch joined it. The operation may cover
+    fewer pages than this prefetch needs, so a further operation may follow."""
     rounds: int = 0
     """Number of operations so far."""
 
@@ -69,9 +73,10 @@ class Prefetch:
 
 @dataclass(frozen=True, slots=True)
 class StorageTierStatistics:
-    """Pages that operations under way concern, and counts since the start."""
+    """Current counts of the third tier, and totals since the start."""
 
     writing_pages: int
+    """Number of pages of the second tier that running writes copy to the storage."""
     fetching_pages: int
     """Blocks of fetches that have not entered the second tier."""
     written_pages: int
@@ -93,9 +98,9 @@ class _StorageWork:
     """Prefix up to the last page of the operation."""
     links: Sequence[bytes]
     first: int = 0
-    """Of find and fetch: index of the first page in `prefix`."""
+    """For find and fetch: index of the first page in `prefix`."""
     blocks: list[int] = field(default_factory=list)
-    """Of a fetch: blocks that the operation owns, except the first `inserted`. Of a write: blocks of the tree."""
+    """For a fetch: blocks that the operation owns, except the first `inserted`. For a write: blocks of the tree."""
     node: Node | None = None
     """Locked node of the second tier; None for a find."""
     users: list[Prefetch] = field(default_factory=list)
@@ -103,7 +108,7 @@ class _StorageWork:
     """Number of leading pages that each rank has finished."""
     missing_ranks: set[int] = field(default_factory=set)
     inserted: int = 0
-    """Of a fetch: number of leading blocks that have entered the second tier, or were freed because their pages had
+    """For a fetch: number of leading blocks that have entered the second tier, or were freed because their pages had
     entered before."""
     failed: bool = False
 
@@ -121,17 +126,17 @@ class StorageTier:
         ranks: int,
         group: GroupConfig,
     ) -> None:
-        """`index`: tree of the second tier, over `blocks`. `group`: limits of the prefetches."""
+        """`index`: tree of the second tier, over `blocks`. `group`: configuration with the limits of prefetches."""
         self._index, self._blocks, self._alloc, self._links = index, blocks, alloc, links
         self._ranks, self._group, self._page_size = ranks, group, blocks.page_size
         self._most_pages = max(1, (blocks.pages - 1) // SHARE)
         self._under_way: dict[int, _StorageWork] = {}
         self._sought: dict[bytes, int] = {}
-        """Operation (find or fetch) of each link."""
+        """Number of the operation (find or fetch) that covers each link."""
         self._planned: list[StorageOperation] = []
         self._unwanted: list[int] = []
         self._writing: set[int] = set()
-        """Blocks that writes under way read."""
+        """Blocks of the second tier that running writes copy to the storage."""
         self._stored: set[int] = set()
         """Blocks whose pages were written to the storage, or came from it."""
         self._lost: list[int] = []
@@ -168,9 +173,9 @@ class StorageTier:
     # --- prefetches
 
     def prefetch(self, prefix: PrefixKey, have_tokens: int) -> Prefetch | None:
-        """Begins to fetch what the second tier lacks of `prefix`; None if there is nothing to wait for.
+        """Begins to fetch the pages of `prefix` that the second tier lacks; returns None if nothing is fetched.
 
-        `prefix`: the part of a prompt that a request can use. `have_tokens`: its cached tokens in the other tiers.
+        `prefix`: the part of a prompt that a request can use. `have_tokens`: tokens of `prefix` cached in memory.
         """
         prefix = prefix.shortened(prefix.tokens // self._page_size * self._page_size)
         if prefix.tokens - have_tokens < max(1, self._group.prefetch_min_tokens):
@@ -180,7 +185,7 @@ class StorageTier:
         return one if one.operation is not None else None
 
     def release(self, prefetch: Prefetch) -> None:
-        """Ends a prefetch, because its request gets its pages or ends. What has landed stays in the second tier."""
+        """Ends a prefetch, because its request gets its pages or ends. Landed pages stay in the second tier."""
         number, prefetch.operation = prefetch.operation, None
         if number is None:
             return
@@ -190,7 +195,10 @@ class StorageTier:
             self._unwanted.append(number)
 
     def _begin(self, prefetch: Prefetch) -> None:
-        """Joins a fetch of the first missing page, or plans a find; else the prefetch ends."""
+        """Joins an operation that covers the first missing page, or plans a find.
+
+        If neither is possible, ends the prefetch.
+        """
         prefetch.operation = None
         start = len(self._index.match_kv(prefetch.prefix).pages)
         links = prefetch.links[start : start + MOST_PAGES]
@@ -209,7 +217,7 @@ class StorageTier:
             self._seek(_StorageWork("find", prefix, links, start, users=[prefetch]))
 
     def _seek(self, work: _StorageWork) -> None:
-        """Orders a find or a fetch for its users."""
+        """Plans a find or a fetch, and sets it as the operation of the prefetches that use it."""
         number = self._order(work, self._limit_s(len(work.links)))
         self._sought.update(dict.fromkeys(work.links, number))
         for one in work.users:
@@ -278,13 +286,13 @@ class StorageTier:
             self._written += len(work.blocks)
 
     def _end_find(self, work: _StorageWork) -> None:
-        """Orders the fetch of the found pages, from the first one that the second tier lacks now."""
+        """Plans the fetch of the found pages, from the first page that the second tier still lacks."""
         known = self._index.match_kv(work.prefix)
         start, stop = len(known.pages), work.first + min(work.finished)
         room = max(0, self._most_pages - self._fetching)
         count = stop - start if work.users and not work.failed else 0
         self._skipped += max(0, count - room)
-        # The pages before `work.first` may have been evicted meanwhile: their links are not in the operation.
+        # Pages before `work.first` may have been evicted since the find; the operation has no links of these pages.
         blocks = (
             self._alloc(min(count, room), known.node) if min(count, room) > 0 and start >= work.first else []
         )
@@ -299,14 +307,14 @@ class StorageTier:
         self._seek(_StorageWork("fetch", prefix, links, start, blocks, known.node, work.users))
 
     def _insert(self, work: _StorageWork) -> None:
-        """Inserts the pages into the second tier that every rank has fetched."""
+        """Inserts into the second tier the pages that every rank has fetched."""
         count = min(work.finished)
         if count <= work.inserted or work.failed:
             return
         assert work.node is not None, "a fetch locks the pages before its own"
         prefix = work.prefix.shortened((work.first + count) * self._page_size)
         known = self._index.match_kv(prefix).pages
-        # A store may have inserted some of the pages meanwhile: their blocks of this fetch are freed.
+        # A store may have inserted some of the pages during the fetch: the fetch's blocks of these pages are freed.
         added = work.blocks[len(known) - work.first : count]
         node = self._index.insert(prefix, [*known, *added])
         self._index.lock(node, state=False)
@@ -324,7 +332,7 @@ class StorageTier:
         left = work.blocks[work.inserted :]
         self._fetching -= len(left)
         if work.failed:
-            # A rank could not pin the blocks, and could not do so the next time: they are not used again.
+            # A rank could not pin the blocks, and would fail again the next time: the blocks are not used again.
             self._lost.extend(left)
             self._failed += len(left)
         elif left:

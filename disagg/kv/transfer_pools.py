@@ -2,16 +2,44 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 import torch
 
 from disagg.kv.mamba_pool import MambaPool
 from disagg.kv.pool import KVPool
+from kernels.copy.layer_pool import LayerPool, Pool
+
+
+class CopyPools(Protocol):
+    """Memory of one rank that senders and receivers gather from and scatter to."""
+
+    @property
+    def buffers(self) -> Sequence[Pool]:
+        """A pool `[layers, planes, slots, heads, head_dim]` for each of `KVLayout.all_classes`."""
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class BorrowedPools:
+    """Pools of separate layers that another engine owns, for example vLLM. They have no recurrent states."""
+
+    buffers: tuple[LayerPool, ...]
+    """A pool for each of `KVLayout.classes`."""
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the memory."""
+        return self.buffers[0].device
 
 
 class TransferPools(NamedTuple):
-    """Pools of one rank as the copy kernels address them."""
+    """The KV pool and the state pool of one rank, as buffers for the copy kernels."""
 
     kv: KVPool
     buffers: tuple[torch.Tensor, ...]

@@ -1,4 +1,4 @@
-"""Copies of host numbers to a device."""
+"""Uploads lists of numbers from the host to a device."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from disagg.kv.upload import upload
 from kernels.attention.prefill import PackedQueries
 from kernels.dispatch import backend
 
-DECODE_GROUP_TOKENS = 1 << 17  # padded tokens that one batched decode attention may gather
+DECODE_GROUP_TOKENS = 1 << 17  # most slots, including padding, that one batched decode attention gathers
 
 
 @dataclass(frozen=True)
@@ -32,11 +32,11 @@ class SequenceSlice:
     prompt_tokens: int = 0
     """Length of the request's whole prompt, on which some rotary embeddings depend. 0: the prompt ends at `stop`."""
     saves: tuple[tuple[int, int], ...] = ()
-    """Positions within the slice, ascending, with a slot each: the recurrent state before the position's token is
-    saved there. Only for prompts of models whose recurrent modules are registered."""
+    """Pairs (position in the slice, slot), ascending: the recurrent state after all tokens before the position is
+    saved to the slot. Only for prompts of models with registered recurrent modules."""
     targets: tuple[int, ...] = ()
-    """The prompt's tokens that follow each of the slice's first tokens, of which the step computes the
-    log-probabilities; empty: none."""
+    """The prompt's tokens that follow each of the slice's first tokens. The step computes their log-probabilities.
+    Empty without log-probabilities of the prompt."""
     likeliest: int = 0
     """Number of most probable tokens that are reported with each of `targets`."""
 
@@ -54,7 +54,7 @@ class StepBatch:
 
     @property
     def tokens(self) -> int:
-        """Tokens that the step computes."""
+        """Number of tokens that the step computes."""
         return sum(len(sequence.tokens) for sequence in self.sequences)
 
     @property
@@ -65,7 +65,7 @@ class StepBatch:
 
 @dataclass(frozen=True)
 class DecodeGroup:
-    """Sequences of one token each that share one padded attention call."""
+    """Sequences with one token each in the step, which are computed by one padded attention call."""
 
     queries: torch.Tensor
     """int64 `[n]`: index of each sequence's token among the step's tokens."""
@@ -77,7 +77,7 @@ class DecodeGroup:
 
 @dataclass(frozen=True)
 class PrefillGroup:
-    """One sequence of several tokens."""
+    """A sequence with several tokens in the step, which is computed by its own attention call."""
 
     first: int
     """Index of the sequence's first token among the step's tokens."""
@@ -100,14 +100,15 @@ class KernelIndex:
     lengths: torch.Tensor
     """int64 `[n]`: context length of each of the first `n` sequences after the step."""
     chunks: PackedQueries
-    """All other sequences, whose queries follow the first `n` queries. They may have one token, too."""
+    """The remaining sequences, of one or more tokens each. Their queries follow the first `n` queries."""
 
 
 @dataclass(frozen=True)
 class StepIndex:
-    """The step's index tensors, all int64 on the device; T tokens, B sequences.
+    """The step's index tensors, all int64 on the device, for T tokens of B sequences.
 
-    For attention there are either `decodes` and `prefills`, or `kernels`.
+    The torch attention uses `decodes` and `prefills`. The attention kernels use `kernels` instead, and the other two
+    fields are then empty.
     """
 
     input_ids: torch.Tensor
@@ -115,7 +116,7 @@ class StepIndex:
     positions: torch.Tensor
     """Position of each token in its request, `[1, T]`."""
     last: torch.Tensor
-    """Index of each sequence's last token, `[B]`."""
+    """Index of each sequence's last token among the step's tokens, `[B]`."""
     slots: torch.Tensor
     """Slot mapping: the slot of each token's K and V, `[T]`."""
     decodes: tuple[DecodeGroup, ...]
@@ -126,7 +127,7 @@ class StepIndex:
 def build_index(
     batch: StepBatch, table: ReqToTokenPool, kernels: bool = False, *, apart: bool = False
 ) -> StepIndex:
-    """Builds the tensors on the table's device, for the attention kernels or for the torch path.
+    """Builds a step's index tensors on the device of the block table, for the attention kernels or the torch path.
 
     `apart`: the torch path computes each token as a separate sequence, so that its bits do not depend on other tokens
     of the step. Raises ValueError for a slice that is empty or beyond the block table.
@@ -161,8 +162,8 @@ def require_fits(batch: StepBatch, table: ReqToTokenPool) -> None:
     for sequence in batch.sequences:
         if not sequence.tokens or sequence.start < 0 or sequence.stop > table.max_tokens:
             raise ValueError(
-                f"row {sequence.row}: a slice needs tokens at positions 0..{table.max_tokens}, "
-                f"not {len(sequence.tokens)} from {sequence.start}"
+                f"row {sequence.row}: {len(sequence.tokens)} tokens from position {sequence.start} are not a valid "
+                f"slice: at least one token is needed, and positions must be from 0 to below {table.max_tokens}"
             )
 
 
@@ -191,7 +192,7 @@ def _kernel_numbers(batch: StepBatch, firsts: list[int], n: int) -> list[int]:
     slices = batch.sequences
     return [
         *(s.row for s in slices),
-        *(first - n for first in firsts),  # the first n sequences are not chunks
+        *(first - n for first in firsts),  # index among the chunks' queries, which follow n single queries
         *(s.start for s in slices),
         *(len(s.tokens) for s in slices),
         *(s.stop for s in slices),
@@ -220,7 +221,8 @@ def _decode_groups(
         for index in range(len(s.tokens))
         if apart or len(s.tokens) == 1
     ]
-    # Where `kernels.layers.pairwise` computes attention, padding changes no bits.
+    # The Triton products sum padding in another order, so each token is computed without padding. On other devices,
+    # `kernels.layers.pairwise` gives the same bits with any padding.
     alone = apart and backend(table.table.device) == "triton"
     singles.sort()  # sequences of similar length need the least padding
     groups: list[DecodeGroup] = []

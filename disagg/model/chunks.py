@@ -11,7 +11,7 @@ from disagg.model.spec.model_spec import ModelSpec
 
 @dataclass(frozen=True, slots=True)
 class PromptChunks:
-    """Chooses the number of a prompt's tokens that a step computes. Pure.
+    """Chooses how many tokens of a prompt a step computes. Pure.
 
     Recurrent layers have one formula for several tokens and another for a single token after a state. In transformers
     the two can differ: Zamba 2 and Nemotron-H bound the time step in the first formula only. `generate()` uses the
@@ -62,9 +62,10 @@ class PromptChunks:
         return size if must or not self.fixed or size <= room_tokens else 0
 
     def take_behind(self, start: int, prompt_tokens: int, stop: int, room_tokens: int, *, must: bool) -> int:
-        """Returns `take` for a prompt of `prompt_tokens` and the answer so far, which ends at `stop`.
+        """Returns the size of the next chunk of a recomputed request: `prompt_tokens`, then its answer up to `stop`.
 
-        With recurrent layers, the answer is recomputed token by token, as when it was first generated.
+        The other parameters and the result are those of `take`. With recurrent layers, the answer is recomputed token
+        by token, in the same way as in its first generation.
         """
         if not self.recurrent:
             return self.take(start, stop, room_tokens, must=must)
@@ -82,11 +83,14 @@ class PromptChunks:
         return not (self.whole or self._pairs) and (not self.fixed or self._border(stop - 1) == stop)
 
     def settled_tokens(self, tokens: int) -> int:
-        """Returns how many of a prompt's first `tokens` tokens are in chunks that a longer prompt has too."""
+        """Returns how many of a prompt's first `tokens` tokens may be cached for longer prompts.
+
+        With `fixed`, these are the tokens in chunks that are the same for every longer prompt with this prefix.
+        """
         return self._border(tokens) - self._size if self.fixed else tokens
 
     def spans(self, tokens: int) -> Iterator[Span]:
-        """Returns the chunks of a prompt of `tokens` tokens that shares no step with other requests."""
+        """Yields the chunks of a prompt of `tokens` tokens, if no other request shares its steps."""
         start = 0
         while start < tokens:
             taken = self.take(start, tokens, self.chunk_tokens, must=True)
@@ -100,7 +104,7 @@ class PromptChunks:
 
     @property
     def _pairs(self) -> bool:
-        """Whether a chunk has at least two tokens, if the prompt has."""
+        """Whether each chunk of a prompt of two or more tokens must have at least two tokens."""
         return self.recurrent and not self.single
 
     def _border(self, start: int) -> int:
@@ -109,5 +113,5 @@ class PromptChunks:
 
     @property
     def _size(self) -> int:
-        """Tokens of a fixed chunk."""
+        """Number of tokens of a fixed chunk."""
         return max(self.chunk_tokens, 2) if self._pairs else self.chunk_tokens

@@ -32,17 +32,18 @@ _WARM_UPS = 2
 
 CAPTURE_MODE = "thread_local"
 
-cuda: Any = torch.cuda  # its graphs carry no types
+cuda: Any = torch.cuda  # torch's CUDA graphs have no type annotations
 
 Compute = Callable[[torch.Tensor, int], torch.Tensor]
-"""Function that computes the logits, float32 `[sequences, vocab]`, of a step given as int64 `[numbers]`, without
-synchronizing. The second argument is the longest context, in tokens, that a sequence may have after the step."""
+"""Function that computes a step's logits, float32 `[sequences, vocab]`, without synchronizing. The first argument
+describes the step, int64 `[numbers]`; see `StepGraphs.step_numbers`. The second argument is the longest context, in
+tokens, that a sequence may have after the step."""
 
 Agreed = Callable[[bool], bool]
 """Function that returns whether all ranks of a group pass True. All ranks call it together. A recorded step is
 padded, so its all-reduces are larger. Therefore all ranks must use the recording, or none."""
 
-ANOTHER_RANK = "another rank of the group could not record them"
+ANOTHER_RANK = "another rank of the group could not record its steps"
 
 
 def batch_sizes(largest: int) -> tuple[int, ...]:
@@ -139,7 +140,7 @@ class StepGraphs(ABC):
 
     @abstractmethod
     def takes(self, batch: StepBatch) -> bool:
-        """Returns whether a graph fits the step."""
+        """Returns whether a recorded graph can run the step `batch`."""
 
     def run(self, batch: StepBatch) -> torch.Tensor:
         """Returns the step's logits, float32 `[sequences, vocab]`; the next step overwrites them.
@@ -155,7 +156,7 @@ class StepGraphs(ABC):
 
     @abstractmethod
     def _rows(self, size: int) -> int:
-        """Returns the number of rows of a graph's logits."""
+        """Returns the number of rows of the logits of a recorded step of `size`."""
 
     @abstractmethod
     def step_numbers(self, size: int, sequences: Sequence[SequenceSlice]) -> list[int]:
@@ -180,7 +181,7 @@ class StepGraphs(ABC):
             for _ in range(_WARM_UPS):
                 self._logits[:rows].copy_(self._compute(numbers, limit))
         graph = cuda.CUDAGraph()
-        # Transfer threads of this process may call CUDA meanwhile: only this thread's calls are checked.
+        # Transfer threads of this process may call CUDA during the recording: only this thread's calls are checked.
         with cuda.graph(graph, pool=pool, stream=stream, capture_error_mode=CAPTURE_MODE):
             self._logits[:rows].copy_(self._compute(numbers, limit))
         return graph

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-cuda: Any = torch.cuda  # its events carry no types
+cuda: Any = torch.cuda  # torch's CUDA events have no type annotations
 
 
 class HostCopy:

@@ -36,7 +36,10 @@ def copy_in_order(pool: KVPool, page_size: int, copies: Sequence[tuple[int, int]
 
 
 def independent(copies: Sequence[tuple[int, int]]) -> Iterator[Span]:
-    """Splits `copies` into the longest runs whose order does not matter."""
+    """Splits `copies` into runs of consecutive copies, as long as possible, that can be done in any order.
+
+    Yields each run as a span of indices into `copies`.
+    """
     start, read, written = 0, set[int](), set[int]()
     for index, (source, destination) in enumerate(copies):
         if source in written or destination in written or destination in read:

@@ -72,7 +72,7 @@ class _Recording:
 
 
 class _NoAttention:
-    """Attention context without attention, for warm-up steps that load libraries and compile kernels."""
+    """Attention context that returns zeros, for warm-up steps that load libraries and compile kernels."""
 
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, params: AttentionParams
@@ -89,7 +89,7 @@ class _Recorder:
     def begin(self) -> None:
         """Begins a piece on the current stream."""
         piece = cuda.CUDAGraph()
-        # Transfer threads of this process may call CUDA meanwhile: only this thread's calls are checked.
+        # Transfer threads of this process may call CUDA during the recording: only this thread's calls are checked.
         piece.capture_begin(pool=self._pool, capture_error_mode=CAPTURE_MODE)
         self._recording.pieces.append(piece)
 
@@ -102,7 +102,7 @@ class _Recorder:
     ) -> torch.Tensor:
         out = q.new_zeros(*q.shape[:-1], v.shape[-1])
         self.end()
-        # Owned tensors would keep the memory of every layer, which later pieces reuse.
+        # The call holds aliases: tensors that own their memory would keep later pieces from reusing it.
         call = _AttentionCall(layer, _alias(q), _alias(k), _alias(v), params, _alias(out))
         self._recording.calls.append(call)
         self.begin()
@@ -148,7 +148,7 @@ class PiecewiseGraphs:
         cuda.synchronize(self._device)
 
     def takes(self, batch: StepBatch) -> bool:
-        """Returns whether a recording fits the step."""
+        """Returns whether a recording can run the step `batch`."""
         few = self.recorded and len(batch.sequences) <= self._sequences
         return few and batch.tokens <= self._sizes[-1]
 
@@ -157,7 +157,8 @@ class PiecewiseGraphs:
     ) -> torch.Tensor:
         """Returns the step's logits, float32 `[sequences, vocab]`; the next step overwrites them.
 
-        int64 `ids` and `positions` `[1, T]`; `last` `[sequences]`: index of each sequence's last token.
+        The inputs are int64: `ids` and `positions` `[1, T]`, and `last` `[sequences]`, the index of each sequence's
+        last token.
         """
         tokens = ids.shape[1]
         recording = self._recordings[self._sizes[bisect_left(self._sizes, tokens)]]
@@ -217,7 +218,5 @@ class _Memory:
 
 
 def _alias(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor with the same memory, but without a reference to it, so that later pieces can reuse the
-    memory.
-    """
+    """Returns a view of the tensor's memory that does not keep the memory allocated: later pieces can reuse it."""
     return torch.as_tensor(_Memory(tensor), device=tensor.device).view(tensor.dtype)

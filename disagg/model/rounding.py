@@ -45,12 +45,12 @@ class Judged(NamedTuple):
     best: int
     """The likeliest token of the judging engine."""
     difference: float
-    """Root mean square over the compared tokens, in nats."""
+    """Difference of the two engines' log-probabilities, in nats: the root mean square over the compared tokens."""
     gap: float
-    """Nats by which the likeliest token exceeds `token`, in the engine in which this gap is larger."""
+    """Log-probability of the likeliest token minus that of `token`, in nats; the larger value of the two engines."""
     explained: float
-    """The largest `difference` that rounding explains. For `gap` twice as much is allowed, because a gap involves two
-    tokens.
+    """The largest `difference` that rounding explains. The limit of `gap` is twice this value, because two tokens
+    contribute to a gap.
     """
 
     @property
@@ -107,7 +107,8 @@ def judge_by(
 ) -> Judge:
     """Returns the judging engine's log-probabilities for one answer, computed without and with noise.
 
-    `logits()` yields `[vocab]` for each position of the answer, computed by `models` in `dtype`. It is called twice.
+    `logits()` yields `[vocab]` for each position of the answer, computed by `models` in `dtype`. This function calls
+    `logits` twice.
     `compared` holds the compared tokens of each position.
     """
     best: list[int] = []
@@ -151,7 +152,7 @@ def worst_of(judged: Sequence[Judged]) -> Judged:
 
 
 def words(judged: Judged) -> str:
-    """Describes a position for a report or an error."""
+    """Returns a description of a position, for a report or an error."""
     same = judged.token == judged.best
     return (
         f"token {judged.position + 1} is {judged.token}{'' if same else f', not {judged.best}'}: "

@@ -92,7 +92,7 @@ class RunnerOptions:
     max_tokens: int
     """Most tokens of one request, prompt and answer together."""
     section: Role = "prefill"
-    """Section of the configuration that errors name."""
+    """Section of the configuration file that error messages name."""
     kv_dtype: torch.dtype | None = None
     """Type of the stored KV; None: `dtype`."""
     attention: AttentionName = "auto"
@@ -102,9 +102,9 @@ class RunnerOptions:
     deterministic: bool = False
     """See `ModelConfig.deterministic`."""
     cached_states: int = 0
-    """Slots for cached recurrent states, of a model with recurrent layers."""
+    """Number of slots for cached recurrent states; unused by models without recurrent layers."""
     cached_states_bytes: int | None = None
-    """Largest size of these slots."""
+    """Largest size of all slots for cached recurrent states; None: no limit."""
     recurrent_kernels: RecurrentName = "auto"
     """See `ModelConfig.recurrent_kernels`."""
 
@@ -133,7 +133,7 @@ class ModelRunner:
         self.device = torch.device(device)
         self.collective = collective
         self._agreed = partial(all_agree, collective, self.device)
-        """See `graphs.Agreed`. Ranks can differ, for example, in whether the kernels compute attention."""
+        """`graphs.Agreed` of this group. Ranks can differ, for example, in whether the kernels compute attention."""
         self._options = options
         self.page_size = options.page_size
         self.pages = whole_pages(options.pool_tokens, options.page_size)
@@ -142,14 +142,14 @@ class ModelRunner:
         self.spec = source.spec(self.kv_dtype)
         if options.max_tokens > self.spec.context_tokens:
             raise ConfigError(
-                f"max_tokens {options.max_tokens} is beyond the model's context of {self.spec.context_tokens} tokens"
+                f"max_tokens = {options.max_tokens} exceeds the model's context of {self.spec.context_tokens} tokens"
             )
         self.shard = shard_of(self.spec.layout, collective.rank, collective.size)
-        """The rank's part of KV and recurrent states; the latter is known after a trial step."""
+        """The rank's part of the KV and of the recurrent states. The states' shapes are known after a trial step."""
         self.model, sharding = build_model(source, self.spec, collective, self.device, options.dtype)
         self._whole_attention = sharding.whole_attention
         self.held_whole = set(sharding.whole)
-        """Parts of the model that every rank of the group holds whole, because they cannot be split."""
+        """Names of the model parts that cannot be split, so that every rank of the group holds them whole."""
         self._classes = self._attention_classes()
         small_layers = fuse(self.model) if options.fused and backend(self.device) == "triton" else None
         merged = merge_projections(self.model) if small_layers is not None else 0
@@ -160,7 +160,7 @@ class ModelRunner:
         self._cache_name = _cache_argument(self.model)
         probe = ShapeProbe()
         self._packed: PackedStates | None = None
-        """The states in packed steps. None without registered recurrent modules."""
+        """Recurrent states for packed steps; None if the model has no registered recurrent modules."""
         self.source, self._sample = source, self._probe(probe)
         self.shard = shard_of(self.spec.layout, collective.rank, collective.size)
         self.attention_kernels = self._use_attention_kernels(probe)
@@ -174,12 +174,12 @@ class ModelRunner:
         self.req_to_token = ReqToTokenPool(options.rows, options.max_tokens, self.device)
         self.pool, self.states = self._make_pool(), self._make_states()
         self.sampled = SampledTokenBuffer(options.rows, collective, self.device)
-        """Tokens of the previous step, to which a step may refer."""
+        """Sampled tokens of the previous step, to which the next step's input may refer."""
         self._graphs: StepGraphs | None = None
         self._pieces: PiecewiseGraphs | None = None
 
     def _attention_classes(self) -> list[AttentionClass]:
-        """Returns the rank's heads for each class of attention layers."""
+        """Returns the rank's query and KV heads for each layer class."""
         queries = query_spans(self.spec, self.collective.rank, self.collective.size)
         return [
             AttentionClass(
@@ -189,7 +189,7 @@ class ModelRunner:
         ]
 
     def _use_attention_kernels(self, probe: ShapeProbe) -> bool:
-        """See `use_kernels`; `probe` has recorded every attention layer."""
+        """Returns the result of `use_kernels` for this rank; `probe` has recorded every attention layer."""
         return use_kernels(
             self._options.attention,
             self.spec,
@@ -202,7 +202,7 @@ class ModelRunner:
 
     @property
     def weights_bytes(self) -> int:
-        """Size of the model's parameters and buffers. A shared tensor counts once."""
+        """Bytes of the rank's parameters and buffers. A shared tensor counts once."""
         tensors = [*self.model.parameters(), *self.model.buffers()]
         return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
 
@@ -214,8 +214,10 @@ class ModelRunner:
 
     @property
     def _in_parts(self) -> bool:
-        """Whether recurrent layers need several model calls for a step: they are not registered, or sums must not
-        depend on other sequences."""
+        """Whether a step of a model with recurrent layers needs several model calls.
+
+        This is the case if the recurrent modules are not registered, or if sums must not depend on other sequences.
+        """
         return self.states is not None and (self._packed is None or self.deterministic)
 
     @property
@@ -231,7 +233,7 @@ class ModelRunner:
     def record_chunks(self, chunk_tokens: int) -> None:
         """Records short prefill steps of up to `chunk_tokens` tokens if `recordable`, on all ranks together.
 
-        Not for recurrent layers: a recording does not know which tokens are an answer's.
+        Does nothing for models with recurrent layers: a recording cannot distinguish tokens of prompts and answers.
         """
         if self.states is not None:
             return
@@ -274,7 +276,7 @@ class ModelRunner:
         The recurrent states keep their memory: their number does not depend on the KV pool.
         """
         unused = self.req_to_token.statistics().used_rows == 0 and self._graphs is None
-        assert unused, "a pool is replaced before anything uses it"
+        assert unused, "the KV pool cannot be replaced after a request has a row or steps are recorded"
         self.pages = whole_pages(pool_tokens, self.page_size)
         del self.pool
         self.pool = self._make_pool()
@@ -286,7 +288,7 @@ class ModelRunner:
     def _make_states(self) -> RowStates | None:
         """Returns the recurrent states by row; None for a model without recurrent layers.
 
-        Raises ConfigError if they do not fit the device.
+        Raises ConfigError if the states do not fit the device's memory.
         """
         if self._sample is None:
             return None
@@ -295,7 +297,7 @@ class ModelRunner:
         slots = requests + 1 + cached  # one for the trash row
         try:
             states = MambaPool(self._sample.forms(), slots, self.device)
-        except RuntimeError as exc:  # torch.OutOfMemoryError; on a CPU the base class
+        except RuntimeError as exc:  # on a GPU torch.OutOfMemoryError, a subclass
             section, each = self._options.section, self.spec.layout.state_bytes
             or_cached = f" or {section}.cached_states ({cached})" if cached else ""
             raise ConfigError(
@@ -310,7 +312,7 @@ class ModelRunner:
 
     @property
     def transfer_pools(self) -> TransferPools:
-        """The memory that transfers read and write."""
+        """The rank's KV pool and pool of recurrent states, which transfers read and write."""
         return TransferPools.of(self.pool, self.states.pool if self.states is not None else None)
 
     def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
@@ -358,7 +360,7 @@ class ModelRunner:
         return torch.stack([logits[index] for index in range(len(batch.sequences))])
 
     def _recording_fits(self, graphs: StepGraphs, batch: StepBatch) -> bool:
-        """Returns whether a recorded step computes the batch. Recurrent layers need tokens of answers only."""
+        """Returns whether a recording can run the batch. Recurrent layers allow only batches of answer tokens."""
         if batch.scores:
             return False
         return graphs.takes(batch) and (self.states is None or all(map(is_answer, batch.sequences)))
@@ -366,17 +368,18 @@ class ModelRunner:
     def _one_by_one(
         self, batch: StepBatch, on_layer: LayerHook | None, scores: PromptScores | None
     ) -> torch.Tensor:
-        """Computes each sequence in a model call of its own, so that sums do not depend on the others."""
+        """Computes each sequence in its own model call, so that sums do not depend on other sequences."""
         ones, last = [StepBatch((one,)) for one in batch.sequences], len(batch.sequences) - 1
         hooks = (on_layer if number == last else None for number in range(len(ones)))
         both = zip(ones, hooks, strict=True)
         return torch.cat([self._forward(one, hook, 1, None, scores) for one, hook in both])
 
     def _use_row_wise(self, dtype: torch.dtype) -> None:
-        """Replaces linear layers by kernels with a fixed summation order; enables `RowWise` if other operations sum.
+        """Replaces linear layers by kernels with a fixed summation order. Enables `RowWise` if trial steps show other
+        operations with sums.
 
-        `RowWise` needs host time, so it is not enabled without need. Models with recurrent layers do not use it: they
-        compute each request alone, in fixed chunks.
+        `RowWise` costs host time in every step, so other models run without it. Models with recurrent layers use
+        neither: they compute each request alone, in fixed chunks.
         """
         require_same_bits(self.device, dtype)
         if recurrent_layers(self.model.config):
@@ -489,7 +492,9 @@ class ModelRunner:
         more: dict[str, Any] = {}
         recurrent: AbstractContextManager[None] = nullcontext()
         if self._packed is not None and step is not None:
-            cache = make_cache(self.source.config)  # holds no states, but gives `PoolLayers` the layer
+            cache = make_cache(
+                self.source.config
+            )  # without states: records the current layer for `PoolLayers`
             recurrent = self._packed.during(step)
         if cache is not None:
             context = PoolLayers(context, cache, attention_layers(self.model.config))
@@ -517,10 +522,10 @@ class ModelRunner:
             return logits
 
     def _probe(self, probe: ShapeProbe) -> StateCache | None:
-        """Runs one token through this rank's part of the model; `probe` records the attention calls. Completes
-        `spec`.
+        """Runs one token through this rank's part of the model, and completes `spec`; `probe` records the attention
+        calls.
 
-        Returns the recurrent state after the token; None for a model without one.
+        Returns the recurrent state after the token; None for a model without recurrent layers.
         """
         config = self.model.config
         recurrent = recurrent_layers(config)
@@ -566,7 +571,7 @@ class ModelRunner:
         return same and bool(differ <= 0.1 * whole.abs().max())
 
     def _pack(self, sample: StateCache) -> None:
-        """Lets registered recurrent modules use the pool of states, and completes `spec`."""
+        """Makes registered recurrent modules use the pool of states, and completes `spec`."""
         how = self._options.recurrent_kernels
         packed = PackedStates(backend(self.device) if how == "auto" else how, self.device)
         if pack_recurrent(self.model, [place for place, _ in sample.states()], packed):
@@ -593,7 +598,7 @@ class ModelRunner:
         except (LookupError, AttributeError, TypeError, RuntimeError) as exc:
             reason = str(exc).strip().partition("\n")[0]
             raise UnsupportedModelError(
-                f"{self.spec.architecture} is not supported: a trial step fails with our attention: {reason}"
+                f"{self.spec.architecture} is not supported: a trial step with the paged attention fails: {reason}"
             ) from exc
 
 

@@ -25,11 +25,11 @@ class SampledTokenBuffer:
         self._tokens = torch.zeros(rows, dtype=torch.int64, device=device)  # recorded steps read this address
 
     def share(self, tokens: torch.Tensor | None, count: int) -> None:
-        """Replaces the tokens. All ranks of the group must call this together.
+        """Stores the tokens of the latest step on every rank. All ranks of the group must call this together.
 
         `tokens`: int64 `[count]` on the device, on rank 0; None on the other ranks. A negative token marks bad
-        logits. It is replaced by 0, so that the next step does not fail; its request fails when the host reads the
-        token.
+        logits. This method replaces a negative token by 0, so that the next step does not fail. The request fails
+        when the host reads the token.
         """
         own = self._tokens[:count]
         if tokens is None:

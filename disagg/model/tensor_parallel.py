@@ -25,7 +25,9 @@ from disagg.model.spec.layer_types import attention_layers, recurrent_layers
 from disagg.model.spec.model_spec import ModelSpec, kv_span
 
 _QKV = ("q_proj", "k_proj", "v_proj")
-_PER_HEAD = "replicated_with_grad_allreduce"  # a module applied to each head alone: kept whole
+_PER_HEAD = (
+    "replicated_with_grad_allreduce"  # style of a module applied to each head: every rank holds it whole
+)
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,7 @@ class Cut:
     span: Span
 
     def apply(self, full: torch.Tensor) -> torch.Tensor:
-        """Returns a view of the part."""
+        """Returns the rank's part of `full`, as a view."""
         return full.narrow(self.dim, self.span.start, len(self.span))
 
 
@@ -58,7 +60,7 @@ class RowParallelLinear(nn.Linear):
 
 
 def query_spans(spec: ModelSpec, rank: int, size: int) -> tuple[Span, ...]:
-    """Returns the query heads of a rank in each class of layers.
+    """Returns the query heads of a rank in each layer class.
 
     Raises UnsupportedModelError when the number of query heads is not a multiple of `size`.
     """
@@ -73,7 +75,7 @@ def query_spans(spec: ModelSpec, rank: int, size: int) -> tuple[Span, ...]:
 
 
 def check_tp(spec: ModelSpec, sizes: Mapping[str, int]) -> None:
-    """Raises UnsupportedModelError that names the role when a TP size of `sizes`, by role, cannot split the model."""
+    """Raises UnsupportedModelError, with the role's name, if a role's TP size in `sizes` cannot split the model."""
     for role, tp in sizes.items():
         try:
             query_spans(spec, 0, tp)
@@ -83,15 +85,15 @@ def check_tp(spec: ModelSpec, sizes: Mapping[str, int]) -> None:
 
 @dataclass(frozen=True)
 class Sharding:
-    """The result of splitting a model over ranks."""
+    """The result of splitting a model over ranks: the parts that are split, and those that are not."""
 
     cuts: dict[str, Cut] = field(default_factory=dict)
-    """Cuts by parameter name."""
+    """The slice of each split parameter that the rank holds, by parameter name."""
     whole_attention: bool = False
     """Whether the projections of attention are not split, so that attention takes and returns all heads on every
     rank."""
     whole: dict[str, str] = field(default_factory=dict)
-    """The parts of the model that are not split, each with the reason."""
+    """The reason, by name, for each part of the model that is not split."""
 
 
 def shard_model(model: Any, spec: ModelSpec, collective: Collective) -> Sharding:
@@ -139,8 +141,7 @@ class _Sharder:
         return Sharding(self._cuts, "attention" in whole, whole)
 
     def _planned(self) -> dict[str, dict[str, str]]:
-        """Returns the plan's style of each existing module. A key is the name of the module's parent and its own
-        name."""
+        """Returns the plan's style of each module and parameter of the model, by parent name, then by own name."""
         styles = getattr(self._model.config, "base_model_tp_plan", None) or {}
         prefix = self._model.base_model_prefix
         names = [name for name, _ in self._model.named_modules()]
@@ -192,8 +193,10 @@ class _Sharder:
         return self._spec.class_of(self._model.get_submodule(parent).layer_idx) if self._spec.more else 0
 
     def _has(self, parent: str, child: str) -> bool:
-        """Returns whether `parent` has the projection `child`. Some layers have none for K and V (taken from an
-        earlier layer) or for V (taken from K).
+        """Returns whether the attention module `parent` has the projection `child`.
+
+        Layers that reuse K and V of an earlier layer have no projections of K and V. Layers that use K as V have no
+        projection of V.
         """
         return not self._spec.places or getattr(self._model.get_submodule(parent), child, None) is not None
 
@@ -202,7 +205,7 @@ class _Sharder:
         cannot be split.
         """
         if getattr(self._model.get_submodule(parent), "activation_sparsity", 0.0):
-            raise _UnsplittableError("all of its activations together determine the ones set to zero")
+            raise _UnsplittableError("the threshold of its sparse activations depends on all activations")
         columns = sorted(child for child, style in plan.items() if style == "colwise")
         row = self._rest(parent, plan, allowed=set(columns))
         for child in columns:
@@ -240,7 +243,7 @@ class _Sharder:
     def _check_width(self, parent: str, child: str, side: str, width: int) -> None:
         found = getattr(self._linear(parent, child), side)
         if found != width:
-            raise _UnsplittableError(f"its {child} has {found} {side} where {width} can be split")
+            raise _UnsplittableError(f"its {child} has {found} {side} instead of {width}")
 
     def _cut_columns(self, parent: str, child: str, span: Span) -> None:
         linear = self._linear(parent, child)

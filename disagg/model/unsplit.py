@@ -54,7 +54,10 @@ def generate_unsplit(
     """
     each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
     if len(each) != len(prompts) or chunk_tokens < 1:
-        raise ConfigError(f"{len(each)} params for {len(prompts)} prompts, chunks of {chunk_tokens} tokens")
+        raise ConfigError(
+            f"{len(each)} params for {len(prompts)} prompts, chunk_tokens = {chunk_tokens}: there must be one params "
+            "for each prompt, and chunk_tokens must be at least 1"
+        )
     engine = _Engine(runner, PromptChunks.of(runner.spec, chunk_tokens, deterministic=runner.deterministic))
     requests = [
         _Request(index, tuple(prompt), p, history=history_of(prompt, p))
@@ -117,12 +120,15 @@ class _Engine:
         require_one_rope(self._runner.spec, len(request.prompt), request.params.max_tokens)
         if not request.prompt or total > room:
             raise PromptTooLongError(
-                f"request {request.index}: {len(request.prompt)} prompt and {request.params.max_tokens} "
-                f"answer tokens; there must be a prompt, and there is room for {room}"
+                f"request {request.index}: {len(request.prompt)} prompt tokens and up to {request.params.max_tokens} "
+                f"answer tokens; the prompt must not be empty, and max_tokens and the KV pool have room for {room}"
             )
 
     def _admit(self, request: _Request) -> bool:
-        """Reserves a row and all pages that the request can need, so that it never waits after its admission."""
+        """Reserves a row and all pages that the request can need, so that an admitted request never waits for pages.
+
+        Returns whether rows and pages were free.
+        """
         total = len(request.prompt) + request.params.max_tokens
         table = self._runner.req_to_token
         room = pages_for(total, self._runner.page_size) <= self._allocator.free_pages
@@ -135,7 +141,7 @@ class _Engine:
 
     def _step(self) -> None:
         slices, chosen, budget = [], [], self._chunks.chunk_tokens
-        must = True  # until the step has a prompt
+        must = True  # the first prompt chunk of a step may exceed the budget
         for request in sorted(self._running, key=lambda r: len(r.tokens) - r.computed):  # decodes first
             start, stop = request.computed, len(request.tokens)
             if count := 1 if request.answer else self._chunks.take(start, stop, budget, must=must):

@@ -1,4 +1,4 @@
-"""Interface of a rank's transfer agent: the sender or receiver of KV."""
+"""Interface of a rank's transfer agent, which sends KV in a prefill rank and receives KV in a decode rank."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Agent(TransferAgent, Protocol):
         """Returns the current counts."""
 
     def status(self) -> RankStatus:
-        """Returns the rank's status for metrics; its fault count has only the agent's faults. Cheap."""
+        """Returns the rank's status for metrics. The status counts only the agent's own faults. Cheap to call."""
 
     def check(self) -> None:
         """Raises `InvariantError` if the agent is inconsistent."""

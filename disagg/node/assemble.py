@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
@@ -13,23 +12,15 @@ from disagg.core.ports import Collective
 from disagg.model.load.source import ModelSource
 from disagg.model.runner import ModelRunner, RunnerOptions
 from disagg.node.device import memory_bytes
+from disagg.node.rank_records import Rendezvous
 
 CACHED_STATES_SHARE = 0.1
-"""Largest part of a GPU's memory for cached recurrent states."""
+"""Largest share of a GPU's memory that cached recurrent states may use."""
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-class Rendezvous(NamedTuple):
-    """Place where the ranks of a group, all on one host, exchange the addresses of their collective."""
-
-    directory: str
-    """Private folder of rank 0; empty for a group of one rank."""
-    backend: str
-    """Collective backend, `shared` or `nccl`; see `GroupPlacement.backend`."""
-
-
 def resolve_device(name: str) -> torch.device:
-    """Returns the rank's device: `cpu`, or the first visible GPU. Raises `ConfigError` without a GPU for `cuda`."""
+    """Returns the rank's device: `cpu`, or the first visible GPU. Raises `ConfigError` if `cuda` finds no GPU."""
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
@@ -54,16 +45,6 @@ def resolve_kv_dtype(config: Config, group: GroupConfig, dtype: torch.dtype) -> 
     name = config.kv_dtype_of(group)
     kv_dtype: torch.dtype = dtype if name == "auto" else getattr(torch, name)
     return kv_dtype
-
-
-def make_source(config: Config) -> ModelSource:
-    """Returns the source of the model that `config.model` names. Raises `ConfigError` if no model is named."""
-    model = config.model
-    if model.path:
-        return ModelSource.from_directory(model.path)
-    if model.random_init:
-        return ModelSource.random_init(model.random_init, model.seed)
-    raise ConfigError("no model: give --model DIR or --random-init NAME")
 
 
 def make_collective(rank: int, size: int, rendezvous: Rendezvous, deterministic: bool = False) -> Collective:
@@ -114,7 +95,7 @@ def make_runner(
 
 
 def wanted_states(group: GroupConfig, device: torch.device) -> int:
-    """Returns how many recurrent states the group caches at most; decode groups receive states and cache none."""
+    """Returns the limit of recurrent states that the group caches; 0 for decode groups, which receive states."""
     if isinstance(group, DecodeConfig) or not group.prefix_cache:
         return 0
     if group.cached_states is not None:

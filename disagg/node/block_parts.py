@@ -16,7 +16,7 @@ from disagg.storage.parts import PagePart, PartGrid
 
 
 class _PartPlace(NamedTuple):
-    """Place of a part in a rank's block, and in a buffer of all the rank's parts."""
+    """Location of one part in a rank's block, and in a buffer that holds all parts of one page."""
 
     first_bytes: int
     """First byte of the part's class in the block."""
@@ -58,7 +58,7 @@ class BlockParts:
             self.nbytes = content.stop
 
     def gather(self, block: torch.Tensor, buffer: torch.Tensor) -> None:
-        """Copies the parts of a block to `buffer`, uint8 `[nbytes]`, part by part."""
+        """Copies the parts of a block to `buffer`, uint8 `[nbytes]`, one after another."""
         for place in self._places:
             source = place.of_block(block)
             buffer[place.content.start : place.content.stop].view(source.shape).copy_(source)

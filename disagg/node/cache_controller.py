@@ -9,8 +9,8 @@ There are two kinds of loads:
     layered      prefill and colocated groups: the compute thread launches the load, layer group by layer group, on a
                  separate stream. Before the step computes a group of layers, it waits on the device for the load of
                  that group. The first layers compute while later layers load
-    in parallel  decode groups: a separate thread runs the load; the request joins the batch after the report of the
-                 load, so that no running answer waits
+    in parallel  decode groups: a separate thread runs the load. The request joins the batch after the report of the
+                 load, so that no running request is delayed
 """
 
 from __future__ import annotations
@@ -48,15 +48,18 @@ Moved = Callable[[int, str], None]
 
 
 class HostBlockCounts(NamedTuple):
-    """Numbers of pages and states for which a rank's host memory has room."""
+    """Numbers of host memory blocks of a rank: for KV pages, and for recurrent states."""
 
     pages: int
     states: int
-    """0 without cached recurrent states."""
+    """Number of state blocks; 0 if the rank caches no recurrent states."""
 
 
 def host_block_counts(pools: TransferPools, page_size: int, nbytes: int) -> HostBlockCounts:
-    """Returns the counts for `nbytes` of host memory, half of which is for states if the rank caches states."""
+    """Returns how many blocks fit `nbytes` of host memory.
+
+    If the rank caches states, half of the memory is for states.
+    """
     states = 0
     if pools.state_buffers and nbytes:
         nbytes //= 2
@@ -65,7 +68,7 @@ def host_block_counts(pools: TransferPools, page_size: int, nbytes: int) -> Host
 
 
 class LoadedLayers(NamedTuple):
-    """Events of the loads for which a step waits."""
+    """Device events after the loads for which a step waits, one for each group of layers."""
 
     device: torch.device
     events: tuple[tuple[int, DeviceEvent], ...]
@@ -108,8 +111,8 @@ class HybridCacheController:
     ) -> None:
         """`counts`: blocks in host memory; 0 pages for no second tier. `layered`: kind of the loads; see the module.
 
-        `moved` receives the end of each operation. `broken` receives an error after which the rank cannot go on, such
-        as that of a load. Both are called on the controller's threads.
+        `moved` is called at the end of each operation. `broken` is called with an error after which the rank cannot
+        continue, for example a failed load. Both run on the controller's threads.
         """
         self._device, self._layered, self._moved, self._broken = pools.device, layered, moved, broken
         self.counts = counts
@@ -117,21 +120,24 @@ class HybridCacheController:
         self.kv = HostPool(pools.kv_buffers, page_size, counts.pages)
         """Memory of KV pages."""
         self._reserving = threading.Lock()
-        """Guards the allocation of memory, which the store thread and the threads of a storage cause."""
+        """Guards the reservation of blocks by the store thread and by the threads of a storage."""
         self.states = HostPool(pools.state_buffers, 1, counts.states)
         """Memory of recurrent states."""
         # With several classes of layers, a step does not compute layers in the order of their numbers.
         self._load_groups = min(LOAD_GROUPS, self.kv.layers) if len(pools.kv_buffers) == 1 else 1
         for _, pool in self._pools():
             pool.warm()
-        # Stores yield to everything; a load is awaited.
+        # Stores have low priority. Loads have high priority, because requests wait for them.
         self._store_queue = DeviceQueue(pools.device, urgent=False)
         self._load_queue = DeviceQueue(pools.device)
         use = partial(use_device, pools.device)
         self.storing: Executor = ThreadPoolExecutor(1, thread_name_prefix="cache-store", initializer=use)
         """Thread of stores."""
         self.loading: Executor = ThreadPoolExecutor(1, thread_name_prefix="cache-load", initializer=use)
-        """Thread of loads. For layered loads it only waits for the end, and reports the end."""
+        """Thread of loads.
+
+        The compute thread launches layered loads; this thread then only reports the end of the load.
+        """
         self._stores: deque[tuple[CacheOperation, DeviceEvent]] = deque()
 
     def order(self, operations: Sequence[CacheOperation]) -> LoadedLayers:
@@ -169,7 +175,7 @@ class HybridCacheController:
         self.loading.shutdown()
 
     def _store_waiting(self) -> None:
-        """Executes all waiting stores as one copy, and reports their end. Runs on the store thread."""
+        """Executes all waiting stores as one copy, then reports the end of each store. Runs on the store thread."""
         waiting: list[tuple[CacheOperation, DeviceEvent]] = []
         while self._stores:
             waiting.append(self._stores.popleft())
@@ -178,7 +184,7 @@ class HybridCacheController:
         ready = [operation for operation, _ in waiting if self._has_memory(operation)]
         error = ""
         try:
-            self._store_queue.after(waiting[-1][1])  # events of one stream: the last one covers all
+            self._store_queue.after(waiting[-1][1])  # all events are of one stream: the last event covers all
             for name, pool in self._pools():
                 with self._store_queue.use():
                     pool.store(*_copies(name, ready))
@@ -190,7 +196,7 @@ class HybridCacheController:
             self._moved(operation.number, error)
 
     def _has_memory(self, operation: CacheOperation) -> bool:
-        """Allocates the blocks of a store; reports the store if the host has no memory for them."""
+        """Reserves the blocks of a store; reports the store as failed if the host has no memory for its blocks."""
         try:
             with self._reserving:
                 for name, pool in self._pools():
@@ -202,7 +208,7 @@ class HybridCacheController:
         return True
 
     def _guarded(self, work: Callable[..., None], *arguments: Any) -> None:
-        """Runs `work` on a thread of the controller; an exception breaks the rank, as on its other threads."""
+        """Runs `work` on a thread of the controller; an exception breaks the rank."""
         try:
             work(*arguments)
         except Exception as exc:
@@ -210,7 +216,7 @@ class HybridCacheController:
             self._broken(f"{type(exc).__name__}: {exc}")
 
     def _load(self, operations: Sequence[CacheOperation], after: DeviceEvent) -> None:
-        """Makes loads, and reports them. Runs on the load thread."""
+        """Copies all layers of the loads, then reports the end of the loads. Runs on the load thread."""
         self._report(operations, self._queue_loads(operations, after, groups=1)[-1][1])
 
     def _launch(self, operations: Sequence[CacheOperation], after: DeviceEvent) -> LoadedLayers:
@@ -236,7 +242,7 @@ class HybridCacheController:
         return events
 
     def _report(self, operations: Sequence[CacheOperation], event: DeviceEvent) -> None:
-        """Waits for the end of queued loads, and reports them. Runs on the load thread."""
+        """Waits for the end of queued loads, then reports their end. Runs on the load thread."""
         wait_for(event)
         for operation in operations:
             self._moved(operation.number, "")

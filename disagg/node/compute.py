@@ -30,11 +30,11 @@ POLL_S = 0.25
 
 
 class StepExecutor:
-    """Runs a step plan as a forward pass of this rank's part of the model. Owned by the compute thread."""
+    """Runs the forward pass of a step plan on this rank's part of the model. Owned by the compute thread."""
 
     def __init__(self, runner: ModelRunner, rows: int) -> None:
         self._runner = runner
-        # The leader allocates rows for all ranks, so every row counts as used here from the start.
+        # The leader allocates rows for all ranks, so this rank's table marks every row as used from the start.
         for _ in range(rows):
             runner.req_to_token.alloc()
 
@@ -158,7 +158,7 @@ class ComputeThread:
                         self._step(plan)
                     else:
                         self._end_steps()
-            self._end_steps()  # the device uses no memory of the rank afterwards
+            self._end_steps()  # afterwards the device uses no memory of the rank
         except Exception as exc:
             if not self._stopping.is_set():
                 log.exception("step_failed", thread=self._thread.name, step=plan.step if plan else None)

@@ -1,4 +1,4 @@
-"""A queue of device work for gathers and scatters, separate from the compute stream.
+"""A queue of device work, such as gathers, scatters and cache copies, separate from the compute stream.
 
 On a GPU the queue is a CUDA stream. On a CPU each call completes its work, and every event is complete at once.
 """
@@ -25,7 +25,7 @@ def record_event(device: torch.device) -> DeviceEvent:
 
 
 def memory_bytes(device: torch.device) -> int:
-    """Returns the memory of a GPU; 0 for a CPU."""
+    """Returns the total memory of a GPU in bytes; 0 for a CPU."""
     return int(cuda.get_device_properties(device).total_memory) if device.type == "cuda" else 0
 
 
@@ -58,10 +58,11 @@ def wait_for(event: DeviceEvent) -> None:
 
 
 class DeviceQueue:
-    """The transfer thread's stream. Owned by that thread."""
+    """A CUDA stream for copies, owned by one thread; on a CPU, work runs when it is queued."""
 
     def __init__(self, device: torch.device, *, urgent: bool = True) -> None:
-        """`urgent`: with high priority. A step's blocks fill the GPU; a short copy would queue behind all of them."""
+        """`urgent`: whether the stream has high priority. With normal priority, a short copy would queue behind the
+        thread blocks of a whole step."""
         self.device = device
         priority = -1 if urgent else 0
         self._stream = cuda.Stream(device, priority=priority) if device.type == "cuda" else None

@@ -1,4 +1,4 @@
-"""The status of a group: its scheduler's counts, and the reports of its ranks."""
+"""Builds the status of a group from its scheduler's counts and the reports of its ranks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def group_status(
     """Returns the status of the group `name`; `broken` is the reason why the group cannot serve, or empty."""
     pages, cache = scheduled.memory.pages, scheduled.memory.cache
     alone = cache.cached_pages - cache.locked_pages if cache is not None else 0
-    # Ranks report a state pool only for models with recurrent layers. There each row has a state slot.
+    # Ranks report a state pool only for models with recurrent layers. Each row then has a state slot.
     has_states = any(rank.state_bytes for rank in reports.ranks)
     rows = scheduled.memory.rows if has_states else 0
     cached_states = cache.cached_states + cache.held_states if cache is not None and has_states else 0

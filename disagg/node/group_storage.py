@@ -1,4 +1,4 @@
-"""The third tier of a group's prefix cache: its storage, and the keys and parts of its pages."""
+"""Opens the storage of a group (the third tier of its prefix cache); computes the keys and parts of stored pages."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ from disagg.storage.parts import PartGrid
 
 
 def part_grid(group: GroupConfig, spec: ModelSpec) -> PartGrid:
-    """Returns the parts of a group's pages: one KV head each, so that groups of any size can share them."""
+    """Returns the parts of a group's pages: one KV head each, so that groups of any size can share pages."""
     return PartGrid(spec.layout, group.page_size)
 
 
 def open_group_storage(group: GroupConfig, spec: ModelSpec) -> PageStorage | None:
-    """Opens the storage of a group; None without one, or without a prefix cache. Raises `ConfigError`."""
+    """Opens the storage of a group; None without a storage or a prefix cache. Raises `ConfigError`."""
     if not group.storage or spec.cache_refused:
         return None
     if spec.has_state:
         raise ConfigError(
-            f"{group.role}.storage is not available for models with recurrent layers ({spec.architecture}): a prefix "
-            f"in a storage has no recurrent states. Unset {group.role}.storage"
+            f"{group.role}.storage is not available for models with recurrent layers ({spec.architecture}): the "
+            f"storage keeps no recurrent states. Unset {group.role}.storage"
         )
     grid = part_grid(group, spec)
     return open_storage(group.storage, group.storage_bytes, max(map(grid.nbytes, grid.kv_parts)))
 
 
 def page_keys(info: GroupInfo, config: Config, group: GroupConfig, spec: ModelSpec) -> PageKeys:
-    """Returns the keys of a group's pages; equal for groups whose pages have the same content."""
+    """Returns the `PageKeys` of a group. Groups whose pages have the same content get equal keys."""
     settings = ["deterministic"] if config.model.deterministic else []
-    if spec.layout.quantized:  # otherwise the layout has the type of the computation
+    if spec.layout.quantized:  # otherwise the layout already has the dtype of the computation
         settings.append(f"quantized from {config.model.dtype}")
     return PageKeys(StoredModel(info.fingerprint, part_grid(group, spec), ", ".join(settings)))
 
 
 def rank_parts(info: GroupInfo, rank: int, grid: PartGrid) -> tuple[BlockParts, BlockParts]:
-    """Returns the parts that a rank reads, and the parts that it writes."""
+    """Returns the page parts that a rank reads from the storage, and those that the rank writes."""
     shards = [one.shard for one in info.ranks]
     read, written = grid.parts_of(shards[rank]), grid.parts_to_store(shards, rank)
     return BlockParts(grid, shards[rank], read), BlockParts(grid, shards[rank], written)

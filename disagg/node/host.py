@@ -2,107 +2,50 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import shutil
-import socket
 import sys
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import msgspec
 import structlog
-import torch
 
-from disagg.core.config.read import Config, GroupConfig
+from disagg.core.collection import collection_paused
+from disagg.core.config.read import Config, GroupConfig, Role
 from disagg.core.folders import private_folder
 from disagg.core.log import configure
 from disagg.core.ports import Clock, Collective
+from disagg.core.threads import SWITCH_INTERVAL_S
 from disagg.core.timeline import TimelineSpan
-from disagg.core.types import GroupInfo, RankInfo
-from disagg.model.spec.model_spec import ModelSpec
-from disagg.node.assemble import Rendezvous, make_collective, make_runner, make_source, resolve_device
+from disagg.core.types import GroupInfo
 from disagg.node.ownership import DISOWNED, NO_COUNTS, NO_OWNER, GroupCounts, Owner, Ownership
 from disagg.node.process import ProcessIdentity, die_with_parent
-from disagg.node.rank import SWITCH_INTERVAL_S, RankNode
-from disagg.node.sizing import describe, describe_pool, fill_memory, pool_tokens
-from disagg.node.warm import warm_model, warm_page_copies, warm_sampling
+from disagg.node.rank_records import ClaimReply, RankRecord, Rendezvous, Started
 from disagg.sockets.guards import log_own_sockets
-from transport.base import Transport
-from transport.control.zmq import make_control
-from transport.hosts import own_host
-from transport.inproc import InprocFabric
 from transport.keys.curve import KeySet
 from transport.keys.ring import AnyKeys, as_ring
-from transport.reach import Choice, choose
-from transport.select import TLSOptions, make_transport
+
+if TYPE_CHECKING:  # torch and transformers, which the cluster that places the rank need not load
+    from disagg.node.rank import RankNode
 
 log = structlog.get_logger(__name__)
 
 
-class Started(NamedTuple):
-    """Description of a rank whose model is loaded and whose channels are open."""
-
-    info: RankInfo
-    spec: ModelSpec
-    fingerprint: str
-    """Fingerprint of the rank's model (`ModelSource.fingerprint`)."""
-    pid: int
-    host: str
-    """Host name of the process `pid`."""
-    memory: str
-    """Use of the device's memory, as text: KV pool, weights and others."""
-    transport: str
-    """Name of the rank's transport (`Choice.name`)."""
-    pool_tokens: int
-    """Tokens that the rank's KV pool holds."""
-
-
-class RankRecord(NamedTuple):
-    """Data that a launch needs to adopt a rank of another launch."""
-
-    process: ProcessIdentity
-    config: Config
-    keys: frozenset[str]
-    """Names of the valid generations of keys."""
-    group: GroupInfo | None
-    started: Started | None
-    linked: tuple[GroupInfo, ...]
-    """Groups of the other role, without those whose ranks were reported as dead."""
-    unusable: str
-    """Reason why the rank cannot be adopted; empty if it serves."""
-    counts: GroupCounts = NO_COUNTS
-    """Numbers of groups from the former owner's latest pulse."""
-
-
-class ClaimReply(NamedTuple):
-    """Reply of a rank to a launch that claims the rank."""
-
-    epoch: int
-    """Epoch of the rank's owner after the claim."""
-    record: RankRecord | None
-    """Data for the adoption. None: the claim was refused, because the owner is alive or its epoch is not lower."""
-
-
-def freeze_objects() -> None:
-    """Excludes every current object from garbage collection: a full collection would stop all threads for 0.2 s.
-
-    A process that runs one rank calls it: libraries and the model exist until the process ends.
-    """
-    gc.collect()
-    gc.freeze()
-
-
-class RankHost:
+class RankHost(ABC):
     """Owns one `RankNode`. Call order: `identify`, `rendezvous` (rank 0 only), `start`, `join`, `link`, `stop`.
 
     Threads may call `claim`, `park` and `pulse` at the same time as each other and as any other method.
     """
 
-    node_class: ClassVar[type[RankNode[Any, Any, Any]]]
+    role: ClassVar[Role]
+
+    @staticmethod
+    @abstractmethod
+    def rank_class() -> type[RankNode[Any, Any, Any]]:
+        """Returns the class of the rank. The first call imports torch and transformers."""
 
     def __init__(
         self,
@@ -116,10 +59,14 @@ class RankHost:
     ) -> None:
         """`name`: the group's name; by default its role.
 
-        `release` frees the group's resources and ends its ranks. It is called when no owner sent a pulse for
-        `cluster.adopt_timeout_s`. If `release` is None, the rank ends with the process that started it. `clock`
-        measures the owner's pulses.
+        `release` frees the group's resources and ends its ranks. The host calls `release` when no owner has sent a
+        pulse for `cluster.adopt_timeout_s`. If `release` is None, the rank ends with the process that started it.
+        `clock` measures the owner's pulses.
         """
+        with collection_paused():
+            from disagg.node import rank_start  # torch and transformers
+
+            self._start, self._rank_class = rank_start, self.rank_class()
         configure(config.log)
         self._rank, self._config, self._keys, self._name = rank, config, as_ring(keys), name
         self.node: RankNode[Any, Any, Any] | None = None
@@ -127,7 +74,7 @@ class RankHost:
         self._collective: Collective | None = None
         self._meeting_folder = ""
         self._over, self._broken = False, ""
-        self._changed = threading.Condition()  # for the two fields above and the owner
+        self._changed = threading.Condition()  # guards the two fields above and the owner
         self._ownership = Ownership(owner, config.cluster.hang_timeout_s, clock)
         self._group: GroupInfo | None = None
         self._started: Started | None = None
@@ -140,7 +87,7 @@ class RankHost:
     @property
     def group_config(self) -> GroupConfig:
         """The configuration section of this rank's group."""
-        group: GroupConfig = getattr(self._config, self.node_class.role)
+        group: GroupConfig = getattr(self._config, self.role)
         return group
 
     def identify(self) -> ProcessIdentity:
@@ -159,7 +106,7 @@ class RankHost:
         """Makes `claimant` the owner if the current owner is dead; the reply then has the data for an adoption."""
         with self._changed:
             granted = self._ownership.claim(claimant)
-            self._changed.notify_all()  # the `park` call of a former owner
+            self._changed.notify_all()  # ends the `park` call of a former owner
         return ClaimReply(self._ownership.epoch, self._record() if granted else None)
 
     def rendezvous(self, backend: str) -> Rendezvous:
@@ -169,59 +116,25 @@ class RankHost:
         return Rendezvous(self._meeting_folder, backend)
 
     def start(self, rendezvous: Rendezvous) -> Started:
-        """Joins the collective, loads the model, opens the channels. Raises `DisaggError`."""
+        """Joins the collective, loads the model, opens the control and data channels. Raises `DisaggError`."""
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         group = self.group_config
-        device = resolve_device(group.device)
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-        source = make_source(self._config)
-        hashing = ThreadPoolExecutor(1, "weights-hash")  # in parallel to the load, which reads the same files
-        fingerprint = hashing.submit(lambda: source.fingerprint)
-        hashing.shutdown(wait=False)
-        self._collective = make_collective(
-            self._rank, group.ranks, rendezvous, self._config.model.deterministic
-        )
+        model = self._start.begin_model(self._config, group)
+        self._collective = model.collective(self._rank, rendezvous)
         if rendezvous.backend == "shared":  # NCCL may read its store later
             self._remove_meeting_folder()
-        runner = make_runner(self._config, group, source, self._collective, device)
-        memory = ""
-        if device.type == "cuda":
-            if group.pool_tokens == 0:
-                memory = describe(fill_memory(runner, self._config, group, self.node_class.role))
-            warm_model(runner, group.chunk_tokens, group.decode_batch or group.max_requests)
-            if self.node_class.role == "decode":
-                warm_page_copies(runner)
-            if self._rank == 0:
-                warm_sampling(runner.spec.vocab_size, device)
-            if group.graphs and group.decode_batch:
-                runner.record(group.decode_batch)
-            elif group.graphs:
-                runner.record_chunks(group.chunk_tokens)
-            if group.graphs and self.node_class.role != "decode":
-                runner.record_pieces(group.chunk_tokens, group.decode_batch)
-        choice = self._choose_transport()
-        self.node = self.node_class(
-            rank=self._rank,
-            config=_with_checksum(self._config, choice.name),
-            group_config=group,
-            name=self._name,
-            runner=runner,
-            control=make_control(self._config.control, self._keys),
-            transport=self._make_transport(choice, device),
-        )
+        runner, memory = self._start.load_runner(model, self._collective, self._rank, self.role)
+        place = self._start.RankPlace(self._rank, self._name)
+        self.node, choice = self._start.make_node(self._rank_class, runner, model, self._keys, place)
         self.node.on_broken = self._on_broken
-        memory = f"{describe_pool(runner)}; {memory}" if memory else describe_pool(runner)
-        info, host = self.node.start(), socket.gethostname()
+        info = self.node.start()
         log_own_sockets([info], descendants=False)
-        freeze_objects()
-        spec, tokens = runner.spec, pool_tokens(runner)
-        started = Started(info, spec, fingerprint.result(), os.getpid(), host, memory, choice.name, tokens)
-        self._started = started
-        return started
+        self._start.freeze_objects()
+        self._started = self._start.started_rank(info, runner, model, memory, choice)
+        return self._started
 
     def join(self, group: GroupInfo) -> None:
-        """Starts computing; call when all ranks of the group have started."""
+        """Starts the compute thread; call when all ranks of the group have started."""
         self._running().join(group)
         self._group = group
 
@@ -235,7 +148,10 @@ class RankHost:
         self._keys.replace(keys)
 
     def peer_lost(self, address: str) -> None:
-        """Ends all work with a dead peer. The cluster calls this, because it may detect the death first."""
+        """Ends all work with a dead peer.
+
+        The cluster calls this method, because it may detect the death before this rank.
+        """
         self._linked = tuple(
             group for group in self._linked if all(rank.control_address != address for rank in group.ranks)
         )
@@ -304,25 +220,6 @@ class RankHost:
         finally:
             os._exit(1)  # Ray may be unreachable
 
-    def _choose_transport(self) -> Choice:
-        if self.node_class.role == "colocated":
-            return Choice("inproc", "a colocated group sends no KV")
-        choice = choose(self._config.transport, own_host(self._config.control.host))
-        if self._rank == 0:
-            log.info("transport_chosen", transport=choice.name, because=choice.reason)
-        return choice
-
-    def _make_transport(self, choice: Choice, device: torch.device) -> Transport:
-        return make_transport(
-            choice.backend,
-            rank_name=self._name,
-            fabric=InprocFabric() if choice.backend == "inproc" else None,
-            gpu=device.type == "cuda",
-            reach=choice.reach,
-            interface=choice.interface,
-            tls=TLSOptions(self._keys, own_host(self._config.control.host), self._config.transport.tls_lanes),
-        )
-
     def _remove_meeting_folder(self) -> None:
         if self._meeting_folder:
             shutil.rmtree(self._meeting_folder, ignore_errors=True)
@@ -331,9 +228,3 @@ class RankHost:
     def _running(self) -> RankNode[Any, Any, Any]:
         assert self.node is not None, "a rank is used after start"
         return self.node
-
-
-def _with_checksum(config: Config, transport: str) -> Config:
-    """Returns the configuration with `transfer.checksum` resolved for the transport."""
-    transfer = msgspec.structs.replace(config.transfer, checksum=config.transfer.checks(transport))
-    return msgspec.structs.replace(config, transfer=transfer)

@@ -1,8 +1,8 @@
 """Sends the KV events of a group's prefix cache to routers: the whole content once, then changes.
 
-router -- Watch (prefixes) --> leader    repeated; `prefixes` is `all` if the router has missed a digest
-router <- CacheDigest -- leader          with a report of rank 0 if the cache changed, or after a step if a router
-                                         lacks `PUBLISH_AT_EVENTS` events
+router -- Watch (prefixes) --> leader    sent repeatedly; `prefixes` is `all` if the router has missed a digest
+router <- CacheDigest -- leader          sent with a report of rank 0 if the cache changed, or after a step if a
+                                         router lacks `PUBLISH_AT_EVENTS` events
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from disagg.kv.event_log import KVEventLog
 from transport.control import messages as m
 
 PUBLISH_AT_EVENTS = 32
-"""Number of events that are published right after a step. A prompt of 2,048 tokens has this number of 64-token
-blocks."""
+"""Number of unsent events at which events are published right after a step. A prompt of 2,048 tokens causes this
+number of events, one for each block of 64 tokens."""
 
 
 class KVEventPublisher:

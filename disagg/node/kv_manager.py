@@ -4,20 +4,20 @@ All ranks of a group use the same row and page numbers, so only the leader has a
 
 References to a request's pages, by their interval, with their owner and the call that drops them:
 
-    [reserve, release)      the block table references each of its pages, including cached ones; `release` drops the
-                            references, or `vacate`, after which `refill` allocates new pages
+    [reserve, release)      the block table references each of its pages, including cached ones; `release` or `vacate`
+                            drops the references. After `vacate`, `refill` allocates new pages
     [fork, release)         each fork of a request references the shared pages; `release` of the fork drops them
     [keep, evicted)         the prefix cache references each full page that it adds; eviction drops the reference
 
 State slots of hybrid models, by their interval, with their owner:
 
-    [alloc_state, keep)     the caller; `free_state` ends the interval too
-    [keep, evicted)         the prefix cache; no owner if `keep` finds no use for the state
+    [alloc_state, keep)     the caller; `free_state` also ends the interval
+    [keep, evicted)         the prefix cache, unless `keep` frees the slot because the state is not needed
 
-With a second tier (`disagg.kv.host_tier`), `reserve` may plan a load to pages of the block table, and `keep` a store;
-the tier has its own references and locks until every rank has reported the end of the copy (`moved`). With a third
-tier (`disagg.kv.storage_tier`), `prefetch` reads pages of a queued prompt into the second tier; a request owns its
-prefetch until `end_prefetch`.
+With a second tier (`disagg.kv.host_tier`), `reserve` may plan a load to pages of the block table, and `keep` a store.
+With write-back (`disagg.kv.write_back`), evictions plan the stores instead. The tier has its own references and locks
+until every rank has reported the end of the copy (`moved`). With a third tier (`disagg.kv.storage_tier`), `prefetch`
+reads pages of a queued prompt into the second tier; a request owns its prefetch until `end_prefetch`.
 """
 
 from __future__ import annotations
@@ -41,10 +41,11 @@ from disagg.kv.radix_values import Match, RadixStatistics
 from disagg.kv.sequence import KVSequence
 from disagg.kv.state_slots import StateSlots
 from disagg.kv.storage_tier import Links, Prefetch, StorageTier
+from disagg.kv.write_back import WriteBack
 
 
 class Layout(NamedTuple):
-    """Sharing of pages among a request's sequences, independent of page numbers."""
+    """Describes which pages a request's sequences share, independent of page numbers."""
 
     pages: int
     """Number of distinct pages."""
@@ -62,8 +63,8 @@ class BlockTable:
     row: int
     sequence: KVSequence = field(repr=False)
     cached_tokens: int = 0
-    """Tokens of the prefix cache hit, whose KV need not be computed: full pages, either shared with the cache or
-    loaded."""
+    """Tokens of the prefix cache hit, whose KV need not be computed. They fill whole pages, which are shared with the
+    cache or loaded."""
     node: Node | None = field(default=None, repr=False)
     """Node of the prefix cache that is locked for this sequence."""
     state: int | None = None
@@ -73,7 +74,7 @@ class BlockTable:
     for an empty hit, a hit by KV alone and a fork.
     """
     load: TierLoad | None = field(default=None, repr=False)
-    """Load of the last part of the hit from the second tier, shared with forks; None without a load."""
+    """Load of the last pages of the hit from the second tier; forks have the same load. None without a load."""
 
     @property
     def pages(self) -> list[int]:
@@ -92,12 +93,12 @@ class BlockTable:
 
 
 class _Hit(NamedTuple):
-    """The cached prefix of a prompt."""
+    """The cached prefix of a prompt, over both memory tiers."""
 
     first: Match
-    """The part in the first tier."""
+    """Match in the first tier."""
     longer: Match | None = None
-    """The prefix in the second tier, if it is longer."""
+    """Match in the second tier, if longer than `first`; otherwise None."""
     slot: int | None = None
     """State slot for the state of `longer`, owned by the caller."""
 
@@ -110,9 +111,9 @@ class KVManagerStatistics:
     free_rows: int
     pages: PageStatistics
     cache: RadixStatistics | None = None
-    """None without a prefix cache."""
+    """Counts of the prefix cache; None without a prefix cache."""
     host: HostTierStatistics | None = None
-    """The second tier of the prefix cache; None without one."""
+    """Counts of the second tier; None without a second tier."""
 
 
 class KVManager:
@@ -138,14 +139,15 @@ class KVManager:
         self._eviction, self._stores_unused = eviction, True
         self.host: HostTier | None = None
         """The second tier of the prefix cache; None without one."""
+        self._write_back: WriteBack | None = None
         self._rows = rows
         self._free_rows = list(range(rows - 1, -1, -1))
 
     def add_host_tier(self, pages: int, states: int, ranks: int, write: HostWriteName = "through") -> None:
         """Adds a second tier of `pages` and `states` blocks of host memory on each of `ranks` ranks.
 
-        `write`: see `GroupConfig.host_cache_write`. Adds none without a prefix cache, without pages, or for a hybrid
-        model without states.
+        `write`: see `GroupConfig.host_cache_write`. Adds no tier without a prefix cache, without pages, or for a
+        hybrid model without states.
         """
         if self.cache is not None and self._eviction is not None and pages:
             if self.cache.needs_state and not states:
@@ -159,9 +161,11 @@ class KVManager:
                 eviction=self._eviction,
                 states=states,
             )
+            if write == "back":
+                self._write_back = WriteBack(self.cache, self.allocator, self.host)
 
     def add_storage(self, links: Links, group: GroupConfig) -> None:
-        """Adds a third tier behind the second tier, if there is one; see `HostTier.add_storage`."""
+        """Adds a third tier if the group has a second tier; see `HostTier.add_storage`."""
         if self.host is not None:
             self.host.add_storage(links, group)
 
@@ -218,7 +222,9 @@ class KVManager:
     def reserve(
         self, tokens: int, prompt: PrefixKey | None = None, spare_pages: int = 0
     ) -> BlockTable | None:
-        """Allocates a row and pages for `tokens` tokens; None, changing nothing, if rows or pages are short.
+        """Allocates a row and pages for `tokens` tokens; None if rows or pages are short.
+
+        With write-back, None can also mean that pages are being copied to host memory; try again when a copy ends.
 
         With `prompt` the block table begins with the longest cached prefix, which never includes the prompt's last
         token. `spare_pages` pages must remain free. For a hybrid model the prefix ends at a cached state, which
@@ -234,7 +240,7 @@ class KVManager:
             sequence = KVSequence(self.allocator, first.pages)
             block_table = BlockTable(block_table.row, sequence, first.tokens, first.node, first.state)
         need = pages_for(tokens, self.page_size) - len(block_table.pages)
-        if need + spare_pages > self.free_pages or not self._make_room(need):
+        if need + spare_pages > self.free_pages or not self._make_room_beside(hit, need):
             block_table.sequence.free()
             self._forget(block_table)
             self._forget_hit(hit)
@@ -249,7 +255,7 @@ class KVManager:
         return block_table
 
     def _hit(self, prompt: PrefixKey | None) -> _Hit | None:
-        """Returns the longest cached prefix over both tiers; None if the group or the prompt has no cache."""
+        """Returns the longest cached prefix over both tiers; None without a prefix cache, or without `prompt`."""
         if self.cache is None or prompt is None:
             return None
         first = self.cache.match(prompt, prompt.tokens - 1)
@@ -259,8 +265,18 @@ class KVManager:
         slot = self.cache.alloc_state()
         if slot is None:
             return _Hit(self.cache.match(prompt, prompt.tokens - 1))
-        # The first tier may have more KV than up to its last state; the loaded state makes all of it useful.
+        # The first tier may have KV after its last state. The loaded state makes that KV usable too.
         return _Hit(self.cache.match_kv(prompt, longer.tokens), longer, slot)
+
+    def _make_room_beside(self, hit: _Hit | None, pages: int) -> bool:
+        """Makes room for a new request, which may wait for stores; keeps its hit in the second tier valid."""
+        if self.host is None or hit is None or hit.longer is None:
+            return self._make_room(pages, waits=True)
+        index, longer = self.host.index, hit.longer
+        index.lock(longer.node, state=longer.state is not None)
+        room = self._make_room(pages, waits=True)
+        index.unlock(longer.node, state=longer.state is not None)
+        return room
 
     def _load(self, block_table: BlockTable, hit: _Hit) -> None:
         """Plans the load of the part of a hit that only the second tier has."""
@@ -283,23 +299,23 @@ class KVManager:
         return found if found.tokens > hit.tokens else None
 
     def cached_tokens(self, prompt: PrefixKey | None) -> int:
-        """Returns the tokens of the cached prefix with which a block table of `prompt` would begin; see `reserve`."""
+        """Returns the number of cached tokens with which a block table of `prompt` would begin; see `reserve`."""
         if self.cache is None or prompt is None:
             return 0
         hit = self.cache.match(prompt, prompt.tokens - 1)
         return (self._longer_in_host(prompt, hit) or hit).tokens
 
     def prefetch(self, prompt: PrefixKey | None) -> Prefetch | None:
-        """Begins to read what the memory lacks of a queued prompt from the third tier; None if nothing is read.
+        """Begins to read from the third tier the pages of a queued prompt that neither memory tier has.
 
-        The caller owns the result until `end_prefetch`.
+        Returns None if nothing is read. The caller owns the result until `end_prefetch`.
         """
         if self.storage is None or prompt is None:
             return None
         return self.storage.prefetch(prompt.shortened(prompt.tokens - 1), self.cached_tokens(prompt))
 
     def end_prefetch(self, prefetch: Prefetch | None) -> None:
-        """Ends a prefetch: its request has its pages, or has ended. Idempotent."""
+        """Ends a prefetch whose request has its pages, or has ended. Idempotent."""
         if self.storage is not None and prefetch is not None:
             self.storage.release(prefetch)
 
@@ -320,10 +336,10 @@ class KVManager:
     def pass_on(
         self, block_table: BlockTable, kept_tokens: int, tokens: int, spare_pages: int = 0
     ) -> BlockTable | None:
-        """Resizes the block table of a closed request to `tokens` tokens for another request, and returns it.
+        """Resizes the block table of a closed request to `tokens` tokens for another request.
 
         Keeps the row and the pages of the first `kept_tokens` tokens, which fill whole pages, and frees the other
-        pages. If pages are short, releases the block table and returns None.
+        pages. Returns the block table; if pages are short, releases the block table and returns None.
         """
         self.shrink(block_table, kept_tokens)
         need = pages_for(tokens, self.page_size) - len(block_table.pages)
@@ -333,13 +349,19 @@ class KVManager:
         block_table.sequence.append(tokens - block_table.tokens)
         return block_table
 
-    def _make_room(self, pages: int) -> bool:
-        """Evicts until `pages` pages are free; False, changing nothing, if eviction cannot free enough."""
+    def _make_room(self, pages: int, *, waits: bool = False) -> bool:
+        """Evicts cached pages until `pages` pages are free; returns False, changing nothing, if too few can be
+        evicted.
+
+        `waits`: with write-back, returns False while evicted pages are being copied; see `WriteBack.make_room`.
+        """
         short = pages - self.allocator.free_pages
         if short <= 0:
             return True
         if self.cache is None or self.cache.evictable_pages < short:
             return False
+        if self._write_back is not None:
+            return self._write_back.make_room(pages, waits=waits)
         return self.cache.evict(short) == short
 
     def keep(
@@ -348,8 +370,8 @@ class KVManager:
         """Adds the full pages of `prompt` to the prefix cache. Their KV must have been computed.
 
         `states`: (tokens, slot) of each state to cache: the state after the first `tokens` tokens, whole pages. The
-        cache takes the slots over and frees those of positions that have a state already. `BlockTable.state` becomes
-        None: the cached states, also the one that the request began with, can be evicted while the request runs.
+        cache takes over the slots, and frees the slots of positions that have a state already. `BlockTable.state`
+        becomes None, because even the state that the request began with may now be evicted while the request runs.
         """
         if self.cache is None:
             return
@@ -360,11 +382,15 @@ class KVManager:
         block_table.node = node
         for tokens, slot in states:
             self.cache.attach_state(prompt, tokens, slot)
-        if self.host is not None:
+        if self._write_back is not None:
+            self._write_back.free_ahead()
+            if self.storage is not None:
+                self.storage.write(prompt)
+        elif self.host is not None:
             self.host.store(prompt if self._stores_unused else prompt.shortened(self._used_tokens(node)))
 
     def _used_tokens(self, node: Node) -> int:
-        """Returns the length of the longest prefix on the path of `node` that a request has found cached."""
+        """Returns the number of tokens of the longest prefix on the path of `node` that some request has hit."""
         above: Node | None = node
         while above is not None and not above.hits:
             above = above.parent
@@ -412,7 +438,7 @@ class KVManager:
         self._read_cached(block_table, other)
 
     def _read_cached(self, block_table: BlockTable, other: BlockTable) -> None:
-        """Locks the cached prefix of `other` for `block_table` too, but not its state: the row is a copy."""
+        """Locks the cached prefix of `other` for its fork `block_table`. The state is not locked: forks copy it."""
         if self.cache is not None and other.node is not None:
             self.cache.lock(other.node, state=False)
         block_table.cached_tokens, block_table.node = other.cached_tokens, other.node
@@ -421,12 +447,14 @@ class KVManager:
     def grow(self, block_tables: Sequence[BlockTable]) -> list[PageCopy] | None:
         """Appends a slot for one token to each of `block_tables`; None, changing nothing, if pages are short.
 
-        Returns the page copies to launch before the tokens are written: a shared, partly filled page is copied first.
+        Returns the page copies to launch before the tokens are written: copies of shared, partly filled pages.
         """
         sequences = [block_table.sequence for block_table in block_tables]
         copies = self.allocator.append_one_to_each(sequences)
         if copies is None and self._make_room(self.allocator.pages_to_append(sequences)):
             copies = self.allocator.append_one_to_each(sequences)
+        if self._write_back is not None:
+            self._write_back.free_ahead()
         return copies
 
     def shrink(self, block_table: BlockTable, tokens: int) -> None:
@@ -450,7 +478,7 @@ class KVManager:
     def refill(self, block_tables: Sequence[BlockTable], layout: Layout) -> list[int] | None:
         """Allocates pages for vacated block tables, shared as in `layout`.
 
-        Returns the page of each index of `layout`; None, changing nothing, if pages are short.
+        Returns the allocated page of each page index in `layout`; None, changing nothing, if pages are short.
         """
         if not self._make_room(layout.pages):
             return None
@@ -494,8 +522,8 @@ class KVManager:
     def check(self, requests: Sequence[Sequence[BlockTable]]) -> None:
         """Raises `InvariantError` unless each row and page in use belongs to exactly one of `requests`.
 
-        `requests`: the block tables of each request. Only cached pages may belong to several requests. The state of
-        a block table must be its node's.
+        `requests`: the block tables of each request. Only cached pages may belong to several requests. The state of a
+        block table must be the state of its node.
         """
         self.allocator.check()
         cached: list[int] = []

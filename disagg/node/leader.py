@@ -1,10 +1,9 @@
-"""Base of all leaders: one lock, messages to ranks and routers, deadlines, and the end of requests.
+"""Base class of all leaders: one lock, messages to ranks and routers, deadlines, and the end of requests.
 
 A leader connects rank 0's scheduler to the control channel. Messages arrive on the control thread (and from rank 0's
 transfer thread); steps run on the compute thread. One lock guards the scheduler and is never held while the model
-runs. No operation under the lock blocks: `send` queues, and work for rank 0's transfer thread is posted. The transfer
-thread itself never waits for the lock, because a plan is encoded under the lock; the thread hands messages over with
-`post`.
+runs. No operation under the lock blocks: `send` queues, and work for rank 0's transfer thread is posted. Plans are
+encoded under the lock, so the transfer thread must not wait for the lock: it passes its messages to `post`.
 """
 
 from __future__ import annotations
@@ -50,11 +49,14 @@ log = structlog.get_logger(__name__)
 IDLE_S = 0.25
 """Interval at which an idle leader checks deadlines."""
 
+FETCH_SHARE = 0.5
+"""Largest part of a request's time in the queue that the request waits for its prefetch from the third tier."""
+
 Send = Callable[[str, m.Message], None]
 
 
 class Leader(ABC):
-    """Base of `PrefillLeader`, `DecodeLeader` and `ColocatedLeader`."""
+    """Base class of `PrefillLeader`, `DecodeLeader` and `ColocatedLeader`."""
 
     _role: ClassVar[Role]
     _scheduler: LedScheduler
@@ -68,7 +70,7 @@ class Leader(ABC):
         self._clock = clock
         self._changed = threading.Condition()
         self._posted: deque[tuple[str, m.Message]] = deque()
-        """Messages of threads that must not wait for the lock, in order."""
+        """Messages from threads that must not wait for the lock, in order of arrival."""
         self._group: GroupInfo | None = None
         self._reports = Reports(send, clock)
         self._kv_event_publisher = KVEventPublisher(send)
@@ -76,7 +78,10 @@ class Leader(ABC):
         """Tokens of the step that is being committed, by router; None between steps."""
         self._silent_ranks: set[int] = set()
         self.constraints = Constraints(no_tokenizer)
-        """Constraints of answers. The rank's owner replaces this object by one with a tokenizer, which it closes."""
+        """Constraints of answers, such as grammars.
+
+        The rank replaces this object by one with a tokenizer, and closes it.
+        """
         self.broken: str = ""
         """Reason why the group cannot serve requests any more; empty while the group works."""
         self.on_broken: Callable[[str], None] = lambda reason: None
@@ -162,8 +167,10 @@ class Leader(ABC):
             self._changed.notify_all()
 
     def on_peer_suspected(self, peer: str, silent: bool) -> None:
-        """Reports to the routers that a rank of the group is silent, or responds again: routers may leave the group
-        while its leader still responds."""
+        """Reports to the routers that a rank of the group is silent, or responds again.
+
+        Routers can then avoid the group while its leader still responds.
+        """
         with self._changed:
             ranks = self._group.ranks if self._group is not None else ()
             number = next((rank.rank for rank in ranks if rank.control_address == peer), None)
@@ -177,7 +184,7 @@ class Leader(ABC):
             self._reports.publish(self._status())
 
     def break_group(self, reason: str) -> None:
-        """Marks the group as broken: every request ends, and new requests are refused."""
+        """Marks the group as broken: fails every request, and refuses new requests."""
         with self._changed:
             self._break(reason)
             self._changed.notify_all()
@@ -266,7 +273,7 @@ class Leader(ABC):
 
     def _on_report(self, status: RankStatus) -> None:
         self._reports.update_rank(status, self._ranks)
-        if status.rank == 0:  # rank 0 sets the pace of the group's reports
+        if status.rank == 0:  # the group's reports follow the interval of rank 0
             self._reports.publish(self._status())
             self._publish_kv_events()
 
@@ -283,8 +290,8 @@ class Leader(ABC):
     def _prefix(self, prompt: TokenIds, salt: str) -> PrefixKey:
         """Returns the prefix cache's key of a prompt.
 
-        For models with other rotary embeddings for long prompts, long and short prompts have different keys: their KV
-        differs.
+        Some models use other rotary embeddings for long prompts, so that the KV of long and short prompts differs.
+        The keys of long and short prompts then differ too.
         """
         spec = self._spec
         return PrefixKey.of(prompt, salt, spec.rope_switch_tokens, prompt_only=spec.answers_differ)
@@ -303,13 +310,13 @@ class Leader(ABC):
             request.release_requested = True
             self._close(message.key, message.reason)
         if self.broken or message.key not in self._scheduler.requests:
-            # A broken group confirms at once: its memory is freed when its processes end.
+            # A broken group confirms the release at once: its memory is freed when its processes end.
             self._send(router, m.Released(message.key))
 
     def _has_ended(self, router: str, message: m.Reserve) -> bool:
         """Returns whether the answer so far of a recovered request is complete, and sends its end to the router.
 
-        The lost group sent the last token but not the end of the answer.
+        The answer is complete if the lost group sent its last token, but not the message that the answer has ended.
         """
         if not message.answered:
             return False
@@ -343,7 +350,7 @@ class Leader(ABC):
 
     @contextmanager
     def _one_message_each(self) -> Iterator[None]:
-        """Collects the tokens sent within the block and sends them in one message per router, to save wake-ups."""
+        """Collects the tokens sent within the block and sends each router one message, to save wake-ups."""
         self._step_tokens = {}
         try:
             yield
@@ -428,6 +435,7 @@ class Leader(ABC):
             self.on_broken(reason)  # last: the group's processes may end at once
 
     def expire(self) -> None:
+        """Fails the requests that are past their deadline. Called under the lock."""
         now_s = self._clock()
         for request in [r for r in self._requests() if now_s > r.deadline_s]:
             self._fail(request, RequestTimeoutError(f"request {request.key} is past its deadline"))

@@ -20,7 +20,7 @@ class LedRequest(Protocol):
 
 
 class LedScheduler(Protocol):
-    """The members that a leader uses of its scheduler."""
+    """Members of a scheduler that its leader uses."""
 
     @property
     def requests(self) -> Mapping[RequestKey, LedRequest]:

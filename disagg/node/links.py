@@ -1,4 +1,4 @@
-"""Links between a prefill and a decode group: peers by rank, routes, segment sizes."""
+"""Links between a prefill group and a decode group: peers of each rank, routes, segment sizes."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Link:
         wanted = {route.src_rank for route in self.to_rank(dst_rank)}
         return tuple(rank for rank in self.prefill.ranks if rank.rank in wanted)
 
-    # Cached: each prompt chunk reads them.
+    # The two properties below are cached, because each prompt chunk reads them.
 
     @cached_property
     def _from(self) -> dict[int, tuple[Route, ...]]:
@@ -73,7 +73,7 @@ class Link:
 def make_link(prefill: GroupInfo, decode: GroupInfo) -> Link:
     """Compares both groups (the handshake) and plans their routes, the same on every rank.
 
-    Raises `HandshakeError` if the groups cannot exchange KV, `ConfigError` if a ring is smaller than one token of
+    Raises `HandshakeError` if the groups cannot exchange KV, `ConfigError` if a ring is too small for one token of
     one layer.
     """
     check_compatible(prefill, decode)
@@ -90,7 +90,7 @@ def make_link(prefill: GroupInfo, decode: GroupInfo) -> Link:
 
 
 def segment_limits(link: Link, src_rank: int, wanted_bytes: int, staging_bytes: int) -> dict[int, int]:
-    """Returns the largest segment to each destination of `src_rank`, in bytes, by decode rank.
+    """Returns the size limit in bytes of segments from `src_rank` to each of its destinations, by decode rank.
 
     The limit is `wanted_bytes`, clamped between one token of one layer and the smaller of ring and staging buffer.
     Raises `ConfigError` if one token of one layer does not fit the staging buffer.

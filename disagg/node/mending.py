@@ -3,14 +3,14 @@
 There are two cases. If the control channel loses a live peer, both sides fence at the loss, and link again when the
 control channel reconnects. If only the data connection breaks, one *round* of messages repairs it:
 
-    the rank that detects the loss      fences the peer, sends `LinkBroken`
-    the other rank                      fences the first, sends `LinkBroken(answer)`, links again, sends `Linked`
-    the first rank, on the answer       links again, sends `Linked`
+    rank A, which detects the loss      fences rank B, sends `LinkBroken`
+    rank B                              fences rank A, sends `LinkBroken(answer)`, links again, sends `Linked`
+    rank A, on the answer               links again, sends `Linked`
 
 Neither rank connects before both have fenced, so no fence can end a new connection. If both ranks send `LinkBroken`
 at once, each message also serves as the answer to the other. A rank sends active messages to a peer only after the
-`Linked` of the peer's latest link (`transport.active_messages`), so no rank receives an active message before it has
-linked.
+`Linked` of the peer's latest link (`transport.active_messages`). A rank therefore receives no active message before
+it has linked.
 
 If the control channel loses a peer and reconnects within a round, one side can link before the other side fences.
 The linked side then receives a second `Linked` and starts another round. A rank that cannot connect also starts
@@ -63,12 +63,12 @@ class Mending:
         self._silences, self._lane, self._clock = silences, lane, clock
         self._fence, self._send, self._link, self._linked = fence, send, link, linked
         self._requested: set[str] = set()
-        """Peers that this rank has fenced, and whose answer to `LinkBroken` is outstanding."""
+        """Peers that this rank has fenced and that have not answered its `LinkBroken` yet."""
         self._pauses: dict[str, _Pause] = {}
         self._unlinked: set[str] = set()
-        """Peers whose group this rank failed to link again; a round starts after the pause."""
+        """Peers whose group this rank failed to link again. A new round with the peer starts after the pause."""
         self.rounds = 0
-        """Rounds that this rank started."""
+        """Number of repair rounds that this rank started."""
 
     def on_connection_lost(self, peer: str) -> None:
         """Starts a round, unless a round is running or the pause after the last round is not over."""
@@ -86,11 +86,14 @@ class Mending:
         self._begin(peer)
 
     def on_link_broken(self, peer: str, message: m.LinkBroken) -> None:
-        """Handles `LinkBroken`: the peer has fenced this rank. Fences the peer unless already fenced; links again."""
+        """Handles `LinkBroken`: the peer has fenced this rank.
+
+        Fences the peer unless already fenced, then links again.
+        """
         if peer in self._requested:
             self._requested.discard(peer)
             self._link_again(peer)
-        elif not message.answer:  # an unexpected answer: the control channel lost the peer since the request
+        elif not message.answer:  # else the answer is outdated: the control channel has lost the peer since
             connected = self._silences.is_linked(peer) and self._silences.mark_silent(peer)
             self._drop(peer)
             self._send(peer, m.LinkBroken(answer=True))
@@ -100,8 +103,8 @@ class Mending:
     def on_linked(self, peer: str, message: m.Linked) -> None:
         """Handles `Linked`: the peer has connected to this rank.
 
-        Ignores the message while an answer of the peer is outstanding, because the peer sent it before its fence.
-        Starts a round if the peer has fenced this rank since the peer's previous `Linked`.
+        Ignores the message while an answer of the peer is outstanding, because the peer sent it before fencing this
+        rank. Starts a round if the peer has fenced this rank since the peer's previous `Linked`.
         """
         if peer not in self._requested and not self._linked(peer, message) and self._silences.is_linked(peer):
             self._begin(peer)

@@ -1,4 +1,4 @@
-"""Ownership of a rank that can outlive its `disagg launch`: one launch at a time owns the rank.
+"""Ownership of a rank that can outlive the `disagg launch` that started it: one launch at a time owns the rank.
 
 The owner sends pulses. When the pulses stop, another launch may claim the rank with a higher epoch; without any owner
 the rank ends. A former owner's pulses are refused, so a launch that was only paused detects that it lost the rank.
@@ -15,8 +15,8 @@ from disagg.core.config.read import Role
 from disagg.core.ports import Clock
 
 TICKS = 10
-"""Number of equal parts into which a time limit is divided. The limit is over after this number of silent parts in a
-row. A pause of this process, however long, counts as one part."""
+"""Number of equal parts into which a time limit is divided. The limit is reached after this number of parts in a row
+without a pulse. A pause of this process, however long, counts as one part."""
 DISOWNED = "another launch has adopted the group"
 """Reply to the `park` call of a launch that is no longer the owner."""
 

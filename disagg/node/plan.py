@@ -3,8 +3,8 @@
 The leader sends the same `StepPlan` to every rank. A page of a request is named once, in the first work item that
 needs the page; ranks keep it in the request's row of the request-to-token table. The row of a fork starts as a copy.
 
-A plan may be made while the previous step still runs. The tokens that the previous step samples are then unknown, and
-the new plan refers to them by the work items of the previous plan (`disagg.model.sampled_tokens.token_of`).
+A plan may be made while the previous step still runs. The tokens that the previous step samples are then unknown. The
+new plan refers to such a token by the work item that samples it (`disagg.model.sampled_tokens.token_of`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Work(msgspec.Struct, frozen=True, array_like=True):
 
     key: RequestKey
     reservation: int
-    """Number of the request's reservation of row and pages: with `key`, it identifies what the row holds."""
+    """Number of the request's reservation of row and pages. With `key`, the number identifies the row's content."""
     row: int
     start: int
     tokens: list[int]
@@ -30,7 +30,7 @@ class Work(msgspec.Struct, frozen=True, array_like=True):
     prompt_tokens: int
     """Length of the request's whole prompt, without an answer so far."""
     pages: list[int] = []
-    """Pages of the request that no earlier work named. The first work names all pages, including cached ones."""
+    """Pages of the request that no earlier work item named. The first work item names all pages, also cached ones."""
     first_page: int = 0
     """Index of the first of `pages` among the request's pages."""
     like: int = -1
@@ -39,9 +39,9 @@ class Work(msgspec.Struct, frozen=True, array_like=True):
     last: bool = False
     """Whether this is the last chunk of a prompt (or of a prompt and its answer so far, in a recomputation)."""
     early: bool = False
-    """Whether a prefill group has no ticket for the request yet."""
+    """Whether a prefill group computes this work before it has the request's ticket."""
     saves: list[tuple[int, int]] = []
-    """Positions inside of the span, ascending, with the slots that receive the recurrent state there."""
+    """(position, slot) for each position inside of the span whose recurrent state is copied to a slot, ascending."""
     likeliest: int | None = None
     """Number of most probable tokens to report with each prompt token; None: no log-probabilities of the prompt."""
     next_token: int = -1
@@ -93,7 +93,8 @@ class StepPlan(msgspec.Struct, frozen=True):
     shared: bool = False
     """Whether every rank receives the tokens that this step samples, because the next plan may refer to them."""
     state_copies: list[StateCopy] = []
-    """Copies of recurrent states to rows, before the step, all at once: a source may be a destination too."""
+    """Copies of recurrent states to rows, all at once before the step, so that a slot may be source and
+    destination."""
     state_saves: list[StateCopy] = []
     """Copies of recurrent states of rows, after the step."""
     cache_operations: list[CacheOperation] = []
@@ -101,11 +102,11 @@ class StepPlan(msgspec.Struct, frozen=True):
     Loads precede the steps of this plan and of later plans. In a decode group, the requests of the loads wait for the
     ranks' reports instead."""
     dropped: list[tuple[RequestKey, int]] = []
-    """Requests, with their reservations, that had `early` work and have ended."""
+    """(key, reservation) of each request that had `early` work and has ended."""
     storage_operations: list[StorageOperation] = []
-    """Work with the third tier of the prefix cache, which ranks do while steps run."""
+    """Operations on the third tier of the prefix cache, which ranks perform while steps run."""
     unwanted_fetches: list[int] = []
-    """Numbers of `storage_operations` of earlier plans that end now, with what has landed."""
+    """Numbers of fetches of earlier plans that the ranks end now. Pages that have landed are kept."""
 
     def encode(self) -> bytes:
         """Returns the encoding for `transport.control.messages.Plan.body`."""

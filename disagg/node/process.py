@@ -47,6 +47,6 @@ class ProcessIdentity(NamedTuple):
 
 
 def die_with_parent() -> None:
-    """Makes the kernel end this process with its parent; a Ray worker would otherwise outlive a killed raylet."""
+    """Makes the kernel kill this process when its parent ends; Ray workers would otherwise outlive a dead raylet."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)

@@ -1,6 +1,6 @@
-"""One rank of a group, without Ray: its threads, and the dispatch of messages to them.
+"""One rank of a group, without Ray: the rank's threads, and the dispatch of messages to these threads.
 
-control thread    receives every message and dispatches it: to the leader, the transfer thread or the compute thread
+control thread    receives every message; passes it to the leader, the transfer thread or the compute thread
 transfer thread   owns transport, ring, staging (`disagg.node.transfer_loop`)
 compute thread    runs the model (`disagg.node.compute`)
 """
@@ -59,8 +59,6 @@ log = structlog.get_logger(__name__)
 
 BREAK_WAIT_S = 1.0
 """Time for a leader to end the requests of a hanging group before the group's processes end."""
-SWITCH_INTERVAL_S = 0.0002
-"""Python's switch interval in a rank; the default of 5 ms would delay whole transfers."""
 
 
 GroupT = TypeVar("GroupT", bound=GroupConfig)
@@ -69,7 +67,7 @@ AgentT = TypeVar("AgentT", bound=Agent)
 
 
 class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
-    """Base of the ranks of each role. Call order: constructor, `start`, `join`, `link`, `stop`."""
+    """Base class of the ranks of each role. Call order: constructor, `start`, `join`, `link`, `stop`."""
 
     role: ClassVar[str]
 
@@ -170,7 +168,7 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
             self.control,
             self.agent,
             self.leader,
-            post=lambda work: self.transfer_loop.post(work),  # the loop follows
+            post=lambda work: self.transfer_loop.post(work),  # the loop is created later
             link=self._link_again,
             unled=self._lost_unled,
             clock=self.clock,
@@ -237,7 +235,7 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
         self.compute_thread.start()
 
     def _join_storage(self, group: GroupInfo) -> None:
-        """Begins to use the storage: its keys contain the fingerprint of the model."""
+        """Begins to use the storage, whose keys need the fingerprint of the model from `group`."""
         if self._storage is None:
             return
         section, spec = self.group_config, self.runner.spec
@@ -310,7 +308,7 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
 
     @property
     def broken(self) -> str:
-        """On rank 0: reason why the group can no longer serve; empty while the group works."""
+        """Reason why the group can no longer serve; empty while the group works, and on ranks other than 0."""
         return self.leader.broken if self.leader is not None else ""
 
     def check(self) -> None:
@@ -342,7 +340,7 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
             self.to_leader(m.RankReport(status))
 
     def _storage_status(self) -> dict[str, int]:
-        """Returns the fields of the rank's status that describe its storage; empty without one."""
+        """Returns the fields of the rank's status that describe its storage; empty without a storage."""
         if self._storage is None:
             return {}
         counts = self._storage.statistics()
@@ -380,7 +378,7 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
             self.leader.handle(peer, message)
 
     def _plan_arrived(self, plan: StepPlan) -> None:
-        """Handles a plan of the leader before it is queued. Called on the control thread."""
+        """Handles a plan of the leader before the plan is queued. Called on the control thread."""
 
     def _is_deferrable(self, message: m.Message) -> bool:
         """Returns whether a message may wait until a later message wakes the transfer thread."""
@@ -456,14 +454,14 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
         group, spec = self.group_config, self.runner.spec
         reason = spec.cache_refused
         if self.role == "decode" and not spec.has_attention:
-            reason = "a decode group receives its recurrent states, and it has no KV"
+            reason = "the model has no KV, and a decode group receives the recurrent states"
         if self.role == "decode" and spec.has_state and self.config.model.deterministic:
-            reason = "the bits of its KV depend on where the prefill group ends a prompt's last chunk"
+            reason = "the bits of the model's KV depend on where the prefill group ends a prompt's last chunk"
         states = None
         if (
             self.runner.states is not None and self.role != "decode"
         ):  # a decode group receives each prompt's state
-            first = group.max_requests + 1  # behind the slots of the rows and the trash row
+            first = group.max_requests + 1  # after the slots of the rows and the trash row
             states = StateSlots(first, self.runner.states.pool.slots - first)
             if not states.count and not reason:  # no hit would be possible
                 reason = f"there is no room for a cached recurrent state ({self.role}.cached_states)"
@@ -478,7 +476,7 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
         )
 
     def _prompt_chunks(self) -> PromptChunks:
-        """Returns the division of prompts into chunks."""
+        """Returns the rules by which prompts are divided into chunks."""
         deterministic = self.config.model.deterministic
         return PromptChunks.of(self.runner.spec, self.group_config.chunk_tokens, deterministic=deterministic)
 
@@ -503,7 +501,7 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
 
     @abstractmethod
     def _transfer_handler(self, peer: str, message: m.Message) -> Callable[[], None] | None:
-        """Returns the transfer thread's handler of a message; None for other messages."""
+        """Returns the handler of a message for the transfer thread; None if the message is for another thread."""
 
     @abstractmethod
     def step(self, plan: StepPlan) -> None:
@@ -519,7 +517,7 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
         return 0
 
     def _end_copies(self) -> None:
-        """Ends copies of KV that this rank makes in parallel to steps, such as swaps; called after the last step."""
+        """Ends KV copies that run in parallel to steps, such as swaps. Called after the last step."""
 
 
 def aligned(nbytes: int) -> int:

@@ -69,7 +69,7 @@ class RankPeers:
     def silent(self, peer: str) -> None:
         """Ends all work with a silent peer, or with a peer that disconnected from this rank, as if it were dead.
 
-        A silent peer of a linked group may only be cut off, so the rank keeps watching the peer; see `met`.
+        A silent peer of a linked group may be alive but cut off, so the rank keeps watching the peer; see `met`.
         """
         if not self.silences.is_linked(peer):
             self._lose(peer)
@@ -88,7 +88,7 @@ class RankPeers:
     def met(self, peer: str) -> None:
         """Links again with a peer whose control channel has reconnected.
 
-        Both sides have fenced by then, because a control channel that one side loses ends on both sides.
+        Both sides have fenced each other by then, because a control channel that one side loses ends on both sides.
         """
         self._post(partial(self.mending.on_met, peer))
 

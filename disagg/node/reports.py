@@ -1,9 +1,9 @@
 """Metrics in a leader: latest report of each rank, step counts, and the routers that receive reports.
 
-router -- Watch --> leader         repeated; the leader removes a router that sends none for `FORGET_AFTER`
-                                   intervals, or that sends an interval of 0
-rank   -- RankReport --> leader    every `metrics.interval_s`
-router <- GroupReport -- leader    at once to a new router; then with every report of rank 0
+router -- Watch --> leader         sent repeatedly; the leader removes a router after `FORGET_AFTER` intervals without
+                                   a `Watch`, or after a `Watch` with an interval of 0
+rank   -- RankReport --> leader    sent every `metrics.interval_s`
+router <- GroupReport -- leader    sent at once to a new router, then at every report of rank 0
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ FORGET_AFTER = 5
 
 
 class Reports:
-    """Latest reports and watching routers. Not thread-safe: the leader's lock guards it."""
+    """Latest report of each rank, step counts, and watching routers. Not thread-safe: the leader's lock guards it."""
 
     def __init__(self, send: Callable[[str, m.Message], None], clock: Clock) -> None:
         self._send, self._clock = send, clock
@@ -61,7 +61,7 @@ class Reports:
         return seconds
 
     def update_rank(self, status: RankStatus, ranks: int) -> None:
-        """Stores the report of one of the group's `ranks` ranks."""
+        """Stores a rank's report; ignores rank numbers of `ranks` or more."""
         if status.rank < ranks:
             self._ranks[status.rank] = status
 

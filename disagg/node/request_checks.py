@@ -1,4 +1,4 @@
-"""Checks of a request before its admission, and of an answer's end."""
+"""Checks whether a request may be admitted, and whether an answer has ended."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def check_request(
     require_one_rope(spec, len(prompt), sampling.max_tokens)
     if answered and (sampling.sequences > 1 or sampling.beams):
         raise InvalidRequestError(
-            f"one answer so far is given to a request of {sampling.sequences} sequences: continue each answer as a "
-            f"request of its own"
+            f"a request that continues an answer cannot have {sampling.sequences} sequences or beams: continue each "
+            f"answer in a separate request"
         )
     if answered and max(answered) >= spec.vocab_size:
         raise InvalidRequestError(

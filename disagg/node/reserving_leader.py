@@ -1,11 +1,13 @@
-"""Base of the leaders that reserve a row and pages for requests, and queue requests for which none are free.
+"""Base class of leaders that reserve a row and pages for each request, and queue requests while these are short.
 
 Queued requests are admitted whenever rows or pages may have become free. There are four such events: a request frees
 its memory, a copy to host memory ends, a queued request leaves, and a step ends (before the next step is planned).
 The leader's lock is held.
 
 With a third tier of the prefix cache, a new request may wait for a prefetch (`disagg.kv.storage_tier`), which has a
-time limit. The leader owns the prefetch until the request starts or leaves the queue.
+time limit. Requests behind it overtake meanwhile. A prefetch takes at most half of the time that the request may be
+queued, so that a slow storage fails no request. The leader owns the prefetch until the request starts or leaves the
+queue.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from disagg.core.prefixes import PrefixKey
 from disagg.core.types import RequestKey, SamplingParams
 from disagg.kv.storage_tier import Prefetch
 from disagg.model.spec.model_spec import ModelSpec
-from disagg.node.leader import Leader, Send
+from disagg.node.leader import FETCH_SHARE, Leader, Send
 from disagg.node.led_scheduler import LedScheduler
 from disagg.node.waiting import WaitingQueue, WaitingRequest
 from transport.control import messages as m
@@ -43,7 +45,7 @@ class ReservingScheduler(LedScheduler, Protocol):
 
 
 class ReservingLeader(Leader):
-    """Base of `DecodeLeader` and `ColocatedLeader`."""
+    """Base class of `DecodeLeader` and `ColocatedLeader`."""
 
     _scheduler: ReservingScheduler
 
@@ -96,12 +98,13 @@ class ReservingLeader(Leader):
 
     def _start_or_wait(self, one: WaitingRequest) -> None:
         """Admits a request if no queued request precedes it and memory is free; otherwise queues or refuses it."""
-        message, count = one.reserve, len(self.waiting)
+        message = one.reserve
         try:
             self._scheduler.require_fits(len(message.prompt), message.sampling)
             self._begin_prefetch(message)
-            if not self.waiting.is_first(message.priority):
-                raise BusyError(f"{count} requests wait for room in the {self._role} group already")
+            if not self.waiting.is_first(message.priority, self._ready):
+                count = len(self.waiting)
+                raise BusyError(f"{count} requests wait for memory in the {self._role} group already")
             self._start_fetched(one)
         except BusyError as error:
             self._wait(one, error)
@@ -109,7 +112,7 @@ class ReservingLeader(Leader):
             self._refuse(one.router, one.reserve.key, error)
 
     def _begin_prefetch(self, message: m.Reserve) -> None:
-        """Begins a prefetch of a new request, unless the request must not wait."""
+        """Begins a prefetch for a new request, unless the request has a wait limit of 0."""
         if message.wait_s > 0 and (prefix := self._prefix_of(message)) is not None:
             prefetch = self._scheduler.kv_manager.prefetch(prefix.extended(message.answered))
             if prefetch is not None:
@@ -117,12 +120,19 @@ class ReservingLeader(Leader):
 
     def _start_fetched(self, one: WaitingRequest) -> None:
         """Starts a request, or raises `BusyError` while the request waits for its prefetch."""
-        prefetch = self._prefetches.get(one.reserve.key)
-        if prefetch is not None and prefetch.holds:
+        if not self._ready(one):
             raise BusyError("the request's prefix is being read from the storage")
         self._start(one)
-        if prefetch is not None:
-            self._scheduler.kv_manager.end_prefetch(self._prefetches.pop(one.reserve.key))
+        self._end_prefetch(one)
+
+    def _ready(self, one: WaitingRequest) -> bool:
+        """Returns whether the request waits for memory only, not for its prefetch."""
+        prefetch = self._prefetches.get(one.reserve.key)
+        return prefetch is None or not prefetch.holds
+
+    def _end_prefetch(self, one: WaitingRequest) -> None:
+        prefetch = self._prefetches.pop(one.reserve.key, None)
+        self._scheduler.kv_manager.end_prefetch(prefetch)
 
     def _end_prefetches(self) -> None:
         """Ends the prefetches of requests that have left the queue."""
@@ -138,32 +148,39 @@ class ReservingLeader(Leader):
         if one.reserve.wait_s == 0:
             self._refuse(one.router, one.reserve.key, error)
         elif self.waiting.full:
-            full = (
-                f"{len(self.waiting)} requests wait for room in the group already ({self._role}.max_waiting)"
-            )
+            full = f"{len(self.waiting)} requests wait for memory in the group already ({self._role}.max_waiting)"
             self._refuse(one.router, one.reserve.key, BusyError(full, QUEUE_FULL_RETRY_S))
         else:
             self.waiting.add(one)
 
     def _admit_waiting(self) -> None:
-        """Admits requests from the head of the queue until memory is too short for the head."""
+        """Admits ready requests in the queue's order until memory is too short for the first one."""
         self._end_prefetches()
-        while (one := self.waiting.head) is not None:
+        while (one := self.waiting.first(self._ready)) is not None:
             try:
                 self._start_fetched(one)
             except BusyError:
                 return
             except DisaggError as error:
                 self._refuse(one.router, one.reserve.key, error)
-            self.waiting.take()
+            self.waiting.take(one)
 
     def _arrived(self, router: str, message: m.Reserve) -> WaitingRequest:
         now_s = self._clock()
         wait_s = min(message.wait_s, message.deadline_s)
-        return WaitingRequest(router, message, now_s + message.deadline_s, now_s + wait_s)
+        return WaitingRequest(
+            router,
+            message,
+            now_s + message.deadline_s,
+            now_s + wait_s,
+            fetch_until_s=now_s + wait_s * FETCH_SHARE,
+        )
 
     def _waits(self, router: str, message: m.Reserve) -> bool:
-        """Returns whether the request is queued already and keeps its position; refuses it for another router."""
+        """Returns whether a request with this key is queued already.
+
+        If another router queued it, refuses this request.
+        """
         known = self.waiting.get(message.key)
         if known is not None and known.router != router:
             self._refuse(router, message.key, BusyError(f"request {message.key} is in use by another router"))
@@ -181,13 +198,15 @@ class ReservingLeader(Leader):
         super()._break(reason)
 
     def expire(self) -> None:
-        """Ends requests past their deadline, refuses queued requests past their wait limit, then admits from the
-        queue.
+        """Ends requests past their deadline and refuses queued requests past their wait limit.
 
-        Runs before each step is planned.
+        Then admits requests from the queue. Runs before each step is planned.
         """
         super().expire()
         now_s = self._clock()
+        for one in self.waiting:
+            if now_s > one.fetch_until_s and not self._ready(one):
+                self._end_prefetch(one)
         self._end_waits(lambda one: self._wait_error(one) if now_s > one.wait_until_s else None)
         self._admit_waiting()
 
@@ -202,9 +221,9 @@ class ReservingLeader(Leader):
     def _wait_error(self, one: WaitingRequest) -> DisaggError:
         key = one.reserve.key
         if one.wait_until_s == one.deadline_s:
-            return RequestTimeoutError(f"request {key} reached its deadline in the queue for room")
+            return RequestTimeoutError(f"request {key} reached its deadline while it waited for memory")
         return BusyError(
-            f"request {key} got no room in the {self._role} group within {one.reserve.wait_s:g} s "
+            f"request {key} got no memory in the {self._role} group within {one.reserve.wait_s:g} s "
             f"(router.reserve_wait_s)",
             retry_after_s=0.0,
         )

@@ -1,7 +1,7 @@
 """Records which peers of linked groups are silent. `disagg.node.mending` updates the record and acts on it.
 
-A silent peer may be dead or cut off by the network. The rank keeps watching the peer until the cluster reports its
-death. When no peer of its group is silent, the groups are linked again.
+A silent peer may be dead or cut off by the network. The rank keeps watching the peer until the cluster reports the
+peer's death. When no peer of a group is silent any more, this rank links with that group again.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Silences:
             self._linked[group.name] = _Linked(group, frozenset(peers))
 
     def is_linked(self, peer: str) -> bool:
-        """Returns whether `peer` is a rank of a linked group."""
+        """Returns whether this rank exchanges messages with `peer` as a rank of a linked group."""
         with self._lock:
             return any(peer in linked.peers for linked in self._linked.values())
 
@@ -67,7 +67,7 @@ class Silences:
             ]
 
     def dead(self, peer: str) -> None:
-        """Removes the group of a dead peer."""
+        """Removes the linked group of a dead peer."""
         with self._lock:
             self._silent.discard(peer)
             for name, linked in list(self._linked.items()):

@@ -1,7 +1,7 @@
-"""Size of a rank's KV pool: `mem_fraction` of the GPU less the measured memory of everything else.
+"""Computes the size of a rank's KV pool: `mem_fraction` of the GPU less the measured memory of everything else.
 
-At start the rank runs the largest possible steps on the trash page, as vLLM does (Kwon et al., 2023). Their peak
-memory is reserved, and the pool gets the rest.
+At start the rank runs the largest possible steps on the trash page, as vLLM does (Kwon et al., 2023). The peak memory
+of these steps is reserved, and the pool gets the remaining memory.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from disagg.model.runner import ModelRunner  # imports transformers
 
 WORK_MARGIN = 1.15
-"""Factor on the measured memory of steps, which allows for fragmentation in torch's allocator."""
+"""Factor by which the measured memory of steps is increased, for fragmentation in torch's allocator."""
 LIBRARY_BYTES = (512 << 20, 1536 << 20)
 """Lower and upper bound of the memory of CUDA's context and libraries in one process. CUDA does not attribute memory
 outside torch to one of several processes on a GPU."""
@@ -31,7 +31,8 @@ MAX_POOL_TOKENS = 1 << 24
 """Largest pool. No GPU has memory for this number of tokens of a real model; the limit bounds the page list of tiny
 models."""
 SAMPLER_COPIES = 6
-"""Peak memory of sampling, in float32 copies of the logits: counts, penalised logits, log-probabilities."""
+"""Peak memory of sampling, as a number of float32 copies of the logits: counts, penalised logits,
+log-probabilities."""
 
 cuda: Any = torch.cuda  # its memory functions carry no types
 
@@ -53,18 +54,20 @@ class MemoryBudget:
 
     @property
     def kv_bytes(self) -> int:
-        """Memory left for the KV pool; negative if the rest exceeds the limit."""
+        """Memory left for the KV pool; negative if all other uses exceed the limit."""
         rest = self.work_bytes + self.transfer_bytes + self.state_bytes + self.library_bytes
         return self.limit_bytes - self.weights_bytes - rest
 
     def pool_tokens(self, token_bytes: int, page_size: int) -> int:
-        """Returns the tokens of the pages that fit, without the trash page."""
+        """Returns the number of tokens in the pages that fit `kv_bytes`, without the trash page."""
         pages = min(self.kv_bytes // token_bytes, MAX_POOL_TOKENS) // page_size
         return max(0, pages - 1) * page_size
 
 
 def fill_memory(runner: ModelRunner, config: Config, group: GroupConfig, role: str) -> MemoryBudget:
-    """Resizes the rank's KV pool to the remaining memory. Collective over the group's ranks, before any request.
+    """Resizes the rank's KV pool to the memory that is left.
+
+    All ranks of the group call this function together, before any request.
 
     Raises `ConfigError` if the pool is smaller than one request of `max_context_tokens`. If `max_context_tokens` is
     automatic, the pool bounds the context and needs only one page.
@@ -92,9 +95,9 @@ def fill_memory(runner: ModelRunner, config: Config, group: GroupConfig, role: s
 
 
 def measure(runner: ModelRunner, config: Config, group: GroupConfig, role: str) -> MemoryBudget:
-    """Measures the memory budget by running the largest steps. Collective over the group's ranks."""
+    """Measures the memory budget by running the largest steps. All ranks of the group call it together."""
     device, pool_bytes = runner.device, runner.pool.nbytes
-    run_largest(runner, group)  # libraries load and allocate their own memory
+    run_largest(runner, group)  # at the first run, libraries load and allocate their own memory
     cuda.synchronize(device)
     held_bytes = cuda.memory_allocated(device)
     cuda.reset_peak_memory_stats(device)
@@ -120,7 +123,7 @@ def measure(runner: ModelRunner, config: Config, group: GroupConfig, role: str) 
 
 
 def transfer_bytes_of(transfer: TransferConfig, role: str) -> int:
-    """Returns the size of the transfer buffer of a rank of `role`, 0 for colocated ranks."""
+    """Returns the size in bytes of the transfer buffer of a rank of `role`; 0 for colocated ranks."""
     return {"prefill": transfer.staging_bytes, "decode": transfer.ring_bytes}.get(role, 0)
 
 
@@ -150,18 +153,18 @@ def describe_pool(runner: ModelRunner) -> str:
 
 
 def pool_tokens(runner: ModelRunner) -> int:
-    """Returns the tokens that the KV pool holds, without its trash page."""
+    """Returns the number of tokens that fit the KV pool, without its trash page."""
     return runner.pool.slots - runner.page_size
 
 
 def pool_bytes(runner: ModelRunner) -> int:
-    """Returns the size of the KV pool without its trash page."""
+    """Returns the size of the KV pool in bytes, without its trash page."""
     pool = runner.pool
     return pool.nbytes // pool.slots * pool_tokens(runner)
 
 
 def state_bytes(runner: ModelRunner) -> int:
-    """Returns the size of the pool of recurrent states without its trash slot; 0 without recurrent layers."""
+    """Returns the size of the recurrent state pool in bytes, without its trash slot; 0 without recurrent layers."""
     if runner.states is None:
         return 0
     statistics = runner.states.pool.statistics()
@@ -191,7 +194,7 @@ def run_largest(runner: ModelRunner, group: GroupConfig) -> None:
     sizes += [1] * min(group.decode_batch, group.max_requests - 1)
     slices = []
     for tokens in sizes:
-        # A recurrent state begins with its request's first token.
+        # With recurrent layers, the chunk must start at the request's first token.
         start = longest - tokens if runner.states is None else 0
         slices.append(SequenceSlice(table.alloc(), start, (0,) * tokens))
     if runner.spec.scores_prompts and not isinstance(group, DecodeConfig):

@@ -1,11 +1,12 @@
-"""Chooses the positions of a prompt whose recurrent state is cached, and moves the slots of these states.
+"""Chooses the positions of a prompt whose recurrent state is cached, and manages the slots of these states.
 
-At such a position, which may be inside of a chunk, the row's state is copied to a slot of its own. The prefix cache
-takes the slots when the prompt is computed (`KVManager.keep`). As in SGLang's Mamba radix cache, states are cached at
-page borders only, because the cache's keys are whole pages.
+At each chosen position, which may be inside of a chunk, the row's state is copied to a separate slot. When the prompt
+is computed, the prefix cache takes over the slots (`KVManager.keep`). As in SGLang's Mamba radix cache, states are
+cached at page borders only, because the cache's keys are whole pages.
 
-Positions are multiples of an interval, and the last page border of the prompt, from which the next turn of a
-conversation continues. A border that is close behind the state before it is left out: it saves little computation.
+The chosen positions are the multiples of an interval, and the last page border of the prompt, from which the next
+turn of a conversation continues. The last border is skipped if it is close behind the previous saved state, because a
+state there would save little computation.
 """
 
 from __future__ import annotations
@@ -25,20 +26,20 @@ state."""
 
 @dataclass(slots=True, eq=False)
 class SavedStates:
-    """States of one request, from its reservation until they are cached or dropped."""
+    """Saved states of one request, from its reservation until the states are cached or dropped."""
 
     borders: deque[int] = field(default_factory=deque)
-    """Positions, ascending and after the planned tokens, at which the state is saved."""
+    """Positions after the planned tokens at which the state will be saved, ascending."""
     slots: list[tuple[int, int]] = field(default_factory=list)
     """(tokens, slot) of each saved state. The request owns the slots."""
     answer: tuple[int, int] | None = None
-    """Entry of `slots` with the latest state of the answer."""
+    """The entry of `slots` with the latest state within the answer; None without one."""
     source: int | None = None
-    """Slot of the prefix cache hit's state, which may still be loading, until a plan copies the state to the row."""
+    """Slot of the prefix cache hit's state, which may be loading; None once a plan copies it to the row."""
 
 
 class StateSaves:
-    """Part of a scheduler: the cached states of its requests. Pure: no threads, no clocks, no I/O.
+    """Part of a scheduler that saves states of its requests for the cache. Pure: no threads, no clocks, no I/O.
 
     Does nothing for a model without recurrent layers, or without a prefix cache.
     """
@@ -67,7 +68,7 @@ class StateSaves:
         return saved
 
     def _borders(self, start: int, total: int) -> list[int]:
-        """Returns the positions to save between `start`, the end of a cached prefix, and the prompt's last token."""
+        """Returns the positions whose state is saved, after the cached prefix of `start` tokens."""
         page = self._kv_manager.page_size
         last = (total - 1) // page * page
         found, before = [], start
@@ -102,9 +103,8 @@ class StateSaves:
     def answered(self, saved: SavedStates, row: int, stop: int) -> None:
         """Records that the next plan computes an answer's token at position `stop - 1`.
 
-        Only groups that compute answers call this.
-
-        The latest state at a multiple of the smallest distance replaces the previous one.
+        If `stop` is a multiple of the smallest distance between states, the state after that token is saved, in place
+        of the answer's previous state. Only groups that compute answers call this method.
         """
         if not self._kv_manager.caches_states or stop % self._near or not self._chunks.may_end(stop):
             return
@@ -120,23 +120,24 @@ class StateSaves:
         saved.slots.append(saved.answer)
 
     def take_copies(self) -> list[StateCopy]:
-        """Returns the copies that precede the next plan's step, once."""
+        """Returns and clears the copies that precede the next plan's step."""
         copies, self.copies = self.copies, []
         return copies
 
     def take_saves(self) -> list[StateCopy]:
-        """Returns the copies that follow the next plan's step, once."""
+        """Returns and clears the copies that follow the next plan's step."""
         saves, self.saves = self.saves, []
         return saves
 
     def keep(self, saved: SavedStates, block_table: BlockTable, prefix: PrefixKey) -> None:
-        """Caches the request's computed prefix and its states, whose slots the cache takes over.
+        """Caches the request's computed prefix and its states; the cache takes over the slots.
 
-        Of fixed chunks, only whole ones are cached: the bits of KV depend on the chunk.
+        With fixed chunks, only tokens in chunks that a longer prompt would also have are cached, because the bits of
+        KV depend on the chunk.
         """
         prefix = prefix.shortened(self._chunks.settled_tokens(prefix.tokens))
         states = [one for one in saved.slots if one[0] <= prefix.tokens]
-        for _, slot in saved.slots[len(states) :]:  # of a token that was computed, and then dropped
+        for _, slot in saved.slots[len(states) :]:  # states behind the cached prefix
             self._kv_manager.free_state(slot)
         saved.slots, saved.answer = [], None
         self._kv_manager.keep(block_table, prefix, states)

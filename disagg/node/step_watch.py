@@ -15,7 +15,7 @@ from disagg.core.ports import Clock
 FACTOR = 10.0
 """Ratio of the limit to the longest step so far."""
 PAUSE_S = 3.0
-"""Longest gap between two checks; a longer one counts as a pause of the process."""
+"""Longest normal gap between two checks; a longer gap counts as a pause of the process."""
 
 
 class StepWatch:
@@ -38,7 +38,7 @@ class StepWatch:
 
     @property
     def limit_s(self) -> float:
-        """Limit of the next or running step."""
+        """Time limit of the running step, or of the next step."""
         return max(self._floor_s, FACTOR * self._longest_s)
 
     def begins(self) -> None:

@@ -1,11 +1,11 @@
-"""A rank's work with the third tier of the prefix cache, ordered by the leader's plans.
+"""Executes a rank's reads and writes of the third tier of the prefix cache, as the leader's plans order.
 
 The controller decides nothing: the leader's `StorageTier` decides for all ranks. Each rank stores and reads its own
-heads. Two threads, for reads and for writes, call the storage, which never blocks for longer than a time limit and
-counts each fault as a miss. Pages are copied between host memory and the threads' own buffers.
+heads. A read thread and a write thread call the storage, and copy pages between host memory and buffers of their own.
+A call of the storage blocks for at most a time limit, and each fault counts as a miss.
 
-Fetches are divided into batches. The read thread does a batch of each fetch in turn, so a long prompt does not keep
-out a short one, and reports after each batch how many leading pages have landed.
+Fetches are divided into batches. The read thread does one batch of each fetch in turn, so a long prompt does not
+delay a short one. After each batch, the thread reports how many leading pages have landed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ log = structlog.get_logger(__name__)
 BATCH_BYTES = 16 << 20
 """Size of a buffer of pages that one call reads or writes; a single page may be larger."""
 CALL_LIMIT_S = 2.0
-"""Longest time of one call of the storage, which a hung disk or server takes."""
+"""Time limit of one call of the storage. Only a hung disk or server makes a call last this long."""
 
 Moved = Callable[[int, int, bool, str], None]
 """Callback with an operation's number, its finished leading pages, whether it has ended, and its error; see
@@ -39,10 +39,10 @@ Moved = Callable[[int, int, bool, str], None]
 
 
 class BlockMemory(Protocol):
-    """Access to the blocks of KV pages in host memory; `HybridCacheController` has it."""
+    """Access to the blocks of KV pages in host memory; implemented by `HybridCacheController`."""
 
     def kv_blocks(self, numbers: Sequence[int]) -> list[torch.Tensor]:
-        """Returns the memory of blocks, uint8 `[block_bytes]` each. Raises `RuntimeError` if it cannot be pinned."""
+        """Returns the memory of blocks, uint8 `[block_bytes]` each. Raises `RuntimeError` if pinning fails."""
 
 
 @dataclass(slots=True, eq=False)
@@ -56,7 +56,7 @@ class _Fetch:
 
 
 class StorageController:
-    """Executes the storage operations of a rank. Owns two threads; the caller owns the storage."""
+    """Executes the storage operations of a rank. Owns two threads, and closes the storage in `stop`."""
 
     def __init__(
         self,
@@ -68,7 +68,9 @@ class StorageController:
         moved: Moved,
         clock: Clock,
     ) -> None:
-        """`read`: all parts of this rank. `written`: those parts that this rank, and no other one, stores.
+        """`read`: all parts of this rank.
+
+        `written`: the parts that this rank stores and no other rank of the group stores.
 
         `moved` is called on the controller's threads.
         """
@@ -111,13 +113,13 @@ class StorageController:
         self._storage.close()
 
     def _submit(self, thread: Executor, work: Callable[..., None], *arguments: object) -> None:
-        with suppress(RuntimeError):  # after `stop` nobody waits for the report
+        with suppress(RuntimeError):  # after `stop`, no report is expected
             thread.submit(work, *arguments)
 
     # --- reads
 
     def _fetch_some(self) -> None:
-        """Does the next batch of the first fetch in the queue. Runs on the read thread."""
+        """Does the first find in the queue, or the next batch of the first fetch. Runs on the read thread."""
         fetch, error = self._queue.popleft(), ""
         number, before = fetch.operation.number, fetch.landed
         try:
@@ -144,7 +146,7 @@ class StorageController:
             fetch.landed = _leading(self._storage.exists(keys, limit_s))
             return True
         if not fetch.landed:
-            self._memory.kv_blocks(operation.blocks)  # pins the memory of all of them, or fails
+            self._memory.kv_blocks(operation.blocks)  # pins the memory of all blocks, or raises
         start, stop = fetch.landed, fetch.landed + self._batch_pages
         links, blocks = operation.links[start:stop], self._memory.kv_blocks(operation.blocks[start:stop])
         buffer = self._read_buffer = _grown(self._read_buffer, len(links), self._read.nbytes)
@@ -161,7 +163,8 @@ class StorageController:
     def _write(self, operation: StorageOperation) -> None:
         """Stores the pages of an operation that are not stored yet. Runs on the write thread.
 
-        After a page that cannot be stored the rest is skipped, so that blocks are not locked while a storage hangs.
+        After the first page that cannot be stored, later pages are skipped, so that a hung storage does not keep
+        blocks locked.
         """
         stored, error = 0, ""
         try:
@@ -178,7 +181,7 @@ class StorageController:
         self._moved(operation.number, stored, True, error)
 
     def _write_batch(self, links: Sequence[bytes], blocks: Sequence[int]) -> int:
-        """Returns how many leading pages are stored."""
+        """Stores the missing pages of a batch; returns how many leading pages of the batch are stored."""
         parts = self._written
         count = len(parts.parts)
         if not count:
@@ -199,7 +202,7 @@ class StorageController:
 
 
 def _whole(parts: Sequence[bool], count: int) -> list[bool]:
-    """Returns for each page whether all of its `count` parts have the result True."""
+    """Returns for each page whether all of its `count` parts are True in `parts`."""
     return [all(parts[first : first + count]) for first in range(0, len(parts), count)]
 
 

@@ -1,4 +1,4 @@
-"""Checksums of segments for a transfer agent: host words that receive sums, and the checks that kernels compute.
+"""Checksums of segments for a transfer agent: sums that kernels compute, and host words that receive the sums.
 
 computed by               input                                       destination of the sum
 prefill rank, gather      the segment's bytes, into staging           the message's trailer
@@ -20,7 +20,8 @@ from transport.tags import pack
 
 _MADE_AT_ONCE = 64
 _SEED = 0x9E3779B97F4A7C15
-"""Factor of the seed. It is odd, so tags that differ in their lowest 62 bits have different seeds."""
+"""Factor from a segment's tag to its seed. The factor is odd, so tags that differ in their lowest 62 bits have
+different seeds."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,7 +56,7 @@ class Sums:
         """Number of words taken and not yet returned."""
 
     def take(self) -> Word:
-        """Returns a free word, for one launch at a time."""
+        """Returns a free word. Only one kernel launch at a time may write to the word."""
         if not self._free:
             block = torch.zeros((_MADE_AT_ONCE, 1), dtype=torch.int64, pin_memory=self._pinned)
             self._free.extend(Word(row, row.numpy()) for row in block)
@@ -68,7 +69,7 @@ class Sums:
         self._free.append(word)
 
     def any_check(self, total: torch.Tensor, less: torch.Tensor | None = None) -> Check:
-        """Returns a check for a warm-up launch, which compiles the kernel and belongs to no request."""
+        """Returns a check for a warm-up launch, which only compiles the kernel."""
         return Check(self._summer, Origin(0, 0, 0), total, less, _seed(0, 0, 0))
 
     def check(

@@ -74,7 +74,7 @@ class Swapper:
         self._done, self._clock = done, clock
         size_bytes = block_bytes(host_pool.page_bytes(pools.kv_buffers, page_size))
         self.host = HostPool(pools.kv_buffers, page_size, nbytes // size_bytes if size_bytes else 0)
-        """Memory of the blocks, which the swapper's thread uses."""
+        """Host memory of the swapped pages; used on the swapper's thread."""
         self.host.warm()
         self._queue = DeviceQueue(pools.device)
         self._thread = ThreadPoolExecutor(
@@ -89,7 +89,7 @@ class Swapper:
         self._thread.submit(self.copy, swap, after)
 
     def copy(self, swap: Swap, after: DeviceEvent) -> None:
-        """Copies and reports the end to `done`. Runs on the swapper's thread."""
+        """Copies the pages, then calls `done`. Runs on the swapper's thread."""
         began_s, error = self._clock(), ""
         try:
             self._queue.after(after)

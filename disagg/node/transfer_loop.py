@@ -28,7 +28,8 @@ PAUSE_S = 5e-6
 """Pause between polls, in which the thread releases the interpreter lock. Without a pause every other thread would
 wait for a full switch interval."""
 LONGEST_NAP_S = 100e-6
-"""Pause between polls of the device while a step is being launched. A wait shorter than this pause is polled."""
+"""Pause between polls of the device while a step is being launched. At other times, the thread polls instead of
+blocking if the agent's next poll is due sooner than this."""
 LOOK_S = 0.25
 """Interval of checks for broken connections and long steps. An operation that fails with its connection triggers a
 check at once."""
@@ -60,11 +61,11 @@ class LoopCallbacks(NamedTuple):
     """Callback that returns whether a step is being launched. The loop then does not poll, because the launch needs
     the interpreter."""
     tick: Callable[[], None] = lambda: None
-    """Callback every `tick_s` seconds of the loop."""
+    """Callback that runs every `tick_s` seconds; see `TransferLoop`."""
     lost: Callable[[str], None] = lambda peer: None
     """Callback for each peer that the transport has lost, called repeatedly."""
     look: Callable[[], None] = lambda: None
-    """Callback every `LOOK_S` to `IDLE_WAIT_S` seconds."""
+    """Callback that runs every `LOOK_S` to `IDLE_WAIT_S` seconds."""
 
 
 _NO_CALLBACKS = LoopCallbacks()
@@ -106,7 +107,7 @@ class TransferLoop:
 
     @property
     def next_timer_s(self) -> float:
-        """Time of the next tick or look, whichever is first, on the clock of `run_timers`."""
+        """Time of the next call of `tick` or `look`, whichever is first, on the clock of `run_timers`."""
         return min(self._next_tick_s, self._next_look_s)
 
     def start(self) -> None:
@@ -160,7 +161,7 @@ class TransferLoop:
                 timeout_s = self.run_timers(now_s)
                 if busy:
                     spin_until_s = now_s + self._spin_s
-                elif timeout_s <= 0:  # waits for the device, which sends no wake-up
+                elif timeout_s <= 0:  # the agent waits for the device, which sends no wake-up
                     time.sleep(LONGEST_NAP_S if self._computing() else PAUSE_S)
                 elif (timeout_s < LONGEST_NAP_S or now_s < spin_until_s) and not self._computing():
                     time.sleep(PAUSE_S)

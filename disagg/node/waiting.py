@@ -1,17 +1,19 @@
 """The queue of requests that wait for a row and pages in a group. Pure: no threads, no clocks, no I/O.
 
-Requests with the lowest priority number are admitted first (`Reserve.priority`). Of equal priority, requests of one
-router are admitted first come, first served; the routers are served round robin, one request each. No request
-overtakes the head of the queue, however small. Without other priorities the wait of the head is therefore bounded by
-the deadlines of the admitted requests. If small requests could overtake a large one, its wait would depend on later
-arrivals, and a second rule would have to prevent starvation. Requests of a higher number wait as long as requests of
-lower numbers keep arriving.
+Requests with the lowest priority number are admitted first (`Reserve.priority`). Requests of equal priority and of
+one router are admitted first come, first served; the routers are served round robin, one request each. No request of
+an equal or higher number overtakes the first ready request, however small. Without lower numbers, its wait is
+therefore bounded by the deadlines of the admitted requests. If small requests could overtake a large request, the
+large request's wait would depend on later arrivals, and a second rule would have to prevent starvation. Requests of a
+higher number wait as long as requests of lower numbers keep arriving. A request that is not ready, because its
+prefetch is under way, holds no memory and is overtaken. It keeps its position, and its prefetch has a time limit.
 """
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from disagg.core.errors import InvariantError
@@ -29,15 +31,17 @@ class WaitingRequest:
     deadline_s: float
     wait_until_s: float
     """Time after which the request is refused if still queued; at most `deadline_s`."""
+    fetch_until_s: float = math.inf
+    """Time after which the request no longer waits for its prefetch."""
 
 
 @dataclass(frozen=True, slots=True)
 class WaitingStatistics:
-    """Current counts of the queue."""
+    """Current counts of a `WaitingQueue`."""
 
     waiting: int
     routers: int
-    """Number of routers with a waiting request."""
+    """Number of routers that have requests in the queue."""
 
 
 Routers = OrderedDict[str, OrderedDict[RequestKey, WaitingRequest]]
@@ -65,18 +69,17 @@ class WaitingQueue:
 
     @property
     def full(self) -> bool:
-        """Whether no further request may wait."""
+        """Whether the queue accepts no further request."""
         return len(self) >= self._max_waiting
 
-    @property
-    def head(self) -> WaitingRequest | None:
-        """The request to admit next; None if no request waits."""
-        return next(iter(self), None)
+    def first(self, ready: Callable[[WaitingRequest], bool]) -> WaitingRequest | None:
+        """Returns the request to admit next, the first one that is `ready`; None if none is."""
+        return next(filter(ready, self), None)
 
-    def is_first(self, priority: int) -> bool:
-        """Returns whether a new request of this priority would be the head."""
-        head = self.head
-        return head is None or priority < head.reserve.priority
+    def is_first(self, priority: int, ready: Callable[[WaitingRequest], bool]) -> bool:
+        """Returns whether a new request of this priority would precede all requests that are `ready`."""
+        first = self.first(ready)
+        return first is None or priority < first.reserve.priority
 
     def get(self, key: RequestKey) -> WaitingRequest | None:
         """Returns the queued request with this key; None if there is none."""
@@ -92,13 +95,10 @@ class WaitingQueue:
         routers = self._levels.setdefault(request.reserve.priority, OrderedDict())
         routers.setdefault(request.router, OrderedDict())[key] = request
 
-    def take(self) -> WaitingRequest | None:
-        """Removes and returns the head; its router moves to the end of the round robin order."""
-        head = self.head
-        if head is not None:
-            self._levels[head.reserve.priority].move_to_end(head.router)
-            self.remove(head.reserve.key)
-        return head
+    def take(self, request: WaitingRequest) -> None:
+        """Removes a queued request; its router moves to the end of the round robin order of the priority."""
+        self._levels[request.reserve.priority].move_to_end(request.router)
+        self.remove(request.reserve.key)
 
     def remove(self, key: RequestKey) -> WaitingRequest | None:
         """Removes and returns the queued request with this key; None if there is none."""

@@ -8,12 +8,13 @@ import torch
 
 from disagg.core.types import SamplingParams, Shard, Span, quantized_row_bytes
 from disagg.kv.pages import TRASH_PAGE
-from disagg.kv.transfer_pools import TransferPools
+from disagg.kv.transfer_pools import CopyPools
 from disagg.model.batch import SequenceSlice, StepBatch
 from disagg.model.sampling.batch import Sampler
 from disagg.model.sampling.penalties import SamplingRow, history_of
 from disagg.node.sums import Sums
 from kernels.copy.gather import gather
+from kernels.copy.layer_pool import LayerPool, Pool, one_tensor
 from kernels.copy.layout import segment_bytes
 from kernels.copy.quantize import gather_quantized
 from kernels.copy.rows import PoolSlice
@@ -32,9 +33,8 @@ TOKENS = 8
 def warm_model(runner: ModelRunner, chunk_tokens: int, batch: int) -> None:
     """Runs prompt chunks and a decode batch on the trash page. Collective over the group's ranks.
 
-    Chunks have 1, 2, 4, ... up to `chunk_tokens` tokens, because attention kernels have
-    variants for different numbers of queries.
-    The decode batch has `batch` requests of one token.
+    Chunks have 1, 2, 4, ... up to `chunk_tokens` tokens, because attention kernels have variants for different
+    numbers of queries. The decode batch has `batch` requests of one token.
     """
     tokens = min(chunk_tokens, runner.req_to_token.max_tokens)
     row = runner.req_to_token.alloc()
@@ -50,8 +50,9 @@ def warm_model(runner: ModelRunner, chunk_tokens: int, batch: int) -> None:
 def warm_page_copies(runner: ModelRunner) -> None:
     """Compiles the page copy kernel, on the trash page, for all alignments of its two page lists.
 
-    `Launcher` compiles a variant for each combination of the two lists' 16-byte alignment. Of n dependent copies,
-    launch i reads elements i and n + i of one upload, so n = 2 and n = 3 together cover all four combinations.
+    `Launcher` compiles a variant for each combination of the two lists' 16-byte alignment. With n dependent copies,
+    launch i reads elements i and n + i of one uploaded list. Lists of n = 2 and n = 3 copies thus cover all four
+    combinations.
     """
     for count in (2, 3):
         runner.copy_pages([(TRASH_PAGE, TRASH_PAGE)] * count)
@@ -68,7 +69,7 @@ def warm_sampling(vocab_tokens: int, device: torch.device) -> None:
 def warm_copies(
     routes: tuple[Route, ...],
     shard: Shard,
-    pool: TransferPools,
+    pool: CopyPools,
     sums: Sums | None,
     quantized: torch.dtype | None = None,
 ) -> None:
@@ -87,9 +88,7 @@ def warm_copies(
     torch.cuda.synchronize(pool.device)
 
 
-def _warm_copies(
-    rows: set[Span], pool: torch.Tensor, sums: Sums | None, quantized: torch.dtype | None
-) -> None:
+def _warm_copies(rows: set[Span], pool: Pool, sums: Sums | None, quantized: torch.dtype | None) -> None:
     slots = torch.zeros(TOKENS, dtype=torch.int32, device=pool.device)
     layer = Span(0, 1)
     word = torch.zeros(1, dtype=torch.int64, device=pool.device)
@@ -99,12 +98,12 @@ def _warm_copies(
         if quantized is not None:
             nbytes = len(heads) * quantized_row_bytes(pool.shape[4])  # of one token in one layer
             scratch = torch.empty(nbytes, dtype=torch.uint8, device=pool.device)
-            gather_quantized(pool, slots[:1], layer, heads, quantized, scratch, check)
+            gather_quantized(one_tensor(pool), slots[:1], layer, heads, quantized, scratch, check)
             continue
         nbytes = segment_bytes(pool, 1, layer, heads)
         scratch = torch.empty(nbytes, dtype=torch.uint8, device=pool.device)
         for first in (0, 1):
             gather(pool, slots[first : first + 1], layer, heads, scratch, check)
             scatter(scratch, pool, slots[first : first + 1], layer, heads, minus)
-            if check is not None:
+            if check is not None and not isinstance(pool, LayerPool):
                 sum_rows(PoolSlice(pool, slots[first : first + 1], layer, heads), check)

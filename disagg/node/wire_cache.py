@@ -32,7 +32,7 @@ def cache_path(environment: Mapping[str, str]) -> Path:
 
 
 class WireCache:
-    """The cache file. If two processes write at once, a wire can be lost, which is then measured again."""
+    """The cache file. If two processes write at once, a wire can be lost; it is then measured again."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

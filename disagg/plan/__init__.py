@@ -1,1 +1,1 @@
-"""`disagg plan`: the bytes that a prompt moves between two groups, and the KV cache that fits a GPU."""
+"""`disagg plan`: computes the bytes that a prompt transfers between two groups, and the KV cache that fits a GPU."""

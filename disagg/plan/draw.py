@@ -20,8 +20,10 @@ EMPTY_COLOR, TEXT_COLOR = "#f1f3f5", "#343a40"
 
 
 def draw_plan(plan: TransferPlan, path: str | os.PathLike[str]) -> None:
-    """Writes the plan as a PNG. Each bar is a rank. Its cells are the model's KV heads; the rank's heads are
-    coloured. Routes of recurrent states are in the title only.
+    """Draws the plan into a PNG file at `path`.
+
+    Each bar is a rank. The cells of a bar are the model's KV heads; the rank's own heads are coloured. Routes of
+    recurrent states are not drawn; the title gives their bytes.
 
     Raises `ConfigError` for a layout with several classes of layers, or a model without KV.
     """
@@ -59,7 +61,7 @@ def draw_plan(plan: TransferPlan, path: str | os.PathLike[str]) -> None:
 
 
 def _outlets(plan: TransferPlan) -> tuple[list[float], dict[int, float], float]:
-    """Returns the vertical positions of the routes' starts and, by rank, of the source bars; and the total height.
+    """Returns the vertical position of each route's start, of each source bar by rank, and the total height.
 
     Each source has one line per route, so labels never overlap.
     """
@@ -82,8 +84,10 @@ def _even(plan: TransferPlan, height: float) -> dict[int, float]:
 
 
 def _inlet(plan: TransferPlan, total: RouteTotal) -> float:
-    """Returns the vertical offset of an arrow's end from the centre of its destination's bar. Arrows that end at one
-    bar are in the order of their sources."""
+    """Returns the vertical offset of an arrow's end from the centre of the destination's bar.
+
+    Arrows that end at the same bar are in the order of the plan's routes.
+    """
     ending = [one for one in plan.routes if one.route.dst_rank == total.route.dst_rank]
     return BAR_HEIGHT * ((ending.index(total) + 0.5) / len(ending) - 0.5)
 
@@ -158,12 +162,11 @@ def _arrow(axes: Any, total: RouteTotal, ends: tuple[float, float], color: Any) 
 def _frame(axes: Any, plan: TransferPlan, height: float, state_bytes: int) -> None:
     request, layout = plan.request, plan.request.layout
     sides = (
-        (0.0, "prefill", request.prefill_tp, request.prefill_pp),
-        (DESTINATION_X, "decode", request.decode_tp, request.decode_pp),
+        (0.0, "prefill", request.prefill_tp),
+        (DESTINATION_X, "decode", request.decode_tp),
     )
-    for x, role, tp, pp in sides:
-        name = f"{role}, TP {tp}" + (f" x PP {pp}" if pp > 1 else "")
-        axes.text(x, -0.15, name, fontsize=12, fontweight="bold", color=TEXT_COLOR)
+    for x, role, tp in sides:
+        axes.text(x, -0.15, f"{role}, TP {tp}", fontsize=12, fontweight="bold", color=TEXT_COLOR)
     state = f", then {describe_bytes(state_bytes)} of recurrent state" if state_bytes else ""
     axes.set_title(
         f"{request.tokens} tokens, {layout.layers} layers x {layout.kv_heads} KV heads x {layout.head_dim} "

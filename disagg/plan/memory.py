@@ -1,6 +1,6 @@
-"""Memory budget of a group's ranks, from a checkpoint's configuration alone; needs no GPU.
+"""Plans the memory budget of a group's ranks from the checkpoint's configuration alone; needs no GPU.
 
-A running rank measures the memory that a step needs (`disagg.node.sizing`). This module estimates that memory.
+A running rank measures the memory that its steps need (`disagg.node.sizing`); this module estimates that memory.
 """
 
 from __future__ import annotations
@@ -15,18 +15,12 @@ from disagg.core.errors import UnsupportedModelError
 from disagg.core.types import KVLayout
 from disagg.model.collective.base import ThreadCollective
 from disagg.model.load.build import weights_bytes
-from disagg.model.load.source import ModelSource
+from disagg.model.load.source import ModelSource, make_source
 from disagg.model.recurrent.planned import with_state
 from disagg.model.recurrent.state import cached_states
 from disagg.model.spec.layer_types import setting
 from disagg.model.spec.model_spec import ModelSpec, rank_token_bytes
-from disagg.node.assemble import (
-    CACHED_STATES_SHARE,
-    make_source,
-    resolve_dtype,
-    resolve_kv_dtype,
-    wanted_states,
-)
+from disagg.node.assemble import CACHED_STATES_SHARE, resolve_dtype, resolve_kv_dtype, wanted_states
 from disagg.node.sizing import (
     LIBRARY_BYTES,
     SAMPLER_COPIES,
@@ -50,24 +44,24 @@ class PlannedMemory(msgspec.Struct, frozen=True):
     max_context_tokens: int
     max_requests: int
     request_state_bytes: int
-    """Recurrent state of one request; 0 without recurrent layers."""
+    """Size of the recurrent state of one request; 0 without recurrent layers."""
     cached_states: int
-    """States that the prefix cache keeps."""
+    """Largest number of recurrent states in the prefix cache."""
 
 
 class PlannedModel(NamedTuple):
-    """The configured model on GPUs."""
+    """Specs of the configured model on GPUs, for the prefill groups and for the decode groups."""
 
     prefill: ModelSpec
     decode: ModelSpec
     unknown_state: str
-    """Why the size of the recurrent state is unknown and counted as 0; empty if known."""
+    """Reason why the size of the recurrent state is unknown and counted as 0; empty if the size is known."""
 
 
 def planned_model(config: Config) -> PlannedModel:
-    """Returns the model's specs with the KV of the prefill and of the decode groups, and the state of a request.
+    """Returns the model's specs with the KV layout of each role, and with the recurrent state of a request.
 
-    KV crosses the wire in the layout of the decode groups.
+    KV is transferred in the layout of the decode groups.
     """
     source = make_source(config)
     dtype = resolve_dtype(config.model.dtype, source, torch.device("cuda"))
@@ -78,13 +72,13 @@ def planned_model(config: Config) -> PlannedModel:
 
 
 def model_layouts(config: Config) -> tuple[KVLayout, KVLayout]:
-    """Returns the layouts of `planned_model`, of the prefill groups and of the decode groups."""
+    """Returns the KV layout of the prefill groups and of the decode groups; see `planned_model`."""
     model = planned_model(config)
     return model.prefill.layout, model.decode.layout
 
 
 def _with_state(source: ModelSource, spec: ModelSpec, dtype: torch.dtype) -> tuple[ModelSpec, str]:
-    """Returns the spec with the state of a request, and why the state is unknown."""
+    """Returns the spec with the state of a request, and the reason why the state is unknown (empty if known)."""
     try:
         return with_state(source, spec, dtype), ""
     except UnsupportedModelError as exc:
@@ -92,7 +86,7 @@ def _with_state(source: ModelSource, spec: ModelSpec, dtype: torch.dtype) -> tup
 
 
 def plan_memory(config: Config, gpu_memory_bytes: int) -> list[PlannedMemory]:
-    """Plans the memory of each kind of group, with one GPU of `gpu_memory_bytes` per rank.
+    """Returns the memory plan of each kind of group, with one GPU of `gpu_memory_bytes` per rank.
 
     Raises `ConfigError`, `UnsupportedModelError`.
     """
@@ -113,7 +107,7 @@ def plan_memory(config: Config, gpu_memory_bytes: int) -> list[PlannedMemory]:
 
 
 def memory_lines(groups: list[PlannedMemory]) -> list[str]:
-    """Returns one line of text for each kind of group, and one for its recurrent states if it has any."""
+    """Returns one line of text for each kind of group, and another line if the group has recurrent states."""
     lines = []
     for group in groups:
         requests = group.pool_tokens // group.max_context_tokens
@@ -157,7 +151,7 @@ def _group(
         limit_bytes=int(gpu_memory_bytes * group.mem_fraction),
         weights_bytes=max(
             weights_bytes(source, spec, one, dtype)
-            for one in ThreadCollective.group(ranks)  # nothing is reduced
+            for one in ThreadCollective.group(ranks)  # used for shard sizes only: no reduction runs
         ),
         work_bytes=_work_bytes(source.config, spec, group, dtype),
         transfer_bytes=transfer_bytes_of(transfer, role),
@@ -181,7 +175,7 @@ def _group(
 
 
 def _work_bytes(model: object, spec: ModelSpec, group: GroupConfig, dtype: torch.dtype) -> int:
-    """Estimates the activations of a step: vectors of hidden and MLP size per token, and the logits."""
+    """Estimates the activation bytes of a step: vectors of hidden and MLP size for each token, and the logits."""
     rows = max(1, group.decode_batch)
     tokens = group.chunk_tokens + group.decode_batch
     hidden = int(setting(model, "hidden_size") or 0)

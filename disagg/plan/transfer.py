@@ -1,6 +1,6 @@
 """Computes the transfer of one prompt between two groups: routes, segments, bytes, messages. No model, no GPU.
 
-Running ranks use the same functions (`staging.shards`, `routes`, `planner`), so they perform exactly this transfer.
+Running ranks use the same functions (`staging.shards`, `staging.routes`, `staging.planner`), so the plan is exact.
 """
 
 from __future__ import annotations
@@ -20,13 +20,11 @@ class PlanRequest(msgspec.Struct, frozen=True, kw_only=True):
     layout: KVLayout
     """Layout of the KV in the decode groups and on the wire."""
     computed_dtype: str = ""
-    """Element type of the prefill groups' KV when the sender quantizes; empty when KV is sent unchanged."""
+    """Element type of the prefill groups' KV if the sender quantizes; empty if KV is sent unchanged."""
     has_kv: bool = True
     """False for a model without attention: only its recurrent state is sent."""
     prefill_tp: int
     decode_tp: int
-    prefill_pp: int = 1
-    decode_pp: int = 1
     tokens: int = 8192
     chunk_tokens: int = 256
     layer_groups: int = 4
@@ -57,7 +55,7 @@ class PlanRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RouteTotal(msgspec.Struct, frozen=True):
-    """One route, with its totals for the whole prompt."""
+    """One route, with its bytes and segments for the whole prompt."""
 
     route: Route
     nbytes: int
@@ -65,7 +63,7 @@ class RouteTotal(msgspec.Struct, frozen=True):
 
 
 class TransferPlan(msgspec.Struct, frozen=True):
-    """The transfer of one prompt."""
+    """The computed transfer of one prompt from a prefill group to a decode group."""
 
     request: PlanRequest
     sources: tuple[Shard, ...]
@@ -74,22 +72,22 @@ class TransferPlan(msgspec.Struct, frozen=True):
 
     @property
     def chunks(self) -> int:
-        """Number of prefill steps."""
+        """Number of prompt chunks, each of which is one prefill step."""
         return -(-self.request.tokens // self.request.chunk_tokens)
 
     @property
     def nbytes(self) -> int:
-        """Bytes on the wire, KV and recurrent state."""
+        """Bytes sent, both KV and recurrent state."""
         return sum(total.nbytes for total in self.routes)
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of recurrent state on the wire: the whole state for each decode rank."""
+        """Bytes of recurrent state sent: each decode rank receives the whole state."""
         return sum(total.nbytes for total in self.routes if self.request.layout.is_state(total.route.layers))
 
     @property
     def segments(self) -> int:
-        """Data messages on the wire."""
+        """Number of segments, each sent as one data message."""
         return sum(total.segments for total in self.routes)
 
     @property
@@ -101,22 +99,23 @@ class TransferPlan(msgspec.Struct, frozen=True):
     def control_messages(self) -> int:
         """Control messages between prefill and decode ranks, in both directions, while the ring has room.
 
-        Each pair exchanges one `LeaseRequest` and one `LeaseGrant` per chunk, independent of pages and heads, and for
-        a recurrent state. A full ring adds at most one `Watermark` per segment.
+        Each pair of ranks exchanges one `LeaseRequest` and one `LeaseGrant` per chunk, and another such pair of
+        messages for a recurrent state. The number does not depend on pages or heads. A full ring adds at most one
+        `Watermark` per segment.
         """
         return 2 * sum(map(self._leases, (False, True)))
 
     def _leases(self, state: bool) -> int:
-        """Returns the leases of all pairs for chunks of KV, or for the state."""
+        """Returns the number of leases of all pairs of ranks, for KV chunks or (`state`) for recurrent states."""
         routes = [one.route for one in self.routes if self.request.layout.is_state(one.route.layers) == state]
         return len({(one.src_rank, one.dst_rank) for one in routes}) * (1 if state else self.chunks)
 
 
 def compute_plan(request: PlanRequest) -> TransferPlan:
-    """Returns the routes with their totals. Raises `ConfigError` for impossible sizes or too small segments."""
+    """Returns the transfer plan of a request. Raises `ConfigError` for impossible sizes or too small segments."""
     layout = request.layout
-    sources = layout_shards(layout, request.prefill_tp, request.prefill_pp)
-    destinations = layout_shards(layout, request.decode_tp, request.decode_pp)
+    sources = layout_shards(layout, request.prefill_tp)
+    destinations = layout_shards(layout, request.decode_tp)
     totals = [
         _state_total(request, route)
         if layout.is_state(route.layers)
@@ -137,7 +136,7 @@ def _kv_total(request: PlanRequest, route: Route, source: Shard) -> RouteTotal:
 
 
 def _state_total(request: PlanRequest, route: Route) -> RouteTotal:
-    """Returns the total of a route of state tensors, which follow the last chunk as one position."""
+    """Returns the total of a route of recurrent states, which are sent as one position after the last chunk."""
     position = request.layout.moved_tokens(route.layers, Span(0, request.tokens))
     limits = {route.dst_rank: request.max_segment_bytes}
     segments = plan_segments([route], request.layout, position, [route.layers], limits)
@@ -145,7 +144,7 @@ def _state_total(request: PlanRequest, route: Route) -> RouteTotal:
 
 
 def _segments(request: PlanRequest, route: Route, source: Shard, tokens: int) -> tuple[Segment, ...]:
-    """Returns the segments of one chunk of `tokens` tokens on one route. `source` divides its layers into groups."""
+    """Returns the segments of one chunk of `tokens` tokens on one route. `source`: the sending rank's shard."""
     part = source.parts[source.part_of(route.layers)]
     groups = layer_groups(part.layers, request.layer_groups)
     limits = {route.dst_rank: request.max_segment_bytes}
@@ -157,7 +156,7 @@ def _bytes(segments: tuple[Segment, ...]) -> int:
 
 
 def describe_bytes(nbytes: int) -> str:
-    """Returns text like `1.5 MiB`: binary units, three digits."""
+    """Returns text like `1.5 MiB`, with binary units and three digits."""
     value = float(nbytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if value < 1000:
@@ -185,7 +184,7 @@ def plan_lines(plan: TransferPlan) -> list[str]:
     ]
     if layout.states:
         lines.append(
-            f"a request hands over {describe_bytes(plan.nbytes)} = "
+            f"a request transfers {describe_bytes(plan.nbytes)} = "
             f"{describe_bytes(plan.nbytes - plan.state_bytes)} of KV + {describe_bytes(plan.state_bytes)} of "
             f"recurrent state, {describe_bytes(layout.state_bytes)} to each decode rank"
         )
@@ -198,19 +197,19 @@ def plan_lines(plan: TransferPlan) -> list[str]:
     copies = sum(layout.token_bytes_of(shard) for shard in plan.destinations)
     if copies > layout.token_bytes:
         average = copies / layout.token_bytes
-        lines.append(f"decode ranks hold each head {average:.3g} times on average; each copy crosses once")
+        lines.append(f"decode ranks hold each head {average:.3g} times on average; each copy is sent once")
     return lines
 
 
 def _leased(plan: TransferPlan) -> str:
-    """Returns text like `32 chunks`, `(32 chunks + 1 state)` or `1 state`."""
+    """Returns what each pair of ranks leases: text like `32 chunks`, `(32 chunks + 1 state)` or `1 state`."""
     chunks = f"{plan.chunks} chunks" if plan.request.has_kv else ""
     state = "1 state" if plan.request.layout.states else ""
     return f"({chunks} + {state})" if chunks and state else chunks or state
 
 
 def _side(role: str, shards: tuple[Shard, ...], layout: KVLayout, has_kv: bool) -> str:
-    """Returns a line for each rank and class of layers, such as 'r1 [..##] heads 2-3, layers 0-31'."""
+    """Returns a title line, and for each rank and class of layers a line like `r1 [..##] heads 2-3, layers 0-31`."""
     lines = [f"{role}, {len(shards)} rank{'s' * (len(shards) > 1)}"]
     if not has_kv:
         return f"{lines[0]}: no attention, so no KV; each rank has the whole recurrent state"

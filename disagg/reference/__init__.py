@@ -1,1 +1,1 @@
-"""Computes reference answers with single-process (unsplit) engines, and compares answers with them."""
+"""Computes reference answers with engines that run in one process, and compares a cluster's answers with them."""

@@ -1,4 +1,4 @@
-"""Reference answers of an unsplit engine, which a split system must reproduce."""
+"""Computes reference answers with an engine in one process. A split system must reproduce these answers."""
 
 from __future__ import annotations
 
@@ -13,23 +13,17 @@ import torch
 from disagg.core.config.read import Config
 from disagg.core.types import SamplingParams, TokenLogprobs
 from disagg.model.collective.base import SingleCollective
-from disagg.model.load.source import ModelSource
+from disagg.model.load.source import ModelSource, make_source
 from disagg.model.rounding import Judge, compared_tokens, judge_by
-from disagg.node.assemble import (
-    make_runner,
-    make_source,
-    resolve_device,
-    resolve_dtype,
-    resolve_kv_dtype,
-)
+from disagg.node.assemble import make_runner, resolve_device, resolve_dtype, resolve_kv_dtype
 from disagg.reference.engines import HuggingFace, QuantizedBehindThePrompt, ReferenceEngine, Unsplit
 
 
 def comparable(config: Config, deterministic: bool | None) -> Config:
-    """Returns `config` with `model.deterministic` set, for a run whose tokens are compared.
+    """Returns `config` with `model.deterministic` set to `deterministic`, for a run whose tokens are compared.
 
-    None enables the mode on a GPU. On a CPU, None keeps the configured value, because float32 is exact there and
-    faster without the mode. Raises `ConfigError` when a configured GPU is missing.
+    If `deterministic` is None, the mode is enabled on a GPU. On a CPU, the configured value stays, because float32 is
+    exact there and faster without the mode. Raises `ConfigError` if a configured GPU is missing.
     """
     if deterministic is None:
         cuda = any(resolve_device(group.device).type == "cuda" for group in config.kinds.values())
@@ -39,10 +33,10 @@ def comparable(config: Config, deterministic: bool | None) -> Config:
 
 
 def equal_tokens(config: Config) -> bool:
-    """Returns whether all tokens must equal those of `reference_answers`. If not, rounding may explain a difference.
+    """Returns whether a cluster's tokens must equal those of `reference_answers`. If not, rounding may change tokens.
 
-    In 16 bits, equality requires `model.deterministic`, one rank on each side as in the reference, and our own engine
-    as the reference. `config` must be a running cluster's configuration, with TP sizes. See `disagg.model.rounding`.
+    In 16 bits, equality requires `model.deterministic`, groups of one rank like the reference, and our own engine as
+    the reference. `config` must be a running cluster's configuration, with TP sizes. See `disagg.model.rounding`.
     """
     alone = config.prefill.ranks == config.decode.ranks == 1
     source, _, dtype = _resolved(config)
@@ -51,10 +45,11 @@ def equal_tokens(config: Config) -> bool:
 
 
 def tokens_must_be_equal(config: Config, *, same_sizes: bool) -> bool:
-    """Returns whether two systems with the model of `config` must have equal tokens.
+    """Returns whether two systems with the model of `config` must generate equal tokens.
 
-    `same_sizes`: whether their TP sizes are equal. In 16 bits, equal tokens require `model.deterministic` and equal
-    TP sizes. The same holds for quantized KV on a GPU, where the last bit of a float can change a quantized value.
+    `same_sizes`: whether the TP sizes of the two systems are equal. In 16 bits, equal tokens require
+    `model.deterministic` and equal TP sizes. The same holds for quantized KV on a GPU, where the last bit of a float
+    can change a quantized value.
     """
     _, device, dtype = _resolved(config)
     rounds = dtype != torch.float32 or (device.type != "cpu" and _kv_dtypes(config, dtype) != [dtype, dtype])
@@ -68,8 +63,8 @@ class Reference:
     name: str
     answers: list[list[int]]
     judges: list[Judge | None]
-    """For each prompt, the reference engine's `Judge` of the other answer; None without such an answer, for an equal
-    answer, and for an answer that ends too early."""
+    """For each prompt, the `Judge` that the reference engine computed for the compared answer. None if there is no
+    compared answer, if it equals the reference, or if it ends too early."""
 
 
 def reference_answers(
@@ -79,12 +74,14 @@ def reference_answers(
     advance: Callable[[], None],
     others: Sequence[Sequence[TokenLogprobs]] = (),
 ) -> Reference:
-    """Computes the greedy answers of the same model in one process.
+    """Computes the greedy answers of the configured model in one process.
 
-    A checkpoint is run by Hugging Face's `generate()`. Random weights and quantized KV, which `generate()` does not
-    support, are run by our own engine, unsplit. If only the decode groups quantize, the engine moves the prompt's KV
-    to a second, quantized pool. `advance` is called after each prompt. `others`: answers to compare with the
-    reference, with their log-probabilities.
+    Hugging Face's `generate()` runs checkpoints. Our own engine runs random weights and quantized KV, which
+    `generate()` does not support. If only the decode groups quantize, the engine moves the prompt's KV to a second,
+    quantized pool.
+
+    `advance` is called after each prompt. `others`: for each prompt, the log-probabilities of an answer that is to be
+    compared with the reference.
     """
     source, device, dtype = _resolved(config)
     engine = _make_engine(config, source, device, dtype, sampling)

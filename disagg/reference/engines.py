@@ -1,4 +1,4 @@
-"""Single-process engines that compute reference answers for a split system."""
+"""Engines that compute reference answers in one process, for comparison with a split system."""
 
 from __future__ import annotations
 
@@ -17,24 +17,25 @@ from disagg.model.unsplit import forced_logits, generate_unsplit
 
 
 class ReferenceEngine(Protocol):
-    """An engine with the whole model in one process."""
+    """An engine that runs the whole model in one process."""
 
     name: str
     models: Sequence[nn.Module]
+    """The modules that compute the logits."""
 
     def answer(self, prompt: Sequence[int]) -> list[int]:
-        """Returns the greedy answer, up to the sampling parameters' limit."""
+        """Returns the token ids of the greedy answer, at most `max_tokens` of the sampling parameters."""
 
     def logits(self, prompt: Sequence[int], answer: Sequence[int]) -> Iterator[torch.Tensor]:
-        """Yields logits `[vocab]` after the prompt and after each token of `answer` except the last one.
+        """Yields the logits `[vocab]` after the prompt, and after each token of `answer` except the last one.
 
-        A tensor is valid until the next one is yielded. Steps do not run as CUDA graphs, so
-        `disagg.model.rounding.output_noise` affects them.
+        A tensor is valid until the next tensor is yielded. Steps do not run as CUDA graphs, because noise of
+        `disagg.model.rounding.output_noise` must affect them.
         """
 
 
 class HuggingFace:
-    """A checkpoint, run by transformers."""
+    """The reference engine for checkpoints: `generate()` of transformers."""
 
     name = "Hugging Face generate()"
 
@@ -76,7 +77,7 @@ class HuggingFace:
 
 
 class Unsplit:
-    """Our engine: one rank prefills and decodes."""
+    """Our own engine, with one rank that prefills and decodes."""
 
     name = "our engine unsplit"
 
@@ -94,7 +95,7 @@ class Unsplit:
 
 
 class QuantizedBehindThePrompt:
-    """Our engine with two pools: the prompt's KV moves from the first pool to the second, which quantizes it."""
+    """Our own engine with two pools. The prompt's KV is computed in the first pool and quantized into the second."""
 
     name = Unsplit.name
 
@@ -120,7 +121,10 @@ class QuantizedBehindThePrompt:
         return self._behind(prompt, answer[:-1])
 
     def _behind(self, prompt: Sequence[int], answer: Sequence[int]) -> Generator[torch.Tensor]:
-        """Yields logits after the prompt and after each token of `answer`. The caller may append to `answer`."""
+        """Yields logits `[vocab]` after the prompt and after each token of `answer`.
+
+        The caller may append tokens to `answer` between two yields.
+        """
         first, then = self._first, self._then
         total = len(prompt) + self._sampling.max_tokens
         slots = [torch.arange(runner.page_size, runner.page_size + total) for runner in (first, then)]
@@ -149,7 +153,7 @@ def _row(runner: ModelRunner, slots: torch.Tensor) -> int:
 def _computed(
     runner: ModelRunner, row: int, tokens: tuple[int, ...], start: int, chunk_tokens: int
 ) -> torch.Tensor:
-    """Computes `tokens`, which begin at position `start`, and returns the logits after the last one."""
+    """Computes `tokens`, which begin at position `start`; returns the logits `[vocab]` after the last token."""
     for first in range(0, len(tokens), chunk_tokens):
         piece = tokens[first : first + chunk_tokens]
         logits = runner.forward(StepBatch((SequenceSlice(row, start + first, piece, start + len(tokens)),)))

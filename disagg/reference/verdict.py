@@ -12,21 +12,26 @@ from disagg.model.rounding import Judge, Judged, judge_answer, words, worst_of
 def judged_of(
     tokens: Sequence[int], logprobs: Sequence[TokenLogprobs], right: Sequence[int], judge: Judge | None
 ) -> list[Judged] | None:
-    """Returns None for an answer equal to `right`; otherwise its compared positions, empty without a `judge`."""
+    """Compares the answer `tokens` with the reference answer `right`.
+
+    Returns None if the answers are equal. Otherwise returns the comparison of each position by `judge`, or an empty
+    list if `judge` is None.
+    """
     if list(tokens) == list(right):
         return None
     return [] if judge is None else judge_answer(logprobs, judge)
 
 
 def within(judged: Sequence[Judged] | None) -> bool:
-    """Returns whether an answer differs and rounding explains every difference."""
+    """Returns whether an answer differs from the reference and rounding explains every difference."""
     return bool(judged) and all(one.within for one in judged or ())
 
 
 def verdict(found: Mapping[str, Sequence[Judged] | None], tokens: int, reference: str) -> str:
-    """Returns the verdict in one line of rich markup. `found`: the result of `judged_of`, by the answer's name.
+    """Returns the result for all answers in one line of rich markup.
 
-    `tokens` is the total of all answers. Raises `MismatchError` when rounding does not explain a difference.
+    `found`: the result of `judged_of` for each answer, by the answer's name. `tokens`: total number of answer tokens.
+    Raises `MismatchError` if rounding does not explain a difference.
     """
     differ = {name: judged for name, judged in found.items() if judged is not None}
     wrong = {name: judged for name, judged in differ.items() if not within(judged)}

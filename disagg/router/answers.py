@@ -27,6 +27,8 @@ class Output(msgspec.Struct, frozen=True):
     cached_tokens: int | None = None
     """Number of prompt tokens whose KV the prefill group had cached; None if unknown, and in all but the first output
     of an answer."""
+    stop_text: str = ""
+    """The stop string that ended the answer; empty without one."""
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     """Log-probabilities of the prompt's tokens, from the second token on, in the first output of an answer if
     `SamplingParams.prompt_logprobs` is set; else empty."""
@@ -109,14 +111,15 @@ class Answer:
     def _output(self, message: m.Tokens) -> tuple[Output, bool]:
         index, finish = len(self.tokens), message.finish
         self.tokens.extend(message.tokens)
-        text, cut = "", False
+        text, cut, stop_text = "", False, ""
         if self.stream is not None:
             text = self.stream.push(message.tokens, last=finish is not None)
             cut = self.stream.stopped and finish is None
             finish = "stop" if self.stream.stopped else finish
+            stop_text = self.stream.stop_text
         self.over = finish is not None
         tokens, logprobs = tuple(message.tokens), tuple(message.logprobs)
-        return Output(index, tokens, text, finish, logprobs, self.number), cut
+        return Output(index, tokens, text, finish, logprobs, self.number, stop_text=stop_text), cut
 
 
 def new_answers(sampling: SamplingParams, decode: Decode | None) -> list[Answer]:

@@ -47,8 +47,8 @@ class Branch:
     tokens: int = 0
     """Number of tokens of all answers at the latest loss."""
     unlinked: int = 0
-    """Number of sessions since the latest recovery that failed because groups were not linked, or from the fault that
-    caused this recovery."""
+    """Number of failed sessions since the latest recovery that did not count as recoveries: their groups were not
+    linked, or the fault that caused the latest recovery also failed these sessions."""
 
     @property
     def is_fresh(self) -> bool:

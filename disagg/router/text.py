@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
+from operator import itemgetter
 from typing import Any, Protocol
 
 from tokenizers.decoders import DecodeStream
@@ -193,6 +194,8 @@ class TextStream:
         """All text that was returned so far."""
         self.stopped = False
         """Whether a stop string has occurred."""
+        self.stop_text = ""
+        """The stop string that occurred; empty without one."""
 
     def push(self, tokens: Sequence[int], last: bool = False) -> str:
         """Adds tokens; returns the text that became final, without a stop string. With `last`, nothing is
@@ -207,8 +210,9 @@ class TextStream:
         self._held += self._pieces.push(late)
         if last:
             self._held += self._pieces.rest()
-        cut = min((at for s in self._stop if (at := self._find(s)) >= 0), default=-1)
-        if cut >= 0:
+        found = [(at, s) for s in self._stop if (at := self._find(s)) >= 0]
+        if found:
+            cut, self.stop_text = min(found, key=itemgetter(0))
             self.stopped = True
             return self._emit(cut)
         return self._emit(len(self._held) - (0 if last else self._unsure()))

@@ -92,8 +92,10 @@ def log_own_sockets(ranks: Iterable[RankInfo] = (), *, descendants: bool) -> Non
 
 
 def tls_ports(ranks: Iterable[RankInfo]) -> Known:
-    """Returns a guarded reply for the address of each rank with a TLS transport, which requires a key of the
-    cluster."""
+    """Returns the TLS listening addresses of `ranks`, each with the reply of a guarded socket.
+
+    A rank with a TLS transport accepts only peers with a key of the cluster, so its port needs no probe.
+    """
     found: dict[tuple[str, int], ProbeReply] = {}
     for rank in ranks:
         with contextlib.suppress(

@@ -1,1 +1,1 @@
-"""`disagg stats`: shows how a server's memory is used, now in tables, or over time in a chart."""
+"""`disagg stats`: shows a server's memory by kind, as tables of the current use or as a chart over time."""

@@ -1,5 +1,4 @@
-"""Draws memory over time: for each group, stacked areas by kind of memory, and marks for preemptions and
-evictions."""
+"""Draws memory over time. Each group's chart stacks the kinds of memory, and marks preemptions and evictions."""
 
 from __future__ import annotations
 
@@ -23,9 +22,9 @@ KIND_STYLES: dict[Kind, tuple[str, str]] = {
 }
 """Label and colour of each kind. Areas are stacked in the order of `KINDS`, the first one at the bottom."""
 PREEMPTED, EVICTED = ("preempted", "v", "#c2255c"), ("pages evicted", "|", "#5f3dc4")
+"""Label, marker and colour of each kind of event."""
 LIMIT_IS_FAR = 3.0
-"""Multiple of the stack's height above which a GPU limit is shown as text, because its line would flatten the
-areas."""
+"""A GPU limit above this multiple of the stack's height is shown as text. As a line, it would flatten the areas."""
 
 
 def draw_memory(groups: Sequence[GroupSeries], path: str | os.PathLike[str], title: str = "") -> None:
@@ -55,7 +54,7 @@ def _areas(axis: Any, group: GroupSeries) -> None:
     scaled = [[nbytes / unit_bytes for nbytes in group.kinds[kind]] for kind in KINDS]
     colors = [KIND_STYLES[kind][1] for kind in KINDS]
     axis.stackplot(group.at_s, scaled, colors=colors, linewidth=0)
-    # The edge marks the end of the pool, whose areas are light.
+    # The line marks the upper edge of the stack, whose topmost areas have light colours.
     axis.plot(group.at_s, [top / unit_bytes for top in tops], color="#868e96", linewidth=0.8)
     heading = group.name
     if group.device_bytes > LIMIT_IS_FAR * max(tops):
@@ -71,12 +70,12 @@ def _areas(axis: Any, group: GroupSeries) -> None:
 
 
 def _unit(largest_bytes: int) -> tuple[str, int]:
-    """Returns a unit's name and bytes: GiB, or MiB if values in GiB would be too small."""
+    """Returns the name and the bytes of the unit for an axis: GiB, or MiB if `largest_bytes` is below 0.1 GiB."""
     return ("GiB", 1 << 30) if largest_bytes >= (1 << 30) / 10 else ("MiB", 1 << 20)
 
 
 def _marks(axis: Any, group: GroupSeries) -> None:
-    """Draws the marks in a strip above the stack."""
+    """Draws the marks of preemptions and evictions in a strip above the stack."""
     for (_, shape, color), happened, height in (
         (PREEMPTED, group.preempted, 1.1),
         (EVICTED, group.evicted, 1.04),

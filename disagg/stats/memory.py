@@ -1,4 +1,4 @@
-"""Memory by kind, from the groups' status reports. Pure.
+"""Computes memory by kind from the groups' status reports. Pure functions.
 
 All ranks of a group use the same slots of their pools, so the group's token counts apply to each rank's pool.
 """
@@ -39,12 +39,13 @@ class RankMemory(msgspec.Struct, frozen=True):
     """Group and rank, such as `decode-2 r1`."""
     device: str
     kinds: Mapping[Kind, int]
+    """Bytes of each kind."""
     device_bytes: int
     """Usable bytes of the rank's GPU; 0 on a CPU."""
 
 
 class GroupMemory(msgspec.Struct, frozen=True):
-    """Memory of one group at one time. Fields in tokens count slots; `pool_tokens` is the sum of the other four."""
+    """Memory of one group at one time. `pool_tokens` is the sum of the other four fields that count tokens."""
 
     name: str
     role: Role
@@ -55,10 +56,11 @@ class GroupMemory(msgspec.Struct, frozen=True):
     cached_tokens: int
     free_tokens: int
     state_slots: int
-    """Slots for recurrent states of requests; 0 without recurrent layers, as for the fields below."""
+    """Slots for recurrent states of requests. 0 without recurrent layers, like the four fields below that count
+    states."""
     state_slots_used: int
     cached_state_slots: int
-    """Slots for states of the prefix cache."""
+    """Slots for the recurrent states in the prefix cache."""
     cached_states: int
     evicted_states_total: int
     evicted_pages_total: int
@@ -76,26 +78,27 @@ class GroupMemory(msgspec.Struct, frozen=True):
 
 
 class Growth(msgspec.Struct, frozen=True):
-    """An increase of a total: `count` events between the previous sample and the sample at `at_s`."""
+    """An increase of an event counter: `count` events between the previous sample and the sample at `at_s`."""
 
     at_s: float
     count: int
 
 
 class GroupSeries(msgspec.Struct, frozen=True):
-    """A group's memory over time, in bytes: for each kind, the sum of all ranks at each time."""
+    """A group's memory over time, in bytes, summed over its ranks."""
 
     name: str
     role: Role
     at_s: tuple[float, ...]
-    """Seconds since the first sample, by the server's clock."""
+    """Times of the samples, in seconds since the first sample of the recording, by the server's clock."""
     kinds: Mapping[Kind, tuple[int, ...]]
+    """Bytes of each kind at each time of `at_s`."""
     device_bytes: int
     """Usable GPU bytes of all ranks, from the last sample."""
     preempted: tuple[Growth, ...]
-    """Numbers of preempted requests."""
+    """Preemptions of requests, per interval between samples."""
     evicted: tuple[Growth, ...]
-    """Numbers of pages evicted from the prefix cache."""
+    """Pages evicted from the prefix cache, per interval between samples."""
 
 
 def memory_now(status: ServiceStatus) -> list[GroupMemory]:
@@ -104,9 +107,9 @@ def memory_now(status: ServiceStatus) -> list[GroupMemory]:
 
 
 def group_memory(group: GroupStatus) -> GroupMemory:
-    """Returns the memory of `group`."""
+    """Returns the memory of one group, from its status."""
     used_slots = group.pages_used * group.page_size
-    # Ranks and leader sample at different times: clamp differences at 0.
+    # Ranks and leader sample at different times, so a difference of their counts may be negative: clamp it at 0.
     used_tokens = min(group.tokens_held, used_slots)
     cached_tokens, pool_tokens = group.pages_cached * group.page_size, group.pages * group.page_size
     tokens: dict[Kind, int] = {
@@ -136,7 +139,7 @@ def group_memory(group: GroupStatus) -> GroupMemory:
 
 
 def _state_slots(group: GroupStatus) -> dict[Kind, int]:
-    """Returns the state slots of each kind."""
+    """Returns the number of recurrent-state slots of each kind."""
     slots, used = group.state_slots + group.cached_state_slots, group.state_slots_used
     return {
         "state_used": used,
@@ -163,7 +166,7 @@ def _rank_memory(
 
 
 def memory_series(pictures: Sequence[ServiceStatus]) -> list[GroupSeries]:
-    """Returns the series of each group from the samples `pictures`, oldest first. Groups are in order of
+    """Returns the series of each group. `pictures` are the samples, oldest first; groups are in order of
     appearance."""
     moments: dict[str, list[tuple[float, GroupMemory]]] = {}
     for picture in pictures:
@@ -187,7 +190,6 @@ def _group_series(moments: Sequence[tuple[float, GroupMemory]]) -> GroupSeries:
 
 
 def _growths(times: Sequence[float], totals: Sequence[int]) -> tuple[Growth, ...]:
-    """Returns the increases of a total between samples. A decrease means that the group restarted, and counts as
-    none."""
+    """Returns the increases of a counter between samples. Skips a decrease, which means that the group restarted."""
     grown = [after - before for before, after in pairwise(totals)]
     return tuple(Growth(at_s, by) for at_s, by in zip(times[1:], grown, strict=True) if by > 0)

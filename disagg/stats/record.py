@@ -1,4 +1,4 @@
-"""Records a server's status at intervals."""
+"""Records the status of a server at regular intervals."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ def record(
     clock: Clock = time.monotonic,
     wait: Callable[[float], None] = time.sleep,
 ) -> Recording:
-    """Takes a sample at once, then one every `interval_s`, until `seconds` have passed or Ctrl-C.
+    """Takes a sample at once and then every `interval_s`, until `seconds` have passed or until Ctrl-C.
 
-    `on_sample` receives the elapsed seconds and the error of the sample, or "". If the first sample fails, raises the
-    error of `StatusClient.status`; later failed samples are skipped.
+    After each later sample, `on_sample` receives the elapsed seconds and the sample's error, or "". If the first
+    sample fails, raises the error of `StatusClient.status`; later failed samples are skipped.
     """
     began_s = clock()
     pictures, failed, trouble = [_memory_of(client)], 0, ""
     try:
-        samples = int(seconds / interval_s + 1e-6)  # 0.3 / 0.1 is less than 3
+        samples = int(seconds / interval_s + 1e-6)  # in floats 0.3 / 0.1 is less than 3
         for number in range(1, samples + 1):
             wait(max(0.0, began_s + number * interval_s - clock()))
             now = ""
@@ -53,10 +53,10 @@ def record(
                 now = trouble
             on_sample(clock() - began_s, now)
     except KeyboardInterrupt:
-        pass  # the samples until now are the recording
+        pass  # the recording consists of the samples before Ctrl-C
     return Recording(pictures, failed, trouble)
 
 
 def _memory_of(client: StatusClient) -> ServiceStatus:
-    """Returns a sample without the list of recent answers, which would use much memory over an hour."""
+    """Returns the server's status without its list of recent answers, which would fill memory in a long recording."""
     return replace(client.status(), recent=())

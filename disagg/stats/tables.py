@@ -1,4 +1,4 @@
-"""Tables of a server's current memory use, in rich."""
+"""Builds tables of a server's current memory use with rich."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from disagg.top.words import part_words, plain
 
 
 def tables(groups: Sequence[GroupMemory]) -> RenderableType:
-    """Returns a table of the ranks, in bytes, one of the groups, in tokens, and one of their recurrent states if any
-    has states."""
+    """Returns a table of the ranks in bytes, a table of the groups in tokens, and a table of recurrent states if any
+    group has them."""
     if not groups:
         return Text("no group has reported its memory yet", style="yellow")
     found = [_ranks_table([rank for group in groups for rank in group.ranks]), _groups_table(groups)]
@@ -97,7 +97,7 @@ def _states_table(groups: Iterable[GroupMemory]) -> Table:
 
 
 def _table(title: str, columns: Sequence[str], more: Sequence[str] = ()) -> Table:
-    """Returns an empty table: names in the first column, numbers in all further columns."""
+    """Returns an empty table with left-aligned names in the first column and right-aligned numbers in the others."""
     table = Table(
         title=f"\n{title}", title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0)
     )

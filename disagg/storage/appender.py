@@ -2,7 +2,7 @@
 
 Eviction is first in, first out, with a second chance: pages of the evicted segment that were used since they were
 written are written again, at most half a segment of them. Eviction by latest use would instead keep a whole segment
-for one page that all prompts share (a system prompt), together with pages that no prompt reads again.
+for one page that all prompts share (a system prompt), with all the pages that no prompt reads again.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ class _Live:
 
     segment: SegmentFile
     descriptor: int
-    """Closed when the segment is sealed."""
+    """Open descriptor of the segment file; closed when the segment is sealed."""
     pending: int = 0
-    """Writes under way."""
+    """Number of writes under way."""
     full: bool = False
     """Whether no further record is appended; the last pending write seals the segment."""
 
 
 class Appender:
-    """Writes records. Thread-safe: threads write different places of a segment at the same time."""
+    """Appends records to segments. Thread-safe: several threads can write to one segment at the same time."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class Appender:
         segments: int,
         direct: int,
     ) -> None:
-        """`segments`: limit of owned segments, `LEAST_SEGMENTS` or more. `direct`: `O_DIRECT`, or 0."""
+        """`segments`: limit of owned segments, `LEAST_SEGMENTS` or more. `direct`: open flag `O_DIRECT`, or 0."""
         self._folder, self._index, self._disk, self._counters = folder, folder.index, disk, counters
         self._segment_bytes, self._segments, self._direct = segment_bytes, segments, direct
         self._lock = threading.Lock()
@@ -100,7 +100,7 @@ class Appender:
             self._lock.release()
 
     def check(self) -> None:
-        """Raises `InvariantError` for more owned segments than the limit, or a live segment too long or sealed."""
+        """Raises `InvariantError` if too many segments are owned, or if the live segment is too long or sealed."""
         with self._lock:
             owned, live = self._folder.owned(), self._live
             if len(owned) > self._segments:
@@ -131,7 +131,7 @@ class Appender:
         # At the limit, the oldest segment is evicted now, while the new one has room for its used pages.
         if len(self._folder.owned()) >= self._segments:
             self._evict_oldest(into=live)
-        return live  # used pages fill at most half of the segment, and a record fits in the other half
+        return live  # used pages fill at most half of the segment, so the record fits in the other half
 
     def _created(self) -> _Live:
         segment = self._folder.new_segment()
@@ -147,13 +147,20 @@ class Appender:
         return _Live(segment, descriptor)
 
     def _seal_if_done(self, live: _Live) -> None:
-        """Seals a full segment without pending writes: frees unused space, writes the side index. Counts a fault."""
+        """Seals a full segment without pending writes: frees unused space, writes the side index.
+
+        Removes a segment without pages, whose writes have all failed. Otherwise a disk that refuses writes would fill
+        the limit with such segments, and evict all pages.
+        """
         if not live.full or live.pending or live.segment.sealed:
             return
         live.segment.sealed = True
         if self._live is live:
             self._live = None
         try:
+            if not live.segment.gone and not self._index.locations_in(live.segment):
+                self._folder.discard(live.segment)
+                return
             self._disk.truncate(live.descriptor, live.segment.end_bytes)
             if not live.segment.gone:
                 self._folder.write_index(live.segment)
@@ -174,7 +181,7 @@ class Appender:
             try:
                 self._keep_used(victims[0], into)
             except OSError as exc:  # the used pages are lost, like the unused ones
-                into.full = True  # see `append`; the record for which `into` was created is its last one
+                into.full = True  # as in `append`; the record for which `into` was created is the last one
                 self._counters.add(errors=1)
                 name, reason = victims[0].path.name, exc.strerror
                 storage = str(self._folder.path)

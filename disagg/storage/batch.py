@@ -1,4 +1,4 @@
-"""The results of one call, shared by its caller and the I/O threads."""
+"""Results of one call of a storage, shared by the caller and the I/O threads."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from contextlib import contextmanager
 class PageBatch:
     """Results of the pages of one call, and access to the caller's memory while the call lasts.
 
-    I/O threads access the caller's memory only within `memory`. `wait` closes the batch: running copies, which need
-    no I/O, are completed, and no further copy begins. When `wait` returns, no thread accesses the caller's memory.
+    I/O threads access the caller's memory only within `memory`. `wait` closes the batch: running memory copies, which
+    do no I/O, are completed, and no further copy begins. When `wait` returns, no thread accesses the caller's memory.
     """
 
     def __init__(self, count: int, pages: Sequence[memoryview] = ()) -> None:
-        """`count`: pages that I/O threads will settle. `pages`: the caller's memory."""
+        """`count`: number of pages that I/O threads will settle. `pages`: the caller's memory."""
         self._condition = threading.Condition()
         self._results: list[bool | None] = [None] * count
         self._left = count
@@ -24,11 +24,11 @@ class PageBatch:
         self._open = True
         self._pages: Sequence[memoryview] = pages
         self.sizes_bytes = [page.nbytes for page in pages]
-        """Lengths of the caller's memory."""
+        """Length of the caller's memory for each page."""
 
     @property
     def count(self) -> int:
-        """Number of pages."""
+        """Number of pages in the batch."""
         return len(self._results)
 
     @property

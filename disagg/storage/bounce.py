@@ -1,4 +1,4 @@
-"""Page-aligned buffers of I/O threads, and copies between them and a caller's memory."""
+"""Page-aligned buffers of I/O threads, and copies between these buffers and a caller's memory."""
 
 from __future__ import annotations
 
@@ -17,13 +17,16 @@ def aligned(nbytes: int) -> int:
 
 
 class BounceBuffers(threading.local):
-    """One buffer for each thread. A buffer grows to the thread's largest record; freed when the thread ends."""
+    """One buffer for each thread.
+
+    A buffer grows to the thread's largest record, and is freed when the thread ends.
+    """
 
     def __init__(self) -> None:
         self._memory = memoryview(b"")
 
     def take(self, nbytes: int) -> memoryview:
-        """Returns `nbytes` bytes of the calling thread's buffer, aligned. The next call invalidates them."""
+        """Returns `nbytes` aligned bytes of the calling thread's buffer. The thread's next call invalidates them."""
         if nbytes > len(self._memory):
             # A view holds the old mapping until its last user is gone, so the old buffer needs no explicit close.
             self._memory = memoryview(mmap.mmap(-1, aligned(nbytes), flags=_PRIVATE))

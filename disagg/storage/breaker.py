@@ -21,7 +21,7 @@ log = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class PauseSettings:
-    """When faults pause a storage, and for how long."""
+    """Settings of a `Breaker`: after which faults, and for how long, a storage pauses."""
 
     faults: int = 3
     """Number of consecutive failed pages and late calls after which the reads, or the writes, pause."""
@@ -54,7 +54,7 @@ class Breaker:
         self._pause_s = 0.0
         """Length of the latest pause; 0 if the breaker is closed."""
         self._until_s = 0.0
-        """End of the pause, or of the trial."""
+        """Time at which the current pause ends, or the time limit of the current trial."""
 
     @property
     def paused(self) -> bool:
@@ -101,7 +101,10 @@ class Breaker:
         log.warning("storage_paused", storage=self._name, reason=reason, pause_s=self._pause_s)
 
     def wait_for(self, batch: PageBatch, timeout_s: float) -> list[bool]:
-        """Waits for a call's pages, at most `timeout_s`; returns whether each landed. Late pages count as a fault."""
+        """Waits at most `timeout_s` for a call's pages; returns whether each page landed.
+
+        Late pages count as one fault.
+        """
         results = batch.wait(timeout_s)
         late = results.count(None)
         if late:

@@ -21,7 +21,7 @@ class StorageStatistics:
     pages: int = 0
     """Pages stored now, as far as this process knows; 0 for a storage on another machine."""
     stored_bytes: int = 0
-    """Bytes of these pages and their headers."""
+    """Bytes of the pages stored now, with their headers."""
     put_pages: int = 0
     """Pages of `put` that are stored, including pages that were stored before."""
     put_bytes: int = 0
@@ -48,13 +48,13 @@ class StorageStatistics:
     full: int = 0
     """Writes that failed for lack of space."""
     evicted_pages: int = 0
-    """Pages that this process removed to make room."""
+    """Pages that this process evicted to make room."""
     kept_pages: int = 0
     """Used pages of evicted segments that were written to another segment; see `disagg.storage.appender`."""
     pauses: int = 0
     """Number of pauses after faults."""
     paused: bool = False
-    """Whether calls are skipped now."""
+    """Whether reads or writes are skipped now, after faults."""
 
 
 class PageStorage(Protocol):
@@ -63,21 +63,22 @@ class PageStorage(Protocol):
     **Time.** A call blocks for at most `timeout_s`, and until running memory copies end: at most one page for each
     I/O thread. A page that has not landed by then is a miss.
 
-    **Memory.** I/O threads read and write their own buffers. They copy between such a buffer and the caller's memory
-    only while the call lasts. After the call has returned, no thread of the storage accesses the caller's memory, or
-    holds a reference to it. A late read therefore changes nothing, and a late write stores the page as it was.
+    **Memory.** I/O threads read and write their own buffers. The threads copy between a buffer and the caller's
+    memory only while the call lasts. After the call has returned, no thread of the storage accesses the caller's
+    memory, or holds a reference to it. A late read therefore changes nothing, and a late write stores the page as it
+    was.
 
     **Threads.** The calling thread looks up keys and waits; it does no I/O. I/O threads of the storage do all I/O.
     The in-memory reference has no I/O threads.
 
-    **Keys.** A key determines the content. A `put` of a stored key writes nothing.
+    **Keys.** A key determines the content of its page. A `put` of a stored key writes nothing.
     """
 
     def put(self, keys: Sequence[bytes], pages: Sequence[memoryview], timeout_s: float) -> list[bool]:
         """Stores pages, each contiguous memory of any length. Returns for each page whether the page is stored.
 
-        A page with the result False may be stored nevertheless, or later. Raises `ValueError` if the lengths of the
-        lists differ, a key does not have `KEY_BYTES` bytes, or a page is empty or not contiguous.
+        A page with the result False may nevertheless be stored. Raises `ValueError` if the lengths of the lists
+        differ, a key does not have `KEY_BYTES` bytes, or a page is empty or not contiguous.
         """
 
     def get(self, keys: Sequence[bytes], into: Sequence[memoryview], timeout_s: float) -> list[bool]:

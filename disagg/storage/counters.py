@@ -18,21 +18,21 @@ class Counters:
         self._counts: Counter[str] = Counter()
 
     def add(self, **counts: int) -> None:
-        """Adds to the named counts."""
+        """Adds each keyword argument to the count with the same name."""
         with self._lock:
             self._counts.update(counts)
 
     def add_put(self, results: Sequence[bool]) -> None:
-        """Counts the pages of a `put` with these results."""
+        """Counts the pages of a `put` by the call's results."""
         self.add(put_pages=sum(results), put_failed=len(results) - sum(results))
 
     def add_get(self, into: Sequence[memoryview], results: Sequence[bool]) -> None:
-        """Counts the pages of a `get` into `into` with these results."""
+        """Counts the pages of a `get` into `into` by the call's results."""
         hit_bytes = sum(page.nbytes for page, hit in zip(into, results, strict=True) if hit)
         self.add(hits=sum(results), hit_bytes=hit_bytes, misses=len(results) - sum(results))
 
     def statistics(self, pages: int, stored_bytes: int, *, paused: bool) -> StorageStatistics:
-        """Returns the counts, together with the given current values."""
+        """Returns the counts, with `pages`, `stored_bytes` and `paused` as current values."""
         with self._lock:
             return StorageStatistics(pages=pages, stored_bytes=stored_bytes, paused=paused, **self._counts)
 

@@ -15,10 +15,10 @@ NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
 
 class Disk:
-    """System calls on files, each of which raises `OSError`. Stateless, so thread-safe."""
+    """System calls on files. Each method may raise `OSError`. Stateless, so thread-safe."""
 
     def open(self, path: Path, flags: int) -> int:
-        """Opens a file for this user alone. The caller closes the descriptor."""
+        """Opens a file; a new file is readable by this user only. The caller closes the descriptor."""
         return os.open(path, flags | os.O_CLOEXEC, 0o600)
 
     def close(self, descriptor: int) -> None:
@@ -26,11 +26,11 @@ class Disk:
         os.close(descriptor)
 
     def allocate(self, descriptor: int, nbytes: int) -> None:
-        """Reserves space, so that later writes neither extend the file nor run out of space."""
+        """Reserves disk space, so that later writes neither extend the file nor run out of space."""
         os.posix_fallocate(descriptor, 0, nbytes)
 
     def truncate(self, descriptor: int, nbytes: int) -> None:
-        """Frees reserved space behind `nbytes`."""
+        """Frees the reserved space of a file after its first `nbytes` bytes."""
         os.ftruncate(descriptor, nbytes)
 
     def size(self, descriptor: int) -> int:
@@ -42,18 +42,18 @@ class Disk:
         return os.fstat(descriptor).st_nlink == 0
 
     def read(self, descriptor: int, into: memoryview, offset: int) -> int:
-        """Reads until `into` is full or the file ends; returns the number of bytes."""
+        """Reads until `into` is full or the file ends; returns the number of bytes read."""
         done = 0
         while done < len(into):
             count = os.preadv(descriptor, [into[done:]], offset + done)
             done += count
-            # A direct read is short at the file's end only. Its end offset allows no further direct read.
+            # A direct read is short only at the file's end, where the unaligned offset allows no further direct read.
             if not count or count % ALIGNMENT:
                 break
         return done
 
     def write(self, descriptor: int, data: memoryview, offset: int) -> None:
-        """Writes all of `data`. A short write is an error: the disk is full."""
+        """Writes all of `data`. Raises ENOSPC for a short write, because the disk is full."""
         if os.pwritev(descriptor, [data], offset) != len(data):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

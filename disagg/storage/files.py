@@ -1,7 +1,7 @@
 """A storage in local files: segments of many pages, read and written by I/O threads, with direct I/O if possible.
 
-Writes are not synced: after a power failure some pages are lost, and torn pages do not verify. If only the process
-dies, every page that `put` had reported as stored is kept.
+Writes are not synced. After a power failure, some pages are lost, and partly written pages fail verification. If only
+the process dies, every page that `put` had reported as stored is kept.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ log = get_logger(__name__)
 CLOSE_TIMEOUT_S = 3.0
 """Longest wait of `close` for running reads, and for running writes."""
 _RUN_PAGES = 8
-"""Largest number of pages, all of one segment, that one task reads."""
+"""Largest number of pages that one task reads; all pages of a task are in one segment."""
 
 
 @dataclass(frozen=True)
@@ -48,16 +48,17 @@ class FileSettings:
     """Limit of this process's segments. Each process that shares the folder has its own limit."""
     segment_bytes: int = 64 << 20
     threads: int = 4
-    """Number of I/O threads for reads, and of separate threads for writes, so that writes never delay reads."""
+    """Number of I/O threads for reads; the same number of other threads writes, so that writes never delay reads."""
     direct: bool = True
     """Whether to bypass the page cache, which would hold a second copy of each page. Ignored if the file system has
     no direct I/O."""
     refresh_s: float = 5.0
-    """Interval between searches for segments of other processes; 0: only at the start and in `refresh`."""
+    """Interval between searches for segments of other processes. 0: search only at the start and in `refresh`."""
     pause: PauseSettings = field(default_factory=PauseSettings)
 
     def __post_init__(self) -> None:
-        """Raises `ConfigError` for invalid or too small sizes, or without a thread."""
+        """Raises `ConfigError` for an invalid segment size, a capacity below `LEAST_SEGMENTS` segments, or no
+        thread."""
         if self.segment_bytes < 4 * ALIGNMENT or self.segment_bytes % (2 * ALIGNMENT):
             raise ConfigError(
                 f"a segment of {self.segment_bytes} bytes: give a multiple of {2 * ALIGNMENT}, at least "
@@ -151,9 +152,9 @@ class FileStorage:
         return [not closed and self._index.find(key) is not None for key in keys]
 
     def refresh(self) -> None:
-        """Searches for segments of other processes now, on the calling thread. Raises no error.
+        """Searches for segments of other processes, on the calling thread. Raises no error.
 
-        Adopted segments beyond the limit are evicted.
+        Adopts segments of dead processes; evicts the oldest owned segments beyond the limit.
         """
         try:
             self._folder.refresh()
@@ -188,7 +189,8 @@ class FileStorage:
         if self._writers.close(CLOSE_TIMEOUT_S):
             self._appender.close()
             self._folder.close()
-        # Otherwise writes hang. The locks stay until the process ends, so no process adopts a segment being written.
+        # Otherwise writes hang. The locks stay until the process ends, because no other process may adopt a segment
+        # that is being written.
 
     def _unusable(self, exc: OSError) -> ConfigError:
         return ConfigError(f"the storage folder {self._settings.folder} is not usable: {exc.strerror}")
@@ -205,7 +207,7 @@ class FileStorage:
         return same
 
     def _admitted(self, wanted: list[int], breaker: Breaker) -> list[int]:
-        """Returns `wanted`, or nothing while calls are skipped."""
+        """Returns `wanted`, or an empty list while calls are skipped."""
         if not wanted or (not self._closed.is_set() and breaker.admit()):
             return wanted
         self._counters.add(skipped=len(wanted))

@@ -17,8 +17,8 @@ Task = Callable[[], None]
 class IOThreads:
     """A fixed number of threads with one queue. Thread-safe.
 
-    The threads are daemons: a thread that is stuck in a read of a hung disk cannot be joined, and must not keep the
-    process from ending.
+    The threads are daemons: a thread that is blocked in a read of a hung disk cannot be joined, and must not prevent
+    the process from ending.
     """
 
     def __init__(self, name: str, count: int) -> None:

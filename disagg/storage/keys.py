@@ -1,9 +1,9 @@
 """Keys of stored pages: a chain of cryptographic hashes over everything that determines a page's content.
 
-A page's *link* hashes the previous page's link and the page's tokens, as vLLM's prefix cache chains its block hashes;
-the first link hashes the model, the layout and the tenant's salt. The key of a part hashes the page's link and the
-part. All hashes are BLAKE2b with 256 bits. A key is trusted without a comparison of tokens, so it must be infeasible
-to construct two prompts with equal keys.
+A page's *link* is the hash of the previous page's link and the page's tokens, as vLLM's prefix cache chains its block
+hashes. The first link is the hash of the model, the layout and the tenant's salt. The key of a part is the hash of
+the page's link and the part. All hashes are BLAKE2b with 256 bits. A key is trusted without a comparison of tokens,
+so it must be infeasible to construct two prompts with equal keys.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class StoredModel:
     fingerprint: str
     """Hash of the model's configuration and weights (`GroupInfo.fingerprint`)."""
     grid: PartGrid
-    """Layout, page size and parts. A different grid has different keys, and so finds none of the stored pages."""
+    """Layout, page size and parts. Pages of another grid have other keys."""
     variant: str = ""
     """Further settings that change bits of KV, such as the deterministic mode or the dtype of the computation."""
 

@@ -1,4 +1,4 @@
-"""A storage in this process's memory: the reference of the conformance suite, and a stand-in in tests."""
+"""A storage in this process's memory: the reference of the conformance tests, and a test double."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from disagg.storage.record import RecordHeader, content_of
 
 
 class MemoryStorage:
-    """Keeps records in a dictionary and evicts the least recently used ones. Copies on the calling thread."""
+    """Keeps records in a dictionary, and evicts the least recently used records. Copies on the calling thread."""
 
     def __init__(self, capacity_bytes: int) -> None:
         """`capacity_bytes`: limit of the total size of all records, including their headers."""
@@ -47,7 +47,7 @@ class MemoryStorage:
             return [key in self._records for key in keys]
 
     def records(self) -> dict[bytes, bytearray]:
-        """Returns the records themselves, header and content by key; tests damage them."""
+        """Returns the records themselves, header and content by key, so that tests can damage them."""
         return dict(self._records)
 
     def statistics(self) -> StorageStatistics:

@@ -1,4 +1,4 @@
-"""Opens the storage that a setting names."""
+"""Opens the storage that a group's `storage` setting names: a folder or a server."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ log = get_logger(__name__)
 
 _SEGMENT_BYTES = 64 << 20
 _SEGMENTS = 8
-"""Number of segments of a folder that is too small for eight segments of the usual size."""
+"""Smallest number of segments of a folder. If the capacity is below this number of segments of `_SEGMENT_BYTES`,
+smaller segments are used."""
 
 
 def open_storage(where: str, capacity_bytes: int, largest_bytes: int) -> PageStorage:
@@ -25,7 +26,7 @@ def open_storage(where: str, capacity_bytes: int, largest_bytes: int) -> PageSto
     """
     if "://" in where:
         return RemoteStorage(RemoteSettings(where))
-    least = 2 * aligned(HEADER_BYTES + largest_bytes)  # a page may have half of a segment
+    least = 2 * aligned(HEADER_BYTES + largest_bytes)  # a page may fill half of a segment
     segment_bytes = max(least, min(_SEGMENT_BYTES, aligned(capacity_bytes // _SEGMENTS // 2) * 2))
     storage = FileStorage(FileSettings(Path(where).expanduser(), capacity_bytes, segment_bytes))
     pages = storage.statistics().pages

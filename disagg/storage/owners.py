@@ -1,7 +1,7 @@
 """Ownership of segments: the process that holds the lock of a writer's id may evict this writer's segments.
 
-The lock is `flock`, which the kernel releases when the process dies. The next process that refreshes the folder then
-adopts the segments.
+The lock is a `flock` on a file, which the kernel releases when the process dies. The next process that refreshes the
+folder then adopts the segments.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ class WriterLocks:
         if not self._is_current(writer, descriptor):
             self._disk.close(descriptor)
             return False
-        self._held[writer] = descriptor  # closed, and so unlocked, by `release`
+        self._held[writer] = descriptor  # `release` closes the descriptor, which unlocks the file
         return True
 
     def release(self, writer: str, *, remove: bool) -> None:
-        """Unlocks a writer's id, even if it raises `OSError`. `remove`: also removes the lock file."""
+        """Unlocks a writer's id, even if the call raises `OSError`. `remove`: also removes the lock file."""
         descriptor = self._held.pop(writer)
         try:
             if remove:

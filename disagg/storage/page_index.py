@@ -1,4 +1,4 @@
-"""The index of a file storage: the location of each known page, in memory, with about 300 bytes a page."""
+"""The in-memory index of a file storage: the location of each known page. An entry takes about 300 bytes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from disagg.storage.segment import Entry, Location, SegmentFile
 
 
 class PageIndex:
-    """Locations by key. Thread-safe; performs no I/O."""
+    """Locations of pages, by key. Thread-safe; performs no I/O."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -34,7 +34,10 @@ class PageIndex:
                     self._set(entry.key, known, Location(segment, entry.offset_bytes, entry.length_bytes))
 
     def move(self, key: bytes, known: Location, new: Location) -> bool:
-        """Replaces the location of a page if the location is still `known`. Returns whether it was replaced."""
+        """Replaces the location of a page if the location is still `known`.
+
+        Returns whether the location was replaced.
+        """
         with self._lock:
             if self._locations.get(key) is not known or new.segment.gone:
                 return False
@@ -57,7 +60,10 @@ class PageIndex:
             return [(key, found) for key, found in known if found is not None and found.segment is segment]
 
     def drop_segment(self, segment: SegmentFile) -> int:
-        """Removes the pages whose location is in `segment`; returns their number. `add` then ignores the segment."""
+        """Removes the pages whose location is in `segment`; returns their number.
+
+        Later calls of `add` ignore the segment.
+        """
         with self._lock:
             segment.gone = True
         pages = self.locations_in(segment)

@@ -30,7 +30,7 @@ class PagePart:
     layers: Span
     """Global layer numbers."""
     heads: Span
-    """Global KV heads; for a state, the parts of its tensors."""
+    """Global KV heads; for a state, the indices of the first dimension of its tensors."""
 
     def encoded(self) -> bytes:
         """Returns the bytes that stand for the part in a key; only equal parts have equal bytes."""
@@ -75,7 +75,7 @@ class PartGrid:
 
     @property
     def state_parts(self) -> tuple[PagePart, ...]:
-        """The parts of a recurrent state; empty for a model without one."""
+        """The parts of a recurrent state; empty for a model without recurrent layers."""
         first = len(self.layout.classes)
         each = enumerate(zip(self.layout.state_spans, self.layout.states, strict=True), first)
         return tuple(PagePart(index, span, Span(0, one.heads)) for index, (span, one) in each)
@@ -111,7 +111,7 @@ class PartGrid:
         return tuple(part for part in self.parts_of(shards[rank]) if part not in earlier)
 
     def nbytes(self, part: PagePart) -> int:
-        """Returns the bytes of a stored part."""
+        """Returns the size of a stored part in bytes."""
         one = self.layout.all_classes[part.class_index]
         tokens = 1 if part.class_index >= len(self.layout.classes) else self.page_size
         return len(part.layers) * one.planes * tokens * len(part.heads) * one.head_bytes

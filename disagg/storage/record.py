@@ -1,7 +1,7 @@
-"""A stored page: a header with checksums, then the content.
+"""Format of a stored page, called a record: a header with checksums, then the content.
 
-The content's checksum is xxh3-128, the header's own is xxh3-64. Both detect accidents (torn writes, bit flips,
-misplaced writes), not deliberate changes: every process that may write to the folder or the server is trusted.
+The content's checksum is xxh3-128, the header's own checksum is xxh3-64. Both detect accidents (torn writes, bit
+flips, misplaced writes), not deliberate changes: every process that may write to the folder or the server is trusted.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ class RecordHeader:
 
     @classmethod
     def of(cls, key: bytes, content: memoryview) -> RecordHeader:
-        """Returns the header for `content`."""
+        """Returns the header of a record with `content`, including its checksum."""
         return cls(key, content.nbytes, checksum_of(content))
 
     @property
     def record_bytes(self) -> int:
-        """Bytes of header and content."""
+        """Size of header and content."""
         return HEADER_BYTES + self.length_bytes
 
     def packed(self) -> bytes:
@@ -66,7 +66,7 @@ def parse_header(data: memoryview | bytes) -> RecordHeader | None:
 
 
 def content_of(record: memoryview, key: bytes) -> memoryview | None:
-    """Returns the verified content of a whole record; None unless `record` is the intact page with the key `key`.
+    """Returns the verified content of a record; None unless `record` is intact and has the key `key`.
 
     `record` may have padding at its end.
     """

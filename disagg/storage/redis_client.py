@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import redis
 
 _READ_BYTES = 1 << 18
-"""Size of one receive. With the client's own 32 KiB, the threads of several connections mostly wait for the GIL."""
+"""Size of one socket read. With the client's default of 32 KiB, the threads mostly wait for the GIL."""
 
 
 class StorageServerError(DisaggError):
@@ -22,12 +22,14 @@ class StorageServerError(DisaggError):
 class RedisClient:
     """Commands to a Redis or Valkey server. Thread-safe: each thread takes a connection from a pool.
 
-    A connection is opened when a command needs one, and closed after a fault, so that a late reply is never taken for
-    the reply to a later command.
+    A connection is opened when a command needs it. A connection is closed after a fault, so that a late reply is
+    never taken for the reply to a later command.
     """
 
     def __init__(self, url: str, timeout_s: float, expire_s: int) -> None:
-        """`timeout_s`: time limit of connecting, and of a send or receive without progress. `expire_s`: 0: no expiry.
+        """`timeout_s`: time limit of connecting, and of a send or receive without progress.
+
+        `expire_s` of 0: no expiry.
 
         Raises `ConfigError` for a malformed URL, or if the `redis` package is missing.
         """
@@ -66,7 +68,7 @@ class RedisClient:
             return [value if isinstance(value, bytes) else None for value in values]
 
     def touch(self, keys: Sequence[bytes]) -> list[bool]:
-        """Returns for each key whether it exists; renews its age for eviction. Raises `StorageServerError`."""
+        """Returns for each key whether it exists; renews existing keys for eviction. Raises `StorageServerError`."""
         command = ("EXPIRE", self._expire_s) if self._expire_s else ("TOUCH",)
         return [reply == 1 for reply in self._pipelined([(command[0], key, *command[1:]) for key in keys])]
 
@@ -75,7 +77,7 @@ class RedisClient:
         return [reply == 1 for reply in self._pipelined([("EXISTS", key) for key in keys])]
 
     def write(self, keys: Sequence[bytes], values: Sequence[memoryview]) -> tuple[list[bool], bool]:
-        """Stores values; returns whether each is stored, and whether the server refused any for lack of memory.
+        """Stores values; returns whether each is stored, and whether the server refused a value for lack of memory.
 
         Raises `StorageServerError`.
         """
@@ -97,7 +99,7 @@ class RedisClient:
     def _pipelined(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
         """Sends commands in one pipeline; returns the reply to each, or its error if the server is out of memory.
 
-        Raises `StorageServerError` for any other error, even if only a single command has it.
+        Raises `StorageServerError` for any other error, even if only one command fails.
         """
         with _mapped(), self._redis.pipeline(transaction=False) as pipeline:
             for command in commands:
@@ -115,7 +117,7 @@ class RedisClient:
 
 @contextmanager
 def _mapped() -> Iterator[None]:
-    """Maps all errors to `StorageServerError`: for a malformed reply the client raises `ValueError` and others."""
+    """Maps all errors to `StorageServerError`, because the client raises various errors for malformed replies."""
     try:
         yield
     except StorageServerError:

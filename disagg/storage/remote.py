@@ -134,7 +134,7 @@ class RemoteStorage:
     def _run(
         self, batch: PageBatch, tasks: Sequence[Task], threads: IOThreads, breaker: Breaker, timeout_s: float
     ) -> list[bool]:
-        """Runs a call's tasks on I/O threads, unless calls are skipped; returns the results."""
+        """Runs a call's tasks on I/O threads, unless calls are skipped; returns the result of each page."""
         count = batch.count
         if not count:
             return []
@@ -149,7 +149,7 @@ class RemoteStorage:
     def _guarded(
         self, work: _Work, batch: PageBatch, chunk: range, keys: Sequence[bytes], breaker: Breaker
     ) -> None:
-        """Runs one task. Pages that the task leaves unsettled become misses, even after an error."""
+        """Runs one task. Pages without a result become misses, even if the task fails."""
         try:
             if batch.is_open and work(batch, chunk, [self._prefix + keys[i] for i in chunk], keys):
                 breaker.succeeded()
@@ -225,7 +225,7 @@ def _name_of(url: str) -> str:
 
 
 def _chunks(sizes_bytes: Sequence[int], least: int) -> list[range]:
-    """Splits the pages of a call into ranges for the threads: at least `least` ranges, if there are enough pages."""
+    """Splits the pages of a call into ranges for the threads: at least `least` ranges if there are enough pages."""
     most_pages = min(_CHUNK_KEYS, max(1, -(-len(sizes_bytes) // least)))
     chunks: list[range] = []
     first, total_bytes = 0, 0

@@ -1,4 +1,4 @@
-"""Finds the records of a segment by their headers, where no side index lists them."""
+"""Finds the records of a segment without a side index, by the records' headers."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ def scan_headers(
 ) -> tuple[list[Entry], int]:
     """Returns the records from `start_bytes` on, and the end of the last record in bytes. Raises `OSError`.
 
-    `through_holes`: whether the scan continues beyond holes, bytes without a record. A write that failed or was cut
-    off leaves a hole if a later write succeeded. If False, the scan ends at the first hole, because a live writer may
-    still fill it. Contents are not read, so torn records are found too; they do not verify when they are read.
+    `through_holes`: whether the scan continues beyond holes (bytes without a record). A failed or interrupted write
+    leaves a hole if a later write succeeded. If False, the scan ends at the first hole, because a live writer may
+    still fill it. The scan reads no contents, so it also finds torn records, which fail verification when read.
     """
     entries: list[Entry] = []
     stop_bytes, offset, end_bytes = disk.size(descriptor), start_bytes, start_bytes

@@ -13,7 +13,7 @@ LOCK_SUFFIX, PAGES_SUFFIX, INDEX_SUFFIX = ".lock", ".pages", ".index"
 
 @dataclass(eq=False, slots=True)
 class SegmentFile:
-    """One segment file. The storage's lock guards all fields that change."""
+    """One segment file. The lock of its storage guards all fields that change."""
 
     path: Path
     writer: str
@@ -22,32 +22,32 @@ class SegmentFile:
     owned: bool
     """Whether this process may write, evict and remove the segment."""
     end_bytes: int = 0
-    """End of the known records: the offset at which the next record is appended, or searched."""
+    """End of the known records: the owner appends the next record here, and other processes search for it here."""
     sealed: bool = False
-    """Whether no record follows, and the side index is written."""
+    """Whether the segment receives no more records; its side index is then written."""
     keys: list[bytes] = field(default_factory=list)
-    """Keys of the records; the index may have another location of a key by now."""
+    """Keys of the records. The index may meanwhile have another location for a key."""
     gone: bool = False
     """Whether the segment was evicted or vanished; the index then adds no more of its pages."""
     modified_s: float = 0.0
-    """Time of the segment's last write, as of the discovery of the segment; gives the order of eviction."""
+    """Time of the segment's last write when this process found the segment; oldest segments are evicted first."""
 
     @property
     def index_path(self) -> Path:
-        """The side index, written when the segment is sealed."""
+        """Path of the side index, which is written when the segment is sealed."""
         return self.path.with_suffix(INDEX_SUFFIX)
 
 
 @dataclass(eq=False, slots=True)
 class Location:
-    """The location of a record."""
+    """Location of a page's record in a segment."""
 
     segment: SegmentFile
     offset_bytes: int
     length_bytes: int
     """Length of the content."""
     used: bool = False
-    """Whether the page was read, or put again, since it was written: eviction then writes it again."""
+    """Whether the page was read, or put again, since it was written. Eviction moves used pages to another segment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,8 @@ def parse_name(name: str) -> tuple[str, int] | None:
 
 
 def index_segment(name: str) -> str | None:
-    """Returns the name of the segment file for the name of its side index, complete or half-written, else None."""
+    """Returns the segment file's name for the name of a side index, complete or half-written; None for other
+    files."""
     match = _INDEX_NAME.fullmatch(name)
     return f"{match[1]}{PAGES_SUFFIX}" if match else None
 

@@ -1,4 +1,4 @@
-"""The segments of one folder: those of this process, and those of other processes, which this process reads."""
+"""The segments of one folder: this process writes its own segments, and reads the segments of all processes."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ LOCK_TIMEOUT_S = 1.0
 class SegmentFolder:
     """Tracks all segments of a folder, and keeps the index up to date. Thread-safe.
 
-    Each process writes segments under an id of its own, and reads the segments of all processes. Segments without a
-    living owner are adopted, because no other process would evict them.
+    Each process writes segments under its own writer id, and reads the segments of all processes. A process adopts
+    segments whose owner is dead, because otherwise no process would evict them.
     """
 
     def __init__(self, folder: Path, disk: Disk, index: PageIndex, counters: Counters) -> None:
@@ -43,7 +43,7 @@ class SegmentFolder:
         self._locks = WriterLocks(folder, disk)
         self._number = 0
         self.writer = secrets.token_hex(8)
-        while not self._locks.acquire(self.writer):  # another process adopted the id before this lock
+        while not self._locks.acquire(self.writer):  # another process adopted this id before the lock
             self.writer = secrets.token_hex(8)
 
     def segments(self) -> list[SegmentFile]:
@@ -65,7 +65,7 @@ class SegmentFolder:
         with self._lock:
             listed = set(self._disk.names(self.path))
             names = {name: found for name in listed if (found := parse_name(name))}
-            # An unsealed segment of this process may have no file yet.
+            # An unsealed segment of this process may not have a file yet.
             known = [one for one in self._segments.values() if one.sealed or one.writer != self.writer]
             for segment in known:
                 if segment.path.name not in names:
@@ -94,9 +94,9 @@ class SegmentFolder:
             return segment
 
     def discard(self, segment: SegmentFile) -> int:
-        """Forgets an owned segment and removes its files; returns the number of pages lost.
+        """Removes an owned segment from the index and from the disk; returns the number of its pages in the index.
 
-        Raises `OSError` if a file is left; the segment is forgotten nevertheless.
+        Raises `OSError` if a file could not be removed; the segment has left the index nevertheless.
         """
         with self._lock:
             lost = self._forget(segment)
@@ -108,7 +108,7 @@ class SegmentFolder:
             return lost
 
     def vanished(self, segment: SegmentFile) -> None:
-        """Forgets a segment whose file is gone, and counts its pages."""
+        """Removes a segment whose file no longer exists from the index; counts its pages as vanished."""
         with self._lock:
             self._counters.add(vanished=self._forget(segment))
 

@@ -18,12 +18,12 @@ from disagg.storage.segment_folder import SegmentFolder
 log = get_logger(__name__)
 
 _TRIES = 2
-"""Number of lookups of a page, which can move before the read: eviction writes used pages again, then removes their
-old segment."""
+"""Number of attempts to find and read a page. A page can move before the read: eviction writes used pages to another
+segment, then removes their old segment."""
 
 
 class _OpenFile:
-    """The descriptor of the segment that a task reads; the descriptor of the task's next segment replaces it."""
+    """The open file of a read task. The task has at most one segment open at a time."""
 
     def __init__(self, disk: Disk, flags: int) -> None:
         self._disk, self._flags = disk, flags
@@ -31,7 +31,7 @@ class _OpenFile:
         self._descriptor = -1
 
     def of(self, segment: SegmentFile) -> int:
-        """Returns the descriptor of `segment`, valid until the next call. Raises `OSError`."""
+        """Opens `segment` unless open; returns its descriptor, valid until the next call. Raises `OSError`."""
         if self._segment is not segment:
             self.close()
             self._descriptor = self._disk.open(segment.path, self._flags)
@@ -51,13 +51,13 @@ class SegmentReader:
     def __init__(
         self, folder: SegmentFolder, disk: Disk, counters: Counters, breaker: Breaker, direct: int
     ) -> None:
-        """`direct`: `O_DIRECT`, or 0."""
+        """`direct`: open flag `O_DIRECT`, or 0."""
         self._folder, self._index, self._disk = folder, folder.index, disk
         self._counters, self._breaker, self._direct = counters, breaker, direct
         self._buffers = BounceBuffers()
 
     def read(self, batch: PageBatch, pages: Sequence[tuple[int, bytes]]) -> None:
-        """Reads `pages`, each given as its index in the batch and its key. Raises no error."""
+        """Reads pages into the caller's memory. `pages`: (index in the batch, key) of each page. Raises no error."""
         file = _OpenFile(self._disk, os.O_RDONLY | self._direct)
         try:
             for place, key in pages:
@@ -102,7 +102,7 @@ class SegmentReader:
         return True
 
     def _drop(self, key: bytes, location: Location) -> None:
-        """Drops a page that does not verify, also from the side index, where the next start would find it."""
+        """Drops a page that fails verification. Also removes the page from the side index, for later starts."""
         if not self._index.drop(key, location):
             return
         self._counters.add(corrupt=1)

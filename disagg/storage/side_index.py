@@ -1,7 +1,7 @@
-"""The side index of a sealed segment: keys and places of the records, so that a start need not read the headers.
+"""The side index of a sealed segment: a file with keys and offsets of the records.
 
-A checksum verifies the whole file and the segment's name. Without a valid side index, the segment's headers are
-scanned.
+With the side index, a start need not read the headers of the records. A checksum verifies the whole file and the
+segment's name. Without a valid side index, the segment's headers are scanned.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""`disagg top`: shows a server's current work in a terminal."""
+"""`disagg top`: shows a server's current requests, groups and transfers in a terminal."""

@@ -1,4 +1,4 @@
-"""Client of a server's status endpoint. Error messages have one line."""
+"""HTTP client of a server's `/status` endpoint. Its error messages have one line."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from disagg.core.errors import ConfigError, DisaggError
 from disagg.core.status import ServiceStatus
 
 TIMEOUT_S = 5.0
-"""Timeout of one reply."""
+"""Timeout of one status query."""
 
 
 class StatusClient:
-    """Queries one server over one connection. Use as a context manager."""
+    """Queries the status of one server over one connection. A context manager, which closes the connection."""
 
     def __init__(self, url: str, api_key: str | None) -> None:
-        """`url` is the server's base URL, without `/v1`. Raises `ConfigError` for a malformed one."""
+        """`url` is the server's base URL, with or without `/v1`. Raises `ConfigError` for a malformed URL."""
         self._url = _status_url(url)
         headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
         self._keyed = api_key is not None
-        # An explicit transport ignores the proxies of the environment.
+        # With an explicit transport, httpx ignores the proxies that environment variables configure.
         self._http = httpx.Client(transport=httpx.HTTPTransport(), headers=headers, timeout=TIMEOUT_S)
 
     def __enter__(self) -> StatusClient:
@@ -34,11 +34,14 @@ class StatusClient:
         self._http.close()
 
     def status(self) -> ServiceStatus:
-        """Returns the server's status. Raises `DisaggError` for an unreachable or foreign server, or a bad key."""
+        """Returns the server's status.
+
+        Raises `DisaggError` if the server is unreachable, rejects the key, or is no disagg server.
+        """
         return self._fetch()[1]
 
     def status_json(self) -> bytes:
-        """Returns the status as the server's JSON. Raises as `status`."""
+        """Returns the JSON text of the server's status. Raises the errors of `status`."""
         return self._fetch()[0]
 
     def _fetch(self) -> tuple[bytes, ServiceStatus]:

@@ -1,7 +1,7 @@
-"""Computes rates from the totals in successive `ServiceStatus` samples. Pure. `api/page.html` does the same.
+"""Computes rates from the totals in successive `ServiceStatus` samples. Pure functions.
 
 Groups report about once a second, and clients sample about once a second. Between two samples, a group may therefore
-have reported twice or not at all, so rates cover the longer time `WINDOW_S`.
+have reported twice or not at all, so rates cover the longer time `WINDOW_S`. `api/page.html` computes the same rates.
 """
 
 from __future__ import annotations
@@ -13,51 +13,53 @@ import msgspec
 from disagg.core.status import Path, ServiceStatus
 
 WINDOW_S = 5.0
-"""Time that rates cover. Older samples are dropped; the latest of them is kept if it is the only other sample."""
+"""Period over which rates are computed. Older samples are dropped; but if no sample within the period remains to
+compare with, the latest older one is kept."""
 SAME_START_S = 2.0
-"""Largest difference of the server's start times in two samples of the same process."""
+"""Largest difference between a server process's start times as computed from two samples. A larger difference means
+that the process has been replaced."""
 MOST_LINES = 16
-"""Most flows in one table. If there are more, flows between the same two groups are summed."""
+"""Maximum number of flows in the table. If there are more, flows between the same two groups are summed."""
 
 
 class GroupRate(msgspec.Struct, frozen=True):
-    """Rates of a group."""
+    """Rates of one group of ranks."""
 
     tokens_per_s: float
     cached_tokens_per_s: float
     busy: float
-    """Share of time in which the group ran steps, 0 to 1."""
+    """Fraction of the time in which the group ran steps, 0 to 1."""
 
 
 class FlowRate(msgspec.Struct, frozen=True):
-    """Rate of the KV sent from one rank to another or, summed, from one group to another."""
+    """Rate at which KV moves from one rank to another rank, or from one group to another group."""
 
     source: str
-    """Rank or group that sends, such as `prefill r0` or `prefill`."""
+    """Name of the sending rank or group, such as `prefill r0` or `prefill`."""
     target: str
     path: Path
     bytes_per_s: float
     busy: float
-    """Share of time with a transfer in flight, 0 to 1. For summed flows, the largest share."""
+    """Fraction of the time with a transfer in flight, 0 to 1. For a sum of flows, the largest of their fractions."""
     bytes_total: int
 
 
 class ServiceRates(msgspec.Struct, frozen=True):
-    """Rates of a service over the last `seconds`."""
+    """Rates of a whole server over the last `seconds`."""
 
     seconds: float
     prompt_tokens_per_s: float
     generated_tokens_per_s: float
     bytes_per_s: float
-    """KV bytes of all flows."""
+    """KV bytes per second, summed over all flows."""
     groups: dict[str, GroupRate]
     flows: tuple[FlowRate, ...]
     """Flows between ranks, in the order of the status."""
 
 
 def append(pictures: Sequence[ServiceStatus], newest: ServiceStatus) -> list[ServiceStatus]:
-    """Returns `pictures`, oldest first, with `newest` appended. Drops samples that are too old or from another
-    process.
+    """Returns `pictures`, oldest first, with `newest` appended. Drops samples that are older than `WINDOW_S` or come
+    from an earlier server process.
     """
     if pictures and restarted(pictures[-1], newest):
         return [newest]
@@ -67,14 +69,14 @@ def append(pictures: Sequence[ServiceStatus], newest: ServiceStatus) -> list[Ser
 
 
 def restarted(before: ServiceStatus, now: ServiceStatus) -> bool:
-    """Returns whether the samples come from two processes, whose totals cannot be compared."""
+    """Returns whether the two samples come from different server processes, so that totals cannot be compared."""
     return abs((now.unix_s - now.uptime_s) - (before.unix_s - before.uptime_s)) > SAME_START_S
 
 
 def rates(pictures: Sequence[ServiceStatus]) -> ServiceRates:
-    """Returns the rates at the last of `pictures`, a non-empty result of `append`.
+    """Returns the rates at the time of the last sample. `pictures` must be a non-empty result of `append`.
 
-    Each total is compared with the oldest sample that contains it. The rate of a new or decreased total is 0.
+    Each total is compared with its value in the oldest sample that contains it. A new or decreased total has rate 0.
     """
     now, growth = pictures[-1], _Growth(pictures)
     flows = tuple(
@@ -108,7 +110,7 @@ def rates(pictures: Sequence[ServiceStatus]) -> ServiceRates:
 
 
 def paired(flows: Iterable[FlowRate]) -> list[FlowRate]:
-    """Returns the flows summed for each pair of groups and path, in order of first appearance."""
+    """Returns one flow per source group, target group and path: the sum of the given flows between ranks."""
     sums: dict[tuple[str, str, Path], FlowRate] = {}
     for flow in flows:
         key = (group_of(flow.source), group_of(flow.target), flow.path)
@@ -123,12 +125,12 @@ def paired(flows: Iterable[FlowRate]) -> list[FlowRate]:
 
 
 def group_of(rank: str) -> str:
-    """Returns the group of a rank: `decode-2` for `decode-2 r1`."""
+    """Returns the name of the group in a rank's name: `decode-2` for `decode-2 r1`."""
     return rank.rpartition(" ")[0] or rank
 
 
 class _Growth:
-    """Computes how fast totals grow, in units per second up to the last sample."""
+    """Computes the growth of totals per second, between earlier samples and the last one."""
 
     def __init__(self, pictures: Sequence[ServiceStatus]) -> None:
         self._older = [(one.uptime_s, _totals(one)) for one in pictures]

@@ -1,4 +1,4 @@
-"""The view of a server, made with rich: totals, groups, flows, the last requests."""
+"""Builds the view of a server with rich: totals, groups, flows, and the last requests."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from disagg.top.rates import MOST_LINES, FlowRate, GroupRate, ServiceRates, pair
 from disagg.top.words import count_words, part_words, plain, rate_words, time_words
 
 LEAST_REQUESTS, MOST_REQUESTS = 3, 12
-"""Fewest and most rows in the table of the last requests. The terminal's height decides between them."""
+"""Minimum and maximum number of rows in the table of the last requests; the terminal's height sets the number."""
 WIDE = 110
-"""Terminal width at which every column of every table fits."""
+"""Minimum width of the terminal, in characters, for tables with all columns."""
 WORDS = frozenset({"group", "state", "from", "to", "path", "request", "ending", "prefill", "decode"})
 """Names of the columns that contain text; all others contain numbers."""
 
@@ -25,9 +25,9 @@ WORDS = frozenset({"group", "state", "from", "to", "path", "request", "ending", 
 def picture(
     pictures: Sequence[ServiceStatus], width: int, height: int | None = None, trouble: str = ""
 ) -> RenderableType:
-    """Returns the view of the last of `pictures`, with rates, in `height` lines if possible.
+    """Returns the view of the last sample in `pictures`, with rates over all of them, in `height` lines if possible.
 
-    `trouble` is the error if the query after the last sample failed, or "".
+    `trouble`: error of a query that failed after the last sample, or "".
     """
     status, growing = pictures[-1], rates(pictures)
     flows = _shown(growing.flows)
@@ -49,7 +49,7 @@ def picture(
 
 
 def _lines(rows: Sequence[object]) -> int:
-    """Returns the number of lines of a table, including its title and head."""
+    """Returns the number of lines of a table with these rows, including its title and header."""
     return len(rows) + 4
 
 
@@ -91,7 +91,7 @@ def _ended(what: str, count: int, style: str = "yellow") -> tuple[tuple[str, str
 
 
 def _table(title: str, *columns: str) -> Table:
-    """Returns an empty table: text columns left-aligned, numbers right-aligned."""
+    """Returns an empty table whose columns of text (`WORDS`) are left-aligned, and all others right-aligned."""
     table = Table(
         title=f"\n{title}", title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0)
     )
@@ -117,9 +117,9 @@ def _groups_table(status: ServiceStatus, growing: ServiceRates, wide: bool) -> T
 
 
 def _states(group: GroupStatus, wide: bool) -> str:
-    """Returns the state slots in use: of requests, then of the prefix cache; '-' without states.
+    """Formats the recurrent-state slots in use, those of requests before those of the prefix cache.
 
-    Counts like `20/40 + 8/32`, or shares in a narrow terminal.
+    In a wide terminal the result is like `20/40 + 8/32`; in a narrow one like `50%+25%`; without states `-`.
     """
     pools = [(group.state_slots_used, group.state_slots), (group.cached_states, group.cached_state_slots)]
     shown = [(used, slots) for used, slots in pools if slots]

@@ -1,4 +1,4 @@
-"""Samples a server periodically until Ctrl-C, and shows each sample."""
+"""Queries the status of a server periodically until Ctrl-C, and shows each sample."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from disagg.top.rates import append
 from disagg.top.view import picture
 
 PLAIN_WIDTH = 140
-"""Width of the output if it is not a terminal. Every column fits."""
+"""Width of the output in characters if stdout is no terminal. Every column fits."""
 
 
 def console() -> Console:
-    """Returns a console on standard output."""
+    """Returns a rich console on stdout; `PLAIN_WIDTH` wide if stdout is no terminal."""
     made = Console(highlight=False)
     return made if made.is_terminal else Console(highlight=False, width=PLAIN_WIDTH)
 
 
 def show_once(client: StatusClient, interval_s: float, on: Console) -> None:
-    """Shows one view after `interval_s`, with rates over this time. Raises as `StatusClient.status`."""
+    """Shows one view after `interval_s`, with rates over this time. Raises the errors of `StatusClient.status`."""
     before = client.status()
     time.sleep(interval_s)
     on.print(picture(append([before], client.status()), on.width))
 
 
 def watch(client: StatusClient, interval_s: float, on: Console) -> None:
-    """Shows a view every `interval_s` until Ctrl-C: in place on a terminal, otherwise one below the other.
+    """Shows a view every `interval_s` until Ctrl-C: in place on a terminal, otherwise one view below another.
 
-    Raises as `StatusClient.status` for the first query; later errors are shown, and the query is repeated.
+    Raises the error of the first query (`StatusClient.status`). Later errors are shown, and the query is repeated.
     """
     pictures = [client.status()]
     seen = looks(client, pictures, lambda: time.sleep(interval_s))
@@ -51,7 +51,7 @@ def watch(client: StatusClient, interval_s: float, on: Console) -> None:
 def looks(
     client: StatusClient, pictures: list[ServiceStatus], wait: Callable[[], None]
 ) -> Iterator[tuple[list[ServiceStatus], str]]:
-    """Yields after each `wait` the samples so far, and the error if the query failed, or ""."""
+    """Queries the server after each `wait()`. Yields the samples so far, and the error of the query or ""."""
     while True:
         wait()
         trouble = ""

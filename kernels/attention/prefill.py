@@ -119,8 +119,8 @@ def tile_shared_bytes(tile: PrefillTile, head_dim: int) -> int:
 def fixed_tile_of(
     dtype: torch.dtype, rows: int, programs: int, head_dim: int, device: torch.device
 ) -> PrefillTile:
-    """Returns the tile for fixed splits. For equal bits, its blocks have the same number of tokens as in the decode
-    kernel.
+    """Returns the tile for fixed splits. Its blocks have the same number of tokens as in the decode kernel, so that
+    both kernels give the same bits.
 
     `rows` is the largest number of rows of a sequence. `programs` is the number of blocks of 128 rows, before any
     context is split.

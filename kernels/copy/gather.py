@@ -8,6 +8,8 @@ import triton.language as tl
 
 from disagg.core.types import Span
 from kernels.copy.checksum import Check, add_tile
+from kernels.copy.layer_pool import LayerPool, Pool
+from kernels.copy.layers import gather_layers
 from kernels.copy.layout import Copy, plan_copy, tile
 from kernels.dispatch import backend
 
@@ -58,7 +60,7 @@ def gather_kernel(  # type: ignore[no-untyped-def]
 
 
 def gather(
-    pool: torch.Tensor,
+    pool: Pool,
     slots: torch.Tensor,
     layers: Span,
     heads: Span,
@@ -67,7 +69,7 @@ def gather(
 ) -> None:
     """Writes the segment (`layers`, `slots`, `heads`) of `pool` to `out`.
 
-    - pool: `[layers, planes, slots, heads, head_dim]`, contiguous, any dtype.
+    - pool: `[layers, planes, slots, heads, head_dim]`, contiguous or of separate layers, any dtype.
     - slots: int32 or int64 `[tokens]` on the pool's device, each within the pool (not checked).
     - layers, heads: indices local to the pool.
     - out: uint8 on the pool's device, exactly the bytes of `[layer, plane, token, head, head_dim]`.
@@ -78,6 +80,9 @@ def gather(
     and the check's words alive and unchanged until an event recorded after this call has completed. Raises ValueError
     (arguments) and ConfigError (`DISAGG_KERNELS`).
     """
+    if isinstance(pool, LayerPool):
+        gather_layers(pool, slots, layers, heads, out, check)
+        return
     copy = plan_copy(pool, slots, layers, heads, out, "out", check)
     if copy is None:
         return

@@ -55,8 +55,8 @@ class Launcher:
     constants: tuple[int, ...]
     tile: Tile
     most_programs: int | None = None
-    """None: one program for each tile, in a grid of tokens, planes and words. Otherwise the grid has one dimension
-    and at most this many programs, each of which copies several tiles."""
+    """Largest number of programs of a launch, in a grid of one dimension; each program copies several tiles if
+    needed. None: one program for each tile, in a grid of tokens, planes and words."""
     _compiled: dict[int, Any] = field(default_factory=dict, compare=False)
     """Compiled kernels. The key is Triton's specialization: alignment of addresses, width of sizes."""
 

@@ -21,7 +21,17 @@ import triton.language as tl
 from disagg.core.types import Span
 from kernels.copy.checksum import NO_SIZES, Check, unit_bytes
 from kernels.copy.launch import SUMMED_TILE, Tile, launcher
-from kernels.copy.rows import WORDS, Rows, alignment, check_slots, rows_of, view_words
+from kernels.copy.layer_pool import Pool
+from kernels.copy.rows import (
+    WORDS,
+    Rows,
+    alignment,
+    check_slots,
+    check_staged,
+    rows_of,
+    view_words,
+    word_bytes,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,18 +118,9 @@ class Copy:
             self.check.sum_words(self.staged_words(), self.head_bytes)
 
 
-def segment_bytes(pool: torch.Tensor, tokens: int, layers: Span, heads: Span) -> int:
+def segment_bytes(pool: Pool, tokens: int, layers: Span, heads: Span) -> int:
     """Returns the bytes of a segment of `tokens` tokens, `layers` and `heads` of `pool`."""
     return pool.shape[1] * len(layers) * tokens * len(heads) * pool.shape[4] * pool.element_size()
-
-
-def word_bytes(aligned: int, check: Check | None, head_bytes: int) -> int:
-    """Returns the size of the words in which rows are moved, in bytes.
-
-    With a check, a word has one unit if units have fewer than four bytes.
-    """
-    unit = unit_bytes(head_bytes)
-    return min(aligned, 8 if check is None or unit == 4 else unit)
 
 
 def plan_copy(
@@ -139,20 +140,11 @@ def plan_copy(
     rows = rows_of(pool, layers, heads)
     check_slots(slots, pool)
     expected = rows.planes * slots.shape[0] * rows.row_bytes
-    _check_staged(staged, pool, expected, name)
+    check_staged(staged, pool, expected, name)
     if expected == 0:
         return None
     aligned = alignment(rows.aligned, staged.data_ptr(), int(staged.storage_offset()))
     return Copy(pool, staged, slots, layers, rows, aligned, check)
-
-
-def _check_staged(staged: torch.Tensor, pool: torch.Tensor, expected: int, name: str) -> None:
-    if staged.dim() != 1 or staged.dtype != torch.uint8 or not staged.is_contiguous():
-        raise ValueError(f"{name} must be contiguous uint8 [bytes]; got {staged.dtype} {list(staged.shape)}")
-    if staged.device != pool.device:
-        raise ValueError(f"{name} must be on the pool's device {pool.device}; got {staged.device}")
-    if staged.shape[0] != expected:
-        raise ValueError(f"{name} must have exactly the segment's {expected} bytes; got {staged.shape[0]}")
 
 
 @triton.jit  # type: ignore[untyped-decorator]

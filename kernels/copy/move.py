@@ -17,8 +17,7 @@ import triton.language as tl
 
 from kernels.copy.checksum import NO_SIZES, Check, add_tile, unit_bytes
 from kernels.copy.launch import Tile, launcher
-from kernels.copy.layout import word_bytes
-from kernels.copy.rows import PoolSlice, Rows, check_slots, rows_of, view_words
+from kernels.copy.rows import PoolSlice, Rows, check_slots, rows_of, view_words, word_bytes
 from kernels.dispatch import backend
 
 # Each warp reads the fence word over the link. Of all tiles from 1 to 16 KiB per warp, this is the smallest tile
@@ -52,7 +51,7 @@ class _Move:
     def words(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns views `[layers, planes, slots, row_words]` of source and target."""
         source, target = (
-            view_words(place.pool, rows, place.layers, self.word_bytes)
+            view_words(place.tensor, rows, place.layers, self.word_bytes)
             for place, rows in zip((self.source, self.target), self.rows, strict=True)
         )
         return source, target
@@ -81,7 +80,7 @@ def prepare_move(
     planned = _plan(source, target, fence, ticket, check)
     if planned is None:
         return lambda: None
-    if backend(source.pool.device) == "triton":
+    if backend(source.tensor.device) == "triton":
         return _prepared(planned)
     return partial(_move_torch, planned)
 
@@ -107,18 +106,18 @@ def _plan(
     """Checks the arguments; returns None when there is nothing to move."""
     sizes, rows = [], []
     for place in (source, target):
-        found = rows_of(place.pool, place.layers, place.heads)
-        check_slots(place.slots, place.pool)
+        found = rows_of(place.tensor, place.layers, place.heads)
+        check_slots(place.slots, place.tensor)
         rows.append(found)
-        head_dim, element_bytes = place.pool.shape[4], place.pool.element_size()
-        planes, tokens = (len(place.layers), place.pool.shape[1]), place.slots.shape[0]
+        head_dim, element_bytes = place.tensor.shape[4], place.tensor.element_size()
+        planes, tokens = (len(place.layers), place.tensor.shape[1]), place.slots.shape[0]
         sizes.append((*planes, len(place.heads), tokens, head_dim, element_bytes))
     if sizes[0] != sizes[1]:
         raise ValueError(
             f"(layers, planes of each, heads, tokens, head_dim, element bytes) differ: source {sizes[0]}, "
             f"target {sizes[1]}"
         )
-    check_fence(fence, source.pool.device)
+    check_fence(fence, source.tensor.device)
     if not (rows[0].planes and rows[0].row_bytes and source.slots.shape[0]):
         return None
     return _Move(source, target, fence, ticket, (rows[0], rows[1]), check)
@@ -200,11 +199,11 @@ def _prepared(planned: _Move) -> Callable[[], None]:
     head_bytes, aligned = source.head_bytes, planned.aligned
     tokens, check = source.slots.shape[0], planned.check
     word = word_bytes(aligned, check, head_bytes)
-    row_words, planes = here.row_bytes // word, source.pool.shape[1]
+    row_words, planes = here.row_bytes // word, source.tensor.shape[1]
     parts = None if check is None else check.summer.parts
     found = launcher(
         _move_kernel,
-        source.pool.device,
+        source.tensor.device,
         (word, source.slots.dtype, target.slots.dtype, check is None),
         here.planes,
         row_words,

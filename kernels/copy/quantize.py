@@ -90,18 +90,18 @@ def prepare_quantized_move(
     (head_dim + 2)]`, contiguous. Raises as `move` does.
     """
     _check_source(source, dtype)
-    check_fence(fence, source.pool.device)
-    rows_of(target.pool, target.layers, target.heads)
-    check_slots(target.slots, target.pool)
-    wanted = (*_sizes(source), 1, quantized_row_bytes(source.pool.shape[4]), torch.uint8)
-    found = (*_sizes(target), target.pool.shape[1], target.pool.shape[4], target.pool.dtype)
+    check_fence(fence, source.tensor.device)
+    rows_of(target.tensor, target.layers, target.heads)
+    check_slots(target.slots, target.tensor)
+    wanted = (*_sizes(source), 1, quantized_row_bytes(source.tensor.shape[4]), torch.uint8)
+    found = (*_sizes(target), target.tensor.shape[1], target.tensor.shape[4], target.tensor.dtype)
     if wanted != found:
         raise ValueError(
             f"(layers, heads, tokens, planes, bytes of a head, storage) of the target are {found}, not {wanted}"
         )
     if not (source.layers and source.heads and len(source.slots)):
         return lambda: None
-    if backend(source.pool.device) == "triton":
+    if backend(source.tensor.device) == "triton":
         return partial(_launch, source, target, dtype, fence, ticket, check)
     return partial(_fenced, source, target, dtype, fence, ticket, check)
 
@@ -111,18 +111,18 @@ def _sizes(place: PoolSlice) -> tuple[int, int, int]:
 
 
 def _check_source(source: PoolSlice, dtype: torch.dtype) -> None:
-    rows_of(source.pool, source.layers, source.heads)
-    check_slots(source.slots, source.pool)
-    floats = source.pool.is_floating_point() and source.pool.element_size() >= 2
-    if not floats or source.pool.shape[1] != 2:
+    rows_of(source.tensor, source.layers, source.heads)
+    check_slots(source.slots, source.tensor)
+    floats = source.tensor.is_floating_point() and source.tensor.element_size() >= 2
+    if not floats or source.tensor.shape[1] != 2:
         raise ValueError(
             "pool must be float32, bfloat16 or float16 [layers, 2, slots, heads, head_dim]; "
-            f"got {describe(source.pool)}"
+            f"got {describe(source.tensor)}"
         )
     if dtype not in QUANTIZED:
         raise ValueError(f"cannot quantize to {dtype}; choose one of {', '.join(map(str, QUANTIZED))}")
-    if source.pool.shape[4] % SCALE_BYTES:
-        raise ValueError(f"heads must be a multiple of {SCALE_BYTES} elements; got {source.pool.shape[4]}")
+    if source.tensor.shape[4] % SCALE_BYTES:
+        raise ValueError(f"heads must be a multiple of {SCALE_BYTES} elements; got {source.tensor.shape[4]}")
 
 
 def _staged(source: PoolSlice, dtype: torch.dtype, out: torch.Tensor) -> PoolSlice | None:
@@ -133,13 +133,13 @@ def _staged(source: PoolSlice, dtype: torch.dtype, out: torch.Tensor) -> PoolSli
         1,
         len(source.slots),
         len(source.heads),
-        quantized_row_bytes(source.pool.shape[4]),
+        quantized_row_bytes(source.tensor.shape[4]),
     )
     nbytes = math.prod(shape)
     if out.dtype != torch.uint8 or out.shape != (nbytes,) or not out.is_contiguous():
         raise ValueError(f"out must be contiguous uint8 [{nbytes}], the segment's bytes; got {describe(out)}")
-    if out.device != source.pool.device:
-        raise ValueError(f"out must be on the pool's device {source.pool.device}; got {out.device}")
+    if out.device != source.tensor.device:
+        raise ValueError(f"out must be on the pool's device {source.tensor.device}; got {out.device}")
     if out.data_ptr() % SCALE_BYTES or out.storage_offset() % SCALE_BYTES:
         raise ValueError(f"out must begin at a multiple of {SCALE_BYTES} bytes: scales are written in it")
     if nbytes == 0:
@@ -157,11 +157,11 @@ def _launch(
 ) -> None:
     """Launches the kernel. With a fence, the target is a pool and its slots are used. Without a fence, the target is
     staging memory with the tokens in order."""
-    tokens, heads, head_dim = len(source.slots), len(source.heads), source.pool.shape[4]
+    tokens, heads, head_dim = len(source.slots), len(source.heads), source.tensor.shape[4]
     block = 1 << (head_dim - 1).bit_length()
     block_rows = max(1, _TILE_ELEMENTS // block)
-    values = source.pool[source.layers.start :, :, :, source.heads.start :]
-    quantized = target.pool[target.layers.start :, :, :, target.heads.start :]
+    values = source.tensor[source.layers.start :, :, :, source.heads.start :]
+    quantized = target.tensor[target.layers.start :, :, :, target.heads.start :]
     with on_device(values):
         quantize_kernel[(-(-tokens * heads // block_rows), 2 * len(source.layers))](
             values,
@@ -172,8 +172,8 @@ def _launch(
             fence,
             None if check is None else check.summer.parts,
             tokens,
-            source.pool.shape[2],
-            target.pool.shape[2],
+            source.tensor.shape[2],
+            target.tensor.shape[2],
             ticket,
             *(NO_SIZES if check is None else check.sizes(1, target.head_bytes)),
             HEADS=heads,
@@ -214,7 +214,7 @@ def _write_torch(
     slots: torch.Tensor | None = None,
 ) -> None:
     values, quantized = (
-        place.pool[place.layers.start : place.layers.stop, :, :, place.heads.start : place.heads.stop]
+        place.tensor[place.layers.start : place.layers.stop, :, :, place.heads.start : place.heads.stop]
         for place in (source, target)
     )
     found, scales = quantize(values.index_select(2, source.slots), dtype)

@@ -10,7 +10,9 @@ from typing import NamedTuple
 import torch
 
 from disagg.core.types import Span
+from kernels.copy.checksum import Check, unit_bytes
 from kernels.copy.launch import VECTOR_BYTES
+from kernels.copy.layer_pool import Pool, one_tensor
 
 WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 _KEPT = 4096
@@ -25,14 +27,20 @@ _PLANES = (1, 2)
 class PoolSlice(NamedTuple):
     """Layers, heads and slots of a pool that a copy reads or writes."""
 
-    pool: torch.Tensor
-    """The pool, contiguous `[layers, planes, slots, heads, head_dim]`; a plane is K, or V, or both."""
+    pool: Pool
+    """The pool `[layers, planes, slots, heads, head_dim]`, contiguous or of separate layers; a plane is K, or V, or
+    both."""
     slots: torch.Tensor
     """Slots of the tokens, int32 or int64 `[tokens]`, each within the pool (not checked); on the device that runs the
     kernel."""
     layers: Span
     heads: Span
     """KV heads of the rectangle. Layers and heads are local to the pool."""
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The pool as one contiguous tensor. Raises ValueError for separate layers."""
+        return one_tensor(self.pool)
 
     @property
     def head_bytes(self) -> int:
@@ -90,7 +98,7 @@ def alignment(*quantities: int) -> int:
     return merged & -merged
 
 
-def check_slots(slots: torch.Tensor, pool: torch.Tensor) -> None:
+def check_slots(slots: torch.Tensor, pool: Pool) -> None:
     """Raises ValueError unless `slots` has the type and shape of slots and the pool's device. Values are not
     checked."""
     if slots.dim() != 1 or slots.dtype not in (torch.int32, torch.int64) or not slots.is_contiguous():
@@ -118,6 +126,28 @@ def check_pages(pool: torch.Tensor, page_size: int, **lists: torch.Tensor) -> No
             )
         if numbers.device != pool.device:
             raise ValueError(f"{name} must be on the pool's device {pool.device}; got {numbers.device}")
+
+
+def word_bytes(aligned: int, check: Check | None, head_bytes: int) -> int:
+    """Returns the size of the words in which rows are moved, in bytes.
+
+    With a check, a word has one unit if units have fewer than four bytes.
+    """
+    unit = unit_bytes(head_bytes)
+    return min(aligned, 8 if check is None or unit == 4 else unit)
+
+
+def check_staged(staged: torch.Tensor, pool: Pool, expected: int, name: str) -> None:
+    """Raises ValueError unless `staged` is uint8 memory of `expected` bytes on the pool's device.
+
+    `name`: the tensor's name in errors.
+    """
+    if staged.dim() != 1 or staged.dtype != torch.uint8 or not staged.is_contiguous():
+        raise ValueError(f"{name} must be contiguous uint8 [bytes]; got {staged.dtype} {list(staged.shape)}")
+    if staged.device != pool.device:
+        raise ValueError(f"{name} must be on the pool's device {pool.device}; got {staged.device}")
+    if staged.shape[0] != expected:
+        raise ValueError(f"{name} must have exactly the segment's {expected} bytes; got {staged.shape[0]}")
 
 
 @lru_cache(maxsize=_KEPT)

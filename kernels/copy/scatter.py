@@ -8,6 +8,8 @@ import triton.language as tl
 
 from disagg.core.types import Span
 from kernels.copy.checksum import Check, add_tile
+from kernels.copy.layer_pool import LayerPool, Pool
+from kernels.copy.layers import scatter_layers
 from kernels.copy.layout import Copy, plan_copy, tile
 from kernels.dispatch import backend
 
@@ -59,7 +61,7 @@ def scatter_kernel(  # type: ignore[no-untyped-def]
 
 def scatter(
     staged: torch.Tensor,
-    pool: torch.Tensor,
+    pool: Pool,
     slots: torch.Tensor,
     layers: Span,
     heads: Span,
@@ -68,7 +70,7 @@ def scatter(
     """Writes the segment `staged` to (`layers`, `slots`, `heads`) of `pool`; the rest of the pool is unchanged.
 
     - staged: uint8 on the pool's device, exactly the bytes of `[layer, plane, token, head, head_dim]`.
-    - pool: `[layers, planes, slots, heads, head_dim]`, contiguous, any dtype.
+    - pool: `[layers, planes, slots, heads, head_dim]`, contiguous or of separate layers, any dtype.
     - slots: int32 or int64 `[tokens]` on the pool's device, distinct, each within the pool (not checked).
     - layers, heads: indices local to the pool.
     - check: if given, the checksum of the bytes read is computed too (`kernels.copy.checksum`). Without any bytes,
@@ -78,6 +80,9 @@ def scatter(
     alive, and staged unchanged, until an event recorded after this call has completed. Raises ValueError (arguments)
     and ConfigError (`DISAGG_KERNELS`).
     """
+    if isinstance(pool, LayerPool):
+        scatter_layers(staged, pool, slots, layers, heads, check)
+        return
     copy = plan_copy(pool, slots, layers, heads, staged, "staged", check)
     if copy is None:
         return

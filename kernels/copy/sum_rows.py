@@ -7,8 +7,7 @@ import triton.language as tl
 
 from kernels.copy.checksum import Check, add_tile, unit_bytes
 from kernels.copy.launch import SUMMED_TILE, launcher
-from kernels.copy.layout import word_bytes
-from kernels.copy.rows import PoolSlice, Rows, check_slots, rows_of, view_words
+from kernels.copy.rows import PoolSlice, Rows, check_slots, rows_of, view_words, word_bytes
 from kernels.dispatch import backend
 
 
@@ -22,7 +21,7 @@ def sum_rows(place: PoolSlice, check: Check) -> None:
     rows = _checked(place)
     if not (rows.planes and rows.row_bytes and place.slots.shape[0]):
         return
-    if backend(place.pool.device) == "triton":
+    if backend(place.tensor.device) == "triton":
         _launch(place, rows, check)
     else:
         _sum_torch(place, rows, check)
@@ -36,8 +35,8 @@ def sum_rows_reference(place: PoolSlice, check: Check) -> None:
 
 
 def _checked(place: PoolSlice) -> Rows:
-    check_slots(place.slots, place.pool)
-    return rows_of(place.pool, place.layers, place.heads)
+    check_slots(place.slots, place.tensor)
+    return rows_of(place.tensor, place.layers, place.heads)
 
 
 @triton.jit(  # type: ignore[untyped-decorator]
@@ -82,7 +81,7 @@ def _sum_kernel(  # type: ignore[no-untyped-def]
 def _launch(place: PoolSlice, rows: Rows, check: Check) -> None:
     head_bytes = place.head_bytes
     word = word_bytes(rows.aligned, check, head_bytes)
-    row_words, planes, tokens = rows.row_bytes // word, place.pool.shape[1], place.slots.shape[0]
+    row_words, planes, tokens = rows.row_bytes // word, place.tensor.shape[1], place.slots.shape[0]
     constants = (
         rows.token_bytes // word,
         row_words,
@@ -92,15 +91,15 @@ def _launch(place: PoolSlice, rows: Rows, check: Check) -> None:
     )
     types = (word, place.slots.dtype)
     parts = check.summer.parts
-    launcher(_sum_kernel, place.pool.device, types, rows.planes, row_words, constants, SUMMED_TILE).run(
+    launcher(_sum_kernel, place.tensor.device, types, rows.planes, row_words, constants, SUMMED_TILE).run(
         tokens,
         (rows.start, place.slots.data_ptr(), parts.data_ptr()),
         (tokens, rows.plane_bytes // word, *check.sizes(planes, head_bytes)),
-        lambda: (view_words(place.pool, rows, place.layers, word), place.slots, parts),
+        lambda: (view_words(place.tensor, rows, place.layers, word), place.slots, parts),
     )
     check.finish()
 
 
 def _sum_torch(place: PoolSlice, rows: Rows, check: Check) -> None:
-    words = view_words(place.pool, rows, place.layers, min(rows.aligned, 8))
+    words = view_words(place.tensor, rows, place.layers, min(rows.aligned, 8))
     check.sum_words(words.index_select(2, place.slots), place.head_bytes)

@@ -42,7 +42,7 @@ LANES, BLOCK, WARPS = 4096, 1024, 16
 """LANES: logits that the first pass reads at once. BLOCK: logits that other passes read at once. WARPS: warps of a
 program, which processes one row."""
 LIST = 4096
-"""Capacity of a row's list of logits, in which a search ends."""
+"""Capacity of a row's list of candidate logits. A search over the row ends in this list."""
 _INFINITY = tl.constexpr(float("inf"))
 _NOTHING = tl.constexpr(64.0)
 """Distance below the highest logit, in powers of two, from which on a weight is 0 units."""

@@ -97,8 +97,10 @@ def masses_of(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def narrowed(values, masses, target, low, low_mass, high, high_mass):  # type: ignore[no-untyped-def]
-    """Returns the bracket `(low, high]` of the result, with the masses of both ends, narrowed by the masses of
-    `values` from a pass."""
+    """Narrows the bracket `(low, high]` that contains the result of a search, by the masses of `values`.
+
+    Returns the new `low` and its mass, and the new `high` and its mass.
+    """
     under = masses < target
     low = tl.maximum(low, tl.max(tl.where(under, values, -_INFINITY), 0))
     low_mass = tl.maximum(low_mass, tl.max(tl.where(under, masses, 0), 0))

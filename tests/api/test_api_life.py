@@ -26,6 +26,19 @@ def requested(server: ApiServer, path: str = COMPLETIONS, **fields: Any) -> Iter
         yield pool.submit(server.ask, path, **fields)
 
 
+@contextmanager
+def filled(server: ApiServer, path: str) -> Iterator[None]:
+    """One request runs and one is queued, so a server with one place of each kind is full."""
+    server.set(hold_after=1)
+    with requested(server, path) as running:
+        until(lambda: server.value("disagg_requests_running") == 1)
+        with requested(server, path):
+            until(lambda: server.value("disagg_requests_queued") == 1)
+            yield
+            server.go()
+    assert running.result().status_code == 200
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_aborts_its_answers(stream: bool) -> None:
     with ApiServer() as server:

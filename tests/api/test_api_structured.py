@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
-from api_server import ApiServer
+from api_server import ApiServer, body
 from transformers import PreTrainedTokenizerFast
 
 from disagg.api.answer_grammar import answer_grammar, calls_grammar
@@ -89,6 +89,18 @@ def test_text_is_no_constraint(server: ApiServer) -> None:
     for fields in ({"response_format": {"type": "text"}}, {"structured_outputs": {}}, {}):
         assert server.ask(CHAT, max_tokens=1, **fields).status_code == 200
         assert server.generator.calls[-1][2].grammar == ""
+
+
+def test_a_schema_nested_too_deeply_is_refused(server: ApiServer) -> None:
+    """At every depth: a schema that passes the parser of the request may be too deep for its grammar."""
+    for levels in range(400, 520, 8):
+        schema = '{"type":"object","properties":{"a":' * levels + "{}" + "}}" * levels
+        for fields in (
+            {"structured_outputs": {"json": "SCHEMA"}},
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": "SCHEMA"}}},
+        ):
+            text = json.dumps(body(CHAT, max_tokens=1, **fields)).replace('"SCHEMA"', schema)
+            assert server.client.post(CHAT, content=text).status_code in (200, 400), levels
 
 
 def test_a_named_tool(server: ApiServer) -> None:

@@ -47,6 +47,7 @@ def test_a_stream_has_an_id_for_each_token(server: ApiServer) -> None:
         ("/v1/completions", {"prompt": ["hello", "you"]}, "prompt"),
         ("/v1/completions", {"prompt": [1], "stop": "x"}, "stop"),
         (CHAT, {}, "messages"),
+        ("/v1/responses", {}, "input"),
     ],
 )
 def test_text_is_refused_with_the_reason(

@@ -134,6 +134,27 @@ def test_states_of_recurrent_layers(browser: Browser, server: PageServer) -> Non
     no_trouble(tab, server)
 
 
+def test_graphs_and_cards_use_the_whole_width(browser: Browser, server: PageServer) -> None:
+    tab = shown(browser, server, width=1400)
+    look(tab)
+    for line in tab.value("[...document.querySelectorAll('.spark .line')].map((e) => e.getAttribute('d'))"):
+        begin, *_, end = [float(point.split()[0]) for point in line.removeprefix("M").split("L")]
+        assert (begin, end) == (0, 100)
+    cards = "[...document.querySelectorAll('.side')].reduce((sum, e) => sum + e.offsetWidth, 0)"
+    assert tab.value(f"{cards} / document.getElementById('stage').offsetWidth") > 0.75
+
+
+def test_cards_name_the_devices_of_their_ranks(browser: Browser, server: PageServer) -> None:
+    ranks = (RankStatus("decode r0", 0, "NVIDIA H200"), RankStatus("decode r1", 1, "NVIDIA H200"))
+    groups = (
+        GroupStatus("prefill", "prefill", (RankStatus("prefill r0", 0, "cpu"),)),
+        GroupStatus("decode", "decode", ranks),
+    )
+    server.shape = {"groups": groups}
+    tab = shown(browser, server)
+    assert texts(tab, ".group > p:first-of-type") == ["1 rank on cpu", "2 ranks on NVIDIA H200"]
+
+
 def test_a_real_service_under_load(browser: Browser) -> None:
     with ApiServer() as server:
         server.set(statuses=service(10.0).groups, hold_after=3)

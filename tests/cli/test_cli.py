@@ -164,6 +164,10 @@ BAD_INPUT = [
         "plan --random-init llama-3.1-8b --prefill-tp 4 --decode-tp 3",
         "decode.tp = 3: LlamaForCausalLM has 32 query heads, which 3 ranks cannot share",
     ),
+    (
+        "plan --random-init llama-3.1-8b --prefill-tp 4 --decode-tp 2 --layer-groups 0",
+        "transfer.layer_groups = 0 is not allowed; it must be at least 1",
+    ),
     ("nonsense", "No such command 'nonsense'"),
 ]
 

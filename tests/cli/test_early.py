@@ -3,24 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import socket
-import subprocess
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from light_commands import LightCommands, light_commands
 
-ROOT = Path(__file__).resolve().parents[2]
-HEAVY = ("torch", "transformers", "ray", "numpy")
-CODE = (
-    "import json, sys\n"
-    "from disagg.cli import app\n"
-    "code = app.run(sys.argv[1:])\n"
-    f"print(json.dumps([code, [name for name in {HEAVY} if name in sys.modules]]))\n"
-)
 Change = Callable[[Path], object]
 
 
@@ -40,20 +30,26 @@ def model(tmp_path: Path) -> Path:
     return folder
 
 
-def refused(arguments: list[str], cwd: Path) -> str:
-    """Returns the one line with which the command ends; exit code 2, nothing heavy imported."""
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith("DISAGG_")}
-    done = subprocess.run(
-        [sys.executable, "-c", CODE, *arguments],
-        cwd=cwd,
-        env=inherited | {"PYTHONPATH": str(ROOT), "HOME": str(cwd)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert json.loads(done.stdout.splitlines()[-1]) == [2, []], done.stderr
-    [line] = done.stderr.splitlines()
-    return line
+@pytest.fixture(scope="module")
+def commands() -> Iterator[LightCommands]:
+    with light_commands() as found:
+        yield found
+
+
+Refused = Callable[[list[str]], str]
+
+
+@pytest.fixture
+def refused(commands: LightCommands, tmp_path: Path) -> Refused:
+    """Returns the one line with which a command ends; exit code 2, nothing heavy imported."""
+
+    def run(arguments: list[str]) -> str:
+        code, heavy, stderr = commands.run(arguments, tmp_path)
+        assert (code, heavy) == (2, []), stderr
+        [line] = stderr.splitlines()
+        return line
+
+    return run
 
 
 COMMANDS = [
@@ -70,8 +66,8 @@ COMMANDS = [
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_model_that_is_not_there(command: str, tmp_path: Path) -> None:
-    assert "no such model directory: /nowhere" in refused([*command.split(), "--model", "/nowhere"], tmp_path)
+def test_a_model_that_is_not_there(command: str, refused: Refused) -> None:
+    assert "no such model directory: /nowhere" in refused([*command.split(), "--model", "/nowhere"])
 
 
 @pytest.mark.parametrize(
@@ -94,9 +90,9 @@ def test_a_model_that_is_not_there(command: str, tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_model_that_is_broken(change: Change, said: str, model: Path, tmp_path: Path) -> None:
+def test_a_model_that_is_broken(change: Change, said: str, model: Path, refused: Refused) -> None:
     change(model)
-    line = refused(["serve", str(model)], tmp_path)
+    line = refused(["serve", str(model)])
     assert str(model) in line
     assert said in line
 
@@ -105,7 +101,12 @@ def test_a_model_that_is_broken(change: Change, said: str, model: Path, tmp_path
     ("arguments", "said"),
     [
         ("serve --random-init tiny-llamma", "unknown architecture 'tiny-llamma'"),
-        ("serve org/model", "models are not downloaded"),
+        ("serve org/model", "not complete in the cache"),
+        ("serve org/model --revision v1", "org/model at revision v1 is no folder"),
+        (
+            "serve --revision v1",
+            "model.revision = 'v1' is not allowed; it must be left out without model.path",
+        ),
         ("serve --tensor-parallel-size 2", "--prefill-tp"),
         ("serve --prefill-tp 0", "it must be at least 1"),
         ("serve --config nowhere.toml", "cannot be read"),
@@ -122,8 +123,8 @@ def test_a_model_that_is_broken(change: Change, said: str, model: Path, tmp_path
         ),
     ],
 )
-def test_other_input(arguments: str, said: str, tmp_path: Path) -> None:
-    assert said in refused(arguments.split(), tmp_path)
+def test_other_input(arguments: str, said: str, refused: Refused) -> None:
+    assert said in refused(arguments.split())
 
 
 @pytest.mark.parametrize(
@@ -135,17 +136,17 @@ def test_other_input(arguments: str, said: str, tmp_path: Path) -> None:
         "generate a --set control.router_port={}",
     ],
 )
-def test_a_port_in_use(arguments: str, model: Path, tmp_path: Path) -> None:
+def test_a_port_in_use(arguments: str, model: Path, refused: Refused) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        line = refused([*arguments.format(port).split(), "--model", str(model)], tmp_path)
+        line = refused([*arguments.format(port).split(), "--model", str(model)])
     assert str(port) in line
 
 
-def test_the_fixture_is_no_broken_model(model: Path, tmp_path: Path) -> None:
+def test_the_fixture_is_no_broken_model(model: Path, tmp_path: Path, refused: Refused) -> None:
     """The last check refuses it here, so none refuses the folder."""
     shutil.copytree(model, tmp_path / "other")
-    line = refused(["serve", "other", "--host", "192.0.2.1", "--set", "api.allow_no_key=true"], tmp_path)
+    line = refused(["serve", "other", "--host", "192.0.2.1", "--set", "api.allow_no_key=true"])
     assert "cannot listen on 192.0.2.1" in line

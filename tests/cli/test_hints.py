@@ -17,8 +17,9 @@ REPLACED = [
     ("serve --tensor-parallel-size 2", "--prefill-tp and --decode-tp"),
     ("serve --tensor-parallel-size=2", "--prefill-tp and --decode-tp"),
     ("serve -tp 2", "--prefill-tp and --decode-tp"),
-    ("serve --max-model-len 4096", "--set prefill.max_context_tokens=N --set decode.max_context_tokens=N"),
-    ("serve --served-model-name x", "--model-name NAME"),
+    ("serve --context-length 4096", "--max-context-tokens N"),
+    ("serve --max-modl-len 4096", "did you mean --max-model-len?"),
+    ("serve --hf-token x", "HF_TOKEN"),
     ("serve --gpu-memory-utilization 0.9", "--set prefill.mem_fraction=0.88 --set decode.mem_fraction=0.88"),
     ("serve --api-key x", "--api-key-file FILE"),
     ("serve --api_key_file x", "write --api-key-file"),
@@ -28,8 +29,10 @@ REPLACED = [
     ("serve --hots x", "did you mean --host?"),
     ("serve --watermark 0.1", "--set decode.watermark=VALUE"),
     ("serve --temperature 0", "is a flag of `disagg generate`"),
+    ("serve --enable-auto-tool-choice", "--set api.tool_parser=none"),
+    ("serve --reasoning-parser qwen3", "--set api.reasoning_parser=none"),
     ("launch --host 0.0.0.0", "--set control.host=VALUE"),
-    ("launch --max-model-len 4096", "max_context_tokens=N"),
+    ("generate --max-model-len 4096", "--max-context-tokens N of serve and launch"),
 ]
 
 
@@ -80,6 +83,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
     module.run_serve = configs.append  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "disagg.commands.serve", module)
     monkeypatch.setattr("disagg.cli.serve.check_serve", lambda config, directory: None)
+    monkeypatch.setattr("disagg.cli.serve.pinned", lambda config: config)
     return configs
 
 
@@ -105,3 +109,12 @@ def test_the_model_is_given_once(
 def test_names_of_types_of_other_servers(served: list[Config], name: str, dtype: str) -> None:
     assert cli.run(["serve", "--dtype", name]) == 0
     assert served[0].model.dtype == dtype
+
+
+def test_names_of_flags_of_other_servers(served: list[Config]) -> None:
+    flags = "serve org/model --revision v1 --max-model-len 4096 --served-model-name chat --colocated"
+    assert cli.run(flags.split()) == 0
+    [config] = served
+    assert (config.model.path, config.model.revision) == ("org/model", "v1")
+    assert config.colocated.max_context_tokens == config.decode.max_context_tokens == 4096
+    assert config.api.model_name == "chat"

@@ -18,9 +18,9 @@ from disagg.cluster.placement import choose_placement, place_colocated
 from disagg.core.config.read import ApiConfig, ClusterConfig, Config, ControlConfig, DecodeConfig
 from disagg.core.errors import ConfigError, DisaggError
 from disagg.core.types import PROTOCOL_VERSION
-from disagg.node.host import ClaimReply, RankRecord
 from disagg.node.ownership import NO_COUNTS, GroupCounts, Owner, Ownership
 from disagg.node.process import ProcessIdentity
+from disagg.node.rank_records import ClaimReply, RankRecord
 from transport.keys.curve import KeySet, make_keys
 
 CONFIG = Config(cluster=ClusterConfig(hang_timeout_s=0.2))

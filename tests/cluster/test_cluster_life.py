@@ -21,9 +21,9 @@ from disagg.commands.failure import raise_failure
 from disagg.core.config.read import ClusterConfig, Config, Role
 from disagg.core.errors import ConfigError, DisaggError
 from disagg.core.types import KVLayout
-from disagg.node.host import ClaimReply, RankRecord
 from disagg.node.ownership import DISOWNED, NO_OWNER, GroupCounts, Owner
 from disagg.node.process import ProcessIdentity
+from disagg.node.rank_records import ClaimReply, RankRecord
 from transport.keys.curve import KeySet, make_keys
 from transport.keys.ring import KeyRing
 

@@ -16,6 +16,7 @@ TESTS = Path(__file__).parent.parent
 ROOT = TESTS.parent
 COPIES = (
     "kernels/copy/test_copy_kernels.py",
+    "kernels/copy/test_layer_pools.py",
     "kernels/copy/test_move_kernel.py",
     "kernels/copy/test_page_copy.py",
     "kernels/copy/test_page_blocks.py",

@@ -10,8 +10,10 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from disagg.core.config.groups import HostWriteName
 from disagg.core.prefixes import PrefixKey
 from disagg.kv.cache_operations import CacheOperation
+from disagg.kv.host_tier import HostTierStatistics
 from disagg.node.kv_manager import BlockTable, KVManager
 
 PAGE = 4
@@ -40,9 +42,11 @@ class Group:
     """Blocks of failed stores."""
 
     @classmethod
-    def of(cls, pages: int, blocks: int, ranks: int = 1, rows: int = 4) -> Group:
+    def of(
+        cls, pages: int, blocks: int, ranks: int = 1, rows: int = 4, write: HostWriteName = "through"
+    ) -> Group:
         kv_manager = KVManager(pool_tokens=pages * PAGE, page_size=PAGE, rows=rows, eviction="lru")
-        kv_manager.add_host_tier(blocks, 0, ranks)
+        kv_manager.add_host_tier(blocks, 0, ranks, write)
         return cls(kv_manager, ranks)
 
     def begin(self, tokens: Tokens) -> BlockTable | None:
@@ -84,14 +88,21 @@ class Group:
             self.copy(operation)
 
     def answer(self, tokens: Tokens) -> None:
-        """A whole request, and all copies."""
-        table = self.begin(tokens)
-        assert table is not None
+        """A whole request, and all copies. With write-back, the request may wait for copies first."""
+        while (table := self.begin(tokens)) is None:
+            assert self.waiting
+            self.copy_all()
         self.copy_all()
         self.compute(table, tokens)
         self.end(table)
         self.copy_all()
         self.check()
+
+    @property
+    def host(self) -> HostTierStatistics:
+        found = self.kv_manager.statistics().host
+        assert found is not None
+        return found
 
     def check(self) -> None:
         self.kv_manager.check([[table] for table in self.running])
@@ -225,6 +236,75 @@ def test_prompts_that_never_come_back_cost_no_copies() -> None:
     assert host.statistics().stored_pages == 3
 
 
+def held_back(pages: int = 8, blocks: int = 32) -> Group:
+    """A group with write-back whose pool is full of the pages of two prompts."""
+    group = Group.of(pages, blocks, write="back")
+    group.answer(prompt(1, 2, 3))
+    group.answer(prompt(4, 5, 6))
+    assert group.host.stored_pages == 0, "nothing was evicted"
+    return group
+
+
+def test_write_back_copies_pages_when_they_are_evicted() -> None:
+    """The new request waits for the copies; the pages are not allocated before their end."""
+    group = held_back()
+    assert group.begin(prompt(7, 8, 9)) is None
+    (store,) = group.waiting
+    assert len(store.transfers[0].device) == 2, "the quarter of the pool that may be copied at one time"
+    assert group.begin(prompt(7, 8, 9)) is None
+    assert len(group.waiting) == 1, "no further store is planned while the first one is under way"
+    group.copy_all()
+    assert group.begin(prompt(7, 8, 9)) is None, "the end of the evicted prompt is not copied yet"
+    group.copy_all()
+    table = group.begin(prompt(7, 8, 9))
+    assert table is not None
+    group.compute(table, prompt(7, 8, 9))
+    group.end(table)
+    assert (group.host.stored_pages, group.host.skipped_pages) == (3, 0)
+    group.answer(prompt(1, 2, 3))
+    assert group.host.loaded_pages > 0
+
+
+def test_write_back_without_blocks_evicts() -> None:
+    """Host memory that has no room for a prompt must not keep requests out."""
+    group = held_back(blocks=1)
+    tables = [group.begin(prompt(7, 8, 9, 10)) for _ in range(4) if not group.copy_all()]
+    assert any(tables)
+    assert group.host.skipped_pages > 0
+    group.check()
+
+
+def test_a_running_request_does_not_wait_for_write_back() -> None:
+    group = held_back()
+    table = group.begin((1,))
+    assert table is not None
+    free = group.kv_manager.allocator.free_pages
+    for _ in range((free + 2) * PAGE):
+        assert group.kv_manager.grow([table]) is not None
+    assert group.host.skipped_pages > 0
+    group.check()
+
+
+def test_failed_copies_of_write_back_keep_no_request_out() -> None:
+    group = held_back()
+    for _ in range(30):
+        for operation in list(group.waiting):
+            group.copy(operation, error="no memory")
+        group.check()
+        if group.begin(prompt(7, 8, 9)) is not None:
+            return
+    pytest.fail("the request never gets pages")
+
+
+def test_write_back_frees_a_share_of_the_pool_ahead() -> None:
+    """A request of few pages does not wait."""
+    group = Group.of(32, 64, write="back")
+    for number in range(12):
+        group.answer(prompt(number, number, number))
+    assert group.kv_manager.allocator.free_pages >= 2
+    assert group.host.stored_pages > 0
+
+
 def test_salts_share_nothing() -> None:
     group = Group.of(pages=8, blocks=32)
     group.answer(prompt(1, 2, 3))
@@ -251,7 +331,8 @@ def test_random_sequences(seeds: range) -> None:
 
 def random_run(choose: random.Random) -> int:
     """Returns the number of loaded pages."""
-    group = Group.of(choose.randint(6, 16), choose.choice([6, 12, 40]), ranks=choose.randint(1, 2))
+    write: HostWriteName = choose.choice(["through", "back"])
+    group = Group.of(choose.randint(6, 16), choose.choice([6, 12, 40]), choose.randint(1, 2), write=write)
     tokens: dict[int, Tokens] = {}
     for _ in range(300):
         what = choose.random()

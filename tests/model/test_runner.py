@@ -140,7 +140,7 @@ def test_a_prompt_that_never_fits_is_refused_and_nothing_leaks() -> None:
     runner = make_runner(ModelSource.random_init("tiny-llama"), pages=4)
     with pytest.raises(PromptTooLongError, match="room for 48"):
         generate_unsplit(runner, [[1], [2] * 40], SamplingParams(max_tokens=9))
-    with pytest.raises(PromptTooLongError, match="there must be a prompt"):
+    with pytest.raises(PromptTooLongError, match="the prompt must not be empty"):
         generate_unsplit(runner, [[]], SamplingParams())
     with pytest.raises(ConfigError, match="1 params for 2 prompts"):
         generate_unsplit(runner, [[1], [2]], [SamplingParams()])

@@ -1,6 +1,6 @@
 """Damaged segments in every order of events (see `interleaved_runs`).
 
-`make test` runs the first seeds of each kind of trouble, `make test-slow` all the others.
+`make test` runs one seed of each kind of trouble, `make test-slow` all the others.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ import pytest
 from interleaved_runs import ENDS, ends_of, run_seeds
 
 DAMAGED = {kind: ends for kind, ends in ENDS.items() if "crowded" not in kind} | {"crowded": {"done"}}
-FIRST_SEEDS = 1
-"""The number of seeds in `make test`."""
+FIRST_SEED = 4
+"""The seed in `make test`, whose runs are short."""
 
 
 @pytest.mark.parametrize("what", DAMAGED)
 def test_damaged_segments_in_any_order(what: str) -> None:
     """Segments are resent, whatever else happens: requests end as they do without damage."""
-    ends = ends_of(run_seeds(range(FIRST_SEEDS), f"damage {what}"))
+    ends = ends_of(run_seeds([FIRST_SEED], f"damage {what}"))
     assert ends
     assert ends <= DAMAGED[what]
 
@@ -24,7 +24,7 @@ def test_damaged_segments_in_any_order(what: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("what", DAMAGED)
 def test_damaged_segments_in_many_orders(what: str) -> None:
-    seeds = range(FIRST_SEEDS, 20 if "crowded" in what else 80)
+    seeds = [seed for seed in range(20 if "crowded" in what else 80) if seed != FIRST_SEED]
     assert ends_of(run_seeds(seeds, f"damage {what}")) == DAMAGED[what]
 
 

@@ -93,7 +93,11 @@ def test_a_rank_is_abandoned_when_the_pulses_end() -> None:
 class Host(RankHost):
     """A rank without a model."""
 
-    node_class = DecodeRank
+    role = "decode"
+
+    @staticmethod
+    def rank_class() -> type[DecodeRank]:
+        return DecodeRank
 
 
 def test_park_of_a_former_owner_ends_and_the_new_owner_s_does_not(time: Time) -> None:

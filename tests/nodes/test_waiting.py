@@ -28,6 +28,14 @@ def waiting(router: str, number: int, priority: int = 0) -> WaitingRequest:
     return WaitingRequest(router, reserve, 60.0, 5.0)
 
 
+def taken(queue: WaitingQueue) -> WaitingRequest:
+    """Takes the request at the head."""
+    one = queue.first(lambda one: True)
+    assert one is not None
+    queue.take(one)
+    return one
+
+
 class Model:
     """The rule in plain words: lists of requests, and the routers in the order of their latest service."""
 
@@ -44,13 +52,14 @@ class Model:
     def all(self) -> list[WaitingRequest]:
         return [one for _, queue in self.queues for one in queue]
 
-    def take(self) -> WaitingRequest | None:
-        if not self.queues:
-            return None
-        router, queue = self.queues.pop(0)
+    def first(self, held: set[RequestKey]) -> WaitingRequest | None:
+        return next((one for one in self.all() if one.reserve.key not in held), None)
+
+    def take(self, one: WaitingRequest) -> None:
+        (queue,) = (queue for router, queue in self.queues if router == one.router)
+        self.queues.remove((one.router, queue))
         if len(queue) > 1:
-            self.queues.append((router, queue[1:]))
-        return queue[0]
+            self.queues.append((one.router, [other for other in queue if other is not one]))
 
     def remove(self, one: WaitingRequest) -> None:
         self.queues = [(router, [r for r in queue if r is not one]) for router, queue in self.queues]
@@ -69,8 +78,12 @@ class PriorityModel:
     def add(self, one: WaitingRequest) -> None:
         self.models[one.reserve.priority].add(one)
 
-    def take(self) -> WaitingRequest | None:
-        return next((one for model in self.models.values() if (one := model.take()) is not None), None)
+    def first(self, held: set[RequestKey]) -> WaitingRequest | None:
+        firsts = (model.first(held) for model in self.models.values())
+        return next((one for one in firsts if one is not None), None)
+
+    def take(self, one: WaitingRequest) -> None:
+        self.models[one.reserve.priority].take(one)
 
     def remove(self, one: WaitingRequest) -> None:
         self.models[one.reserve.priority].remove(one)
@@ -79,15 +92,20 @@ class PriorityModel:
 @pytest.mark.parametrize("seed", range(100))
 def test_any_sequence_keeps_the_order(seed: int) -> None:
     choose = random.Random(seed)
-    queue, model = WaitingQueue(MAX_WAITING), PriorityModel()
+    queue, model, held = WaitingQueue(MAX_WAITING), PriorityModel(), set[RequestKey]()
     for number in range(200):
-        kind = choose.choice(["add", "add", "take", "remove"])
+        kind = choose.choice(["add", "add", "take", "remove", "hold"])
+        first = queue.first(lambda one: one.reserve.key not in held)
+        assert first is model.first(held)
         if kind == "add" and not queue.full:
             one = waiting(choose.choice(ROUTERS), number, choose.choice(PRIORITIES))
             queue.add(one)
             model.add(one)
-        elif kind == "take":
-            assert queue.take() is model.take()
+        elif kind == "take" and first is not None:
+            queue.take(first)
+            model.take(first)
+        elif kind == "hold" and len(queue):
+            held.symmetric_difference_update([choose.choice(model.all()).reserve.key])
         elif kind == "remove" and len(queue):
             one = choose.choice(model.all())
             assert queue.remove(one.reserve.key) is one
@@ -95,9 +113,8 @@ def test_any_sequence_keeps_the_order(seed: int) -> None:
             model.remove(one)
         queue.check()
         assert list(queue) == model.all()
-        assert queue.head is next(iter(model.all()), None)
-        ahead = [one.reserve.priority for one in model.all()]
-        assert [queue.is_first(one) for one in PRIORITIES] == [
+        ahead = [one.reserve.priority for one in model.all() if one.reserve.key not in held]
+        assert [queue.is_first(one, lambda other: other.reserve.key not in held) for one in PRIORITIES] == [
             all(one < other for other in ahead) for one in PRIORITIES
         ]
         assert all(queue.get(one.reserve.key) is one for one in model.all())
@@ -112,8 +129,7 @@ def test_a_router_with_many_requests_does_not_delay_the_one_of_another() -> None
     for number in range(50):
         queue.add(waiting("many", number))
     queue.add(waiting("one", 50))
-    first = [queue.take() for _ in range(2)]
-    assert [one.router for one in first if one is not None] == ["many", "one"]
+    assert [taken(queue).router for _ in range(2)] == ["many", "one"]
 
 
 def test_routers_are_served_in_equal_shares_while_they_wait() -> None:
@@ -121,9 +137,7 @@ def test_routers_are_served_in_equal_shares_while_they_wait() -> None:
     for number in range(90):
         queue.add(waiting(ROUTERS[0] if number < 50 else ROUTERS[1 + number % 2], number))
     for _ in range(45):
-        one = queue.take()
-        assert one is not None
-        served[one.router] += 1
+        served[taken(queue).router] += 1
     assert set(served.values()) == {15}
 
 
@@ -133,7 +147,7 @@ def test_the_end_of_a_wait_at_the_head_keeps_its_router_first() -> None:
     for one in ones:
         queue.add(one)
     queue.remove(ones[0].reserve.key)
-    assert [queue.take(), queue.take()] == ones[1:]
+    assert [taken(queue), taken(queue)] == ones[1:]
 
 
 def test_an_inconsistent_queue_is_reported() -> None:

@@ -15,11 +15,14 @@ from decode_node.scheduler import DecodeScheduler
 from decode_node.scheduler_options import SchedulerOptions
 from disagg.colocated.leader import ColocatedLeader
 from disagg.colocated.scheduler import ColocatedScheduler
+from disagg.core.config.groups import EvictionName, PrefetchName, PrefillConfig
 from disagg.core.tokens import pack_tokens
 from disagg.core.types import RequestKey, SamplingParams
 from disagg.model.chunks import PromptChunks
 from disagg.node.kv_manager import KVManager
 from disagg.node.waiting import WaitingRequest
+from prefill_node.leader import PrefillLeader
+from prefill_node.scheduler import PrefillScheduler
 from transport.control import messages as m
 
 ROWS, POOL_TOKENS, PAGE, MAX_WAITING = 8, 84, 4, 4
@@ -32,10 +35,16 @@ ANSWER = SamplingParams(max_tokens=4)
 class Group:
     """A leader of one rank with a clock and a list of sent messages."""
 
-    def __init__(self, role: str) -> None:
+    def __init__(self, role: str, prefetch: PrefetchName | None = None) -> None:
+        """`prefetch`: policy of a third tier; None: no prefix cache."""
         self.sent: list[tuple[str, Any]] = []
         self.now_s, self.role = 0.0, role
-        kv_manager = KVManager(pool_tokens=POOL_TOKENS, page_size=PAGE, rows=ROWS, eviction=None)
+        eviction: EvictionName | None = "lru" if prefetch else None
+        kv_manager = KVManager(pool_tokens=POOL_TOKENS, page_size=PAGE, rows=ROWS, eviction=eviction)
+        if prefetch:
+            kv_manager.add_host_tier(64, 0, 1)
+            settings = PrefillConfig(prefetch=prefetch, prefetch_min_tokens=1)
+            kv_manager.add_storage(lambda prefix: [b""] * (prefix.tokens // PAGE), settings)
         send = lambda peer, message: self.sent.append((peer, message))  # noqa: E731
         spec, chunks = fake_spec(layers=1, kv_heads=1), PromptChunks(64)
         to_self, clock = (lambda message: None), (lambda: self.now_s)
@@ -93,6 +102,12 @@ class Group:
         request = self.leader.scheduler.requests.get(RequestKey(name))
         if request is not None:
             self.leader.handle("rank-0", m.RankClosed(RequestKey(name), request.ticket.number, 0))
+        self.leader.check()
+
+    def not_stored(self) -> None:
+        """The rank finds no page of any queued prompt."""
+        for operation in self.leader.scheduler.kv_manager.take_storage_operations():
+            self.leader.handle("rank-0", m.StorageMoved(operation.number, 0, 0, True))
         self.leader.check()
 
     def expire(self, now_s: float) -> None:
@@ -269,6 +284,73 @@ def test_the_loss_of_its_prefill_group_ends_a_wait() -> None:
     full.leader.on_peer_lost("prefill-0")
     assert [one.code for one in full.failed("r0")] == ["not_linked"]
     assert full.waiting == []
+
+
+@pytest.fixture(params=["decode", "colocated"])
+def fetching(request: pytest.FixtureRequest) -> Group:
+    """A request that waits for its prefetch, and two behind it."""
+    group = Group(request.param, "wait")
+    group.reserve("held", wait_s=10.0)
+    for name in ("r0", "r1"):
+        group.reserve(name, tokens=PAGE)  # less than a page is cached: no prefetch
+    return group
+
+
+def test_requests_overtake_one_that_waits_for_its_prefetch(fetching: Group) -> None:
+    assert (fetching.admitted, fetching.waiting) == (["r0", "r1"], ["held"])
+    fetching.not_stored()
+    assert (fetching.admitted, fetching.waiting) == (["r0", "r1", "held"], [])
+
+
+def test_a_request_keeps_its_position_during_its_prefetch(fetching: Group) -> None:
+    """Memory is short at the end of the prefetch: requests that came later do not overtake any more."""
+    fetching.reserve("first", tokens=52, wait_s=0.0, router="b")
+    assert fetching.admitted == ["r0", "r1", "first"]
+    fetching.not_stored()
+    fetching.reserve("later", tokens=PAGE)
+    assert fetching.waiting == ["held", "later"]
+    fetching.release("first", router="b")
+    assert fetching.admitted == ["r0", "r1", "held", "later"]
+
+
+def test_a_request_of_a_lower_number_holds_no_others_during_its_prefetch(fetching: Group) -> None:
+    """Its priority counts once its prefetch has ended."""
+    fetching.reserve("urgent", priority=-1)
+    fetching.reserve("first", tokens=PAGE, priority=1, wait_s=0.0)
+    assert (fetching.admitted, fetching.waiting) == (["r0", "r1", "first"], ["urgent", "held"])
+    fetching.reserve("large", tokens=48, wait_s=0.0, router="b")
+    fetching.not_stored()
+    assert fetching.waiting == ["urgent", "held"], "memory is short"
+    fetching.reserve("behind", tokens=1, wait_s=0.0)
+    assert "behind" not in fetching.admitted
+    fetching.release("large", router="b")
+    assert fetching.admitted == ["r0", "r1", "first", "urgent", "held"]
+
+
+def test_a_slow_storage_does_not_end_a_wait(fetching: Group) -> None:
+    fetching.expire(4.9)
+    assert fetching.waiting == ["held"]
+    fetching.expire(5.1)
+    assert (fetching.admitted, fetching.failed("held")) == (["r0", "r1", "held"], [])
+
+
+def test_a_slow_storage_does_not_hold_a_prompt_until_its_deadline() -> None:
+    kv_manager = KVManager(pool_tokens=POOL_TOKENS, page_size=PAGE, rows=ROWS, eviction="lru")
+    kv_manager.add_host_tier(64, 0, 1)
+    settings = PrefillConfig(prefetch="wait", prefetch_min_tokens=1)
+    kv_manager.add_storage(lambda prefix: [b""] * (prefix.tokens // PAGE), settings)
+    scheduler = PrefillScheduler(
+        kv_manager, ranks=1, chunks=PromptChunks(64), max_context_tokens=POOL_TOKENS, max_waiting=MAX_WAITING
+    )
+    now_s, spec = [0.0], fake_spec(layers=1, kv_heads=1)
+    leader = PrefillLeader(scheduler, spec, lambda *_: None, lambda _: None, lambda: now_s[0])
+    key, prompt = RequestKey("held"), pack_tokens([1] * ROOM)
+    leader.handle("router", m.Prefill(key, prompt, ANSWER, None, 10.0))
+    for now_s[0], fetches in ((4.9, True), (5.1, False)):
+        with leader.changed:
+            leader.expire()
+        assert scheduler.requests[key].fetches == fetches
+    leader.check()
 
 
 def resumed(tokens: int) -> Group:

@@ -145,7 +145,8 @@ def test_all_is_set(start: Callable[..., LocalGroups]) -> None:
     found = calibrate(groups)
     assert (sizes, found.failed) == ([], False)
     assert (
-        found.found == "not measured (everything is set): 100 us for one more segment and 1 GB/s are assumed"
+        found.found == "not measured (the wire and the segment size are configured): "
+        "100 us for one more segment and 1 GB/s are assumed"
     )
 
 

@@ -156,7 +156,7 @@ def test_staging_is_held_until_a_send_has_ended() -> None:
     ends.now_s += PROBE_LIMIT_S
     ends.prober.poll(ends.now_s)
     [probed] = ends.ended
-    assert (probed.why, probed.begun) == ("its messages did not arrive within 2 s", True)
+    assert (probed.why, probed.begun) == ("the probe's messages did not arrive within 2 s", True)
     assert ends.prober.leases == 1, "the wire may still read there"
     ends.announce()  # of no probe any more: dropped
     ends.transports[1].progress()

@@ -21,7 +21,7 @@ from transport.control import messages as m
 
 
 def test_a_ticket_is_stopped_before_its_writer_has_heard_of_it(order: Ordered) -> None:
-    """The answer 'unknown here' is on its way while the writer gets the request and launches."""
+    """The answer 'unknown ticket' is on its way while the writer gets the request and launches."""
     order.reserve()
     order.router.end(order.request, "aborted")
     order.deliver(ROUTER, D)

@@ -132,7 +132,7 @@ def test_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert "decode, recurrent states: " in shown
     assert "= 2 x 2 pairs of ranks x (2 chunks + 1 state)" in shown
     assert (
-        "a request hands over 130 KiB = 75 KiB of KV + 55 KiB of recurrent state, 27.5 KiB to each decode rank"
+        "a request transfers 130 KiB = 75 KiB of KV + 55 KiB of recurrent state, 27.5 KiB to each decode rank"
         in shown
     )
     assert "states 2-3" in shown

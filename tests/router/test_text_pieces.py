@@ -180,7 +180,9 @@ def test_stop_strings_over_token_boundaries(stop: tuple[str, ...], step: int) ->
     stream = TextStream(FastDecode(byte_level()), stop)
     out = "".join(stream.push(ids[start : start + step]) for start in range(0, len(ids), step))
     assert stream.stopped
-    assert out == stream.text == text[: min(at for s in stop if (at := text.find(s)) >= 0)]
+    at, found = min((at, s) for s in stop if (at := text.find(s)) >= 0)
+    assert out == stream.text == text[:at]
+    assert stream.stop_text == found
 
 
 def bytes_text(tokens: Sequence[int]) -> str:

@@ -118,6 +118,20 @@ def test_a_full_disk_pauses_writes_only(opened: Opened) -> None:
     storage.check()
 
 
+def test_a_disk_that_refuses_writes_evicts_nothing(opened: Opened) -> None:
+    """Each trial begins a segment, which has no page in the end."""
+    storage = opened(segments=4)
+    names = range(PAGES_EACH + 5)
+    assert all(put(storage, names))
+    opened.disk.write_error = errno.EIO
+    for number in range(12):
+        assert put(storage, [("refused", number)]) == [False]
+        opened.clock.now_s += 100
+    assert get(storage, names) == [True] * len(names)
+    assert len(opened.files()) == 2
+    storage.check()
+
+
 def test_a_disk_that_others_filled_gets_space_back(opened: Opened) -> None:
     """Eviction gives the space of the oldest segment; a second failure pauses."""
     storage = opened()

@@ -173,10 +173,14 @@ class ApiServer:
 def body(path: str, **fields: Any) -> dict[str, Any]:
     """The fields that each request must have, and `fields`; `...` takes one out."""
     least: dict[str, Any] = {"model": "tiny"}
-    if "chat" in path:
+    if "responses" in path:
+        least["input"] = "hi"
+    elif "chat" in path or "messages" in path:
         least["messages"] = [{"role": "user", "content": "hi"}]
     else:
         least["prompt"] = "hi"
+    if path.endswith("messages"):
+        least["max_tokens"] = 9
     merged = {**least, **fields}
     return {name: value for name, value in merged.items() if value is not ...}
 

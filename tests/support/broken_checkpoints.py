@@ -207,7 +207,7 @@ AT_TOKENIZER: dict[str, tuple[Break, str]] = {
 """Found by `load_tokenizer`, before anything starts."""
 
 AT_BUILD: dict[str, tuple[Break, str]] = {
-    "another shape": (setting("vocab_size", 1000), "its config.json says (1000, 192)"),
+    "another shape": (setting("vocab_size", 1000), "its config.json requires (1000, 192)"),
     "a missing weight": (
         without_weight("model.layers.1.mlp.up_proj.weight"),
         "no weight named model.layers.1.mlp.up_proj.weight",

@@ -122,7 +122,7 @@ class FakeGenerator:
             logprob = -0.5 if number == 0 else -1.0 / (1 + number * (number % 2))
             top = tuple((token + at, logprob - at) for at in range(sampling.logprobs))
             logprobs = (TokenLogprobs(token, logprob, top),)
-        output = Output(index, (token,), text, finish, logprobs, number)
+        output = Output(index, (token,), text, finish, logprobs, number, stop_text=stream.stop_text)
         if index == 0 and sampling.prompt_logprobs is not None:
             scores = scores_of(prompt, sampling.prompt_logprobs)
             output = msgspec.structs.replace(output, prompt_logprobs=scores)

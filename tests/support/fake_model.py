@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import cache
 
 import msgspec
 import torch
 
 from disagg.core.ports import LayerHook
 from disagg.core.sampling import sampling_of
-from disagg.core.types import KVLayout, LayerClass, SamplingParams, Shard
+from disagg.core.types import KVLayout, LayerClass, SamplingParams, Shard, Span
 from disagg.kv.mamba_pool import MambaPool, StateForm, StatePlace, state_classes
 from disagg.kv.pool import MHATokenToKVPool, make_pool
 from disagg.kv.req_to_token import ReqToTokenPool
@@ -114,15 +115,20 @@ def _fake_beams(prompt: Sequence[int], sampling: SamplingParams) -> list[list[in
     return [list(one.tokens) for one in search.answers()]
 
 
+@cache
+def _places(layers: Span, heads: Span) -> torch.Tensor:
+    """int64 `[layers, 2, 1, heads]`: a number of each layer, plane and head."""
+    layer = torch.arange(layers.start, layers.stop).view(-1, 1, 1, 1)
+    plane = torch.arange(2).view(1, -1, 1, 1)
+    return (layer * 2 + plane) * 100 + torch.arange(heads.start, heads.stop).view(1, 1, 1, -1)
+
+
 def kv_of(
     tokens: torch.Tensor, positions: torch.Tensor, shard: Shard, head_dim: int = HEAD_DIM
 ) -> torch.Tensor:
     """float32 `[layers, 2, tokens, heads, head_dim]` of the shard; `tokens`, `positions`: int64 `[tokens]`."""
-    layer = torch.arange(shard.layers.start, shard.layers.stop).view(-1, 1, 1, 1)
-    head = torch.arange(shard.heads.start, shard.heads.stop).view(1, 1, 1, -1)
-    plane = torch.arange(2).view(1, -1, 1, 1)
     token, position = tokens.view(1, 1, -1, 1), positions.view(1, 1, -1, 1)
-    place = (layer * 2 + plane) * 100 + head
+    place = _places(shard.layers, shard.heads)
     mixed = (token * 31 + position * 17 + place * 7) % 1009
     numbers = torch.broadcast_tensors(token, position, place, mixed)
     if head_dim == DIGITS_HEAD_DIM:  # the largest of them is 127, so that a head's scale is 1

@@ -81,6 +81,15 @@ def with_tiers(config: Config, blocks: int) -> Config:
     )
 
 
+def with_write_back(config: Config) -> Config:
+    """Pages are copied to host memory when they are evicted."""
+    back: dict[str, Any] = {
+        role: msgspec.structs.replace(getattr(config, role), host_cache_write="back")
+        for role in ("prefill", "decode")
+    }
+    return msgspec.structs.replace(config, **back)
+
+
 def with_storage(config: Config, choose: random.Random) -> Config:
     """Host memory for few documents, and one storage of both groups, which has all of them."""
     roles: dict[str, Any] = {}
@@ -188,6 +197,8 @@ def run(
         config = with_tiers(config, choose.choice([16, 30] if "storage" in what else [30, 100]))
     if "storage" in what:
         config = with_storage(config, choose)
+    if "back" in what:
+        config = with_write_back(config)
     decode = msgspec.structs.replace(config.decode, kv_dtype=kv_dtype)
     prefill = msgspec.structs.replace(config.prefill, state_interval_tokens=8)
     states = seed // 2 % 2 == 1 and "storage" not in what
@@ -290,6 +301,10 @@ ENDS = {
     "tiers": {"done"},
     "tiers abort": {"done", "aborted"},
     "tiers death": {"done", "peer_lost", "not_linked"},
+    "tiers back": {"done"},
+    "tiers back abort": {"done", "aborted"},
+    "tiers back death": {"done", "peer_lost", "not_linked"},
+    "tiers back storage": {"done"},
     "tiers storage": {"done"},
     "tiers storage abort": {"done", "aborted"},
     "tiers storage death": {"done", "peer_lost", "not_linked"},

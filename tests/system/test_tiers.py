@@ -111,6 +111,22 @@ def test_what_was_evicted_comes_back(
         assert again < first / 2, "what a decode group loads is not sent"
 
 
+@pytest.mark.parametrize("kind", ["split", "colocated"])
+def test_what_was_evicted_comes_back_with_write_back(checkpoints: Checkpoints, kind: str) -> None:
+    """Nothing is copied while the pool has room for it."""
+    split = kind == "split"
+    config, roles = (small_config(1, 2), ["prefill", "decode"]) if split else (colocated_config(), [kind])
+    config = with_tiers(config, *roles, host_cache_write="back")
+    prompts = prompts_of(9)
+    with local_groups(config, checkpoints.source()) as groups:
+        assert len(one_by_one(groups, prompts[:1])) == 1
+        assert not any(tier_of(groups.groups[role]).stored_pages for role in roles)
+        answers = one_by_one(groups, prompts)
+        tiers = [tier_of(groups.groups[role]) for role in roles]
+    assert [one.tokens for one in answers] == expected(checkpoints, config, groups.source, "cpu", prompts)
+    assert all(tier.loaded_pages > 0 for tier in tiers)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("architecture", ["qwen3-next", "falcon-h1"])
 def test_states_come_back_too(

@@ -70,7 +70,7 @@ class Envelope(msgspec.Struct, frozen=True, array_like=True):
     base: Number
     """Lowest sequence number that may still be retransmitted; all lower numbers are acknowledged."""
     ack: Number
-    """All messages of `ack_of` up to this number have arrived."""
+    """Highest sequence number of stream `ack_of` up to which all messages have arrived."""
     ack_of: Number
     """Number of the receiver's stream that `ack` acknowledges; 0 before the first envelope from the receiver."""
     flags: Number = 0

@@ -75,7 +75,8 @@ class CallScanner(AnswerParser):
         self._marker = ""
         """Marker at the start of `_text`; empty while no marker is found."""
         self._needs = ""
-        """`Unfinished.needs` of the latest read; a long call is then not read again for each piece of text."""
+        """`Unfinished.needs` of the latest read. New text is read only if it contains one of these strings, so that a
+        long call is not parsed again for each piece of text."""
         self._trimmer = Trimmer()
 
     def push(self, text: str) -> list[Part]:
@@ -139,6 +140,7 @@ def call_of(name: object, arguments: object) -> Call | None:
     if not isinstance(name, str) or not name or not isinstance(arguments, dict):
         return None
     try:
+        dump_json(name)  # raises for a lone surrogate
         return Call(name, dump_json(arguments))
     except ValueError:
         return None

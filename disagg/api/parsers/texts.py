@@ -53,11 +53,13 @@ def load_json(text: str) -> Any:
 
 
 def dump_json(value: Any) -> str:
-    """Returns the JSON text of a value. Raises ValueError for a value that JSON cannot represent."""
+    """Returns the JSON text of a value. Raises ValueError for a value that JSON in UTF-8 cannot represent."""
     try:
-        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     except RecursionError as exc:
         raise ValueError("nested too deeply") from exc
+    text.encode()  # a lone surrogate raises UnicodeEncodeError, which is a ValueError
+    return text
 
 
 def _no_number(name: str) -> Any:
@@ -88,6 +90,7 @@ class Trimmer:
         self._held, self.begun, self._drop_start = "", False, True
 
     def rest(self) -> str:
-        """Ends the text; returns the withheld white space, except at a start where white space is dropped."""
+        """Ends the text; returns the withheld white space. The result is empty if white space at the start is dropped
+        and no other text followed."""
         held, self._held = self._held, ""
         return held if self.begun or not self._drop_start else ""

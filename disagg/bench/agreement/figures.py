@@ -72,7 +72,7 @@ class Decisiveness:
     """Standard deviation of a step's logits over the vocabulary, averaged over the first steps of all
     prompts."""
     gap: float
-    """Difference between the two best logits, median over the same steps."""
+    """Difference between the two highest logits of a step; median over the first steps of all prompts."""
     distinct_tokens: float
     """Number of distinct tokens of an answer, mean over the prompts. If it is near 1, answers repeat one token, and
     agree for this reason only."""

@@ -29,6 +29,7 @@ from disagg.core.types import KVLayout, SamplingParams
 from disagg.kv.pages import pages_for
 from disagg.kv.pool import dtype_name
 from disagg.model.collective.base import SingleCollective
+from disagg.model.load.hub import checkpoint_folder
 from disagg.model.load.named import named_config
 from disagg.model.load.source import ModelSource
 from disagg.model.runner import ModelRunner, RunnerOptions
@@ -117,7 +118,7 @@ def source_of(model: str | None, random_init: str, gain: float, seed: int) -> Mo
     With a gain of 1, a matrix keeps the norm of its input. Raises `ConfigError`, `UnsupportedModelError`.
     """
     if model is not None:
-        return ModelSource.from_directory(model)
+        return ModelSource.from_directory(checkpoint_folder(model, None))
     return ModelSource.random_init(random_init, seed, std=gain / named_config(random_init).hidden_size ** 0.5)
 
 
@@ -153,7 +154,7 @@ def run(bench: AgreementBench, report_progress: Callable[[str], None] = lambda t
         runner = bench.runner(getattr(torch, name))
         rows.append(compared.row(name, runner, CHUNK_TOKENS))
     settings: dict[str, str | int | float] = {
-        "model": bench.source.name if bench.source.directory is None else bench.source.directory.name,
+        "model": bench.source.label,
         "dtype": own,
         "deterministic": int(bench.deterministic),
         "prompts": bench.prompts,

@@ -46,7 +46,8 @@ class FaultLine(msgspec.Struct, frozen=True):
     forced: bool
     """Whether the run killed the rank that hung, because the system had not replaced its group."""
     touched: int
-    """Number of requests that ran in the group; in a prefill group, their prompts may already have been computed."""
+    """Number of requests that ran in the group at the time of the fault. In a prefill group, this number includes
+    requests whose prompts were already computed."""
     failed: int
     """Number of touched requests that failed before a later fault touched them."""
     pauses_s: list[float]

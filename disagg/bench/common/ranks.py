@@ -14,13 +14,13 @@ import torch
 from disagg.bench.common.noise import NoisyPool
 from disagg.bench.common.rank_reports import RankReports
 from disagg.core.config.read import Config
+from disagg.core.threads import SWITCH_INTERVAL_S
 from disagg.core.types import GroupInfo, KVLayout, RankInfo, Span
 from disagg.kv.pages import slots_of
 from disagg.kv.pool import MHATokenToKVPool
 from disagg.node.device import memory_bytes
-from disagg.node.host import freeze_objects
 from disagg.node.links import make_link
-from disagg.node.rank import SWITCH_INTERVAL_S
+from disagg.node.rank_start import freeze_objects
 from disagg.node.transfer_loop import TransferLoop
 from staging.shards import make_shards
 from transport.control import messages as m

@@ -76,7 +76,7 @@ class RawEnd:
         self._note = self._array_type(bytearray(1))
 
     def address(self) -> bytes:
-        """Returns this end's address, for `connect` of the other end."""
+        """Returns this end's address, which the other end passes to its `connect`."""
         return bytes(self._worker.address.tobytes())
 
     def connect(self, address: bytes) -> None:

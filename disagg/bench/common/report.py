@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
     from rich.table import Table
 
 Label = str | int | float
@@ -112,7 +113,15 @@ def as_json(results: Sequence[Result]) -> str:
 
 
 def write_chart(path: Path, title: str, results: Sequence[Result]) -> None:
-    """Draws a bar for each median, whiskers from the lowest to the highest value, and a mark at each ceiling."""
+    """Writes `chart` as a PNG."""
+    chart(title, results).savefig(path, dpi=140)
+
+
+def chart(title: str, results: Sequence[Result]) -> Figure:
+    """Draws a bar for each median, whiskers from the lowest to the highest value, and a mark at each ceiling.
+
+    Each unit has an axis of its own.
+    """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 1.2 + 0.34 * len(results)), layout="constrained")
@@ -124,7 +133,7 @@ def write_chart(path: Path, title: str, results: Sequence[Result]) -> None:
         _draw(axis, lines)
         axis.set_xlabel(unit)
     axes[0].set_title(title, loc="left", fontsize=11)
-    figure.savefig(path, dpi=140)
+    return figure
 
 
 def provenance() -> dict[str, str]:

@@ -105,7 +105,8 @@ async def _beside(
 
 
 def _sort(groups: HandoffGroups, sizes: Sizes, beside: _Beside) -> Sorted:
-    """Sorts the decode steps whose batch contains all decoding requests and no other request."""
+    """Returns the durations of the decode steps by concurrent activity, for steps whose batch consists of exactly the
+    decoding requests."""
     spans = groups.spans()
     arrivals = [arrival(spans, str(served.key)) for served in beside.arrivals]
     prefills, others = (

@@ -91,7 +91,7 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 class Sorted(NamedTuple):
-    """Seconds of decode steps, by concurrent activity."""
+    """Durations of decode steps in seconds, by concurrent activity."""
 
     quiet: list[float]
     """Durations of steps without concurrent activity."""
@@ -107,8 +107,11 @@ def sort_steps(
     prefills: Collection[Window],
     others: Collection[Window],
 ) -> Sorted:
-    """Sorts steps by the windows that they overlap. Steps that overlap only windows of `others` are omitted: another
-    request was running then, but its KV was not arriving."""
+    """Returns the durations of `steps` by concurrent activity: the kind of window that a step overlaps.
+
+    Steps that overlap only windows of `others` are omitted: another request was running then, but its KV was not
+    arriving.
+    """
     found = Sorted([], [], [])
     for step in steps:
         if any(map(step.meets, arrivals)):

@@ -28,9 +28,9 @@ from disagg.core.types import (
     Ticket,
     TokenLogprobs,
 )
+from disagg.model.load.source import make_source
 from disagg.model.rounding import Judge
-from disagg.node.assemble import make_source
-from disagg.node.host import Started
+from disagg.node.rank_records import Started
 from disagg.router.response_dispatcher import ResponseDispatcher, ResponseInbox
 from disagg.router.router import Router
 from transport.control import messages as m
@@ -166,7 +166,7 @@ class Served(NamedTuple):
     """Time at which the client called the router."""
     tokens: list[int]
     times_s: list[float]
-    """Time of each token."""
+    """Time at which the client received each token."""
     ended_s: float
     """Time at which all ranks have freed the request."""
 

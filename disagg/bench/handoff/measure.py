@@ -30,7 +30,7 @@ class HandOver:
     split_s: tuple[float, float]
     """Seconds from the request to its first and to its second token, disaggregated."""
     unsplit_s: tuple[float, float]
-    """Seconds in which the unsplit engine generates one token, and two tokens."""
+    """Seconds from the request to its first and to its second token, on the unsplit engine."""
 
 
 @dataclass

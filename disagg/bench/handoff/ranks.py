@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,13 +18,15 @@ from disagg.core.types import RequestKey, SamplingParams, Shard, Span, quantized
 from disagg.kv.pages import slots_of
 from disagg.kv.pool import MHATokenToKVPool, dtype_name
 from disagg.kv.req_to_token import ReqToTokenPool
+from disagg.model.load.source import make_source
 from disagg.model.rounding import Judge, judge_by
 from disagg.model.sampling.prompt_scores import PromptScores
 from disagg.model.unsplit import forced_logits, generate_unsplit
-from disagg.node.assemble import Rendezvous, make_source, resolve_dtype
-from disagg.node.host import RankHost, Started
+from disagg.node.assemble import resolve_dtype
+from disagg.node.host import RankHost
 from disagg.node.plan import StepPlan
 from disagg.node.rank import RankNode
+from disagg.node.rank_records import Rendezvous, Started
 from kernels.copy.quantize import gather_quantized_reference
 from prefill_node.rank import PrefillRank
 from transport.control import messages as m
@@ -228,13 +230,23 @@ class TimedHost(RankHost):
 class TimedPrefillHost(TimedHost):
     """The host of a `TimedPrefillRank`."""
 
-    node_class: ClassVar[type[RankNode[Any, Any, Any]]] = TimedPrefillRank
+    role = "prefill"
+
+    @staticmethod
+    def rank_class() -> type[TimedPrefillRank]:
+        """Returns `TimedPrefillRank`."""
+        return TimedPrefillRank
 
 
 class TimedDecodeHost(TimedHost):
     """The host of a `TimedDecodeRank`."""
 
-    node_class: ClassVar[type[RankNode[Any, Any, Any]]] = TimedDecodeRank
+    role = "decode"
+
+    @staticmethod
+    def rank_class() -> type[TimedDecodeRank]:
+        """Returns `TimedDecodeRank`."""
+        return TimedDecodeRank
 
 
 def as_quantized(pool: MHATokenToKVPool, slots: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -29,8 +29,9 @@ from disagg.core.errors import ConfigError
 from disagg.core.types import QUANTIZED_DTYPES
 from disagg.kv.pages import pages_for
 from disagg.kv.pool import dtype_name
+from disagg.model.load.source import make_source
 from disagg.model.spec.model_spec import ModelSpec
-from disagg.node.assemble import make_source, resolve_dtype, resolve_kv_dtype
+from disagg.node.assemble import resolve_dtype, resolve_kv_dtype
 
 GroupT = TypeVar("GroupT", bound=GroupConfig)
 
@@ -88,7 +89,7 @@ class HandoffBench:
             log=LogConfig(level="warning"),
         )
         labels: dict[str, Label] = {
-            "model": source.name if source.directory is None else source.directory.name,
+            "model": source.label,
             "dtype": str(dtype).removeprefix("torch."),
             "deterministic": int(config.model.deterministic),
             "prefill_kv_dtype": computed,

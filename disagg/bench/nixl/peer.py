@@ -61,10 +61,11 @@ class NixlResult:
     way: str
     moved: tuple[NixlTransfer, ...]
     given_up: bool = False
-    """Whether the measurement ended early, because the transfer after `moved` exceeded `MOST_S`."""
+    """Whether the measurement ended early, because a transfer took longer than `MOST_S`. `moved` lacks this
+    transfer."""
 
     def us(self, seconds: Callable[[NixlTransfer], float]) -> Measurement:
-        """Returns a time of each transfer, selected by `seconds`, in microseconds."""
+        """Returns one time of each transfer in microseconds; `seconds` selects the time."""
         return Measurement("NIXL", "us", tuple(seconds(moved) * 1e6 for moved in self.moved))
 
 

@@ -58,7 +58,7 @@ class RouterBench:
             )
 
     def steps(self, streams: int) -> int:
-        """Returns the tokens of each stream in one measurement."""
+        """Returns the number of tokens that each stream sends in one measurement."""
         return max(1, self.window_tokens // streams)
 
 
@@ -199,7 +199,8 @@ def event_of_a_token() -> bytes:
 
 
 def _results(points: list[RouterPoint], floor: FloorPoint) -> list[Result]:
-    """Returns the figures of all points. A token's floor is the cost of its chunk plus its share of a message."""
+    """Returns the figures of all combinations of streams and groups. The floor of a token's cost is the cost of its
+    chunk plus its share of a message's cost."""
     found = []
     for p in points:
         labels: dict[str, Label] = {"streams": p.streams, "groups": p.groups}

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from disagg.bench.serve.answer import OK
+from disagg.bench.serve.chart import MIN_SHOWN_S
 from disagg.bench.serve.compare_report import SYSTEMS, SystemsComparison, words
 from disagg.bench.serve.report import Report
 
@@ -44,7 +45,7 @@ def _distributions(
             if values_s:
                 at = "" if run.rate is None or len(found.runs) == 1 else f", {run.rate:g}/s"
                 axis.ecdf(
-                    [1e3 * value for value in values_s],
+                    [1e3 * max(value, MIN_SHOWN_S) for value in values_s],  # a log axis has no 0
                     color=_COLORS[system],
                     alpha=0.25 + 0.75 * number / len(found.runs),
                     lw=0.8 + number / len(found.runs),

@@ -85,7 +85,8 @@ def _connected(url: str) -> socket.socket:
 
 
 def _command(*words: bytes | int) -> bytes:
-    """Returns an encoded command. An integer as the last word is the length of a word that the caller sends."""
+    """Returns a command in Redis' protocol. If the last word is an integer, it is the length of a word that the
+    caller sends separately."""
     text = b"*%d\r\n" % len(words)
     for word in words:
         text += b"$%d\r\n" % word if isinstance(word, int) else b"$%d\r\n%s\r\n" % (len(word), word)

@@ -89,7 +89,7 @@ class PrefillHost(BenchRank):
             self._compute(1)
 
     def _plan(self, count: int) -> None:
-        """Requests the leases of the next `count` requests that wait."""
+        """Plans the next `count` waiting requests; the agent then requests their ring leases."""
         for _ in range(min(count, len(self._waiting))):
             self._steps += 1
             part = StepPart(self._steps, Part.CHUNK)
@@ -97,7 +97,7 @@ class PrefillHost(BenchRank):
             self._planned.append(self._steps)
 
     def _compute(self, count: int) -> None:
-        """Marks the next `count` requests as computed, and requests leases for the `count` requests after them."""
+        """Marks the next `count` requests as computed, and plans the `count` requests after them; see `_plan`."""
         for _ in range(count):
             if not self._planned:
                 self._plan(1)

@@ -18,6 +18,7 @@ from disagg.bench.common.noise import WORD_BYTES, words
 from disagg.bench.common.processes import Processes, Remote
 from disagg.bench.common.report import Measurement, Result
 from disagg.core.errors import InvariantError
+from disagg.core.threads import SWITCH_INTERVAL_S
 from transport.base import Operation
 from transport.hosts import LOOPBACK
 from transport.keys.curve import ControlKeys, make_keys
@@ -33,8 +34,6 @@ _DATA, _GO = 1, 2
 _LEAST, _MOST = 8, 512
 _WAIT_S = 0.05
 CIPHER_BYTES = 256 << 20
-SWITCH_INTERVAL_S = 0.0002
-"""Thread switch interval, equal to that of `disagg.node.rank`; importing that module would take seconds."""
 
 
 @dataclass(frozen=True)
@@ -169,7 +168,7 @@ class WireEnd(_End):
         self._transport.register(self.buffer)
 
     def address(self) -> bytes:
-        """Returns this end's address, for `connect` of the other end."""
+        """Returns this end's address, which the other end passes to its `connect`."""
         return self._transport.address
 
     def connect(self, address: bytes) -> None:
@@ -230,7 +229,7 @@ class TcpEnd(_End):
         self._connection = socket.socket()
 
     def address(self) -> int:
-        """Returns this end's port, for `connect` of the other end."""
+        """Returns this end's port, which the other end passes to its `connect`."""
         return self._port
 
     def connect(self, port: int) -> None:

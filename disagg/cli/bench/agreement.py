@@ -50,7 +50,8 @@ class AgreementOptions:
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
         typer.Option(
-            "--dtype", help="Element type of model and unquantized KV; float32 has little other rounding."
+            "--dtype",
+            help="Element type of model and unquantized KV. In float32, nearly all rounding is that of 8-bit KV.",
         ),
     ] = "auto"
     deterministic: ComparedDeterministicFlag = None
@@ -72,7 +73,8 @@ class AgreementOptions:
 def agreement(options: AgreementOptions) -> None:
     """Compare greedy answers with 8-bit KV (int8, fp8) and with unquantized KV; show the bytes saved.
 
-    With random weights, the likeliest tokens are nearly equal. Use --model for the results of a trained model.
+    With random weights, the likeliest tokens have nearly equal probabilities, so answers differ more often. Use
+    --model for the results of a trained model.
     """
     gain = _gain(options)
     check_model(ModelConfig(path=options.model))

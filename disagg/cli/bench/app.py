@@ -1,4 +1,4 @@
-"""`disagg bench`: one command for each benchmark. Figures are shown with their hardware ceilings."""
+"""`disagg bench`: registers one command for each benchmark."""
 
 from __future__ import annotations
 

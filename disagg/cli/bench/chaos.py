@@ -32,7 +32,7 @@ class FaultFlags:
         typer.Option(
             "--faults",
             metavar="KIND,...",
-            help="kill (SIGKILL), stop (SIGSTOP, SIGCONT after --stop-s), hang (SIGSTOP for ever).",
+            help="kill (SIGKILL), stop (SIGSTOP, SIGCONT after --stop-s), hang (SIGSTOP without SIGCONT).",
         ),
     ] = "kill"
     roles: Annotated[
@@ -49,7 +49,10 @@ class FaultFlags:
         float, typer.Option("--gap-s", help="Mean delay before a fault, once all groups serve.")
     ] = 2.0
     stop_s: Annotated[
-        str, typer.Option("--stop-s", metavar="S,...", help="Durations of a stop, chosen at random.")
+        str,
+        typer.Option(
+            "--stop-s", metavar="S,...", help="Durations between SIGSTOP and SIGCONT, one chosen at random."
+        ),
     ] = "1,15"
     overlap: Annotated[
         bool, typer.Option("--overlap", help="Inject a fault even if not all groups serve again.")
@@ -64,7 +67,7 @@ class FaultFlags:
     seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of faults, prompts and sampling.")] = 0
 
     def schedule(self) -> Schedule:
-        """Returns the schedule. Raises `ConfigError`."""
+        """Returns the schedule of faults. Raises `ConfigError` for values that are malformed or not positive."""
         from disagg.bench.chaos.schedule import FAULT_KINDS, ROLES, Schedule, parse_names, parse_seconds
 
         check_positive(
@@ -107,7 +110,7 @@ class ChaosOptions:
         typer.Option(
             "--output-tokens",
             metavar="SPEC",
-            help="Most tokens of an answer, in the notation of --input-tokens.",
+            help="Maximum length of answers, in the notation of --input-tokens.",
         ),
     ] = "64-256"
     faults: FaultFlags
@@ -119,8 +122,8 @@ class ChaosOptions:
 def chaos(options: ChaosOptions) -> None:
     """Kill and stop ranks under load, and compare every answer with the answer of a run without faults.
 
-    Exit code 1 if an answer failed or differs, or the groups did not recover. The deterministic mode is on. With
-    --no-deterministic, rounding can change tokens.
+    Exit code 1 if an answer failed or differs, or if the groups did not recover. The deterministic mode is on by
+    default; with --no-deterministic, rounding can change tokens.
     """
     schedule = options.faults.schedule()
     config = configuration(options.cluster.source, options)
@@ -149,7 +152,7 @@ def chaos(options: ChaosOptions) -> None:
 
 
 def _check_join(options: ChaosOptions) -> None:
-    """Raises `ConfigError` if flags that describe groups are combined with `--join`: `disagg launch` has set them."""
+    """Raises `ConfigError` if `--join` comes with flags for groups: `disagg launch` has already started these."""
     if options.join is None:
         return
     for one in flag_values(options):
@@ -177,7 +180,7 @@ def _bench(options: ChaosOptions, schedule: Schedule) -> ChaosBench:
 
 
 def _settings(options: ChaosOptions) -> dict[str, str | float | None]:
-    """Returns the flags that the report shows."""
+    """Returns the values of the flags that the report shows, by the flag's name."""
     faults = options.faults
     return {
         "streams": options.streams,
@@ -197,7 +200,7 @@ def _settings(options: ChaosOptions) -> dict[str, str | float | None]:
 
 
 def _progress_lines() -> Callable[[str], None]:
-    """Returns a function that prints a line to stderr, with the seconds since this call. Works without a terminal."""
+    """Returns a function that prints a line to stderr, with the seconds since this call. Needs no terminal."""
     begun_s = time.monotonic()
 
     def report_line(text: str) -> None:

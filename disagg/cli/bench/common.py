@@ -41,12 +41,12 @@ CheckpointFlag = Annotated[
 ]
 DEFINITIONS = "exact definitions of the figures: --definitions, or the JSON file of --out"
 _LOG_COLUMNS = 150
-"""Width of tables that are not printed to a terminal; every column fits."""
+"""Width of tables in characters when stdout is not a terminal. Every column fits."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OutputFlags:
-    """Flags that select the output of the results."""
+    """Flags for the form and the folder of the results."""
 
     out: Annotated[
         Path | None,
@@ -57,7 +57,7 @@ class OutputFlags:
 
 @dataclass(frozen=True)
 class Shown:
-    """The results of a run, in each output format."""
+    """The results of a run in each output format, most of them as functions that produce it."""
 
     json: Callable[[], str]
     table: Callable[[], Table]
@@ -97,7 +97,7 @@ def show_results(
 ) -> None:
     """Calls `show` with the table, chart and JSON of a micro-benchmark's results.
 
-    `definitions`: whether the definitions of the figures stand below the table; the JSON always has them.
+    `definitions`: whether to print the definitions of the figures below the table. The JSON always contains them.
     """
     from disagg.bench.common.report import as_json, definition_lines, results_table, write_chart
 
@@ -111,7 +111,7 @@ def show_results(
 
 
 def parse_numbers(flag: str, text: str) -> tuple[int, ...]:
-    """Parses `1,2,3`. Raises `ConfigError`."""
+    """Parses a flag's list of whole numbers, such as `1,2,3`. Raises `ConfigError` for other text."""
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError as exc:
@@ -119,7 +119,7 @@ def parse_numbers(flag: str, text: str) -> tuple[int, ...]:
 
 
 def device_of(name: str) -> Any:
-    """Returns the `torch.device` for a value of `--device`. Raises `ConfigError`."""
+    """Returns the `torch.device` for a value of `--device`. Raises `ConfigError` if it is unknown or has no GPU."""
     import torch
 
     if name not in ("auto", "cpu", "cuda"):

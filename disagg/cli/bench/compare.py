@@ -1,4 +1,4 @@
-"""`disagg bench serve --compare`: its flags and its output; the progress bar of both kinds of run."""
+"""`disagg bench serve --compare`: flags and output. Also the progress bar of `disagg bench serve`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class CompareFlags:
-    """`--compare`, and flags for the systems that it starts, which are valid only together with it."""
+    """`--compare`, and the flags that are valid only with `--compare`, for the systems that it starts."""
 
     compare: Annotated[
         Literal["colocated"] | None,
@@ -70,14 +70,14 @@ class CompareFlags:
 
 
 def check_without_compare(flags: CompareFlags) -> None:
-    """Raises `ConfigError` for a flag that needs `--compare`."""
+    """Raises `ConfigError` for a flag that needs `--compare`; called if `--compare` is missing."""
     for one in flag_values(flags):
         if not one.is_default:
             raise ConfigError(f"{one.flag} needs --compare: without it, the servers at --url run already")
 
 
 def parse_rates(text: str) -> list[float]:
-    """Parses `1,2.5,4`; returns the rates in ascending order. Raises `ConfigError`."""
+    """Parses rates in requests a second, such as `1,2.5,4`; returns them in ascending order. Raises `ConfigError`."""
     try:
         rates = sorted({float(one) for one in text.split(",")})
     except ValueError:
@@ -89,13 +89,16 @@ def parse_rates(text: str) -> list[float]:
 
 @contextmanager
 def progress() -> Iterator[ReportProgress]:
-    """Shows a progress bar during the run. In a closed loop limited by time, the bar has no total."""
+    """Shows a progress bar within the block; yields a function that updates it.
+
+    In a closed loop that is limited by time, the bar has no total.
+    """
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     words, state = TextColumn("{task.description}"), TextColumn("{task.fields[state]}")
     columns = (words, BarColumn(), MofNCompleteColumn(), state, TimeElapsedColumn())
-    # Two frames a second: drawing takes time from the client, and so distorts the times that it measures.
+    # Two frames a second are enough: drawing takes CPU time from the client, which distorts its measurements.
     with Progress(*columns, console=Console(stderr=True), transient=True, refresh_per_second=2) as bar:
         task = bar.add_task("starting", total=None, state="")
 
@@ -112,9 +115,9 @@ def progress() -> Iterator[ReportProgress]:
 def run_compare(
     flags: CompareFlags, model: str, loads: list[ServeBench], output: OutputFlags, strict: bool
 ) -> int:
-    """Runs both systems with the loads in their order; returns the command's exit code.
+    """Runs each of the `loads` on both systems, and shows the comparison; returns the command's exit code.
 
-    `model` is a checkpoint's folder, or empty.
+    `model` is a checkpoint's folder; empty for the configured model.
     """
     from disagg.bench.serve.compare import CompareBench, both_systems, compare
     from disagg.bench.serve.compare_chart import write_compare_chart

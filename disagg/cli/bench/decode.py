@@ -45,7 +45,7 @@ class DecodeOptions:
         typer.Option(
             "--max-context-tokens",
             min=0,
-            help="Longest context for which the block table has room, as in a server [--context-tokens].",
+            help="Context for which the block table is sized, as in a server [--context-tokens].",
         ),
     ] = 0
     page_size: PageSizeFlag = 16
@@ -67,7 +67,7 @@ class DecodeOptions:
 @with_options(DecodeOptions)
 def decode(options: DecodeOptions) -> None:
     """Measure a decode step of a whole model: the rate at which weights and KV are read, as a share of a plain
-    copy."""
+    copy's rate."""
     import torch
 
     from disagg.bench.engine.decode import DecodeBench, run

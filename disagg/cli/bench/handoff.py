@@ -102,7 +102,7 @@ class HandoffFlags:
 
 @with_options(HandoffFlags)
 def handoff(options: HandoffFlags) -> None:
-    """Measure the transfer's cost with a real model, prefilled by one group and decoded by another; check the
+    """Measure the cost of the KV transfer with a whole model, from a prefill group to a decode group; check the
     answers.
 
     Every byte of the moved KV is compared. With --deterministic, equal ranks on both sides and float32, every token

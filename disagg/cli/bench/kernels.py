@@ -56,12 +56,12 @@ class KernelOptions:
 
 @dataclass(frozen=True)
 class KernelRun:
-    """A chosen benchmark."""
+    """The benchmark that `--what` selects, with its names."""
 
     measure: Callable[[Callable[[str], None]], Sequence[Result]]
     """Function that runs the benchmark. Its argument is called with a description of the current measurement."""
     name: str
-    """Part of the names of the result files."""
+    """Name of the benchmark in the names of the result files."""
     title: str
 
 
@@ -69,7 +69,8 @@ class KernelRun:
 def kernels(options: KernelOptions) -> None:
     """Measure gather and scatter as a share of a plain copy on the same device, or other kernels (--what).
 
-    On a CPU the figures have no share: small copies stay in its caches and exceed the rate of a large plain copy.
+    On a CPU the figures are not shares: small copies stay in the CPU's caches and exceed the rate of a large plain
+    copy.
     """
     from disagg.bench.common.report import without_ceilings
 
@@ -80,7 +81,7 @@ def kernels(options: KernelOptions) -> None:
         results = chosen.measure(update)
     if (
         device.type == "cpu" and options.what != "checksum"
-    ):  # checksums are compared with the same copy without
+    ):  # the ceiling of a checksum is the same copy without one
         results = without_ceilings(results)
     show_results(chosen.name, f"{chosen.title} on {name_of(device)}", results, options.output)
 

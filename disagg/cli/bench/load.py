@@ -1,4 +1,4 @@
-"""Flags of the load that `disagg bench serve` puts on a server: arrivals, prompts, and limits of an answer."""
+"""Flags for the load of `disagg bench serve`: arrivals, prompts, and limits of an answer's latency."""
 
 from __future__ import annotations
 
@@ -59,11 +59,11 @@ class LoadFlags:
 
     @property
     def request_count(self) -> int | None:
-        """The number of requests; None if `--duration-s` ends the load."""
+        """The number of requests to send; None if `--duration-s` ends the load."""
         return self.requests or (_REQUESTS if self.duration_s is None else None)
 
     def arrivals_at(self, rate: float | None, seed: int) -> Arrivals | None:
-        """Returns the arrivals of an open loop; None for a closed loop."""
+        """Returns the arrival process of an open loop at `rate` requests a second; None for a closed loop."""
         from disagg.bench.serve.arrivals import Arrivals
 
         return None if rate is None else Arrivals(self.arrivals or "poisson", rate, self.burst_size, seed)
@@ -113,7 +113,7 @@ class PromptFlags:
     seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of arrivals, lengths and prompts.")] = 0
 
     def workload(self, model: str, chat: bool) -> Workload:
-        """Returns the generator of requests. Raises `ConfigError`."""
+        """Returns the generator of the requests. Raises `ConfigError` for malformed flags."""
         from disagg.bench.serve.lengths import parse_lengths
         from disagg.bench.serve.workload import Workload
 
@@ -155,7 +155,7 @@ class LimitFlags:
 
 
 def check_positive(flags: dict[str, float | None]) -> None:
-    """Raises `ConfigError` that names the flag unless each value is None or a positive finite number."""
+    """Raises a `ConfigError` that names the first flag whose value is neither None nor positive and finite."""
     for flag, value in flags.items():
         if value is not None and not 0 < value < float("inf"):
             raise ConfigError(f"{flag} {value:g}: give a number above 0")

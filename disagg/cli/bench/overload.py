@@ -39,13 +39,17 @@ class OverloadOptions:
     url: Annotated[str, typer.Option("--url", help="Base URL of the API, with /v1.")]
     rate: Annotated[
         float,
-        typer.Option("--rate", min=0.1, help="Requests a second under overload, e.g. ten times too many."),
+        typer.Option(
+            "--rate", min=0.1, help="Requests a second under overload, e.g. ten times the server's capacity."
+        ),
     ]
     seconds: Annotated[float, typer.Option("--seconds", min=1.0, help="Duration of each load.")] = 20.0
     idle_rate: Annotated[
         float, typer.Option("--idle-rate", min=0.1, help="Requests a second before and after the overload.")
     ] = 3.0
-    prompt_tokens: Annotated[int, typer.Option("--input-tokens", min=1, help="Most tokens of a prompt.")] = 64
+    prompt_tokens: Annotated[
+        int, typer.Option("--input-tokens", min=1, help="Maximum length of prompts.")
+    ] = 64
     answer_tokens: Annotated[int, typer.Option("--output-tokens", min=1, help="Tokens of each answer.")] = 16
     api_key_file: ApiKeyFlag = None
     seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of arrivals and prompts.")] = 0

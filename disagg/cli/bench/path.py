@@ -15,10 +15,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class PathFlags:
-    """Flags for sizes and kind of the path, as in the sections `transfer` and `transport` of the configuration."""
+    """Flags for the KV path, which correspond to settings in the sections `transfer` and `transport`."""
 
     layer_groups: Annotated[
-        int, typer.Option("--layer-groups", min=1, help="Most layer groups, as transfer.layer_groups.")
+        int,
+        typer.Option(
+            "--layer-groups", min=1, help="Maximum number of layer groups, as transfer.layer_groups."
+        ),
     ] = 4
     ring_bytes: Annotated[
         str,
@@ -45,7 +48,7 @@ class PathFlags:
     ] = False
 
     def transfer_config(self, device: Any) -> TransferConfig:
-        """Returns the configuration with the default sizes of a rank on `device`, a `torch.device`."""
+        """Returns the section `transfer`. Sizes that no flag sets are the defaults for `device`, a `torch.device`."""
         from disagg.core.config.read import TransferConfig
         from disagg.node.device import memory_bytes
 

@@ -40,7 +40,10 @@ class PrefillOptions:
         "64,256,512,1024,2048"
     )
     cached_tokens: Annotated[
-        int, typer.Option("--cached-tokens", min=0, help="Tokens of the prompt before the step.")
+        int,
+        typer.Option(
+            "--cached-tokens", min=0, help="Tokens of the prompt that are in the KV cache before the step."
+        ),
     ] = 0
     page_size: PageSizeFlag = 16
     recurrent_kernels: RecurrentFlag = "auto"

@@ -52,7 +52,7 @@ class TargetFlags:
 
     @property
     def api_key(self) -> str | None:
-        """The first line of the key file."""
+        """The API key: the first line of the key file; None without a file."""
         return None if self.api_key_file is None else first_key("--api-key-file", self.api_key_file)
 
 
@@ -75,8 +75,8 @@ class BenchServeOptions:
 def serve(options: BenchServeOptions) -> int:
     """Send load to any OpenAI-compatible endpoint: latencies, throughput, goodput. Every answer is checked.
 
-    The first request is a probe and does not count. Times are measured by the client; answers have temperature 0.
-    --compare starts two systems of this program, one after the other, warms each up, and reports both side by side.
+    The first request is a probe and is not counted. The client measures all times. Answers have temperature 0.
+    --compare starts a split and a colocated system one after the other, warms each up, and reports both side by side.
     """
     _check(options)
     from disagg.bench.serve.bench import run
@@ -114,7 +114,7 @@ def _check(options: BenchServeOptions) -> None:
 def _loads(options: BenchServeOptions) -> list[ServeBench]:
     """Returns the run at `--rate` or `--concurrency`, or one run for each of `--rates`.
 
-    Each rate has its own prompts. With equal prompts, a rate would profit from the previous rate's prefix cache.
+    Each rate has its own prompts. With equal prompts, a run would hit the prefix cache entries of the run before.
     """
     rates = options.systems.rates
     chosen = [options.load.rate] if rates is None else parse_rates(rates)
@@ -164,7 +164,7 @@ def _parameters(options: BenchServeOptions) -> dict[str, str | float | bool | No
 
 
 def allow_open_files() -> None:
-    """Raises the soft limit of open files as far as permitted, because an open loop may need thousands of sockets."""
+    """Raises the soft limit of open files as far as permitted: an open loop may need thousands of sockets."""
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -21,7 +21,9 @@ class StorageOptions:
     folder: Annotated[
         Path | None,
         typer.Option(
-            "--folder", metavar="DIR", help="Folder on the disk to measure [that of temporary files]."
+            "--folder",
+            metavar="DIR",
+            help="Folder on the disk to measure [the system's folder for temporary files].",
         ),
     ] = None
     url: Annotated[
@@ -35,7 +37,11 @@ class StorageOptions:
         int, typer.Option("--threads", min=1, help="Threads of the storage for each direction.")
     ] = 4
     direct: Annotated[
-        bool, typer.Option("--direct/--no-direct", help="Whether files bypass the page cache, if they can.")
+        bool,
+        typer.Option(
+            "--direct/--no-direct",
+            help="Bypass the page cache (direct I/O) where the file system supports that.",
+        ),
     ] = True
     repeats: RepeatsFlag = 5
     output: OutputFlags

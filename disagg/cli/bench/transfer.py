@@ -40,13 +40,13 @@ class PoolFlags:
     )
     tokens: Annotated[
         str | None,
-        typer.Option("--tokens", help="Sizes of requests, comma-separated [128,4096; 128 on a CPU]."),
+        typer.Option("--tokens", help="Tokens of a request, comma-separated [128,4096; 128 on a CPU]."),
     ] = None
     prefill_page_size: Annotated[
-        int, typer.Option("--prefill-page-size", min=1, help="Tokens of a page of the sender.")
+        int, typer.Option("--prefill-page-size", min=1, help="Tokens in one page of the sender.")
     ] = 16
     decode_page_size: Annotated[
-        int, typer.Option("--decode-page-size", min=1, help="Tokens of a page of the receiver.")
+        int, typer.Option("--decode-page-size", min=1, help="Tokens in one page of the receiver.")
     ] = 16
     in_flight: Annotated[
         int, typer.Option("--in-flight", min=2, help="Requests in flight in the back-to-back measurement.")

@@ -29,9 +29,7 @@ class WireOptions:
 
 @with_options(WireOptions)
 def wire(options: WireOptions) -> None:
-    """Measure the data plane's backends between two processes, in host memory: TLS, UCX, and plain TCP as the
-    ceiling.
-    """
+    """Measure the KV transports TLS and UCX between two processes, in host memory, with plain TCP as the ceiling."""
     from disagg.bench.transfer.wire import WireBench, run
 
     bench = WireBench(

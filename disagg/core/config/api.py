@@ -73,6 +73,7 @@ class ApiConfig(Section, frozen=True):
     min_body_bytes_per_s: int = 16 * KIB
     """Body bytes that extend `body_timeout_s` by one second, up to `request_timeout_s`."""
     max_body_bytes: int = 4096 * KIB
+    """Largest body of a request; a larger one is refused with 413."""
     max_header_bytes: int = 32 * KIB
     """Limit of request line and headers together."""
     max_line_bytes: int = 8 * KIB

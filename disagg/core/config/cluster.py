@@ -28,6 +28,7 @@ class ControlConfig(Section, frozen=True):
     """Silence of a rank after which routers suspect its group: the group's requests continue on other groups, if
     there are any, until the rank responds again. 0, or `peer_timeout_s` or more: requests leave only lost groups."""
     heartbeat_s: float = 1.0
+    """Interval of messages to a peer that receives no other ones."""
     max_message_bytes: int = 16 * MIB
     """Largest control message; a request that needs a larger one fails. Only messages with a prompt's tokens and
     pages can exceed the smallest allowed value."""
@@ -107,6 +108,8 @@ class RouterConfig(Section, frozen=True):
     prefix_aware: by queued tokens and prefix cache hits; a request with a session name gets its decode group by the
     hash of the name. Routers receive KV events every `metrics.interval_s`."""
     request_timeout_s: float = 120.0
+    """Time limit of a request of `disagg demo` and `disagg generate`; requests to the API have
+    `api.request_timeout_s`."""
     reserve_wait_s: float = 2.0
     """Longest wait of a request in the queue of a full decode group, before the router tries another group. If only
     one decode group is up, the request waits there until the request's time limit."""

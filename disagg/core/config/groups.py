@@ -19,7 +19,7 @@ Device = Literal["auto", "cpu", "cuda"]
 GroupKVDTypeName = Literal["model", "auto", "int8", "float8_e4m3fn", "float8_e5m2"]
 Preemption = Literal["auto", "recompute", "swap"]
 EvictionName = Literal["lru", "lfu", "fifo"]
-HostWriteName = Literal["through", "second_hit"]
+HostWriteName = Literal["through", "second_hit", "back"]
 PrefetchName = Literal["best_effort", "timeout", "wait"]
 
 STORAGE_SCHEMES = ("redis", "rediss", "unix")
@@ -56,6 +56,7 @@ class GroupConfig(Section, frozen=True):
     """Largest sum of prompt and answer. 0: the model's context (on a CPU at most 4096), or the pool's size if
     smaller."""
     device: Device = "auto"
+    """Kind of device of the ranks. auto: the GPUs, which ranks share if there are too few; without a GPU, the CPU."""
     chunk_tokens: int = 0
     """Prompt tokens of one prefill step (chunked prefill). In a decode group: tokens recomputed per step after a
     preemption. In a colocated group: tokens of prompts and answers per step. 0: 2048 on a GPU, 256 on a CPU."""
@@ -76,7 +77,8 @@ class GroupConfig(Section, frozen=True):
     there, and loaded again after its eviction from the GPU. 0: no second tier."""
     host_cache_write: HostWriteName = "through"
     """KV that is copied to the second tier. through: all cached KV. second_hit: only prefixes that a second request
-    has used, so that a prompt used once costs no copies."""
+    has used, so that a prompt used once costs no copies. back: only KV that is evicted from the pool; a new request
+    then waits for the copy."""
     storage: str = ""
     """Third tier of the prefix cache, behind host memory: a folder, or the URL of a Redis server
     (`redis://HOST:PORT/DB`, `rediss://` for TLS, `unix:///PATH`). Groups of the same model share the stored pages,

@@ -16,10 +16,15 @@ class ModelConfig(Section, frozen=True):
     """The model, given by `path` or by `random_init`, not by both."""
 
     path: str | None = None
-    """Folder of a Hugging Face checkpoint."""
+    """Folder of a Hugging Face checkpoint, or the name of a model on the Hugging Face hub, ORGANIZATION/MODEL. A
+    folder on this machine has precedence."""
+    revision: str | None = None
+    """Branch, tag or commit of a model on the hub. None: the branch `main`; `disagg serve` and `disagg launch` use
+    its commit at their start."""
     random_init: str | None = None
     """Name of a small architecture with random weights, for demos and tests without a checkpoint."""
     dtype: DTypeName = "auto"
+    """Type of weights and activations. auto: the checkpoint's type on a GPU, float32 on a CPU."""
     seed: int = 0
     """Seed of the random weights; prefill and decode groups must use the same seed."""
     attention: AttentionName = "auto"
@@ -48,3 +53,4 @@ class ModelConfig(Section, frozen=True):
             "random_init",
             "left out when model.path is given (one model)",
         )
+        self._needs(not self.revision or bool(self.path), "revision", "left out without model.path")

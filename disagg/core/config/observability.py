@@ -33,7 +33,9 @@ class LogConfig(Section, frozen=True):
     """Log level and format."""
 
     level: LogLevel = "info"
+    """Least level of the lines that are written."""
     format: LogFormat = "plain"
+    """Form of the lines on stderr: text for people, or a JSON object each."""
 
     def __post_init__(self) -> None:
         self._one_of("level", LogLevel)

@@ -1,7 +1,8 @@
 """Adapters for attention modules that do not call transformers' AttentionInterface, or call it without all arguments.
 
-An adapter replaces only the attention's `forward` of one built model. The new `forward` computes queries, keys and
-values with the module's own projections and rotary functions, and attends through the step's context.
+An adapter changes the modules of one built model, and no class of transformers. Most adapters replace the `forward`
+of each attention module. The new `forward` computes queries, keys and values with the module's own projections and
+rotary functions, and then calls the step's attention context.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Common parts of adapters: inputs of the current step for attention modules, and constants on the step's device."""
+"""Common parts of adapters: the current step's inputs for attention modules, and constants on the step's device."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class StepInputs:
 
 @dataclass(frozen=True)
 class Adapter:
-    """The changes that a model family needs so that it can be served."""
+    """The changes that the models of one family need so that they can be served."""
 
     adapt: Callable[[Any, StepInputs], None]
     """Function that changes a new model in place. The model is on the meta device, and was built with `eager`
@@ -81,7 +81,10 @@ class Adapter:
 
 
 def plan_of(parent: str, columns: Iterable[str], row: str) -> dict[str, str]:
-    """Returns a plan for linear layers of `parent`: `columns` are split by output, the following `row` by input."""
+    """Returns a tensor-parallel plan for the linear layers of the module `parent`.
+
+    The layers `columns` are split by output; the layer `row`, which follows them, is split by input.
+    """
     styles = dict.fromkeys(columns, "colwise") | {row: "rowwise"}
     return {f"{parent}.{child}": style for child, style in styles.items()}
 
@@ -116,7 +119,7 @@ class Constant:
         self._value = value
 
     def on(self, device: torch.device) -> torch.Tensor:
-        """Returns the tensor on `device`; copies when the device changes."""
+        """Returns the tensor on `device`; copies the tensor only when the device changes."""
         if self._value.device != device:
             self._value = self._value.to(device)
         return self._value

@@ -1,4 +1,4 @@
-"""Megatron-BERT, RemBERT, RoFormer (rotary embeddings): encoders with custom attention, run as decoders."""
+"""Adapter of Megatron-BERT, RemBERT and RoFormer: encoders that run as decoders. RoFormer has rotary embeddings."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from disagg.model.adapters.base import Adapter, StepInputs, heads
 
 def _adapt(model: Any, step: StepInputs) -> None:
     encoder = model.base_model.encoder
-    if hasattr(encoder, "embed_positions"):  # the table would use a token's index in the step as its position
+    if hasattr(
+        encoder, "embed_positions"
+    ):  # its own forward would use a token's index in the step as position
         encoder.embed_positions.forward = partial(_of_positions, encoder.embed_positions, step)
     for layer in encoder.layer:
         attention = layer.attention.self
@@ -20,7 +22,7 @@ def _adapt(model: Any, step: StepInputs) -> None:
 
 
 def _of_positions(table: Any, step: StepInputs, *_: Any) -> torch.Tensor:
-    """Returns sines and cosines of the step's tokens, `[tokens, head_dim]`."""
+    """Returns the sines and cosines at the positions of the step's tokens, `[tokens, head_dim]`."""
     found: torch.Tensor = table.weight[step.positions.flatten()]
     return found
 

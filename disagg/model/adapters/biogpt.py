@@ -1,4 +1,5 @@
-"""BioGPT: calls the AttentionInterface, although transformers does not mark its attention as replaceable."""
+"""Adapter of BioGPT: its attention calls the AttentionInterface, although transformers does not mark it as
+replaceable."""
 
 from __future__ import annotations
 

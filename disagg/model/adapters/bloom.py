@@ -1,4 +1,5 @@
-"""BLOOM: one projection with adjacent queries, keys and values of each head; ALiBi."""
+"""Adapter of BLOOM: one projection computes query, key and value of each head, which are adjacent. Positions enter by
+ALiBi."""
 
 from __future__ import annotations
 

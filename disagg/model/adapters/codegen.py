@@ -1,5 +1,7 @@
-"""CodeGen: GPT-J with one projection of four parts. Each part has the queries, values and keys of a quarter of the
-heads."""
+"""Adapter of CodeGen: GPT-J with a single projection, whose output has four parts.
+
+Each part has the queries, values and keys of a quarter of the heads.
+"""
 
 from __future__ import annotations
 

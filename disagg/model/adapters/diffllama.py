@@ -1,6 +1,6 @@
-"""DiffLlama: each head subtracts a second attention from a first one; both attend to values of two KV heads.
+"""Adapter of DiffLlama: each head subtracts a second attention from a first one. Both use the values of two KV heads.
 
-The cache stores each K head with both of these values as one V head, so they are written and read once.
+The cache stores, for each K head, the values of both KV heads as one V head. Values are thus written and read once.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _forward(
 
 
 def _factor(attention: Any, dtype: torch.dtype) -> Any:
-    """Returns the scalar factor of the second attention, whose product is subtracted from the first attention."""
+    """Returns the scalar by which the second attention is multiplied before it is subtracted from the first one."""
     pairs = ((attention.lambda_q1, attention.lambda_k1), (attention.lambda_q2, attention.lambda_k2))
     first, second = (torch.exp(torch.sum(q * k, dtype=torch.float32)).to(dtype) for q, k in pairs)
     return first - second + attention.lambda_init

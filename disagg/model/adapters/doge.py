@@ -1,6 +1,6 @@
-"""Doge: an additional score for each key, computed from the values at the key's position.
+"""Adapter of Doge: adds a score to the attention scores of each key, computed from the values at the key's position.
 
-The KV cache stores the score as one more element of the key; the matching query element is the inverse scaling.
+The KV cache stores the score as one more element of the key; the matching query element is `1 / scaling`.
 Beyond `keep_window_size` tokens, the model drops keys in a way that depends on all other keys. The context is
 therefore limited to this size.
 """

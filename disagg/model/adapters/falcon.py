@@ -1,4 +1,4 @@
-"""Falcon: one projection with three possible orders of heads; rotary embeddings, or ALiBi in bfloat16."""
+"""Adapter of Falcon: one projection with three possible orders of heads; rotary embeddings, or ALiBi in bfloat16."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _forward(
 
 
 def _split(attention: Any, fused: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Splits the projection's output to queries, keys and values `[rows, tokens, heads, dim]`."""
+    """Splits the projection's output into queries, keys and values, each `[rows, tokens, heads, dim]`."""
     if attention.new_decoder_architecture:  # per KV head: its queries, key and value
         group = attention.num_heads // attention.num_kv_heads
         in_groups = fused.view(*fused.shape[:2], -1, group + 2, attention.head_dim)

@@ -1,4 +1,4 @@
-"""GPT-Neo: unscaled scores, and a sliding window in local layers."""
+"""Adapter of GPT-Neo: attention scores are not scaled, and local layers have a sliding window."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""GPT-NeoX Japanese: adjacent queries, keys and values of each head, and rotary embeddings of a part of the head."""
+"""Adapter of GPT-NeoX Japanese: one projection computes query, key and value of each head, which are adjacent. Only a
+part of each head is rotated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GPT-J: rotary embeddings of adjacent elements, from a table in each attention module."""
+"""Adapter of GPT-J: pairs of adjacent elements are rotated, by a table of angles in each attention module."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def rotate(attention: Any, x: torch.Tensor, positions: torch.Tensor) -> torch.Te
 
 
 def needs_rotary_dim(config: Any) -> str:
-    """Returns why a configuration without rotary elements is unsupported: transformers fails for it. Empty if
+    """Returns the reason why a configuration is unsupported: transformers fails without rotary elements. Empty if
     supported."""
     return "" if config.rotary_dim else "rotary_dim = 0"
 

@@ -1,4 +1,4 @@
-"""HRM: two stacks of layers that run several times, with separate K and V for each run."""
+"""Adapter of HRM: two stacks of layers run several times per step, with separate K and V for each run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _forward(own: Any, step: StepInputs, *args: Any, cycle_offset: int = 0, **kw
 
 @dataclass(frozen=True)
 class _Cycle:
-    """The step's attention context in one run of a stack. The run uses the KV pool's layers from `first` on."""
+    """The step's attention context in one run of a stack, which uses the KV pool's layers from `first` on."""
 
     first: int
     own: AttentionContext

@@ -1,5 +1,5 @@
-"""JetMoe: attention experts. Each expert has one query head for every KV head, and query heads are ordered by
-expert."""
+"""Adapter of JetMoe: attention has experts. Each expert has one query head for every KV head, and query heads are
+ordered by expert."""
 
 from __future__ import annotations
 

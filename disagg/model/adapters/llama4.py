@@ -1,5 +1,5 @@
-"""Llama 4: some layers attend within chunks of positions; layers without rotary embeddings may scale queries by
-position."""
+"""Adapter of Llama 4: some layers attend within chunks of positions. Layers without rotary embeddings may scale
+queries by position."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kernels.attention.common import AttentionParams
 
 def _adapt(model: Any, step: StepInputs) -> None:
     config = model.config
-    # The class inherits its parent's prefix, but its tensor-parallel plan names its own parts.
+    # The class has the prefix `language_model`, as in multimodal checkpoints, but its submodule is named `model`.
     model.base_model_prefix = "model"
     for layer, kind in zip(model.model.layers, config.layer_types, strict=True):
         attention = layer.self_attn
@@ -30,9 +30,9 @@ def _adapt(model: Any, step: StepInputs) -> None:
 
 @dataclass(frozen=True)
 class _Chunked:
-    """The step's attention context in a layer with chunks of `chunk` tokens (None: no chunks).
+    """The step's attention context in a layer that attends within chunks of `chunk` tokens (None: no chunks).
 
-    The module `tuned`, if any, defines a factor for each query.
+    `tuned`: the attention module, if the layer scales queries by position; else None.
     """
 
     step: StepInputs
@@ -49,7 +49,7 @@ class _Chunked:
         return self.own.attend(layer, q, k, v, replace(params, chunk_tokens=self.chunk))
 
     def _temperatures(self) -> torch.Tensor:
-        """Returns the factors of the queries, float32 `[T]`."""
+        """Returns the factor of each token's queries, float32 `[T]`."""
         steps = torch.floor((self.step.positions.flatten().float() + 1.0) / self.tuned.floor_scale)
         return torch.log1p(steps).mul(self.tuned.attn_scale).add(1.0)
 

@@ -1,4 +1,4 @@
-"""MPT: ALiBi, one projection of all queries, then all keys, then all values."""
+"""Adapter of MPT: one projection computes all queries, then all keys, then all values. Positions enter by ALiBi."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _COMPUTED = {
     "prefix_lm": False,
     "qk_ln": False,
 }
-"""Settings of `attn_config` that transformers ignores. Its implementation always uses the values given here."""
+"""Settings of `attn_config` that transformers ignores, with the values that transformers' code always uses."""
 
 
 def _adapt(model: Any, step: StepInputs) -> None:
@@ -31,8 +31,8 @@ def _adapt(model: Any, step: StepInputs) -> None:
 
 
 def _decode(decoder: Any, input_ids: torch.Tensor, **_: Any) -> BaseModelOutputWithPast:
-    """Replaces the decoder's `forward`, without the biases and masks of the whole context that the original
-    builds."""
+    """Replaces the decoder's `forward`. Does not build the biases and masks of the whole context, as the original
+    does."""
     hidden = decoder.wte(input_ids)
     for block in decoder.blocks:
         hidden, _ = block(hidden, position_bias=None, attention_mask=None)

@@ -1,5 +1,5 @@
-"""Nemotron: the attention module calls the AttentionInterface, but the layers do not pass the step's context to
-it."""
+"""Adapter of Nemotron: its attention modules call the AttentionInterface, but its layers do not pass the step's
+context to them."""
 
 from __future__ import annotations
 

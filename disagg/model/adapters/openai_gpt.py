@@ -1,4 +1,4 @@
-"""GPT (2018): one projection of all queries, then all keys, then all values; learned positions."""
+"""Adapter of GPT (2018): one projection computes all queries, all keys, then all values. Positions are learned."""
 
 from __future__ import annotations
 

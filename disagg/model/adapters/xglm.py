@@ -1,4 +1,4 @@
-"""XGLM: custom attention, which scales queries before the product with the keys."""
+"""Adapter of XGLM: its own attention code scales queries before the product with the keys."""
 
 from __future__ import annotations
 

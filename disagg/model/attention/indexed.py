@@ -1,8 +1,8 @@
 """Sparse attention whose layers choose the tokens that they read (DeepSeek V3.2 and similar models).
 
 An *indexer* computes a score for every token of a context, from an index key per token, and returns the best tokens.
-The index keys are one class of layers in the KV cache. The model's own indexer of transformers computes the scores,
-one sequence at a time; this module only replaces the cache that the indexer reads and writes.
+In the KV cache, the index keys are a layer class of their own. The indexer of transformers' model computes the
+scores, one sequence at a time. This module only replaces the cache that the indexer reads and writes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from disagg.model.spec.shapes import LayerPlace
 
 @dataclass(frozen=True)
 class IndexedSequence:
-    """Tokens of one sequence that an indexer scores together."""
+    """Consecutive tokens of one sequence for which an indexer scores the context in one call."""
 
     tokens: slice
     """Range of these tokens among the step's tokens."""
@@ -38,7 +38,7 @@ class IndexedSequence:
 
 @dataclass(frozen=True)
 class IndexStep:
-    """Inputs and pool of a step's indexers."""
+    """The inputs of a step's indexers, and the pool of index keys."""
 
     sequences: Sequence[IndexedSequence]
     pool: MHATokenToKVPool
@@ -64,7 +64,7 @@ def index_step(
 
 
 def _pieces(one: SequenceSlice) -> Iterator[tuple[Span, int]]:
-    """Yields each span of positions that is scored together, with its number of keys, as in `generate()`.
+    """Yields each span of positions that is scored together, with the number of scored keys, as in `generate()`.
 
     A prompt is scored as a whole, and an answer token by token, even in a recomputation. The choice of `torch.topk`
     among equal scores depends on these shapes.
@@ -77,7 +77,7 @@ def _pieces(one: SequenceSlice) -> Iterator[tuple[Span, int]]:
 
 
 class _SequenceKeys:
-    """Replaces transformers' cache: holds the index keys of one sequence and layer."""
+    """The cache object that an indexer of transformers receives: the index keys of one sequence and layer."""
 
     def __init__(self, step: IndexStep, sequence: IndexedSequence, layer: int) -> None:
         self._step, self._sequence, self._layer = step, sequence, layer
@@ -97,12 +97,13 @@ class PagedIndexer:
         """`layer`: the layer of the KV cache that stores the index keys."""
         self._forward, self._layer = indexer.forward, layer
         self.step: IndexStep | None = None
-        """Inputs of the current step; None: the tokens are one whole sequence, and keys are not stored."""
+        """Inputs of the current step. None in the trial steps before requests: each trial step computes one whole
+        sequence and stores no index keys."""
 
     def __call__(self, *args: Any, past_key_values: None = None, **more: Any) -> torch.Tensor:
         """Returns the positions that each token reads, int32 `[1, tokens, most]`, padded with -1.
 
-        Takes the arguments of the model's indexer, for all sequences of the step together.
+        The arguments are those of the model's indexer, for all sequences of the step together.
         """
         count = args[0].shape[1]
         if self.step is None:
@@ -145,7 +146,10 @@ def _part(x: Any, tokens: slice, mask: torch.Tensor) -> Any:
 
 
 def wrap_indexers(model: Any, places: Sequence[LayerPlace]) -> list[PagedIndexer]:
-    """Wraps each indexer of `model` in a `PagedIndexer`. `places` has the cache layer of each indexer's keys."""
+    """Wraps each indexer of `model` in a `PagedIndexer`; returns the wrappers.
+
+    `places`, by attention layer, gives the layer of the KV cache that stores the indexer's keys.
+    """
     found = []
     for module in model.modules() if any(place.index >= 0 for place in places) else ():
         if isinstance(getattr(module, "indexer", None), nn.Module):
@@ -159,8 +163,8 @@ def wrap_indexers(model: Any, places: Sequence[LayerPlace]) -> list[PagedIndexer
 def no_mask(
     _: nn.Module, args: tuple[Any, ...], named: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Replaces a mask of None by an empty tensor, because transformers slices the mask of attention with an
-    indexer."""
+    """Forward pre-hook that replaces a mask of None by an empty tensor, because transformers slices the mask before
+    it calls the indexer."""
     if named.get("attention_mask") is None:
         named["attention_mask"] = torch.empty(1, 1, 0, 0, dtype=torch.bool)
     return args, named

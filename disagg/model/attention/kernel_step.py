@@ -1,4 +1,4 @@
-"""Attention context on the Triton kernels, and the choice between the kernels and the torch path."""
+"""The attention context that runs the Triton kernels, and the choice between the kernels and the torch path."""
 
 from __future__ import annotations
 
@@ -29,9 +29,10 @@ def use_kernels(
     kv_dtype: torch.dtype,
     calls: Iterable[AttentionParams] = (),
 ) -> bool:
-    """Returns whether the kernels compute the rank's attention; `calls` holds the parameters of each layer's call.
+    """Returns whether the Triton kernels compute the rank's attention.
 
-    Raises ConfigError when the kernels are `wanted` and cannot compute the model's attention.
+    `wanted`: the setting `model.attention`. `calls`: parameters of each layer's attention call. Raises ConfigError
+    when `wanted` requires the kernels and they cannot compute the model's attention.
     """
     if wanted == "torch" or not spec.has_attention:
         return False
@@ -53,7 +54,7 @@ def use_kernels(
 class KernelStep:
     """Attention context that uses the kernels: writes K and V to the pool by slot, then attends to the pool.
 
-    The one-token sequences at the start of the step use the decode kernel. All others use the prefill kernel.
+    One-token sequences at the start of the step use the decode kernel. All other sequences use the prefill kernel.
     """
 
     def __init__(

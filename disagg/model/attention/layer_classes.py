@@ -1,4 +1,4 @@
-"""Attention of a model whose layers differ in their heads or share K and V: one attention context per layer class."""
+"""Attention of models whose layers differ in their heads or share K and V: one attention context per layer class."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ V."""
 
 
 class ClassedStep:
-    """Context of a step: passes each layer's call to the context of the layer's class, with the layer's index in the
-    pool of this class."""
+    """Attention context that passes each layer's call to the context of the layer's class, with the layer's index in
+    the pool of this class."""
 
     def __init__(
         self,
@@ -65,6 +65,8 @@ class ClassedStep:
 
 
 def _behind(on_layer: LayerHook | None, start: int) -> LayerHook | None:
-    """Returns a layer hook for one class, which adds `start`, the class's first layer in the cache, to the layer's
-    index."""
+    """Returns a layer hook for one layer class: calls `on_layer` with the layer's index in the class plus `start`.
+
+    `start`: the class's first layer in the KV cache.
+    """
     return None if on_layer is None else lambda layer: on_layer(start + layer)

@@ -1,7 +1,8 @@
 """The attention function that connects transformers' models to the paged pool.
 
-A model built with `attn_implementation=ATTENTION_NAME` calls `paged_attention` in every layer. The step's
-context is a keyword argument of the model's call, which transformers passes down to that function.
+A model built with `attn_implementation=ATTENTION_NAME` calls `paged_attention` in every layer. The runner passes the
+step's attention context to the model's `forward` as a keyword argument. transformers passes the argument on to
+`paged_attention`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from disagg.model.batch import DecodeGroup, PrefillGroup, StepIndex
 from kernels.attention.common import AttentionParams
 
 ATTENTION_NAME = "disagg_paged"
-# Arguments of other attention functions that would change the result.
+# Arguments of other attention functions that would change the result: a call with one of these is refused.
 _REFUSED = ("position_bias", "head_mask", "attention_bias", "alibi", "block_mask", "block_indices")
 
 
@@ -52,7 +53,7 @@ def paged_attention(
 
     `named`: `scaling`, `sliding_window`, `softcap`, `s_aux`, `alibi_slopes`, `alibi_dtype` and `indices` (tokens
     that each query reads). Other arguments are ignored if they do not change the result.
-    Returns `[rows, T / rows, query heads, dim]`; rows are the step's tokens in order.
+    Returns `[rows, T / rows, query heads, dim]`; the first two dimensions together are the step's tokens in order.
     Raises UnsupportedModelError for a call that the paged attention cannot compute exactly.
     """
     if paged_context is None:
@@ -74,7 +75,7 @@ def paged_attention(
 
 
 def _params(named: dict[str, Any], dim: int) -> AttentionParams:
-    """Returns the parameters in the keyword arguments of an attention call with heads of `dim` elements."""
+    """Converts the keyword arguments of an attention call with heads of `dim` elements to `AttentionParams`."""
     scaling, indices = named.get("scaling"), named.get("indices")
     return AttentionParams(
         dim**-0.5 if scaling is None else scaling,
@@ -88,7 +89,8 @@ def _params(named: dict[str, Any], dim: int) -> AttentionParams:
 
 
 class PagedStep:
-    """Context of a step: writes K and V to the pool by slot, and reads each sequence's KV by its block table."""
+    """Attention context that uses torch: writes K and V to the pool by slot, and reads the KV of each sequence by the
+    slots in the block table."""
 
     def __init__(
         self,
@@ -150,8 +152,8 @@ def _of_tokens(params: AttentionParams, tokens: torch.Tensor | slice) -> Attenti
 
 
 class SharedHeads:
-    """Attention context of a rank whose projections are not split: attends with the rank's heads, then adds the
-    results of all ranks."""
+    """Attention context of a rank whose projections are not split: computes attention for the rank's heads, then
+    combines the heads of all ranks by an all-reduce."""
 
     def __init__(self, own: AttentionContext, queries: Span, heads: Span, collective: Collective) -> None:
         self._own = own

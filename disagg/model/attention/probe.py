@@ -1,7 +1,7 @@
-"""Records the attention calls of a model for one token before any request.
+"""Records the attention calls that a model makes for one token, at start and before any request.
 
-The recorded calls are compared with the configuration. A model is refused at start if its attention differs. Examples
-are shared K and V, attention outside of `paged_attention`, and windows that exist only in a mask.
+The recorded calls are compared with the model's configuration. If they differ, the model is refused. Examples of
+differences are shared K and V, attention outside of `paged_attention`, and windows that exist only in a mask.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class ShapeProbe:
     shapes: dict[int, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
     """Shapes of queries, K and V by attention layer."""
     params: dict[int, AttentionParams] = field(default_factory=dict)
-    """Parameters of the call by attention layer."""
+    """Parameters of the attention call, by attention layer."""
     calls: int = 0
 
     def attend(
@@ -75,15 +75,14 @@ class ShapeProbe:
         return getattr(config, "use_sliding_window", True) is not False
 
     def _type_of(self, layer: int, config: Any) -> str:
-        """Returns the type of a layer of the KV pool; empty if the configuration names no types."""
+        """Returns the layer type of an attention layer; empty if the configuration names no types."""
         types = getattr(config, "layer_types", None)
         return str(types[attention_layers(config)[layer]]) if types else ""
 
 
 @contextmanager
 def without_other_ranks(model: Any) -> Iterator[None]:
-    """Inside the block, the rank's part of `model` runs without the other ranks: shapes are correct, values are
-    not."""
+    """Inside the block, the rank's part of `model` runs without all-reduces: shapes are correct, values are wrong."""
     rows = [module for module in model.modules() if isinstance(module, RowParallelLinear)]
     collectives = [row.collective for row in rows]
     for row in rows:

@@ -1,4 +1,4 @@
-"""Attention over the paged pool in plain torch, for CPU and GPU; the reference of the faster kernels.
+"""Attention over the paged pool in plain torch, for CPU and GPU; the reference for the faster Triton kernels.
 
 Scores are computed in the model's dtype, the softmax in float32, as transformers' eager attention does.
 """
@@ -83,7 +83,7 @@ def _first_visible(query: int, params: AttentionParams) -> int:
 def _chosen(positions: torch.Tensor, keys: int) -> torch.Tensor:
     """Converts `AttentionParams.chosen` `[n, most]` to bool `[n, keys]`."""
     mask = torch.zeros(len(positions), keys + 1, dtype=torch.bool, device=positions.device)
-    # Entries that are not positions of these keys (padding, or invisible positions) go to an extra last column.
+    # Entries outside of these keys (padding, or invisible positions) are written to an extra last column.
     known = torch.where((positions >= 0) & (positions < keys), positions.long(), keys)
     return mask.scatter_(1, known, True)[:, :keys]
 
@@ -125,7 +125,7 @@ def _weights(
     if params.sinks is None:
         return torch.softmax(scores, dim=-1).to(dtype)
     sinks = params.sinks.float().view(heads_shape).expand(*scores.shape[:-1], 1)
-    # The sink comes first: its place in the sum must not depend on padding after the keys.
+    # The sink is the first summand, because its place in the sum must not depend on padding after the keys.
     return torch.softmax(torch.cat([sinks, scores], dim=-1), dim=-1)[..., 1:].to(dtype)
 
 

@@ -40,13 +40,13 @@ class SingleCollective:
         """Returns at once."""
 
     def close(self) -> None:
-        """Frees nothing."""
+        """Does nothing: a group of one rank has no connections."""
 
 
 class ThreadCollective:
     """Collective of ranks that are threads of one process.
 
-    `rank_sum` adds in rank order: an element has the same bits on every rank and in a tensor of any size.
+    `rank_sum` adds in rank order, so an element has the same bits on every rank and in a tensor of any size.
 
     Ranks on CUDA must share one device and one stream, because this class does not synchronize streams.
     """
@@ -82,12 +82,12 @@ class ThreadCollective:
             raise lost_rank(self.rank, self.size, self._shared.timeout_s) from exc
 
     def close(self) -> None:
-        """Ends the whole group: waiting ranks, and ranks that enter later, raise PeerLostError."""
+        """Ends the whole group: ranks that wait in an operation or start one later raise PeerLostError."""
         self._shared.barrier.abort()
 
 
 def all_agree(collective: Collective, device: torch.device, mine: bool) -> bool:
-    """Returns whether every rank of the group passes True. All ranks call it together. Waits for the device."""
+    """Returns whether `mine` is True on every rank of the group. All ranks must call this together. Synchronizes."""
     refusals = torch.tensor([not mine], dtype=torch.int64, device=device)
     collective.all_reduce(refusals)
     return not refusals.item()

@@ -30,13 +30,13 @@ class Meeting(NamedTuple):
     """A rank's result of the rendezvous. The caller closes the sockets and the descriptor."""
 
     peers: Mapping[int, socket.socket]
-    """A connected stream socket to each other rank."""
+    """A connected stream socket to each other rank, by rank."""
     memory_fd: int
-    """The group's shared memory: `memfd`, zeros, of fixed size."""
+    """Descriptor of the group's shared memory: a `memfd` of fixed size, filled with zeros."""
 
 
 def meet(directory: Path, rank: int, size: int, memory_bytes: int, timeout_s: float) -> Meeting:
-    """Returns when all `size` ranks have connected. Only this user may have access to `directory`.
+    """Connects this rank with all ranks of a group of `size`. Only this user may have access to `directory`.
 
     Raises `OSError` when a rank disconnects, and `TimeoutError`, a subclass, when not all connect within `timeout_s`.
     """
@@ -83,7 +83,7 @@ def _host(path: Path, size: int, memory_bytes: int, until_s: float) -> Meeting:
 
 
 def _admit(guest: socket.socket, peers: dict[int, socket.socket], size: int, until_s: float) -> None:
-    """Adds the connection to `peers` if an expected rank of this user has connected; closes it otherwise."""
+    """Adds the connection `guest` to `peers` if it comes from an expected rank of this user; else closes it."""
     try:
         guest.settimeout(_left(until_s))
         rank, its_size = _HELLO.unpack(_receive(guest, _HELLO.size))
@@ -99,7 +99,7 @@ def _admit(guest: socket.socket, peers: dict[int, socket.socket], size: int, unt
 
 
 def _introduce(peers: Mapping[int, socket.socket], memory_fd: int, memory_bytes: int) -> None:
-    """Sends each rank the memory, and a socket to each other rank."""
+    """Sends each rank in `peers` the descriptor of the shared memory, and a socket to each other rank."""
     for rank, peer in peers.items():
         socket.send_fds(peer, [_WELCOME.pack(0, memory_bytes)], [memory_fd])
         for other in range(1, rank):
@@ -160,7 +160,7 @@ def _receive_fd(peer: socket.socket) -> tuple[int, int, int]:
     if len(data) != _WELCOME.size or len(fds) != 1:
         for fd in fds:
             os.close(fd)
-        raise ConnectionError("rank 0 is gone")
+        raise ConnectionError("rank 0 has closed its connection")
     other, memory_bytes = _WELCOME.unpack(data)
     return other, memory_bytes, fds[0]
 
@@ -168,14 +168,14 @@ def _receive_fd(peer: socket.socket) -> tuple[int, int, int]:
 def _receive(peer: socket.socket, size_bytes: int) -> bytes:
     data = peer.recv(size_bytes, socket.MSG_WAITALL)
     if len(data) != size_bytes:
-        raise ConnectionError("the connection ended")
+        raise ConnectionError("a connecting process has closed its connection")
     return data
 
 
 def _left(until_s: float) -> float:
     left_s = until_s - time.monotonic()
     if left_s <= 0:
-        raise TimeoutError("the ranks did not meet in time")
+        raise TimeoutError("not all ranks of the group connected within the timeout")
     return left_s
 
 

@@ -1,7 +1,7 @@
 """The collective over NCCL, by the backend of `torch.distributed`. Each rank has its own GPU; all ranks share a host.
 
 The backend is created directly, not by `init_process_group`, which sets up one global group per process. Libraries
-change their behaviour if a global group exists: transformers, for example, shards models over it.
+change their behaviour if a global group exists: transformers, for example, then shards models over the group.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ LOCAL_ONLY = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_RAS_ENABLE": "0"}
 which has no authentication. NCCL's bootstrap port requires a random 64-bit number, which the ranks exchange through
 the store."""
 
-dist: Any = torch.distributed  # its stubs lack the stores and the backends
+dist: Any = torch.distributed  # torch's type stubs lack the stores and the backends
 
 
 class NcclCollective:
-    """Collective of one engine's ranks, one process each."""
+    """Collective of ranks that are processes of one host, each with its own GPU."""
 
     recordable = True
 

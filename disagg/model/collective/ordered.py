@@ -14,7 +14,8 @@ import torch
 from kernels.layers.rank_sum import rank_sum
 
 GATHER_BYTES = 512 << 10
-"""Largest tensor that uses one all-gather. Larger ones use all-to-all and all-gather, which send fewer bytes."""
+"""Size of the largest tensor that uses one all-gather. Larger tensors use an all-to-all and an all-gather, which send
+fewer bytes."""
 
 
 def all_reduce_in_order(group: Any, tensor: torch.Tensor, size: int) -> None:
@@ -50,5 +51,5 @@ def _gather(group: Any, out: torch.Tensor, part: torch.Tensor) -> None:
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a view uint8 `[bytes]`: every backend can move this type."""
+    """Returns the tensor's memory as uint8 `[bytes]`, a type that every backend can send."""
     return tensor.view(-1).view(torch.uint8)

@@ -1,5 +1,5 @@
-"""The collective of ranks of one host that do not each have their own GPU: data in shared memory, unix sockets to
-synchronize.
+"""The collective of ranks on one host that do not each have their own GPU: shared memory holds the data, and unix
+sockets synchronize the ranks.
 
 In an all-reduce, each rank writes its data to its part of the memory. When every rank has written, each rank adds all
 parts in rank order. One exchange of messages per all-reduce is enough, because calls use the two halves of the memory
@@ -69,9 +69,10 @@ class SharedCollective:
             self._poll.register(peer, select.POLLIN)
         self._round = 0
         self._rounds = dict.fromkeys(self._peers, 0)
-        """Exchanges that each other rank has entered."""
+        """Number of exchanges that each other rank has entered, by rank."""
         self._busy = threading.Lock()
-        """Lock that is held during use of the sockets, which `close` on another thread frees afterwards."""
+        """Lock that is held during use of the sockets, so that `close` on another thread frees the sockets only
+        afterwards."""
         self._closed = False
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
@@ -119,7 +120,7 @@ class SharedCollective:
         while any(count < self._round for count in self._rounds.values()):
             ready = self._poll.poll(max(0.0, until_s - time.monotonic()) * 1e3)
             if not ready:
-                raise TimeoutError("a rank timed out")
+                raise TimeoutError("a rank did not enter the exchange within the timeout")
             for fd, _ in ready:
                 self._take(self._ranks[fd])
 
@@ -130,11 +131,11 @@ class SharedCollective:
             return
         # If a rank closes after it has entered this exchange, the next exchange fails, not this one.
         if self._rounds[rank] < self._round:
-            raise ConnectionError(f"rank {rank} is gone")
+            raise ConnectionError(f"rank {rank} has closed its connection")
         self._poll.unregister(self._peers[rank])
 
     def _shut_down(self) -> None:
-        """Shuts the sockets down, which wakes this rank and every rank that waits for it."""
+        """Shuts the sockets down, which wakes this rank and every rank that waits for this rank."""
         for peer in self._peers.values():
             with contextlib.suppress(OSError):
                 peer.shutdown(socket.SHUT_RDWR)

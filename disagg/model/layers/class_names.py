@@ -12,7 +12,7 @@ Form = TypeVar("Form")
 
 
 def class_name(module: nn.Module) -> str:
-    """Returns `<model package>.<class>` of a module's class in transformers; empty for any other class."""
+    """Returns `<model package>.<class>` for a module whose class is in transformers; empty for any other class."""
     kind = type(module)
     library, _, rest = kind.__module__.partition(".models.")
     package, _, file = rest.partition(".")

@@ -22,15 +22,15 @@ from disagg.model.layers.rotary_attention import fuse_rotary
 
 @dataclass
 class Fused:
-    """Numbers of a model's modules that use the kernels."""
+    """Number of a model's modules that use each fused kernel."""
 
     norms: int = 0
     gated_norms: int = 0
     rotary: int = 0
-    """Attention modules whose rotary embeddings run in the kernel."""
+    """Number of attention modules whose rotary embeddings run in the kernel."""
     mlps: int = 0
     residuals: int = 0
-    """Decoder layers whose residual sums run in the kernel of the norm."""
+    """Number of decoder layers whose residual sums run in the kernel of the following norm."""
 
     def summary(self) -> dict[str, int]:
         """Returns the counts by kind of module."""

@@ -36,11 +36,13 @@ def _granite_shared(module: Any, x: torch.Tensor) -> Any:
 
 @dataclass(frozen=True)
 class MLPForm:
-    """How the MLPs of a class are computed, and the names of their parts."""
+    """The fused forward of a class of MLPs, and the names of the modules that the forward replaces or calls."""
 
     forward: Callable[[Any, torch.Tensor], Any]
     layers: tuple[str, ...] = (*_MERGED, "down_proj")
+    """Names of the linear layers."""
     activation: str = "act_fn"
+    """Name of the activation module, which must be SiLU."""
 
 
 GATED_MLPS: dict[str, MLPForm] = by_name(
@@ -68,11 +70,11 @@ GATED_MLPS: dict[str, MLPForm] = by_name(
         "granitemoehybrid.GraniteMoeHybridMLP granitemoeshared.GraniteMoeSharedMLP",
     ),
 )
-"""Forms by class name."""
+"""Forms of MLPs by class name."""
 
 
 def fuse_gated_mlp(module: Any) -> bool:
-    """If an MLP is registered and uses SiLU, replaces its forward by one with the kernel. Returns whether it did."""
+    """Replaces the forward of a registered MLP with SiLU by one with the kernel. Returns whether it was replaced."""
     form = GATED_MLPS.get(class_name(module))
     if form is None or not isinstance(getattr(module, form.activation), _SILU):
         return False

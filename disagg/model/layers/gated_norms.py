@@ -29,11 +29,12 @@ GATED_NORMS: dict[str, GateOrder] = by_name(
         """,
     ),
 )
-"""Place of the gate by class name."""
+"""Order of gate and norm by class name; see `GateOrder`."""
 
 
 class FusedGatedNorm:
-    """Replaces the forward of a registered gated norm by the kernel. Calls without a gate use the class's forward."""
+    """Runs the kernel in place of a registered gated norm's forward. Calls without a gate, or with tensors of
+    different types, use the class's own forward."""
 
     def __init__(self, module: Any, order: GateOrder) -> None:
         self._own, self._module, self._order = module.forward, module, order
@@ -55,7 +56,7 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
 
 
 def fuse_gated_norm(module: Any) -> bool:
-    """If a gated norm is registered, replaces its forward by the kernel. Returns whether it did."""
+    """Replaces the forward of a registered gated norm by the kernel. Returns whether the forward was replaced."""
     order = GATED_NORMS.get(class_name(module))
     if order is None or module.weight.dtype not in DTYPES:
         return False

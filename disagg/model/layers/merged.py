@@ -19,15 +19,17 @@ _MERGED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 class MergedProjections:
-    """Linear layers with the same input, merged into one weight `[sum of outputs, inputs]`. Stored in their
-    module."""
+    """Linear layers with the same input, merged into one weight `[sum of outputs, inputs]`.
+
+    The object is an attribute of the module that contains the layers.
+    """
 
     def __init__(self, layers: Sequence[Any]) -> None:
         """Joins the weights of `layers`. Afterwards, the layers' weights are views of the joined weight."""
         self.weight = torch.cat([layer.weight.data for layer in layers])
         self.bias = None if layers[0].bias is None else torch.cat([layer.bias.data for layer in layers])
         self.product: Callable[[torch.Tensor], torch.Tensor] | None = None
-        """Product with weight and bias that replaces torch's; None: torch's product."""
+        """Function that computes the product with weight and bias; None: torch computes it."""
         self._sizes = [layer.weight.shape[0] for layer in layers]
         start = 0
         for layer, size in zip(layers, self._sizes, strict=True):
@@ -45,13 +47,14 @@ class MergedProjections:
 def merge_projections(model: Any) -> int:
     """Merges the projections of each module of `model` that calls `projected`; returns the number of these modules.
 
-    Call this after the weights are loaded and after `fuse`. It needs memory for a copy of the largest projections.
+    Call this after the weights are loaded and after `fuse`. The merge needs memory for a copy of the largest
+    projections.
     """
     merged = 0
     for module in model.modules():
         for names in _MERGED:
             layers: list[Any] = [getattr(module, name, None) for name in names]
-            # Only forwards of this package call `projected`.
+            # Only the fused forwards of this package, which are instance attributes, call `projected`.
             if "forward" in vars(module) and _fit(layers):
                 setattr(module, _ATTRIBUTE, MergedProjections(layers))
                 _free(layers[0].weight)
@@ -84,6 +87,6 @@ def _fit(layers: Sequence[Any]) -> bool:
 
 
 def _free(weight: torch.Tensor) -> None:
-    """Returns torch's cached blocks to the device, because the freed blocks are too small for merged weights."""
+    """Returns torch's cached GPU memory to the device, because the freed blocks are too small for merged weights."""
     if weight.is_cuda:
         torch.cuda.empty_cache()

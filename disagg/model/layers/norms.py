@@ -13,12 +13,12 @@ from kernels.layers.rms_norm import DTYPES, NormWeight, add_rms_norm, rms_norm
 
 @dataclass(frozen=True)
 class NormForm:
-    """The formula of a norm class."""
+    """The formula by which a class of norms computes its result."""
 
     weight: NormWeight
-    """Way to apply the weight and to round; one of `kernels.layers.rms_norm.NORM_WEIGHTS`."""
+    """Order of weighting and rounding; one of `kernels.layers.rms_norm.NORM_WEIGHTS`."""
     epsilon: str
-    """Name of the attribute that holds the epsilon."""
+    """Name of the module's attribute that holds the epsilon."""
 
 
 _LLAMA = NormForm("rounded_first", "variance_epsilon")
@@ -79,16 +79,16 @@ NORMS = by_name(
 
 
 class FusedNorm:
-    """Replaces the forward of a registered RMSNorm with a weight by the kernel.
+    """Runs the kernel in place of the forward of a registered RMSNorm that has a weight.
 
-    If an input's type differs from the weight's, the class's own forward is used.
+    If the types of input and weight differ, the class's own forward is used.
     """
 
     def __init__(self, module: Any, form: NormForm) -> None:
         self._own, self._module = module.forward, module
         self._eps, self._how = float(getattr(module, form.epsilon)), form.weight
         self._added: tuple[torch.Tensor, torch.Tensor] | None = None
-        """The latest sum of `add`, and its norm."""
+        """The sum that the latest call of `add` returned, and the sum's norm; None after the next call."""
 
     def __call__(self, x: torch.Tensor) -> Any:
         added, self._added = self._added, None
@@ -101,8 +101,8 @@ class FusedNorm:
     def add(self, x: torch.Tensor, y: torch.Tensor, factor: float = 1.0) -> torch.Tensor:
         """Returns `x + y * factor`, and computes the sum's norm in the same launch.
 
-        If this object is called next with the same tensor, it returns the stored norm; any other call drops the norm.
-        The caller must not change the sum in place before the call.
+        If the next call of this object passes the returned sum, the call returns the stored norm. A call with any
+        other tensor drops the norm. The caller must not change the sum in place before the call.
         """
         if not x.dtype == y.dtype == self._module.weight.dtype:
             return x + (y if factor == 1.0 else y * factor)
@@ -111,7 +111,7 @@ class FusedNorm:
 
 
 def fuse_norm(module: Any) -> bool:
-    """If an RMSNorm is registered and has a weight, replaces its forward by the kernel. Returns whether it did."""
+    """Replaces the forward of a registered RMSNorm with a weight by the kernel. Returns whether it was replaced."""
     form, weight = NORMS.get(class_name(module)), module._parameters.get("weight")
     if form is None or weight is None or weight.dtype not in DTYPES:
         return False

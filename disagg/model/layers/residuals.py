@@ -1,4 +1,4 @@
-"""Decoder layers that add residuals in the same launch as the following norm, as in vLLM and SGLang.
+"""Fused forwards of decoder layers: a residual addition and the norm after it are one launch, as in vLLM and SGLang.
 
 A pre-norm layer has two residual additions, each followed by a norm. The layer's second norm follows the first
 addition; the first norm of the next layer follows the second addition. `FusedNorm.add` returns the sum, and stores
@@ -33,7 +33,10 @@ class _PreNorm:
 
 
 class _GraniteHybrid(_PreNorm):
-    """As `_PreNorm`, with a factor on what is added, and a recurrent layer in place of some attention layers."""
+    """The forward of a Granite hybrid decoder layer: `_PreNorm` with a factor on each added tensor.
+
+    Some layers have a recurrent module in place of attention, and some have experts.
+    """
 
     def __call__(
         self,
@@ -85,9 +88,10 @@ PRE_NORM_LAYERS = by_name(
 
 
 def fuse_residuals(module: Any) -> int:
-    """Replaces the forwards of registered layers in `module`; returns their number. Call this after `fuse_norm`.
+    """Replaces the forwards of the registered decoder layers in `module`; returns the number of replaced forwards.
 
-    Only a module with `layers`, and with a `norm` after the last layer, can have registered layers.
+    Call this after `fuse_norm`. `module` must have `layers`, and a `norm` after the last layer; otherwise nothing is
+    replaced.
     """
     layers = getattr(module, "layers", None)
     if not isinstance(layers, nn.ModuleList) or not hasattr(module, "norm"):

@@ -1,7 +1,7 @@
 """Rotary embeddings that change with the length of a request (`longrope`, as in Phi-3).
 
-transformers chooses short or long frequencies by the longest sequence of a batch. Here, a step mixes requests, so
-the choice is made for each token: by the length of its own request.
+transformers chooses short or long frequencies by the longest sequence of a batch. This module chooses for each token,
+by the length of the token's request, because a step mixes requests.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ class LengthRope(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns cos and sin `[1, T, dim]` of int64 `position_ids` `[1, T]`, in the dtype of `x`."""
         last = self.switch_tokens - 1
-        # The module reads the highest position only. A token beyond the switch is long in any case.
+        # The wrapped module chooses frequencies by the highest position. Clamping affects only tokens of long
+        # requests, for which the short result is not used.
         short: tuple[torch.Tensor, torch.Tensor] = self.rotary(x, position_ids.clamp(max=last), **more)
         if self.long is None:
             return short
@@ -41,7 +42,7 @@ class LengthRope(nn.Module):
 
 
 def wrap_ropes(model: Any, switch_tokens: int) -> list[LengthRope]:
-    """Wraps each rotary module of `model` that changes with length in a `LengthRope`; returns the wrappers."""
+    """Wraps each `longrope` module of `model` in a `LengthRope`; returns the wrappers."""
     found = [name for name, m in model.named_modules() if getattr(m, "rope_type", None) == "longrope"]
     ropes = []
     for name in found:
@@ -52,7 +53,8 @@ def wrap_ropes(model: Any, switch_tokens: int) -> list[LengthRope]:
 
 
 def long_tokens(batch: StepBatch, switch_tokens: int) -> list[int]:
-    """Returns for each token of the step 1 if its request has more than `switch_tokens` tokens, else 0."""
+    """Returns one number per token of the step: 1 if the token's request has more than `switch_tokens` tokens, else
+    0."""
     return [
         int(max(sequence.prompt_tokens, sequence.stop) > switch_tokens)
         for sequence in batch.sequences

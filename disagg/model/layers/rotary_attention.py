@@ -1,8 +1,8 @@
 """Forwards of attention modules whose rotary embeddings run in the kernel `rotary`.
 
 An attention class of transformers rotates queries and keys in the middle of its forward, so the whole forward of a
-registered class is replaced. The forwards of this file consist of projections, rotary kernel, cache, transformers'
-attention interface, and output projection.
+registered class is replaced. A forward of this file computes the projections, the rotary kernel, the cache update,
+the attention (through transformers' AttentionInterface) and the output projection.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ def _forward(
 def _attended(
     module: Any, heads: Heads, attention_mask: torch.Tensor | None, outputs: tuple[str, ...], **named: Any
 ) -> tuple[torch.Tensor, Any]:
-    """Returns the attention of `heads`, after the gate and the modules named in `outputs`; and attention weights or
-    None."""
+    """Returns the attention's output after the gate and the modules named in `outputs`, and the attention weights (or
+    None)."""
     attention = ALL_ATTENTION_FUNCTIONS.get_interface(
         module.config._attn_implementation, from_source(module, "eager_attention_forward")
     )
@@ -79,7 +79,7 @@ def _attended(
     return out, weights
 
 
-# --- classes that no form describes
+# --- classes that no `AttentionForm` describes
 
 
 def _latent(
@@ -129,9 +129,9 @@ def _hy_v4(
     past_key_values: Any = None,
     **named: Any,
 ) -> tuple[torch.Tensor, Any, torch.Tensor]:
-    """Computes sparse attention to the positions that an indexer chose.
+    """Computes sparse attention to the positions that an indexer chooses.
 
-    The result includes these positions, which layers without an indexer reuse.
+    Layers without an indexer reuse the positions of the previous layer, so the chosen positions are returned, too.
     """
     position_ids, chosen = named.pop("position_ids", None), named.pop("prev_topk_indices", None)
     queries = module.q_a_layernorm(module.q_a_proj(hidden_states))
@@ -202,11 +202,11 @@ OWN_FORWARDS = by_name(
 
 
 def fuse_rotary(module: Any) -> bool:
-    """If an attention module is registered, replaces its forward by one with the kernel. Returns whether it did."""
+    """Replaces the forward of a registered attention module by one with the kernel. Returns whether it did so."""
     name, own = class_name(module), from_source(module, "apply_rotary_pos_emb")
     form, forward = ROTARY_ATTENTION.get(name), OWN_FORWARDS.get(name)
     if getattr(own, "__module__", None) != type(module).__module__:
-        return False  # the registries describe only transformers' own function
+        return False  # the registries describe classes that use transformers' own `apply_rotary_pos_emb`
     if form is not None and form.fits(module):
         module.forward = partial(_forward, module, form, _Rotation(own, form.casts))
     elif forward is not None and forward.fits(module):

@@ -1,5 +1,5 @@
-"""Attention classes of transformers whose rotary embeddings can run in the kernel, and how they differ from
-Llama's."""
+"""Attention classes of transformers whose rotary embeddings can run in the kernel, and their differences from Llama's
+attention."""
 
 from __future__ import annotations
 
@@ -65,15 +65,16 @@ def _config_window(module: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class AttentionForm:
-    """How an attention class differs from Llama's."""
+    """The differences of an attention class from Llama's attention, which the default values describe."""
 
     project: Project = projections.plain
     cos_sin: Callable[[Any, dict[str, Any], Heads], CosSin | None] = _given_cos_sin
-    """Function that returns cos and sin of a call from its keyword arguments; None if the layer does not rotate."""
+    """Function that returns cos and sin from the keyword arguments of the attention module's forward; None if the
+    layer does not rotate."""
     after_rotation: Callable[[Any, Heads, dict[str, Any]], Heads] = _no_change
     """Function that changes the heads after the rotation."""
     named: Callable[[Any], dict[str, Any]] = lambda module: {}
-    """Function that returns the keyword arguments of the attention call, without the scaling."""
+    """Function that returns further keyword arguments of the attention call, such as the sliding window."""
     outputs: tuple[str, ...] = ("o_proj",)
     """Names of the modules that process the attention's output, in order."""
     cache: str = "past_key_values"

@@ -15,13 +15,13 @@ from disagg.model.layers.merged import projected
 
 
 class Heads(NamedTuple):
-    """Projected hidden states, `[batch, heads, tokens, dim]`."""
+    """Queries, keys and values, each `[batch, heads, tokens, dim]`."""
 
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
     gate: torch.Tensor | None = None
-    """Factor of the attention's output, `[batch, tokens, heads, dim]` or `[batch, tokens, heads, 1]`."""
+    """Factor to multiply the attention's output by, `[batch, tokens, heads, dim]` or `[batch, tokens, heads, 1]`."""
 
 
 Project = Callable[[Any, torch.Tensor], Heads]
@@ -33,7 +33,7 @@ def split_heads(module: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def _heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, gate: torch.Tensor | None = None) -> Heads:
-    """Returns `Heads` made of tensors `[batch, tokens, heads, dim]`."""
+    """Converts tensors `[batch, tokens, heads, dim]` to `Heads`."""
     return Heads(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), gate)
 
 
@@ -43,13 +43,14 @@ def _projected(module: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor
 
 
 def plain(module: Any, x: torch.Tensor) -> Heads:
-    """Computes three projections (Llama)."""
+    """Computes separate projections of queries, keys and values (Llama)."""
     return _heads(*(split_heads(module, part) for part in _projected(module, x)))
 
 
 def normed_heads(q_norm: str = "q_norm", k_norm: str = "k_norm", switch: str = "") -> Project:
-    """Returns a function that computes three projections, and norms of each head of queries and keys (Qwen3), unless
-    the module's attribute `switch` is false.
+    """Returns a function that computes three projections and applies a norm to each head of queries and keys (Qwen3).
+
+    If `switch` names a false attribute of the module, the function applies no norms.
     """
 
     def project(module: Any, x: torch.Tensor) -> Heads:
@@ -62,18 +63,19 @@ def normed_heads(q_norm: str = "q_norm", k_norm: str = "k_norm", switch: str = "
 
 
 def normed_rows(module: Any, x: torch.Tensor) -> Heads:
-    """Computes three projections, and norms over all heads of queries and keys (OLMo 2)."""
+    """Computes three projections, and applies one norm over all heads of queries, and one over all heads of keys
+    (OLMo 2)."""
     q, k, v = _projected(module, x)
     return _heads(*(split_heads(module, part) for part in (module.q_norm(q), module.k_norm(k), v)))
 
 
 def olmo(module: Any, x: torch.Tensor) -> Heads:
-    """Computes three projections, clamped to `clip_qkv`."""
+    """Computes three projections, and clamps the results to `clip_qkv`."""
     return _heads(*(split_heads(module, _clipped(module, part)) for part in _projected(module, x)))
 
 
 def olmoe(module: Any, x: torch.Tensor) -> Heads:
-    """Computes the projections of `normed_rows`, clamped to `clip_qkv`."""
+    """Computes three projections with the norms of `normed_rows`, and clamps the results to `clip_qkv`."""
     q, k, v = _projected(module, x)
     parts = (module.q_norm(q), module.k_norm(k), v)
     return _heads(*(split_heads(module, _clipped(module, part)) for part in parts))
@@ -99,7 +101,7 @@ def mimo(module: Any, x: torch.Tensor) -> Heads:
 
 
 def phi3(module: Any, x: torch.Tensor) -> Heads:
-    """Computes one projection: all queries, then all keys, then all values."""
+    """Computes one projection, whose output holds all queries, then all keys, then all values."""
     qkv = module.qkv_proj(x)
     queries = module.config.num_attention_heads * module.head_dim
     keys = module.num_key_value_heads * module.head_dim
@@ -108,7 +110,8 @@ def phi3(module: Any, x: torch.Tensor) -> Heads:
 
 
 def dbrx(module: Any, x: torch.Tensor) -> Heads:
-    """Computes one projection, clamped to `clip_qkv`: all queries, then all keys, then all values."""
+    """Computes one projection, clamped to `clip_qkv`, whose output holds all queries, then all keys, then all
+    values."""
     qkv, most = module.Wqkv(x), module.clip_qkv
     if most is not None:
         qkv = qkv.clamp(min=-most, max=most)
@@ -118,13 +121,14 @@ def dbrx(module: Any, x: torch.Tensor) -> Heads:
 
 
 def gpt_neox(module: Any, x: torch.Tensor) -> Heads:
-    """Computes one projection: query, key and value of one head after the other."""
+    """Computes one projection, whose output holds query, key and value of the first head, then of the second, and so
+    on."""
     qkv = module.query_key_value(x)
     return _heads(*qkv.view(*qkv.shape[:-1], -1, 3 * module.head_size).chunk(3, dim=-1))
 
 
 def persimmon(module: Any, x: torch.Tensor) -> Heads:
-    """Computes the projection of `gpt_neox`, with norms of each head."""
+    """Computes one projection with the layout of `gpt_neox`, and optional norms of each query and key head."""
     q, k, v = module._split_heads(module.query_key_value(x))
     if module.qk_layernorm:
         q, k = module.q_layernorm(q), module.k_layernorm(k)
@@ -132,7 +136,8 @@ def persimmon(module: Any, x: torch.Tensor) -> Heads:
 
 
 def qwen3_next(module: Any, x: torch.Tensor) -> Heads:
-    """Computes three projections and norms of each head; the projection to queries also contains each head's gate."""
+    """Computes three projections and norms of each query and key head. The projection of queries also yields each
+    head's gate."""
     both, k, v = _projected(module, x)
     q, gate = both.view(*both.shape[:-1], -1, 2 * module.head_dim).chunk(2, dim=-1)
     k, v = split_heads(module, k), split_heads(module, v)
@@ -140,18 +145,18 @@ def qwen3_next(module: Any, x: torch.Tensor) -> Heads:
 
 
 def gated(gate: Callable[[Any, torch.Tensor], torch.Tensor | None]) -> Project:
-    """Returns a function that computes `normed_heads` and, by `gate`, a gate from the hidden states."""
+    """Returns a function that computes `normed_heads`, and the gate of the output by calling `gate`."""
     project = normed_heads()
     return lambda module, x: project(module, x)._replace(gate=gate(module, x))
 
 
 def afmoe_gate(module: Any, x: torch.Tensor) -> torch.Tensor:
-    """Returns a gate for each element."""
+    """Returns a gate for each element of the attention's output."""
     return torch.sigmoid(split_heads(module, module.gate_proj(x)))
 
 
 def beam_gate(module: Any, x: torch.Tensor) -> torch.Tensor:
-    """Returns a gate for each element, with a bias for each head."""
+    """Returns a gate for each element of the attention's output, with a bias for each head."""
     return torch.sigmoid(split_heads(module, module.gate_proj(x)) + module.gate_bias[None, None, :, None])
 
 
@@ -161,6 +166,6 @@ def lfm3_gate(module: Any, x: torch.Tensor) -> torch.Tensor | None:
 
 
 def laguna_gate(module: Any, x: torch.Tensor) -> torch.Tensor:
-    """Returns a gate for each head or for each element."""
+    """Returns a gate for each head, or for each element of the attention's output."""
     gate = nn.functional.softplus(module.g_proj(x).float()).to(x.dtype)
     return gate.unsqueeze(-1) if module.gate_per_head else split_heads(module, gate)

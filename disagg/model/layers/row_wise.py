@@ -2,9 +2,9 @@
 
 Libraries choose the summation order by the number of rows, for example by splitting a product or by using more
 threads for a row. This mode distinguishes three kinds of operations. Operations without sums run unchanged.
-Operations with sums are computed row by row, in an order that depends on the summed dimension only. An operation that
-is in neither list raises an error with the operation's name. vLLM and SGLang have batch-invariant modes too, which
-list the unsafe operations; this mode lists the safe ones.
+Operations with sums are computed row by row, in an order that depends on the summed dimension only. Any unlisted
+operation that sums floats raises an error with the operation's name. vLLM and SGLang have batch-invariant modes too,
+which list the unsafe operations; this mode lists the safe ones.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from disagg.model.layers.row_wise_operations import ON_CPU, REPLACED
 from disagg.model.tensor_parallel import RowParallelLinear
 from kernels.layers.linear import Linear
 
-# Operations that move, select, compare or create values, or sum integers. In these, no rounding of a token's result
-# depends on other tokens.
+# Operations that move, select, compare or create values, or sum integers. None of these operations rounds a token's
+# values in a way that depends on other tokens.
 _PASSING_NAMES = """
     alias _to_copy to clone copy_ contiguous detach cat stack concat hstack _unsafe_view view reshape _reshape_alias
     flatten unflatten transpose permute t expand expand_as unsqueeze squeeze select slice narrow split
@@ -39,14 +39,14 @@ _PASSING_NAMES = """
 """
 _PASSING = frozenset(_PASSING_NAMES.split())
 _INTO_MEMORY = ("mm", "addmm")
-"""Products that write to a given output. Only `kernels.layers.linear` calls them, after checking the library's
-bits."""
+"""Products that may write to a given output. Only `kernels.layers.linear` calls these with an output, after checking
+that the library's bits equal those of the kernel."""
 
 
 class RowWise(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Dispatch mode that runs this thread's operations batch-invariantly. One thread may enter it at a time.
 
-    Raises UnsupportedModelError, which names `architecture`, for an operation that is in neither list.
+    Raises UnsupportedModelError, which names `architecture`, for an operation with an unknown summation order.
     """
 
     def __init__(self, architecture: str) -> None:
@@ -93,10 +93,10 @@ def use_linear_kernels(model: Any) -> None:
 
 
 def _sums_floats(func: Any, operands: Sequence[Any]) -> bool:
-    """Returns whether an operation rounds sums.
+    """Returns whether an operation may round sums: whether it has float operands that are summed as floats.
 
-    A matrix product with one summed element involves no sum. With an integer `dtype`, operands are converted before
-    the sum, which is then exact.
+    A matrix product over a dimension of size 1 involves no sum. With an integer `dtype`, operands are converted to
+    integers before the sum, which is then exact.
     """
     flat = [one for arg in operands for one in (arg if isinstance(arg, list | tuple) else [arg])]
     if any(isinstance(one, torch.dtype) and not _rounds(one) for one in flat):

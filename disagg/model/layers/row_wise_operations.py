@@ -1,6 +1,6 @@
-"""Row-by-row versions of torch operations with sums, which `disagg.model.layers.row_wise` substitutes.
+"""Row-by-row versions of torch operations with sums, used by `disagg.model.layers.row_wise`.
 
-Each function has the arguments and results of the torch operation with its name. Sums are in float32, in an order
+Each function has the arguments and results of the torch operation of the same name. Sums are in float32, in an order
 that depends on the summed dimension only, and the result is rounded once. Unsupported arguments raise ValueError.
 """
 
@@ -18,11 +18,11 @@ from kernels.layers.pairwise import pairwise_product
 from kernels.layers.row_sum import row_sum
 
 _FEW = 32
-"""Largest dimension, other than the last, that is summed element by element."""
+"""Largest size of a dimension, other than the last one, whose slices are added one after the other."""
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:
-    """Returns `x` in float32. Raises ValueError for types that float32 would round."""
+    """Returns `x` in float32. Raises ValueError for types whose values float32 would round."""
     if x.dtype not in DTYPES:
         raise ValueError(f"model.deterministic = true does not support sums of {x.dtype}; set it to false")
     return x.float()
@@ -39,7 +39,8 @@ def _mm(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 
 
 def _bmm(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Multiplies batches of matrices. In attention, one of the dimensions is the length of a sequence."""
+    """Multiplies batches of matrices. In attention, the summed dimension may be a padded context: without the Triton
+    kernel, the padding changes no bits."""
     return matmul(left, right) if backend(left.device) == "triton" else pairwise_product(left, right)
 
 
@@ -169,7 +170,7 @@ def _vector_norm(
 
 
 def _exponentials(x: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the scores minus the largest one, and the sum of their exponentials."""
+    """Returns `x` minus its maximum along `dim`, in float32, and the sum of the exponentials of these differences."""
     wide = _wide(x)
     less = wide - wide.amax(dim, keepdim=True)
     return less, _sums(less.exp(), _dims(x, dim))
@@ -215,7 +216,7 @@ def _rms_norm(
 def _topk(
     x: torch.Tensor, k: int, dim: int = -1, largest: bool = True, *unused: bool, **also_unused: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Works like `torch.topk`, but of equal values chooses the first ones; `torch.topk` may choose any."""
+    """Works like `torch.topk`, but chooses the first ones of equal values; `torch.topk` may choose any of them."""
     values, indices = torch.sort(x, dim=dim, descending=largest, stable=True)
     return values.narrow(dim, 0, k), indices.narrow(dim, 0, k)
 

@@ -1,6 +1,6 @@
-"""Builds a rank's model: first empty on the meta device, then reduced to the rank's part, then filled in place.
+"""Builds a rank's model: creates it on the meta device, reduces it to the rank's part, then loads the weights.
 
-A rank therefore never needs more memory than for its own part and one whole parameter, on host or device.
+A rank therefore never needs more memory, on host or device, than for its own part and one whole parameter.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from disagg.model.tensor_parallel import Cut, Sharding, shard_model
 
 log = structlog.get_logger(__name__)
 
-_BUILD_LOCK = threading.Lock()  # transformers sets the process's default dtype while it builds
+_BUILD_LOCK = threading.Lock()  # transformers changes the process's default dtype while it builds a model
 
 
 def build_model(
@@ -54,8 +54,9 @@ def build_model(
 
 
 def weights_bytes(source: ModelSource, spec: ModelSpec, collective: Collective, dtype: torch.dtype) -> int:
-    """Returns the bytes of the rank's part without reading weights. Tied parameters count once. Raises the same
-    errors as `build_model`.
+    """Returns the size in bytes of the rank's part of the model, without reading weights. Tied parameters count once.
+
+    Raises the same errors as `build_model`.
     """
     with _BUILD_LOCK:
         model = _empty_model(source, spec, dtype)
@@ -65,7 +66,7 @@ def weights_bytes(source: ModelSource, spec: ModelSpec, collective: Collective, 
 
 
 def empty_model(source: ModelSource, spec: ModelSpec, dtype: torch.dtype) -> Any:
-    """Returns the whole model on the meta device: shapes without memory. Raises UnsupportedModelError."""
+    """Returns the whole model on the meta device, which has shapes but no memory. Raises UnsupportedModelError."""
     with _BUILD_LOCK:
         return _empty_model(source, spec, dtype).eval()
 
@@ -93,7 +94,7 @@ def _empty_model(source: ModelSource, spec: ModelSpec, dtype: torch.dtype) -> An
     stateful = getattr(model, "_is_stateful", False)
     if stateful and not getattr(config, "layer_types", None):
         raise UnsupportedModelError(
-            f"{spec.architecture} is not supported: it keeps state that its layer types do not name"
+            f"{spec.architecture} is not supported: it keeps state, but its configuration has no layer types"
         )
     # Hybrid models do not set this flag; the runner checks their attention calls.
     hybrid = stateful or recurrent_layers(config)
@@ -110,9 +111,9 @@ def _why_not_built(exc: Exception) -> str:
 
 
 def _stored_shapes(model: Any) -> dict[str, tuple[int, ...]]:
-    """Returns the full shapes of the tensors in a checkpoint: parameters, and buffers that are not computed.
+    """Returns the full shape, by name, of each tensor that a checkpoint holds: parameters and persistent buffers.
 
-    Tied parameters occur once, under the name of the parameter to which the others are tied, whatever their order.
+    Tied parameters occur once, under the name of the parameter to which the others are tied.
     """
     stored = model.state_dict(keep_vars=True)
     tied = getattr(model, "all_tied_weights_keys", None) or {}
@@ -128,7 +129,7 @@ def _stored_shapes(model: Any) -> dict[str, tuple[int, ...]]:
 
 
 def _materialize(model: Any, device: torch.device) -> None:
-    """Allocates every parameter and buffer, and fills floats with NaN, to detect elements that are never set."""
+    """Allocates every parameter and buffer, and fills floats with NaN, to detect elements that never get a value."""
     for module in model.modules():
         for name, parameter in list(module._parameters.items()):
             if parameter is not None:
@@ -171,7 +172,7 @@ def _init_weights(model: Any, module: nn.Module) -> None:
         model._init_weights(module)
     except AttributeError as exc:
         raise UnsupportedModelError(
-            f"{type(model).__name__} is not supported: its {type(module).__name__} cannot be set up by itself"
+            f"{type(model).__name__} is not supported: its {type(module).__name__} cannot be initialized separately"
         ) from exc
 
 
@@ -192,9 +193,11 @@ def _fill(
         elif part is not None:
             module._buffers[leaf] = part
         elif not bool(torch.isfinite(empty).all()):
-            raise UnsupportedModelError(f"{type(model).__name__} is not supported: nothing sets its {name}")
+            raise UnsupportedModelError(
+                f"{type(model).__name__} is not supported: neither weights nor initialization set its {name}"
+            )
     for name, buffer in model.named_buffers():
         if not _is_set(buffer):
             raise UnsupportedModelError(
-                f"{type(model).__name__} is not supported: its buffer {name} stays unset"
+                f"{type(model).__name__} is not supported: its buffer {name} is not initialized"
             )

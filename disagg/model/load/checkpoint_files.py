@@ -1,4 +1,5 @@
-"""Reads the files of a checkpoint. For a broken file, raises a `ConfigError` with the file's name and a remedy.
+"""Reads and checks the files of a checkpoint. For a broken file, raises `ConfigError` with the file's name and a
+remedy.
 
 The checks read names, sizes and headers but no weights, so a broken checkpoint is refused before any process starts.
 """
@@ -20,10 +21,10 @@ AGAIN = "download or copy the checkpoint again"
 INDEX = "model.safetensors.index.json"
 TORCH_INDEX = "pytorch_model.bin.index.json"
 _ZIP, _PICKLE = b"PK\x03\x04", b"\x80"
-"""First bytes of torch's files."""
+"""First bytes of torch's weight files, in its current and its older format."""
 _LENGTH_BYTES = 8
 _MAX_HEADER_BYTES = 100_000_000
-"""Limit of a header's size in the safetensors library."""
+"""Largest size of a header that the safetensors library accepts."""
 _REASON_CHARACTERS = 300
 
 
@@ -45,7 +46,7 @@ def reading(path: Path, mend: str = AGAIN, error: type[ConfigError] = ConfigErro
 
 
 def require_checkpoint(directory: Path) -> None:
-    """Raises `ConfigError` unless `directory` has a config.json of JSON and complete weights."""
+    """Raises `ConfigError` unless `directory` has a config.json with a JSON object, and complete weights."""
     require_config(directory)
     weight_files(directory)
 
@@ -54,17 +55,10 @@ def require_config(directory: Path) -> None:
     """Raises `ConfigError` unless `directory` has a config.json that contains a JSON object."""
     with reading(directory):
         if not directory.is_dir():
-            raise ConfigError(f"no such model directory: {directory}{_download_remedy(directory)}")
+            raise ConfigError(f"no such model directory: {directory}")
         if not (directory / "config.json").is_file():
             raise ConfigError(f"{directory} has no config.json; it is not a model checkpoint")
         read_json_object(directory / "config.json")
-
-
-def _download_remedy(directory: Path) -> str:
-    """Returns what helps if `directory` looks like the name of a model on a hub, ORGANIZATION/MODEL."""
-    if directory.is_absolute() or len(directory.parts) != 2:
-        return ""
-    return "; models are not downloaded: give the folder of a checkpoint on this machine"
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
@@ -121,7 +115,7 @@ def _require_file(path: Path) -> None:
 
 
 def _check_safetensors(path: Path) -> None:
-    """Raises `ConfigError` unless the header is JSON and gives exactly the file's size."""
+    """Raises `ConfigError` unless the header is JSON, and its offsets match the file's size exactly."""
     with reading(path), path.open("rb") as file:
         size_bytes = path.stat().st_size
         header_bytes = int.from_bytes(file.read(_LENGTH_BYTES), "little")
@@ -140,9 +134,10 @@ def _check_safetensors(path: Path) -> None:
 
 
 def _check_torch(path: Path) -> None:
-    """Raises `ConfigError` unless the file is a whole zip archive, torch's format, or a pickle, its older format.
+    """Raises `ConfigError` unless the file is a complete zip archive (torch's format) or a pickle (the older format).
 
-    A truncated pickle shows only when it is loaded. Files of other names may have any format: none is loaded.
+    A truncated pickle is detected only when it is loaded. Files with other names are not checked, because they are
+    not loaded.
     """
     if not path.name.startswith("pytorch_model"):
         return
@@ -156,6 +151,6 @@ def _check_torch(path: Path) -> None:
 
 def _reason(exc: Exception) -> str:
     text = " ".join(str(exc).split())
-    # The text of a KeyError or of an assertion is useless without the class.
+    # The message of a KeyError or AssertionError is useless without the name of the class.
     said = text if isinstance(exc, OSError | ValueError) and text else f"{type(exc).__name__} {text}".strip()
     return said if len(said) <= _REASON_CHARACTERS else said[:_REASON_CHARACTERS] + "..."

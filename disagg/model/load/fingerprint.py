@@ -1,7 +1,7 @@
-"""Hashes of whole weight files, cached by the identity of the file: hashing 100 GB takes about a minute.
+"""Hashes of whole weight files, with a cache on disk, because hashing 100 GB takes about a minute.
 
-A cached hash is valid while the file's size and times are unchanged. Ranks of one host hash one after the other, so
-that each file is hashed only once.
+A cached hash is valid while the file's size and times are unchanged. Ranks of one host compute hashes one after the
+other, so that each file is hashed only once.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ class _CacheFile(msgspec.Struct, frozen=True):
 
 
 def weights_digest(files: Sequence[Path], environment: Mapping[str, str]) -> str:
-    """Returns the hex digest over names and contents of the files. Raises `OSError` for a file that is not readable.
+    """Returns a hex digest over names and contents of `files`. Raises `OSError` for a file that cannot be read.
 
-    `environment` determines the cache folder. The result does not depend on the cache.
+    `environment`: environment variables, which determine the cache folder. The result does not depend on the cache.
     """
     whole = hashlib.blake2b(digest_size=16)
     large = [file for file in files if file.stat().st_size >= CACHED_BYTES]
@@ -59,7 +59,7 @@ def weights_digest(files: Sequence[Path], environment: Mapping[str, str]) -> str
 
 
 def _digest(file: Path, known: dict[str, _FileEntry]) -> str:
-    """Returns a file's hash, from `known` if possible. Adds the hash of a large file to `known`."""
+    """Returns a file's hash, from the cached hashes `known` if possible. Adds the hash of a large file to `known`."""
     name, before = str(file.resolve()), _identity(file)
     entry = known.get(name)
     if entry is not None and (entry.size_bytes, entry.modified_ns, entry.changed_ns) == before:
@@ -71,7 +71,7 @@ def _digest(file: Path, known: dict[str, _FileEntry]) -> str:
             state.update(view[:read_bytes])
     digest: str = state.hexdigest()
     if before[0] >= CACHED_BYTES and _identity(file) == before:
-        known.pop(name, None)  # the newest entry is the last
+        known.pop(name, None)  # so that the newest entry is the last one
         known[name] = _FileEntry(*before, digest)
     return digest
 
@@ -83,9 +83,10 @@ def _identity(file: Path) -> tuple[int, int, int]:
 
 @contextlib.contextmanager
 def _cache(environment: Mapping[str, str]) -> Iterator[dict[str, _FileEntry]]:
-    """Yields the cached hashes to the block and stores them after it. One process at a time runs the block.
+    """Yields the cached hashes to the block, and stores them after the block. Only one process at a time is in the
+    block.
 
-    If the folder is not usable, yields no hashes, and stores none.
+    If the cache folder is not usable, no hashes are read or stored.
     """
     with contextlib.ExitStack() as stack:
         path: Path | None = None

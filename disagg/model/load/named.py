@@ -67,11 +67,12 @@ _MISTRAL = {
 
 _NEMOTRON_LAYERS = {"M": "linear_attention", "-": "mlp", "*": "full_attention"}
 _NEMOTRON_H_8B = "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-"
-"""Layers of Nemotron-H 8B, whose other values are the defaults of its configuration."""
+"""Layers of Nemotron-H 8B by their letters. Its other settings are the defaults of its configuration class."""
 
 
 def _granite_hybrid(hidden: int, mlp: int, layers: int, attention: range, heads: int) -> dict[str, Any]:
-    """Returns the values of a Granite 4 hybrid without experts: Mamba 2 layers, some replaced by `attention`."""
+    """Returns the settings of a Granite 4 hybrid without experts: attention in the layers `attention`, Mamba 2 in all
+    others."""
     kinds = ["attention" if layer in attention else "mamba" for layer in range(layers)]
     return {
         "hidden_size": hidden,

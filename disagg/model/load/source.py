@@ -14,6 +14,7 @@ import msgspec
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
+from disagg.core.config.read import Config
 from disagg.core.errors import ConfigError, UnsupportedModelError
 from disagg.kv.pool import dtype_name
 from disagg.model.load.checkpoint_files import (
@@ -23,13 +24,14 @@ from disagg.model.load.checkpoint_files import (
     require_config,
     weight_files,
 )
-from disagg.model.load.composite import text_name, text_part
+from disagg.model.load.composite import auto_class, text_name, text_part
 from disagg.model.load.fingerprint import weights_digest
+from disagg.model.load.hub import checkpoint_folder, folder_label
 from disagg.model.load.named import named_config
 from disagg.model.load.weights import RandomWeights, SafetensorsWeights, StateDictWeights, WeightSource
 from disagg.model.spec.model_spec import ModelSpec, eos_ids, require_supported, spec_from_config
 
-_VOLATILE = ("transformers_version", "_name_or_path", "dtype", "torch_dtype")  # independent of the model
+_VOLATILE = ("transformers_version", "_name_or_path", "dtype", "torch_dtype")  # may differ for the same model
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ class ModelSource:
     """A model's configuration and the source of its weights. Weights are not read before a runner loads them."""
 
     name: str
-    """Directory, or name of the architecture."""
+    """Path of the checkpoint directory, or name of the architecture."""
     config: Any
     """The transformers configuration. Callers must not change it."""
     identity: str
@@ -54,15 +56,15 @@ class ModelSource:
         require_config(directory)
         config = _read_config(directory)
         require_supported(config)
-        weight_files(directory)  # raises without weights
+        weight_files(directory)  # raises if weights are missing
         return cls(str(directory), config, _config_digest(config).hexdigest(), directory, 0)
 
     @classmethod
     def random_init(cls, name: str, seed: int = 0, *, std: float | None = None) -> ModelSource:
-        """Returns random weights for an architecture of `disagg.model.load.named`. Raises ConfigError for an unknown
-        name.
+        """Returns the source of random weights for an architecture of `disagg.model.load.named`.
 
-        The weights are normal, with standard deviation `std`, by default the architecture's `initializer_range`.
+        The weights are normally distributed with standard deviation `std`, by default the architecture's
+        `initializer_range`. Raises ConfigError for an unknown name.
         """
         config = named_config(name)
         if std is not None:
@@ -70,6 +72,11 @@ class ModelSource:
         digest = _config_digest(config)
         digest.update(f"random {name.lower()} {seed}".encode())
         return cls(name, config, digest.hexdigest(), None, seed)
+
+    @property
+    def label(self) -> str:
+        """Name for reports and the API: of the folder, of the model on the hub, or of the architecture."""
+        return self.name if self.directory is None else folder_label(self.directory)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -93,8 +100,9 @@ class ModelSource:
     def weights(self, needed: set[str]) -> WeightSource:
         """Opens the weights; `needed` are the model's parameter names.
 
-        From safetensors files whose names match, only the needed slices are read. Checkpoints in another format or
-        with older names are read by transformers' own loader, which loads the whole model into host memory.
+        From safetensors files with these parameter names, only the needed slices are read. Checkpoints in another
+        format, or with other names, are read by transformers' own loader. The loader reads the whole model into host
+        memory.
         """
         if self.directory is None:
             return RandomWeights(self.seed, self.config.initializer_range)
@@ -116,9 +124,9 @@ def load_pretrained(directory: Path, dtype: torch.dtype | str) -> Any:
     transformers itself would replace a missing weight by random numbers, with only a warning.
     """
     with reading(directory):
-        model, info = AutoModelForCausalLM.from_pretrained(
-            directory, dtype=dtype, local_files_only=True, output_loading_info=True
-        )
+        model, info = auto_class(
+            AutoConfig.from_pretrained(directory, local_files_only=True)
+        ).from_pretrained(directory, dtype=dtype, local_files_only=True, output_loading_info=True)
     if missing := sorted(info["missing_keys"]):
         raise ConfigError(f"{directory} has no weight named {missing[0]} ({len(missing)} missing); {AGAIN}")
     return model
@@ -126,15 +134,23 @@ def load_pretrained(directory: Path, dtype: torch.dtype | str) -> Any:
 
 def _read_config(directory: Path) -> Any:
     path = directory / "config.json"
-    with reading(path, "repair it, or use a model that this transformers knows", UnsupportedModelError):
+    with reading(
+        path,
+        "repair the file, or use a model that the installed transformers supports",
+        UnsupportedModelError,
+    ):
         config = AutoConfig.from_pretrained(directory, local_files_only=True)
-        if type(config) in AutoModelForCausalLM._model_mapping:
-            return text_part(config)
+        text = text_part(config)
+        if type(text) in AutoModelForCausalLM._model_mapping:
+            return text
     raise UnsupportedModelError(f"{config.model_type} in {directory} is not a decoder-only language model")
 
 
 def _generation_eos_ids(directory: Path | None) -> tuple[int, ...] | None:
-    """Returns the end tokens in generation_config.json, where chat models list more of them than in config.json."""
+    """Returns the end tokens in generation_config.json, where chat models list more end tokens than in config.json.
+
+    Returns None if the file is missing or lists none.
+    """
     if directory is None or not (directory / "generation_config.json").is_file():
         return None
     path = directory / "generation_config.json"
@@ -154,3 +170,13 @@ def _with_eos(spec: ModelSpec, ids: tuple[int, ...]) -> ModelSpec:
 def _config_digest(config: Any) -> Any:
     values = {key: value for key, value in config.to_dict().items() if key not in _VOLATILE}
     return hashlib.blake2b(json.dumps(values, sort_keys=True, default=str).encode(), digest_size=16)
+
+
+def make_source(config: Config) -> ModelSource:
+    """Returns the source of the model that `config.model` names. Raises `ConfigError` if no model is named."""
+    model = config.model
+    if model.path:
+        return ModelSource.from_directory(checkpoint_folder(model.path, model.revision))
+    if model.random_init:
+        return ModelSource.random_init(model.random_init, model.seed)
+    raise ConfigError("no model: give --model DIR or --random-init NAME")

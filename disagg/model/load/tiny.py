@@ -47,8 +47,8 @@ ARCHITECTURES = tuple(_CONFIGS)
 def byte_tokenizer(vocab_size: int = VOCAB_SIZE) -> PreTrainedTokenizerFast:
     """Returns a tokenizer with one token per byte plus `SPECIALS`, and a chat template.
 
-    The ids 0..255 are the bytes themselves. In a larger vocabulary, no text is encoded to the higher ids. They are
-    decoded to their numbers, such as ` 12345`.
+    The ids 0..255 are the bytes themselves. If `vocab_size` is larger, no text is encoded to the additional ids, and
+    each of these ids is decoded to its number, such as ` 12345`.
     """
     alphabet = _byte_alphabet()
     vocabulary = {character: byte for byte, character in alphabet.items()}
@@ -97,7 +97,7 @@ def make_tiny_checkpoint(
         raise ConfigError(f"no tiny {architecture!r}; choose one of {', '.join(ARCHITECTURES)}")
     chosen = TinySizes(**sizes)
     if chosen.sliding_window is not None and architecture not in ("mistral", "gemma2"):
-        raise ConfigError(f"{architecture} takes no sliding window; mistral and gemma2 do")
+        raise ConfigError(f"{architecture} has no sliding window; only mistral and gemma2 have one")
     values = {
         "vocab_size": VOCAB_SIZE,
         "hidden_size": chosen.hidden,
@@ -155,12 +155,13 @@ def _draw_weights(model: Any, seed: int) -> None:
 
 
 _GAINS = {"q_proj": 2.0, "k_proj": 2.0, "o_proj": 2.0, "v_proj": 2.0, "lm_head": 3.0}
-"""Weight scales, as multiples of 1/sqrt(inputs). They make attention sharper and more influential, so answers
-vary."""
+"""Scale of the weights by layer name, as a multiple of 1/sqrt(inputs). These scales make attention sharper and more
+influential, so that answers vary."""
 
 
 def _byte_alphabet() -> dict[int, str]:
-    """Returns the printable character that GPT-2 uses for each byte: the byte's own character, or one from 256 on."""
+    """Returns the printable character that GPT-2's tokenizer uses for each byte: the character with the byte's code,
+    or a character with a code of 256 or more."""
     printable = [
         *range(ord("!"), ord("~") + 1),
         *range(ord("¡"), ord("¬") + 1),

@@ -13,11 +13,11 @@ _FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", 
 _VOCABULARIES = ("tokenizer.json", "vocab.*", "merges.txt", "*.model", "*.tiktoken", "tekken.json")
 _MEND = "copy the model's tokenizer files to the folder again"
 _SAMPLE = "A b 1."
-"""Text of which any vocabulary knows at least one token."""
+"""Text in which any usable vocabulary has at least one token."""
 
 
 def has_tokenizer(source: ModelSource) -> bool:
-    """Returns whether the source has any file of a tokenizer, complete or not. Random weights have a tokenizer."""
+    """Returns whether the source has any tokenizer file, even an incomplete one. True for random weights."""
     directory = source.directory
     if directory is None:
         return True
@@ -28,8 +28,8 @@ def has_tokenizer(source: ModelSource) -> bool:
 def load_tokenizer(source: ModelSource) -> Any:
     """Returns the checkpoint's tokenizer; for random weights, a tokenizer with one token per byte.
 
-    Raises `ConfigError` for a missing, damaged or empty tokenizer. Some classes of transformers return an empty
-    tokenizer if the vocabulary is missing; it encodes a text to no tokens, or to unknown ones.
+    Raises `ConfigError` for a missing, damaged or empty tokenizer. If the vocabulary is missing, some classes of
+    transformers return an empty tokenizer, which encodes any text to no tokens or to unknown tokens.
     """
     directory = source.directory
     if directory is None:

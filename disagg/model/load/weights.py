@@ -16,7 +16,7 @@ from disagg.model.tensor_parallel import Cut
 
 
 class WeightSource(Protocol):
-    """Returns parameters by name."""
+    """A source that returns a model's parameters by name."""
 
     def load(
         self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, cut: Cut | None
@@ -51,7 +51,7 @@ class RandomWeights:
 
 
 class StateDictWeights:
-    """Weights that are already in memory."""
+    """Weights of a model that transformers has already loaded into host memory."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self._tensors = tensors
@@ -111,7 +111,7 @@ def _read(file: Any, name: str, stored: Any, cut: Cut | None) -> torch.Tensor:
 def require_shape(name: str, found: tuple[int, ...], expected: tuple[int, ...]) -> None:
     """Raises ConfigError when a weight's shape in the checkpoint differs from the configured shape."""
     if found != expected:
-        raise ConfigError(f"the checkpoint's {name} is {found}, its config.json says {expected}")
+        raise ConfigError(f"the checkpoint's {name} is {found}, but its config.json requires {expected}")
 
 
 def seed_of(seed: int, name: str) -> int:

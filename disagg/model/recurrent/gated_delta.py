@@ -1,5 +1,4 @@
-"""Modules of the gated delta rule of transformers in packed steps (Qwen3-Next, Qwen3.5, OLMo Hybrid, Kimi Linear,
-Bailing)."""
+"""Packed steps of transformers' gated delta rule modules (Qwen3-Next, Qwen3.5, OLMo Hybrid, Kimi Linear, Bailing)."""
 
 from __future__ import annotations
 
@@ -12,8 +11,10 @@ from disagg.model.recurrent.step import PackedStates
 
 
 def qwen3_next(module: Any, states: PackedStates, hidden: torch.Tensor) -> torch.Tensor:
-    """Returns the module's output for the tokens `hidden`, `[T, hidden_size]`. Two projections compute all inputs of
-    the delta rule."""
+    """Returns the module's output, `[T, hidden_size]`, for the hidden states `hidden` of the same shape.
+
+    Two projections compute all inputs of the delta rule.
+    """
     parts = module.fix_query_key_value_ordering(
         module.in_proj_qkvz(hidden)[None], module.in_proj_ba(hidden)[None]
     )
@@ -24,7 +25,8 @@ def qwen3_next(module: Any, states: PackedStates, hidden: torch.Tensor) -> torch
 
 
 def qwen3_5(module: Any, states: PackedStates, hidden: torch.Tensor) -> torch.Tensor:
-    """As `qwen3_next`, with a projection for each input."""
+    """Computes a packed step of Qwen3.5: as `qwen3_next`, but separate projections compute the inputs of the delta
+    rule."""
     decay = _decay(module, module.in_proj_a(hidden))
     beta = module.in_proj_b(hidden).sigmoid()
     found = _delta(module, states, module.in_proj_qkv(hidden), decay, beta)
@@ -32,19 +34,21 @@ def qwen3_5(module: Any, states: PackedStates, hidden: torch.Tensor) -> torch.Te
 
 
 def olmo_hybrid(module: Any, states: PackedStates, hidden: torch.Tensor) -> torch.Tensor:
-    """As `qwen3_next`; `beta` may reach 2."""
+    """Computes a packed step of OLMo Hybrid: as `qwen3_next`, but with separate projections, and a `beta` that may
+    reach 2."""
     beta = module.b_proj(hidden).sigmoid() * (2.0 if module.allow_neg_eigval else 1.0)
     found = _delta(module, states, _qkv(module, hidden), _decay(module, module.a_proj(hidden)), beta)
     return _gated(module.o_norm, module.o_proj, found, module.g_proj(hidden))
 
 
 def kimi_linear(module: Any, states: PackedStates, hidden: torch.Tensor) -> torch.Tensor:
-    """As `qwen3_next`, with a decay for each key element."""
+    """Computes a packed step of Kimi Linear: as `qwen3_next`, but with separate projections, and a decay for each
+    element of a key."""
     return _kimi(module, states, hidden, module.g_b_proj(module.g_a_proj(hidden)))
 
 
 def bailing(module: Any, states: PackedStates, hidden: torch.Tensor) -> torch.Tensor:
-    """As `kimi_linear`, with another projection of the gate."""
+    """Computes a packed step of Bailing: as `kimi_linear`, but a single projection computes the gate."""
     return _kimi(module, states, hidden, module.g_proj(hidden))
 
 
@@ -72,7 +76,7 @@ def _decay(module: Any, a: torch.Tensor) -> torch.Tensor:
 def _delta(
     module: Any, states: PackedStates, mixed: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor
 ) -> torch.Tensor:
-    """Returns the outputs of convolution and delta rule, `[T, heads, value_dim]`."""
+    """Computes the convolution, then the delta rule; returns the rule's output, `[T, heads, value_dim]`."""
     mixed = states.conv(module.layer_idx, mixed, module.conv1d.weight, module.conv1d.bias, silu=True)
     q, k, v = torch.split(mixed, [module.key_dim, module.key_dim, module.value_dim], dim=-1)
     q, k = (torch.unflatten(part, 1, (-1, module.head_k_dim)) for part in (q, k))

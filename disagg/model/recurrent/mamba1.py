@@ -1,7 +1,7 @@
-"""Mamba-1 modules of transformers in packed steps (Falcon Mamba, Jamba, Mamba, Zamba).
+"""Packed steps of transformers' Mamba-1 modules (Falcon Mamba, Jamba, Mamba, Zamba).
 
-transformers' selective scan ignores the state of a prompt's earlier chunks, so it needs whole prompts. The scan in
-this file supports chunks.
+transformers' selective scan ignores the state of a prompt's earlier chunks, so transformers needs whole prompts. The
+scan in this file supports chunks.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kernels.recurrent.state_space import StateSpace
 
 
 def mamba(module: Any, states: PackedStates, hidden: torch.Tensor) -> torch.Tensor:
-    """Returns the module's output for the tokens `hidden`, `[T, hidden_size]`."""
+    """Returns the module's output, `[T, hidden_size]`, for the hidden states `hidden` of the same shape."""
     x, gate = module.in_proj(hidden).chunk(2, dim=-1)
     x = states.conv(module.layer_idx, x, module.conv1d.weight, module.conv1d.bias, silu=True)
     dt, b, c = _split(module, module.x_proj(x))
@@ -31,7 +31,7 @@ def mamba(module: Any, states: PackedStates, hidden: torch.Tensor) -> torch.Tens
 
 
 def zamba(module: Any, states: PackedStates, hidden: torch.Tensor) -> torch.Tensor:
-    """As `mamba`, with heads that have projections of their own."""
+    """Computes a packed step of Zamba: as `mamba`, but each head has separate projections."""
     heads = module.n_mamba_heads
     x, gate = torch.unflatten(module.in_proj(hidden), 1, (-1, 2)).unbind(2)
     x = states.conv(module.layer_idx, x.contiguous(), module.conv1d.weight, module.conv1d.bias, silu=True)

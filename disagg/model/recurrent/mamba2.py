@@ -1,4 +1,4 @@
-"""Mamba-2 modules of transformers in packed steps (Bamba, Falcon-H1, Granite 4, Mamba 2, Nemotron-H, Zamba 2)."""
+"""Packed steps of transformers' Mamba-2 modules (Bamba, Falcon-H1, Granite 4, Mamba 2, Nemotron-H, Zamba 2)."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from kernels.recurrent.state_space import StateSpace
 
 
 def mamba2(module: Any, states: PackedStates, hidden: torch.Tensor) -> torch.Tensor:
-    """Returns the module's output for the tokens `hidden`, `[T, hidden_size]`."""
+    """Returns the module's output, `[T, hidden_size]`, for the hidden states `hidden` of the same shape."""
     return _output(module, *_scanned(module, states, module.in_proj(hidden)))
 
 
 def falcon_h1(module: Any, states: PackedStates, hidden: torch.Tensor) -> torch.Tensor:
-    """As `mamba2`, with factors on the input and on the projections, and an optional norm."""
+    """Computes a packed step of Falcon-H1: as `mamba2`, but with factors on the input and on the projections, and
+    with an optional norm."""
     projected = module.in_proj(hidden * module.ssm_in_multiplier) * module.mup_vector[0]
     found, gate = _scanned(module, states, projected)
     if module.mamba_rms_norm:
@@ -27,7 +28,8 @@ def falcon_h1(module: Any, states: PackedStates, hidden: torch.Tensor) -> torch.
 
 
 def _scanned(module: Any, states: PackedStates, projected: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the outputs of the state space, `[T, intermediate_size]`, and the gate."""
+    """Computes the convolution, then the state space model; returns the model's output, `[T, intermediate_size]`, and
+    the gate."""
     inner, groups, size = module.intermediate_size, module.n_groups, module.ssm_state_size
     gate, mixed, dt = torch.split(projected, [inner, module.conv_dim, module.num_heads], dim=-1)
     layer = module.layer_idx

@@ -1,4 +1,4 @@
-"""The recurrent state of a model, computed without weights and without a device: for `disagg plan`."""
+"""Computes the size of a model's recurrent state without weights and without a GPU, for `disagg plan`."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ META = torch.device("meta")
 
 
 def with_state(source: ModelSource, spec: ModelSpec, dtype: torch.dtype) -> ModelSpec:
-    """Returns `spec` with the state of a request, and `any_chunks`, as a runner completes it.
+    """Returns `spec` with the fields that a runner fills in: the recurrent state of a request, and `any_chunks`.
 
-    Runs one token through the model on the meta device, which has shapes and no memory. Returns `spec` unchanged for
+    Runs one token through the model on the meta device, which has shapes but no memory. Returns `spec` unchanged for
     a model without recurrent layers. Raises UnsupportedModelError if the model's code needs the values of tensors.
     """
     recurrent = recurrent_layers(source.config)
@@ -48,7 +48,7 @@ def with_state(source: ModelSource, spec: ModelSpec, dtype: torch.dtype) -> Mode
 
 
 def _one_token(model: Any, cache: StateCache) -> None:
-    # Other implementations of experts choose tokens by value, or need one element type.
+    # Other implementations of experts select tokens by tensor values, which the meta device lacks, or need one dtype.
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("batched_mm")
     name = (

@@ -1,6 +1,6 @@
-"""The recurrent modules of transformers that compute packed steps (`step`), by class.
+"""The recurrent module classes of transformers for which this package has a forward of packed steps (see `step`).
 
-Models with other recurrent modules are computed by transformers' own code, in parts (`state.recurrent_parts`).
+Models with other recurrent modules run transformers' own code, in several calls per step (`state.recurrent_parts`).
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from disagg.model.recurrent import gated_delta, mamba1, mamba2, short_conv
 from disagg.model.recurrent.step import UNBOUNDED, PackedStates
 
 Compute = Callable[[Any, PackedStates, torch.Tensor], torch.Tensor]
-"""Returns a module's output for the tokens `[T, hidden_size]` of a packed step."""
+"""Function that returns a module's output for the hidden states `[T, hidden_size]` of a packed step."""
 
 
 @dataclass(frozen=True)
 class RecurrentForm:
-    """How the modules of a class are computed."""
+    """The forward for packed steps of a recurrent module class, and the class's kinds of state."""
 
     compute: Compute
     kinds: tuple[str, ...] = ("conv", "recurrent")
-    """Kinds of the states that a module has."""
+    """Kinds of state that each module has; see `StatePlace.kind`."""
 
 
 RECURRENT = by_name(
@@ -54,14 +54,14 @@ RECURRENT = by_name(
         "lfm2.Lfm2ShortConv lfm2_moe.Lfm2MoeShortConv lfm3.Lfm3ShortConv",
     ),
 )
-"""Forms by class name."""
+"""Forms of recurrent modules by class name."""
 
 
 def pack_recurrent(model: Any, places: Sequence[StatePlace], states: PackedStates) -> bool:
-    """If registered modules have all states of a model (`places`), replaces their `forward`. Returns whether it did.
+    """Replaces the `forward` of all registered recurrent modules, if these hold all states `places` of the model.
 
-    The replaced modules ignore the model's cache: they use `states`. Call this after loading weights: a module with
-    decays gets its `decay_rate`, float32, computed once.
+    Returns whether the forwards were replaced. The new forwards use `states` instead of the model's cache. Call this
+    after the weights are loaded, because the `decay_rate` (float32) of each module with decays is computed here.
     """
     found = [(module, form) for module in model.modules() if (form := RECURRENT.get(class_name(module)))]
     known = [StatePlace(module.layer_idx, 0, kind) for module, form in found for kind in form.kinds]
@@ -75,7 +75,7 @@ def pack_recurrent(model: Any, places: Sequence[StatePlace], states: PackedState
 
 
 def bounds_prompts(model: Any) -> bool:
-    """Returns whether a module bounds the time step of a prompt's tokens, but not of an answer's (Zamba 2)."""
+    """Returns whether a module bounds the time step of prompt tokens, but not of answer tokens (Zamba 2)."""
     limits = (getattr(module, "time_step_limit", None) for module in model.modules())
     return any(limit is not None and tuple(limit) != UNBOUNDED for limit in limits)
 

@@ -1,6 +1,6 @@
-"""The cache object of a step that is passed to transformers' models. It contains only the recurrent states.
+"""The cache object that a step passes to transformers' models. The cache contains only the recurrent states.
 
-The cache returns K and V unchanged to the model, whose attention writes them to the paged pool.
+The cache returns K and V unchanged to the model; the model's attention writes K and V to the paged pool.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from disagg.model.spec.layer_types import attention_layers, recurrent_layers
 
 
 class _PassedKV(CacheLayerMixin):  # type: ignore[misc]
-    """The attention part of a layer: returns the given K and V."""
+    """The cache of an attention layer: stores nothing, and returns the given K and V."""
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Stores nothing."""
@@ -29,7 +29,7 @@ class _PassedKV(CacheLayerMixin):  # type: ignore[misc]
         return key_states, value_states
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Returns the mask sizes of the new tokens only."""
+        """Returns the mask sizes for the new tokens only: length and offset."""
         return query_length, 0
 
     def get_seq_length(self) -> int:
@@ -42,7 +42,7 @@ class _PassedKV(CacheLayerMixin):  # type: ignore[misc]
 
 
 class _StateAndPassedKV(LinearAttentionLayer, _PassedKV):  # type: ignore[misc]
-    """A layer with a recurrent state and attention."""
+    """The cache of a layer with both a recurrent state and attention."""
 
     def __init__(self, number_of_states: int) -> None:
         _PassedKV.__init__(self)
@@ -64,7 +64,7 @@ class StateCache(Cache):  # type: ignore[misc]
                 layers.append(_PassedKV() if layer in attention else DummyLayer())
         Cache.__init__(self, layers=layers)
         self.layer = -1
-        """The layer of the latest `update`."""
+        """Index of the layer that called `update` last."""
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -98,9 +98,9 @@ class StateCache(Cache):  # type: ignore[misc]
             )
 
     def bind(self, states: States, *, begun: bool) -> None:
-        """Makes `states` the memory of this cache: the model reads them, and writes its new states into them.
+        """Makes `states` the memory of this cache: the model reads its states there, and writes new states there.
 
-        `begun`: whether the states follow earlier tokens; otherwise they are zero.
+        `begun`: whether the states follow earlier tokens; otherwise the states are zero.
         """
         for place, tensor in states:
             layer = self.layers[place.layer]
@@ -117,17 +117,17 @@ class StateCache(Cache):  # type: ignore[misc]
             if now is not bound:
                 raise InvariantError(
                     f"layer {place.layer} has changed its shapes: its {place.kind} state is {tuple(now.shape)} now, "
-                    f"outside of the memory of {tuple(bound.shape)} that it was given"
+                    f"and no longer in the pool, where its shape is {tuple(bound.shape)}"
                 )
 
 
 class MiniMaxStateCache(StateCache, MiniMaxCache):  # type: ignore[misc]
-    """MiniMax requires its own cache class, with other methods for the state of linear attention."""
+    """The `StateCache` of MiniMax, which requires a subclass of `MiniMaxCache` and calls its methods for states."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         self.linear_cache: list[torch.Tensor] = []
-        """Unused: the base class would keep the states here."""
+        """Unused: `MiniMaxCache` would keep the states in this list."""
 
     def get_linear_cache(self, layer_idx: int) -> torch.Tensor | None:
         """Returns a layer's state, `[requests, heads, head_dim, head_dim]`; None before the first token."""

@@ -1,7 +1,7 @@
-"""Recurrent state (convolutions, state space models, linear attention) of running requests.
+"""Recurrent states (convolutions, state space models, linear attention) of running requests.
 
 The states of all requests are in a `MambaPool`. A step passes a batch of states to transformers' models as a cache
-object (`request_cache`), whose tensors lie in the pool.
+object (`request_cache`). The tensors of this object lie in the pool.
 
 Every rank holds the whole state of its requests. A transfer writes the state into the slot of the request's row.
 """
@@ -26,8 +26,8 @@ from kernels.attention.common import AttentionParams
 class PoolLayers:
     """Attention context of a hybrid model: calls another context with the layer's index in the KV pool.
 
-    The index is derived from the cache's current layer. A module's own layer index is not usable, because a block
-    that several layers share has none.
+    The index is derived from the cache's current layer. A module's own layer index is not usable, because a module
+    that several layers share has no single index.
     """
 
     def __init__(self, own: AttentionContext, cache: StateCache, layers: tuple[int, ...]) -> None:
@@ -42,9 +42,9 @@ class PoolLayers:
 
 
 class RowStates:
-    """The recurrent state of the request in each row: the slot of the same number in `pool`.
+    """The recurrent states of requests by block table row: row `i` uses slot `i` of `pool`.
 
-    A state begins with the request's first token, or lands in the slot by a transfer.
+    A state is created with the request's first token, or written into the slot by a transfer.
     """
 
     def __init__(self, config: Any, pool: MambaPool) -> None:
@@ -52,10 +52,10 @@ class RowStates:
 
     @contextmanager
     def of(self, ones: Sequence[SequenceSlice]) -> Iterator[StateCache]:
-        """Yields the states before the slices to the block, as one batch. Afterwards the pool holds the states that
-        the block computed.
+        """Yields a cache with the current states of the slices' rows, as one batch. After the block, the pool holds
+        the states that the block computed.
 
-        Raises InvariantError when the block has replaced a state's memory, as with another shape.
+        Raises InvariantError when the block has replaced a state's memory, for example by a state of another shape.
         """
         cache = make_cache(self._config)
         with torch.inference_mode():
@@ -69,8 +69,10 @@ class RowStates:
 
 
 def cached_states(spec: ModelSpec, count: int, limit_bytes: int | None) -> int:
-    """Returns how many of `count` slots for cached states a rank has: those in `limit_bytes`, none without a prefix
-    cache. The number is the same on GPUs of the same kind.
+    """Returns the number of slots for cached states: `count`, but at most as many as fit in `limit_bytes` bytes.
+
+    The number is 0 if the model has no recurrent state or cannot use the prefix cache. GPUs of one kind get equal
+    numbers.
     """
     if not spec.has_state or spec.cache_refused:
         return 0
@@ -80,9 +82,10 @@ def cached_states(spec: ModelSpec, count: int, limit_bytes: int | None) -> int:
 def recurrent_parts(batch: StepBatch, *, each_alone: bool = False) -> list[list[int]]:
     """Groups the sequences that recurrent layers can compute together.
 
-    Sequences of which the step computes one token after the first token form one group. Every other sequence is a
-    group of its own. `each_alone` separates all sequences, so that sums do not depend on the batch. Raises
-    InvariantError for a chunk of a single prompt token after earlier tokens, which `PromptChunks` never produces.
+    Sequences with one token in the step, at a position above 0, form one group. Every other sequence is a group of
+    its own. `each_alone` separates all sequences, so that sums do not depend on the batch. Returns lists of indices
+    into `batch.sequences`. Raises InvariantError for a chunk of a single prompt token after earlier tokens, which
+    `PromptChunks` never produces.
     """
     single = [i for i, one in enumerate(batch.sequences) if one.start > 0 and len(one.tokens) == 1]
     for one in (batch.sequences[i] for i in single):
@@ -100,8 +103,8 @@ def recurrent_parts(batch: StepBatch, *, each_alone: bool = False) -> list[list[
 def ignores_state(compute: Callable[[StateCache, int], object], config: Any) -> bool:
     """Returns whether a step of several tokens ignores the previous state. Each prompt then needs a single step.
 
-    This is the case for transformers' selective scan (Mamba 1). `compute(cache, tokens)` runs the model; it is called
-    with two different states, and equal results show that the model ignores the state.
+    This is the case for transformers' selective scan (Mamba 1). `compute(cache, tokens)` runs the model. The check
+    runs the model with two different states: equal results show that the model ignores the state.
     """
     caches = [make_cache(config), make_cache(config)]
     for number, cache in enumerate(caches):

@@ -28,27 +28,31 @@ UNBOUNDED = (0.0, float("inf"))
 
 
 class Continued(NamedTuple):
-    """Slices of prompts behind positions whose states are saved."""
+    """Prompt slices that begin at a position whose recurrent state is saved."""
 
     rows: torch.Tensor
     """int64 `[n]`: rows whose states are saved before the slices are computed."""
     slots: torch.Tensor
-    """int64 `[n]`: slots that receive these states."""
+    """int64 `[n]`: slots to which these states are saved."""
     slices: PackedSlices
 
 
 @dataclass(frozen=True)
 class RecurrentStep:
-    """Slices of a step: chunks of prompts, and single tokens of answers. Each field is None if the step has no such
-    slice."""
+    """The slices of a step: chunks of prompts, and single tokens of answers. `prompts` or `answers` is None if the
+    step has no such slices."""
 
     prompts: PackedSlices | None
     answers: PackedSlices | None
     continued: tuple[Continued, ...] = ()
-    """Later slices of the same prompts, in the order in which they are computed."""
+    """The parts of the prompt slices that follow a saved position, in the order of computation. `prompts` has the
+    parts before."""
 
     def of_prompts(self, state: torch.Tensor) -> Iterator[PackedSlices]:
-        """Yields the slices of prompts that are computed together. Saves states of `state` between them."""
+        """Yields one group of prompt slices after the other; the slices of a group are computed together.
+
+        Before each later group, copies the states to save within `state`, a layer's states `[slots, ...]`.
+        """
         if self.prompts is not None:
             yield self.prompts
         for rows, slots, slices in self.continued:
@@ -56,22 +60,23 @@ class RecurrentStep:
             yield slices
 
     def each(self, state: torch.Tensor) -> Iterator[PackedSlices]:
-        """Yields all slices that are computed together; see `of_prompts`."""
+        """Yields the groups of `of_prompts`, then the group of answer tokens."""
         yield from self.of_prompts(state)
         if self.answers is not None:
             yield self.answers
 
 
 def is_answer(one: SequenceSlice) -> bool:
-    """Returns whether a slice is a token of an answer. If the prompt length is unknown, a single token after the
-    first position counts as an answer's token."""
+    """Returns whether a slice belongs to an answer. If the prompt length is unknown, a single token at a position
+    above 0 counts as an answer token."""
     if one.prompt_tokens:
         return one.start >= one.prompt_tokens
     return one.start > 0 and len(one.tokens) == 1
 
 
 def step_of(batch: StepBatch, device: torch.device) -> RecurrentStep:
-    """Returns the slices of a batch. Raises InvariantError for a slice with more than one token of an answer."""
+    """Returns the recurrent slices of a batch. Raises InvariantError for a slice with an answer token and any other
+    token."""
     rounds: list[list[Slice]] = []
     saves: list[list[tuple[int, int]]] = []
     answers: list[tuple[int, int]] = []
@@ -103,11 +108,16 @@ def step_of(batch: StepBatch, device: torch.device) -> RecurrentStep:
 
 
 def _pieces(one: SequenceSlice, first: int) -> Iterator[Slice]:
-    """Yields the parts of a prompt's slice between the positions whose states are saved."""
+    """Yields the parts of a prompt slice, split at the positions whose states are saved.
+
+    `first`: index of the slice's first token among the step's tokens.
+    """
     start = one.start
     for stop in (*(position for position, _ in one.saves), one.stop):
         if not start < stop <= one.stop:
-            raise InvariantError(f"row {one.row}: no state can be saved at {stop} of {one.start}..{one.stop}")
+            raise InvariantError(
+                f"row {one.row}: no state can be saved at position {stop} of a slice {one.start}..{one.stop}"
+            )
         yield Slice(one.row, first + start - one.start, stop - start, start > 0)
         start = stop
 
@@ -123,12 +133,13 @@ def _singles(answers: list[tuple[int, int]], device: torch.device) -> PackedSlic
 
 
 def decode_step(rows: torch.Tensor) -> RecurrentStep:
-    """Returns the slices of a step of one answer token for each of `rows` (int64), without synchronization."""
+    """Returns the slices of a step with one answer token for each of `rows`, int64 `[n]`. Does not synchronize."""
     return RecurrentStep(None, PackedSlices.single(rows, torch.arange(len(rows), device=rows.device)))
 
 
 class PackedStates:
-    """The states and the current step, for registered modules. One object per model, owned by the compute thread."""
+    """The pool of states and the current step, used by the registered modules of one model. Owned by the compute
+    thread."""
 
     def __init__(self, how: Backend, device: torch.device) -> None:
         """`how`: see `ModelConfig.recurrent_kernels`. Raises ConfigError if the device has no such kernels."""
@@ -138,7 +149,7 @@ class PackedStates:
         self._step: RecurrentStep | None = None
 
     def use(self, pool: MambaPool) -> None:
-        """Makes `pool` the memory of all later steps."""
+        """Makes `pool` the memory of the states in all later steps."""
         self._pool = pool
 
     @contextmanager

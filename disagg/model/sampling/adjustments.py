@@ -21,7 +21,7 @@ class _Biases(NamedTuple):
     places: torch.Tensor
     """int64 `[m]`: distinct indices into the flat logits."""
     values: torch.Tensor
-    """Bias at each place, float32 `[m]`."""
+    """Bias for each of `places`, float32 `[m]`."""
 
 
 class _BarredTokens(NamedTuple):
@@ -30,20 +30,21 @@ class _BarredTokens(NamedTuple):
     places: torch.Tensor
     """int64 `[m]`: distinct indices into the flat logits."""
     rows: torch.Tensor
-    """int64 `[m]`: row of each place."""
+    """int64 `[m]`: row of each of `places` in the batch."""
     least_tokens: torch.Tensor
-    """int64 `[m]`: length of the answer, in tokens, from which on the token at each place is allowed."""
+    """int64 `[m]`: value of `min_tokens` for each of `places`. The end token is allowed once the answer has this
+    number of tokens."""
     by_row: dict[int, int]
     """Value of `min_tokens` for each row with forbidden tokens."""
 
 
 class Adjustments:
-    """The parameters that change a batch's logits, on the device; rebuilt when the batch's rows change."""
+    """The parameters on the device that change a batch's logits. A change of the batch's rows needs a new object."""
 
     def __init__(
         self, rows: Sequence[SamplingRow], eos_ids: Sequence[int], vocab: int, device: torch.device
     ) -> None:
-        """Counts the tokens of the rows' histories that are not counted yet, on the device. Does not synchronize."""
+        """Uploads the parameters, and counts the answers' tokens that are not counted yet. Does not synchronize."""
         self._histories = [row.history for row in rows if row.history is not None]
         self._penalties = _penalties(rows, vocab, device)
         self._biases = _biases(rows, vocab, device)
@@ -58,7 +59,7 @@ class Adjustments:
         )
 
     def apply(self, logits: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
-        """Returns the changed logits: a copy if any row changes. Unaffected rows keep their bits.
+        """Returns the changed logits; `logits` itself stays unchanged. Unaffected rows keep their bits.
 
         `logits`: float32 `[n, vocab]`; `positions`: int64 `[n]` on the device, the index of each row's next
         token; None unless `forbids_ending`. Does not synchronize.
@@ -80,7 +81,8 @@ class Adjustments:
         return changed
 
     def count(self, tokens: torch.Tensor) -> None:
-        """Counts each penalised row's new token; `tokens`: int64 `[n]`, -1 for none. Does not synchronize."""
+        """Adds each penalised row's new token to the row's counts; `tokens`: int64 `[n]`, -1 for none. Does not
+        synchronize."""
         if self._penalties is not None:
             count_tokens(tokens, self._penalties)
             for history in self._histories:

@@ -40,7 +40,7 @@ class SamplingBatch:
         self._logprobs = LogprobRows.of(params, vocab, device)
 
     def fits(self, rows: Sequence[SamplingRow], vocab: int, device: torch.device) -> bool:
-        """Returns whether this batch is ready for the next token of exactly these rows."""
+        """Returns whether this batch can sample the next token of exactly these rows."""
         if len(rows) != len(self._rows) or (vocab, device) != (self._vocab, self._device):
             return False
         return all(
@@ -52,9 +52,9 @@ class SamplingBatch:
         )
 
     def adjusted(self, logits: torch.Tensor) -> torch.Tensor:
-        """Returns the logits (float32 `[n, vocab]`) after penalties, bias and `min_tokens`.
+        """Returns the logits (float32 `[n, vocab]`) after penalties, biases and `min_tokens`.
 
-        The result is a copy if any row changes.
+        If any row changes, the result is a copy; otherwise it is `logits` itself.
         """
         barred = self._adjustments.forbids_ending(self._positions)
         return self._adjustments.apply(logits, self._on_device if barred else None)
@@ -84,10 +84,10 @@ class SamplingBatch:
         self._positions = [position + 1 for position in self._positions]
 
     def check(self) -> None:
-        """Raises an error unless the positions on host and device are equal. Synchronizes."""
-        assert self._on_device is None or self._on_device.tolist() == self._positions, "device's positions"
+        """Raises AssertionError if positions on host and device differ, or a token is not counted. Synchronizes."""
+        assert self._on_device is None or self._on_device.tolist() == self._positions, "positions differ"
         for (_, history), position in zip(self._rows, self._positions, strict=True):
-            assert history is None or history.counted == position, "counted tokens"
+            assert history is None or history.counted == position, "tokens are missing in the counts"
 
 
 class Sampler:
@@ -101,11 +101,9 @@ class Sampler:
     def step(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> SampledTokens:
         """Launches the sampling of one token per row of `logits` (float32 `[len(rows), vocab]`, any device).
 
-        Waits for the threads that compute the masks of constrained rows.
-
-        The tokens are counted for penalties, so rows must not share a history. Does not synchronize. The next step of
-        the same rows may be launched before the host has read the tokens; `SamplingRow.ahead_tokens` counts the
-        unread tokens.
+        Waits for the threads that compute the masks of constrained rows, but not for the device. The tokens are
+        counted for penalties, so rows must not share a history. The next step of the same rows may be launched before
+        the host has read the tokens; `SamplingRow.ahead_tokens` counts the unread tokens.
         """
         vocab, device = logits.shape[-1], logits.device
         if self.batch is None or not self.batch.fits(rows, vocab, device):
@@ -116,7 +114,7 @@ class Sampler:
 
 
 def _draw_params(params: Sequence[SamplingParams], positions: torch.Tensor) -> DrawParams:
-    """Returns the parameters of a draw. A row without a seed gets a random one from torch's default CPU generator."""
+    """Returns the parameters for `draw`. Rows without a seed get random seeds from torch's default CPU generator."""
     n, device = len(params), positions.device
     random = torch.randint(-(2**63), 2**63 - 1, (n,)).tolist() if any(p.seed is None for p in params) else []
     seeds = [random[i] if p.seed is None else p.seed for i, p in enumerate(params)]

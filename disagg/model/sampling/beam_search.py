@@ -36,14 +36,14 @@ def candidates_wanted(sampling: SamplingParams, ending: Collection[int]) -> int:
 
 
 class BeamSearch:
-    """The state of one search, which begins with one beam without tokens."""
+    """The state of one beam search, which begins with a single beam without tokens."""
 
     def __init__(self, sampling: SamplingParams, ending: Collection[int]) -> None:
         """`ending`: tokens that end an answer."""
         self._beams, self._wanted = sampling.beams, sampling.n
         self._max_tokens, self._penalty = sampling.max_tokens, sampling.length_penalty
         self._early = sampling.early_stopping if sampling.beams > 1 else True
-        """Early stopping of the search. With one beam always True: the first end token ends the answer."""
+        """The request's `early_stopping`. Always True with one beam: the first end token ends the answer."""
         self._ending = frozenset(ending)
         self._running: list[tuple[int, ...]] = [()]
         self._whole: list[Hypothesis] = []
@@ -51,12 +51,12 @@ class BeamSearch:
         self._hopeful = True
         """Whether a running beam can still score better than the worst finished answer."""
         self.over = False
-        """Whether the search is over."""
+        """Whether the search has ended."""
 
     def advance(self, candidates: Sequence[Candidate]) -> list[Candidate]:
-        """Takes the likeliest continuations of a step and returns the new beams. Both lists are likeliest first.
+        """Adds a step's likeliest continuations to the search, and returns those that become the new beams.
 
-        The result is empty when the search has ended.
+        Both lists are sorted, likeliest first. The result is empty when the search has ended.
         """
         tokens = len(self._running[0]) + 1
         ends = [c.token in self._ending or tokens >= self._max_tokens for c in candidates]
@@ -71,7 +71,7 @@ class BeamSearch:
         return going
 
     def answers(self) -> list[Hypothesis]:
-        """Returns the best finished answers, best first, at most the requested number. Call this after the search."""
+        """Returns the requested number of finished answers, or fewer, best first. Call this after the search."""
         return self._whole[: self._wanted]
 
     @property

@@ -1,8 +1,8 @@
 """Token masks of answers that a grammar constrains, computed on side threads.
 
-A mask depends only on the grammar and the answer so far, so any group can continue an answer: its matcher consumes
-the answer's tokens. The computation of a mask starts as soon as the preceding token is known, while the device
-computes the step that uses the mask. (vLLM and SGLang overlap mask and step in the same way.)
+A mask depends only on the grammar and the answer so far. Any group can therefore continue an answer: a new matcher
+consumes the answer's tokens. The computation of a mask starts as soon as the host has the preceding token, while the
+device computes the step that uses the mask. (vLLM and SGLang overlap mask and step in the same way.)
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ THREADS = 4
 KEPT_GRAMMARS = 64
 """Number of compiled grammars that are kept for later requests; each takes up to a few megabytes."""
 Mask = npt.NDArray[np.int32]
-"""Bit `t % 32` of word `t // 32` is set if token `t` is allowed."""
+"""Mask of allowed tokens: bit `t % 32` of word `t // 32` is set if token `t` is allowed."""
 
 
 class CompiledGrammar(NamedTuple):
-    """A grammar for a model's vocabulary."""
+    """A grammar that is compiled for a model's vocabulary."""
 
     matcher: LLMatcher
     """Matcher at the start of an answer, from which each answer's matcher is copied."""
@@ -45,7 +45,10 @@ class CompiledGrammar(NamedTuple):
 
 
 class AnswerConstraint:
-    """The grammar of one answer. Used by one thread at a time; the computations run on side threads, in order."""
+    """The grammar of one answer, and the mask of its next token. One thread at a time may use the object.
+
+    The masks are computed on side threads, in the order of the answer's tokens.
+    """
 
     def __init__(
         self, template: Future[CompiledGrammar], pool: ThreadPoolExecutor, answered: Sequence[int] = ()
@@ -72,7 +75,7 @@ class AnswerConstraint:
     def prepare(self, answer: Sequence[int]) -> None:
         """Starts the computation of the mask that follows `answer`. Does not wait."""
         before, new = self._mask, list(answer[self._tokens :])
-        if len(answer) < self._tokens:  # another answer
+        if len(answer) < self._tokens:  # another answer: begin with a new matcher
             self._mask = self._pool.submit(self._begun, list(answer))
         elif new:
             self._mask = self._pool.submit(self._advanced, before, new)
@@ -87,7 +90,7 @@ class AnswerConstraint:
         return self._mask.result()
 
     def _begun(self, answered: list[int]) -> Mask | RequestError:
-        """Returns the mask after `answered`, with a new matcher."""
+        """Returns the mask after the tokens `answered`, and creates the matcher."""
         try:
             self._matcher = self._template.result().matcher.deep_copy()
             return self._computed(self._matcher, answered)
@@ -105,7 +108,8 @@ class AnswerConstraint:
             return _failed(exc)
 
     def _computed(self, matcher: LLMatcher, new: list[int]) -> Mask | RequestError:
-        """Returns the mask after `new` tokens; after an end token, the mask of end tokens."""
+        """Returns the mask after `matcher` has consumed the tokens `new`; after an end token, only end tokens are
+        allowed."""
         _, ends, last = self._template.result()
         ended = bool(new) and new[-1] in ends
         matcher.consume_tokens(new[:-1] if ended else new)
@@ -118,7 +122,7 @@ class AnswerConstraint:
 
 
 class Constraints:
-    """The constraints of an engine's answers. Thread-safe. `close` ends the side threads."""
+    """Creates the constraints of an engine's answers, and owns the side threads, which `close` ends. Thread-safe."""
 
     def __init__(self, load: Callable[[], LLTokenizer]) -> None:
         """`load`: function that returns the model's vocabulary; called once, on a side thread, when first needed."""
@@ -136,7 +140,7 @@ class Constraints:
             return None
         with self._lock:
             if self._closed:
-                return None  # the engine samples no token any more
+                return None  # a closed engine samples no tokens
             if self._pool is None:
                 self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="grammar")
             template = self._compiled.pop(grammar, None)

@@ -41,10 +41,9 @@ def log_softmax(logits: torch.Tensor) -> torch.Tensor:
 
 
 def top(values: torch.Tensor, count: int) -> Top:
-    """Returns the `count` largest of float32 `[.., n]`, n < 2^32: NaN first, and equal values in the order of their
-    indices.
+    """Returns the `count` largest values in the last dimension of float32 `[.., n]`, n < 2^32, and their indices.
 
-    torch's own `topk` does not define the order of equal values.
+    NaN comes first, and equal values are in the order of their indices; `torch.topk` does not define this order.
     """
     bits = (values + 0.0).view(torch.int32)  # -0.0 becomes 0.0
     ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()  # as integers in the order of the floats

@@ -22,7 +22,7 @@ class TokenMasks(NamedTuple):
     words: torch.Tensor
     """int32 `[m, mask_words(vocab)]`, in the layout of `kernels.sampling.token_mask`."""
     errors: dict[int, RequestError]
-    """Errors of the rows whose constraint has failed, by row."""
+    """Error by row, for each row whose constraint has failed."""
 
     @classmethod
     def of(cls, rows: Sequence[SamplingRow], vocab: int, device: torch.device) -> TokenMasks | None:
@@ -43,6 +43,6 @@ class TokenMasks(NamedTuple):
         return cls(upload([*masks], device), host, errors)
 
     def apply(self, logits: torch.Tensor) -> None:
-        """Forbids tokens in contiguous float32 `[n, vocab]`, in place. Does not synchronize."""
+        """Forbids tokens in `logits`, contiguous float32 `[n, vocab]`, in place. Does not synchronize."""
         if len(self.rows):
             forbid_tokens(logits, self.rows, self.words)

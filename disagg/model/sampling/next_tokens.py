@@ -27,8 +27,8 @@ def next_tokens(
     """Returns one token per row of `logits` (float32 `[len(rows), vocab]`, any device), which stay unchanged.
 
     A row of bad logits (with NaN, or without a finite value) yields a RequestError and does not affect other rows.
-    Rows may share a history. Waits for the device; `Sampler` does not, and keeps parameters on the device between
-    steps.
+    Rows may share a history. This function waits for the device. `Sampler` does not wait, and keeps parameters on the
+    device between steps.
     """
     vocab, device = logits.shape[-1], logits.device
     masks = TokenMasks.of(rows, vocab, device)
@@ -36,13 +36,13 @@ def next_tokens(
 
 
 class BeamStep(NamedTuple):
-    """One beam search before its next step."""
+    """The state of one beam search before its next step."""
 
     params: SamplingParams
     answer: Sequence[int]
-    """Tokens of one beam so far; all beams have the same number."""
+    """Tokens of any one of the beams, which all have the same number of tokens."""
     scores: Sequence[float]
-    """Score of each beam."""
+    """Score of each beam: sum of the log-probabilities of its tokens."""
 
 
 class SampledBeams:
@@ -71,7 +71,7 @@ class SampledBeams:
     def result(self) -> list[list[Candidate] | RequestError]:
         """Returns the `candidates_wanted` likeliest continuations of each search, likeliest first.
 
-        Bad logits yield an error for their search. Waits for the device.
+        A search with bad logits yields a RequestError. Waits for the device.
         """
         pairs = iter(zip(*self._host.values(), strict=True))
         return [_candidates([next(pairs) for _ in range(count)], self._vocab) for count in self._counts]
@@ -85,6 +85,6 @@ def likeliest(
 
 
 def _candidates(pairs: Sequence[tuple[float, float]], vocab: int) -> list[Candidate] | RequestError:
-    if not math.isfinite(pairs[0][0]):  # NaN is above all others
+    if not math.isfinite(pairs[0][0]):  # `top` sorts NaN first
         return RequestError("the model gave no finite logits; the request cannot continue")
     return [Candidate(score, *divmod(int(index), vocab)) for score, index in pairs]

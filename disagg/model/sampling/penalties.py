@@ -14,23 +14,23 @@ from disagg.model.sampling.constraints import AnswerConstraint
 
 
 class TokenHistory:
-    """int32 counts over the vocabulary, in the layout of `kernels.sampling.penalties`.
+    """Token counts of one request, int32 `[vocab]` in the layout of `kernels.sampling.penalties`.
 
-    The counts take 4 bytes per token of the vocabulary, are allocated at the first use and freed with the request.
-    Owned by the sampling thread. Counts depend only on prompt and answer, so any group can rebuild them.
+    The counts are allocated at the first use and freed with the request. The counts depend only on prompt and answer,
+    so any group can rebuild them. Owned by the sampling thread.
     """
 
     def __init__(self, prompt: Sequence[int]) -> None:
         self._prompt = prompt
         self._counts: torch.Tensor | None = None
         self.counted = 0
-        """Tokens of the answer that are counted."""
+        """Number of the answer's first tokens that the counts include."""
 
     def counts(self, answer: Sequence[int], position: int, vocab: int, device: torch.device) -> torch.Tensor:
-        """Returns int32 `[vocab]`: counts of the first `position` tokens of the answer.
+        """Returns the counts, int32 `[vocab]`, that include exactly the first `position` tokens of the answer.
 
-        The last of these tokens may be missing in `answer` if the device has already counted them. Does not
-        synchronize. Raises InvariantError for a token that is neither in `answer` nor counted.
+        `answer` may lack the last of these tokens if the device has already counted them. Does not synchronize.
+        Raises InvariantError for a token that is neither in `answer` nor counted.
         """
         if self._counts is None or self.counted > position:
             self._counts = torch.zeros(vocab, dtype=torch.int32, device=device)
@@ -48,7 +48,7 @@ class TokenHistory:
 
 
 def history_of(prompt: Sequence[int], params: SamplingParams) -> TokenHistory | None:
-    """Returns the history that the penalties of `params` need; None without penalties."""
+    """Returns the token history that the penalties of `params` need; None without penalties."""
     if params.repetition_penalty != 1.0:
         return TokenHistory(prompt)
     return TokenHistory(()) if params.presence_penalty or params.frequency_penalty else None
@@ -61,11 +61,11 @@ class SamplingRow(NamedTuple):
     answer: Sequence[int]
     """Tokens of the answer that the host has read so far, without the prompt."""
     history: TokenHistory | None
-    """Result of `history_of`, one for the whole answer."""
+    """Result of `history_of`; all steps of the answer use the same object."""
     ahead_tokens: int = 0
     """Number of tokens after `answer` that steps in flight are sampling; 0 with a constraint."""
     constraint: AnswerConstraint | None = None
-    """Grammar of the answer; None without one."""
+    """Constraint by the answer's grammar; None without a grammar."""
 
     @property
     def position(self) -> int:

@@ -45,13 +45,13 @@ class LogprobRows:
     def launch(self, logits: torch.Tensor, tokens: torch.Tensor) -> HostCopy:
         """Starts the computation of the requested log-probabilities and their copy to the host.
 
-        The copy is float64 `[m, 1 + most, 2]`: id and log-probability of the chosen token, then of the likeliest
-        ones.
-
-        `logits`: the model's own, float32 `[n, vocab]`; `tokens`: int64 `[n]`.
+        `logits`: the model's unchanged logits, float32 `[n, vocab]`. `tokens`: the chosen tokens, int64 `[n]`. The
+        copy is float64 `[m, 1 + most, 2]`: id and log-probability of the chosen token, then of the likeliest tokens.
         """
         picked = logits.index_select(0, self.index)
-        chosen = tokens.index_select(0, self.index).clamp_(min=0)  # bad logits report no log-probabilities
+        chosen = tokens.index_select(0, self.index).clamp_(
+            min=0
+        )  # rows of bad logits fail, so any id will do
         ids = torch.cat([chosen[:, None], top(picked, self.most).indices], dim=-1)
         return HostCopy(torch.stack([ids.double(), log_softmax(picked).gather(-1, ids).double()], dim=-1))
 
@@ -74,9 +74,9 @@ class SampledTokens:
         wanted: LogprobRows | None,
         failed: Mapping[int, RequestError] | None = None,
     ) -> None:
-        """Launches the copies to the host. `logits`: the model's own, float32 `[n, vocab]`, unchanged.
+        """Launches the copies to the host. `logits`: the model's unchanged logits, float32 `[n, vocab]`.
 
-        `failed`: rows whose tokens are void, with their errors.
+        `failed`: errors by row, for rows whose tokens are invalid.
         """
         self.tokens = tokens
         """Token of each row, int64 `[n]` on the device of the logits; -1 for a row of bad logits."""
@@ -85,7 +85,7 @@ class SampledTokens:
         self._logprobs = wanted.launch(logits, tokens) if wanted is not None else None
 
     def result(self) -> list[Chosen | RequestError]:
-        """Returns the token of each row, or an error for a row of bad logits. Waits for the device."""
+        """Returns the token of each row, or the error of a failed row or of bad logits. Waits for the device."""
         logprobs: dict[int, TokenLogprobs] = {}
         tokens = self._host.values()
         if self._wanted is not None and self._logprobs is not None:

@@ -11,12 +11,12 @@ _NEITHER = {"moe", "mlp"}
 
 
 def layer_config(config: Any, layer: int) -> Any:
-    """Returns the configuration of one layer; any value may differ between layers."""
+    """Returns the configuration of one layer. In heterogeneous models, any value may differ between layers."""
     return config.per_layer_config[layer] if getattr(config, "is_heterogeneous", False) else config
 
 
 def setting(config: Any, name: str) -> Any:
-    """Returns the value of a setting; the largest value if layers differ; None if the setting is missing."""
+    """Returns the value of a setting, or the largest value if layers differ. None if the setting is missing."""
     if not getattr(config, "is_heterogeneous", False):
         return getattr(config, name, None)
     each = (getattr(layer_config(config, layer), name, None) for layer in range(config.num_hidden_layers))
@@ -24,12 +24,13 @@ def setting(config: Any, name: str) -> Any:
 
 
 def attention_layers(config: Any) -> tuple[int, ...]:
-    """Returns the layers with K and V, ascending. The KV pool has these layers in this order."""
+    """Returns the indices of the layers with K and V, ascending. The KV pool has these layers in this order."""
     return _of_types(config, _ATTENTION | _BOTH)
 
 
 def recurrent_layers(config: Any) -> tuple[int, ...]:
-    """Returns the layers with a recurrent state (convolution, state space or linear attention), ascending."""
+    """Returns the indices of the layers with a recurrent state (convolution, state space or linear attention),
+    ascending."""
     return _of_types(config, _RECURRENT | _BOTH)
 
 

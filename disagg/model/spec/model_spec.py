@@ -12,9 +12,9 @@ from disagg.model.spec.layer_types import attention_layers, recurrent_layers, se
 from disagg.model.spec.shapes import HeadShape, LayerPlace, plan_cache, unknown_indexers
 
 _NO_KV_HEAD_DIM = 8
-"""Head size of the KV pool of a model without attention, in which nothing is stored."""
+"""Head size of the unused KV pool of a model without attention."""
 _NO_KV_QUERY_HEADS = 240
-"""Number of query heads assumed for a model without attention, divisible by all usual numbers of ranks."""
+"""Number of query heads assumed for a model without attention: a number divisible by all usual TP sizes."""
 _NO_LIMIT_TOKENS = 1 << 20
 """Context length of a model that specifies none and whose memory does not depend on a request's length."""
 _BLOOM_TOKENS = 2048
@@ -46,26 +46,28 @@ class ModelSpec(msgspec.Struct, frozen=True):
     """Whether recurrent layers compute a prompt exactly in chunks of any size, also of one token. Set only in a
     runner's spec."""
     answers_differ: bool = False
-    """Whether a token of an answer leaves another state, by more than rounding, than the same token of a prompt, or,
-    with `ModelConfig.deterministic`, other bits. Set only in a runner's spec."""
+    """Whether a token leaves a different recurrent state in an answer than in a prompt. With
+    `ModelConfig.deterministic`, a difference of one bit counts; otherwise, rounding is ignored. Set only in a
+    runner's spec."""
     scores_prompts: bool = False
     """Whether steps can compute the log-probabilities of prompt tokens. Set only in a runner's spec."""
     more: tuple[HeadShape, ...] = ()
-    """Heads of the other layer classes."""
+    """Heads of the layer classes after the first one."""
     places: tuple[LayerPlace, ...] = ()
     """Place of each attention layer in the KV cache; empty if the cache has all layers in order."""
 
     @property
     def cache_refused(self) -> str:
-        """Why the prefix cache is disabled for the model; empty if enabled. Valid in a runner's spec only.
+        """Reason why the prefix cache is disabled for the model; empty if enabled. Valid in a runner's spec only.
 
-        It is disabled for recurrent layers that must compute a prompt in one step. It is also disabled for sparse
-        layers: in transformers, their choice among tokens with equal scores depends on the prompt's length.
+        Recurrent layers disable the prefix cache if they cannot continue a prompt after an arbitrary position. Sparse
+        layers disable it because, in transformers, their choice among tokens with equal scores depends on the
+        prompt's length.
         """
         if self.has_state and not self.any_chunks:
-            return "its recurrent layers cannot continue a prompt anywhere"
+            return "its recurrent layers cannot continue a prompt after an arbitrary position"
         if not all(one.has_v for one in self.layout.classes):
-            return "the choice of its sparse layers depends on the prompt's length"
+            return "the tokens that its sparse layers choose depend on the prompt's length"
         return ""
 
     @property
@@ -97,10 +99,10 @@ class ModelSpec(msgspec.Struct, frozen=True):
 
 
 def kv_span(rank: int, size: int, kv_heads: int) -> Span:
-    """Returns the KV heads of rank `rank` of `size`: all heads that the rank's query heads read.
+    """Returns the KV heads that rank `rank` of `size` stores: all KV heads that the rank's query heads read.
 
-    Spans of neighbouring ranks overlap if `kv_heads` is not a multiple of `size`; with more ranks than heads, several
-    ranks have the same head.
+    Spans of neighbouring ranks overlap if `kv_heads` is not a multiple of `size`. With more ranks than heads, several
+    ranks store the same head.
     """
     return Span(rank * kv_heads // size, -(-(rank + 1) * kv_heads // size))
 
@@ -111,7 +113,7 @@ def shard_of(layout: KVLayout, rank: int, size: int) -> Shard:
 
 
 def rank_token_bytes(layout: KVLayout, size: int) -> int:
-    """Returns the KV bytes of one token on the rank with most heads."""
+    """Returns the bytes of one token's KV on the rank that stores the most, in a group of `size` ranks."""
     return max(layout.token_bytes_of(shard_of(layout, rank, size)) for rank in range(size))
 
 
@@ -152,7 +154,7 @@ def spec_from_config(config: Any, kv_dtype: str) -> ModelSpec:
 def require_one_rope(spec: ModelSpec, prompt_tokens: int, max_tokens: int) -> None:
     """Raises PromptTooLongError if a request's answer may cross the length at which the rotary embedding changes.
 
-    All cached keys would have to be recomputed at this length.
+    At this length, all cached keys of the request would have to be recomputed.
     """
     switch = spec.rope_switch_tokens
     if switch and prompt_tokens <= switch < prompt_tokens + max_tokens - 1:
@@ -164,7 +166,7 @@ def require_one_rope(spec: ModelSpec, prompt_tokens: int, max_tokens: int) -> No
 
 
 def _context_tokens(config: Any) -> int | None:
-    """Returns the configured context length; None without one."""
+    """Returns the configured context length in tokens; None if the configuration has none."""
     if config.model_type == "mpt":
         return int(config.max_seq_len)
     if config.model_type == "bloom":  # its configuration has no limit
@@ -225,7 +227,7 @@ def _unsupported(config: Any) -> str | None:
 
 
 def _rope_switch_tokens(config: Any) -> int:
-    # `dynamic` scaling begins beyond the served context, so it has no effect.
+    # `dynamic` scaling begins beyond the served context, so this scaling has no effect.
     parameters = getattr(config, "rope_parameters", None) or {}
     nested = [value for value in parameters.values() if isinstance(value, dict)]  # one entry per layer type
     switches = {

@@ -1,4 +1,4 @@
-"""Reads from a configuration the heads of each attention layer, and the layer's place in the KV cache."""
+"""The heads of each attention layer and the layer's place in the KV cache, read from the model's configuration."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from disagg.model.spec.layer_types import attention_layers, layer_config, settin
 _INDEXED = ("axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa", "hy_v4")
 """Model types whose indexers store one key per token."""
 DOGE_ELEMENTS = 8
-"""Elements that Doge's score adds to each key. More than one, so that heads stay multiples of 16 bytes."""
+"""Number of elements that Doge's score adds to each key. The score needs one element; padding keeps the head size a
+multiple of 16 bytes."""
 
 
 class HeadShape(msgspec.Struct, frozen=True):
@@ -30,9 +31,9 @@ class LayerPlace(msgspec.Struct, frozen=True):
     """The layer of the KV cache that an attention layer reads."""
 
     layer: int
-    """Index in the cache's order, see `KVLayout`."""
+    """Index of the layer in the cache's order; see `KVLayout`."""
     shared: bool = False
-    """Whether an earlier layer writes the K and V."""
+    """Whether an earlier attention layer writes the K and V that this layer reads."""
     index: int = -1
     """Layer of the cache that holds this layer's index keys; -1 if the layer has no indexer."""
 
@@ -43,7 +44,7 @@ class CachePlan(NamedTuple):
     classes: tuple[tuple[HeadShape, int], ...]
     """Heads and number of layers of each layer class."""
     places: tuple[LayerPlace, ...]
-    """Place of each attention layer; empty if the cache has all layers in order."""
+    """Place of each attention layer in the cache; empty if the cache has all attention layers in order."""
 
 
 def plan_cache(config: Any) -> CachePlan:
@@ -69,14 +70,15 @@ def plan_cache(config: Any) -> CachePlan:
 
 
 def unknown_indexers(config: Any) -> bool:
-    """Returns whether sparse layers choose tokens in an unsupported way."""
+    """Returns whether the model has sparse layers whose indexer is unsupported."""
     types = getattr(config, "layer_types", None) or ()
     return "indexed_attention" in types and config.model_type not in _INDEXED
 
 
 def _indexed(config: Any, layers: tuple[int, ...]) -> list[int]:
-    """Returns the attention layers with an indexer, counted among attention layers. A layer without an indexer uses
-    the choice of the previous layer.
+    """Returns the attention layers that have an indexer, as indices among the attention layers.
+
+    A sparse layer without an indexer reads the tokens that the previous layer has chosen.
     """
     types = getattr(config, "layer_types", None) or [""] * config.num_hidden_layers
     kinds = getattr(config, "indexer_types", None) or ["full"] * config.num_hidden_layers
@@ -86,12 +88,13 @@ def _indexed(config: Any, layers: tuple[int, ...]) -> list[int]:
 
 
 def _sources(config: Any, layers: tuple[int, ...]) -> list[int]:
-    """Returns for each attention layer the number of the layer whose K and V it reads, both counted among attention
-    layers.
+    """Returns, for each attention layer, the index of the layer whose K and V it reads.
+
+    Both are indices among the attention layers.
     """
     try:
         modes = getattr(config, "kv_sharing_modes", None) or [None] * config.num_hidden_layers
-    except ValueError as exc:  # no earlier layer of this type
+    except ValueError as exc:  # a layer reuses K and V, but no earlier layer of its type stores them
         raise UnsupportedModelError(f"{config.model_type} is not supported: {exc}") from exc
     stored = {config.layer_types[layer]: n for n, layer in enumerate(layers) if modes[layer] == "store"}
     return [
@@ -111,7 +114,7 @@ def _shape(config: Any, layer: int) -> HeadShape:
     kv_heads = getattr(own, "num_key_value_heads", None) or q_heads
     if own.model_type == "doge":
         return HeadShape(q_heads, kv_heads, k_dim + DOGE_ELEMENTS, k_dim)
-    if own.model_type == "diffllama":  # differential attention reads a KV head's keys with the values of two
+    if own.model_type == "diffllama":  # each K head is stored with the values of two heads
         return HeadShape(q_heads, kv_heads, k_dim, 2 * k_dim)
     if own.model_type == "mimo_v2_flash" and own.layer_types[layer] == "sliding_attention":
         kv_heads *= 2  # defined in the model's code, not in its configuration

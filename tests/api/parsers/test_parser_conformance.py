@@ -232,9 +232,14 @@ def test_any_chunks_of_any_text(name: str, data: st.DataObject) -> None:
     assert pushed(family, chunks) == parsed(family, text)
 
 
-@pytest.mark.parametrize("number", ["NaN", "1e999", "[" * 3000 + "]" * 3000])
-def test_arguments_that_json_cannot_have_are_text(number: str) -> None:
-    text = f'<tool_call>{{"name": "now", "arguments": {{"x": {number}}}}}</tool_call>'
+@pytest.mark.parametrize("value", ["NaN", "1e999", "[" * 3000 + "]" * 3000, r'"\ud800"'])
+def test_arguments_that_json_cannot_have_are_text(value: str) -> None:
+    text = f'<tool_call>{{"name": "now", "arguments": {{"x": {value}}}}}</tool_call>'
+    assert parsed(FAMILIES["hermes"], text) == [Content(text)]
+
+
+def test_a_name_with_a_lone_surrogate_is_text() -> None:
+    text = r'<tool_call>{"name": "\udfff", "arguments": {}}</tool_call>'
     assert parsed(FAMILIES["hermes"], text) == [Content(text)]
 
 

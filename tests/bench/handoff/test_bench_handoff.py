@@ -106,7 +106,7 @@ def test_another_answer_is_no_figure(
 
     monkeypatch.setattr(HandoffGroups, "unsplit", wrong)
     assert run(["bench", "handoff", *SMALL, *SHORT, *ENOUGH]) == 1
-    assert "not the unsplit engine's: token 3 of 3 is" in capsys.readouterr().err
+    assert "differs from the unsplit engine's: token 3 of 3 is" in capsys.readouterr().err
 
 
 def _compared(flags: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[float, float, str]:
@@ -170,7 +170,9 @@ def test_the_first_difference_is_judged_behind_the_same_tokens() -> None:
     ],
 )
 def test_another_difference_is_a_failure(view: tuple[float, ...], tokens: list[int], equal: bool) -> None:
-    with pytest.raises(MismatchError, match=f"not the unsplit engine's: .*token 2.* is {tokens[1]}, not 7"):
+    with pytest.raises(
+        MismatchError, match=f"differs from the unsplit engine's: .*token 2.* is {tokens[1]}, not 7"
+    ):
         _check(_Answering(view), tokens, equal)
 
 

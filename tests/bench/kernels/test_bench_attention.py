@@ -76,4 +76,4 @@ def test_wrong_results_are_no_figure(kernel: str, said: str, monkeypatch: pytest
 
 def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["bench", "kernels", "--what", "attention", "--device", "cpu"]) == 2
-    assert "the attention kernels run on a GPU" in capsys.readouterr().err
+    assert "the attention kernels need a GPU" in capsys.readouterr().err

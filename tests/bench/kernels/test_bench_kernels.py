@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from disagg.bench.common.report import Measurement, Result
+from disagg.bench.common.report import Measurement, Result, chart
 from disagg.bench.kernels import copies as bench
 from disagg.cli.app import run
 from disagg.core.errors import InvariantError
@@ -74,3 +74,15 @@ def test_share_is_of_medians() -> None:
     result = Result("x", Measurement("x", "GB/s", (1.0, 2.0, 9.0)), Measurement("copy", "GB/s", (4.0,)))
     assert result.share == 0.5
     assert str(result.measured) == "2 GB/s (1 - 9)"
+
+
+def test_a_chart_has_an_axis_for_each_unit() -> None:
+    units = ("ms", "GB/s", "ms", "%")
+    axes = chart(
+        "t", [Result(f"r{at}", Measurement("m", unit, (1.0,))) for at, unit in enumerate(units)]
+    ).axes
+    assert {axis.get_xlabel(): [one.get_text() for one in axis.get_yticklabels()] for axis in axes} == {
+        "%": ["r3"],
+        "GB/s": ["r1"],
+        "ms": ["r0", "r2"],
+    }

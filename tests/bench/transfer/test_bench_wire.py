@@ -8,7 +8,6 @@ from disagg.bench.common.report import Measurement
 from disagg.bench.transfer import wire
 from disagg.bench.transfer.wire import Backend, WireBench, WireEnd, cipher_rate, run
 from disagg.core.errors import InvariantError
-from disagg.node.rank import SWITCH_INTERVAL_S
 from transport.keys.curve import make_keys
 
 SIZE = 1 << 16
@@ -51,7 +50,3 @@ def test_every_backend_stands_beside_plain_tcp(monkeypatch: pytest.MonkeyPatch) 
 def test_the_cipher_alone_has_a_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wire, "CIPHER_BYTES", 1 << 20)
     assert cipher_rate(16, 1).low > 0
-
-
-def test_the_processes_switch_threads_as_ranks_do() -> None:
-    assert wire.SWITCH_INTERVAL_S == SWITCH_INTERVAL_S

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from triton.compiler import ASTSource
 
 from kernels.copy.gather import gather_kernel
 from kernels.copy.launch import SUMMED_TILE, Tile
+from kernels.copy.layers import copy_layers_kernel
 from kernels.copy.page_blocks import TILE, block_kernel
 from kernels.copy.page_copy import copy_kernel
 from kernels.copy.scatter import scatter_kernel
@@ -133,3 +135,50 @@ def test_access_width_of_blocks(to_blocks: int, monkeypatch: pytest.MonkeyPatch,
     }
     ptx = compiled(block_kernel, arguments, num_warps=TILE.warps).asm["ptx"]
     assert set(re.findall(_ACCESS, ptx)) - {"b64"} == {"v2.b64"}
+
+
+@pytest.mark.parametrize(
+    ("strides", "heads", "head_words", "to_pool", "summed"),
+    [
+        ((2048, 128, 32), 4, 32, 0, False),
+        ((2048, 32, 512), 4, 32, 1, True),
+        ((2304, 144, 144), 1, 144, 1, False),
+    ],
+    ids=["gather, nhd", "scatter, hnd, summed", "scatter, latent"],
+)
+def test_access_width_of_separate_layers(
+    strides: tuple[int, int, int],
+    heads: int,
+    head_words: int,
+    to_pool: int,
+    summed: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """The only narrow accesses are one look-up of the plane's address, and the partial sum."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    tile = SUMMED_TILE if summed else Tile()
+    block_words, block_tokens = tile.shape(heads * head_words)
+    arguments = {
+        "first": torch.int64,
+        "table": torch.int64,
+        "slots": torch.int32,
+        "staged": torch.int64,
+        "parts": torch.int64 if summed else None,
+        **dict.fromkeys(("tokens", "first_plane", "first_token", "first_unit"), 1),
+        "TO_POOL": to_pool,
+        "BLOCK_SIZE": 16,
+        **dict(zip(("BLOCK_STRIDE", "TOKEN_STRIDE", "HEAD_STRIDE"), strides, strict=True)),
+        "HEAD_WORDS": head_words,
+        "ROW_WORDS": heads * head_words,
+        "VECTOR_WORDS": 2,
+        "PLANE_STEP": 1,
+        "UNIT_BYTES": 4,
+        "BLOCK_TOKENS": block_tokens,
+        "BLOCK_WORDS": block_words,
+    }
+    ptx = compiled(copy_layers_kernel, arguments, num_warps=tile.warps, fp_fusion=False).asm["ptx"]
+    found = Counter(re.findall(_ACCESS, ptx))
+    assert found["v2.b64"] >= 2
+    assert found["b64"] == 1
+    assert set(found) <= {"v2.b64", "b64", "b32"}

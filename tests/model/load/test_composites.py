@@ -9,17 +9,22 @@ import pytest
 import torch
 from architectures import SIZES
 from model_helpers import load_plain, make_runner, prompts
+from multimodal import MULTIMODAL
 from plain_greedy import plain_greedy
+from slow_parameters import sampled
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
     Gemma3Config,
     Gemma3ForConditionalGeneration,
     Gemma3TextConfig,
+    PaliGemmaConfig,
     SiglipVisionConfig,
 )
 
 from disagg.core.errors import UnsupportedModelError
 from disagg.core.types import SamplingParams
+from disagg.model.load.composite import WRAPPED
 from disagg.model.load.source import ModelSource
 from disagg.model.unsplit import generate_unsplit
 
@@ -48,6 +53,40 @@ def test_tokens_are_those_of_the_whole_model(
     params = SamplingParams(max_tokens=8, ignore_eos=True)
     assert generate_unsplit(runner, prompts(), params, chunk_tokens=13) == expected
     assert runner.spec.architecture == "Gemma3ForCausalLM"
+
+
+def test_each_wrapped_type_is_compared() -> None:
+    assert set(MULTIMODAL) == set(WRAPPED)
+
+
+@pytest.mark.parametrize(
+    ("name", "tied"),
+    sampled(
+        [(name, tied) for name in MULTIMODAL for tied in (True, False)],
+        lambda name, tied: (name, tied) in (("llava", False), ("qwen3_vl", True), ("voxtral", True)),
+    ),
+)
+def test_text_of_a_wrapped_model(name: str, tied: bool, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = MULTIMODAL[name]()
+    config.tie_word_embeddings = tied
+    model = AutoModelForMultimodalLM.from_config(config, dtype=torch.float32)
+    if not tied:
+        model.get_output_embeddings().weight.data.normal_()
+    model.save_pretrained(tmp_path)
+    whole = AutoModelForMultimodalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    whole.generation_config.eos_token_id = None
+    expected = [plain_greedy(whole, prompt, 8) for prompt in prompts()]
+    runner = make_runner(ModelSource.from_directory(tmp_path))
+    params = SamplingParams(max_tokens=8, ignore_eos=True)
+    assert generate_unsplit(runner, prompts(), params, chunk_tokens=13) == expected
+
+
+def test_a_text_part_that_sees_what_follows_is_refused(tmp_path: Path) -> None:
+    """The prompts of PaliGemma are not causal."""
+    PaliGemmaConfig().save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModelError, match=r"paligemma in .* is not a decoder-only language model"):
+        ModelSource.from_directory(tmp_path)
 
 
 def test_a_quantized_one_is_refused(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from transport.control.messages.base import Message
 from transport.control.messages.codec import MAX_MESSAGE_BYTES, MESSAGE_TYPES, decode, encode
+from transport.control.messages.engines import EngineGroups, PushCancelled, PushRequest
 from transport.control.messages.groups import (
     CacheDigest,
     GroupReport,
@@ -74,6 +75,7 @@ __all__ = [
     "CacheMoved",
     "CloseTransfer",
     "EndAnswer",
+    "EngineGroups",
     "Failed",
     "FirstTokens",
     "GroupReport",
@@ -96,6 +98,8 @@ __all__ = [
     "ProbeEnded",
     "ProbeRequest",
     "PromptLogprobs",
+    "PushCancelled",
+    "PushRequest",
     "RankBroken",
     "RankClosed",
     "RankFailed",

@@ -62,7 +62,8 @@ class Groups(Message, frozen=True):
 
 
 class Using(Message, frozen=True):
-    """Router -> directory: from version `version` of the list on, this router has requests on these groups only."""
+    """Router -> directory: the groups on which this router has requests, now that it has applied version `version` of
+    the list of groups."""
 
     version: Count
     names: list[str]

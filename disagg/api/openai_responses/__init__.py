@@ -1,0 +1,1 @@
+"""OpenAI's `/v1/responses`, translated to and from chat requests. Nothing is stored between requests."""

@@ -1,0 +1,114 @@
+"""vLLM's KV cache tensors as pools of the data path: layer classes, shards, and the planes of each tensor."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from disagg.core.errors import ConfigError
+from disagg.core.types import DTYPE_BYTES, KVLayout, LayerClass, Shard, Span
+from disagg.kv.pool import dtype_name
+from disagg.kv.transfer_pools import BorrowedPools
+from disagg.vllm.compat import EngineFacts
+from kernels.copy.layer_pool import LayerPool
+from staging.shards import layout_shards
+
+Cache = torch.Tensor | Sequence[torch.Tensor]
+"""The cache of one layer: one tensor, or K and V."""
+
+
+@dataclass(frozen=True, slots=True)
+class BorrowedCaches:
+    """One worker's KV cache."""
+
+    layout: KVLayout
+    """Layout of the whole model's KV cache."""
+    shard: Shard
+    pools: BorrowedPools
+    layers: dict[str, Span]
+    """For each layer's name, the layers (global) of its class up to and including the layer."""
+
+
+def borrow_caches(caches: Mapping[str, Cache], facts: EngineFacts, tp_rank: int) -> BorrowedCaches:
+    """Returns the pools over `caches` (`register_kv_caches`). Raises ConfigError for caches that are not supported.
+
+    Layers are ordered by the numbers in their names. Layers with other heads or another head size form a class.
+    Layers that share the tensors of an earlier layer are ignored.
+    """
+    classes: dict[tuple[int, int, int], list[str]] = {}
+    planes, seen = {}, set()
+    for name in sorted(caches, key=_order):
+        parts = planes_of(name, caches[name], facts)
+        if parts[0].data_ptr() in seen:
+            continue
+        seen.add(parts[0].data_ptr())
+        planes[name] = parts
+        classes.setdefault((parts[0].shape[2], parts[0].shape[3], len(parts)), []).append(name)
+    if not planes:
+        raise ConfigError("vLLM registered no KV cache; DisaggConnector needs a model with attention layers")
+    layout = _layout(classes, next(iter(planes.values()))[0].dtype, facts)
+    shard = layout_shards(layout, facts.tp_size)[tp_rank]
+    for (heads, _, _), part in zip(classes, shard.parts, strict=True):
+        if heads != len(part.heads):
+            raise ConfigError(
+                f"worker {tp_rank} of {facts.tp_size} has {heads} KV heads a layer, not {len(part.heads)} of the "
+                f"model's {facts.kv_heads}; DisaggConnector cannot split these heads"
+            )
+    try:
+        pools = tuple(LayerPool([planes[name] for name in names]) for names in classes.values())
+    except ValueError as exc:
+        raise ConfigError(f"DisaggConnector cannot use vLLM's KV cache: {exc}") from exc
+    layers: dict[str, Span] = {}
+    for names, span in zip(classes.values(), layout.spans, strict=True):
+        layers.update({name: Span(span.start, span.start + i + 1) for i, name in enumerate(names)})
+    return BorrowedCaches(layout, shard, BorrowedPools(pools), layers)
+
+
+def planes_of(name: str, cache: Cache, facts: EngineFacts) -> list[torch.Tensor]:
+    """Returns the planes of a layer, views `[blocks, block_size, heads, head_dim]`. Raises ConfigError.
+
+    vLLM passes logical NHD views, whatever the order in memory: `[2, blocks, ...]` or `[blocks, 2, ...]` with K and
+    V together, `[blocks, block_size, heads, head_dim]` with K and V in one row, `[blocks, block_size, latent]` for
+    MLA, or K and V as two tensors.
+    """
+    if not isinstance(cache, torch.Tensor):
+        return [one for part in cache for one in planes_of(name, part, facts)]
+    tokens = facts.blocks * facts.block_size
+    if cache.dim() == 3:
+        found = [cache.unsqueeze(2)]
+    elif cache.dim() == 4:
+        found = [cache]
+    elif cache.dim() == 5 and cache.shape[0] == 2 and cache.shape[1] * cache.shape[2] == tokens:
+        found = [cache[0], cache[1]]
+    elif cache.dim() == 5 and cache.shape[1] == 2 and cache.shape[0] * cache.shape[2] == tokens:
+        found = [cache[:, 0], cache[:, 1]]
+    else:
+        found = []
+    if not found or any(plane.shape[0] * plane.shape[1] != tokens for plane in found):
+        raise ConfigError(
+            f"the KV cache of {name} has the shape {list(cache.shape)}, which does not hold {facts.blocks} blocks of "
+            f"{facts.block_size} tokens in a layout that DisaggConnector knows"
+        )
+    return found
+
+
+def _layout(
+    classes: Mapping[tuple[int, int, int], list[str]], dtype: torch.dtype, facts: EngineFacts
+) -> KVLayout:
+    # Quantized caches of vLLM have no scales in their rows: they are moved as plain bytes.
+    name = "uint8" if dtype.itemsize == 1 else dtype_name(dtype)
+    if name not in DTYPE_BYTES:
+        raise ConfigError(f"vLLM's KV cache holds {name}; DisaggConnector moves {', '.join(DTYPE_BYTES)}")
+    found = [
+        LayerClass(len(names), facts.kv_heads, head_dim, planes == 2)
+        for (_, head_dim, planes), names in classes.items()
+    ]
+    first, *more = found
+    return KVLayout(first.layers, first.kv_heads, first.head_dim, name, more=tuple(more), has_v=first.has_v)
+
+
+def _order(name: str) -> tuple[list[int], str]:
+    return [int(number) for number in re.findall(r"\d+", name)], name

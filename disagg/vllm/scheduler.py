@@ -1,0 +1,235 @@
+"""The connector in vLLM's scheduler: which requests are sent and received, and which blocks are held meanwhile."""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import structlog
+
+from disagg.core.types import PROTOCOL_VERSION, GroupInfo, RankInfo, RequestKey, Span, Ticket
+from disagg.vllm.compat import (
+    EngineFacts,
+    ScheduledTokens,
+    answers_one_token,
+    block_ids_of,
+    prompt_is_computed,
+    scheduled,
+)
+from disagg.vllm.directory import EngineDirectory
+from disagg.vllm.work import HoldWork, PrefillWork, ReceiveWork, ReleaseWork, StepWork, WorkerHandshake
+from transport.tags import TICKET_NUMBERS
+
+log = structlog.get_logger(__name__)
+
+_SOURCE = ("remote_engine_id", "remote_request_id", "remote_host", "remote_port")
+
+
+@dataclass(slots=True)
+class _Prompt:
+    """A request that this engine computes for another one."""
+
+    key: str
+    tokens: int
+    one_token: bool
+    """Whether the request ends with the step that computes its prompt."""
+    blocks: list[int] = field(default_factory=list)
+    announced: bool = False
+    """Whether the workers may read its blocks."""
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulingStatistics:
+    """Requests whose blocks the connector holds, or waits for."""
+
+    prompts: int
+    holding: int
+    receiving: int
+
+
+class SchedulerSide:
+    """The scheduler's connector. Owned by the scheduler's thread. Method names and semantics are those of vLLM."""
+
+    def __init__(self, facts: EngineFacts, directory: EngineDirectory, host: str, port: int) -> None:
+        """`host`, `port`: address at which consumers reach this engine's `directory`."""
+        self._facts, self._directory, self._address = facts, directory, (host, port)
+        self._work = StepWork()
+        self._prompts: dict[str, _Prompt] = {}
+        self._holding: set[str] = set()
+        self._receiving: set[str] = set()
+        # Not from 0: messages of an earlier life of this engine must not match a new ticket.
+        self._numbers = itertools.count(secrets.randbelow(TICKET_NUMBERS))
+
+    # --- set-up
+
+    def set_xfer_handshake_metadata(self, workers: Mapping[int, WorkerHandshake]) -> None:
+        """Makes the engine's groups known to other engines, from the workers' handshake metadata by rank."""
+        ordered = [workers[rank] for rank in sorted(workers)]
+        producers = [one.producer for one in ordered if one.producer is not None]
+        consumers = [one.consumer for one in ordered if one.consumer is not None]
+        groups = [
+            self._group(role, ranks, ordered[0])
+            for role, ranks in (("prefill", producers), ("decode", consumers))
+            if ranks
+        ]
+        self._directory.start(groups)
+
+    def _group(self, role: str, ranks: Iterable[RankInfo], first: WorkerHandshake) -> GroupInfo:
+        return GroupInfo(
+            name=group_name(self._facts.engine_id, role),
+            role=role,
+            protocol_version=PROTOCOL_VERSION,
+            fingerprint=self._facts.fingerprint,
+            layout=first.layout,
+            page_size=self._facts.block_size,
+            transport=first.transport,
+            ranks=tuple(ranks),
+            checksum=first.checksum,
+        )
+
+    # --- scheduling
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+        """Returns how many tokens after the computed ones another engine sends, and whether asynchronously."""
+        params = request.kv_transfer_params or {}
+        if params.get("do_remote_prefill") and self._facts.consumes:
+            missing = [name for name in _SOURCE if not params.get(name)]
+            count = request.num_prompt_tokens - num_computed_tokens
+            if missing:
+                log.warning("kv_transfer_params", request=request.request_id, missing=", ".join(missing))
+            elif count > 0:
+                return count, True
+        return 0, False
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """Makes the ticket of a request whose blocks are reserved, or begins to follow a prompt to be sent."""
+        params = request.kv_transfer_params or {}
+        if params.get("do_remote_decode") and self._facts.produces:
+            key = str(params.get("transfer_id") or request.request_id)
+            prompt = _Prompt(key, request.num_prompt_tokens, answers_one_token(request))
+            self._prompts.setdefault(request.request_id, prompt)
+        elif params.get("do_remote_prefill") and self._facts.consumes:
+            params["do_remote_prefill"] = False  # one transfer for each request
+            if any(not params.get(name) for name in _SOURCE):
+                return
+            self._directory.meet(_address_of(params))
+            if num_external_tokens > 0:
+                self._receive(request, block_ids_of(blocks), num_external_tokens)
+            else:
+                self._release(params)
+
+    def _receive(self, request: Any, blocks: list[int], count: int) -> None:
+        params, size = request.kv_transfer_params, self._facts.block_size
+        tokens = Span(request.num_prompt_tokens - count, request.num_prompt_tokens)
+        pages = tuple(blocks[tokens.start // size : -(-tokens.stop // size)])
+        group = group_name(self._facts.engine_id, "decode")
+        number = next(self._numbers) % TICKET_NUMBERS
+        ticket = Ticket(RequestKey(_key_of(params)), number, group, tokens, -1, pages)
+        source, held = group_name(params["remote_engine_id"], "prefill"), bool(params.get("remote_block_ids"))
+        self._work.receives.append(ReceiveWork(request.request_id, ticket, source, held))
+        self._receiving.add(request.request_id)
+
+    def _release(self, params: Mapping[str, Any]) -> None:
+        group = group_name(params["remote_engine_id"], "prefill")
+        self._work.releases.append(ReleaseWork(_key_of(params), group))
+
+    def build_connector_meta(self, scheduler_output: Any) -> StepWork:
+        """Returns the workers' work of a step, and forgets it."""
+        for one in scheduled(scheduler_output):
+            prompt = self._prompts.get(one.request_id)
+            if prompt is not None:
+                self._scheduled(one, prompt)
+        work, self._work = self._work, StepWork()
+        return work
+
+    def _scheduled(self, one: ScheduledTokens, prompt: _Prompt) -> None:
+        if one.replaces:
+            prompt.blocks.clear()
+        prompt.blocks.extend(one.blocks)
+        last = one.computed + one.tokens >= prompt.tokens
+        # With asynchronous scheduling vLLM may preempt the request, and give its blocks away, before the step ends.
+        if last and prompt.one_token and not prompt.announced and not self._facts.async_scheduling:
+            prompt.announced = True
+            positions = Span(one.computed, prompt.tokens)
+            self._work.prefills.append(
+                PrefillWork(prompt.key, one.request_id, list(prompt.blocks), positions)
+            )
+
+    # --- ends
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """Returns whether the request's blocks are held until `get_finished` names the request, and the parameters of
+        the consumer's request."""
+        request_id, params = request.request_id, request.kv_transfer_params or {}
+        if params.get("do_remote_prefill") and self._facts.consumes:  # its blocks were never reserved
+            params["do_remote_prefill"] = False
+            if all(params.get(name) for name in _SOURCE):
+                self._directory.meet(_address_of(params))
+                self._release(params)
+            return False, None
+        if request_id in self._receiving:
+            self._work.cancels.append(request_id)
+            return True, None
+        prompt = self._prompts.pop(request_id, None)
+        if prompt is None:
+            return False, None
+        if prompt_is_computed(request) and block_ids:
+            self._holding.add(request_id)
+            self._work.holds.append(HoldWork(prompt.key, request_id, list(block_ids), prompt.tokens))
+            return True, self._consumer_params(request_id, params, block_ids)
+        if prompt.announced:
+            self._holding.add(request_id)
+            self._work.drops.append(request_id)
+        return prompt.announced, None
+
+    def _consumer_params(
+        self, request_id: str, params: Mapping[str, Any], block_ids: list[int]
+    ) -> dict[str, Any]:
+        host, port = self._address
+        found = {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "remote_engine_id": self._facts.engine_id,
+            "remote_request_id": request_id,
+            "remote_block_ids": list(block_ids),
+            "remote_host": host,
+            "remote_port": port,
+            "tp_size": self._facts.tp_size,
+        }
+        if params.get("transfer_id"):
+            found["transfer_id"] = params["transfer_id"]
+        return found
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """Forgets the requests that all workers have reported."""
+        self._holding -= set(connector_output.finished_sending or ())
+        self._receiving -= set(connector_output.finished_recving or ())
+
+    def has_pending_push_work(self) -> bool:
+        """Returns whether steps without requests are needed, so that blocks that were sent are freed."""
+        return bool(self._holding)
+
+    def shutdown(self) -> None:
+        """Ends the control channel."""
+        self._directory.close()
+
+    def statistics(self) -> SchedulingStatistics:
+        """Returns the counts at this moment."""
+        return SchedulingStatistics(len(self._prompts), len(self._holding), len(self._receiving))
+
+
+def group_name(engine_id: str, role: str) -> str:
+    """Returns the name of an engine's group of one role."""
+    return f"{engine_id}/{role}"
+
+
+def _key_of(params: Mapping[str, Any]) -> str:
+    """Returns the name of a transfer on both sides: one that a proxy chose, or the producer's request."""
+    return str(params.get("transfer_id") or params["remote_request_id"])
+
+
+def _address_of(params: Mapping[str, Any]) -> str:
+    return f"tcp://{params['remote_host']}:{params['remote_port']}"

@@ -1,0 +1,76 @@
+"""What a scheduler's connector tells its workers: the metadata of a step, and the workers' handshake metadata."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from disagg.core.types import KVLayout, RankInfo, Span, Ticket
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillWork:
+    """Producer: the step computes the last positions of a prompt that is sent while it is computed."""
+
+    key: str
+    """Name of the transfer on both sides."""
+    request_id: str
+    blocks: list[int]
+    positions: Span
+    """Positions that the step computes; earlier ones are computed."""
+
+
+@dataclass(frozen=True, slots=True)
+class HoldWork:
+    """Producer: the request has finished; its blocks are held until they are sent, or until the lease ends."""
+
+    key: str
+    request_id: str
+    blocks: list[int]
+    tokens: int
+    """Tokens of the prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiveWork:
+    """Consumer: blocks are reserved for KV of another engine."""
+
+    request_id: str
+    ticket: Ticket
+    group: str
+    """Name of the producer's group."""
+    held: bool
+    """Whether the producer has finished the request."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseWork:
+    """Consumer: no KV of this transfer is needed."""
+
+    key: str
+    group: str
+
+
+@dataclass(slots=True)
+class StepWork:
+    """The connector's metadata of one step."""
+
+    prefills: list[PrefillWork] = field(default_factory=list)
+    holds: list[HoldWork] = field(default_factory=list)
+    drops: list[str] = field(default_factory=list)
+    """Producer: aborted requests of `prefills`, whose blocks are held until they are no longer read."""
+    receives: list[ReceiveWork] = field(default_factory=list)
+    cancels: list[str] = field(default_factory=list)
+    """Consumer: aborted requests of `receives`, whose blocks are held until they are no longer written."""
+    releases: list[ReleaseWork] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerHandshake:
+    """One worker's part of the engine's groups."""
+
+    layout: KVLayout
+    transport: str
+    """Name of the transport, as in `GroupInfo`."""
+    checksum: bool
+    producer: RankInfo | None
+    consumer: RankInfo | None

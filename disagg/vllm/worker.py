@@ -1,0 +1,207 @@
+"""The connector in a worker of vLLM: it passes the scheduler's work and the computed layers to the data path."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+
+from disagg.core.errors import ConfigError, TransportError
+from disagg.core.ports import Clock
+from disagg.core.threads import SWITCH_INTERVAL_S
+from disagg.core.types import Span
+from disagg.data_path.consumer import KVConsumer
+from disagg.data_path.endpoint import Endpoint, EndpointOptions, Wires
+from disagg.data_path.producer import KVProducer
+from disagg.node.device import record_event
+from disagg.vllm.caches import BorrowedCaches, Cache, borrow_caches
+from disagg.vllm.compat import EngineFacts
+from disagg.vllm.consuming import Consuming
+from disagg.vllm.producing import Producing
+from disagg.vllm.scheduler import group_name
+from disagg.vllm.settings import VllmSettings
+from disagg.vllm.work import StepWork, WorkerHandshake
+from prefill_node.step_part import StepPart
+from transport.control.zmq import make_control
+from transport.select import TLSOptions, make_transport
+
+MakeWires = Callable[[torch.device], Wires]
+"""Makes the connections of one endpoint, whose pools are on the device."""
+
+
+class WorkerSide:
+    """A worker's connector. Method names and semantics are those of vLLM; its thread calls them."""
+
+    def __init__(
+        self,
+        facts: EngineFacts,
+        settings: VllmSettings,
+        tp_rank: int,
+        make_wires: MakeWires,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        self._facts, self._settings, self._tp_rank = facts, settings, tp_rank
+        self._make_wires = make_wires
+        self.producing = Producing(tp_rank, settings.lease_s, clock) if facts.produces else None
+        """Outgoing transfers; None in a consumer."""
+        link_s = settings.config.control.peer_timeout_s
+        self.consuming = Consuming(tp_rank, settings.lease_s, link_s, clock) if facts.consumes else None
+        """Incoming transfers; None in a producer."""
+        self._caches: BorrowedCaches | None = None
+        self._chunk: StepPart | None = None
+        """The part of the running step; None when it sends nothing."""
+
+    @property
+    def endpoints(self) -> list[Endpoint[Any]]:
+        """The endpoints of this worker, after `register_kv_caches`."""
+        return [side.endpoint for side in (self.producing, self.consuming) if side is not None]
+
+    # --- set-up
+
+    def register_kv_caches(self, kv_caches: Mapping[str, Cache]) -> None:
+        """Makes the endpoints over vLLM's KV cache. Raises ConfigError for caches that are not supported."""
+        self._caches = borrow_caches(kv_caches, self._facts, self._tp_rank)
+        device = self._caches.pools.device
+        if self.producing is not None:
+            options = self._endpoint_options(self._caches, "prefill")
+            self.producing.endpoint = KVProducer(options, self._make_wires(device), self.producing)
+        if self.consuming is not None:
+            options = self._endpoint_options(self._caches, "decode")
+            self.consuming.endpoint = KVConsumer(options, self._make_wires(device), self.consuming)
+
+    def start(self) -> None:
+        """Starts the endpoints' threads, and lets Python switch between threads as often as in a rank of ours."""
+        sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_INTERVAL_S))
+        for endpoint in self.endpoints:
+            endpoint.start()
+
+    def _endpoint_options(self, caches: BorrowedCaches, role: str) -> EndpointOptions:
+        name, config = group_name(self._facts.engine_id, role), self._settings.config
+        return EndpointOptions(
+            name, self._tp_rank, caches.shard, caches.pools, self._facts.block_size, config
+        )
+
+    def get_handshake_metadata(self) -> WorkerHandshake:
+        """Returns this worker's part of the engine's groups. Raises ConfigError before `register_kv_caches`."""
+        if self._caches is None:
+            raise ConfigError("vLLM asks for the handshake before it has registered its KV cache")
+        return WorkerHandshake(
+            self._caches.layout,
+            self._settings.choice().name,
+            bool(self._settings.config.transfer.checksum),
+            self.producing.endpoint.info() if self.producing is not None else None,
+            self.consuming.endpoint.info() if self.consuming is not None else None,
+        )
+
+    # --- steps
+
+    def start_load_kv(self, work: StepWork) -> None:
+        """Passes a step's work on, before the step is computed. Never blocks.
+
+        Raises TransportError when a transfer thread has ended: blocks would be held for ever.
+        """
+        for endpoint in self.endpoints:
+            endpoint.computing = True
+            if endpoint.broken:
+                raise TransportError(endpoint.broken)
+        if self.consuming is not None:
+            self._post_incoming(self.consuming, work)
+        if self.producing is not None:
+            self._post_outgoing(self.producing, work)
+
+    def _post_incoming(self, consuming: Consuming, work: StepWork) -> None:
+        endpoint, post = consuming.endpoint, consuming.endpoint.post
+        if work.receives:  # steps that are launched may still write for the blocks' earlier owners
+            post(partial(endpoint.after, record_event(endpoint.options.pools.device)))
+        for receive in work.receives:
+            post(partial(consuming.receive, receive))
+        for request_id in work.cancels:
+            post(partial(consuming.cancel, request_id))
+        for release in work.releases:
+            post(partial(consuming.release, release))
+
+    def _post_outgoing(self, producing: Producing, work: StepWork) -> None:
+        endpoint, self._chunk = producing.endpoint, None
+        if not (work.prefills or work.holds or work.drops):
+            return
+        event = record_event(endpoint.options.pools.device)
+        for hold in work.holds:
+            endpoint.post(partial(producing.hold, hold, endpoint.next_part(), event))
+        for request_id in work.drops:
+            endpoint.post(partial(producing.drop, request_id))
+        if work.prefills:
+            self._chunk = chunk = endpoint.next_part()
+        for prefill in work.prefills:
+            parts = (endpoint.next_part(), chunk)
+            endpoint.post(partial(producing.prefill, prefill, parts, event))
+
+    def save_kv_layer(self, layer_name: str) -> None:
+        """Reports that the step has queued a layer's KV on the device. Never blocks."""
+        if self._chunk is None or self._caches is None or self.producing is None:
+            return
+        layers = self._caches.layers.get(layer_name)
+        ends = {group.stop for group in self.producing.endpoint.layer_groups}
+        if layers is not None and layers.stop in ends:
+            self._computed(self.producing, self._chunk, [layers])
+
+    def wait_for_save(self) -> None:
+        """Reports all layers of the step, also where a recorded graph did not call `save_kv_layer`. Never blocks.
+
+        vLLM overwrites blocks only after the request has been reported by `get_finished`.
+        """
+        if self._chunk is not None and self._caches is not None and self.producing is not None:
+            self._computed(self.producing, self._chunk, self.producing.endpoint.classes)
+        self._chunk = None
+
+    @staticmethod
+    def _computed(producing: Producing, part: StepPart, spans: Iterable[Span]) -> None:
+        endpoint = producing.endpoint
+        event = record_event(endpoint.options.pools.device)
+        for layers in spans:
+            endpoint.post(partial(endpoint.computed, part, layers, event))
+
+    def get_finished(self) -> tuple[set[str] | None, set[str] | None]:
+        """Returns the requests whose blocks are read no more, and those whose blocks are written no more."""
+        for endpoint in self.endpoints:
+            endpoint.computing = False  # vLLM calls this method at the end of each step
+        sent = _taken(self.producing.finished) if self.producing is not None else set()
+        received = _taken(self.consuming.finished) if self.consuming is not None else set()
+        return sent or None, received or None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Returns the blocks whose KV did not come."""
+        return _taken(self.consuming.failed_blocks) if self.consuming is not None else set()
+
+    def shutdown(self) -> None:
+        """Ends the endpoints' threads and connections."""
+        for endpoint in self.endpoints:
+            endpoint.stop()
+
+
+def make_wires(settings: VllmSettings, device: torch.device) -> Wires:
+    """Returns the connections of an endpoint on this host."""
+    config, keys, choice = settings.config, settings.keys(), settings.choice()
+    control = make_control(config.control, keys)
+    tls = TLSOptions(keys, host_of(control.address), config.transport.tls_lanes)
+    transport = make_transport(
+        choice.backend, gpu=device.type == "cuda", reach=choice.reach, interface=choice.interface, tls=tls
+    )
+    return Wires(control, transport)
+
+
+def host_of(address: str) -> str:
+    """Returns the host of a control address `tcp://host:port`."""
+    return address.removeprefix("tcp://").rpartition(":")[0]
+
+
+def _taken(queue: deque[Any]) -> set[Any]:
+    """Empties a queue that the transfer thread fills."""
+    found = set()
+    while queue:
+        found.add(queue.popleft())
+    return found

@@ -1,0 +1,76 @@
+"""KV caches with a tensor for each layer, in the memory layouts that vLLM's attention backends use."""
+
+from __future__ import annotations
+
+import torch
+
+from kernels.copy.layer_pool import LayerPool
+
+POISON = 0xA5
+LAYOUTS = (
+    "nhd, kv first",
+    "nhd, blocks first",
+    "hnd, kv first",
+    "hnd, blocks first",
+    "k and v apart",
+    "one latent head",
+    "padded blocks",
+)
+
+
+class Memory:
+    """Random or poisoned caches of `layers` layers, and the pool over them."""
+
+    def __init__(
+        self,
+        layout: str,
+        layers: int,
+        blocks: int,
+        block_size: int,
+        heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        generator: torch.Generator | None,
+    ) -> None:
+        """Without a generator all bytes are poison."""
+        self.layout = layout
+        shape = (blocks, block_size, heads, head_dim)
+        made = [_cache(layout, shape, dtype, generator) for _ in range(layers)]
+        self.caches = [cache for cache, _ in made]
+        """The tensor of each layer as vLLM passes it: logically NHD, whatever its memory order."""
+        self.pool = LayerPool([planes for _, planes in made])
+
+    def padding_is_poison(self) -> bool:
+        """Whether the bytes between blocks are as they were."""
+        if self.layout != "padded blocks":
+            return True
+        return all(bool((cache[..., -1, :].view(torch.uint8) == POISON).all()) for cache in self.caches)
+
+
+def _cache(
+    layout: str, shape: tuple[int, int, int, int], dtype: torch.dtype, generator: torch.Generator | None
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    blocks, size, heads, dim = shape
+    if layout == "one latent head":
+        cache = _random((blocks, size, heads * dim), dtype, generator)
+        return cache, [cache.unsqueeze(2)]
+    if layout == "k and v apart":
+        cache = _random((2, blocks, size, heads, dim), dtype, generator)
+        return cache, [cache[0].clone(), cache[1].clone()]
+    if layout == "padded blocks":  # blocks of a hybrid model's page size
+        cache = _random((2, blocks, size + 1, heads, dim), dtype, generator)
+        cache[:, :, size].view(torch.uint8).fill_(POISON)
+        planes = [plane[:, :size] for plane in cache]
+        return cache.transpose(2, 3), planes
+    order, first = layout.split(", ")
+    inner = (size, heads, dim) if order == "nhd" else (heads, size, dim)
+    cache = _random((2, blocks, *inner) if first == "kv first" else (blocks, 2, *inner), dtype, generator)
+    logical = cache if order == "nhd" else cache.transpose(2, 3)
+    return logical, [logical[plane] if first == "kv first" else logical[:, plane] for plane in (0, 1)]
+
+
+def _random(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator | None) -> torch.Tensor:
+    count = torch.Size(shape).numel() * dtype.itemsize
+    if generator is None:
+        return torch.full((count,), POISON, dtype=torch.uint8).view(dtype).view(shape)
+    return torch.randint(0, 256, (count,), dtype=torch.uint8, generator=generator).view(dtype).view(shape)

@@ -1,0 +1,86 @@
+"""vLLM's KV cache tensors become planes, layer classes and shards."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from fake_vllm import facts
+from layer_pools import LAYOUTS, Memory
+
+from disagg.core.errors import ConfigError
+from disagg.core.types import KVLayout, LayerClass, Span
+from disagg.vllm.caches import borrow_caches
+
+FACTS = facts("e", 1, 16, 6)
+
+
+def cache(*shape: int, dtype: torch.dtype = torch.float16) -> torch.Tensor:
+    return torch.zeros(shape, dtype=dtype)
+
+
+def named(*caches: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {f"model.layers.{i}.self_attn.attn": one for i, one in enumerate(caches)}
+
+
+@pytest.mark.parametrize("layout", [one for one in LAYOUTS if "," in one])
+def test_planes_are_views_of_the_same_cells(layout: str) -> None:
+    memory = Memory(layout, 2, 6, 16, 4, 8, torch.float16, torch.Generator().manual_seed(1))
+    found = borrow_caches(named(*memory.caches), FACTS, 0)
+    assert found.layout == KVLayout(2, 4, 8, "float16")
+    (pool,) = found.pools.buffers
+    for plane, like in zip(pool.planes, memory.pool.planes, strict=True):
+        assert plane.data_ptr() == like.data_ptr()
+        assert plane.stride() == like.stride()
+        assert plane.shape == like.shape
+
+
+def test_layers_are_in_the_order_of_their_numbers() -> None:
+    caches = {f"model.layers.{i}.attn": cache(2, 6, 16, 4, 8) for i in (10, 9, 2)}
+    found = borrow_caches(caches, FACTS, 0)
+    assert found.layers == {f"model.layers.{i}.attn": Span(0, n) for n, i in enumerate((2, 9, 10), 1)}
+
+
+def test_layers_of_other_shapes_are_classes() -> None:
+    """Each class has the numbers after the one before; a layer that shares a tensor is not moved twice."""
+    first, second = cache(2, 6, 16, 4, 8), cache(2, 6, 16, 4, 16)
+    caches = {"layers.0": first, "layers.1": second, "layers.2": cache(2, 6, 16, 4, 8), "layers.3": second}
+    found = borrow_caches(caches, FACTS, 0)
+    assert found.layout == KVLayout(2, 4, 8, "float16", more=(LayerClass(1, 4, 16),))
+    assert found.layers == {"layers.0": Span(0, 1), "layers.2": Span(0, 2), "layers.1": Span(2, 3)}
+
+
+def test_a_latent_cache_has_one_head_on_every_worker() -> None:
+    latent = replace(FACTS, kv_heads=1, tp_size=2)
+    found = borrow_caches(named(cache(6, 16, 576)), latent, 1)
+    assert found.layout == KVLayout(1, 1, 576, "float16", has_v=False)
+    assert found.shard.heads == Span(0, 1)
+
+
+def test_kernel_blocks_may_be_smaller_than_blocks_of_the_tables() -> None:
+    found = borrow_caches(named(cache(24, 2, 4, 4, 8)), FACTS, 0)
+    assert found.pools.buffers[0].block_size == 4
+    assert found.pools.buffers[0].shape == (1, 2, 96, 4, 8)
+
+
+def test_quantized_caches_are_bytes() -> None:
+    assert borrow_caches(named(cache(2, 6, 16, 4, 8, dtype=torch.uint8)), FACTS, 0).layout.dtype == "uint8"
+    fp8 = cache(2, 6, 16, 4, 8, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    assert borrow_caches(named(fp8), FACTS, 0).layout.dtype == "uint8"
+
+
+@pytest.mark.parametrize(
+    ("caches", "named_in_the_error"),
+    [
+        ({}, "no KV cache"),
+        (named(cache(7, 2, 16, 4, 8)), r"\[7, 2, 16, 4, 8\], which does not hold 6 blocks of 16 tokens"),
+        (named(cache(6, 16)), r"\[6, 16\]"),
+        (named(cache(2, 6, 16, 3, 8)), "has 3 KV heads a layer, not 4"),
+        (named(cache(2, 6, 16, 4, 8), cache(6, 2, 16, 4, 8)), "layer 1"),
+        (named(cache(2, 6, 16, 4, 8, dtype=torch.float64)), "holds float64"),
+    ],
+)
+def test_other_caches_are_refused(caches: dict[str, torch.Tensor], named_in_the_error: str) -> None:
+    with pytest.raises(ConfigError, match=named_in_the_error):
+        borrow_caches(caches, FACTS, 0)

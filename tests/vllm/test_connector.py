@@ -1,0 +1,183 @@
+"""`DisaggConnector` as vLLM makes and calls it: both roles, with real threads, sockets and keys."""
+
+from __future__ import annotations
+
+import pickle
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from fake_vllm import FakeRequest, asks_decode, asks_prefill
+from fake_vllm_module import Base, Role, configs, install
+from layer_pools import Memory
+
+from disagg.core.errors import ConfigError
+from transport.keys.curve import make_keys
+from transport.keys.file import save_keys
+
+LAYERS, BLOCKS, TOKENS = 3, 24, 50
+NO_REQUESTS = SimpleNamespace(
+    num_scheduled_tokens={},
+    scheduled_new_reqs=[],
+    scheduled_cached_reqs=SimpleNamespace(
+        req_ids=[], new_block_ids=[], num_computed_tokens=[], resumed_req_ids=set()
+    ),
+)
+
+
+class ConnectedEngine:
+    """One engine with one worker: the scheduler's connector and the worker's."""
+
+    def __init__(self, name: str, extra: dict[str, Any], layout: str, role: str) -> None:
+        from disagg.vllm.connector import DisaggConnector
+
+        self.memory = Memory(
+            layout, LAYERS, BLOCKS, 16, 4, 8, torch.float16, torch.Generator().manual_seed(3)
+        )
+        settings = configs(name, extra, role=(role,))
+        self.worker = DisaggConnector(settings[0], Role.WORKER, settings[1])
+        self.scheduler = DisaggConnector(settings[0], Role.SCHEDULER, settings[1])
+        caches = zip(self.memory.caches, range(LAYERS), strict=True)
+        self.worker.register_kv_caches({f"model.layers.{i}.attn": cache for cache, i in caches})
+        handshake = pickle.loads(pickle.dumps(self.worker.get_handshake_metadata()))  # as between processes
+        self.scheduler.set_xfer_handshake_metadata({0: handshake})
+
+    def step(self, output: Any = NO_REQUESTS) -> Any:
+        """One step; returns what the worker reports."""
+        work = pickle.loads(pickle.dumps(self.scheduler.build_connector_meta(output)))
+        self.worker.bind_connector_metadata(work)
+        self.worker.start_load_kv(None)
+        for layer in range(LAYERS):
+            name = f"model.layers.{layer}.attn"
+            self.worker.wait_for_layer_load(name)
+            self.worker.save_kv_layer(name, self.memory.caches[layer], None)
+        self.worker.wait_for_save()
+        sent, received = self.worker.get_finished(set())
+        report = SimpleNamespace(finished_sending=sent, finished_recving=received)
+        assert self.worker.get_block_ids_with_load_errors() == set()
+        self.worker.clear_connector_metadata()
+        self.scheduler.update_connector_output(report)
+        return report
+
+    def compute(self, request: FakeRequest, blocks: list[int]) -> None:
+        """Computes a prompt in one step, and finishes the request."""
+        assert self.scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
+        self.scheduler.update_state_after_alloc(request, blocks_of(blocks), 0)
+        new = SimpleNamespace(req_id=request.request_id, block_ids=(blocks,), num_computed_tokens=0)
+        counts = {request.request_id: request.num_prompt_tokens}
+        self.step(
+            SimpleNamespace(
+                **vars(NO_REQUESTS) | {"scheduled_new_reqs": [new], "num_scheduled_tokens": counts}
+            )
+        )
+        request.become("FINISHED_LENGTH_CAPPED")
+        held, request.answer_params = self.scheduler.request_finished(request, blocks)
+        assert held
+        assert self.scheduler.has_pending_push_work()
+
+    def rows(self, layer: int, plane: int, blocks: list[int]) -> torch.Tensor:
+        found = self.memory.pool.layers[layer][plane][torch.tensor(blocks)].flatten(0, 1)[:TOKENS]
+        return found.view(torch.int16)
+
+    def shutdown(self) -> None:
+        self.worker.shutdown()
+        self.scheduler.shutdown()
+
+
+def blocks_of(ids: list[int]) -> Any:
+    return SimpleNamespace(get_block_ids=lambda: (ids,))
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        return int(listening.getsockname()[1])
+
+
+def wait(condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.005)
+
+
+@pytest.fixture
+def extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+    install(monkeypatch)
+    interval_s = sys.getswitchinterval()
+    sys.modules.pop("disagg.vllm.connector", None)  # its class has the base class of this test's vLLM
+    save_keys(make_keys(), tmp_path / "keys.json")
+    yield {
+        "control": {"key_file": str(tmp_path / "keys.json")},
+        "transport": {"backend": "tls"},
+        "transfer": {"ring_bytes": 1 << 16, "staging_bytes": 1 << 16, "calibrate": "off"},
+    }
+    sys.setswitchinterval(interval_s)
+    sys.modules.pop("disagg.vllm.connector", None)
+
+
+def test_a_prompt_is_handed_over(extra: dict[str, Any]) -> None:
+    engines = [
+        ConnectedEngine("p", extra | {"port": free_port()}, "hnd, blocks first", "producer"),
+        ConnectedEngine("d", extra | {"port": free_port()}, "nhd, kv first", "consumer"),
+    ]
+    p, d = engines
+    try:
+        first = asks_prefill("p1", 1, TOKENS)
+        p.compute(first, [3, 9, 4, 7])
+        second = asks_decode("d1", first)
+        assert d.scheduler.get_num_new_matched_tokens(second, 16) == (TOKENS - 16, True)  # 16 are cached
+        before = d.rows(0, 0, [20, 2, 5, 11])[:16].clone()
+        d.scheduler.update_state_after_alloc(second, blocks_of([20, 2, 5, 11]), TOKENS - 16)
+        assert d.scheduler.get_num_new_matched_tokens(second, 16) == (0, False)  # once only
+        reports: list[Any] = []
+        wait(lambda: reports.append(d.step()) is None and reports[-1].finished_recving == {"d1"})
+        wait(lambda: reports.append(p.step()) is None and reports[-1].finished_sending == {"p1"})
+        assert not p.scheduler.has_pending_push_work()
+        for layer in range(LAYERS):
+            for plane in (0, 1):
+                sent, come = p.rows(layer, plane, [3, 9, 4, 7]), d.rows(layer, plane, [20, 2, 5, 11])
+                assert torch.equal(sent[16:], come[16:])
+        assert torch.equal(d.rows(0, 0, [20, 2, 5, 11])[:16], before)
+        second.become("FINISHED_LENGTH_CAPPED")
+        assert d.scheduler.request_finished(second, [20, 2, 5, 11]) == (False, None)
+    finally:
+        for engine in engines:
+            engine.shutdown()
+
+
+def test_the_class_has_the_base_class_of_vllm(extra: dict[str, Any]) -> None:
+    import disagg.vllm.connector as module
+
+    assert issubclass(module.DisaggConnector, Base)
+    assert module.DisaggConnector is module.DisaggConnector
+    assert module.DisaggConnector.__name__ == "DisaggConnector"
+    with pytest.raises(AttributeError, match="NixlConnector"):
+        _ = module.NixlConnector
+
+
+@pytest.mark.parametrize(
+    ("changes", "extra_changes", "named"),
+    [
+        ({"pp": 2}, {}, "pipeline_parallel_size is 2"),
+        ({"groups": 3}, {}, "3 KV cache groups"),
+        ({}, {"ports": 1}, "has ports; DisaggConnector knows port"),
+        ({}, {"port": 70000}, "port of kv_connector_extra_config is 70000"),
+        ({}, {"lease_s": 0}, "lease_s of kv_connector_extra_config is 0"),
+        ({}, {"transfer": {"ring": 1}}, "kv_connector_extra_config: .*ring"),
+        ({}, {"control": {}}, "disagg keys keys.json"),
+    ],
+)
+def test_errors_name_the_setting(
+    changes: dict[str, Any], extra_changes: dict[str, Any], named: str, extra: dict[str, Any]
+) -> None:
+    from disagg.vllm.connector import DisaggConnector
+
+    vllm_config, caches = configs("p", extra | extra_changes, **changes)
+    with pytest.raises(ConfigError, match=named):
+        DisaggConnector(vllm_config, Role.SCHEDULER, caches)

@@ -1,0 +1,156 @@
+"""Random lifecycles of many requests on two engines, with aborts, deaths and passing time: no block is leaked."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import Counter
+
+import pytest
+from engine_network import EngineNetwork
+from fake_vllm import LEASE_S, FakeEngine, FakeRequest, asks_decode, asks_prefill, small_settings
+
+LAYOUTS = ("nhd, kv first", "hnd, blocks first", "k and v apart")
+IN_A_RUN = 60
+MOST_AT_ONCE = 5
+
+
+class Lifecycles:
+    """Two engines that both produce and consume, and the requests between them."""
+
+    def __init__(self, seed: int, patch: pytest.MonkeyPatch) -> None:
+        self.choose = random.Random(seed)
+        self.network = EngineNetwork(patch)
+        self._settings = small_settings(checksum=seed % 2 == 1)
+        self.lives = Counter({"a": 0, "b": 0})
+        self.engines = {name: self._engine(name) for name in ("a", "b")}
+        self._numbers = itertools.count(1)
+        self._prefilled: list[tuple[str, FakeRequest]] = []
+        """Requests that the other engine may continue, with that engine's name."""
+        self.submitted: list[FakeRequest] = []
+        self.consumers: list[FakeRequest] = []
+
+    def _engine(self, name: str) -> FakeEngine:
+        """A new life of an engine, under a new id, as vLLM makes one."""
+        self.lives[name] += 1
+        return FakeEngine(
+            self.network,
+            f"{name}{self.lives[name]}",
+            tp=self.choose.choice((1, 1, 2)),
+            layout=self.choose.choice(LAYOUTS),
+            block_size=self.choose.choice((16, 32)),
+            blocks=24,
+            settings=self._settings,
+        )
+
+    def run(self, lifecycles: int) -> None:
+        kinds = [self._message] * 80 + [self._step] * 12 + [self._submit] * 2 + [self._continue] * 3
+        kinds += [self._abort, self._pass_time]
+        while len(self.submitted) < lifecycles:
+            self.choose.choice(kinds)()
+            if self.choose.random() < 0.0003:
+                self.choose.choice((self._restart, self._sever))()
+        self._end()
+
+    def _message(self) -> None:
+        self.network.step(self.choose)
+
+    def _step(self) -> None:
+        engine = self.choose.choice(list(self.engines.values()))
+        engine.step()
+        engine.check()
+
+    def _submit(self) -> None:
+        if sum(len(engine.requests) for engine in self.engines.values()) >= MOST_AT_ONCE:
+            return
+        source, target = self.choose.sample(sorted(self.engines), 2)
+        number, tokens = next(self._numbers), self.choose.choice((1, 15, 16, 33, 64, 90))
+        both = self.choose.random() < 0.4
+        p, d = self.engines[source], self.engines[target]
+        first = asks_prefill(f"p{number}", number, tokens, f"t{number}" if both else "")
+        consumer = None
+        if both:
+            source_of = {"remote_engine_id": p.name, "remote_request_id": first.request_id}
+            params = {"do_remote_prefill": True, "transfer_id": f"t{number}", **source_of}
+            params.update(remote_host=p.name, remote_port=5580)
+            consumer = FakeRequest(f"d{number}", number, tokens, params)
+        pair = [(p, first), (d, consumer)]
+        self.choose.shuffle(pair)
+        for engine, request in pair:
+            if request is not None:
+                self.submitted.append(engine.submit(request))
+        if consumer is not None:
+            self.consumers.append(consumer)
+        else:
+            self._prefilled.append((target, first))
+
+    def _continue(self) -> None:
+        ready = [pair for pair in self._prefilled if pair[1].finished]
+        if not ready:
+            return
+        target, first = pair = self.choose.choice(ready)
+        self._prefilled.remove(pair)
+        if first.answer_params is not None and self.choose.random() < 0.9:  # else its client has gone
+            request = asks_decode("d" + first.request_id[1:], first)
+            self.consumers.append(request)
+            self.submitted.append(self.engines[target].submit(request))
+
+    def _abort(self) -> None:
+        engine = self.choose.choice(list(self.engines.values()))
+        waiting = [request for request in engine.requests.values() if not request.finished]
+        if waiting and self.choose.random() < 0.5:
+            engine.abort(self.choose.choice(waiting))
+
+    def _pass_time(self) -> None:
+        self.network.now_s += self.choose.choice((0.01, 0.3, 1.0, LEASE_S / 3))
+
+    def _restart(self) -> None:
+        name = self.choose.choice(sorted(self.engines))
+        self.engines[name].kill()
+        self.engines[name] = self._engine(name)
+
+    def _sever(self) -> None:
+        """A data connection breaks between two workers that live."""
+        one, other = self.choose.sample(sorted(self.network.endpoints), 2)
+        self.network.fabric.sever(one, other)
+
+    def _end(self) -> None:
+        for pause in (0.0, 0.5, LEASE_S + 1, 0.5, LEASE_S + 1, 25.0, 0.5):
+            self.network.now_s += pause
+            for _ in range(8):
+                self.network.settle()
+                for engine in self.engines.values():
+                    engine.step()
+        for engine in self.engines.values():
+            engine.check_empty()
+
+
+def check(seeds: range, in_a_run: int) -> Counter[str]:
+    ends: Counter[str] = Counter()
+    for seed in seeds:
+        with pytest.MonkeyPatch.context() as patch:
+            lifecycles = Lifecycles(seed, patch)
+            lifecycles.run(in_a_run)
+        ends["lifecycles"] += len(lifecycles.submitted)
+        ends["lives"] += lifecycles.lives.total()
+        for request in lifecycles.consumers:
+            aborted = request.status.name == "FINISHED_ABORTED"
+            ends["aborted"] += aborted
+            ends["landed"] += request.landed
+            ends["recomputed"] += request.recomputed
+    return ends
+
+
+def test_no_block_is_leaked() -> None:
+    ends = check(range(6), IN_A_RUN)
+    assert ends["lifecycles"] >= 6 * IN_A_RUN
+    assert ends["landed"] > 30
+    assert min(ends["recomputed"], ends["aborted"]) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(20))
+def test_no_block_is_leaked_in_100_000_lifecycles(part: int) -> None:
+    ends = check(range(10 + 5 * part, 15 + 5 * part), 1000)
+    assert ends["lifecycles"] >= 5_000
+    assert ends["lives"] > 10  # engines died, and others took their places

@@ -1,0 +1,171 @@
+"""The connector in the scheduler: what it tells the workers, and which blocks it holds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from engine_network import EngineNetwork, QueuedChannel
+from fake_vllm import FakeRequest, asks_prefill, facts
+
+from disagg.core.types import Span
+from disagg.vllm.directory import REPEAT_S, RESEND_S, EngineDirectory
+from disagg.vllm.scheduler import SchedulerSide
+from disagg.vllm.work import PrefillWork, ReleaseWork
+from transport.control import messages as m
+
+SOURCE: dict[str, Any] = {
+    "do_remote_prefill": True,
+    "remote_engine_id": "p",
+    "remote_request_id": "p1",
+    "remote_block_ids": [1, 2],
+    "remote_host": "p",
+    "remote_port": 5580,
+}
+
+
+class Scheduling:
+    """A scheduler's connector on a network without other engines."""
+
+    def __init__(self, **changes: Any) -> None:
+        self.network = EngineNetwork()
+        channel = QueuedChannel(self.network, "tcp://d:5580")
+        self.directory = EngineDirectory(channel, self.network.clock)
+        known = replace(facts("d", 1, 16, 24), **changes)
+        self.side = SchedulerSide(known, self.directory, "d", 5580)
+        self.directory.start([])
+
+    def greetings(self) -> int:
+        return len(self.network.queues.get(("tcp://d:5580", "tcp://p:5580"), ()))
+
+    def work(self, *cached: tuple[Any, ...], new: tuple[Any, ...] = ()) -> Any:
+        """The work of a step; scheduled requests are (id, new blocks, computed, tokens[, resumed])."""
+        fresh = [SimpleNamespace(req_id=r, block_ids=(b,), num_computed_tokens=c) for r, b, c, _ in new]
+        output = SimpleNamespace(
+            num_scheduled_tokens={one[0]: one[3] for one in (*new, *cached)},
+            scheduled_new_reqs=fresh,
+            scheduled_cached_reqs=SimpleNamespace(
+                req_ids=[one[0] for one in cached],
+                new_block_ids=[(one[1],) if one[1] else None for one in cached],
+                num_computed_tokens=[one[2] for one in cached],
+                resumed_req_ids={one[0] for one in cached if len(one) > 4},
+            ),
+        )
+        return self.side.build_connector_meta(output)
+
+
+def blocks(*ids: int) -> Any:
+    return SimpleNamespace(get_block_ids=lambda: (list(ids),))
+
+
+def consumer(name: str = "d1", tokens: int = 40, **params: Any) -> FakeRequest:
+    return FakeRequest(name, 1, tokens, SOURCE | params)
+
+
+def test_a_ticket_has_the_blocks_of_the_missing_tokens() -> None:
+    one, request = Scheduling(), consumer()
+    assert one.side.get_num_new_matched_tokens(request, 16) == (24, True)
+    one.side.update_state_after_alloc(request, blocks(7, 3, 9), 24)
+    (receive,) = one.work().receives
+    assert receive.ticket.tokens == Span(16, 40)
+    assert receive.ticket.pages == (3, 9)
+    assert (receive.ticket.group, receive.group, receive.held) == ("d/decode", "p/prefill", True)
+    assert receive.ticket.key.request_id == "p1"
+    assert one.work().receives == []
+    assert one.greetings() == 1
+
+
+def test_a_transfer_id_names_the_transfer_on_both_sides() -> None:
+    one = Scheduling()
+    one.side.update_state_after_alloc(consumer(transfer_id="x", remote_block_ids=None), blocks(1, 2, 3), 40)
+    one.side.update_state_after_alloc(asks_prefill("p1", 1, 20, "x"), blocks(4, 5), 0)
+    work = one.work(new=(("p1", [4, 5], 0, 20),))
+    assert work.receives[0].ticket.key.request_id == work.prefills[0].key == "x"
+    assert not work.receives[0].held
+
+
+@pytest.mark.parametrize("name", ["remote_engine_id", "remote_request_id", "remote_host", "remote_port"])
+def test_without_an_address_the_prompt_is_computed_here(name: str) -> None:
+    one, request = Scheduling(), consumer(**{name: None})
+    assert one.side.get_num_new_matched_tokens(request, 0) == (0, False)
+    one.side.update_state_after_alloc(request, blocks(1, 2, 3), 0)
+    assert one.side.request_finished(request, [1, 2, 3]) == (False, None)
+    assert one.work().releases == []
+
+
+def test_roles() -> None:
+    producer, only_consumer = Scheduling(consumes=False), Scheduling(produces=False)
+    assert producer.side.get_num_new_matched_tokens(consumer(), 0) == (0, False)
+    request = asks_prefill("p1", 1, 20)
+    only_consumer.side.update_state_after_alloc(request, blocks(1, 2), 0)
+    request.become("FINISHED_LENGTH_CAPPED")
+    assert only_consumer.side.request_finished(request, [1, 2]) == (False, None)
+
+
+def test_the_producer_may_free_what_is_not_needed() -> None:
+    """A whole prefix hit, and a request that is aborted before its blocks are reserved."""
+    one, hit, aborted = Scheduling(), consumer(), consumer("d2", remote_request_id="p2")
+    one.side.update_state_after_alloc(hit, blocks(1, 2, 3), 0)
+    aborted.become("FINISHED_ABORTED")
+    assert one.side.request_finished(aborted, []) == (False, None)
+    assert one.work().releases == [ReleaseWork("p1", "p/prefill"), ReleaseWork("p2", "p/prefill")]
+
+
+def test_an_aborted_receive_holds_its_blocks() -> None:
+    one, request = Scheduling(), consumer()
+    one.side.update_state_after_alloc(request, blocks(1, 2, 3), 40)
+    request.become("FINISHED_ABORTED")
+    assert one.side.request_finished(request, [1, 2, 3]) == (True, None)
+    assert one.work().cancels == ["d1"]
+    one.side.update_connector_output(SimpleNamespace(finished_sending=None, finished_recving={"d1"}))
+    assert one.side.statistics().receiving == 0
+
+
+def test_the_last_chunk_is_announced_with_all_blocks() -> None:
+    one = Scheduling()
+    one.side.update_state_after_alloc(asks_prefill("p1", 1, 70), blocks(4, 5), 0)
+    assert one.work(new=(("p1", [4, 5], 0, 32),)).prefills == []
+    assert one.work(("p1", [8], 32, 16)).prefills == []
+    assert one.work(("p1", [1, 2, 3, 6], 0, 60, "resumed")).prefills == []
+    assert one.work(("p1", [9], 60, 10)).prefills == [PrefillWork("p1", "p1", [1, 2, 3, 6, 9], Span(60, 70))]
+    assert one.work(("p1", None, 69, 1)).prefills == []
+
+
+@pytest.mark.parametrize(("changes", "answers"), [({"async_scheduling": True}, 1), ({}, 2)])
+def test_blocks_that_may_be_preempted_are_not_announced(changes: dict[str, Any], answers: int) -> None:
+    one, request = Scheduling(**changes), asks_prefill("p1", 1, 20)
+    request.max_tokens = answers
+    one.side.update_state_after_alloc(request, blocks(4, 5), 0)
+    assert one.work(new=(("p1", [4, 5], 0, 20),)).prefills == []
+    request.become("FINISHED_STOPPED")  # its one token was the end token
+    held, params = one.side.request_finished(request, [4, 5])
+    assert held
+    assert params is not None
+    assert params["remote_block_ids"] == [4, 5]
+    assert one.work().holds[0].tokens == 20
+
+
+@pytest.mark.parametrize("announced", [False, True])
+def test_an_aborted_prompt_is_held_only_if_workers_may_read_it(announced: bool) -> None:
+    one, request = Scheduling(), asks_prefill("p1", 1, 20)
+    one.side.update_state_after_alloc(request, blocks(4, 5), 0)
+    one.work(new=(("p1", [4, 5], 0, 20 if announced else 10),))
+    request.become("FINISHED_ABORTED")
+    assert one.side.request_finished(request, [4, 5]) == (announced, None)
+    assert one.work().drops == ["p1"] * announced
+    assert one.side.has_pending_push_work() is announced
+
+
+def test_greetings_are_repeated_slowly() -> None:
+    one = Scheduling()
+    for wait_s, count in ((0.0, 1), (RESEND_S / 2, 1), (RESEND_S, 2)):
+        one.network.now_s += wait_s
+        one.directory.meet("tcp://p:5580")
+        assert one.greetings() == count
+    one.network.channels["tcp://d:5580"].handler("tcp://p:5580", m.EngineGroups([], answer=True))
+    for wait_s, count in ((RESEND_S, 2), (REPEAT_S, 3)):
+        one.network.now_s += wait_s
+        one.directory.meet("tcp://p:5580")
+        assert one.greetings() == count
