@@ -13,12 +13,12 @@ import torch
 
 from disagg.core.errors import ConfigError, TransportError
 from disagg.core.ports import Clock
+from disagg.core.threads import SWITCH_INTERVAL_S
 from disagg.core.types import Span
 from disagg.data_path.consumer import KVConsumer
 from disagg.data_path.endpoint import Endpoint, EndpointOptions, Wires
 from disagg.data_path.producer import KVProducer
 from disagg.node.device import record_event
-from disagg.node.rank import SWITCH_INTERVAL_S
 from disagg.vllm.caches import BorrowedCaches, Cache, borrow_caches
 from disagg.vllm.compat import EngineFacts
 from disagg.vllm.consuming import Consuming
