@@ -23,13 +23,13 @@ reads pages of a queued prompt into the second tier; a request owns its prefetch
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from disagg.core.config.groups import EvictionName, GroupConfig, HostWriteName
 from disagg.core.errors import InvariantError
-from disagg.core.prefixes import PrefixKey
+from disagg.core.prefixes import PrefixKey, Tier
 from disagg.kv.cache_operations import CacheOperation, CacheWork, StorageOperation, StorageReport
 from disagg.kv.event_log import KVEventLog
 from disagg.kv.host_tier import HostTier, HostTierStatistics, TierLoad
@@ -190,9 +190,13 @@ class KVManager:
         return self.cache is not None and self.cache.needs_state
 
     @property
-    def kv_events(self) -> KVEventLog | None:
-        """KV events of the prefix cache; None without one."""
-        return self.cache.kv_events if self.cache is not None else None
+    def kv_events(self) -> Mapping[Tier, KVEventLog]:
+        """KV events of each tier of the prefix cache; empty without one."""
+        if self.cache is None:
+            return {}
+        if self.host is None:
+            return {"device": self.cache.kv_events}
+        return {"device": self.cache.kv_events, **self.host.kv_events}
 
     @property
     def capacity_tokens(self) -> int:
