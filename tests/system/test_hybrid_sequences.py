@@ -192,7 +192,13 @@ def test_answers_and_beams_share_the_prompt(
 def test_preempted_answers_and_beams_go_on(source: ModelSource, way: str, checkpoints: Checkpoints) -> None:
     config = small_config(2, 1, prefill_page=4, decode_page=4, pool_tokens=144)
     decode = msgspec.structs.replace(
-        config.decode, preemption=way, swap_bytes=4 << 20, chunk_tokens=11, watermark=0.0
+        config.decode,
+        preemption=way,
+        swap_bytes=4 << 20,
+        chunk_tokens=11,
+        watermark=0.0,
+        state_interval_tokens=32,
+        cached_states=20,
     )
     prefill = msgspec.structs.replace(config.prefill, pool_tokens=1024)
     config = with_states(msgspec.structs.replace(config, decode=decode, prefill=prefill))
@@ -204,7 +210,10 @@ def test_preempted_answers_and_beams_go_on(source: ModelSource, way: str, checkp
     with local_groups(config, source) as groups:
         found = [answer.report.answers for answer in all_at_once(groups, asked)]
         counts = groups.decode[0].statistics()["leader"]
+        answers_differ = groups.decode[0].runner.spec.answers_differ
     assert counts.recomputed_total if way == "recompute" else counts.swapped_total
+    if way == "recompute" and not answers_differ:
+        assert counts.kept_tokens_total > 0, "no recomputation began at a cached state"
     for (prompt, sampling), answers in zip(asked, found, strict=True):
         if sampling.beams:
             assert answers == checkpoints.beams(source, prompt, sampling)
