@@ -265,9 +265,12 @@ _THREE: dict[str, int] = {
 }
 
 
-def for_three_ranks(config: PreTrainedConfig) -> PreTrainedConfig:
-    """The same model with 6 query heads, which 3 ranks and 2 ranks share. KV heads stay 2 where they are 2."""
-    if not hasattr(config, "num_attention_heads"):
+def hybrid(name: str) -> PreTrainedConfig:
+    """A model of `HYBRIDS` or `MORE_HYBRIDS`. With `/3` after its name it has 6 query heads, which 3 ranks and 2
+    ranks share; 2 KV heads stay 2."""
+    name, three, _ = name.partition("/3")
+    config = (HYBRIDS | MORE_HYBRIDS)[name]()
+    if not three or not hasattr(config, "num_attention_heads"):
         return config
     own = config.to_dict()
     changed = {key: value for key, value in _THREE.items() if key in own}

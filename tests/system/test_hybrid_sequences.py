@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from architectures import HYBRIDS, MORE_HYBRIDS, save
+from architectures import HYBRIDS, MORE_HYBRIDS, hybrid, save
 from local_groups import (
     Answered,
     Checkpoints,
@@ -38,19 +38,19 @@ SIZES = [((1, 1), (4, 16)), ((2, 1), (8, 4)), ((1, 2), (16, 8)), ((4, 2), (4, 4)
 WAYS = {"qwen3-next": "recompute", "lfm2": "recompute", "falcon-h1": "swap"}
 """How sequences of these models are preempted in `make test`."""
 MOST = [((2, 1), (8, 4)), ((1, 2), (16, 8))]
+THREE_TO_TWO = [(f"{name}/3", ((3, 2), (8, 4))) for name in MODELS]
+"""Models with 6 heads, from 3 ranks to 2."""
+EACH = [*itertools.product(MODELS, SIZES), *THREE_TO_TWO]
 
 
 @pytest.fixture(scope="module")
 def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ModelSource:
-    return ModelSource.from_directory(
-        save((HYBRIDS | MORE_HYBRIDS)[request.param](), tmp_path_factory.mktemp(request.param))
-    )
+    return ModelSource.from_directory(save(hybrid(request.param), tmp_path_factory.mktemp("model")))
 
 
 def one_size_each(source: str, sizes: tuple[tuple[int, int], tuple[int, int]]) -> bool:
     """Chooses one of the sizes for each model."""
-    own = MODELS.index(source) // 2 % len(MOST)
-    return source in HYBRIDS and sizes in MOST and MOST.index(sizes) == own
+    return source in HYBRIDS and sizes in MOST and MOST.index(sizes) == MODELS.index(source) // 2 % len(MOST)
 
 
 def of_even_models(source: str, sizes: tuple[tuple[int, int], tuple[int, int]]) -> bool:
@@ -95,9 +95,7 @@ def conversation(seed: int = 2) -> list[list[int]]:
     return [text[:70], text[:110], text[:110], text[:150], text[:40] + other, text[:70] + other]
 
 
-@pytest.mark.parametrize(
-    ("source", "sizes"), sampled(itertools.product(MODELS, SIZES), of_even_models), indirect=["source"]
-)
+@pytest.mark.parametrize(("source", "sizes"), sampled(EACH, of_even_models), indirect=["source"])
 def test_tokens_behind_a_cached_beginning_are_those_of_generate(
     source: ModelSource, sizes: tuple[tuple[int, int], tuple[int, int]], checkpoints: Checkpoints
 ) -> None:
@@ -161,9 +159,7 @@ def test_a_colocated_group_caches_states(source: ModelSource, checkpoints: Check
     assert cache.held_states == 0
 
 
-@pytest.mark.parametrize(
-    ("source", "sizes"), sampled(itertools.product(MODELS, SIZES), of_odd_models), indirect=["source"]
-)
+@pytest.mark.parametrize(("source", "sizes"), sampled(EACH, of_odd_models), indirect=["source"])
 def test_answers_and_beams_share_the_prompt(
     source: ModelSource, sizes: tuple[tuple[int, int], tuple[int, int]], checkpoints: Checkpoints
 ) -> None:
@@ -186,11 +182,15 @@ def test_answers_and_beams_share_the_prompt(
 
 @pytest.mark.parametrize(
     ("source", "way"),
-    sampled(itertools.product(WITH_KV, ["recompute", "swap"]), lambda source, way: way == WAYS.get(source)),
+    sampled(
+        itertools.product([*WITH_KV, *(f"{name}/3" for name in WITH_KV)], ["recompute", "swap"]),
+        lambda source, way: way == WAYS.get(source),
+    ),
     indirect=["source"],
 )
 def test_preempted_answers_and_beams_go_on(source: ModelSource, way: str, checkpoints: Checkpoints) -> None:
-    config = small_config(2, 1, prefill_page=4, decode_page=4, pool_tokens=144)
+    tp = (3, 2) if source.config.num_attention_heads == 6 else (2, 1)
+    config = small_config(*tp, prefill_page=4, decode_page=4, pool_tokens=144)
     decode = msgspec.structs.replace(
         config.decode,
         preemption=way,
