@@ -263,7 +263,7 @@ class Preemptor:
             request.prefix.extended(sequence.tokens).shortened(tokens)
             for sequence, (tokens, _) in zip(request.sequences, layout.sequences, strict=True)
         ]
-        if not self._kv_manager.refill_cached(request.block_tables, layout, keys):
+        if not self._kv_manager.refill_cached(request.block_tables, layout, keys, request.prompt_tokens):
             return False
         for sequence in request.sequences:
             table, sequence.published_pages = sequence.block_table, []

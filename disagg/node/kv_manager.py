@@ -481,20 +481,24 @@ class KVManager:
         return pages
 
     def refill_cached(
-        self, block_tables: Sequence[BlockTable], layout: Layout, keys: Sequence[PrefixKey]
+        self,
+        block_tables: Sequence[BlockTable],
+        layout: Layout,
+        keys: Sequence[PrefixKey],
+        prompt_tokens: int,
     ) -> bool:
         """Like `refill`, but each block table begins with the longest prefix of its key that ends at a cached state.
 
         `keys[i]` covers the first `tokens[i]` tokens of `layout`. The block table locks the state and names it in
         `BlockTable.state`; `BlockTable.cached_tokens` is its position. Returns False, changing nothing, if pages are
-        short, or if a table has no state at or after the pages that it shares with earlier tables: another table
-        would then have to compute the shared tokens and the state.
+        short or a table has no state. The states of several tables must be after the full pages of the prompt of
+        `prompt_tokens` tokens: tables share only cached pages, and `sequences_that_fit` counts a prompt's pages once.
         """
         if not self.caches_states or self.cache is None:
             return False
         hits = [self.cache.match_state(key) for key in keys]
-        shared = layout.shared_tokens(self.page_size)
-        if any(hit.state is None or hit.tokens < least for hit, least in zip(hits, shared, strict=True)):
+        least = prompt_tokens // self.page_size * self.page_size if len(hits) > 1 else 0
+        if any(hit.state is None or hit.tokens < least for hit in hits):
             return False
         for block_table, hit in zip(block_tables, hits, strict=True):
             self.cache.lock(hit.node)
