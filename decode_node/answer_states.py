@@ -7,7 +7,8 @@ The commit of the step adds the sequence's full pages and the state to the prefi
 Owner of a slot:
 
     [planned, commit)      the step in flight
-    [commit, evicted)      the prefix cache; `commit` frees the slot of a sequence that has ended
+    [commit, evicted)      the prefix cache; `commit` frees the slot of a sequence that has ended, or whose
+                           KV is cached in pages of another sequence
 """
 
 from __future__ import annotations
@@ -82,5 +83,8 @@ class AnswerStates:
             if request.prefix is None or request.closing or sequence.ended:
                 self._kv_manager.free_state(slot)
                 continue
-            known = request.prefix.extended(sequence.tokens).shortened(tokens)
-            self._kv_manager.keep(sequence.block_table, known, [(tokens, slot)])
+            known, table = request.prefix.extended(sequence.tokens).shortened(tokens), sequence.block_table
+            if self._kv_manager.has_copies(table, known):
+                self._kv_manager.free_state(slot)
+            else:
+                self._kv_manager.keep(table, known, [(tokens, slot)])

@@ -377,6 +377,17 @@ class KVManager:
         if self.host is not None:
             self.host.store(prompt if self._stores_unused else prompt.shortened(self._used_tokens(node)))
 
+    def has_copies(self, block_table: BlockTable, prefix: PrefixKey) -> bool:
+        """Returns whether the cache has KV of `prefix` in other pages than the block table.
+
+        `keep` would lock these pages too. A running sequence must not do that: the oldest request could then lack
+        pages although it fits the pool alone.
+        """
+        if self.cache is None:
+            return False
+        pages = self.cache.match_kv(prefix).pages
+        return pages != block_table.pages[: len(pages)]
+
     def _used_tokens(self, node: Node) -> int:
         """Returns the number of tokens of the longest prefix on the path of `node` that some request has hit."""
         above: Node | None = node
