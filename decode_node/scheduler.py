@@ -55,6 +55,8 @@ class DecodeStatistics:
     """Preemptions by a copy to host memory, since the start."""
     swapped_pages_total: int
     """Pages copied to host memory, since the start."""
+    kept_tokens_total: int
+    """Tokens before the cached recurrent states from which recomputations began, since the start."""
 
 
 class DecodeScheduler:
@@ -246,6 +248,7 @@ class DecodeScheduler:
             recomputed_total=counts.recomputed,
             swapped_total=counts.swapped,
             swapped_pages_total=counts.swapped_pages,
+            kept_tokens_total=counts.kept_tokens,
         )
 
     def check(self) -> None:
