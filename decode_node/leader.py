@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import structlog
@@ -22,6 +22,7 @@ from disagg.core.errors import (
     error_from_code,
 )
 from disagg.core.ports import Clock
+from disagg.core.prefixes import Tier
 from disagg.core.sampling import MAX_SEQUENCES, ending_tokens
 from disagg.core.types import GroupInfo, RequestKey, TokenLogprobs
 from disagg.kv.event_log import KVEventLog
@@ -153,7 +154,7 @@ class DecodeLeader(AdmittingLeader):
         waiting = counts.preempted + len(self.waiting)
         return Scheduled(waiting, running, counts.closing, counts.memory, preemptions)
 
-    def _kv_events(self) -> KVEventLog | None:
+    def _kv_events(self) -> Mapping[Tier, KVEventLog]:
         return self._scheduler.kv_events
 
     def _next_step(self) -> StepPlan | None:

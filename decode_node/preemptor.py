@@ -39,6 +39,8 @@ class PreemptionCounts:
     recomputed: int = 0
     swapped: int = 0
     swapped_pages: int = 0
+    kept_tokens: int = 0
+    """Tokens of recomputed sequences before the cached states from which the recomputation began."""
 
 
 class Preemptor:
@@ -80,6 +82,8 @@ class Preemptor:
             left_pages = self._kv_manager.free_pages - request.layout.pages
             if left_pages < self._spare_pages():
                 break  # no younger, smaller request overtakes
+            if not request.blocks and self._begin_at_states(request, request.layout):
+                continue
             pages = self._kv_manager.refill(request.block_tables, request.layout)
             if pages is None:
                 break
@@ -241,14 +245,34 @@ class Preemptor:
         The first sequence recomputes the tokens that all sequences share.
         """
         assert request.layout is not None, "a preempted request has its layout"
-        known_pages = 0
-        for sequence, (tokens, numbers) in zip(request.sequences, request.layout.sequences, strict=True):
-            shared = sum(number < known_pages for number in numbers)
-            known_pages += len(numbers) - shared
-            sequence.computed_tokens = min(tokens, shared * self._kv_manager.page_size)
+        shared_tokens = request.layout.shared_tokens(self._kv_manager.page_size)
+        for sequence, tokens in zip(request.sequences, shared_tokens, strict=True):
+            sequence.computed_tokens = tokens
         if self._options.chunks.recurrent:
             self._pass_states(request, request.layout)
         request.residency, request.again = Residency.RESIDENT, request.left_tokens > 0
+
+    def _begin_at_states(self, request: DecodeRequest, layout: Layout) -> bool:
+        """Makes a preempted request resident again, each sequence from its last cached recurrent state.
+
+        Returns False, changing nothing, if not every sequence has such a state and the KV before it; see
+        `KVManager.refill_cached`.
+        """
+        if request.prefix is None or request.prefix.prompt_only:
+            return False
+        keys = [
+            request.prefix.extended(sequence.tokens).shortened(tokens)
+            for sequence, (tokens, _) in zip(request.sequences, layout.sequences, strict=True)
+        ]
+        if not self._kv_manager.refill_cached(request.block_tables, layout, keys, request.prompt_tokens):
+            return False
+        for sequence in request.sequences:
+            table, sequence.published_pages = sequence.block_table, []
+            assert table.state is not None, "the block table locks a state until the first step copies it"
+            sequence.computed_tokens, sequence.state_source = table.cached_tokens, table.state
+            self.counts.kept_tokens += table.cached_tokens
+        request.residency, request.again = Residency.RESIDENT, request.left_tokens > 0
+        return True
 
     def _pass_states(self, request: DecodeRequest, layout: Layout) -> None:
         """Determines the earlier sequence that passes its recurrent state to each sequence with shared tokens.
@@ -271,6 +295,8 @@ class Preemptor:
         """Returns the cheaper kind of preemption. Answer tokens that forks share are counted for each fork."""
         if victim.again:
             return "recompute"  # most of the request's pages hold no KV yet
+        if any(table.state is not None for table in victim.block_tables):
+            return "recompute"  # the row does not have its state yet, and without pages no state stays locked
         if self._options.preemption == "auto":
             answers = sum(len(sequence.tokens) for sequence in victim.sequences)
             tokens, steps = victim.prompt_tokens, answers if self._options.chunks.recurrent else 0

@@ -75,6 +75,7 @@ class DecodeRank(RankNode[DecodeConfig, DecodeLeader, SegmentReceiver]):
             rates=CostEstimates.of(page_bytes(spec.layout, group.ranks, group.page_size)),
             steps_ahead=group.steps_ahead(self.runner.device.type),
             preemption=group.preemption,
+            state_interval_tokens=group.state_interval_tokens,
             watermark=group.watermark,
             has_kv=spec.has_attention,
         )

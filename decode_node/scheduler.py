@@ -17,6 +17,7 @@ Owners of a request's row, pages and host blocks, and the code that frees them:
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass
 
@@ -26,7 +27,7 @@ from decode_node.preemptor import Preemptor
 from decode_node.request import DecodeRequest, Residency, Resumption, Sequence
 from decode_node.scheduler_options import SchedulerOptions
 from decode_node.step_planner import Stepped, StepPlanner
-from disagg.core.prefixes import PrefixKey
+from disagg.core.prefixes import PrefixKey, Tier
 from disagg.core.tokens import TokenIds
 from disagg.core.types import RequestKey, SamplingParams
 from disagg.kv.event_log import KVEventLog
@@ -54,6 +55,8 @@ class DecodeStatistics:
     """Preemptions by a copy to host memory, since the start."""
     swapped_pages_total: int
     """Pages copied to host memory, since the start."""
+    kept_tokens_total: int
+    """Tokens before the cached recurrent states from which recomputations began, since the start."""
 
 
 class DecodeScheduler:
@@ -225,8 +228,8 @@ class DecodeScheduler:
         return self.kv_manager.caches
 
     @property
-    def kv_events(self) -> KVEventLog | None:
-        """KV events of the prefix cache, for routers; None without a log of events."""
+    def kv_events(self) -> Mapping[Tier, KVEventLog]:
+        """KV events of each tier of the prefix cache, for routers; empty without a prefix cache."""
         return self.kv_manager.kv_events
 
     def statistics(self) -> DecodeStatistics:
@@ -245,6 +248,7 @@ class DecodeScheduler:
             recomputed_total=counts.recomputed,
             swapped_total=counts.swapped,
             swapped_pages_total=counts.swapped_pages,
+            kept_tokens_total=counts.kept_tokens,
         )
 
     def check(self) -> None:

@@ -23,6 +23,8 @@ class SchedulerOptions:
     """Number of the first ticket."""
     chunks: PromptChunks
     """Rule that cuts recomputed prompts into chunks. Without recurrent layers, recomputed answers are cut too."""
+    state_interval_tokens: int = 1
+    """See `GroupConfig.state_interval_tokens`; cached states of a sequence are at least 1/8 of it apart."""
     rates: CostEstimates
     """Estimated rates before the first measurement."""
     steps_ahead: int = 0

@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from decode_node.answer_states import AnswerStates
 from decode_node.forks import Forks
 from decode_node.preemptor import Preemptor
 from decode_node.request import DecodeRequest, Sequence
@@ -55,12 +56,14 @@ class StepPlanner:
         self._kv_manager, self._requests = kv_manager, requests
         self._preemptor, self._forks = preemptor, forks
         self._max_batch, self._chunks = options.max_batch, options.chunks
+        self._answer_states = AnswerStates(kv_manager, options.chunks, options.state_interval_tokens)
         self._steps_ahead = options.steps_ahead
         self._step = 0
         self._state_copies: list[StateCopy] = []
         """Copies of recurrent states to forks before the step, in the plan under construction."""
         self._state_gifts: list[StateCopy] = []
-        """Copies of recurrent states to other sequences' rows after the step, in the plan under construction."""
+        """Copies of recurrent states to other sequences' rows and to the prefix cache after the step, in the plan
+        under construction."""
         self._in_flight: deque[list[Stepped]] = deque()
         """Work items of the steps that are planned and not committed, oldest first, in the order of their plans."""
 
@@ -88,6 +91,7 @@ class StepPlanner:
         self._step += 1
         if work:
             self._in_flight.append(stepped)
+            self._state_gifts += self._answer_states.launched()
         shared = self._steps_ahead > 0 and any(one.samples for one in stepped)
         copies, given = self._state_copies, self._state_gifts
         page_copies = self._preemptor.take_copies()
@@ -104,6 +108,7 @@ class StepPlanner:
         for work, (_, sequence, samples) in zip(plan.work, stepped, strict=True):
             sequence.computed_tokens = work.span.stop
             sequence.ahead_tokens -= samples
+        self._answer_states.commit()
         for request in dict.fromkeys(one.request for one in stepped):
             request.steps -= 1
             request.again = request.again and request.left_tokens > 0
@@ -208,17 +213,19 @@ class StepPlanner:
                 continue
             like = request.sequences[0].block_table.row if sequence.begin_like(request.sequences[0]) else -1
             first, pages = sequence.publish_pages()
+            start = sequence.computed_tokens + sequence.ahead_tokens
             works.append(
                 Work(
                     request.key,
                     request.ticket.number,
                     sequence.block_table.row,
-                    sequence.computed_tokens + sequence.ahead_tokens,
+                    start,
                     sequence.next_tokens(count) if request.again else [sequence.last_token()],
                     request.prompt_tokens,
                     pages,
                     first,
                     like,
+                    saves=self._answer_states.planned(request, sequence, start, start + count),
                 )
             )
             self._move_states(sequence, sequence.computed_tokens + count)
@@ -232,6 +239,7 @@ class StepPlanner:
         if sequence.state_source >= 0:
             self._state_copies.append(StateCopy(sequence.state_source, row))
             sequence.state_source = -1
+            self._kv_manager.unlock_state(sequence.block_table)  # plans order all uses of a slot
         while sequence.state_heirs and sequence.state_heirs[0][0] == stop:
             _, heir = sequence.state_heirs.pop(0)
             self._state_gifts.append(StateCopy(row, heir.block_table.row))

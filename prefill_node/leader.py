@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import structlog
 import torch
 
 from disagg.core.errors import DisaggError, NotLinkedError, PeerLostError, RequestError, error_from_code
 from disagg.core.ports import Clock
+from disagg.core.prefixes import Tier
 from disagg.core.types import GroupInfo, RequestKey, Ticket
 from disagg.kv.event_log import KVEventLog
 from disagg.model.sampling.prompt_scores import PromptScores
@@ -115,7 +116,7 @@ class PrefillLeader(Leader):
         counts = self._scheduler.statistics()
         return Scheduled(counts.waiting, counts.computing + counts.sending, counts.closing, counts.memory)
 
-    def _kv_events(self) -> KVEventLog | None:
+    def _kv_events(self) -> Mapping[Tier, KVEventLog]:
         return self._scheduler.kv_events
 
     def _memory_freed(self) -> None:

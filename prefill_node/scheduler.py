@@ -22,10 +22,11 @@ pages are reserved or the request ends.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 
 from disagg.core.errors import BusyError, InvariantError, PromptTooLongError
+from disagg.core.prefixes import Tier
 from disagg.core.tokens import tokens_at
 from disagg.core.types import RequestKey, Ticket
 from disagg.kv.event_log import KVEventLog
@@ -169,8 +170,8 @@ class PrefillScheduler:
         return self.kv_manager.caches
 
     @property
-    def kv_events(self) -> KVEventLog | None:
-        """KV events of the prefix cache, for routers; None without a log of events."""
+    def kv_events(self) -> Mapping[Tier, KVEventLog]:
+        """KV events of each tier of the prefix cache, for routers; empty without a prefix cache."""
         return self.kv_manager.kv_events
 
     def commit(self, plan: StepPlan, failed: Container[RequestKey] = ()) -> list[PrefillRequest]:

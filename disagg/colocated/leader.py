@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import structlog
 import torch
@@ -17,6 +17,7 @@ from disagg.core.errors import (
     RequestError,
 )
 from disagg.core.ports import Clock
+from disagg.core.prefixes import Tier
 from disagg.core.types import GroupInfo, RequestKey
 from disagg.kv.event_log import KVEventLog
 from disagg.model.sampling.batch import Sampler
@@ -99,7 +100,7 @@ class ColocatedLeader(ReservingLeader):
         running = counts.reserved + counts.prefilling + counts.decoding
         return Scheduled(len(self.waiting), running, counts.closing, counts.memory)
 
-    def _kv_events(self) -> KVEventLog | None:
+    def _kv_events(self) -> Mapping[Tier, KVEventLog]:
         return self._scheduler.kv_events
 
     def _fail(self, request: LedRequest, error: DisaggError) -> None:

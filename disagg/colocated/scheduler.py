@@ -14,11 +14,11 @@ Owner of a request's row and pages (its block table), and the code that frees th
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from disagg.core.errors import BusyError, PromptTooLongError
-from disagg.core.prefixes import PrefixKey
+from disagg.core.prefixes import PrefixKey, Tier
 from disagg.core.tokens import TokenIds, tokens_at
 from disagg.core.types import RequestKey, SamplingParams, Span, Ticket
 from disagg.kv.event_log import KVEventLog
@@ -209,8 +209,8 @@ class ColocatedScheduler:
         return self.kv_manager.caches
 
     @property
-    def kv_events(self) -> KVEventLog | None:
-        """KV events of the prefix cache, for routers; None without a log of events."""
+    def kv_events(self) -> Mapping[Tier, KVEventLog]:
+        """KV events of each tier of the prefix cache, for routers; empty without a prefix cache."""
         return self.kv_manager.kv_events
 
     def statistics(self) -> ColocatedStatistics:

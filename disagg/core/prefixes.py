@@ -12,7 +12,7 @@ import struct
 from bisect import bisect_left
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 import xxhash
@@ -21,6 +21,9 @@ from disagg.core.bounds import Count
 from disagg.core.tokens import TOKEN_BYTES, pack_tokens
 
 BLOCK_HASH_BYTES = 8
+
+Tier = Literal["device", "host", "storage"]
+"""Tier of a prefix cache: the KV pool, host memory, or the storage."""
 
 
 @dataclass(frozen=True, slots=True)

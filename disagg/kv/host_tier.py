@@ -27,8 +27,9 @@ from dataclasses import dataclass, field
 
 from disagg.core.config.groups import EvictionName, GroupConfig
 from disagg.core.errors import InvariantError
-from disagg.core.prefixes import PrefixKey
+from disagg.core.prefixes import PrefixKey, Tier
 from disagg.kv.cache_operations import CacheOperation, PoolTransfer
+from disagg.kv.event_log import KVEventLog
 from disagg.kv.pages import TokenToKVPoolAllocator
 from disagg.kv.radix import RadixCache
 from disagg.kv.radix_node import Node
@@ -152,6 +153,14 @@ class HostTier:
         """Adds a third tier; see `StorageTier`. The model must not have recurrent states."""
         assert not self.index.needs_state, "pages in a storage have no recurrent states"
         self.storage = StorageTier(self.index, self.blocks, self.alloc, links, ranks=self._ranks, group=group)
+
+    @property
+    def kv_events(self) -> dict[Tier, KVEventLog]:
+        """KV events of this tier, and of the third tier if there is one."""
+        found: dict[Tier, KVEventLog] = {"host": self.index.kv_events}
+        if self.storage is not None:
+            found["storage"] = self.storage.prefixes.kv_events
+        return found
 
     # --- stores
 

@@ -49,18 +49,22 @@ class RadixCache:
         policy: EvictionName = "lru",
         unit_tokens: int | None = None,
         states: StateSlots | None = None,
+        *,
+        matches_kv: bool = False,
     ) -> None:
         """`unit_tokens`: tokens of a hashed block, a multiple of the page size; None: see `unit_tokens_for`.
 
         `states`: slots for the states of a hybrid model; None for a model without states, whose matches need no
-        state.
+        state. `matches_kv`: `match` ignores states, for a group that receives the state of each prompt.
         """
         self._allocator = allocator
         self._page_size = allocator.page_size
         self._page_bytes = allocator.page_size * TOKEN_BYTES
         self._roots: dict[str, Node] = {}
         self._leaves = LeafQueue(policy)
-        self.needs_state = states is not None
+        self.keeps_states = states is not None
+        """Whether nodes may have states."""
+        self.needs_state = self.keeps_states and not matches_kv
         """Whether a match ends at a cached state, because the model has recurrent layers."""
         self._states = NodeStates(states or StateSlots(0, 0))
         self.kv_events = KVEventLog(unit_tokens or unit_tokens_for(allocator.pages, allocator.page_size))
@@ -83,6 +87,10 @@ class RadixCache:
         """
         if not self.needs_state:
             return self.match_kv(key, max_tokens)
+        return self.match_state(key, max_tokens)
+
+    def match_state(self, key: PrefixKey, max_tokens: int | None = None) -> Match:
+        """Returns the longest cached prefix that ends at a state; empty without one. Otherwise like `match`."""
         node, pages = self._latest_state(self._root(key), key.data, self._stop(key, max_tokens))
         return Match(node, pages, len(pages) * self._page_size, key.tokens, node.state)
 
@@ -112,7 +120,7 @@ class RadixCache:
 
         `state`: also locks the node's own state, but not the states of its ancestors.
         """
-        if state and self.needs_state:
+        if state and self.keeps_states:
             self._states.lock(node)
         above: Node | None = node
         while above is not None:
@@ -123,7 +131,7 @@ class RadixCache:
 
     def unlock(self, node: Node, *, state: bool = True) -> None:
         """Reverts one `lock` with the same `state`. Raises ValueError, changing nothing, without such a lock."""
-        state = state and self.needs_state
+        state = state and self.keeps_states
         if not (node.state_locks if state else node.locks):
             raise ValueError("this node is not locked: lock it first, unlock it once")
         if state:

@@ -30,6 +30,7 @@ from disagg.kv.cache_operations import StorageOperation, StorageOperationKind, S
 from disagg.kv.pages import TokenToKVPoolAllocator
 from disagg.kv.radix import RadixCache
 from disagg.kv.radix_node import Node
+from disagg.kv.stored_prefixes import StoredPrefixes
 
 SHARE = 4
 """Divisor of the second tier's blocks: fetches may own at most a quarter of them, and writes may lock as many."""
@@ -137,6 +138,8 @@ class StorageTier:
         self._unwanted: list[int] = []
         self._writing: set[int] = set()
         """Blocks of the second tier that running writes copy to the storage."""
+        self.prefixes = StoredPrefixes(index.kv_events.unit_tokens)
+        """Prefixes that the storage probably has, for routers."""
         self._stored: set[int] = set()
         """Blocks whose pages were written to the storage, or came from it."""
         self._lost: list[int] = []
@@ -153,6 +156,10 @@ class StorageTier:
             for at, block in enumerate(known.pages)
             if block not in self._stored and block not in self._writing
         ]
+        stored = next(
+            (at for at, block in enumerate(known.pages) if block not in self._stored), len(known.pages)
+        )
+        self.prefixes.add(prefix.shortened(stored * self._page_size))
         room = min(MOST_PAGES, max(0, self._most_pages - len(self._writing)))
         self._skipped += max(0, len(waiting) - room)
         waiting = waiting[:room]
@@ -284,11 +291,13 @@ class StorageTier:
         else:
             self._stored.update(work.blocks)
             self._written += len(work.blocks)
+            self.prefixes.add(work.prefix)
 
     def _end_find(self, work: _StorageWork) -> None:
         """Plans the fetch of the found pages, from the first page that the second tier still lacks."""
         known = self._index.match_kv(work.prefix)
         start, stop = len(known.pages), work.first + min(work.finished)
+        self.prefixes.forget(work.prefix, stop * self._page_size)
         room = max(0, self._most_pages - self._fetching)
         count = stop - start if work.users and not work.failed else 0
         self._skipped += max(0, count - room)
@@ -324,6 +333,7 @@ class StorageTier:
         self._fetching -= count - work.inserted
         self._fetched += len(added)
         self._stored.update(added)
+        self.prefixes.add(prefix)
         work.inserted = count
 
     def _end_fetch(self, work: _StorageWork) -> None:
@@ -364,6 +374,7 @@ class StorageTier:
 
     def check(self) -> None:
         """Raises `InvariantError` unless operations, blocks, locks and users agree."""
+        self.prefixes.check()
         works = self._under_way
         cached = set(self._index.pages())
         writing = [block for work in works.values() if work.kind == "write" for block in work.blocks]

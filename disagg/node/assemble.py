@@ -11,11 +11,15 @@ from disagg.core.errors import ConfigError
 from disagg.core.ports import Collective
 from disagg.model.load.source import ModelSource
 from disagg.model.runner import ModelRunner, RunnerOptions
+from disagg.model.spec.model_spec import ModelSpec
 from disagg.node.device import memory_bytes
 from disagg.node.rank_records import Rendezvous
 
 CACHED_STATES_SHARE = 0.1
 """Largest share of a GPU's memory that cached recurrent states may use."""
+DECODE_REQUESTS_PER_CACHED_STATE = 8
+"""Value of `max_requests` of a decode group for each recurrent state that the group caches, unless `cached_states` is
+set. Few requests are preempted."""
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -71,7 +75,7 @@ def make_runner(
 ) -> ModelRunner:
     """Returns the rank's model with a KV pool of `initial_pool_tokens` and one trash page."""
     dtype = resolve_dtype(config.model.dtype, source, device)
-    context_tokens = source.spec(dtype).context_tokens
+    spec = source.spec(dtype)
     return ModelRunner(
         source,
         RunnerOptions(
@@ -79,13 +83,13 @@ def make_runner(
             pool_tokens=group.initial_pool_tokens + group.page_size,
             page_size=group.page_size,
             rows=group.max_requests,
-            max_tokens=group.context_limit(context_tokens),
+            max_tokens=group.context_limit(spec.context_tokens),
             kv_dtype=resolve_kv_dtype(config, group, dtype),
             attention=config.model.attention,
             fused=config.model.fused,
             deterministic=config.model.deterministic,
             section=group.role,
-            cached_states=wanted_states(group, device),
+            cached_states=wanted_states(config, group, spec, device),
             cached_states_bytes=int(memory_bytes(device) * CACHED_STATES_SHARE) or None,
             recurrent_kernels=config.model.recurrent_kernels,
         ),
@@ -94,10 +98,17 @@ def make_runner(
     )
 
 
-def wanted_states(group: GroupConfig, device: torch.device) -> int:
-    """Returns the limit of recurrent states that the group caches; 0 for decode groups, which receive states."""
-    if isinstance(group, DecodeConfig) or not group.prefix_cache:
+def wanted_states(config: Config, group: GroupConfig, spec: ModelSpec, device: torch.device) -> int:
+    """Returns the limit of recurrent states that the group caches.
+
+    A decode group caches states for the recomputation of preempted requests. It caches none where requests are not
+    preempted, because the model has no KV, or where it has no prefix cache.
+    """
+    decodes = isinstance(group, DecodeConfig)
+    if not group.prefix_cache or (decodes and (config.model.deterministic or not spec.has_attention)):
         return 0
     if group.cached_states is not None:
         return group.cached_states
+    if decodes:
+        return group.max_requests // DECODE_REQUESTS_PER_CACHED_STATE
     return (4 if device.type == "cuda" else 2) * group.max_requests

@@ -23,13 +23,13 @@ reads pages of a queued prompt into the second tier; a request owns its prefetch
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from disagg.core.config.groups import EvictionName, GroupConfig, HostWriteName
 from disagg.core.errors import InvariantError
-from disagg.core.prefixes import PrefixKey
+from disagg.core.prefixes import PrefixKey, Tier
 from disagg.kv.cache_operations import CacheOperation, CacheWork, StorageOperation, StorageReport
 from disagg.kv.event_log import KVEventLog
 from disagg.kv.host_tier import HostTier, HostTierStatistics, TierLoad
@@ -55,6 +55,15 @@ class Layout(NamedTuple):
     Equal indices mean the same page. Indices count up from 0 in order of first use.
     """
 
+    def shared_tokens(self, page_size: int) -> list[int]:
+        """Returns for each sequence the number of its leading tokens in pages that earlier sequences have too."""
+        found, known_pages = [], 0
+        for tokens, numbers in self.sequences:
+            shared = sum(number < known_pages for number in numbers)
+            known_pages += len(numbers) - shared
+            found.append(min(tokens, shared * page_size))
+        return found
+
 
 @dataclass(slots=True, eq=False)
 class BlockTable:
@@ -70,8 +79,8 @@ class BlockTable:
     state: int | None = None
     """Slot of the cached state after `cached_tokens` tokens; the first step copies it to the row.
 
-    Valid while the block table locks its node with the state: from `reserve` to `keep`, `vacate` or `release`. None
-    for an empty hit, a hit by KV alone and a fork.
+    Valid while the block table locks its node with the state: from `reserve` or `refill_cached` to `keep`, `vacate`,
+    `unlock_state` or `release`. None for an empty hit, a hit by KV alone and a fork.
     """
     load: TierLoad | None = field(default=None, repr=False)
     """Load of the last pages of the hit from the second tier; forks have the same load. None without a load."""
@@ -127,15 +136,19 @@ class KVManager:
         rows: int,
         eviction: EvictionName | None = None,
         states: StateSlots | None = None,
+        receives_states: bool = False,
     ) -> None:
         """`eviction`: policy of the prefix cache; None: no prefix cache.
 
-        `states`: slots for cached states of a hybrid model, unused without a prefix cache.
+        `states`: slots for cached states of a hybrid model, unused without a prefix cache. `receives_states`: whether
+        the group receives the state of each prompt, so that `reserve` needs no cached state; see `refill_cached`.
         """
         self.allocator = TokenToKVPoolAllocator(pool_tokens // page_size + 1, page_size)
         """Pages of the pool; only the KV manager allocates and frees."""
-        self.cache = RadixCache(self.allocator, eviction, states=states) if eviction else None
+        self.cache: RadixCache | None = None
         """The prefix cache; None without one."""
+        if eviction:
+            self.cache = RadixCache(self.allocator, eviction, states=states, matches_kv=receives_states)
         self._eviction, self._stores_unused = eviction, True
         self.host: HostTier | None = None
         """The second tier of the prefix cache; None without one."""
@@ -187,12 +200,16 @@ class KVManager:
     @property
     def caches_states(self) -> bool:
         """Whether the prefix cache has slots for recurrent states."""
-        return self.cache is not None and self.cache.needs_state
+        return self.cache is not None and self.cache.keeps_states
 
     @property
-    def kv_events(self) -> KVEventLog | None:
-        """KV events of the prefix cache; None without one."""
-        return self.cache.kv_events if self.cache is not None else None
+    def kv_events(self) -> Mapping[Tier, KVEventLog]:
+        """KV events of each tier of the prefix cache; empty without one."""
+        if self.cache is None:
+            return {}
+        if self.host is None:
+            return {"device": self.cache.kv_events}
+        return {"device": self.cache.kv_events, **self.host.kv_events}
 
     @property
     def capacity_tokens(self) -> int:
@@ -389,6 +406,17 @@ class KVManager:
         elif self.host is not None:
             self.host.store(prompt if self._stores_unused else prompt.shortened(self._used_tokens(node)))
 
+    def has_copies(self, block_table: BlockTable, prefix: PrefixKey) -> bool:
+        """Returns whether the cache has KV of `prefix` in other pages than the block table.
+
+        `keep` would lock these pages too. A running sequence must not do that: the oldest request could then lack
+        pages although it fits the pool alone.
+        """
+        if self.cache is None:
+            return False
+        pages = self.cache.match_kv(prefix).pages
+        return pages != block_table.pages[: len(pages)]
+
     def _used_tokens(self, node: Node) -> int:
         """Returns the number of tokens of the longest prefix on the path of `node` that some request has hit."""
         above: Node | None = node
@@ -494,6 +522,42 @@ class KVManager:
             pages += block_table.pages[len(shared) :]
         return pages
 
+    def refill_cached(
+        self,
+        block_tables: Sequence[BlockTable],
+        layout: Layout,
+        keys: Sequence[PrefixKey],
+        prompt_tokens: int,
+    ) -> bool:
+        """Like `refill`, but each block table begins with the longest prefix of its key that ends at a cached state.
+
+        `keys[i]` covers the first `tokens[i]` tokens of `layout`. The block table locks the state and names it in
+        `BlockTable.state`; `BlockTable.cached_tokens` is its position. Returns False, changing nothing, if pages are
+        short or a table has no state. The states of several tables must be after the full pages of the prompt of
+        `prompt_tokens` tokens: tables share only cached pages, and `sequences_that_fit` counts a prompt's pages once.
+        """
+        if not self.caches_states or self.cache is None:
+            return False
+        hits = [self.cache.match_state(key) for key in keys]
+        least = prompt_tokens // self.page_size * self.page_size if len(hits) > 1 else 0
+        if any(hit.state is None or hit.tokens < least for hit in hits):
+            return False
+        for block_table, hit in zip(block_tables, hits, strict=True):
+            self.cache.lock(hit.node)
+            block_table.sequence.free()
+            block_table.sequence = KVSequence(self.allocator, hit.pages)
+            block_table.cached_tokens, block_table.node, block_table.state = hit.tokens, hit.node, hit.state
+        missing = [
+            tokens - table.tokens for table, (tokens, _) in zip(block_tables, layout.sequences, strict=True)
+        ]
+        if not self._make_room(sum(pages_for(count, self.page_size) for count in missing)):
+            for block_table in block_tables:
+                self.vacate(block_table)
+            return False
+        for block_table, count in zip(block_tables, missing, strict=True):
+            block_table.sequence.append(count)
+        return True
+
     def release(self, block_table: BlockTable) -> None:
         """Frees row and pages. Raises `ValueError` if the row is free already."""
         if block_table.row in self._free_rows:
@@ -512,6 +576,13 @@ class KVManager:
         if self.cache is not None and block_table.node is not None:
             self.cache.unlock(block_table.node, state=block_table.state is not None)
         block_table.node = block_table.state = None
+
+    def unlock_state(self, block_table: BlockTable) -> None:
+        """Ends the use of the cached state that the block table locks, if any. The pages stay locked."""
+        if self.cache is not None and block_table.node is not None and block_table.state is not None:
+            self.cache.lock(block_table.node, state=False)
+            self.cache.unlock(block_table.node)
+            block_table.state = None
 
     def statistics(self) -> KVManagerStatistics:
         """Returns the current counts."""

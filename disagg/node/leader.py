@@ -27,7 +27,7 @@ from disagg.core.errors import (
     RequestTimeoutError,
 )
 from disagg.core.ports import Clock
-from disagg.core.prefixes import PrefixKey
+from disagg.core.prefixes import PrefixKey, Tier
 from disagg.core.status import GroupStatus, RankStatus
 from disagg.core.tokens import TokenIds
 from disagg.core.types import GroupInfo, RequestKey, TokenLogprobs
@@ -259,9 +259,9 @@ class Leader(ABC):
         """Returns the number of steps that are planned and not committed."""
         return 0
 
-    def _kv_events(self) -> KVEventLog | None:
-        """Returns the KV events of the prefix cache; None without one. Called under the lock."""
-        return None
+    def _kv_events(self) -> Mapping[Tier, KVEventLog]:
+        """Returns the KV events of each tier of the prefix cache; empty without one. Called under the lock."""
+        return {}
 
     def _on_router_lost(self, request: LedRequest) -> None:
         """Ends a request whose router is lost."""
@@ -278,9 +278,9 @@ class Leader(ABC):
             self._publish_kv_events()
 
     def _publish_kv_events(self, at_least: int = 1) -> None:
-        """Sends KV events to each watching router that lacks at least `at_least` events."""
+        """Sends KV events to each watching router that lacks at least `at_least` events of a tier."""
         kv_events = self._kv_events()
-        if kv_events is not None:
+        if kv_events:
             assert self._group is not None, "a leader is used after join"
             switch_tokens = self._spec.rope_switch_tokens
             self._kv_event_publisher.publish(

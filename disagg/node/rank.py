@@ -457,18 +457,17 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
             reason = "the model has no KV, and a decode group receives the recurrent states"
         if self.role == "decode" and spec.has_state and self.config.model.deterministic:
             reason = "the bits of the model's KV depend on where the prefill group ends a prompt's last chunk"
-        states = None
-        if (
-            self.runner.states is not None and self.role != "decode"
-        ):  # a decode group receives each prompt's state
+        states, receives_states = None, self.role == "decode"
+        if self.runner.states is not None:
             first = group.max_requests + 1  # after the slots of the rows and the trash row
             states = StateSlots(first, self.runner.states.pool.slots - first)
-            if not states.count and not reason:  # no hit would be possible
+            if not (states.count or receives_states or reason):  # no hit would be possible
                 reason = f"there is no room for a cached recurrent state ({self.role}.cached_states)"
         if group.prefix_cache and reason:
             log.info("no_prefix_cache", group=self.name, model=spec.architecture, why=reason)
         return KVManager(
             states=states,
+            receives_states=receives_states,
             pool_tokens=self._pool_tokens(),
             page_size=group.page_size,
             rows=group.max_requests,

@@ -24,6 +24,11 @@ NEAR_SHARE = 8
 state."""
 
 
+def least_distance(page_size: int, interval_tokens: int) -> int:
+    """Returns the least number of tokens between two cached states, whole pages: 1/8 of the interval."""
+    return max(page_size, interval_tokens // NEAR_SHARE // page_size * page_size)
+
+
 @dataclass(slots=True, eq=False)
 class SavedStates:
     """Saved states of one request, from its reservation until the states are cached or dropped."""
@@ -48,7 +53,7 @@ class StateSaves:
         self._kv_manager, self._chunks = kv_manager, chunks
         page = kv_manager.page_size
         self._interval = max(1, interval_tokens // page) * page
-        self._near = max(page, self._interval // NEAR_SHARE // page * page)
+        self._near = least_distance(page, interval_tokens)
         self.copies: list[StateCopy] = []
         """Copies of states that precede the step of the next plan."""
         self.saves: list[StateCopy] = []

@@ -146,7 +146,7 @@ def _group(
     token_bytes = rank_token_bytes(spec.layout, ranks)
     transfer = config.transfer.sized(gpu_memory_bytes)
     limit_bytes = int(gpu_memory_bytes * CACHED_STATES_SHARE)
-    cached = cached_states(spec, wanted_states(group, torch.device("cuda")), limit_bytes)
+    cached = cached_states(spec, wanted_states(config, group, spec, torch.device("cuda")), limit_bytes)
     budget = MemoryBudget(
         limit_bytes=int(gpu_memory_bytes * group.mem_fraction),
         weights_bytes=max(

@@ -115,7 +115,7 @@ class GroupTable:
         if not self._by_prefixes():
             return set()
         compared = [engines for engines in self._current().of.values() if len(engines) > 1]
-        return {engine.held.kind for engines in compared for engine in engines if engine.held.held}
+        return {tier.kind for engines in compared for engine in engines for tier in engine.tiers if tier.held}
 
     def _current(self) -> _GroupView:
         version = (self._dispatcher.changes, self.statuses.changes, self._changes)

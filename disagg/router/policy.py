@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import xxhash
 
-from disagg.core.config.read import PolicyName
+from disagg.core.config.read import PolicyName, RouterConfig
 from disagg.core.errors import BusyError
-from disagg.core.prefixes import HeldPrefixes
+from disagg.core.prefixes import HeldPrefixes, Tier
 from disagg.core.types import GroupInfo
 
+DEFAULTS = RouterConfig()
 SLACK = 16
 """Groups whose costs differ by at most 1/`SLACK` of the prompt's tokens count as equal; see `prefix_aware`."""
 SESSION_LOAD = 1.25
@@ -37,12 +39,23 @@ class RoutedGroup:
     draining: bool = False
     """Whether the group finishes its requests and gets no new ones."""
     held: HeldPrefixes = field(default_factory=HeldPrefixes)
-    """Cached prefixes, from KV events; empty if the router does not watch them."""
+    """Prefixes cached in the KV pool, from KV events; empty if the router does not watch them."""
+    lower: dict[Tier, HeldPrefixes] = field(default_factory=dict)
+    """Prefixes in the tiers below the KV pool, from KV events; empty for a group without these tiers."""
 
     @property
     def usable(self) -> bool:
         """Whether the group takes new requests."""
         return not self.lost and not self.draining
+
+    def held_in(self, tier: Tier) -> HeldPrefixes:
+        """Returns the prefixes in `tier`; empty prefixes are added for a tier that is not known yet."""
+        return self.held if tier == "device" else self.lower.setdefault(tier, HeldPrefixes())
+
+    @property
+    def tiers(self) -> list[HeldPrefixes]:
+        """The prefixes in each known tier."""
+        return [self.held, *self.lower.values()]
 
 
 @dataclass(slots=True)
@@ -81,6 +94,15 @@ class SessionLoad:
         return self.sequences if engine is self.decode else 1
 
 
+class PromptCost(NamedTuple):
+    """Work of a group for a prompt, in tokens whose computation takes equally long."""
+
+    missing: int
+    """Tokens that no tier of the group's prefix cache has."""
+    loading: int
+    """Time to load cached tokens from lower tiers."""
+
+
 @dataclass(frozen=True, slots=True)
 class RoutingRequest:
     """Properties of a request that a policy uses to choose a group."""
@@ -91,15 +113,36 @@ class RoutingRequest:
     """The client's name for the conversation; empty without one."""
     block_hashes: Mapping[tuple[int, int], Sequence[int]] = field(default_factory=dict)
     """Block hashes of the prompt, by `unit_tokens` and `switch_tokens` of the groups; see `HeldPrefixes`."""
+    host_load_cost: float = DEFAULTS.host_load_cost
+    storage_load_cost: float = DEFAULTS.storage_load_cost
+    """Times to load a token from host memory and from the storage, each divided by the time to compute it."""
 
     def missing_tokens(self, engine: RoutedGroup) -> int:
-        """Returns the prompt tokens minus the group's prefix cache hit. At least 1, because the last token is always
-        computed."""
-        held = engine.held
+        """Returns the prompt tokens minus the group's prefix cache hit, plus the cost of loading a part of the hit.
+
+        At least 1, because the last token is always computed.
+        """
+        return sum(self.cost(engine))
+
+    def cost(self, engine: RoutedGroup) -> PromptCost:
+        """Returns the group's work for this prompt: the longest hit of a tier counts as far as it exceeds the hits of
+        the faster tiers."""
+        hit = self._hit(engine.held)
+        if not engine.lower:
+            return PromptCost(max(1, self.tokens - hit), 0)
+        in_host = max(hit, self._hit_in(engine, "host"))
+        stored = max(in_host, self._hit_in(engine, "storage"))
+        loading = self.host_load_cost * (in_host - hit) + self.storage_load_cost * (stored - in_host)
+        return PromptCost(max(1, self.tokens - stored), math.ceil(loading))
+
+    def _hit_in(self, engine: RoutedGroup, tier: Tier) -> int:
+        return self._hit(engine.lower[tier]) if tier in engine.lower else 0
+
+    def _hit(self, held: HeldPrefixes) -> int:
         block_hashes = self.block_hashes.get(held.kind)
         if not block_hashes or block_hashes[0] not in held.held:  # true for most groups of a large cluster
-            return self.tokens
-        return max(1, self.tokens - held.longest_tokens(block_hashes))
+            return 0
+        return min(self.tokens, held.longest_tokens(block_hashes))
 
 
 Policy = Callable[[Sequence[RoutedGroup], RoutingRequest], RoutedGroup]
@@ -117,38 +160,38 @@ def round_robin(engines: Sequence[RoutedGroup], request: RoutingRequest) -> Rout
 
 
 def prefix_aware(engines: Sequence[RoutedGroup], request: RoutingRequest) -> RoutedGroup:
-    """Returns the group with the lowest cost: queued tokens plus uncached prompt tokens. Requests of a named session
-    use the same decode group instead.
+    """Returns the group with the lowest cost: queued tokens, uncached prompt tokens and the time of loads.
+
+    Requests of a named session use the same decode group instead.
 
     Groups whose cost exceeds the lowest by at most 1/16 of the prompt count as equal. Otherwise a short prefix common
-    to all prompts would send every request to one group. Among equal groups the order is: fewest requests, then
-    fewest cached blocks.
+    to all prompts would send every request to one group. Among equal groups the order is: fewest requests, shortest
+    loads, fewest cached blocks.
     """
     usable = _usable(engines)
     if request.session and usable[0].group.role == "decode":
         return _of_session(usable, request.session)
     costs = _costs(usable, request)
-    most = min(costs) + request.tokens // SLACK
+    totals = [
+        engine.tokens + missing + loading for engine, (missing, loading) in zip(usable, costs, strict=True)
+    ]
+    most = min(totals) + request.tokens // SLACK
     ranks = [
-        (engine.requests, len(engine.held.held), cost, engine.served, number)
-        for number, (engine, cost) in enumerate(zip(usable, costs, strict=True))
-        if cost <= most
+        (engine.requests, costs[number].loading, len(engine.held.held), total, engine.served, number)
+        for number, (engine, total) in enumerate(zip(usable, totals, strict=True))
+        if total <= most
     ]
     return usable[min(ranks)[-1]]
 
 
-def _costs(engines: Sequence[RoutedGroup], request: RoutingRequest) -> list[int]:
-    """Returns each group's cost in tokens; calls `request.missing_tokens` only if the group caches a prefix."""
+def _costs(engines: Sequence[RoutedGroup], request: RoutingRequest) -> list[PromptCost]:
+    """Returns each group's cost of the prompt; calls `request.cost` only if the group may cache a prefix."""
+    whole = PromptCost(request.tokens, 0)
     firsts = {kind: block_hashes[0] for kind, block_hashes in request.block_hashes.items() if block_hashes}
     if not firsts:
-        return [engine.tokens + request.tokens for engine in engines]
+        return [whole] * len(engines)
     return [
-        engine.tokens
-        + (
-            request.missing_tokens(engine)
-            if firsts.get((held := engine.held).kind) in held.held
-            else request.tokens
-        )
+        request.cost(engine) if engine.lower or firsts.get((held := engine.held).kind) in held.held else whole
         for engine in engines
     ]
 

@@ -52,6 +52,7 @@ class Router:
         """`clock` has the event loop's rate and epoch, but may have a finer resolution."""
         self._dispatcher, self.choose = dispatcher, POLICIES[config.policy]
         self._clock = clock
+        self._load_costs = config.host_load_cost, config.storage_load_cost
         self._table = GroupTable(dispatcher, lambda: self.choose is prefix_aware)
         self._suspicions = Suspicions(dispatcher, self._table)
         budget = RecoveryBudget(config.recoveries_per_s, clock)
@@ -184,7 +185,7 @@ class Router:
             (unit, switch): PrefixKey.of(prompt, cache_salt, switch).block_hashes(unit)
             for unit, switch in self._table.hash_kinds()
         }
-        return RoutingRequest(len(prompt), session, block_hashes)
+        return RoutingRequest(len(prompt), session, block_hashes, *self._load_costs)
 
     def _decode_groups(self) -> int:
         """Returns the number of usable groups that decode."""

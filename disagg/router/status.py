@@ -106,7 +106,7 @@ class GroupStatuses:
         for engine in self._engines():
             if (engine.group.leader.control_address, engine.group.name) == (leader, message.group):
                 try:
-                    known = engine.held.apply(message.digest, message.switch_tokens)
+                    known = engine.held_in(message.tier).apply(message.digest, message.switch_tokens)
                 except ValueError as exc:
                     log.warning("digest_not_read", peer=leader, why=str(exc))
                     return

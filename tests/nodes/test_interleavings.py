@@ -77,7 +77,11 @@ def test_the_simulation_reaches_what_it_is_for() -> None:
                 damage(simulation, what, patch, seed)
             simulation.probe()
             size = (10, 70) if what == "crowded" else (40, 3)
-            sampling = SamplingParams(max_tokens=size[1], n=2 if what == "answers" else 1)
+            sampling = SamplingParams(
+                max_tokens=size[1],
+                n=2 if what == "answers" else 1,
+                prompt_logprobs=1 if what == "crowded" else None,
+            )
             requests = [simulation.router.submit(size[0], sampling) for _ in range(3)]
             for _ in range(400):
                 simulation.step()

@@ -23,7 +23,7 @@ class Teller:
 
     def tell(self, *watchers: str, news: int = 1) -> list[tuple[str, int | None, int]]:
         self.sent.clear()
-        self.news.publish(self.kv_events, watchers, "prefill", 0, news)
+        self.news.publish({"device": self.kv_events}, watchers, "prefill", 0, news)
         return [(peer, message.digest.since, message.digest.version) for peer, message in self.sent]
 
 
@@ -56,6 +56,25 @@ def test_who_goes_is_told_no_more_and_everything_when_it_is_back() -> None:
         teller.news.watch(router, m.Watch(1.0, "events"))
         assert teller.tell(router) == [(router, None, 1)]
         teller.tell()
+
+
+def test_each_tier_has_versions_of_its_own() -> None:
+    teller, host = Teller(), KVEventLog(128)
+    teller.kv_events.add([1])
+    teller.news.watch("a", m.Watch(1.0, "events"))
+
+    def tell() -> list[tuple[str, int | None, int]]:
+        teller.sent.clear()
+        teller.news.publish({"device": teller.kv_events, "host": host}, ["a"], "prefill", 0, 1)
+        return [(message.tier, message.digest.since, message.digest.version) for _, message in teller.sent]
+
+    assert tell() == [("device", None, 1), ("host", None, 0)]
+    host.add([7, 8])
+    assert tell() == [("host", 0, 2)]
+    teller.kv_events.add([2])
+    assert tell() == [("device", 1, 2)]
+    teller.news.watch("a", m.Watch(1.0, "all"))
+    assert tell() == [("device", None, 2), ("host", None, 2)]
 
 
 class DigestDispatcher:
@@ -98,3 +117,9 @@ def test_a_router_follows_and_asks_for_everything_when_some_is_missing() -> None
     kv_events.remove([2])
     dispatcher.listener(m.CacheDigest("prefill", kv_events.digest()))
     assert (len(engine.held), engine.held.version) == (1, 3)
+    host = KVEventLog(128)
+    host.add([5, 6])
+    dispatcher.listener(m.CacheDigest("prefill", host.digest(), 7, "host"))
+    assert (len(engine.held), len(engine.lower["host"]), engine.lower["host"].kind) == (1, 2, (128, 7))
+    dispatcher.listener(m.CacheDigest("prefill", Digest(1, 2, 128, b"", b""), 7, "host"))
+    assert dispatcher.sent[3:] == [m.Watch(2.0, "all")], "a missed digest of any tier"

@@ -92,14 +92,16 @@ def test_the_memory_of_states() -> None:
     assert each == prefill.request_state_bytes == 28160
     assert (prefill.max_requests, prefill.cached_states) == (256, 40)
     assert prefill.budget.state_bytes == (256 + 1 + 40) * each
-    assert decode.cached_states == 0, "it receives states"
-    assert decode.budget.state_bytes == (8 + 1) * each
+    assert decode.cached_states == 1, "for preempted requests"
+    assert decode.budget.state_bytes == (8 + 1 + 1) * each
     lines = memory_lines([prefill, decode])
     assert lines[1] == (
         "prefill, recurrent states: 7.98 MiB on each rank = 256 requests (prefill.max_requests) + 40 cached "
         "(prefill.cached_states) + 1 for padding, 27.5 KiB each"
     )
-    assert lines[3].endswith("= 8 requests (decode.max_requests) + 1 for padding, 27.5 KiB each")
+    assert lines[3].endswith(
+        "= 8 requests (decode.max_requests) + 1 cached (decode.cached_states) + 1 for padding, 27.5 KiB each"
+    )
     many = Config(model=TINY, prefill=PrefillConfig(tp=2, cached_states=10_000), decode=DecodeConfig(tp=1))
     assert plan_memory(many, 10**9)[0].cached_states == 10**8 // each, "a tenth of the GPU at most"
 

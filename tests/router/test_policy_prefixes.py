@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from disagg.core.prefixes import PrefixKey
+from disagg.core.prefixes import PrefixKey, Tier
 from disagg.core.types import (
     PROTOCOL_VERSION,
     GroupInfo,
@@ -30,17 +31,22 @@ def engine(name: str, role: str = "prefill", **counts: int) -> RoutedGroup:
 
 
 def holds(
-    engine: RoutedGroup, *prompts: range, unit: int = UNIT, switch: int = 0, salt: str = ""
+    engine: RoutedGroup,
+    *prompts: range,
+    unit: int = UNIT,
+    switch: int = 0,
+    salt: str = "",
+    tier: Tier = "device",
 ) -> RoutedGroup:
-    """The engine has told that it has cached the prompts."""
+    """The engine has told that it has cached the prompts in `tier`."""
     kv_events = KVEventLog(unit)
     kv_events.add({mark: None for p in prompts for mark in PrefixKey.of(p, salt, switch).block_hashes(unit)})
-    assert engine.held.apply(kv_events.digest(), switch)
+    assert engine.held_in(tier).apply(kv_events.digest(), switch)
     return engine
 
 
 def asking(prompt: range, *engines: RoutedGroup, session: str = "", salt: str = "") -> RoutingRequest:
-    kinds = {(e.held.unit_tokens, e.held.switch_tokens) for e in engines if len(e.held)}
+    kinds = {held.kind for e in engines for held in e.tiers if len(held)}
     block_hashes = {
         (unit, switch): PrefixKey.of(prompt, salt, switch).block_hashes(unit) for unit, switch in kinds
     }
@@ -84,6 +90,58 @@ def test_groups_of_other_pages_salts_and_lengths_are_compared_rightly(mine: int)
     if mine:
         short = asking(range(100), fine)
         assert short.missing_tokens(fine) == 100
+
+
+TIERS: tuple[Tier, ...] = ("device", "host", "storage")
+
+
+@pytest.mark.parametrize("tokens", [448, 512, 1000, 3000])
+def test_of_equal_hits_the_fastest_tier_is_preferred_and_any_tier_to_computing(tokens: int) -> None:
+    """With equal queues; hits of 448 tokens and more are longer than the slack of the longest prompt."""
+    prompt = range(tokens)
+    engines = [engine("none"), *(holds(engine(tier), range(448), tier=tier) for tier in reversed(TIERS))]
+    for expected in (*TIERS, "none"):
+        assert prefix_aware(engines, asking(prompt, *engines)).group.name == expected
+        engines = [one for one in engines if one.group.name != expected]
+
+
+def test_a_load_costs_less_than_computing_and_more_than_nothing() -> None:
+    one = holds(holds(engine("a"), range(256)), range(512), tier="host", unit=128)
+    holds(one, range(896), tier="storage")
+    request = replace(asking(range(1000), one), host_load_cost=0.1, storage_load_cost=0.5)
+    assert request.cost(one) == (1000 - 896, 26 + 192)
+    assert request.missing_tokens(one) == 104 + 218
+
+
+def test_a_long_hit_in_storage_is_compared_with_a_short_one_in_the_pool() -> None:
+    """The storage's rate decides: a fast disk is worth a load of the whole prompt, a slow one is not."""
+    near, far = holds(engine("near"), range(512)), holds(engine("far"), range(960), tier="storage")
+    request = asking(range(1000), near, far)
+    for cost, expected in ((0.1, "far"), (0.9, "near")):
+        assert prefix_aware([near, far], replace(request, storage_load_cost=cost)).group.name == expected
+    far.tokens = 1000
+    assert prefix_aware([near, far], replace(request, storage_load_cost=0.0)).group.name == "near"
+
+
+HELD = st.tuples(*[st.integers(0, 40)] * 3)
+
+
+@given(st.lists(HELD, min_size=1, max_size=5), st.integers(1, 3000), st.floats(0, 1), st.floats(0, 1))
+def test_more_in_a_faster_tier_never_costs_more(
+    held: list[tuple[int, int, int]], tokens: int, host: float, storage: float
+) -> None:
+    """Also with digests that are late: a tier may still name what a faster tier has, or what no tier has any more."""
+    for units in held:
+        one, faster = engine("a"), engine("b")
+        for number, (tier, count) in enumerate(zip(TIERS, units, strict=True)):
+            holds(one, range(count * UNIT), tier=tier)
+            holds(faster, range(max(units[number:]) * UNIT), tier=tier)
+        request = replace(
+            asking(range(tokens), one, faster),
+            host_load_cost=min(host, storage),
+            storage_load_cost=max(host, storage),
+        )
+        assert 1 <= request.missing_tokens(faster) <= request.missing_tokens(one) <= tokens + 1
 
 
 def test_a_new_group_gets_what_has_no_better_place() -> None:

@@ -254,3 +254,28 @@ MORE_HYBRIDS: dict[str, Callable[[], PreTrainedConfig]] = {
     "falcon-mamba": lambda: FalconMambaConfig(**_NO_ATTENTION, state_size=8),
 }
 """More of the same kinds."""
+
+_THREE: dict[str, int] = {
+    "num_attention_heads": 6,
+    "hidden_size": 96,
+    "attention_hidden_size": 192,
+    "mamba_n_heads": 12,
+    "mamba_d_ssm": 192,
+    "mamba_headdim": 24,
+}
+
+
+def hybrid(name: str) -> PreTrainedConfig:
+    """A model of `HYBRIDS` or `MORE_HYBRIDS`. With `/3` after its name it has 6 query heads, which 3 ranks and 2
+    ranks share; 2 KV heads stay 2."""
+    name, three, _ = name.partition("/3")
+    config = (HYBRIDS | MORE_HYBRIDS)[name]()
+    if not three or not hasattr(config, "num_attention_heads"):
+        return config
+    own = config.to_dict()
+    changed = {key: value for key, value in _THREE.items() if key in own}
+    if own["num_key_value_heads"] == own["num_attention_heads"]:
+        changed["num_key_value_heads"] = 6
+    if "attention_head_dim" in own:
+        changed["attention_head_dim"] = 32
+    return type(config)(**own | changed)

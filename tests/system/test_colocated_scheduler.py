@@ -10,7 +10,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from disagg.colocated.scheduler import ColocatedRequest, ColocatedScheduler
 from disagg.core.errors import BusyError, PromptTooLongError
+from disagg.core.prefixes import PrefixKey
 from disagg.core.types import RequestKey, SamplingParams
+from disagg.kv.state_slots import StateSlots
 from disagg.model.chunks import PromptChunks
 from disagg.node.kv_manager import KVManager
 from disagg.node.plan import StepPlan, Work
@@ -217,3 +219,32 @@ def test_a_prompt_that_must_not_be_cut_is_computed_in_one_step() -> None:
         steps.append([(work.key.request_id, len(work.tokens)) for work in plan.work])
         commit(scheduler, plan)
     assert steps == [[("a", 5), ("b", 20)], [("a", 1), ("b", 1), ("c", 3)]]
+
+
+def test_a_recovered_request_begins_at_the_last_cached_state() -> None:
+    kv_manager = KVManager(pool_tokens=80, page_size=4, rows=3, eviction="lru", states=StateSlots(4, 4))
+    scheduler = ColocatedScheduler(
+        kv_manager,
+        group="colocated",
+        chunks=PromptChunks(7, recurrent=True, single=True),
+        max_batch=3,
+        max_context_tokens=40,
+        first_ticket=0,
+        state_interval_tokens=8,
+    )
+    prompt, answer = list(range(9)), [7] * 9
+    prefix, sampling = PrefixKey.of(prompt), SamplingParams(max_tokens=16)
+    first = scheduler.reserve(RequestKey("a"), prompt, sampling, router="", deadline_s=0.0, prefix=prefix)
+    first.started = True
+    while len(first.tokens) < 9 and (plan := scheduler.next_step()) is not None:
+        commit(scheduler, plan)
+    scheduler.close(first)
+    again = scheduler.reserve(
+        RequestKey("a", 1), prompt, sampling, router="", deadline_s=0.0, prefix=prefix, answered=answer
+    )
+    again.started = True
+    plan = scheduler.next_step()
+    assert plan is not None
+    assert [work.start for work in plan.work] == [16], "9 tokens of the prompt and 7 of the answer"
+    assert [copy.destination for copy in plan.state_copies] == [plan.work[0].row]
+    scheduler.check()

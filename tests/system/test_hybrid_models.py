@@ -6,7 +6,7 @@ import itertools
 
 import msgspec
 import pytest
-from architectures import HYBRIDS, MORE_HYBRIDS, save
+from architectures import HYBRIDS, MORE_HYBRIDS, hybrid, save
 from local_groups import Checkpoints, local_groups, random_prompts, small_config
 from slow_parameters import sampled
 
@@ -16,8 +16,7 @@ from disagg.model.load.source import ModelSource
 
 @pytest.fixture(scope="module")
 def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ModelSource:
-    config = (HYBRIDS | MORE_HYBRIDS)[request.param]()
-    return ModelSource.from_directory(save(config, tmp_path_factory.mktemp(request.param)))
+    return ModelSource.from_directory(save(hybrid(request.param), tmp_path_factory.mktemp("model")))
 
 
 SIZES = [((1, 1), (16, 4)), ((2, 1), (4, 16)), ((1, 2), (1, 8)), ((2, 2), (16, 16))]
@@ -49,6 +48,22 @@ def test_tokens_are_those_of_generate(
     prompts = random_prompts(
         5, 1, 49, 24, 90
     )  # more than there are rows; 49 leaves one token over two chunks
+    with local_groups(config, source) as groups:
+        answers = groups.answers(prompts, SamplingParams(max_tokens=8))
+    assert [answer.tokens for answer in answers] == [checkpoints.greedy(source, p, 8) for p in prompts]
+
+
+@pytest.mark.parametrize(
+    ("source", "chunk_tokens"),
+    sampled(
+        itertools.product([f"{name}/3" for name in HYBRIDS | MORE_HYBRIDS], (1, 13, 64)),
+        lambda source, chunk_tokens: (source, chunk_tokens) == ("bamba/3", 13),
+    ),
+    indirect=["source"],
+)
+def test_three_ranks_send_to_two(source: ModelSource, chunk_tokens: int, checkpoints: Checkpoints) -> None:
+    config = small_config(3, 2, prefill_page=8, decode_page=4, chunk_tokens=chunk_tokens, max_requests=3)
+    prompts = random_prompts(5, 1, 49, 24)
     with local_groups(config, source) as groups:
         answers = groups.answers(prompts, SamplingParams(max_tokens=8))
     assert [answer.tokens for answer in answers] == [checkpoints.greedy(source, p, 8) for p in prompts]

@@ -88,9 +88,12 @@ class System:
         groups: tuple[int, int],
         router: RouterConfig | None = None,
         source: ModelSource | None = None,
+        state_interval_tokens: int = 1024,
         **settings: Any,
     ) -> None:
         config = small_config(1, 1, groups=groups, **settings)
+        prefill = msgspec.structs.replace(config.prefill, state_interval_tokens=state_interval_tokens)
+        config = msgspec.structs.replace(config, prefill=prefill)
         if router is not None:
             config = msgspec.structs.replace(config, router=router)
         self.groups = LocalGroups(config, source or checkpoints.source(), options=SHORT)
@@ -201,13 +204,17 @@ def test_a_recurrent_state_is_computed_behind_the_answer_so_far(
     def middle(source: str, message: m.Message) -> str | None:
         return source[:-2] if isinstance(message, m.Tokens) and message.index == 5 else None
 
-    with System(checkpoints, (1, 2), source=source) as system:
+    with System(checkpoints, (1, 2), source=source, state_interval_tokens=16) as system:
         system.kill_at(middle)
         sampling = SamplingParams(max_tokens=16)
         found = system.groups.serve(lambda router: answers_of(router, "r", prompt, sampling))
+        cache = system.groups.prefill[0].statistics()["leader"].memory.cache
     assert system.killed
     assert found.tokens[0] == checkpoints.greedy(source, prompt, 16)
     assert found.report.recoveries
+    assert cache.hit_tokens == 48 * len(found.report.recoveries), (
+        "each attempt begins at the last page's state"
+    )
 
 
 def test_a_stream_does_not_notice_the_death_of_its_prefill_group(checkpoints: Checkpoints) -> None:

@@ -291,6 +291,7 @@ class DecodeMachine(RuleBasedStateMachine):
     """Too few pages: 16 for up to 4 requests of up to 40 tokens each. Copies end late, ranks in any order."""
 
     eviction: EvictionName | None = None
+    cached_states = 0
 
     def __init__(self) -> None:
         super().__init__()
@@ -310,7 +311,7 @@ class DecodeMachine(RuleBasedStateMachine):
         self.kv: dict[int, tuple[int, ...]] = {}
         """For each slot, the tokens up to the one whose KV stands there."""
         self.states: dict[int, tuple[int, ...]] = {}
-        """For each row, the tokens whose recurrent state it has."""
+        """For each row and state slot, the tokens whose recurrent state it has."""
         self.host: dict[int, list[dict[int, tuple[int, ...]]]] = {}
         """The same for each block of host memory and its pages, by offset."""
 
@@ -325,8 +326,16 @@ class DecodeMachine(RuleBasedStateMachine):
     def begin(
         self, preemption: Any, blocks: int, recurrent: str, whole_prompts: bool, fixed: bool, ahead: int
     ) -> None:
-        whole_prompts, recurrent = (False, "") if self.eviction else (whole_prompts, recurrent)
-        self.kv_manager = KVManager(pool_tokens=64, page_size=4, rows=4, eviction=self.eviction)
+        if self.eviction:
+            whole_prompts, recurrent = False, "anywhere" if self.cached_states else ""
+        self.kv_manager = KVManager(
+            pool_tokens=64,
+            page_size=4,
+            rows=4,
+            eviction=self.eviction,
+            states=StateSlots(5, self.cached_states),
+            receives_states=True,
+        )
         self.scheduler = DecodeScheduler(
             self.kv_manager,
             SchedulerOptions(
@@ -525,7 +534,7 @@ class DecodeMachine(RuleBasedStateMachine):
                 assert request.left_tokens or mine == request.sequences
                 assert not any(one.ended for one in request.sequences), "what has ended holds nothing"
             else:
-                assert not any(one.may_go_on for one in request.sequences if one not in mine)
+                assert request.again or not any(one.may_go_on for one in request.sequences if one not in mine)
                 assert not any(one.ended for one in mine)
 
     def only_younger_ones_leave(self, before: dict[DecodeRequest, list[int]]) -> None:
@@ -554,6 +563,7 @@ class DecodeMachine(RuleBasedStateMachine):
             found = () if work.start == 0 else self.states[work.row]
             assert found == tuple(known[: work.start]), "its state is that of the tokens before"
             self.states[work.row] = tuple(known[: work.span.stop])
+            self.states |= {slot: tuple(known[:tokens]) for tokens, slot in work.saves}
             assert work.span.stop <= prompt_tokens or len(work.tokens) == 1, (
                 "answers token by token, as at first"
             )
@@ -721,6 +731,8 @@ class DecodeMachine(RuleBasedStateMachine):
         assert not self.requests()
         self.scheduler.check()
         assert self.kv_manager.free_pages == 16
+        cache = self.kv_manager.statistics().cache
+        assert cache is None or cache.held_states == cache.locked_states == cache.locked_pages == 0
 
 
 class CachingDecodeMachine(DecodeMachine):
@@ -773,6 +785,45 @@ def test_steps_ahead_of_their_tokens(preemption: str, eviction: EvictionName | N
         machine.teardown()
     assert ahead > 500, "steps were planned ahead"
     assert pruned > 20, "answers ended before others of their request"
+
+
+class CachingStatesDecodeMachine(CachingDecodeMachine):
+    """The same for a model with recurrent layers: recomputation begins at cached states."""
+
+    cached_states = 6
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+def test_recomputation_begins_at_cached_states_among_other_requests(preemption: str, ahead: int) -> None:
+    kept = 0
+    for seed in range(24):
+        random, machine = Random(seed), CachingStatesDecodeMachine()
+        dice: Any = Dice(random)
+        machine.begin(preemption, random.choice([0, 3, 20]), "", False, False, ahead)
+        for _ in range(80):
+            if random.random() < 0.4:
+                answer = random.randint(8, 26)
+                machine.reserve(
+                    random.randint(1, 12), answer, random.randint(1, 3), False, random.randint(-1, 1)
+                )
+                machine.everything_came()
+            running = [one for one in machine.live() if machine.scheduler.preemptor.runs(one)]
+            running = [one for one in running if not one.some_ended]
+            if running and not machine.flights and random.random() < 0.3:
+                machine.scheduler.preemptor.preempt(random.choice(running))
+            if len(machine.flights) <= ahead:
+                machine.step()
+            if machine.flights and random.random() < 0.8:
+                machine.commit(dice)
+            if machine.live() and random.random() < 0.03:
+                machine.close(dice)
+            machine.some_ranks_answer(dice)
+            machine.nothing_in_use_is_freed()
+            machine.scheduler.check()
+        machine.teardown()
+        kept += machine.scheduler.preemptor.counts.kept_tokens
+    assert kept > 100
 
 
 TestPrefill = PrefillMachine.TestCase

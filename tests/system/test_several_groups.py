@@ -5,17 +5,29 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import pytest
-from local_groups import Answered, Checkpoints, LocalGroups, ask, local_groups, random_prompts, small_config
+from local_groups import (
+    TIMEOUT_S,
+    Answered,
+    Checkpoints,
+    LocalGroups,
+    ask,
+    local_groups,
+    random_prompts,
+    small_config,
+)
 
 import disagg.router.router
 from disagg.core.config.read import RouterConfig
 from disagg.core.errors import PeerLostError
+from disagg.core.prefixes import PrefixKey
 from disagg.core.types import SamplingParams
 from disagg.router.answers import SessionReport
+from disagg.router.policy import RoutedGroup
 from disagg.router.router import Router
 from transport.control import messages as m
 from transport.control.reliable import ReliableOptions
@@ -44,6 +56,44 @@ def test_every_pair_of_groups_serves_exactly(checkpoints: Checkpoints, peer_memo
     assert [a.tokens for a in answers] == [checkpoints.greedy(source, p, 6) for p in prompts]
     assert {prefill for prefill, _ in pairs} == {"prefill", "prefill-2"}
     assert {decode for _, decode in pairs} == {"decode", "decode-2"}
+
+
+def test_a_prefix_that_left_the_pool_is_found_in_the_group_that_has_it_in_host_memory(
+    checkpoints: Checkpoints,
+) -> None:
+    """The router hears of each tier, and prefers a load to a computation."""
+    config = small_config(1, 1, groups=(2, 1), metrics_interval_s=0.1)
+    prefill = msgspec.structs.replace(
+        config.prefill, pool_tokens=256, max_context_tokens=256, host_cache_bytes=16 << 20
+    )
+    config = msgspec.structs.replace(config, prefill=prefill)
+    text, *others = random_prompts(70, *[140] * 8, seed=5)
+    hashes = PrefixKey.of(text).block_hashes(64)
+    sampling = SamplingParams(max_tokens=3)
+    wanted = checkpoints.greedy(checkpoints.source(), [*text, 7, 8, 9], 3)
+
+    async def work(router: Router) -> Answered:
+        async def until(holds: Callable[[RoutedGroup], bool]) -> RoutedGroup:
+            async with asyncio.timeout(TIMEOUT_S):
+                while not (found := [one for one in router.engines if holds(one)]):
+                    await asyncio.sleep(0.005)
+            return found[0]
+
+        await ask(router, "first", text, sampling)
+        home = await until(lambda e: "host" in e.lower and e.lower["host"].longest_tokens(hashes) == 64)
+        for number, other in enumerate(others):
+            await ask(router, f"other{number}", other, sampling)
+        await until(lambda e: e is home and not e.held.longest_tokens(hashes))
+        answered = await ask(router, "again", [*text, 7, 8, 9], sampling)
+        assert answered.report.prefill == home.group.name
+        await asyncio.to_thread(groups.settle)
+        return answered
+
+    with local_groups(config, checkpoints.source()) as groups:
+        answered = groups.serve(work)
+        loaded = [groups.groups[name][0].statistics()["leader"].memory for name in ("prefill", "prefill-2")]
+    assert answered.tokens == wanted
+    assert sorted(memory.host.loaded_pages for memory in loaded) == [0, 4]
 
 
 @pytest.mark.parametrize("name", ["prefill-2", "decode-2"])
@@ -218,7 +268,7 @@ def test_a_group_is_drained_and_another_takes_its_place(checkpoints: Checkpoints
 def test_prompts_that_begin_alike_meet_where_their_beginning_is_cached(checkpoints: Checkpoints) -> None:
     """One after the other, as soon as the router has heard: each beginning stays with one of three groups, and the
     beginnings are not all with the same. Then all at once: every group gets some."""
-    config = small_config(1, 1, groups=(3, 1), metrics_interval_s=0.02)
+    config = small_config(1, 1, groups=(3, 1), metrics_interval_s=0.1)
     stems, tails = random_prompts(128, 128, 128, 128, seed=4), random_prompts(6, 9, 12, seed=5)
     prompts = [[stem + tail for tail in tails] for stem in stems]
     with local_groups(config, checkpoints.source()) as groups:
@@ -258,7 +308,7 @@ def test_a_session_is_decoded_in_one_place(checkpoints: Checkpoints) -> None:
     """Of the only group of a kind the router asks for no digests: there is nothing to choose."""
     watches: dict[str, set[str]] = {}
     with local_groups(
-        small_config(1, 1, groups=(1, 3), metrics_interval_s=0.02), checkpoints.source()
+        small_config(1, 1, groups=(1, 3), metrics_interval_s=0.1), checkpoints.source()
     ) as groups:
 
         def observe(source: str, destination: str, message: m.Message) -> None:

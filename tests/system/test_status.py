@@ -129,8 +129,8 @@ def test_states_of_recurrent_layers_are_told_while_they_are_held(tmp_path: Path)
             await until(lambda: any(g.role == "decode" and g.tokens_total for g in router.groups()))
             decode = router.groups()[1]
             assert (decode.state_slots, decode.state_slots_used) == (config.decode.max_requests, 1)
-            assert (decode.cached_state_slots, decode.cached_states) == (0, 0), "it receives states"
-            assert [r.state_bytes for r in decode.ranks] == [config.decode.max_requests * state_bytes]
+            assert (decode.cached_state_slots, decode.cached_states) == (1, 0), "for preempted requests"
+            assert [r.state_bytes for r in decode.ranks] == [(config.decode.max_requests + 1) * state_bytes]
             await running
             await asyncio.gather(
                 *(ask(router, f"r{i}", random_prompts(90, seed=i)[0], sampling) for i in (5, 6))

@@ -17,6 +17,7 @@ from disagg.cli.bench.router import router
 from disagg.cli.bench.serve import serve
 from disagg.cli.bench.storage import storage
 from disagg.cli.bench.swap import swap
+from disagg.cli.bench.tiers import tiers
 from disagg.cli.bench.transfer import transfer
 from disagg.cli.bench.wire import wire
 
@@ -28,6 +29,7 @@ for _command in (
     collective,
     swap,
     storage,
+    tiers,
     wire,
     transfer,
     handoff,

@@ -107,6 +107,11 @@ class RouterConfig(Section, frozen=True):
     """Rule by which a router chooses among several groups of a role. round_robin: in rotation. least_loaded: by load.
     prefix_aware: by queued tokens and prefix cache hits; a request with a session name gets its decode group by the
     hash of the name. Routers receive KV events every `metrics.interval_s`."""
+    host_load_cost: float = 0.05
+    """Time to load a cached token from host memory, divided by the time to compute it. prefix_aware adds the cost of
+    loads to a group's queue. `disagg bench tiers` measures both costs."""
+    storage_load_cost: float = 0.25
+    """Time to load a cached token from the storage, divided by the time to compute it."""
     request_timeout_s: float = 120.0
     """Time limit of a request of `disagg demo` and `disagg generate`; requests to the API have
     `api.request_timeout_s`."""
@@ -124,4 +129,4 @@ class RouterConfig(Section, frozen=True):
     def __post_init__(self) -> None:
         self._one_of("policy", PolicyName)
         self._positive("request_timeout_s", "reserve_wait_s", "recoveries_per_s")
-        self._at_least(0, "max_recoveries", "group_wait_s")
+        self._at_least(0, "max_recoveries", "group_wait_s", "host_load_cost", "storage_load_cost")

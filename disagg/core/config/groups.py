@@ -68,10 +68,11 @@ class GroupConfig(Section, frozen=True):
     transfer. With recurrent layers a hit ends at a cached state."""
     state_interval_tokens: int = 1024
     """Distance between two positions of a prompt at which the recurrent state is cached. The state at the prompt's
-    end is cached too."""
+    end is cached too. States of an answer are cached at an eighth of this distance."""
     cached_states: int | None = None
-    """Number of recurrent states that a prefill or colocated group with `prefix_cache` caches. They take at most a
-    tenth of a GPU's memory. None: four times `max_requests` on a GPU, two times `max_requests` on a CPU."""
+    """Number of recurrent states that a group with `prefix_cache` caches. They take at most a tenth of a GPU's
+    memory. In a decode group they serve the recomputation of preempted requests. None: four times `max_requests` on a
+    GPU, two times `max_requests` on a CPU; in a decode group an eighth of `max_requests`."""
     host_cache_bytes: int = 0
     """Host memory of each rank for a second tier of the prefix cache, pinned on demand: cached KV is also copied
     there, and loaded again after its eviction from the GPU. 0: no second tier."""

@@ -139,6 +139,10 @@ _MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "max_position_embeddings": 8192,
         },
     ),
+    "small-llama": (
+        "LlamaConfig",
+        {**_TINY, **_shape(512, 1408, 6, 8, 4, 64), "max_position_embeddings": 4096},
+    ),
     "tiny-llama": ("LlamaConfig", {**_TINY, "num_key_value_heads": 4}),
     "tiny-qwen3": ("Qwen3Config", {**_TINY, "num_key_value_heads": 2}),
     "tiny-granite-h": (

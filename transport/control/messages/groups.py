@@ -8,7 +8,7 @@ import msgspec
 
 from disagg.core.bounds import Count, Label
 from disagg.core.config.read import Role
-from disagg.core.prefixes import Digest
+from disagg.core.prefixes import Digest, Tier
 from disagg.core.status import GroupStatus, RankStatus
 from disagg.core.types import GroupInfo
 from transport.control.messages.base import Message
@@ -24,14 +24,15 @@ class Watch(Message, frozen=True):
 
 
 class CacheDigest(Message, frozen=True):
-    """Leader -> router that watches prefixes: entries added to and removed from the cache since the last
-    digest."""
+    """Leader -> router that watches prefixes: entries added to and removed from one tier of the cache since the last
+    digest of this tier."""
 
     group: Label
     digest: Digest
     switch_tokens: Count = 0
     """Prompt length in tokens above which other rotary embeddings are used; see
     `disagg.core.prefixes.PrefixKey.of`."""
+    tier: Tier = "device"
 
 
 class GroupReport(Message, frozen=True):

@@ -1,0 +1,95 @@
+"""Results of `disagg bench tiers` from its measurements. All functions are pure."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+from disagg.bench.common.ceilings import size_text
+from disagg.bench.common.report import Measurement, Result
+from disagg.bench.handoff.figures import percentile
+from disagg.bench.tiers.run import TiersMeasurements
+
+PLACE_NAMES = {
+    "device": "TTFT, hit in the KV pool",
+    "host": "TTFT, hit in host memory",
+    "storage": "TTFT, hit in the storage",
+    "nowhere": "TTFT, no hit",
+}
+
+
+def results_of(found: TiersMeasurements) -> list[Result]:
+    """Returns the results: TTFT by place, costs of loads, plain copies, then the workload by its tiers."""
+    return [*_ttft(found), *_load_costs(found), *_plain(found), *_turns(found)]
+
+
+def _ttft(found: TiersMeasurements) -> list[Result]:
+    pool_s = statistics.median(found.ttft_s["device"])
+    ceilings = {
+        "host": _after(found, pool_s, found.plain_copy, "pool hit + plain copy"),
+        "storage": _after(found, pool_s, found.plain_read, "pool hit + plain read"),
+    }
+    return [
+        Result(
+            title,
+            Measurement("TTFT", "ms", _ms(found.ttft_s[place])),
+            ceilings.get(place),
+            found.labels,
+            "from the call of the router to the first token; alone on the engine",
+        )
+        for place, title in PLACE_NAMES.items()
+    ]
+
+
+def _after(found: TiersMeasurements, pool_s: float, rate: Measurement, name: str) -> Measurement:
+    """Returns the TTFT in ms of a load at the rate of a plain copy, without overlap with computation."""
+    return Measurement(name, "ms", tuple(1e3 * (pool_s + found.nbytes / one / 1e9) for one in rate.values))
+
+
+def _load_costs(found: TiersMeasurements) -> list[Result]:
+    """Returns `router.host_load_cost` and `router.storage_load_cost` of this machine; none if a hit saves no time."""
+    median = {place: statistics.median(seconds) for place, seconds in found.ttft_s.items()}
+    computing_s = median["nowhere"] - median["device"]
+    if computing_s <= 0:
+        return []
+    return [
+        Result(
+            f"router.{place}_load_cost",
+            Measurement("cost", "of computing", (max(0.0, median[place] - median["device"]) / computing_s,)),
+            None,
+            found.labels,
+            "additional TTFT of a load, over the additional TTFT of computing the same tokens; medians",
+        )
+        for place in ("host", "storage")
+    ]
+
+
+def _plain(found: TiersMeasurements) -> list[Result]:
+    size = size_text(found.nbytes)
+    return [
+        Result(f"plain copy from host memory, {size}", found.plain_copy, None, found.labels),
+        Result(f"plain read of a file, {size}", found.plain_read, None, found.labels),
+    ]
+
+
+def _turns(found: TiersMeasurements) -> list[Result]:
+    results: list[Result] = []
+    for name, run in found.runs.items():
+        labels = {**found.labels, "tiers": name, "conversations": len(run.transcripts)}
+        figures: list[tuple[str, str, float, str]] = [
+            ("requests", "requests/s", len(run.ttft_s) / run.seconds, ""),
+            ("TTFT p50", "ms", 1e3 * percentile(run.ttft_s, 50), ""),
+            ("TTFT p99", "ms", 1e3 * percentile(run.ttft_s, 99), ""),
+            ("hits in the KV pool", "%", run.hit_percent(run.counts.device), "of all prompt tokens"),
+            ("hits in host memory", "%", run.hit_percent(run.counts.host), "of all prompt tokens"),
+            ("hits in the storage", "%", run.hit_percent(run.counts.storage), "of all prompt tokens"),
+        ]
+        results += [
+            Result(f"{title}, {name}", Measurement(title, unit, (value,)), None, labels, definition)
+            for title, unit, value, definition in figures
+        ]
+    return results
+
+
+def _ms(seconds: Sequence[float]) -> tuple[float, ...]:
+    return tuple(1e3 * one for one in seconds)

@@ -1,0 +1,261 @@
+"""Measures the tiers of the prefix cache with one colocated rank in this process, and checks every answer."""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from disagg.bench.common.ceilings import size_text
+from disagg.bench.common.measure import host_copy_rate
+from disagg.bench.common.report import Label, Measurement
+from disagg.bench.storage.plain import plain_files
+from disagg.bench.tiers.engine import tiers_engine, whole_pages
+from disagg.bench.tiers.ttft import TtftRun, TtftSizes
+from disagg.bench.tiers.turns import TurnSizes, TurnsRun, converse
+from disagg.core.config.groups import Device
+from disagg.core.config.read import ClusterConfig, ColocatedConfig, Config, TransportConfig
+from disagg.core.errors import ConfigError, InvariantError
+from disagg.kv.event_log import MIN_UNIT_TOKENS
+from disagg.kv.host_pool import block_bytes
+from disagg.model.collective.base import SingleCollective
+from disagg.model.runner import ModelRunner
+from disagg.node.rank_start import RankModel, begin_model, load_runner
+
+ReportProgress = Callable[[str], None]
+POOL_PREFIXES = 5
+"""Size of the pool of the TTFT run, in prefixes: stores copy at most a quarter of a pool at one time."""
+HOST_PREFIXES = 8
+STORED_PREFIXES = 40
+"""Sizes of host memory and storage of the TTFT run, in prefixes."""
+WORKING_SET = 5
+"""Tokens of all conversations, divided by the tokens of the pool."""
+_READ_BYTES = 256 << 10
+_READ_THREADS = 4
+_HEADER_BYTES = 80
+_STORAGE_ROOM = 2
+"""Size of the storage, divided by the size of the records that it must hold: whole segments are evicted."""
+_LEAST_STORAGE_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class TiersOptions:
+    """The options of `disagg bench tiers`."""
+
+    config: Config
+    """Model and log of the run; the benchmark sets the other sections."""
+    cuda: bool
+    folder: Path | None
+    """Folder in which a temporary folder for the storage is created; None: the system's folder."""
+    tokens: int
+    """Tokens of a cached beginning."""
+    new_tokens: int
+    answer_tokens: int
+    turns: int
+    turn_tokens: int
+    concurrency: int
+    repeats: int
+
+    def __post_init__(self) -> None:
+        """Raises `ConfigError` for a beginning that KV events do not cover."""
+        if self.tokens % MIN_UNIT_TOKENS:
+            raise ConfigError(f"--tokens {self.tokens}: give a multiple of {MIN_UNIT_TOKENS}")
+
+    @property
+    def history_tokens(self) -> int:
+        """Tokens of a whole conversation."""
+        return self.turns * (self.turn_tokens + self.answer_tokens)
+
+    @property
+    def longest_tokens(self) -> int:
+        """Tokens of the longest prompt with its answer."""
+        return max(self.tokens + self.new_tokens + self.answer_tokens, self.history_tokens)
+
+    def pool_tokens(self, page_size: int) -> int:
+        """Returns the size of the pool: room for several beginnings, and for all conversations under way."""
+        prefix = whole_pages(self.tokens + self.new_tokens + self.answer_tokens, page_size)
+        return max(POOL_PREFIXES * prefix, self.concurrency * whole_pages(self.history_tokens, page_size))
+
+
+@dataclass(frozen=True)
+class TiersMeasurements:
+    """Figures of a run."""
+
+    ttft_s: dict[str, list[float]]
+    """TTFTs by place: `device`, `host`, `storage` or `nowhere`."""
+    plain_copy: Measurement
+    plain_read: Measurement
+    """Rates of a plain copy from host memory to the device, and of plain reads of a file, in GB/s."""
+    nbytes: int
+    """Bytes of the KV of a cached beginning."""
+    runs: dict[str, TurnsRun]
+    """Runs of the workload by their tiers."""
+    labels: dict[str, Label]
+
+
+def measure(options: TiersOptions, report_progress: ReportProgress) -> TiersMeasurements:
+    """Runs all measurements. Raises `InvariantError` for wrong tokens, and for hits in another tier than expected."""
+    try:
+        folder = Path(tempfile.mkdtemp(prefix="disagg-bench-", dir=options.folder))
+    except OSError as exc:
+        raise ConfigError(f"--folder {options.folder}: no folder can be made there: {exc.strerror}") from exc
+    try:
+        return asyncio.run(_TiersRun(options, folder, report_progress).measure())
+    finally:
+        shutil.rmtree(folder)
+
+
+class _TiersRun:
+    """The measurements of one run, which share the model."""
+
+    def __init__(self, options: TiersOptions, folder: Path, report_progress: ReportProgress) -> None:
+        self._options, self._folder, self._progress = options, folder, report_progress
+        report_progress("loading the model")
+        self._group = _group(options)
+        self._config = msgspec.structs.replace(
+            options.config,
+            colocated=self._group,
+            cluster=ClusterConfig(mode="colocated"),
+            transport=TransportConfig(backend="inproc", peer_memory=False),
+        )
+        self._model: RankModel = begin_model(self._config, self._group)
+        self._runner: ModelRunner = load_runner(self._model, SingleCollective(), 0, "colocated")[0]
+        self._spec = self._runner.spec
+        if options.longest_tokens > self._spec.context_tokens:
+            raise ConfigError(
+                f"the model has a context of {self._spec.context_tokens} tokens, the run needs "
+                f"{options.longest_tokens}: lower --tokens, --turns or --turn-tokens"
+            )
+
+    async def measure(self) -> TiersMeasurements:
+        """See `measure`."""
+        options, pool_tokens = self._options, self._group.pool_tokens
+        sizes = TtftSizes(
+            options.tokens, options.new_tokens, options.answer_tokens, options.repeats, self._spec.vocab_size
+        )
+        prefix_tokens = pool_tokens // POOL_PREFIXES
+        group = self._with_tiers(HOST_PREFIXES * prefix_tokens, STORED_PREFIXES * prefix_tokens, "ttft")
+        async with tiers_engine(self._config, group, self._model, self._runner) as engine:
+            ttft = TtftRun(engine, sizes, self._progress)
+            await ttft.run()
+        nbytes = options.tokens * self._spec.layout.token_bytes
+        self._progress("plain copies")
+        return TiersMeasurements(
+            dict(ttft.ttft_s),
+            host_copy_rate(self._model.device, nbytes, options.repeats, out=False),
+            _read_rate(self._folder, nbytes, options.repeats),
+            nbytes,
+            await self._turns(),
+            self._labels(),
+        )
+
+    async def _turns(self) -> dict[str, TurnsRun]:
+        """Runs the workload without lower tiers, with host memory for all KV, and with less of it and a storage.
+
+        Raises `InvariantError` if a token differs between the runs.
+        """
+        options, pool_tokens = self._options, self._group.pool_tokens
+        conversations = -(-WORKING_SET * pool_tokens // options.history_tokens)
+        sizes = TurnSizes(
+            conversations,
+            options.turns,
+            options.turn_tokens,
+            options.answer_tokens,
+            options.concurrency,
+            self._spec.vocab_size,
+        )
+        all_tokens = conversations * (options.history_tokens + self._group.page_size) + pool_tokens
+        groups = {
+            "no lower tier": self._group,
+            "host memory": self._with_tiers(all_tokens, 0, ""),
+            "host memory and storage": self._with_tiers(2 * pool_tokens, all_tokens, "turns"),
+        }
+        runs: dict[str, TurnsRun] = {}
+        for name, group in groups.items():
+            self._progress(f"{conversations} conversations, {name}")
+            async with tiers_engine(self._config, group, self._model, self._runner) as engine:
+                runs[name] = await converse(engine, sizes)
+            if runs[name].transcripts != next(iter(runs.values())).transcripts:
+                raise InvariantError(f"conversations with {name} have other tokens than without lower tiers")
+        return runs
+
+    def _with_tiers(self, host_tokens: int, stored_tokens: int, folder: str) -> ColocatedConfig:
+        """Returns the group with host memory and storage for so many tokens; an empty `folder`: without a storage."""
+        layout, page = self._spec.layout, self._group.page_size
+        host_bytes = whole_pages(host_tokens, page) // page * block_bytes(page * layout.token_bytes)
+        group = msgspec.structs.replace(self._group, host_cache_bytes=host_bytes)
+        if not folder:
+            return group
+        # A record of a head has a header, and is aligned.
+        record_bytes = block_bytes(page * layout.token_bytes // layout.kv_heads + _HEADER_BYTES)
+        stored_bytes = whole_pages(stored_tokens, page) // page * layout.kv_heads * record_bytes
+        stored_bytes = max(_STORAGE_ROOM * stored_bytes, _LEAST_STORAGE_BYTES)
+        free_bytes = shutil.disk_usage(self._folder).free
+        if free_bytes < stored_bytes:
+            raise ConfigError(
+                f"{self._folder} has {size_text(free_bytes)} free, the run needs {size_text(stored_bytes)}: name "
+                "another --folder, or lower --tokens"
+            )
+        path = self._folder / folder
+        return msgspec.structs.replace(group, storage=str(path), storage_bytes=stored_bytes)
+
+    def _labels(self) -> dict[str, Label]:
+        options = self._options
+        return {
+            "model": self._model.source.name,
+            "dtype": str(self._runner.pool.dtype).removeprefix("torch."),
+            "deterministic": int(options.config.model.deterministic),
+            "pool_tokens": self._group.pool_tokens,
+            "tokens": options.tokens,
+            "new_tokens": options.new_tokens,
+            "turns": options.turns,
+            "turn_tokens": options.turn_tokens,
+            "answer_tokens": options.answer_tokens,
+            "concurrency": options.concurrency,
+        }
+
+
+def _group(options: TiersOptions) -> ColocatedConfig:
+    device: Device = "cuda" if options.cuda else "cpu"
+    return ColocatedConfig(
+        device=device,
+        tp=1,
+        pool_tokens=options.pool_tokens(ColocatedConfig().page_size),
+        max_context_tokens=options.longest_tokens,
+        max_requests=max(8, options.concurrency + 2),
+        prefetch="wait",  # a hit in the storage is complete, and prompts of any length are searched
+        prefetch_min_tokens=1,
+    ).sized(device)
+
+
+def _read_rate(folder: Path, nbytes: int, repeats: int) -> Measurement:
+    """Measures plain reads of a file of at least `nbytes` bytes; direct I/O where the file system supports it."""
+    count = -(-nbytes // _READ_BYTES)
+    pages, into = (
+        [whole[i * _READ_BYTES : (i + 1) * _READ_BYTES] for i in range(count)]
+        for whole in (memoryview(mmap.mmap(-1, count * _READ_BYTES)) for _ in range(2))
+    )
+    for page in pages:
+        page[:] = os.urandom(_READ_BYTES)
+    direct = os.O_DIRECT if _takes_direct(folder) else 0
+    seconds = [plain_files(folder, pages, into, _READ_THREADS, direct)[1] for _ in range(repeats)]
+    name = "plain read" if direct else "plain read of the page cache"
+    return Measurement(name, "GB/s", tuple(count * _READ_BYTES / one / 1e9 for one in seconds))
+
+
+def _takes_direct(folder: Path) -> bool:
+    path = folder / "direct"
+    try:
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600))
+    except OSError:
+        return False
+    finally:
+        path.unlink(missing_ok=True)
+    return True

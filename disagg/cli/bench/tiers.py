@@ -1,0 +1,122 @@
+"""`disagg bench tiers`: flags for `disagg.bench.tiers.run`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, cast
+
+import typer
+
+from disagg.cli.bench.common import (
+    CheckpointFlag,
+    DeviceFlag,
+    OutputFlags,
+    RepeatsFlag,
+    device_of,
+    name_of,
+    progress,
+    show_results,
+)
+from disagg.cli.options import with_options
+from disagg.commands.early import check_model
+from disagg.core.config.read import Config, ModelConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class TiersModelFlags:
+    """Flags for the model."""
+
+    model: CheckpointFlag = None
+    random_init: Annotated[
+        str | None,
+        typer.Option(
+            "--random-init", metavar="NAME", help="Random weights [llama-3.1-8b; small-llama on a CPU]."
+        ),
+    ] = None
+    dtype: Annotated[str, typer.Option("--dtype", help="auto, float32, bfloat16 or float16.")] = "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TiersSizeFlags:
+    """Flags for the sizes of the measured prompts and of the conversations."""
+
+    tokens: Annotated[
+        int | None,
+        typer.Option("--tokens", min=64, help="Tokens of a cached beginning [4096; 512 on a CPU]."),
+    ] = None
+    new_tokens: Annotated[
+        int, typer.Option("--new-tokens", min=1, help="Tokens of a prompt behind the cached beginning.")
+    ] = 64
+    answer_tokens: Annotated[
+        int, typer.Option("--answer-tokens", min=1, help="Compared tokens of each answer.")
+    ] = 16
+    turns: Annotated[int, typer.Option("--turns", min=1, help="Turns of a conversation.")] = 10
+    turn_tokens: Annotated[
+        int | None,
+        typer.Option("--turn-tokens", min=1, help="Tokens that each turn adds [256; 64 on a CPU]."),
+    ] = None
+    concurrency: Annotated[
+        int, typer.Option("--concurrency", min=1, help="Conversations with a request under way.")
+    ] = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class TiersFlags:
+    """Flags of `disagg bench tiers`."""
+
+    weights: TiersModelFlags
+    sizes: TiersSizeFlags
+    folder: Annotated[
+        Path | None,
+        typer.Option(
+            "--folder",
+            metavar="DIR",
+            help="Folder on the disk of the storage [the system's folder for temporary files].",
+        ),
+    ] = None
+    repeats: RepeatsFlag = 5
+    device: DeviceFlag = "auto"
+    output: OutputFlags
+
+
+@with_options(TiersFlags)
+def tiers(options: TiersFlags) -> None:
+    """Measure TTFT of hits in the KV pool, in host memory, in a storage and of no hit; and conversations whose
+    histories have five times the tokens of the pool, with and without lower tiers.
+
+    One colocated rank runs in this process. Every answer after a hit is compared with the answer to the same prompt
+    without a hit, and all conversations are compared between the runs.
+    """
+    check_model(ModelConfig(path=options.weights.model))
+    from disagg.bench.tiers.results import results_of
+    from disagg.bench.tiers.run import TiersOptions, measure  # imports torch
+
+    device = device_of(options.device)
+    cuda, sizes = device.type == "cuda", options.sizes
+    chosen = TiersOptions(
+        config=Config(model=_model(options.weights, cuda)),
+        cuda=cuda,
+        folder=options.folder,
+        tokens=sizes.tokens or (4096 if cuda else 512),
+        new_tokens=sizes.new_tokens,
+        answer_tokens=sizes.answer_tokens,
+        turns=sizes.turns,
+        turn_tokens=sizes.turn_tokens or (256 if cuda else 64),
+        concurrency=sizes.concurrency,
+        repeats=options.repeats,
+    )
+    with progress() as update:
+        results = results_of(measure(chosen, update))
+    title = f"tiers of the prefix cache, {chosen.tokens} cached tokens, on {name_of(device)}"
+    show_results("tiers", title, results, options.output, definitions=False)
+
+
+def _model(weights: TiersModelFlags, cuda: bool) -> ModelConfig:
+    default = None if weights.model else "llama-3.1-8b" if cuda else "small-llama"
+    return ModelConfig(
+        path=weights.model,
+        random_init=weights.random_init or default,
+        dtype=cast("Any", weights.dtype),
+        deterministic=True,  # tokens do not depend on the batch, so that runs can be compared
+    )

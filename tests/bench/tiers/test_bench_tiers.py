@@ -1,0 +1,120 @@
+"""The benchmark of the tiers: each hit comes from its tier, answers are compared, and wrong ones are no figures."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from disagg.bench.common.report import Measurement
+from disagg.bench.tiers.engine import TierCounts, TiersEngine, TimedAnswer
+from disagg.bench.tiers.results import results_of
+from disagg.bench.tiers.run import TiersMeasurements, TiersOptions, measure
+from disagg.bench.tiers.ttft import TtftRun
+from disagg.bench.tiers.turns import TurnsRun
+from disagg.cli.app import run
+from disagg.core.config.read import Config, ModelConfig
+from disagg.core.errors import InvariantError
+
+SMALL = ["--device", "cpu", "--random-init", "tiny-llama", "--repeats", "1", "--tokens", "64"]
+SHORT = [
+    "--new-tokens",
+    "8",
+    "--answer-tokens",
+    "4",
+    "--turns",
+    "3",
+    "--turn-tokens",
+    "20",
+    "--concurrency",
+    "2",
+]
+COMMAND = ["bench", "tiers", *SMALL, *SHORT]
+
+
+def test_the_command_writes_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    assert run([*COMMAND, "--folder", str(folder), "--out", str(tmp_path), "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert json.loads((tmp_path / "bench_tiers.json").read_text())["results"] == said["results"]
+    lines = {line["title"]: line for line in said["results"]}
+    for place, ceiling in (
+        ("hit in the KV pool", None),
+        ("hit in host memory", "pool hit + plain copy"),
+        ("hit in the storage", "pool hit + plain read"),
+        ("no hit", None),
+    ):
+        line = lines[f"TTFT, {place}"]
+        assert (line["unit"], len(line["values"])) == ("ms", 1)
+        assert line.get("ceiling", {}).get("name") == ceiling
+    hits = {
+        tiers: [lines[f"hits in {place}, {tiers}"]["median"] for place in ("host memory", "the storage")]
+        for tiers in ("no lower tier", "host memory", "host memory and storage")
+    }
+    assert hits["no lower tier"] == [0, 0]
+    assert hits["host memory"][0] > 0 == hits["host memory"][1]
+    assert hits["host memory and storage"][1] > 0
+    assert all(lines[f"requests, {tiers}"]["median"] > 0 for tiers in hits)
+    assert (tmp_path / "bench_tiers.png").stat().st_size > 1000
+    assert list(folder.iterdir()) == []
+
+
+def test_wrong_answers_are_no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    generate = TiersEngine.generate
+
+    async def wrong(self: TiersEngine, prompt: Any, max_tokens: int, salt: str = "") -> TimedAnswer:
+        answer = await generate(self, prompt, max_tokens, salt)
+        return answer if salt else answer._replace(tokens=[(token + 1) % 250 for token in answer.tokens])
+
+    monkeypatch.setattr(TiersEngine, "generate", wrong)
+    with pytest.raises(InvariantError, match="differs from the answer without a hit"):
+        _measure()
+
+
+def test_a_hit_from_another_tier_is_no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing leaves the pool, so the hit that is to come from host memory comes from there."""
+
+    async def keep(self: TtftRun, text: Any, place: Any) -> None:
+        pass
+
+    monkeypatch.setattr(TtftRun, "_evict", keep)
+    with pytest.raises(InvariantError, match=r"a hit of 64 tokens in host came from {.device.: 64"):
+        _measure()
+
+
+def _measure() -> None:
+    options = TiersOptions(
+        config=Config(model=ModelConfig(random_init="tiny-llama", deterministic=True)),
+        cuda=False,
+        folder=None,
+        tokens=64,
+        new_tokens=8,
+        answer_tokens=4,
+        turns=3,
+        turn_tokens=20,
+        concurrency=2,
+        repeats=1,
+    )
+    measure(options, lambda text: None)
+
+
+def test_the_arithmetic_of_the_figures() -> None:
+    run = TurnsRun(2.0, [0.1, 0.2, 0.3], 1000, TierCounts(100, 200, 300), [[1], [2]])
+    ttft_s = {"device": [0.1], "host": [0.15], "storage": [0.2], "nowhere": [0.6]}
+    copy, read = Measurement("copy", "GB/s", (10.0,)), Measurement("read", "GB/s", (1.0,))
+    results = results_of(TiersMeasurements(ttft_s, copy, read, 10**8, {"host memory": run}, {}))
+    found = {result.title: result for result in results}
+    values = {title: result.measured.median for title, result in found.items()}
+    assert values["router.host_load_cost"] == pytest.approx(0.1)
+    assert values["router.storage_load_cost"] == pytest.approx(0.2)
+    assert found["TTFT, hit in host memory"].ceiling == Measurement("pool hit + plain copy", "ms", (110.0,))
+    assert found["TTFT, hit in the storage"].share == pytest.approx(1.0)
+    assert values["requests, host memory"] == 1.5
+    assert values["TTFT p50, host memory"] == pytest.approx(200)
+    hits = [
+        values[f"hits in {place}, host memory"] for place in ("the KV pool", "host memory", "the storage")
+    ]
+    assert hits == [10, 20, 30]
