@@ -146,7 +146,7 @@ def _progress_lines(name: str) -> type[Any]:
         _next_s = 0.0
 
         def __init__(self, *arguments: Any, **options: Any) -> None:
-            super().__init__(*arguments, **(options | {"disable": False}))
+            super().__init__(*arguments, **(options | {"disable": False, "mininterval": 0}))
 
         def close(self) -> None:
             self.disable = True  # without a last line

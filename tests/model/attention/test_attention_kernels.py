@@ -22,13 +22,15 @@ from disagg.model.unsplit import generate_unsplit
 from kernels.dispatch import INTERPRETED
 
 DEVICES = [*(["cpu"] if INTERPRETED else []), pytest.param("cuda", marks=pytest.mark.gpu)]
+ONLY_SLOW = [pytest.mark.slow] if INTERPRETED else []
+"""For tests that take seconds in the interpreter; the parts of a step are in shorter tests there."""
 TOKENS = 3
 GREEDY = SamplingParams(max_tokens=TOKENS, ignore_eos=True)
 Checkpoint = Callable[[str], Path]
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", [pytest.param("mistral", marks=pytest.mark.slow), "gemma2"])
+@pytest.mark.parametrize("name", [pytest.param(one, marks=ONLY_SLOW) for one in ("mistral", "gemma2")])
 def test_greedy_equals_generate(name: str, device: str, checkpoint: Checkpoint) -> None:
     """Chunks beside single tokens, windows, a soft cap; in a poisoned pool. Small layers in kernels of their own."""
     model = load_plain(checkpoint(name)).to(device)

@@ -79,7 +79,14 @@ class LaunchedGraphs(DecodeGraphs):
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="the interpreter of Triton is off")
-@pytest.mark.parametrize(("name", "how"), [("qwen3-next", "triton"), ("jamba", "triton"), ("lfm2", "torch")])
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        pytest.param("qwen3-next", "triton", marks=pytest.mark.slow),
+        ("jamba", "triton"),
+        ("lfm2", "torch"),
+    ],
+)
 def test_decode_steps_need_no_host(
     name: str, how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
