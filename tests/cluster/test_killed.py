@@ -103,6 +103,7 @@ def test_without_its_raylet_the_server_ends_with_status_1(tmp_path: Path) -> Non
         ends_without(served, "raylet")
 
 
+@pytest.mark.slow
 def test_without_its_gcs_a_launch_ends_with_status_1(tmp_path: Path) -> None:
     checkpoint = make_tiny_checkpoint(tmp_path / "tiny", layers=2, hidden=96, head_dim=8, mlp=96)
     flags = ["--model", str(checkpoint), "--device", "cpu", "--colocated"]
