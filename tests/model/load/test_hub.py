@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from fake_hub import NAME, FakeHub, serving
 from huggingface_hub import constants
+from huggingface_hub.utils import enable_progress_bars
 
 from disagg.commands.early import check_model, pinned
 from disagg.commands.router_server import served_model
@@ -52,6 +53,7 @@ def hub(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> It
         (new / name).write_text("unwanted")
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("HF_TOKEN", raising=False)
+    enable_progress_bars()  # `disagg demo`, in a test before, turns them off
     with serving(
         FakeHub({OLD: old, NEW: new}, {"main": NEW, "v1": OLD}), tmp_path / "cache", monkeypatch
     ) as one:
