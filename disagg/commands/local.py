@@ -96,8 +96,8 @@ def limit_tokens(config: Config, source: ModelSource) -> int:
 def started_ray(config: Config, progress: Progress, growth: int = 1) -> Iterator[PrivateRay | None]:
     """Starts the private Ray of a machine without GPUs while torch and transformers are imported on a thread.
 
-    Both take seconds, and Ray's start blocks on other processes for most of its time. Yields None where the number of
-    GPUs determines the placement, because torch counts them, and where `cluster.ray` names an existing cluster.
+    Both take seconds, and Ray's start blocks on other processes for most of its time. Yields None where
+    `_placement_without_torch` is None, and where `cluster.ray` names an existing cluster.
     """
     placement = _placement_without_torch(config) if config.cluster.ray == "local" else None
     if placement is None:
@@ -110,9 +110,15 @@ def started_ray(config: Config, progress: Progress, growth: int = 1) -> Iterator
 
 
 def _placement_without_torch(config: Config) -> Placement | None:
-    """Returns the placement if no group can run on a GPU, else None."""
+    """Returns the placement if no group can run on a GPU. Else None: torch counts the GPUs."""
     on_cpu = all(kind.device == "cpu" for kind in config.kinds.values())
     return place(config, 0) if on_cpu or not any(map(os.path.exists, GPU_FILES)) else None
+
+
+def _placement_on_gpus(config: Config) -> Placement:
+    import torch
+
+    return place(config, torch.cuda.device_count())
 
 
 def _import_packages() -> None:
@@ -154,14 +160,12 @@ def placed_cluster(
     with contextlib.ExitStack() as stack:
         if private is None:
             private = stack.enter_context(started_ray(config, progress, growth))
-        import torch
-
         from disagg.model.load.source import make_source
 
         source = make_source(config)
         claimant = Claimant(secrets.token_hex(TOKEN_BYTES), lambda: source.fingerprint) if outlives else None
         if config.cluster.ray == "local":
-            placement = place(config, torch.cuda.device_count())
+            placement = _placement_without_torch(config) or _placement_on_gpus(config)
             check_split(source, placement)
             if private is None:
                 progress("starting Ray")
