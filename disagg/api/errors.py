@@ -118,6 +118,11 @@ def bad(param: str | None, message: str, code: str | None = None) -> ApiError:
     return ApiError(400, message, param=param, code=code)
 
 
+def unsupported_type(at: str, kind: object, rest: str) -> ApiError:
+    """Returns a 400 error for the field `type` of an object at the path `at`; `rest` ends the message."""
+    return bad(f"{at}type", f"{at}type = {kind!r} is not supported{rest}", "unsupported_field")
+
+
 def retry_after(seconds: float) -> dict[str, str]:
     """Returns the Retry-After header: whole seconds, at least 1."""
     return {"Retry-After": str(max(1, math.ceil(seconds)))}

@@ -17,7 +17,7 @@ from disagg.api.anthropic.fields import (
     ToolUseBlock,
 )
 from disagg.api.body import to_struct
-from disagg.api.errors import bad
+from disagg.api.errors import bad, unsupported_type
 from disagg.api.fields import CalledFunction, PromptMessage, RequestedCall
 
 Block = TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock
@@ -103,9 +103,5 @@ def _block(fields: dict[str, Any], place: str, at: str) -> Block:
     kind, kinds = fields.get("type"), BLOCKS[place]
     chosen = kinds.get(kind) if isinstance(kind, str) else None
     if chosen is None:
-        raise bad(
-            f"{at}type",
-            f"{at}type = {kind!r} is not supported in {place!r}; types are {', '.join(kinds)}",
-            "unsupported_field",
-        )
+        raise unsupported_type(at, kind, f" in {place!r}; types are {', '.join(kinds)}")
     return to_struct(fields, chosen, BLOCK_OFF, at)

@@ -18,7 +18,7 @@ from disagg.api.anthropic.fields import (
 )
 from disagg.api.body import decode_object, to_struct
 from disagg.api.chat_request import chat_generation, chat_prompt, template_turn
-from disagg.api.errors import ApiError, bad
+from disagg.api.errors import ApiError, unsupported_type
 from disagg.api.fields import ChatBody, JsonSchema, NamedTool, ResponseFormat, Tool, ToolFunction, ToolName
 from disagg.api.generation_request import GenerationRequest, check_model
 from disagg.api.model import ServedModel
@@ -114,11 +114,7 @@ def _choice(body: PromptBody) -> Any:
 def _tool(fields: dict[str, Any], at: str) -> Tool:
     kind = fields.get("type")
     if kind is not None and kind != "custom":
-        raise bad(
-            f"{at}type",
-            f"{at}type = {kind!r} is not supported: the server runs no tools; only 'custom' is supported",
-            "unsupported_field",
-        )
+        raise unsupported_type(at, kind, ": the server runs no tools; only 'custom' is supported")
     tool = to_struct(fields, CustomTool, CUSTOM_TOOL_OFF, at)
     function = ToolFunction(
         name=tool.name, description=tool.description, parameters=tool.input_schema, strict=tool.strict

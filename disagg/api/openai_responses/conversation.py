@@ -10,7 +10,7 @@ import msgspec
 
 from disagg.api.body import to_struct
 from disagg.api.chat_request import call_arguments
-from disagg.api.errors import bad
+from disagg.api.errors import bad, unsupported_type
 from disagg.api.fields import CalledFunction, PromptMessage, RequestedCall
 from disagg.api.openai_responses.fields import (
     ITEM_OFF,
@@ -58,11 +58,7 @@ class _Items:
             at, kind = f"input[{number}].", item.get("type") or "message"
             add = kinds.get(kind) if isinstance(kind, str) else None
             if add is None:
-                raise bad(
-                    f"{at}type",
-                    f"{at}type = {kind!r} is not supported; types are {', '.join(kinds)}",
-                    "unsupported_field",
-                )
+                raise unsupported_type(at, kind, f"; types are {', '.join(kinds)}")
             add(item, at)
 
     def _message(self, item: dict[str, Any], at: str) -> None:
@@ -112,9 +108,5 @@ def _text(content: str | list[dict[str, Any]], at: str) -> str:
 def _part(part: dict[str, Any], at: str) -> str:
     kind = part.get("type")
     if kind in ("input_image", "input_file", "input_audio", "refusal"):
-        raise bad(
-            f"{at}type",
-            f"{at}type = {kind!r} is not supported: this server reads only text",
-            "unsupported_field",
-        )
+        raise unsupported_type(at, kind, ": this server reads only text")
     return to_struct(part, TextPart, {}, at).text

@@ -9,7 +9,7 @@ import msgspec
 
 from disagg.api.body import decode_object, to_struct
 from disagg.api.chat_request import chat_generation, template_turn
-from disagg.api.errors import ApiError, bad
+from disagg.api.errors import ApiError, bad, unsupported_type
 from disagg.api.fields import ChatBody, JsonSchema, NamedTool, ResponseFormat, Tool, ToolFunction, ToolName
 from disagg.api.generation_request import GenerationRequest
 from disagg.api.model import ServedModel
@@ -72,11 +72,7 @@ def _check_stateless(values: Mapping[str, Any]) -> None:
 def _function(tool: dict[str, Any], at: str) -> FunctionSpec:
     kind = tool.get("type")
     if kind is not None and kind != "function":
-        raise bad(
-            f"{at}type",
-            f"{at}type = {kind!r} is not supported: the server runs no tools; only 'function' is supported",
-            "unsupported_field",
-        )
+        raise unsupported_type(at, kind, ": the server runs no tools; only 'function' is supported")
     return to_struct(tool, FunctionSpec, TOOL_OFF, at)
 
 
