@@ -39,6 +39,7 @@ RecurrentFlag = Annotated[
 CheckpointFlag = Annotated[
     str | None, typer.Option("--model", metavar="DIR", help="Folder of a Hugging Face checkpoint.")
 ]
+WeightsDTypeFlag = Annotated[str, typer.Option("--dtype", help="auto, float32, bfloat16 or float16.")]
 DEFINITIONS = "exact definitions of the figures: --definitions, or the JSON file of --out"
 _LOG_COLUMNS = 150
 """Width of tables in characters when stdout is not a terminal. Every column fits."""

@@ -12,6 +12,7 @@ from disagg.cli.bench.common import (
     DeviceFlag,
     OutputFlags,
     RepeatsFlag,
+    WeightsDTypeFlag,
     device_of,
     name_of,
     progress,
@@ -35,7 +36,7 @@ class HandoffModelFlags:
             "--random-init", metavar="NAME", help="Random weights [llama-3.1-8b; a small one on a CPU]."
         ),
     ] = None
-    dtype: Annotated[str, typer.Option("--dtype", help="auto, float32, bfloat16 or float16.")] = "auto"
+    dtype: WeightsDTypeFlag = "auto"
     deterministic: ComparedDeterministicFlag = None
     kv_dtype: Annotated[
         str,

@@ -13,6 +13,7 @@ from disagg.cli.bench.common import (
     DeviceFlag,
     OutputFlags,
     RepeatsFlag,
+    WeightsDTypeFlag,
     device_of,
     name_of,
     progress,
@@ -34,7 +35,7 @@ class TiersModelFlags:
             "--random-init", metavar="NAME", help="Random weights [llama-3.1-8b; small-llama on a CPU]."
         ),
     ] = None
-    dtype: Annotated[str, typer.Option("--dtype", help="auto, float32, bfloat16 or float16.")] = "auto"
+    dtype: WeightsDTypeFlag = "auto"
 
 
 @dataclass(frozen=True, kw_only=True)
