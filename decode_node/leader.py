@@ -263,7 +263,8 @@ class DecodeLeader(AdmittingLeader):
                 sequence.add(token)
 
     def _sound(self, request: DecodeRequest, first: m.FirstTokens) -> bool:
-        """Returns whether a message has the right numbers of first tokens and scores, all tokens in the vocabulary.
+        """Returns whether a message has as many first tokens and scores as the request needs, and whether all tokens
+        are in the vocabulary.
 
         Invalid tokens would make the next step fail.
         """

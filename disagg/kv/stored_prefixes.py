@@ -7,6 +7,8 @@ time but never yields wrong KV.
 
 from __future__ import annotations
 
+from itertools import islice
+
 from disagg.core.errors import InvariantError
 from disagg.core.prefixes import PrefixKey
 from disagg.kv.event_log import MAX_BLOCK_HASHES, KVEventLog
@@ -36,7 +38,7 @@ class StoredPrefixes:
             self._used[one] = None
         excess = len(self._used) - self._most
         if excess > 0:
-            self._drop(list(self._used)[:excess])
+            self._drop(list(islice(self._used, excess)))
 
     def forget(self, prefix: PrefixKey, stored_tokens: int) -> None:
         """Records that the storage has only the first `stored_tokens` tokens of `prefix`."""

@@ -6,6 +6,7 @@ The tensors are built once per step and copied to the device without synchroniza
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -57,7 +58,7 @@ class StepBatch:
         """Number of tokens that the step computes."""
         return sum(len(sequence.tokens) for sequence in self.sequences)
 
-    @property
+    @cached_property
     def scores(self) -> bool:
         """Whether the step computes log-probabilities of prompt tokens."""
         return any(sequence.targets for sequence in self.sequences)
