@@ -12,7 +12,8 @@ from disagg.core.prefixes import PrefixKey
 from disagg.core.sampling import sampling_of, sequences_that_fit
 from disagg.core.tokens import TokenIds
 from disagg.core.types import RequestKey, SamplingParams, Span, Ticket
-from disagg.node.kv_manager import BlockTable, KVManager
+from disagg.node.block_table import BlockTable
+from disagg.node.kv_manager import KVManager
 from transport.tags import TICKET_NUMBERS
 
 NOTHING = Resumption()

@@ -28,7 +28,8 @@ from disagg.core.types import RequestKey
 from disagg.kv.host_blocks import HostBlocks
 from disagg.kv.page_values import PageCopy
 from disagg.kv.pages import pages_for
-from disagg.node.kv_manager import BlockTable, KVManager, Layout
+from disagg.node.block_table import BlockTable, Layout
+from disagg.node.kv_manager import KVManager
 from disagg.node.plan import Swap
 
 

@@ -14,7 +14,7 @@ from disagg.model.sampled_tokens import token_of
 from disagg.model.sampling.beam_search import BeamSearch
 from disagg.model.sampling.constraints import AnswerConstraint
 from disagg.model.sampling.penalties import TokenHistory
-from disagg.node.kv_manager import BlockTable, Layout
+from disagg.node.block_table import BlockTable, Layout
 
 
 class Residency(enum.Enum):

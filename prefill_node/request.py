@@ -12,7 +12,7 @@ from disagg.core.tokens import TokenIds
 from disagg.core.types import RequestKey, SamplingParams, Ticket, TokenLogprobs
 from disagg.kv.storage_tier import Prefetch
 from disagg.model.sampling.constraints import AnswerConstraint
-from disagg.node.kv_manager import BlockTable
+from disagg.node.block_table import BlockTable
 from disagg.node.state_saves import SavedStates
 
 

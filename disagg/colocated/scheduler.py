@@ -25,7 +25,8 @@ from disagg.kv.event_log import KVEventLog
 from disagg.model.chunks import PromptChunks
 from disagg.model.sampling.constraints import AnswerConstraint
 from disagg.model.sampling.penalties import TokenHistory
-from disagg.node.kv_manager import BlockTable, KVManager, KVManagerStatistics
+from disagg.node.block_table import BlockTable
+from disagg.node.kv_manager import KVManager, KVManagerStatistics
 from disagg.node.plan import StepPlan, Work, token_after
 from disagg.node.state_saves import SavedStates, StateSaves
 from transport.tags import TICKET_NUMBERS

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from disagg.core.config.groups import EvictionName, GroupConfig, HostWriteName
@@ -32,7 +32,7 @@ from disagg.core.errors import InvariantError
 from disagg.core.prefixes import PrefixKey, Tier
 from disagg.kv.cache_operations import CacheOperation, CacheWork, StorageOperation, StorageReport
 from disagg.kv.event_log import KVEventLog
-from disagg.kv.host_tier import HostTier, HostTierStatistics, TierLoad
+from disagg.kv.host_tier import HostTier, HostTierStatistics
 from disagg.kv.page_values import PageCopy, PageStatistics
 from disagg.kv.pages import TRASH_PAGE, TokenToKVPoolAllocator, pages_for
 from disagg.kv.radix import RadixCache
@@ -42,63 +42,7 @@ from disagg.kv.sequence import KVSequence
 from disagg.kv.state_slots import StateSlots
 from disagg.kv.storage_tier import Links, Prefetch, StorageTier
 from disagg.kv.write_back import WriteBack
-
-
-class Layout(NamedTuple):
-    """Describes which pages a request's sequences share, independent of page numbers."""
-
-    pages: int
-    """Number of distinct pages."""
-    sequences: tuple[tuple[int, tuple[int, ...]], ...]
-    """For each sequence: its number of tokens, and an index for each of its pages.
-
-    Equal indices mean the same page. Indices count up from 0 in order of first use.
-    """
-
-    def shared_tokens(self, page_size: int) -> list[int]:
-        """Returns for each sequence the number of its leading tokens in pages that earlier sequences have too."""
-        found, known_pages = [], 0
-        for tokens, numbers in self.sequences:
-            shared = sum(number < known_pages for number in numbers)
-            known_pages += len(numbers) - shared
-            found.append(min(tokens, shared * page_size))
-        return found
-
-
-@dataclass(slots=True, eq=False)
-class BlockTable:
-    """A row and the pages of one sequence. Owned by the request from `reserve` or `fork` until `release`."""
-
-    row: int
-    sequence: KVSequence = field(repr=False)
-    cached_tokens: int = 0
-    """Tokens of the prefix cache hit, whose KV need not be computed. They fill whole pages, which are shared with the
-    cache or loaded."""
-    node: Node | None = field(default=None, repr=False)
-    """Node of the prefix cache that is locked for this sequence."""
-    state: int | None = None
-    """Slot of the cached state after `cached_tokens` tokens; the first step copies it to the row.
-
-    Valid while the block table locks its node with the state: from `reserve` or `refill_cached` to `keep`, `vacate`,
-    `unlock_state` or `release`. None for an empty hit, a hit by KV alone and a fork.
-    """
-    load: TierLoad | None = field(default=None, repr=False)
-    """Load of the last pages of the hit from the second tier; forks have the same load. None without a load."""
-
-    @property
-    def pages(self) -> list[int]:
-        """Pages in order; page `i` holds positions `i * page_size ...`."""
-        return self.sequence.pages
-
-    @property
-    def tokens(self) -> int:
-        """Tokens with allocated slots."""
-        return self.sequence.tokens
-
-    @property
-    def loading(self) -> bool:
-        """Whether a rank may still be loading KV into the pages."""
-        return self.load is not None and not self.load.done
+from disagg.node.block_table import BlockTable, Layout
 
 
 class _Hit(NamedTuple):

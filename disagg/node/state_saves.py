@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 
 from disagg.core.prefixes import PrefixKey
 from disagg.model.chunks import PromptChunks
-from disagg.node.kv_manager import BlockTable, KVManager
+from disagg.node.block_table import BlockTable
+from disagg.node.kv_manager import KVManager
 from disagg.node.plan import StateCopy
 
 NEAR_SHARE = 8

@@ -14,7 +14,8 @@ from disagg.core.config.groups import HostWriteName
 from disagg.core.prefixes import PrefixKey
 from disagg.kv.cache_operations import CacheOperation
 from disagg.kv.host_tier import HostTierStatistics
-from disagg.node.kv_manager import BlockTable, KVManager
+from disagg.node.block_table import BlockTable
+from disagg.node.kv_manager import KVManager
 
 PAGE = 4
 LONG = range(10, 24)

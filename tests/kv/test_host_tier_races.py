@@ -13,7 +13,8 @@ from disagg.core.types import RequestKey, SamplingParams
 from disagg.kv.cache_operations import CacheOperation
 from disagg.kv.state_slots import StateSlots
 from disagg.model.chunks import PromptChunks
-from disagg.node.kv_manager import BlockTable, KVManager
+from disagg.node.block_table import BlockTable
+from disagg.node.kv_manager import KVManager
 
 PAGE, TOKENS, STATE_AT = 4, 14, 12
 

@@ -15,7 +15,7 @@ import pytest
 from three_tiers import StoringGroup, Tokens, prompt
 
 from disagg.kv.storage_tier import Prefetch
-from disagg.node.kv_manager import BlockTable
+from disagg.node.block_table import BlockTable
 
 VALUES, MOST_PAGES = 3, 5
 LIFE_STEPS = 500

@@ -10,7 +10,8 @@ import pytest
 from disagg.core.errors import InvariantError
 from disagg.core.prefixes import PrefixKey
 from disagg.kv.state_slots import StateSlots
-from disagg.node.kv_manager import BlockTable, KVManager
+from disagg.node.block_table import BlockTable
+from disagg.node.kv_manager import KVManager
 
 PAGE, ROWS, FIRST = 4, 3, 3
 PROMPT = PrefixKey.of(range(14))

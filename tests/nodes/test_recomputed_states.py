@@ -18,7 +18,8 @@ from disagg.core.types import RequestKey, SamplingParams
 from disagg.kv.state_slots import StateSlots
 from disagg.model.chunks import PromptChunks
 from disagg.model.sampling.beam_search import Candidate
-from disagg.node.kv_manager import BlockTable, KVManager
+from disagg.node.block_table import BlockTable
+from disagg.node.kv_manager import KVManager
 from disagg.node.plan import StateCopy
 
 PAGE = 4

@@ -13,7 +13,8 @@ from disagg.core.prefixes import PrefixKey
 from disagg.core.tokens import TOKEN_BYTES
 from disagg.kv.cache_operations import CacheOperation, StorageOperation, StorageReport
 from disagg.kv.storage_tier import Prefetch, StorageTier, StorageTierStatistics
-from disagg.node.kv_manager import BlockTable, KVManager
+from disagg.node.block_table import BlockTable
+from disagg.node.kv_manager import KVManager
 
 PAGE = 4
 Tokens = tuple[int, ...]

@@ -10,7 +10,8 @@ from disagg.cluster.placement import choose_placement, place_colocated
 from disagg.core.errors import BusyError, ConfigError, InvariantError
 from disagg.core.prefixes import PrefixKey
 from disagg.core.types import PROTOCOL_VERSION, GroupInfo, KVLayout, RankInfo, Shard, Span
-from disagg.node.kv_manager import BlockTable, KVManager
+from disagg.node.block_table import BlockTable
+from disagg.node.kv_manager import KVManager
 from disagg.router.policy import POLICIES, Policy, RoutedGroup, RoutingRequest, least_loaded, round_robin
 from disagg.router.text import TextStream
 
