@@ -21,7 +21,8 @@ with {block}:
         try:
             print(word, flush=True)
             word = ""
-            time.sleep(60)
+            for _ in range(6000):  # a signal that arrives just before a sleep begins does not end the sleep
+                time.sleep(0.01)
         except KeyboardInterrupt:
             word = "swallowed"
 """
