@@ -133,18 +133,24 @@ class _TiersRun:
                 f"the model has a context of {self._spec.context_tokens} tokens, the run needs "
                 f"{options.longest_tokens}: lower --tokens, --turns or --turn-tokens"
             )
+        prefix_tokens = self._group.pool_tokens // POOL_PREFIXES
+        self._ttft_group = self._with_tiers(
+            HOST_PREFIXES * prefix_tokens, STORED_PREFIXES * prefix_tokens, "ttft"
+        )
+        self._conversations = -(-WORKING_SET * self._group.pool_tokens // options.history_tokens)
+        self._turns_groups = self._groups_by_tiers()
+        self._check_disk()
 
     async def measure(self) -> TiersMeasurements:
         """See `measure`."""
-        options, pool_tokens = self._options, self._group.pool_tokens
+        options = self._options
         sizes = TtftSizes(
             options.tokens, options.new_tokens, options.answer_tokens, options.repeats, self._spec.vocab_size
         )
-        prefix_tokens = pool_tokens // POOL_PREFIXES
-        group = self._with_tiers(HOST_PREFIXES * prefix_tokens, STORED_PREFIXES * prefix_tokens, "ttft")
-        async with tiers_engine(self._config, group, self._model, self._runner) as engine:
+        async with tiers_engine(self._config, self._ttft_group, self._model, self._runner) as engine:
             ttft = TtftRun(engine, sizes, self._progress)
             await ttft.run()
+        shutil.rmtree(self._ttft_group.storage)  # the next storage needs its room on the disk
         nbytes = options.tokens * self._spec.layout.token_bytes
         self._progress("plain copies")
         return TiersMeasurements(
@@ -157,34 +163,50 @@ class _TiersRun:
         )
 
     async def _turns(self) -> dict[str, TurnsRun]:
-        """Runs the workload without lower tiers, with host memory for all KV, and with less of it and a storage.
+        """Runs the workload with each of the groups.
 
         Raises `InvariantError` if a token differs between the runs.
         """
-        options, pool_tokens = self._options, self._group.pool_tokens
-        conversations = -(-WORKING_SET * pool_tokens // options.history_tokens)
+        options = self._options
         sizes = TurnSizes(
-            conversations,
+            self._conversations,
             options.turns,
             options.turn_tokens,
             options.answer_tokens,
             options.concurrency,
             self._spec.vocab_size,
         )
-        all_tokens = conversations * (options.history_tokens + self._group.page_size) + pool_tokens
-        groups = {
-            "no lower tier": self._group,
-            "host memory": self._with_tiers(all_tokens, 0, ""),
-            "host memory and storage": self._with_tiers(2 * pool_tokens, all_tokens, "turns"),
-        }
         runs: dict[str, TurnsRun] = {}
-        for name, group in groups.items():
-            self._progress(f"{conversations} conversations, {name}")
+        for name, group in self._turns_groups.items():
+            self._progress(f"{self._conversations} conversations, {name}")
             async with tiers_engine(self._config, group, self._model, self._runner) as engine:
                 runs[name] = await converse(engine, sizes)
             if runs[name].transcripts != next(iter(runs.values())).transcripts:
                 raise InvariantError(f"conversations with {name} have other tokens than without lower tiers")
         return runs
+
+    def _groups_by_tiers(self) -> dict[str, ColocatedConfig]:
+        """Returns groups without lower tiers, with host memory for all KV, and with less of it and a storage."""
+        pool_tokens = self._group.pool_tokens
+        all_tokens = (
+            self._conversations * (self._options.history_tokens + self._group.page_size) + pool_tokens
+        )
+        return {
+            "no lower tier": self._group,
+            "host memory": self._with_tiers(all_tokens, 0, ""),
+            "host memory and storage": self._with_tiers(2 * pool_tokens, all_tokens, "turns"),
+        }
+
+    def _check_disk(self) -> None:
+        """Raises `ConfigError` if the folder has no room for the larger one of the two storages."""
+        groups = (self._ttft_group, *self._turns_groups.values())
+        needed_bytes = max(group.storage_bytes for group in groups if group.storage)
+        free_bytes = shutil.disk_usage(self._folder).free
+        if free_bytes < needed_bytes:
+            raise ConfigError(
+                f"{self._folder} has {size_text(free_bytes)} free, the run needs {size_text(needed_bytes)}: name "
+                "another --folder, or lower --tokens, --turns, --turn-tokens or --concurrency"
+            )
 
     def _with_tiers(self, host_tokens: int, stored_tokens: int, folder: str) -> ColocatedConfig:
         """Returns the group with host memory and storage for so many tokens; an empty `folder`: without a storage."""
@@ -197,12 +219,6 @@ class _TiersRun:
         record_bytes = block_bytes(page * layout.token_bytes // layout.kv_heads + _HEADER_BYTES)
         stored_bytes = whole_pages(stored_tokens, page) // page * layout.kv_heads * record_bytes
         stored_bytes = max(_STORAGE_ROOM * stored_bytes, _LEAST_STORAGE_BYTES)
-        free_bytes = shutil.disk_usage(self._folder).free
-        if free_bytes < stored_bytes:
-            raise ConfigError(
-                f"{self._folder} has {size_text(free_bytes)} free, the run needs {size_text(stored_bytes)}: name "
-                "another --folder, or lower --tokens"
-            )
         path = self._folder / folder
         return msgspec.structs.replace(group, storage=str(path), storage_bytes=stored_bytes)
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -60,6 +62,20 @@ def test_the_command_writes_figures(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert all(lines[f"requests, {tiers}"]["median"] > 0 for tiers in hits)
     assert (tmp_path / "bench_tiers.png").stat().st_size > 1000
     assert list(folder.iterdir()) == []
+
+
+def test_a_disk_that_is_too_small_is_refused_before_anything_is_computed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def no_run(_: TtftRun) -> Any:
+        raise AssertionError("measured in spite of a small disk")
+
+    monkeypatch.setattr(TtftRun, "run", no_run)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=32 << 20))
+    assert run([*COMMAND, "--folder", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert "has 32 MiB free, the run needs 64 MiB: name another --folder, or lower --tokens" in said
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_wrong_answers_are_no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
