@@ -14,14 +14,16 @@ from disagg.core.types import GroupInfo, RequestKey, Ticket
 from disagg.kv.event_log import KVEventLog
 from disagg.model.sampling.prompt_scores import PromptScores
 from disagg.model.spec.model_spec import ModelSpec
+from disagg.node.device import record_event, wait_for
 from disagg.node.group_status import Scheduled
 from disagg.node.kv_event_publisher import PUBLISH_AT_EVENTS
 from disagg.node.leader import FETCH_SHARE, Leader, Send
 from disagg.node.led_scheduler import LedRequest
 from disagg.node.plan import StepPlan
 from disagg.node.request_checks import check_request
-from prefill_node.first_tokens import first_tokens
+from prefill_node.first_tokens import FirstTokens
 from prefill_node.request import First, PrefillRequest
+from prefill_node.sampled_chunks import SampledChunks
 from prefill_node.scheduler import PrefillScheduler, PrefillStatistics
 from transport.control import messages as m
 
@@ -69,17 +71,23 @@ class PrefillLeader(Leader):
         if request.router_lost:
             self._close(request.key, "lost the router")
 
-    def commit(self, plan: StepPlan, logits: torch.Tensor, scores: PromptScores) -> None:
-        """Ends a step: samples the first tokens of the completed prompts and sends them to the decode leader.
+    def sample(self, plan: StepPlan, logits: torch.Tensor, scores: PromptScores) -> SampledChunks:
+        """Launches the sampling of the first tokens of the prompts that the step completes; does not wait.
 
         `logits`: float32 `[len(plan.work), vocab]`. `scores`: log-probabilities of prompt tokens, for the routers.
         """
         with self._changed:
             requests = [self._scheduler.requests[work.key] for work in plan.work]
-        whole = [i for i, work in enumerate(plan.work) if work.last]
-        first = first_tokens(logits, {i: requests[i] for i in whole}, self._spec.eos_ids)
+        whole = {i: requests[i] for i, work in enumerate(plan.work) if work.last}
+        first = FirstTokens(logits, whole, self._spec.eos_ids)
+        return SampledChunks(plan, requests, first, scores, record_event(logits.device))
+
+    def commit(self, step: SampledChunks) -> None:
+        """Ends the oldest step in flight: waits for the device, and sends first tokens to the decode leader."""
+        wait_for(step.ended)  # the commit may free pages, which a load could write at once
+        plan, requests, first = step.plan, step.requests, step.first.result()
         failed = {key for key, chosen in first.items() if isinstance(chosen, RequestError)}
-        found = scores.result()
+        found = step.scores.result()
         with self._changed:
             self._send_prompt_logprobs(plan, requests, found)
             for request in self._scheduler.commit(plan, failed):
@@ -124,6 +132,9 @@ class PrefillLeader(Leader):
 
     def _next_step(self) -> StepPlan | None:
         return self._scheduler.next_step()
+
+    def _steps_in_flight(self) -> int:
+        return self._scheduler.steps_in_flight
 
     def _on_message(self, peer: str, message: m.Message) -> None:
         match message:

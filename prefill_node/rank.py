@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from disagg.core.config.read import PrefillConfig
 from disagg.core.types import GroupInfo, RankInfo, Span
@@ -17,6 +17,7 @@ from disagg.node.rank import RankNode
 from prefill_node.calibration import Calibration, Calibrator
 from prefill_node.leader import PrefillLeader
 from prefill_node.options import SenderContext, SenderOptions
+from prefill_node.sampled_chunks import SampledChunks
 from prefill_node.scheduler import PrefillScheduler
 from prefill_node.sender import SegmentSender
 from prefill_node.step_part import Part, PlannedChunk, StepPart
@@ -26,10 +27,26 @@ from transport.control import messages as m
 MAX_WAITING = 1024
 
 
+class LaunchedChunks(NamedTuple):
+    """A step in flight."""
+
+    sampled: SampledChunks | None
+    """First tokens of the step; None on ranks other than 0."""
+    began_s: float
+    """Start of the step, on the timeline's clock."""
+
+
 class PrefillRank(RankNode[PrefillConfig, PrefillLeader, SegmentSender]):
     """One prefill rank; `disagg.node.rank` describes its threads."""
 
     role: ClassVar[str] = "prefill"
+
+    def __init__(self, **arguments: Any) -> None:
+        """Takes the arguments of `RankNode`."""
+        super().__init__(**arguments)
+        self._in_flight: LaunchedChunks | None = None
+        self._step_ended_s = 0.0
+        self._steps_ahead = self.group_config.steps_ahead(self.runner.device.type)
 
     def calibrate(self, other: GroupInfo) -> Calibration | None:
         """Measures the wire to a linked decode group; returns None when `transfer.calibrate` is off for this device.
@@ -56,6 +73,7 @@ class PrefillRank(RankNode[PrefillConfig, PrefillLeader, SegmentSender]):
             max_context_tokens=group.context_limit(self.runner.spec.context_tokens),
             max_waiting=MAX_WAITING,
             state_interval_tokens=group.state_interval_tokens,
+            steps_ahead=group.steps_ahead(self.runner.device.type),
         )
         return PrefillLeader(scheduler, self.runner.spec, self.control.send, self._to_self, self.clock)
 
@@ -101,7 +119,9 @@ class PrefillRank(RankNode[PrefillConfig, PrefillLeader, SegmentSender]):
         return isinstance(message, m.OpenSend) and not message.begun
 
     def step(self, plan: StepPlan) -> None:
-        """Computes a plan, and sends the KV of each layer group while later layers compute.
+        """Launches a plan, and sends the KV of each layer group while later layers compute.
+
+        Then ends the previous step; without `async_steps`, also the launched step.
 
         Leases are requested before the forward pass, so that grants arrive by the time the first layers are computed.
         Cached positions are sent before their prompt's first chunk. The recurrent state is sent after the last chunk.
@@ -130,13 +150,30 @@ class PrefillRank(RankNode[PrefillConfig, PrefillLeader, SegmentSender]):
                 self._layers_ready(chunk, Span(first, stop))
 
         loaded.before_first()
-        with self.timeline.span("compute", self.lane):
-            scores = PromptScores()
-            logits = self._forward(plan, on_layer, scores)
-            for layers in state_spans if ended else ():
-                self._layers_ready(state, layers)
-            if self.leader is not None:
-                self.leader.commit(plan, logits, scores)
+        before, began_s = self._in_flight, self.timeline.now()
+        scores = PromptScores()
+        logits = self._forward(plan, on_layer, scores)
+        for layers in state_spans if ended else ():
+            self._layers_ready(state, layers)
+        sampled = self.leader.sample(plan, logits, scores) if self.leader is not None else None
+        self._in_flight = LaunchedChunks(sampled, began_s)
+        if before is not None:
+            self._end_step(before)
+        if not self._steps_ahead:
+            self.end_steps()
+
+    def end_steps(self) -> None:
+        """Ends the step in flight, if there is one."""
+        last, self._in_flight = self._in_flight, None
+        if last is not None:
+            self._end_step(last)
+
+    def _end_step(self, last: LaunchedChunks) -> None:
+        if self.leader is not None and last.sampled is not None:
+            self.leader.commit(last.sampled)
+        now_s = self.timeline.now()
+        self.timeline.record("compute", self.lane, "", max(last.began_s, self._step_ended_s), now_s)
+        self._step_ended_s = now_s
 
     def _send_cached(self, plan: StepPlan, loaded: DeviceEvent) -> None:
         """Sends the cached positions of the plan's prompts, once earlier steps and the plan's loads are done.

@@ -65,8 +65,8 @@ class PrefillRequest:
     planned_tokens: int = 0
     cached_tokens: int = 0
     """Number of leading tokens whose KV came from the prefix cache in the latest reservation."""
-    in_step: bool = False
-    """Whether a running step computes the request, so that its pages must not be freed."""
+    steps_in_flight: int = 0
+    """Number of steps in flight that compute the request; until they end, its pages must not be freed."""
     computed: bool = False
     first: First | None = None
     """First tokens that were sampled before the ticket arrived; sent when the ticket arrives."""

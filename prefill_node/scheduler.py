@@ -61,14 +61,21 @@ class PrefillScheduler:
         max_context_tokens: int,
         max_waiting: int,
         state_interval_tokens: int = 1,
+        steps_ahead: int = 0,
     ) -> None:
-        """`state_interval_tokens`: distance between cached recurrent states of a prompt; see `GroupConfig`."""
+        """`state_interval_tokens`: distance between cached recurrent states of a prompt; see `GroupConfig`.
+
+        `steps_ahead`: number of steps that may be planned while a step is in flight.
+        """
         self.kv_manager = kv_manager
         self._ranks = ranks
         self._chunks = chunks
         self._max_tokens = min(max_context_tokens, kv_manager.capacity_tokens)
         self._max_waiting = max_waiting
         self._states = StateSaves(kv_manager, chunks, state_interval_tokens)
+        self._steps_ahead = steps_ahead
+        self.steps_in_flight = 0
+        """Number of planned steps with work that are not committed."""
         self._step = 0
         self._reservations = itertools.count(1)
         self._dropped: list[tuple[RequestKey, int]] = []
@@ -134,7 +141,7 @@ class PrefillScheduler:
 
     def take_back(self) -> bool:
         """Frees the memory of early requests that no step computes; returns True if any memory was freed."""
-        early = [one for one in self.requests.values() if one.is_early and not one.in_step]
+        early = [one for one in self.requests.values() if one.is_early and not one.steps_in_flight]
         for request in early:
             self._free(request)
             self._drop(request)
@@ -142,10 +149,14 @@ class PrefillScheduler:
         return bool(early)
 
     def next_step(self) -> StepPlan | None:
-        """Returns a plan of the next chunks, up to the token budget; None if the plan would be empty.
+        """Returns a plan of the next chunks, up to the token budget.
 
-        Admitted requests come first, the oldest first, then early requests.
+        Admitted requests come first, the oldest first, then early requests. Returns None if the plan would be empty,
+        or if too many steps are in flight. A plan may have the next chunk of a request whose previous chunk is in
+        flight: chunks depend on KV alone, which the device writes in order.
         """
+        if self.steps_in_flight > self._steps_ahead:
+            return None
         work: list[Work] = []
         if self._plan([one for one in self.requests.values() if one.admitted], work):
             self._plan(self._early(), work)
@@ -153,6 +164,7 @@ class PrefillScheduler:
         if not (work or self._dropped or any(cache)):
             return None
         self._step += 1
+        self.steps_in_flight += bool(work)
         dropped, self._dropped = self._dropped, []
         copies, saves = self._states.take_copies(), self._states.take_saves()
         return StepPlan(
@@ -175,14 +187,17 @@ class PrefillScheduler:
         return self.kv_manager.kv_events
 
     def commit(self, plan: StepPlan, failed: Container[RequestKey] = ()) -> list[PrefillRequest]:
-        """Records the end of a step; returns the requests whose prompt is now computed, without closing ones.
+        """Records the end of the oldest step in flight; returns the requests whose prompt is now computed.
+
+        Closing requests are not returned.
 
         `failed`: requests whose logits were invalid; their KV is not added to the prefix cache.
         """
         finished: list[PrefillRequest] = []
+        self.steps_in_flight -= 1
         for work in plan.work:
             request = self.requests[work.key]
-            request.in_step = False
+            request.steps_in_flight -= 1
             request.computed = work.last
             if request.computed and request.prefix is not None and work.key not in failed:
                 assert request.block_table is not None, "a running step reads and writes its pages"
@@ -317,7 +332,7 @@ class PrefillScheduler:
         )
         start = request.planned_tokens
         request.planned_tokens += take
-        request.in_step = True
+        request.steps_in_flight += 1
         request.began_early |= not request.admitted
         saves = self._states.planned(request.states, request.block_table.row, request.planned_tokens)
         return Work(
@@ -336,7 +351,7 @@ class PrefillScheduler:
         )
 
     def _settle(self, request: PrefillRequest) -> None:
-        if request.in_step:
+        if request.steps_in_flight:
             return
         closed = request.closing and (not request.admitted or len(request.closed_ranks) == self._ranks)
         sent = request.computed and len(request.sent_ranks) == self._ranks

@@ -19,11 +19,11 @@ from disagg.core.sampling import sampling_of
 from disagg.core.tokens import pack_tokens
 from disagg.core.types import RequestKey, SamplingParams
 from disagg.model.chunks import PromptChunks
-from disagg.model.sampling.next_tokens import next_tokens
+from disagg.model.sampling.next_tokens import launch_tokens, next_tokens
 from disagg.model.sampling.penalties import SamplingRow, history_of
 from disagg.model.sampling.sampled import Chosen
 from disagg.node.kv_manager import KVManager
-from prefill_node.first_tokens import ROWS, first_tokens
+from prefill_node.first_tokens import ROWS, FirstTokens
 from prefill_node.request import First, PrefillRequest
 from transport.control import messages as m
 
@@ -170,16 +170,16 @@ def test_many_answers_to_many_prompts_are_chosen_in_parts(monkeypatch: pytest.Mo
 
     def counted(logits: torch.Tensor, *rest: Any) -> Any:
         sizes.append(len(logits))
-        return next_tokens(logits, *rest)
+        return launch_tokens(logits, *rest)
 
-    monkeypatch.setattr("prefill_node.first_tokens.next_tokens", counted)
+    monkeypatch.setattr("prefill_node.first_tokens.launch_tokens", counted)
     logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(1))
     sampling = SamplingParams(n=25, temperature=1.5, seed=3, repetition_penalty=1.5)
     requests = {}
     for row in range(3):
         prompt = pack_tokens([row, 7, 8, 9])
         requests[row] = PrefillRequest(RequestKey(f"r{row}"), prompt, sampling, "router", 0.0)
-    found = first_tokens(logits, requests, ())
+    found = FirstTokens(logits, requests, ()).result()
     assert max(sizes) <= ROWS < sum(sizes) == 75
     for row, request in requests.items():
         first = found[request.key]

@@ -24,7 +24,7 @@ from disagg.model.batch import StepBatch
 from disagg.model.page_copies import copy_in_order
 from disagg.model.sampled_tokens import token_of
 from disagg.model.sampling.beam_search import BeamSearch
-from disagg.model.sampling.next_tokens import BeamStep, likeliest, next_tokens
+from disagg.model.sampling.next_tokens import BeamStep, SampledBeams, next_tokens
 from disagg.model.sampling.penalties import SamplingRow, history_of
 from disagg.model.sampling.prompt_scores import PromptScores
 from disagg.model.sampling.sampled import Chosen
@@ -108,7 +108,7 @@ def _fake_beams(prompt: Sequence[int], sampling: SamplingParams) -> list[list[in
     search, beams, scores = BeamSearch(sampling, ()), [()], [0.0]
     while not search.over:
         logits = torch.stack([fake_logits([*prompt, *beam]) for beam in beams])
-        (best,) = likeliest(logits, [BeamStep(sampling, beams[0], scores)], ())
+        (best,) = SampledBeams(logits, [BeamStep(sampling, beams[0], scores)], ()).result()
         assert isinstance(best, list)
         going = search.advance(best)
         beams, scores = [(*beams[one.parent], one.token) for one in going], [one.score for one in going]

@@ -61,6 +61,7 @@ def config_of(choose: random.Random, peer_memory: bool, crowded: bool = False) -
     blocks = random.Random(choose.random())  # of 4 KiB, the smallest block
     prefill = msgspec.structs.replace(config.prefill, host_cache_bytes=blocks.choice([0, 12, 80]) * 4096)
     decode = msgspec.structs.replace(decode, host_cache_bytes=blocks.choice([0, 12, 80]) * 4096)
+    prefill = msgspec.structs.replace(prefill, async_steps=blocks.random() < 0.5)
     return msgspec.structs.replace(config, transfer=transfer, prefill=prefill, decode=decode)
 
 

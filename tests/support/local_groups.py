@@ -84,7 +84,12 @@ def small_config(
     }
     return Config(
         prefill=PrefillConfig(
-            tp=prefill_tp, page_size=prefill_page, chunk_tokens=chunk_tokens, groups=groups[0], **shared
+            tp=prefill_tp,
+            page_size=prefill_page,
+            chunk_tokens=chunk_tokens,
+            groups=groups[0],
+            async_steps=async_steps,
+            **shared,
         ).sized("cpu"),
         decode=DecodeConfig(
             tp=decode_tp, page_size=decode_page, groups=groups[1], async_steps=async_steps, **shared

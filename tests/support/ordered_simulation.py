@@ -22,10 +22,12 @@ class Ordered(Simulation):
         """What happens between two layers of a step."""
 
     def step(self) -> None:
-        """The prefill group plans a step, and computes it."""
+        """The prefill group plans a step, computes it, and reads its tokens."""
         for _ in ("planned", "computed"):
             self._compute(self.ranks[P])
             self.work(P)
+        self.ranks[P].end_steps()
+        self.work(P)
 
     def deliver(self, source: str, destination: str) -> None:
         """All that is on its way from one to the other, and what its threads do about it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 from random import Random
 from typing import Any, ClassVar
@@ -55,9 +56,11 @@ class PrefillMachine(RuleBasedStateMachine):
             max_context_tokens=40,
             max_waiting=3,
             state_interval_tokens=8,
+            steps_ahead=1,
         )
         self.count = 0
-        self.plan: StepPlan | None = None
+        self.flights: deque[StepPlan] = deque()
+        """Steps that are not committed, oldest first."""
         self.admitted: list[PrefillRequest] = []
         self.computed: dict[tuple[RequestKey, int], int] = {}
         """Of each request's reservation, the end of what was planned."""
@@ -128,22 +131,24 @@ class PrefillMachine(RuleBasedStateMachine):
             assert request.block_table.row not in others
             self.admitted.append(request)
         if any(r.ticket is not None and not r.admitted and not r.closing for r in self.requests()):
-            idle = [r for r in self.requests() if r.is_early and not r.in_step]
+            idle = [r for r in self.requests() if r.is_early and not r.steps_in_flight]
             assert not idle, "the memory of early requests is for those with a ticket"
 
-    @precondition(lambda self: self.plan is None)
     @rule()
     def step(self) -> None:
-        self.plan = self.scheduler.next_step()
-        if self.plan is not None:
-            assert self.plan.work or self.plan.dropped, "an empty plan"
-            assert sum(len(work.tokens) for work in self.plan.work) <= 7
-            for one in self.plan.dropped:
+        plan = self.scheduler.next_step()
+        assert plan is None or len(self.flights) <= 1, "a third step"
+        if plan is not None:
+            if plan.work:
+                self.flights.append(plan)
+            assert plan.work or plan.dropped, "an empty plan"
+            assert sum(len(work.tokens) for work in plan.work) <= 7
+            for one in plan.dropped:
                 self.early.remove(one)
-            planned = [self.scheduler.requests[work.key] for work in self.plan.work]
+            planned = [self.scheduler.requests[work.key] for work in plan.work]
             order = [(one.ticket is None, one.priority, int(one.key.request_id[1:])) for one in planned]
             assert order == sorted(order), "by priority, then by arrival; without a ticket last"
-            for work in self.plan.work:
+            for work in plan.work:
                 request = self.scheduler.requests[work.key]
                 block_table, key = request.block_table, (work.key, work.reservation)
                 assert block_table is not None
@@ -157,7 +162,7 @@ class PrefillMachine(RuleBasedStateMachine):
                 assert work.early == (request.ticket is None)
                 if work.early:
                     self.early.add(key)
-            self.compute(self.plan)
+            self.compute(plan)
 
     def compute(self, plan: StepPlan) -> None:
         """What the step does with recurrent states, if the model has any."""
@@ -174,14 +179,13 @@ class PrefillMachine(RuleBasedStateMachine):
         for position in range(work.start, work.span.stop):
             self.kv[slots[position]] = () if work.key in self.wrong else prompt[: position + 1]
 
-    @precondition(lambda self: self.plan is not None)
+    @precondition(lambda self: self.flights)
     @rule()
     def commit(self) -> None:
-        assert self.plan is not None
-        finished = self.scheduler.commit(self.plan, self.wrong)
-        assert {request.key for request in finished} <= {work.key for work in self.plan.work}
+        plan = self.flights.popleft()
+        finished = self.scheduler.commit(plan, self.wrong)
+        assert {request.key for request in finished} <= {work.key for work in plan.work}
         assert all(self.computed[r.key, r.reservation] == len(r.prompt) and not r.closing for r in finished)
-        self.plan = None
 
     @precondition(lambda self: self.admitted)
     @rule(data=st.data(), rank=st.integers(0, RANKS - 1))
@@ -208,7 +212,9 @@ class PrefillMachine(RuleBasedStateMachine):
     def nothing_in_use_is_freed(self) -> None:
         self.scheduler.check()
         for request in self.requests():
-            if request.in_step:
+            in_flight = sum(work.key == request.key for plan in self.flights for work in plan.work)
+            assert request.steps_in_flight == in_flight
+            if in_flight:
                 assert request.block_table is not None, "a running step reads and writes its pages"
             if request.admitted and not request.closing and len(request.sent_ranks) < RANKS:
                 assert request.block_table is not None, "segments are still gathered from its pages"
@@ -226,8 +232,8 @@ class PrefillMachine(RuleBasedStateMachine):
         assert sum(len(r.prompt) - r.block_table.cached_tokens for r in held if r.block_table) <= 7
 
     def teardown(self) -> None:
-        if self.plan is not None:
-            self.scheduler.commit(self.plan)
+        while self.flights:
+            self.scheduler.commit(self.flights.popleft())
         for request in self.requests():
             self.scheduler.close(request)
             for rank in range(RANKS):
@@ -876,7 +882,12 @@ def test_requests_beyond_the_batch_take_turns() -> None:
 def test_a_prompt_that_must_not_be_cut_is_computed_in_one_step() -> None:
     kv_manager = KVManager(pool_tokens=64, page_size=4, rows=3)
     scheduler = PrefillScheduler(
-        kv_manager, ranks=1, chunks=PromptChunks(7, whole=True), max_context_tokens=40, max_waiting=3
+        kv_manager,
+        ranks=1,
+        chunks=PromptChunks(7, whole=True),
+        max_context_tokens=40,
+        max_waiting=3,
+        steps_ahead=1,
     )
     for number, tokens in enumerate((5, 20, 3)):
         ticket = Ticket(key_of(number), number, "decode", Span(0, tokens))
@@ -893,6 +904,7 @@ def test_a_prompt_that_must_not_be_cut_is_computed_in_one_step() -> None:
     assert [len(work.tokens) for work in first.work] == [5, 20]
     assert second is not None
     assert [len(work.tokens) for work in second.work] == [3]
+    assert scheduler.next_step() is None, "two steps are in flight"
 
 
 def test_fixed_chunks_are_those_of_a_prompt_alone() -> None:
@@ -909,6 +921,7 @@ def test_fixed_chunks_are_those_of_a_prompt_alone() -> None:
     steps = []
     while (plan := scheduler.next_step()) is not None:
         steps.append([(work.key.request_id, len(work.tokens)) for work in plan.work])
+        scheduler.commit(plan)
     assert steps == [[("r0", 7)], [("r0", 2)], [("r1", 7)], [("r1", 8)], [("r2", 3)]]
 
 

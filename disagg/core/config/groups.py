@@ -186,6 +186,13 @@ class PrefillConfig(GroupConfig, frozen=True):
     """Settings of prefill groups, which compute prompts."""
 
     role = "prefill"
+    async_steps: bool | None = None
+    """Whether to launch a step before the host has read the first tokens of the previous one, so that the GPU does
+    not wait for the host. None: on a GPU only."""
+
+    def steps_ahead(self, device: str) -> int:
+        """Returns the number of steps planned while a step is in flight: 0 or 1. `device`: `cpu` or `cuda`."""
+        return _steps_ahead(self.async_steps, device)
 
 
 class BatchingConfig(GroupConfig, frozen=True):
@@ -244,7 +251,11 @@ class DecodeConfig(BatchingConfig, frozen=True):
 
         `device`: `cpu` or `cuda`.
         """
-        return int(device == "cuda" if self.async_steps is None else self.async_steps)
+        return _steps_ahead(self.async_steps, device)
+
+
+def _steps_ahead(async_steps: bool | None, device: str) -> int:
+    return int(device == "cuda" if async_steps is None else async_steps)
 
 
 class ColocatedConfig(BatchingConfig, frozen=True):

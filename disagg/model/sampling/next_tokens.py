@@ -18,7 +18,7 @@ from disagg.model.sampling.beam_search import Candidate, candidates_wanted
 from disagg.model.sampling.fixed_point import Top, log_softmax, top
 from disagg.model.sampling.masks import TokenMasks
 from disagg.model.sampling.penalties import SamplingRow
-from disagg.model.sampling.sampled import Chosen
+from disagg.model.sampling.sampled import Chosen, SampledTokens
 
 
 def next_tokens(
@@ -27,12 +27,19 @@ def next_tokens(
     """Returns one token per row of `logits` (float32 `[len(rows), vocab]`, any device), which stay unchanged.
 
     A row of bad logits (with NaN, or without a finite value) yields a RequestError and does not affect other rows.
-    Rows may share a history. This function waits for the device. `Sampler` does not wait, and keeps parameters on the
-    device between steps.
+    Rows may share a history. This function waits for the device; `launch_tokens` and `Sampler` do not.
+    """
+    return launch_tokens(logits, rows, eos_ids).result()
+
+
+def launch_tokens(logits: torch.Tensor, rows: Sequence[SamplingRow], eos_ids: Sequence[int]) -> SampledTokens:
+    """Launches `next_tokens`; the step launched next may overwrite `logits`.
+
+    `Sampler` also keeps parameters on the device between steps.
     """
     vocab, device = logits.shape[-1], logits.device
     masks = TokenMasks.of(rows, vocab, device)
-    return SamplingBatch(rows, eos_ids, vocab, device).sample(logits, masks).result()
+    return SamplingBatch(rows, eos_ids, vocab, device).sample(logits, masks)
 
 
 class BeamStep(NamedTuple):
@@ -75,13 +82,6 @@ class SampledBeams:
         """
         pairs = iter(zip(*self._host.values(), strict=True))
         return [_candidates([next(pairs) for _ in range(count)], self._vocab) for count in self._counts]
-
-
-def likeliest(
-    logits: torch.Tensor, steps: Sequence[BeamStep], eos_ids: Sequence[int]
-) -> list[list[Candidate] | RequestError]:
-    """Returns the result of `SampledBeams` for float32 `[all beams, vocab]`. Waits for the device."""
-    return SampledBeams(logits, steps, eos_ids).result()
 
 
 def _candidates(pairs: Sequence[tuple[float, float]], vocab: int) -> list[Candidate] | RequestError:

@@ -7,7 +7,7 @@ import torch
 
 from disagg.core.types import SamplingParams
 from disagg.model.sampling.fixed_point import in_units, log_softmax, top
-from disagg.model.sampling.next_tokens import BeamStep, likeliest, next_tokens
+from disagg.model.sampling.next_tokens import BeamStep, SampledBeams, next_tokens
 from disagg.model.sampling.penalties import SamplingRow, history_of
 
 DEVICES = ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)]
@@ -86,9 +86,10 @@ def test_a_row_s_token_and_logprobs_do_not_depend_on_others(others: int, device:
 def test_a_search_does_not_depend_on_others(device: str) -> None:
     logits = random_logits(12).to(device)
     step = BeamStep(SamplingParams(beams=3), [4], [-1.5, -1.5, -2.25])
-    together = likeliest(logits, [step] * 4, (2,))
+    together = SampledBeams(logits, [step] * 4, (2,)).result()
     for number in range(4):
-        assert likeliest(logits[3 * number : 3 * number + 3], [step], (2,)) == [together[number]]
+        alone = SampledBeams(logits[3 * number : 3 * number + 3], [step], (2,)).result()
+        assert alone == [together[number]]
 
 
 @pytest.mark.parametrize("device", DEVICES)

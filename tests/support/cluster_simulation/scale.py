@@ -75,7 +75,11 @@ def draw_config(choose: random.Random) -> Config:
         swap_bytes=choose.choice([0, 1 << 16]),
         async_steps=choose.random() < 0.5,
     )
-    prefill = msgspec.structs.replace(config.prefill, host_cache_bytes=choose.choice(HOST_CACHE_BYTES))
+    prefill = msgspec.structs.replace(
+        config.prefill,
+        host_cache_bytes=choose.choice(HOST_CACHE_BYTES),
+        async_steps=not decode.async_steps,
+    )
     decode = msgspec.structs.replace(decode, host_cache_bytes=choose.choice(HOST_CACHE_BYTES))
     return msgspec.structs.replace(config, prefill=prefill, decode=decode)
 

@@ -1,0 +1,123 @@
+"""Prefill steps that are launched before the host has read the tokens of the step before them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from fake_model import VOCAB, fake_spec
+
+from disagg.core.tokens import pack_tokens
+from disagg.core.types import RequestKey, SamplingParams, Span, Ticket
+from disagg.model.chunks import PromptChunks
+from disagg.model.sampling.prompt_scores import PromptScores
+from disagg.node.kv_manager import KVManager
+from disagg.node.plan import StepPlan
+from prefill_node import leader as leader_module
+from prefill_node.leader import PrefillLeader
+from prefill_node.sampled_chunks import SampledChunks
+from prefill_node.scheduler import PrefillScheduler
+from transport.control import messages as m
+
+KEY, OTHER = RequestKey("r"), RequestKey("other")
+PROMPT = pack_tokens(range(10))
+
+
+class Prefill:
+    """A prefill group of one rank that computes four tokens in a step, without a device."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, steps_ahead: int = 1) -> None:
+        self.sent: list[m.Message] = []
+        self.waits = 0
+        """Waits for the end of a step on the device."""
+        self.scheduler = PrefillScheduler(
+            KVManager(pool_tokens=64, page_size=4, rows=2),
+            ranks=1,
+            chunks=PromptChunks(4),
+            max_context_tokens=40,
+            max_waiting=1,
+            steps_ahead=steps_ahead,
+        )
+        spec = fake_spec(layers=1, kv_heads=1)
+        self.leader = PrefillLeader(
+            self.scheduler, spec, lambda _, message: self.sent.append(message), lambda _: None, lambda: 0.0
+        )
+        rank = SimpleNamespace(control_address="prefill-0")
+        group: Any = SimpleNamespace(ranks=(rank,), role="prefill", name="prefill", leader=rank)
+        self.leader.join(group)
+        decode: Any = SimpleNamespace(name="decode", leader=SimpleNamespace(control_address="decode-0"))
+        self.leader.link(decode)
+        event = SimpleNamespace(synchronize=self._wait)
+        monkeypatch.setattr(leader_module, "record_event", lambda device: event)
+
+    def _wait(self) -> None:
+        self.waits += 1
+
+    def submit(self, key: RequestKey = KEY) -> None:
+        ticket = Ticket(key, 7, "decode", Span(0, len(PROMPT)))
+        self.leader.handle("router", m.Prefill(key, PROMPT, SamplingParams(), ticket, 60.0))
+
+    def launch(self) -> SampledChunks:
+        """Plans the next step and launches it."""
+        plan = self.leader.next_plan()
+        assert isinstance(plan, StepPlan)
+        return self.leader.sample(plan, torch.zeros(len(plan.work), VOCAB), PromptScores())
+
+
+def test_chunks_of_one_prompt_are_in_flight_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = Prefill(monkeypatch)
+    group.submit()
+    steps = [group.launch(), group.launch()]
+    assert [[work.span for work in step.plan.work] for step in steps] == [[Span(0, 4)], [Span(4, 8)]]
+    assert group.leader.next_plan() is None, "two steps are in flight"
+    group.leader.commit(steps[0])
+    steps.append(group.launch())
+    for step in steps[1:]:
+        assert not [message for message in group.sent if isinstance(message, m.FirstTokens)]
+        group.leader.commit(step)
+    assert [type(message) for message in group.sent] == [m.Prefilled, m.FirstTokens]
+    assert group.waits == 3
+    group.leader.check()
+
+
+def test_pages_are_freed_after_the_last_step_that_writes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step without first tokens ends on the device too: a freed page may be another request's at once."""
+    group = Prefill(monkeypatch)
+    group.submit()
+    steps = [group.launch(), group.launch()]
+    request = group.scheduler.requests[KEY]
+    group.leader.handle("router", m.Release(KEY, "aborted"))
+    group.leader.handle("prefill-0", m.RankClosed(KEY, 7, 0))
+    for step, waits in zip(steps, (1, 2), strict=True):
+        assert request.block_table is not None
+        group.leader.commit(step)
+        assert group.waits == waits
+        group.leader.check()
+    assert not group.scheduler.requests
+    assert [type(message) for message in group.sent] == [m.Released]
+
+
+def test_the_next_prompt_is_launched_while_the_last_chunk_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = Prefill(monkeypatch)
+    group.submit()
+    group.submit(OTHER)
+    for span in (Span(0, 4), Span(4, 8)):
+        step = group.launch()
+        assert [work.span for work in step.plan.work] == [span]
+        group.leader.commit(step)
+    last, behind = group.launch(), group.launch()
+    assert [(work.key, work.span) for work in last.plan.work] == [(KEY, Span(8, 10)), (OTHER, Span(0, 2))]
+    assert [(work.key, work.span) for work in behind.plan.work] == [(OTHER, Span(2, 6))]
+    group.leader.commit(last)
+    assert [message.key for message in group.sent if isinstance(message, m.FirstTokens)] == [KEY]
+
+
+def test_without_steps_ahead_one_step_is_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = Prefill(monkeypatch, steps_ahead=0)
+    group.submit()
+    step = group.launch()
+    assert group.leader.next_plan() is None
+    group.leader.commit(step)
+    assert [work.span for work in group.launch().plan.work] == [Span(4, 8)]
