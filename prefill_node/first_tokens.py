@@ -20,7 +20,7 @@ ROWS = 32
 sampling a token copies a row of logits several times, in memory that is not reserved."""
 
 
-class FirstTokens:
+class SampledFirstTokens:
     """The first tokens of the prompts that a step completes: sampled on the device, read by the host later."""
 
     def __init__(

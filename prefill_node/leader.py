@@ -21,7 +21,7 @@ from disagg.node.leader import FETCH_SHARE, Leader, Send
 from disagg.node.led_scheduler import LedRequest
 from disagg.node.plan import StepPlan
 from disagg.node.request_checks import check_request
-from prefill_node.first_tokens import FirstTokens
+from prefill_node.first_tokens import SampledFirstTokens
 from prefill_node.request import First, PrefillRequest
 from prefill_node.sampled_chunks import SampledChunks
 from prefill_node.scheduler import PrefillScheduler, PrefillStatistics
@@ -79,7 +79,7 @@ class PrefillLeader(Leader):
         with self._changed:
             requests = [self._scheduler.requests[work.key] for work in plan.work]
         whole = {i: requests[i] for i, work in enumerate(plan.work) if work.last}
-        first = FirstTokens(logits, whole, self._spec.eos_ids)
+        first = SampledFirstTokens(logits, whole, self._spec.eos_ids)
         return SampledChunks(plan, requests, first, scores, record_event(logits.device))
 
     def commit(self, step: SampledChunks) -> None:

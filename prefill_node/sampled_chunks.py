@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from disagg.model.sampling.prompt_scores import PromptScores
 from disagg.node.device import DeviceEvent
 from disagg.node.plan import StepPlan
-from prefill_node.first_tokens import FirstTokens
+from prefill_node.first_tokens import SampledFirstTokens
 from prefill_node.request import PrefillRequest
 
 
@@ -18,7 +18,7 @@ class SampledChunks:
     plan: StepPlan
     requests: list[PrefillRequest]
     """The request of each work item."""
-    first: FirstTokens
+    first: SampledFirstTokens
     """First tokens of the prompts that the step completes."""
     scores: PromptScores
     """Log-probabilities of prompt tokens."""

@@ -23,7 +23,7 @@ from disagg.model.sampling.next_tokens import launch_tokens, next_tokens
 from disagg.model.sampling.penalties import SamplingRow, history_of
 from disagg.model.sampling.sampled import Chosen
 from disagg.node.kv_manager import KVManager
-from prefill_node.first_tokens import ROWS, FirstTokens
+from prefill_node.first_tokens import ROWS, SampledFirstTokens
 from prefill_node.request import First, PrefillRequest
 from transport.control import messages as m
 
@@ -179,7 +179,7 @@ def test_many_answers_to_many_prompts_are_chosen_in_parts(monkeypatch: pytest.Mo
     for row in range(3):
         prompt = pack_tokens([row, 7, 8, 9])
         requests[row] = PrefillRequest(RequestKey(f"r{row}"), prompt, sampling, "router", 0.0)
-    found = FirstTokens(logits, requests, ()).result()
+    found = SampledFirstTokens(logits, requests, ()).result()
     assert max(sizes) <= ROWS < sum(sizes) == 75
     for row, request in requests.items():
         first = found[request.key]
