@@ -78,13 +78,14 @@ class Forks:
     def cache(self, request: DecodeRequest, sequences: Iterable[Sequence]) -> None:
         """Adds the full pages of the sequences to the prefix cache, if all KV has landed.
 
-        No step may still write these pages.
+        No step may still write these pages. During a recomputation nothing is added: no logits have shown yet that
+        the KV is valid.
         """
         landed = len(request.landed_ranks) == self._ranks and request.begun and not request.loading
         if request.prefix is None or not landed or request.residency is not Residency.RESIDENT:
             return
         for sequence in sequences:
-            known = request.prefix.extended(sequence.tokens).shortened(sequence.computed_tokens)
-            self._kv_manager.keep(sequence.block_table, known)
             if sequence.left_tokens > 1:
                 return  # later sequences share tokens that this sequence has not recomputed yet
+            known = request.prefix.extended(sequence.tokens).shortened(sequence.computed_tokens)
+            self._kv_manager.keep(sequence.block_table, known)

@@ -111,10 +111,12 @@ class DecodeLeader(AdmittingLeader):
 
         Returns False if the sequence gets no token, because it has ended or failed.
         """
-        if request.closing or sequence.ended:
+        if sequence.ended:
             return False
-        if isinstance(chosen, RequestError):
+        if isinstance(chosen, RequestError):  # of a closing request, too: its KV must not be cached
             self._fail(request, chosen)
+            return False
+        if request.closing:
             return False
         sequence.add(chosen.token)
         logprobs = [] if chosen.logprobs is None else [chosen.logprobs]
@@ -124,10 +126,10 @@ class DecodeLeader(AdmittingLeader):
     def _advance(self, request: DecodeRequest, best: list[Candidate] | RequestError) -> list[Candidate]:
         """Advances a beam search; returns the beams of the next step, none if the search is over."""
         assert request.search is not None, "a beam search"
-        if request.closing:
-            return []
         if isinstance(best, RequestError):
             self._fail(request, best)
+            return []
+        if request.closing:
             return []
         going = request.search.advance(best)
         if request.search.over:
@@ -204,12 +206,12 @@ class DecodeLeader(AdmittingLeader):
         request here.
         """
         assert isinstance(request, DecodeRequest), "this leader has decode requests only"
+        request.prefix = None
         if request.closing:
             another_report = isinstance(error, TransportError) and not self.broken  # for the same lost rank
             if not (request.held and another_report):
                 self._close(request.key, str(error))
             return
-        request.prefix = None
         transfer_failed = isinstance(error, TransportError) and not isinstance(error, ChecksumError)
         held = transfer_failed and not self.broken and not self._has_begun(request)
         self._refuse(request.router, request.key, error, resumable=held)

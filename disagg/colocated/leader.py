@@ -182,10 +182,10 @@ class ColocatedLeader(ReservingLeader):
 
         Returns True if a token was sent.
         """
-        if request.closing:
-            return False
-        if isinstance(chosen, RequestError):
+        if isinstance(chosen, RequestError):  # of a closing request, too: its KV must not be cached
             self._fail(request, chosen)
+            return False
+        if request.closing:
             return False
         index = len(request.tokens)
         request.tokens.append(chosen.token)

@@ -281,7 +281,10 @@ class ColocatedScheduler:
     def _settle(self, request: ColocatedRequest) -> None:
         if not request.closing or request.in_step or request.block_table is None:
             return
-        self._keep(request)
+        if (
+            request.planned_tokens == request.begin_tokens
+        ):  # otherwise no logits have shown that the KV is valid
+            self._keep(request)
         self._states.drop(request.states)
         self.kv_manager.release(request.block_table)
         request.block_table = None

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import MLA, SIZES, save
+from architectures import CLASSED, MLA, SIZES, save
 from model_helpers import make_runner
 from slow_parameters import sampled
 from transformers import (
@@ -56,12 +56,15 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "layer norms and biases": lambda: GPT2Config(
         vocab_size=259, n_embd=64, n_layer=2, n_head=4, n_positions=256, initializer_range=0.2
     ),
+    "layers that choose their tokens": CLASSED["deepseek-3.2"],
+    "layers that share a choice": CLASSED["hy-v4"],
 }
 SAMPLE = {
     "llama",
     "sinks, windows and experts",
     "latent attention and routed experts",
     "layer norms and biases",
+    "layers that share a choice",
 }
 """Models that together have every kind of layer of `CONFIGS` except norms of heads and soft caps."""
 

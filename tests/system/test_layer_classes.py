@@ -11,7 +11,10 @@ import msgspec
 import pytest
 import torch
 from architectures import CLASSED, save
+from indexer_choices import FirstOfEqual
 from local_groups import Checkpoints, LocalGroups, local_groups, random_prompts, small_config
+from model_helpers import load_plain
+from plain_greedy import plain_greedy
 from prefix_caches import cache_of
 from simulated_memory import poison_host, poison_pages
 
@@ -153,6 +156,29 @@ def test_sparse_layers_have_no_prefix_cache(
         memories = [ranks[0].statistics()["leader"].memory for ranks in (groups.prefill, groups.decode)]
     assert answers == [checkpoints.greedy(source, prompt, 8)] * 2
     assert all(memory.cache is None for memory in memories)
+
+
+def test_deterministic_sparse_layers_choose_the_first_of_equal_scores(
+    sources: Callable[[str], ModelSource],
+) -> None:
+    """In both groups, and in a recomputation."""
+    source, prompts = sources("hy-v4"), random_prompts(9, 21, 14, 30, seed=6)
+    config = small_config(decode_page=4, pool_tokens=96)
+    config = msgspec.structs.replace(
+        config,
+        prefill=msgspec.structs.replace(config.prefill, pool_tokens=1024),
+        decode=msgspec.structs.replace(config.decode, preemption="recompute", chunk_tokens=11, watermark=0.0),
+        model=ModelConfig(dtype="float32", deterministic=True),
+    )
+    with local_groups(config, source) as groups:
+        answers = groups.answers(prompts, SamplingParams(max_tokens=20, ignore_eos=True))
+        recomputed = groups.decode[0].statistics()["leader"].recomputed_total
+    assert recomputed > 0
+    model = load_plain(source.directory)
+    with FirstOfEqual():
+        expected = [plain_greedy(model, prompt, 20) for prompt in prompts]
+    assert [answer.tokens for answer in answers] == expected
+    assert expected != [plain_greedy(model, prompt, 20) for prompt in prompts], "the rule changes tokens"
 
 
 def test_index_keys_in_8_bits_are_refused(sources: Callable[[str], ModelSource]) -> None:
