@@ -133,7 +133,7 @@ class AdmittingLeader(ReservingLeader):
     def _release(self, router: str, message: m.Release) -> None:
         """Releases a request, or drops the attempt that still waits for an earlier attempt's pages."""
         claim = self._claims.get(message.key)
-        if claim is not None:
+        if claim is not None and claim.old.router == router:
             self._drop_claim(claim.old)
         super()._release(router, message)
 

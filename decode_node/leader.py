@@ -180,7 +180,7 @@ class DecodeLeader(AdmittingLeader):
                 if (request := self._current(message.key, message.ticket)) and not request.begun:
                     self._first_tokens(peer, request, message)
             case m.EndAnswer():
-                self._end_answer(message)
+                self._end_answer(peer, message)
             case m.Landed():
                 if request := self._current(message.key, message.ticket):
                     request.landed_ranks.add(message.rank)
@@ -303,9 +303,9 @@ class DecodeLeader(AdmittingLeader):
         if finish is not None and self._scheduler.end(request, sequence):
             self._close(request.key, finish)
 
-    def _end_answer(self, message: m.EndAnswer) -> None:
+    def _end_answer(self, router: str, message: m.EndAnswer) -> None:
         request = self._scheduler.requests.get(message.key)
-        if request is None or request.search is not None:
+        if request is None or request.router != router or request.search is not None:
             return
         for sequence in request.sequences:
             if sequence.number == message.answer and self._scheduler.end(request, sequence):

@@ -36,6 +36,9 @@ log = structlog.get_logger(__name__)
 
 TICK_S = 0.05
 """Interval of `Engine.on_tick`."""
+GONE_S = 600.0
+"""Silence of a rank after which its group is unlinked. No cluster reports the deaths of another engine's ranks:
+without this limit, an endpoint would ping every rank that was ever linked."""
 AgentT = TypeVar("AgentT", bound=Agent)
 
 
@@ -110,7 +113,7 @@ class Endpoint(ABC, Generic[AgentT]):
         callbacks = LoopCallbacks(
             broken=self._broken,
             computing=lambda: self.computing,
-            tick=lambda: engine.on_tick(wires.clock()),
+            tick=lambda: self._tick(wires.clock()),
             lost=mending.on_connection_lost,
             look=mending.look,
         )
@@ -123,6 +126,8 @@ class Endpoint(ABC, Generic[AgentT]):
         """Error that ended the transfer thread; empty while it runs."""
         self._links: dict[str, tuple[Link, GroupInfo, GroupInfo]] = {}
         """Link, own group and other group, by the other group's name."""
+        self._silent_s: dict[str, float] = {}
+        """Begin of the silence of each silent peer."""
 
     # --- set-up
 
@@ -148,7 +153,8 @@ class Endpoint(ABC, Generic[AgentT]):
         """Links this rank's group with a group of the other role, on the transfer thread.
 
         A repeated call changes nothing. If the other group has new ranks, it replaces the old ones, which count as
-        dead. Raises `HandshakeError`, `ConfigError`, `TransportError`.
+        dead. A group with a rank that is silent for `GONE_S` is unlinked, and can be linked again. Raises
+        `HandshakeError`, `ConfigError`, `TransportError`.
         """
         known = self._links.get(other.name)
         if known is not None and known[1:] == (own, other):
@@ -171,6 +177,17 @@ class Endpoint(ABC, Generic[AgentT]):
         """
         linked = self._links.get(group)
         return linked[0] if linked is not None and group in self._linked_groups() else None
+
+    def _tick(self, now_s: float) -> None:
+        silent = self.peers.silences.silent
+        if silent or self._silent_s:
+            self._silent_s = {peer: self._silent_s.get(peer, now_s) for peer in silent}
+            gone = {peer for peer, since_s in self._silent_s.items() if now_s - since_s > GONE_S}
+            for name, (_, _, group) in list(self._links.items()):
+                if not gone.isdisjoint(rank.control_address for rank in group.ranks):
+                    log.warning("group_unlinked", group=name, lane=self.lane, silent_s=GONE_S)
+                    self._drop(name)
+        self._engine.on_tick(now_s)
 
     def _drop(self, name: str) -> None:
         _, _, group = self._links.pop(name)

@@ -305,11 +305,16 @@ class Leader(ABC):
         return list(self._scheduler.requests.values())
 
     def _release(self, router: str, message: m.Release) -> None:
+        """Releases a request. Confirms at once if the router has none of this key.
+
+        A router also releases a request that was refused because another router uses its key.
+        """
         request = self._scheduler.requests.get(message.key)
-        if request is not None:
+        own = request is not None and request.router == router
+        if request is not None and own:
             request.release_requested = True
             self._close(message.key, message.reason)
-        if self.broken or message.key not in self._scheduler.requests:
+        if self.broken or not own or message.key not in self._scheduler.requests:
             # A broken group confirms the release at once: its memory is freed when its processes end.
             self._send(router, m.Released(message.key))
 

@@ -11,7 +11,7 @@ from layer_pools import Memory
 from disagg.core.config.read import Config, TransferConfig, TransportConfig
 from disagg.core.types import PROTOCOL_VERSION, GroupInfo, KVLayout, RequestKey, Span, Ticket
 from disagg.data_path.consumer import KVConsumer
-from disagg.data_path.endpoint import EndpointOptions
+from disagg.data_path.endpoint import GONE_S, EndpointOptions
 from disagg.data_path.events import TransferEvent, TransferEventKind
 from disagg.data_path.producer import KVProducer
 from disagg.kv.pool import make_pool
@@ -72,15 +72,13 @@ class Pair:
             )
             for rank, pool in enumerate(self.pools)
         ]
-        p, d = (
+        self.groups = (
             self._group("p", "prefill", [self.producer], 16),
             self._group("d", "decode", self.consumers, 32),
         )
         for endpoint in (self.producer, *self.consumers):
             self.network.add(endpoint)
-        self.producer.link(p, d)
-        for consumer in self.consumers:
-            consumer.link(d, p)
+        self.link()
         self.ticket = Ticket(KEY, 5, "d", Span(0, TOKENS), -1, tuple(TARGET))
 
     @staticmethod
@@ -91,6 +89,13 @@ class Pair:
     def _group(name: str, role: str, ranks: list[Any], page_size: int) -> GroupInfo:
         infos = tuple(rank.info() for rank in ranks)
         return GroupInfo(name, role, PROTOCOL_VERSION, "", LAYOUT, page_size, "inproc", infos, checksum=True)
+
+    def link(self) -> None:
+        """As often as the engines exchange their groups."""
+        p, d = self.groups
+        self.producer.link(p, d)
+        for consumer in self.consumers:
+            consumer.link(d, p)
 
     def receive(self) -> None:
         for consumer in self.consumers:
@@ -171,3 +176,35 @@ def test_a_lost_producer_fails_the_transfer() -> None:
     assert failed.kind is KIND.FAILED
     assert "lost prefill rank" in failed.reason
     assert pair.consumers[0].link_with("p") is None
+
+
+def test_a_rank_that_never_returns_is_not_watched_for_ever() -> None:
+    """Its whole group is unlinked; when the engines meet again, they link again."""
+    pair = Pair()
+    channel: Any = pair.producer.wires.control
+    ranks = [consumer.wires.control.address for consumer in pair.consumers]
+    assert channel.watched == set(ranks)
+    for consumer in pair.consumers:
+        consumer.peers.silent(channel.address)
+    for waited_s in (0.0, GONE_S):
+        pair.producer.peers.silent(ranks[1])
+        pair.network.now_s += waited_s
+        pair.network.settle()
+        assert channel.watched == set(ranks), "it may be cut off only"
+        assert pair.producer.peers.silences.silent == {ranks[1]}
+    pair.network.now_s += 1.0
+    pair.network.settle()
+    assert not channel.watched
+    assert not pair.producer.peers.silences.silent
+    channels: list[Any] = [consumer.wires.control for consumer in pair.consumers]
+    assert not any(one.watched for one in channels)
+    pair.link()
+    assert channel.watched == set(ranks)
+    pair.receive()
+    part = pair.producer.next_part()
+    pair.producer.plan(KEY, part, Span(0, TOKENS))
+    pair.producer.open(pair.ticket, PAGES)
+    pair.producer.computed(part, Span(0, 3), None)
+    pair.network.settle()
+    pair.check_cells()
+    pair.close()

@@ -22,7 +22,7 @@ SEEDS_OF = {
     "messages fail": 60,
     "crowded": 5,
     "crowded abort": 5,
-    "crowded death": 6,
+    "crowded death": 45,
     "crowded deadline": 5,
 }
 """Of kinds of trouble with a rare end, or with a longer run."""

@@ -188,6 +188,18 @@ def test_a_repeated_reserve_keeps_its_position(full: Group) -> None:
     assert full.waiting == ["r0", "r1"], "another router cannot end the wait"
 
 
+def test_a_router_cannot_end_another_routers_request(full: Group) -> None:
+    """A router releases every request that it sent, also one that was refused because its key is in use."""
+    full.reserve("first", router="b")
+    assert [one.code for one in full.failed("first")] == ["busy"]
+    del full.sent[:]
+    full.leader.handle("b", m.Release(RequestKey("first"), "refused"))
+    assert full.sent == [("b", m.Released(RequestKey("first")))]
+    assert not full.leader.scheduler.requests[RequestKey("first")].closing
+    full.release("first", router="a")
+    assert not full.leader.scheduler.requests
+
+
 def test_a_request_that_may_not_wait_is_refused_at_once(full: Group) -> None:
     full.reserve("r0", wait_s=0.0)
     assert [one.code for one in full.failed("r0")] == ["busy"]

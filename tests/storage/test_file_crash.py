@@ -23,10 +23,13 @@ WRITER = ROOT / "tests" / "support" / "storage_writer.py"
 KILLS, MANY_KILLS = 3, 60
 
 
-def killed_writer(folder: Path, first: int, lines: int, *, terminated: bool = False) -> list[int]:
-    """Runs a writer until it has printed `lines` lines, then kills it; returns the names that it printed."""
+def killed_writer(folder: Path, first: int, lines: int, *, most: int | None = None) -> list[int]:
+    """Runs a writer until it has printed `lines` lines, then kills it; returns the names that it printed.
+
+    Until the kill, the writer stores further pages; with `most`, that many in total.
+    """
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{WRITER.parent}"}
-    command = [sys.executable, str(WRITER), str(folder), str(first)]
+    command = [sys.executable, str(WRITER), str(folder), str(first), *([] if most is None else [str(most)])]
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE) as writer:
         assert writer.stdout is not None
         said = [writer.stdout.readline() for _ in range(lines)]

@@ -153,7 +153,7 @@ def test_only_the_owner_evicts(opened: Opened) -> None:
 
 def test_segments_of_a_dead_process_are_adopted(opened: Opened) -> None:
     storage = opened(segments=4)
-    names = killed_writer(opened.folder, 0, 8)
+    names = killed_writer(opened.folder, 0, 8, most=8)  # they fit the storage
     storage.refresh()
     assert get(storage, names, 60_000) == [True] * len(names)
     put(storage, range(10_000, 10_000 + 8 * PAGES_EACH))  # the adopted segments are evicted like own ones

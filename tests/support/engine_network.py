@@ -33,6 +33,7 @@ class QueuedChannel(ControlChannel):
         self.address, self._network = address, network
         self.handler: Any = None
         self.lost: Any = None
+        self.watched: set[str] = set()
 
     def start(self, handler: Any, on_peer_lost: Any, *others: Any) -> None:
         self.handler, self.lost = handler, on_peer_lost
@@ -47,9 +48,11 @@ class QueuedChannel(ControlChannel):
 
     def uncork(self) -> None: ...
 
-    def watch(self, peer: str) -> None: ...
+    def watch(self, peer: str) -> None:
+        self.watched.add(peer)
 
-    def forget(self, peer: str) -> None: ...
+    def forget(self, peer: str) -> None:
+        self.watched.discard(peer)
 
     def statistics(self) -> ControlStatistics:
         raise NotImplementedError

@@ -1,13 +1,14 @@
-"""A process that stores pages until it is killed: `python storage_writer.py FOLDER FIRST [SEGMENT_BYTES]`.
+"""A process that stores pages until it is killed: `python storage_writer.py FOLDER FIRST [PAGES]`.
 
-Prints the name of each page that is stored. Writes in pieces, so that a kill leaves torn records.
+Prints the name of each page that is stored; after `PAGES` pages, only waits. Writes in pieces, so that a kill leaves
+torn records.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
-from itertools import count
 from pathlib import Path
 
 from storage_pages import content, key
@@ -27,18 +28,19 @@ class TearingDisk(Disk):
             super().write(descriptor, data[start : start + 4096], offset + start)
 
 
-def main(folder: Path, first: int, segment_bytes: int) -> None:
+def main(folder: Path, first: int, pages: int) -> None:
     configure(LogConfig(level="error"))  # to stderr
-    settings = FileSettings(folder, 64 << 20, segment_bytes, threads=3, refresh_s=0)
+    settings = FileSettings(folder, 64 << 20, 1 << 20, threads=3, refresh_s=0)
     storage = FileStorage(settings, TearingDisk())
-    for start in count(first, PAGES_EACH_CALL):
+    for start in range(first, first + pages, PAGES_EACH_CALL):
         names = range(start, start + PAGES_EACH_CALL)
-        pages = [memoryview(content(name, PAGE_BYTES)) for name in names]
-        stored = storage.put([key(name) for name in names], pages, 60)
+        contents = [memoryview(content(name, PAGE_BYTES)) for name in names]
+        stored = storage.put([key(name) for name in names], contents, 60)
         for name, landed in zip(names, stored, strict=True):
             if landed:
                 os.write(1, f"{name}\n".encode())
+    signal.pause()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]) if sys.argv[3:] else 1 << 20)
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]) if sys.argv[3:] else sys.maxsize)

@@ -341,6 +341,9 @@ def test_the_fence_of_a_lost_peer_covers_its_incoming_channel(monkeypatch: pytes
             with pytest.raises(TransportError, match="no fence"):
                 a.transport.progress()
         late.leave()
+        pump_until(
+            lambda: not a.transport.incoming and not a.transport.outgoing
+        )  # the channel's own threads too
         a.transport.progress()
 
 
