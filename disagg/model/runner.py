@@ -55,6 +55,7 @@ from disagg.model.load.build import build_model
 from disagg.model.load.source import ModelSource
 from disagg.model.page_copies import copy_in_order
 from disagg.model.piecewise import SEQUENCES, PiecewiseGraphs, piece_sizes
+from disagg.model.recurrent.heads import divided
 from disagg.model.recurrent.registry import bounds_prompts, pack_recurrent
 from disagg.model.recurrent.request_cache import StateCache, make_cache
 from disagg.model.recurrent.state import (
@@ -146,9 +147,9 @@ class ModelRunner:
             )
         self.shard = shard_of(self.spec.layout, collective.rank, collective.size)
         """The rank's part of the KV and of the recurrent states. The states' shapes are known after a trial step."""
-        self.model, sharding = build_model(source, self.spec, collective, self.device, options.dtype)
-        self._whole_attention = sharding.whole_attention
-        self.held_whole = set(sharding.whole)
+        built = build_model(source, self.spec, collective, self.device, options.dtype)
+        self.model, self._shares = built.model, built.split.shares
+        self._whole_attention, self.held_whole = built.sharding.whole_attention, set(built.sharding.whole)
         """Names of the model parts that cannot be split, so that every rank of the group holds them whole."""
         self._classes = self._attention_classes()
         small_layers = fuse(self.model) if options.fused and backend(self.device) == "triton" else None
@@ -293,12 +294,14 @@ class ModelRunner:
         if self._sample is None:
             return None
         requests = self.req_to_token.rows
-        cached = cached_states(self.spec, self._options.cached_states, self._options.cached_states_bytes)
+        cached = cached_states(
+            self.spec, self._state_bytes, self._options.cached_states, self._options.cached_states_bytes
+        )
         slots = requests + 1 + cached  # one for the trash row
         try:
-            states = MambaPool(self._sample.forms(), slots, self.device)
+            states = MambaPool(divided(self._sample.forms(), self._shares), slots, self.device)
         except RuntimeError as exc:  # on a GPU torch.OutOfMemoryError, a subclass
-            section, each = self._options.section, self.spec.layout.state_bytes
+            section, each = self._options.section, self._state_bytes
             or_cached = f" or {section}.cached_states ({cached})" if cached else ""
             raise ConfigError(
                 f"recurrent states of {requests} requests and {cached} cached states do not fit {self.device}: "
@@ -309,6 +312,11 @@ class ModelRunner:
         if self._packed is not None:
             self._packed.use(states)
         return RowStates(self.source.config, states)
+
+    @property
+    def _state_bytes(self) -> int:
+        """Bytes of a request's recurrent state on this rank."""
+        return self.spec.layout.state_bytes_of(self.collective.size)
 
     @property
     def transfer_pools(self) -> TransferPools:
@@ -550,7 +558,8 @@ class ModelRunner:
             self.spec = msgspec.structs.replace(self.spec, scores_prompts=scores)
             if cache is not None and recurrent:
                 cache.require(self.spec.architecture, recurrent)
-                layout = msgspec.structs.replace(self.spec.layout, states=state_classes(cache.forms()))
+                states = state_classes(divided(cache.forms(), self._shares))
+                layout = msgspec.structs.replace(self.spec.layout, states=states)
                 self.spec = msgspec.structs.replace(self.spec, layout=layout)
                 self._pack(cache)
         return cache if recurrent else None

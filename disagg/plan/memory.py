@@ -16,7 +16,6 @@ from disagg.core.types import KVLayout
 from disagg.model.collective.base import ThreadCollective
 from disagg.model.load.build import weights_bytes
 from disagg.model.load.source import ModelSource, make_source
-from disagg.model.recurrent.planned import with_state
 from disagg.model.recurrent.state import cached_states
 from disagg.model.spec.layer_types import setting
 from disagg.model.spec.model_spec import ModelSpec, rank_token_bytes
@@ -28,6 +27,7 @@ from disagg.node.sizing import (
     describe,
     transfer_bytes_of,
 )
+from disagg.plan.states import with_state
 from disagg.plan.transfer import describe_bytes
 
 
@@ -44,7 +44,7 @@ class PlannedMemory(msgspec.Struct, frozen=True):
     max_context_tokens: int
     max_requests: int
     request_state_bytes: int
-    """Size of the recurrent state of one request; 0 without recurrent layers."""
+    """Size of the recurrent state of one request on each rank; 0 without recurrent layers."""
     cached_states: int
     """Largest number of recurrent states in the prefix cache."""
 
@@ -146,7 +146,10 @@ def _group(
     token_bytes = rank_token_bytes(spec.layout, ranks)
     transfer = config.transfer.sized(gpu_memory_bytes)
     limit_bytes = int(gpu_memory_bytes * CACHED_STATES_SHARE)
-    cached = cached_states(spec, wanted_states(config, group, spec, torch.device("cuda")), limit_bytes)
+    state_bytes = spec.layout.state_bytes_of(ranks)
+    cached = cached_states(
+        spec, state_bytes, wanted_states(config, group, spec, torch.device("cuda")), limit_bytes
+    )
     budget = MemoryBudget(
         limit_bytes=int(gpu_memory_bytes * group.mem_fraction),
         weights_bytes=max(
@@ -155,7 +158,7 @@ def _group(
         ),
         work_bytes=_work_bytes(source.config, spec, group, dtype),
         transfer_bytes=transfer_bytes_of(transfer, role),
-        state_bytes=(group.max_requests + 1 + cached) * spec.layout.state_bytes,
+        state_bytes=(group.max_requests + 1 + cached) * state_bytes,
         library_bytes=LIBRARY_BYTES[0],
     )
     tokens = group.pool_tokens or budget.pool_tokens(token_bytes, group.page_size)
@@ -169,7 +172,7 @@ def _group(
         tokens,
         longest,
         group.max_requests,
-        spec.layout.state_bytes,
+        state_bytes,
         cached,
     )
 

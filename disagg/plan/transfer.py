@@ -82,7 +82,7 @@ class TransferPlan(msgspec.Struct, frozen=True):
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of recurrent state sent: each decode rank receives the whole state."""
+        """Bytes of recurrent state sent: each decode rank receives the state of its heads, or the whole state."""
         return sum(total.nbytes for total in self.routes if self.request.layout.is_state(total.route.layers))
 
     @property
@@ -186,7 +186,7 @@ def plan_lines(plan: TransferPlan) -> list[str]:
         lines.append(
             f"a request transfers {describe_bytes(plan.nbytes)} = "
             f"{describe_bytes(plan.nbytes - plan.state_bytes)} of KV + {describe_bytes(plan.state_bytes)} of "
-            f"recurrent state, {describe_bytes(layout.state_bytes)} to each decode rank"
+            f"recurrent state, {describe_bytes(layout.state_bytes_of(request.decode_tp))} to each decode rank"
         )
     if request.computed_dtype:
         computed = msgspec.structs.replace(layout, dtype=request.computed_dtype)
@@ -212,7 +212,9 @@ def _side(role: str, shards: tuple[Shard, ...], layout: KVLayout, has_kv: bool) 
     """Returns a title line, and for each rank and class of layers a line like `r1 [..##] heads 2-3, layers 0-31`."""
     lines = [f"{role}, {len(shards)} rank{'s' * (len(shards) > 1)}"]
     if not has_kv:
-        return f"{lines[0]}: no attention, so no KV; each rank has the whole recurrent state"
+        whole = layout.state_bytes_of(len(shards)) == layout.state_bytes
+        owned = "the whole recurrent state" if whole else "its heads of the recurrent state"
+        return f"{lines[0]}: no attention, so no KV; each rank has {owned}"
     for shard in shards:
         for part, one in zip(shard.parts, layout.classes, strict=True):
             bar = "".join("#" if head in part.heads else "." for head in range(one.kv_heads))

@@ -78,7 +78,10 @@ def _of_kind(
 def _of_states(role: str, group: GroupConfig, info: GroupInfo) -> list[ChosenSetting]:
     """Returns a row for the memory of recurrent states, with the settings that determine the number of slots as the
     reason; empty for a model without recurrent layers."""
-    slots, each = max((rank.state_slots for rank in info.ranks), default=0), info.layout.state_bytes
+    slots, each = (
+        max((rank.state_slots for rank in info.ranks), default=0),
+        info.layout.state_bytes_of(len(info.ranks)),
+    )
     if not slots:
         return []
     cached = slots - group.max_requests

@@ -16,10 +16,10 @@ from disagg.core.config.read import Config, DecodeConfig, ModelConfig, PrefillCo
 from disagg.core.errors import ConfigError, UnsupportedModelError
 from disagg.core.types import KVLayout, Span, StateClass
 from disagg.model.load.source import ModelSource
-from disagg.model.recurrent import planned
-from disagg.model.recurrent.planned import with_state
+from disagg.plan import states as planned
 from disagg.plan.draw import draw_plan
 from disagg.plan.memory import memory_lines, plan_memory, planned_model
+from disagg.plan.states import with_state
 from disagg.plan.transfer import PlanRequest, compute_plan, plan_lines
 from staging.shards import layout_shards
 
@@ -88,22 +88,24 @@ def test_the_memory_of_states() -> None:
         model=TINY, prefill=PrefillConfig(tp=2, cached_states=40), decode=DecodeConfig(tp=1, max_requests=8)
     )
     prefill, decode = plan_memory(config, 80 * 10**9)
-    each = planned_model(config).decode.layout.state_bytes
-    assert each == prefill.request_state_bytes == 28160
+    layout = planned_model(config).decode.layout
+    each, half = layout.state_bytes, layout.state_bytes_of(2)
+    assert (each, half) == (28160, 28160 // 2 + 256), "both ranks hold B and C"
+    assert (prefill.request_state_bytes, decode.request_state_bytes) == (half, each)
     assert (prefill.max_requests, prefill.cached_states) == (256, 40)
-    assert prefill.budget.state_bytes == (256 + 1 + 40) * each
+    assert prefill.budget.state_bytes == (256 + 1 + 40) * half
     assert decode.cached_states == 1, "for preempted requests"
     assert decode.budget.state_bytes == (8 + 1 + 1) * each
     lines = memory_lines([prefill, decode])
     assert lines[1] == (
-        "prefill, recurrent states: 7.98 MiB on each rank = 256 requests (prefill.max_requests) + 40 cached "
-        "(prefill.cached_states) + 1 for padding, 27.5 KiB each"
+        "prefill, recurrent states: 4.06 MiB on each rank = 256 requests (prefill.max_requests) + 40 cached "
+        "(prefill.cached_states) + 1 for padding, 14 KiB each"
     )
     assert lines[3].endswith(
         "= 8 requests (decode.max_requests) + 1 cached (decode.cached_states) + 1 for padding, 27.5 KiB each"
     )
     many = Config(model=TINY, prefill=PrefillConfig(tp=2, cached_states=10_000), decode=DecodeConfig(tp=1))
-    assert plan_memory(many, 10**9)[0].cached_states == 10**8 // each, "a tenth of the GPU at most"
+    assert plan_memory(many, 10**9)[0].cached_states == 10**8 // half, "a tenth of the GPU at most"
 
 
 def test_a_state_that_needs_values_is_one_line(
@@ -134,10 +136,11 @@ def test_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert "decode, recurrent states: " in shown
     assert "= 2 x 2 pairs of ranks x (2 chunks + 1 state)" in shown
     assert (
-        "a request transfers 130 KiB = 75 KiB of KV + 55 KiB of recurrent state, 27.5 KiB to each decode rank"
+        "a request transfers 103 KiB = 75 KiB of KV + 28 KiB of recurrent state, 14 KiB to each decode rank"
         in shown
     )
     assert "states 2-3" in shown
+    assert "states 6-7 │  6-11" in shown, "rank 1 sends its heads"
 
 
 def test_command_for_a_model_without_attention(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

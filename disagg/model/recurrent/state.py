@@ -3,7 +3,8 @@
 The states of all requests are in a `MambaPool`. A step passes a batch of states to transformers' models as a cache
 object (`request_cache`). The tensors of this object lie in the pool.
 
-Every rank holds the whole state of its requests. A transfer writes the state into the slot of the request's row.
+A rank holds the state of its heads (`split`), or the whole state. A transfer writes the state into the slot of the
+request's row.
 """
 
 from __future__ import annotations
@@ -68,15 +69,16 @@ class RowStates:
                 cache.require_bound(states)
 
 
-def cached_states(spec: ModelSpec, count: int, limit_bytes: int | None) -> int:
+def cached_states(spec: ModelSpec, state_bytes: int, count: int, limit_bytes: int | None) -> int:
     """Returns the number of slots for cached states: `count`, but at most as many as fit in `limit_bytes` bytes.
+    `state_bytes`: size of a state on each rank.
 
     The number is 0 if the model has no recurrent state or cannot use the prefix cache. GPUs of one kind get equal
     numbers.
     """
     if not spec.has_state or spec.cache_refused:
         return 0
-    return count if limit_bytes is None else min(count, limit_bytes // spec.layout.state_bytes)
+    return count if limit_bytes is None else min(count, limit_bytes // state_bytes)
 
 
 def recurrent_parts(batch: StepBatch, *, each_alone: bool = False) -> list[list[int]]:
