@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -36,7 +36,7 @@ from disagg.model.batch import (
     one_token_each,
     require_fits,
 )
-from disagg.model.collective.base import all_agree
+from disagg.model.collective.base import all_agree, least
 from disagg.model.graphs import (
     ChunkGraphs,
     Compute,
@@ -63,7 +63,9 @@ from disagg.model.recurrent.state import (
     RowStates,
     cached_states,
     ignores_state,
+    no_states,
     recurrent_parts,
+    state_rows,
 )
 from disagg.model.recurrent.step import PackedStates, RecurrentStep, decode_step, is_answer, step_of
 from disagg.model.sampled_tokens import SampledTokenBuffer
@@ -102,8 +104,12 @@ class RunnerOptions:
     """See `ModelConfig.fused`."""
     deterministic: bool = False
     """See `ModelConfig.deterministic`."""
-    cached_states: int = 0
-    """Number of slots for cached recurrent states; unused by models without recurrent layers."""
+    memory_bytes: int = 0
+    """Memory for weights, states and KV. If set, `rows` is the largest number of rows, and the states of all rows may
+    take `STATES_SHARE` of the memory that the weights leave."""
+    cached_states: Callable[[int], int] = no_states
+    """Function that returns the number of slots for cached recurrent states for a number of rows; unused by models
+    without recurrent layers."""
     cached_states_bytes: int | None = None
     """Largest size of all slots for cached recurrent states; None: no limit."""
     recurrent_kernels: RecurrentName = "auto"
@@ -172,7 +178,7 @@ class ModelRunner:
             log.info(
                 "small_layers_fused", model=self.spec.architecture, merged=merged, **small_layers.summary()
             )
-        self.req_to_token = ReqToTokenPool(options.rows, options.max_tokens, self.device)
+        self.req_to_token = ReqToTokenPool(self._rows(), options.max_tokens, self.device)
         self.pool, self.states = self._make_pool(), self._make_states()
         self.sampled = SampledTokenBuffer(options.rows, collective, self.device)
         """Sampled tokens of the previous step, to which the next step's input may refer."""
@@ -286,6 +292,15 @@ class ModelRunner:
         slots = self.pages * self.page_size
         return make_pool(self.spec.layout, self.shard, slots, self.kv_dtype, self.device)
 
+    def _rows(self) -> int:
+        """Returns the number of rows: that of the options, or fewer if the states of so many requests do not fit on a
+        rank of the group."""
+        options = self._options
+        if not (options.memory_bytes and self.spec.has_state):
+            return options.rows
+        left_bytes = options.memory_bytes - self.weights_bytes
+        return least(self.collective, self.device, state_rows(options.rows, self._state_bytes, left_bytes))
+
     def _make_states(self) -> RowStates | None:
         """Returns the recurrent states by row; None for a model without recurrent layers.
 
@@ -294,9 +309,8 @@ class ModelRunner:
         if self._sample is None:
             return None
         requests = self.req_to_token.rows
-        cached = cached_states(
-            self.spec, self._state_bytes, self._options.cached_states, self._options.cached_states_bytes
-        )
+        wanted, limit_bytes = self._options.cached_states(requests), self._options.cached_states_bytes
+        cached = cached_states(self.spec, self._state_bytes, wanted, limit_bytes)
         slots = requests + 1 + cached  # one for the trash row
         try:
             states = MambaPool(divided(self._sample.forms(), self._shares), slots, self.device)

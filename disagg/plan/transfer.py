@@ -13,6 +13,9 @@ from staging.planner import layer_groups, plan_segments
 from staging.routes import Route, plan_routes
 from staging.shards import layout_shards
 
+STATES_REASON = "states of requests take at most 1/4 of the memory beside the weights"
+"""Reason for an automatic `max_requests` below that of other models; see `disagg.model.recurrent.state`."""
+
 
 class PlanRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Sizes of the two groups and of the prompt. Raises `ConfigError` when a value is out of range."""

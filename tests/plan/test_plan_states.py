@@ -108,6 +108,24 @@ def test_the_memory_of_states() -> None:
     assert plan_memory(many, 10**9)[0].cached_states == 10**8 // half, "a tenth of the GPU at most"
 
 
+def test_states_limit_an_automatic_number_of_requests() -> None:
+    config = Config(model=TINY, prefill=PrefillConfig(tp=2), decode=DecodeConfig(tp=1, mem_fraction=0.5))
+    layout = planned_model(config).decode.layout
+    prefill, decode = plan_memory(config, 10**7)
+    for group, ranks in ((prefill, 2), (decode, 1)):
+        each = layout.state_bytes_of(ranks)
+        left_bytes = group.budget.limit_bytes - group.budget.weights_bytes
+        assert group.max_requests == left_bytes // 4 // each < 256
+        assert group.limited_by_states
+    assert decode.cached_states == decode.max_requests // 8
+    assert (
+        f"= {decode.max_requests} requests (decode.max_requests, automatic: states of requests take at most 1/4 of "
+        "the memory beside the weights) + "
+    ) in memory_lines([decode])[1]
+    large = plan_memory(config, 80 * 10**9)
+    assert [(one.max_requests, one.limited_by_states) for one in large] == [(256, False)] * 2
+
+
 def test_a_state_that_needs_values_is_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -23,6 +23,10 @@ from disagg.model.recurrent.request_cache import StateCache, make_cache
 from disagg.model.spec.model_spec import ModelSpec
 from kernels.attention.common import AttentionParams
 
+STATES_SHARE = 0.25
+"""Share of the memory beside the weights that the states of requests may take, if their number is automatic. Most of
+the rest is for KV: without KV a state is of no use."""
+
 
 class PoolLayers:
     """Attention context of a hybrid model: calls another context with the layer's index in the KV pool.
@@ -67,6 +71,17 @@ class RowStates:
                 cache.bind(states, begun=ones[0].start > 0)
                 yield cache
                 cache.require_bound(states)
+
+
+def no_states(_: int) -> int:
+    """Returns 0, the number of cached states of a runner without a prefix cache."""
+    return 0
+
+
+def state_rows(rows: int, state_bytes: int, left_bytes: int) -> int:
+    """Returns how many requests have room for their states in `STATES_SHARE` of `left_bytes`, the memory beside the
+    weights: at most `rows`, and at least 1. `state_bytes`: size of a state on each rank."""
+    return max(1, min(rows, int(left_bytes * STATES_SHARE) // state_bytes))
 
 
 def cached_states(spec: ModelSpec, state_bytes: int, count: int, limit_bytes: int | None) -> int:
