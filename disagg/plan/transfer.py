@@ -211,17 +211,29 @@ def _leased(plan: TransferPlan) -> str:
     return f"({chunks} + {state})" if chunks and state else chunks or state
 
 
+def _state_words(shard: Shard, layout: KVLayout, ranks: int) -> str:
+    """Returns text like `recurrent state of 14 KiB: heads 0-5 of 12` for a rank; empty without recurrent layers."""
+    if not layout.states:
+        return ""
+    text = f"recurrent state of {describe_bytes(layout.state_bytes_of(ranks))}"
+    for part, one in zip(shard.states, layout.states, strict=True):
+        if one.heads == one.layer_heads:
+            return f"{text}: {describe_span('head', part.heads)} of {one.heads}"
+    return text
+
+
 def _side(role: str, shards: tuple[Shard, ...], layout: KVLayout, has_kv: bool) -> str:
     """Returns a title line, and for each rank and class of layers a line like `r1 [..##] heads 2-3, layers 0-31`."""
     lines = [f"{role}, {len(shards)} rank{'s' * (len(shards) > 1)}"]
     if not has_kv:
-        whole = layout.state_bytes_of(len(shards)) == layout.state_bytes
-        owned = "the whole recurrent state" if whole else "its heads of the recurrent state"
-        return f"{lines[0]}: no attention, so no KV; each rank has {owned}"
+        states = [f"  r{shard.rank} {_state_words(shard, layout, len(shards))}" for shard in shards]
+        return "\n".join([f"{lines[0]}: no attention, so no KV", *states])
     for shard in shards:
         for part, one in zip(shard.parts, layout.classes, strict=True):
             bar = "".join("#" if head in part.heads else "." for head in range(one.kv_heads))
             owns = f"{describe_span('head', part.heads)}, {describe_span('layer', part.layers)}"
             size = f" of {one.head_dim}{'' if one.has_v else ', keys alone'}" if layout.more else ""
             lines.append(f"  r{shard.rank} [{bar}] {owns}{size}")
+        if layout.states:
+            lines.append(f"  r{shard.rank} {_state_words(shard, layout, len(shards))}")
     return "\n".join(lines)

@@ -66,9 +66,8 @@ def test_a_model_without_attention_hands_over_states_only(tmp_path: Path) -> Non
     plan = compute_plan(PlanRequest(layout=LAYOUT, has_kv=False, prefill_tp=1, decode_tp=1, tokens=300))
     assert plan.nbytes == plan.state_bytes == LAYOUT.state_bytes
     assert plan.control_messages == 2
-    assert "prefill, 1 rank: no attention, so no KV; each rank has the whole recurrent state" in plan_lines(
-        plan
-    )
+    side = "prefill, 1 rank: no attention, so no KV\n  r0 recurrent state of 390 KiB"
+    assert side in plan_lines(plan)
     with pytest.raises(ConfigError, match="no KV: its plan is printed, not drawn"):
         draw_plan(plan, tmp_path / "plan.png")
 
@@ -157,6 +156,7 @@ def test_command(capsys: pytest.CaptureFixture[str]) -> None:
         "a request transfers 103 KiB = 75 KiB of KV + 28 KiB of recurrent state, 14 KiB to each decode rank"
         in shown
     )
+    assert "  r1 recurrent state of 14 KiB: heads 6-11 of 12\n" in shown
     assert "states 2-3" in shown
     assert "states 6-7 │  6-11" in shown, "rank 1 sends its heads"
 

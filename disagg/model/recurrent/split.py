@@ -38,8 +38,9 @@ class RecurrentSplit:
     whole: str = ""
     """Reason why each rank holds the layers whole; empty if the layers are split, or the model has none."""
     finish: Callable[[], None] = lambda: None
-    """Reduces small parameters, and replaces sizes and norms. Call this after the weights are loaded: until then, the
-    modules have the sizes with which transformers initializes parameters."""
+    """Reduces convolutions and small parameters, and replaces sizes and norms. Call this after the weights are
+    loaded: until then, these have the sizes with which transformers initializes them, equally for every number of
+    ranks."""
 
 
 class SplitGroupNorm(SummedModule):
@@ -163,14 +164,13 @@ def _shrink(
     collective: Collective,
     cuts: dict[str, Cut],
 ) -> None:
-    """Reduces the layers of a module to the rank's part."""
+    """Reduces the linear layers of a module to the rank's part."""
     heads, share = shared
     for child, atoms in heads.layers.items():
         layer, cut = module.get_submodule(child), Cut(0, share.spans(atoms))
-        cut_rows(layer, f"{name}.{child}", cut, cuts)
-        for size in ("out_features", "in_channels", "out_channels", "groups"):
-            if hasattr(layer, size):
-                setattr(layer, size, len(cut))
+        if isinstance(layer, nn.Linear):
+            cut_rows(layer, f"{name}.{child}", cut, cuts)
+            layer.out_features = len(cut)
     child, atoms = heads.row
     (span,) = share.spans(atoms)
     cut_columns(module, f"{name}.{child}", Span(span.start, span.stop), collective, cuts)
@@ -188,18 +188,28 @@ def _finish_all(
 def _finish(module: Any, heads: ModuleHeads, share: HeadShare, collective: Collective) -> None:
     if heads.norm:
         _split_norm(module, heads, share, collective)
+    for child, atoms in heads.layers.items():
+        conv = module.get_submodule(child)
+        if isinstance(conv, nn.Conv1d):
+            for leaf, _ in list(conv.named_parameters()):
+                _replace(conv, leaf, Cut(0, share.spans(atoms)))
+            conv.in_channels = conv.out_channels = conv.groups = len(conv.weight)
     for name, atoms in heads.vectors.items():
         owner, _, leaf = name.rpartition(".")
-        place = module.get_submodule(owner)
-        whole = getattr(place, leaf)
+        whole = getattr(module.get_submodule(owner), leaf)
         dim = next(dim for dim, size in enumerate(whole.shape) if size == whole.numel())
-        part = Cut(dim, share.spans(atoms)).apply(whole.detach()).clone()
-        setattr(
-            place, leaf, nn.Parameter(part, requires_grad=False) if isinstance(whole, nn.Parameter) else part
-        )
+        _replace(module.get_submodule(owner), leaf, Cut(dim, share.spans(atoms)))
     for name, size in heads.sizes(len(share.heads), len(share.groups)).items():
         owner, _, leaf = name.rpartition(".")
         setattr(module.get_submodule(owner), leaf, size)
+
+
+def _replace(place: Any, leaf: str, cut: Cut) -> None:
+    """Replaces a whole parameter or buffer of `place` by the rank's part."""
+    whole = getattr(place, leaf)
+    part = cut.apply(whole.detach()).clone()
+    is_parameter = isinstance(whole, nn.Parameter)
+    setattr(place, leaf, nn.Parameter(part, requires_grad=False) if is_parameter else part)
 
 
 def _split_norm(module: Any, heads: ModuleHeads, share: HeadShare, collective: Collective) -> None:

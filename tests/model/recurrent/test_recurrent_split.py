@@ -60,6 +60,22 @@ def test_ranks_that_share_groups_give_the_tokens_of_generate(case: str, tmp_path
     assert run_ranks(ranks, work) == [(False, expected)] * ranks
 
 
+def test_random_weights_are_the_same_for_any_number_of_ranks() -> None:
+    source = ModelSource.random_init("tiny-granite-h", std=0.2)
+
+    def work(collective: ThreadCollective) -> tuple[list[list[int]], torch.Tensor, torch.Tensor]:
+        runner = make_runner(source, collective)
+        mixer = next(module for module in runner.model.modules() if hasattr(module, "A_log"))
+        answers = generate_unsplit(runner, PROMPTS, SamplingParams(max_tokens=TOKENS), chunk_tokens=13)
+        return answers, mixer.A_log.detach(), mixer.conv1d.weight.detach()
+
+    [(expected, rates, channels)] = run_ranks(1, work)
+    halves = run_ranks(2, work)
+    assert [answers for answers, *_ in halves] == [expected] * 2
+    assert torch.equal(torch.cat([one for _, one, _ in halves]), rates)
+    assert all(len(one) < len(channels) for *_, one in halves)
+
+
 @pytest.mark.parametrize(
     ("heads", "groups", "ranks", "shared"),
     [
