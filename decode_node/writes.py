@@ -61,7 +61,7 @@ class PeerWrites:
         if self.fences is None:
             return
         try:
-            pools = tuple(offer(one_tensor(pool)) for pool in self._pool.buffers)
+            pools = tuple(offer(one_tensor(pool)) for pool in self._pool.allocations)
             words = offer(self.fences.words)
         except (TransportError, ValueError) as exc:  # ValueError: the pool is not one tensor
             log.info("pool_not_offered", peer=peer, why=str(exc), how="KV comes through the ring")

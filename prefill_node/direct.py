@@ -10,6 +10,7 @@ import torch
 
 from disagg.core.errors import ProtocolError, TransportError
 from disagg.core.types import KVLayout, Segment, Shard, Span, Ticket
+from disagg.kv.mamba_pool import class_views
 from disagg.kv.pages import pages_for, slots_of
 from disagg.kv.transfer_pools import CopyPools
 from disagg.node.sums import Sums
@@ -35,7 +36,8 @@ class OpenPool:
     """A decode rank's pool, mapped into this process. The mapping lives as long as this object."""
 
     pools: tuple[torch.Tensor, ...]
-    """One tensor `[layers, planes, slots, heads, head_dim]` for each of `KVLayout.all_classes`."""
+    """One tensor `[layers, planes, slots, heads, head_dim]` for each of `KVLayout.all_classes`; those of recurrent
+    states may have gaps between slots."""
     fences: torch.Tensor
     """Fence words of the pool's rows, int64 `[rows]`."""
     quantized: torch.dtype | None = None
@@ -86,6 +88,22 @@ def quantized_dtype(link: Link) -> torch.dtype | None:
         return None
     dtype: torch.dtype = getattr(torch, link.decode.layout.dtype)
     return dtype
+
+
+def class_pools(
+    allocations: Sequence[torch.Tensor], layout: KVLayout, shard: Shard
+) -> tuple[torch.Tensor, ...]:
+    """Returns `OpenPool.pools` for the mapped `CopyPools.allocations` of the rank that owns `shard`.
+
+    Raises `TransportError` if the number of allocations or the size of the states is another.
+    """
+    kv, states = allocations[: len(shard.parts)], allocations[len(shard.parts) :]
+    if len(kv) != len(shard.parts) or len(states) != sum(not one.joined for one in layout.states):
+        raise TransportError(f"the offered pool has {len(allocations)} parts, which do not fit its layout")
+    try:
+        return (*kv, *class_views(states, layout.states, [len(part.heads) for part in shard.states]))
+    except ValueError as exc:
+        raise TransportError(f"the offered pool does not fit its layout: {exc}") from exc
 
 
 def check_pool(opened: OpenPool, layout: KVLayout, shard: Shard, dtype: torch.dtype) -> None:
@@ -147,29 +165,44 @@ def warm(
     """
     if pool.device.type != "cuda":
         return
-    layout = link.decode.layout
-    for own, its, mine, one in zip(
-        pool.buffers, target.all_parts, source.all_parts, layout.all_classes, strict=True
-    ):
+    layout, quantized = link.decode.layout, quantized_dtype(link)
+    likes = _few_slots(layout, target, torch.uint8 if quantized else pool.buffers[0].dtype, pool.device)
+    for own, its, mine, like in zip(pool.buffers, target.all_parts, source.all_parts, likes, strict=True):
         heads = {route.heads for route in routes if mine.layers.covers(route.layers)}
-        quantized = None if layout.is_state(mine.layers) else quantized_dtype(link)
-        _warm(heads, its, one_tensor(own), mine, one, quantized, sums)
+        to = None if layout.is_state(mine.layers) else quantized
+        _warm(heads, (one_tensor(own), mine), (like, its), to, sums)
     torch.cuda.synchronize(pool.device)
+
+
+def _few_slots(
+    layout: KVLayout, shard: Shard, dtype: torch.dtype, device: torch.device
+) -> tuple[torch.Tensor, ...]:
+    """Returns memory like that of `OpenPool.pools` of the rank that owns `shard`, for one layer of each class.
+
+    `dtype`: type of the stored KV. States have two slots, so that their distance is that of the peer's slots.
+    """
+    kv = [
+        torch.empty(1, one.planes, 1, len(part.heads), one.head_bytes // dtype.itemsize, dtype=dtype)
+        for part, one in zip(shard.parts, layout.classes, strict=True)
+    ]
+    slot_bytes: list[int] = []
+    for part, state in zip(shard.states, layout.states, strict=True):
+        if not state.joined:
+            slot_bytes.append(0)
+        slot_bytes[-1] += len(part.heads) * state.head_bytes
+    states = [torch.empty(1, 1, 2, 1, nbytes, dtype=torch.uint8) for nbytes in slot_bytes]
+    return class_pools([one.to(device) for one in (*kv, *states)], layout, shard)
 
 
 def _warm(
     rows: set[Span],
-    target: Shard,
-    pool: torch.Tensor,
-    source: Shard,
-    layout: KVLayout,
+    own: tuple[torch.Tensor, Shard],
+    peer: tuple[torch.Tensor, Shard],
     quantized: torch.dtype | None,
     sums: Sums | None,
 ) -> None:
-    stored = pool.dtype if quantized is None else torch.uint8
-    like = pool.new_empty(
-        (1, layout.planes, 1, len(target.heads), layout.head_bytes // stored.itemsize), dtype=stored
-    )
+    """Compiles the writes of heads `rows`. `own`, `peer`: source and target, each with its part of the shard."""
+    (pool, source), (like, target) = own, peer
     slots = torch.zeros(1, dtype=torch.int32, device=pool.device)
     shut = torch.zeros(1, dtype=torch.int64, device=pool.device)
     check = sums.any_check(torch.zeros_like(shut)) if sums is not None else None

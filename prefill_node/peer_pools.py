@@ -16,6 +16,7 @@ from prefill_node.direct import (
     OpenPool,
     check_pool,
     check_ticket,
+    class_pools,
     quantized_dtype,
     slice_of,
     target_slots,
@@ -132,7 +133,8 @@ class PeerPools:
             raise TransportError(f"the group of {peer} is not linked")
         link, shard = places[0]
         device, quantized = self._pool.device, quantized_dtype(link)
-        pools = tuple(open_memory(handle, device) for handle in offer.pools)
+        allocations = tuple(open_memory(handle, device) for handle in offer.pools)
+        pools = class_pools(allocations, link.decode.layout, shard)
         opened = OpenPool(pools, open_memory(offer.fences, device), quantized)
         self._open[peer] = opened
         check_pool(

@@ -48,8 +48,8 @@ def make_shards(layers: int, kv_heads: int, tp: int, pp: int = 1) -> tuple[Shard
 def layout_shards(layout: KVLayout, tp: int, pp: int = 1) -> tuple[Shard, ...]:
     """Returns the shards of a group of `tp * pp` ranks for a model's KV layout, with the heads of each layer class.
 
-    Each rank holds whole recurrent states. Raises ConfigError for pp > 1 with several layer classes or with recurrent
-    states.
+    Each rank holds its heads of the recurrent states (`StateClass.span`). Raises ConfigError for pp > 1 with several
+    layer classes or with recurrent states.
     """
     if not (layout.more or layout.states):
         return make_shards(layout.layers, layout.kv_heads, tp, pp)
@@ -57,5 +57,5 @@ def layout_shards(layout: KVLayout, tp: int, pp: int = 1) -> tuple[Shard, ...]:
         kind = "whose layers differ in their heads" if layout.more else "with recurrent layers"
         raise ConfigError(f"a model {kind} needs tp >= 1 and pp = 1; got tp = {tp} and pp = {pp}")
     return tuple(
-        Shard.of_classes(rank, layout, partial(head_span, tp=tp, tp_rank=rank)) for rank in range(tp)
+        Shard.of_classes(rank, tp, layout, partial(head_span, tp=tp, tp_rank=rank)) for rank in range(tp)
     )

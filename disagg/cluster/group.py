@@ -71,7 +71,7 @@ def _placed(group: GroupConfig, where: GroupPlacement) -> GroupConfig:
     placed = msgspec.structs.replace(
         group, tp=where.tp, device=where.device, mem_fraction=group.mem_fraction * min(1.0, share)
     )
-    return placed.sized(where.device)
+    return placed.sized(where.device, requests=False)
 
 
 def group_info(group: Group, config: Config) -> GroupInfo:
@@ -93,7 +93,7 @@ def group_info(group: Group, config: Config) -> GroupInfo:
         deterministic=config.model.deterministic,
         checksum=config.transfer.checks(transport),
         context_tokens=_context_tokens(group, section),
-        max_requests=section.max_requests,
+        max_requests=min(started.max_requests for started in group.started),
     )
 
 

@@ -80,6 +80,12 @@ class LayerClass(msgspec.Struct, frozen=True):
     """False for the index keys of sparse attention: one key per head and token, no V."""
 
 
+def can_share_heads(heads: int, groups: int, ranks: int) -> bool:
+    """Returns whether `ranks` ranks can share the heads of a recurrent layer, of which consecutive heads form
+    `groups` groups: each rank needs equally many heads, of whole groups or of one group."""
+    return heads > 0 and heads % ranks == 0 and (groups % ranks == 0 or ranks % groups == 0)
+
+
 class StateClass(msgspec.Struct, frozen=True):
     """Tensors of a recurrent state with the same shape and dtype; see `disagg.kv.mamba_pool`.
 
@@ -91,6 +97,19 @@ class StateClass(msgspec.Struct, frozen=True):
     heads: int
     """Number of equal parts of each tensor. A rank owns a range of the parts, like a range of KV heads."""
     head_bytes: int
+    joined: bool = False
+    """Whether the parts follow those of the preceding class within the same tensors: a convolution's channels of
+    keys follow those of queries."""
+    layer_heads: int = 0
+    """Heads of the recurrent layer, if ranks can share them; 0 if every rank holds all parts."""
+    layer_groups: int = 0
+    """Groups of the layer's heads. The heads of a group share parts: a key, or B and C of a state space."""
+
+    def span(self, rank: int, ranks: int) -> Span:
+        """Returns the parts that rank `rank` of `ranks` owns. All ranks that share a group hold the group's parts."""
+        if not can_share_heads(self.layer_heads, self.layer_groups, ranks):
+            return Span(0, self.heads)
+        return Span(rank * self.heads // ranks, -(-(rank + 1) * self.heads // ranks))
 
 
 class KVLayout(msgspec.Struct, frozen=True):
@@ -204,6 +223,10 @@ class KVLayout(msgspec.Struct, frozen=True):
         each = zip(shard.parts, self.classes, strict=True)
         return sum(len(part.layers) * len(part.heads) * one.cell_bytes for part, one in each)
 
+    def state_bytes_of(self, ranks: int) -> int:
+        """Returns the bytes of a request's recurrent state on each of `ranks` ranks; equal on all of them."""
+        return sum(one.layers * len(one.span(0, ranks)) * one.head_bytes for one in self.states)
+
 
 class Shard(msgspec.Struct, frozen=True):
     """KV owned by rank `rank` of a group: global layers x global KV heads."""
@@ -218,14 +241,14 @@ class Shard(msgspec.Struct, frozen=True):
     """The rank's part of each class of state tensors."""
 
     @classmethod
-    def of_classes(cls, rank: int, layout: KVLayout, heads_of: Callable[[int], Span]) -> Shard:
-        """Returns a shard with all layers, the heads `heads_of(kv_heads)` of each class, and the whole recurrent
-        state."""
+    def of_classes(cls, rank: int, ranks: int, layout: KVLayout, heads_of: Callable[[int], Span]) -> Shard:
+        """Returns the shard of rank `rank` of `ranks`: all layers, the heads `heads_of(kv_heads)` of each class, and
+        the rank's part of the recurrent state."""
         spans = zip(layout.spans, layout.classes, strict=True)
         first, *more = (cls(rank, layers, heads_of(one.kv_heads)) for layers, one in spans)
         states = zip(layout.state_spans, layout.states, strict=True)
-        whole = tuple(cls(rank, layers, Span(0, one.heads)) for layers, one in states)
-        return cls(rank, first.layers, first.heads, tuple(more), whole)
+        owned = tuple(cls(rank, layers, one.span(rank, ranks)) for layers, one in states)
+        return cls(rank, first.layers, first.heads, tuple(more), owned)
 
     @property
     def parts(self) -> tuple[Shard, ...]:
@@ -420,4 +443,4 @@ class Segment(msgspec.Struct, frozen=True):
 
 CHECKSUM_BYTES = 8
 """Size of a segment's checksum; `staging.trailer` defines its position."""
-PROTOCOL_VERSION = 21
+PROTOCOL_VERSION = 22

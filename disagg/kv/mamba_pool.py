@@ -2,7 +2,8 @@
 
 The size of a state does not depend on the length of its request. All states are therefore allocated once, in a few
 tensors `[places, slots, ...]`, one for each kind, shape and dtype, as in SGLang's `MambaPool`. A *place* is one state
-tensor of one layer. A request's state is the same slot of all tensors.
+tensor of one layer. A request's state is the same slot of all tensors. Where ranks share a layer by heads, a rank
+holds the states of its heads only.
 
 Packed steps read and write the pool in place, by slot (`at`). Steps through transformers' cache also work in place if
 their slots are consecutive (a single sequence always is). Other batches are gathered and scattered, with two launches
@@ -33,13 +34,35 @@ class StatePlace(NamedTuple):
     """Kind of the state: `conv` or `recurrent`."""
 
 
+class StateSection(NamedTuple):
+    """Consecutive elements of a state tensor's first dimension: an equal number for each of some heads or groups."""
+
+    heads: int
+    """Number of heads, or groups of heads, in the whole model."""
+    own: int
+    """Number of these that the rank holds."""
+    rows: int
+    """Elements of the first dimension for each of them."""
+
+
+class StateHeads(NamedTuple):
+    """Division of a state tensor's first dimension, for layers that ranks can share by heads."""
+
+    layer_heads: int
+    layer_groups: int
+    """Heads of the layer, and their groups, in the whole model; see `StateClass`."""
+    sections: tuple[StateSection, ...]
+
+
 class StateForm(NamedTuple):
     """Shape of one state tensor."""
 
     place: StatePlace
     shape: tuple[int, ...]
-    """Shape of the tensor without the batch dimension."""
+    """Shape of the rank's tensor without the batch dimension."""
     dtype: torch.dtype
+    heads: StateHeads | None = None
+    """None if every rank holds the whole tensor."""
 
 
 States = list[tuple[StatePlace, torch.Tensor]]
@@ -76,10 +99,10 @@ class MambaPool:
         groups = _groups(self.forms)
         numbers = {key: number for number, key in enumerate(groups)}
         for form in self.forms:
-            key = (form.place.kind, form.shape, form.dtype)
+            key = _key(form)
             self._at.append((numbers[key], groups[key].index(form)))
         self._indices = {form.place: at for form, at in zip(self.forms, self._at, strict=True)}
-        for (_, shape, dtype), members in groups.items():
+        for (_, shape, dtype, _), members in groups.items():
             self.buffers.append(torch.empty(len(members), slots, *shape, dtype=dtype, device=self.device))
 
     def clear(self, slot: int) -> None:
@@ -142,12 +165,15 @@ class MambaPool:
                 buffer.index_copy_(1, destination, buffer.index_select(1, source))
 
     def byte_views(self) -> list[torch.Tensor]:
-        """Returns a uint8 view `[places, 1, slots, heads, head_bytes]` of each buffer; see `state_classes`."""
-        classes = state_classes(self.forms)
+        """Returns a contiguous uint8 view `[places, 1, slots, 1, slot_bytes]` of each buffer."""
         return [
-            buffer.view(-1).view(torch.uint8).view(one.layers, 1, self.slots, one.heads, one.head_bytes)
-            for buffer, one in zip(self.buffers, classes, strict=True)
+            buffer.view(-1).view(torch.uint8).view(len(buffer), 1, self.slots, 1, -1)
+            for buffer in self.buffers
         ]
+
+    def class_views(self) -> list[torch.Tensor]:
+        """Returns the rank's part of each of `state_classes`, uint8 `[places, 1, slots, heads, head_bytes]`."""
+        return class_views(self.byte_views(), state_classes(self.forms), _own_heads(self.forms))
 
     def statistics(self) -> MambaPoolStatistics:
         """Returns the sizes of the pool."""
@@ -162,6 +188,9 @@ class MambaPool:
             held = self.buffers[buffer]
             if (*held.shape[2:],) != form.shape or held.dtype != form.dtype or at >= len(held):
                 raise InvariantError(f"recurrent states: {form} lies in {tuple(held.shape)} {held.dtype}")
+            sections = form.heads.sections if form.heads is not None else ()
+            if sections and sum(one.own * one.rows for one in sections) != form.shape[0]:
+                raise InvariantError(f"recurrent states: the sections of {form} have another size")
 
     def _views(self, start: int, count: int) -> States:
         self._require(start)
@@ -176,22 +205,71 @@ class MambaPool:
 
 
 def state_classes(forms: Sequence[StateForm]) -> tuple[StateClass, ...]:
-    """Returns the `StateClass` of each buffer of a `MambaPool` of `forms`, in the order of the buffers.
+    """Returns the classes of state tensors of the whole model: one for each section of each buffer of a `MambaPool`
+    of `forms`, in the order of the buffers.
 
-    The first dimension of a state with three or more dimensions is its heads; other states have one head.
+    The first dimension of an undivided state with three or more dimensions is its heads; others have one head.
     """
     found = []
-    for (_, shape, dtype), members in _groups(forms).items():
-        heads = shape[0] if len(shape) > 2 else 1
-        found.append(StateClass(len(members), heads, math.prod(shape) * dtype.itemsize // heads))
+    for (_, shape, dtype, heads), members in _groups(forms).items():
+        if heads is None:
+            parts = shape[0] if len(shape) > 2 else 1
+            found.append(StateClass(len(members), parts, math.prod(shape) * dtype.itemsize // parts))
+            continue
+        row_bytes = math.prod(shape[1:]) * dtype.itemsize
+        for number, one in enumerate(heads.sections):
+            divided = number > 0, heads.layer_heads, heads.layer_groups
+            found.append(StateClass(len(members), one.heads, one.rows * row_bytes, *divided))
     return tuple(found)
 
 
-def _groups(
-    forms: Sequence[StateForm],
-) -> dict[tuple[str, tuple[int, ...], torch.dtype], list[StateForm]]:
-    """Returns the forms by kind, shape and dtype."""
-    groups: dict[tuple[str, tuple[int, ...], torch.dtype], list[StateForm]] = {}
+def class_views(
+    buffers: Sequence[torch.Tensor], classes: Sequence[StateClass], heads: Sequence[int]
+) -> list[torch.Tensor]:
+    """Returns a view `[places, 1, slots, heads, head_bytes]` for each of `classes`, of which a rank holds `heads`
+    parts.
+
+    `buffers`: the rank's `MambaPool.byte_views`. Views of joined classes have gaps between slots. Raises ValueError
+    if the buffers have another size.
+    """
+    views: list[torch.Tensor] = []
+    numbers, start = iter(buffers), 0
+    for one, count in zip(classes, heads, strict=True):
+        if not one.joined:
+            buffer, start = next(numbers), 0
+        width = count * one.head_bytes
+        if start + width > buffer.shape[4]:
+            raise ValueError(
+                f"slots of recurrent states have {buffer.shape[4]} bytes, less than {start + width}"
+            )
+        part = buffer[:, :, :, 0, start : start + width]
+        views.append(torch.unflatten(part, 3, (count, one.head_bytes)))
+        start += width
+    return views
+
+
+_Key = tuple[str, tuple[int, ...], torch.dtype, StateHeads | None]
+"""Kind, shape, dtype and division of the state tensors in one buffer."""
+
+
+def _key(form: StateForm) -> _Key:
+    return form.place.kind, form.shape, form.dtype, form.heads
+
+
+def _groups(forms: Sequence[StateForm]) -> dict[_Key, list[StateForm]]:
+    """Returns the forms by key."""
+    groups: dict[_Key, list[StateForm]] = {}
     for form in forms:
-        groups.setdefault((form.place.kind, form.shape, form.dtype), []).append(form)
+        groups.setdefault(_key(form), []).append(form)
     return groups
+
+
+def _own_heads(forms: Sequence[StateForm]) -> list[int]:
+    """Returns the number of parts that the rank holds of each of `state_classes`."""
+    found: list[int] = []
+    for _, shape, _, heads in _groups(forms):
+        if heads is None:
+            found.append(shape[0] if len(shape) > 2 else 1)
+        else:
+            found += [one.own for one in heads.sections]
+    return found

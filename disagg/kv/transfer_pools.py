@@ -21,6 +21,10 @@ class CopyPools(Protocol):
         """A pool `[layers, planes, slots, heads, head_dim]` for each of `KVLayout.all_classes`."""
 
     @property
+    def allocations(self) -> Sequence[Pool]:
+        """The allocations that contain `buffers`: tensors that another process can map."""
+
+    @property
     def device(self) -> torch.device:
         """Device of the memory."""
 
@@ -33,6 +37,11 @@ class BorrowedPools:
     """A pool for each of `KVLayout.classes`."""
 
     @property
+    def allocations(self) -> tuple[LayerPool, ...]:
+        """The same pools, which no other process can map."""
+        return self.buffers
+
+    @property
     def device(self) -> torch.device:
         """Device of the memory."""
         return self.buffers[0].device
@@ -43,15 +52,20 @@ class TransferPools(NamedTuple):
 
     kv: KVPool
     buffers: tuple[torch.Tensor, ...]
-    """Contiguous `[layers, planes, slots, heads, head_dim]` for each of `KVLayout.all_classes`.
+    """`[layers, planes, slots, heads, head_dim]` for each of `KVLayout.all_classes`.
 
-    The slots of a recurrent state's buffers are rows of requests; the elements are bytes."""
+    The slots of a recurrent state's buffers are rows of requests; the elements are bytes. There may be gaps between
+    these slots."""
+    state_buffers: tuple[torch.Tensor, ...] = ()
+    """Contiguous memory of the recurrent states, `MambaPool.byte_views`; empty without recurrent layers."""
 
     @classmethod
     def of(cls, kv: KVPool, states: MambaPool | None) -> TransferPools:
         """Returns the pools of a rank; `states` is None for a model without recurrent layers."""
-        own = (part.buffer for part in kv.parts)
-        return cls(kv, (*own, *(states.byte_views() if states is not None else ())))
+        own = tuple(part.buffer for part in kv.parts)
+        if states is None:
+            return cls(kv, own)
+        return cls(kv, (*own, *states.class_views()), tuple(states.byte_views()))
 
     @property
     def kv_buffers(self) -> tuple[torch.Tensor, ...]:
@@ -59,9 +73,9 @@ class TransferPools(NamedTuple):
         return self.buffers[: len(self.kv.parts)]
 
     @property
-    def state_buffers(self) -> tuple[torch.Tensor, ...]:
-        """The buffers of the recurrent states; empty without recurrent layers."""
-        return self.buffers[len(self.kv.parts) :]
+    def allocations(self) -> tuple[torch.Tensor, ...]:
+        """The buffers of the KV pool, and the memory of the recurrent states."""
+        return (*self.kv_buffers, *self.state_buffers)
 
     @property
     def device(self) -> torch.device:

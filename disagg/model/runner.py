@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -36,7 +36,7 @@ from disagg.model.batch import (
     one_token_each,
     require_fits,
 )
-from disagg.model.collective.base import all_agree
+from disagg.model.collective.base import all_agree, least
 from disagg.model.graphs import (
     ChunkGraphs,
     Compute,
@@ -55,6 +55,7 @@ from disagg.model.load.build import build_model
 from disagg.model.load.source import ModelSource
 from disagg.model.page_copies import copy_in_order
 from disagg.model.piecewise import SEQUENCES, PiecewiseGraphs, piece_sizes
+from disagg.model.recurrent.heads import divided
 from disagg.model.recurrent.registry import bounds_prompts, pack_recurrent
 from disagg.model.recurrent.request_cache import StateCache, make_cache
 from disagg.model.recurrent.state import (
@@ -62,7 +63,9 @@ from disagg.model.recurrent.state import (
     RowStates,
     cached_states,
     ignores_state,
+    no_states,
     recurrent_parts,
+    state_rows,
 )
 from disagg.model.recurrent.step import PackedStates, RecurrentStep, decode_step, is_answer, step_of
 from disagg.model.sampled_tokens import SampledTokenBuffer
@@ -101,8 +104,12 @@ class RunnerOptions:
     """See `ModelConfig.fused`."""
     deterministic: bool = False
     """See `ModelConfig.deterministic`."""
-    cached_states: int = 0
-    """Number of slots for cached recurrent states; unused by models without recurrent layers."""
+    memory_bytes: int = 0
+    """Memory for weights, states and KV. If set, `rows` is the largest number of rows, and the states of all rows may
+    take `STATES_SHARE` of the memory that the weights leave."""
+    cached_states: Callable[[int], int] = no_states
+    """Function that returns the number of slots for cached recurrent states for a number of rows; unused by models
+    without recurrent layers."""
     cached_states_bytes: int | None = None
     """Largest size of all slots for cached recurrent states; None: no limit."""
     recurrent_kernels: RecurrentName = "auto"
@@ -146,9 +153,9 @@ class ModelRunner:
             )
         self.shard = shard_of(self.spec.layout, collective.rank, collective.size)
         """The rank's part of the KV and of the recurrent states. The states' shapes are known after a trial step."""
-        self.model, sharding = build_model(source, self.spec, collective, self.device, options.dtype)
-        self._whole_attention = sharding.whole_attention
-        self.held_whole = set(sharding.whole)
+        built = build_model(source, self.spec, collective, self.device, options.dtype)
+        self.model, self._shares = built.model, built.split.shares
+        self._whole_attention, self.held_whole = built.sharding.whole_attention, set(built.sharding.whole)
         """Names of the model parts that cannot be split, so that every rank of the group holds them whole."""
         self._classes = self._attention_classes()
         small_layers = fuse(self.model) if options.fused and backend(self.device) == "triton" else None
@@ -171,7 +178,7 @@ class ModelRunner:
             log.info(
                 "small_layers_fused", model=self.spec.architecture, merged=merged, **small_layers.summary()
             )
-        self.req_to_token = ReqToTokenPool(options.rows, options.max_tokens, self.device)
+        self.req_to_token = ReqToTokenPool(self._rows(), options.max_tokens, self.device)
         self.pool, self.states = self._make_pool(), self._make_states()
         self.sampled = SampledTokenBuffer(options.rows, collective, self.device)
         """Sampled tokens of the previous step, to which the next step's input may refer."""
@@ -285,6 +292,15 @@ class ModelRunner:
         slots = self.pages * self.page_size
         return make_pool(self.spec.layout, self.shard, slots, self.kv_dtype, self.device)
 
+    def _rows(self) -> int:
+        """Returns the number of rows: that of the options, or fewer if the states of so many requests do not fit on a
+        rank of the group."""
+        options = self._options
+        if not (options.memory_bytes and self.spec.has_state):
+            return options.rows
+        left_bytes = options.memory_bytes - self.weights_bytes
+        return least(self.collective, self.device, state_rows(options.rows, self._state_bytes, left_bytes))
+
     def _make_states(self) -> RowStates | None:
         """Returns the recurrent states by row; None for a model without recurrent layers.
 
@@ -293,12 +309,13 @@ class ModelRunner:
         if self._sample is None:
             return None
         requests = self.req_to_token.rows
-        cached = cached_states(self.spec, self._options.cached_states, self._options.cached_states_bytes)
+        wanted, limit_bytes = self._options.cached_states(requests), self._options.cached_states_bytes
+        cached = cached_states(self.spec, self._state_bytes, wanted, limit_bytes)
         slots = requests + 1 + cached  # one for the trash row
         try:
-            states = MambaPool(self._sample.forms(), slots, self.device)
+            states = MambaPool(divided(self._sample.forms(), self._shares), slots, self.device)
         except RuntimeError as exc:  # on a GPU torch.OutOfMemoryError, a subclass
-            section, each = self._options.section, self.spec.layout.state_bytes
+            section, each = self._options.section, self._state_bytes
             or_cached = f" or {section}.cached_states ({cached})" if cached else ""
             raise ConfigError(
                 f"recurrent states of {requests} requests and {cached} cached states do not fit {self.device}: "
@@ -309,6 +326,11 @@ class ModelRunner:
         if self._packed is not None:
             self._packed.use(states)
         return RowStates(self.source.config, states)
+
+    @property
+    def _state_bytes(self) -> int:
+        """Bytes of a request's recurrent state on this rank."""
+        return self.spec.layout.state_bytes_of(self.collective.size)
 
     @property
     def transfer_pools(self) -> TransferPools:
@@ -550,7 +572,8 @@ class ModelRunner:
             self.spec = msgspec.structs.replace(self.spec, scores_prompts=scores)
             if cache is not None and recurrent:
                 cache.require(self.spec.architecture, recurrent)
-                layout = msgspec.structs.replace(self.spec.layout, states=state_classes(cache.forms()))
+                states = state_classes(divided(cache.forms(), self._shares))
+                layout = msgspec.structs.replace(self.spec.layout, states=states)
                 self.spec = msgspec.structs.replace(self.spec, layout=layout)
                 self._pack(cache)
         return cache if recurrent else None

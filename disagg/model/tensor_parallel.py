@@ -32,23 +32,33 @@ _PER_HEAD = (
 
 @dataclass(frozen=True)
 class Cut:
-    """The part of a full parameter that a rank holds: `span` along `dim`."""
+    """The part of a full parameter that a rank holds: `spans` along `dim`, one after another."""
 
     dim: int
-    span: Span
+    spans: tuple[Span, ...]
+
+    def __len__(self) -> int:
+        """Returns the size of the part along `dim`."""
+        return sum(map(len, self.spans))
 
     def apply(self, full: torch.Tensor) -> torch.Tensor:
-        """Returns the rank's part of `full`, as a view."""
-        return full.narrow(self.dim, self.span.start, len(self.span))
+        """Returns the rank's part of `full`, as a view if it is one span."""
+        parts = [full.narrow(self.dim, span.start, len(span)) for span in self.spans]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim)
 
 
-class RowParallelLinear(nn.Linear):
+class SummedModule(nn.Module):
+    """A module whose forward sums over the ranks of a group."""
+
+    collective: Collective
+
+
+class RowParallelLinear(SummedModule, nn.Linear):
     """A linear layer over the rank's input columns: `[.., columns]` to `[.., out]`, summed over the ranks.
 
     Every rank holds the bias; it is added once, after the sum.
     """
 
-    collective: Collective
     product: Callable[[torch.Tensor], torch.Tensor] | None = None
     """Function that computes the product with the weight; None: torch computes it."""
 
@@ -96,14 +106,16 @@ class Sharding:
     """The reason, by name, for each part of the model that is not split."""
 
 
-def shard_model(model: Any, spec: ModelSpec, collective: Collective) -> Sharding:
-    """Shrinks `model`, on the meta device, to the rank's slices.
+def shard_model(
+    model: Any, spec: ModelSpec, collective: Collective, without: Container[str] = ()
+) -> Sharding:
+    """Shrinks `model`, on the meta device, to the rank's slices; the modules with the names `without` are unchanged.
 
     Raises UnsupportedModelError when the ranks cannot share the query heads.
     """
     if collective.size == 1:
         return Sharding()
-    return _Sharder(model, spec, collective).run()
+    return _Sharder(model, spec, collective).run(without)
 
 
 class _UnsplittableError(Exception):
@@ -119,9 +131,9 @@ class _Sharder:
         self._cuts: dict[str, Cut] = {}
         self._recurrent = set(recurrent_layers(model.config))
 
-    def run(self) -> Sharding:
-        whole = {"recurrent layers": "each rank keeps the whole state"} if self._recurrent else {}
-        planned = self._planned()
+    def run(self, without: Container[str]) -> Sharding:
+        whole: dict[str, str] = {}
+        planned = {parent: plan for parent, plan in self._planned().items() if parent not in without}
         attention = {parent: plan for parent, plan in planned.items() if self._is_attention(parent)}
         try:
             rows = {parent: self._check_attention(parent, plan) for parent, plan in attention.items()}
@@ -247,34 +259,52 @@ class _Sharder:
 
     def _cut_columns(self, parent: str, child: str, span: Span) -> None:
         linear = self._linear(parent, child)
-        self._cut(parent, child, linear, "weight", Cut(0, span))
-        if linear.bias is not None:
-            self._cut(parent, child, linear, "bias", Cut(0, span))
+        cut_rows(linear, f"{parent}.{child}", Cut(0, (span,)), self._cuts)
         linear.out_features = len(span)
 
     def _cut_row(self, parent: str, child: str, span: Span) -> None:
-        linear = self._linear(parent, child)
-        swapped = RowParallelLinear(
-            len(span),
-            linear.out_features,
-            bias=linear.bias is not None,
-            device="meta",
-            dtype=linear.weight.dtype,
+        self._linear(parent, child)
+        cut_columns(
+            self._model.get_submodule(parent), f"{parent}.{child}", span, self._collective, self._cuts
         )
-        swapped.collective = self._collective
-        setattr(self._model.get_submodule(parent), child, swapped)
-        self._cuts[f"{parent}.{child}.weight"] = Cut(1, span)
-
-    def _cut(self, parent: str, child: str, linear: nn.Linear, leaf: str, cut: Cut) -> None:
-        part = cut.apply(getattr(linear, leaf).detach())
-        setattr(linear, leaf, nn.Parameter(torch.empty_like(part), requires_grad=False))
-        self._cuts[f"{parent}.{child}.{leaf}"] = cut
 
     def _linear(self, parent: str, child: str) -> nn.Linear:
         module = getattr(self._model.get_submodule(parent), child, None)
         if type(module) is not nn.Linear:
             raise _UnsplittableError(f"its {child} is a {type(module).__name__}, not a plain linear layer")
         return module
+
+
+def cut_rows(module: nn.Module, name: str, cut: Cut, cuts: dict[str, Cut]) -> None:
+    """Shrinks weight and bias of `module`, a layer on the meta device with the full name `name`, to output rows.
+
+    Adds the cuts of its parameters to `cuts`.
+    """
+    for leaf, parameter in list(module.named_parameters(recurse=False)):
+        part = torch.empty_like(cut.apply(parameter.detach()))
+        setattr(module, leaf, nn.Parameter(part, requires_grad=False))
+        cuts[f"{name}.{leaf}"] = cut
+
+
+def cut_columns(
+    parent: nn.Module, name: str, span: Span, collective: Collective, cuts: dict[str, Cut]
+) -> None:
+    """Replaces a linear layer of `parent`, on the meta device, by a `RowParallelLinear` over input columns `span`.
+
+    `name`: full name of the layer. Adds the cut of its weight to `cuts`.
+    """
+    child = name.rpartition(".")[2]
+    linear = getattr(parent, child)
+    swapped = RowParallelLinear(
+        len(span),
+        linear.out_features,
+        bias=linear.bias is not None,
+        device="meta",
+        dtype=linear.weight.dtype,
+    )
+    swapped.collective = collective
+    setattr(parent, child, swapped)
+    cuts[f"{name}.weight"] = Cut(1, (span,))
 
 
 def _pattern(name: str) -> str:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import torch
 
+from disagg.core.config.groups import GPU_REQUESTS
 from disagg.core.config.read import Config, DecodeConfig, GroupConfig
 from disagg.core.errors import ConfigError
 from disagg.core.ports import Collective
 from disagg.model.load.source import ModelSource
 from disagg.model.runner import ModelRunner, RunnerOptions
 from disagg.model.spec.model_spec import ModelSpec
-from disagg.node.device import memory_bytes
+from disagg.node.device import device_limit_bytes, memory_bytes
 from disagg.node.rank_records import Rendezvous
 
 CACHED_STATES_SHARE = 0.1
@@ -76,20 +78,22 @@ def make_runner(
     """Returns the rank's model with a KV pool of `initial_pool_tokens` and one trash page."""
     dtype = resolve_dtype(config.model.dtype, source, device)
     spec = source.spec(dtype)
+    rows = group.max_requests or GPU_REQUESTS
     return ModelRunner(
         source,
         RunnerOptions(
             dtype=dtype,
             pool_tokens=group.initial_pool_tokens + group.page_size,
             page_size=group.page_size,
-            rows=group.max_requests,
+            rows=rows,
             max_tokens=group.context_limit(spec.context_tokens),
             kv_dtype=resolve_kv_dtype(config, group, dtype),
             attention=config.model.attention,
             fused=config.model.fused,
             deterministic=config.model.deterministic,
             section=group.role,
-            cached_states=wanted_states(config, group, spec, device),
+            memory_bytes=0 if group.max_requests else device_limit_bytes(device, group),
+            cached_states=partial(wanted_states, config, group, spec, device.type),
             cached_states_bytes=int(memory_bytes(device) * CACHED_STATES_SHARE) or None,
             recurrent_kernels=config.model.recurrent_kernels,
         ),
@@ -98,8 +102,10 @@ def make_runner(
     )
 
 
-def wanted_states(config: Config, group: GroupConfig, spec: ModelSpec, device: torch.device) -> int:
-    """Returns the limit of recurrent states that the group caches.
+def wanted_states(
+    config: Config, group: GroupConfig, spec: ModelSpec, device_type: str, max_requests: int
+) -> int:
+    """Returns the limit of recurrent states that the group caches, if `max_requests` is the number of its requests.
 
     A decode group caches states for the recomputation of preempted requests. It caches none where requests are not
     preempted, because the model has no KV, or where it has no prefix cache.
@@ -110,5 +116,5 @@ def wanted_states(config: Config, group: GroupConfig, spec: ModelSpec, device: t
     if group.cached_states is not None:
         return group.cached_states
     if decodes:
-        return group.max_requests // DECODE_REQUESTS_PER_CACHED_STATE
-    return (4 if device.type == "cuda" else 2) * group.max_requests
+        return max_requests // DECODE_REQUESTS_PER_CACHED_STATE
+    return (4 if device_type == "cuda" else 2) * max_requests

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from disagg.core.config.groups import GroupConfig
+
 cuda: Any = torch.cuda  # its streams and events carry no types
 DeviceEvent = Any
 """A CUDA event; None on a CPU, where no work is ever pending."""
@@ -27,6 +29,12 @@ def record_event(device: torch.device) -> DeviceEvent:
 def memory_bytes(device: torch.device) -> int:
     """Returns the total memory of a GPU in bytes; 0 for a CPU."""
     return int(cuda.get_device_properties(device).total_memory) if device.type == "cuda" else 0
+
+
+def device_limit_bytes(device: torch.device, group: GroupConfig) -> int:
+    """Returns the GPU memory that a rank may use: all if `pool_tokens` is set, else `mem_fraction`; 0 on a CPU."""
+    total_bytes = memory_bytes(device)
+    return total_bytes if group.pool_tokens else int(total_bytes * group.mem_fraction)
 
 
 def device_name(device: torch.device) -> str:

@@ -33,14 +33,14 @@ from disagg.model.sampling.prompt_scores import PromptScores
 from disagg.node.agent import Agent
 from disagg.node.cache_controller import HybridCacheController, LoadedLayers, host_block_counts
 from disagg.node.compute import ComputeThread, PlanQueue, StepExecutor
-from disagg.node.device import memory_bytes
+from disagg.node.device import device_limit_bytes, memory_bytes
 from disagg.node.group_storage import open_group_storage, page_keys, part_grid, rank_parts
 from disagg.node.kv_manager import KVManager
 from disagg.node.leader import Leader
 from disagg.node.links import Link
 from disagg.node.plan import StepPlan
 from disagg.node.rank_peers import RankPeers
-from disagg.node.sizing import device_limit_bytes, pool_bytes, state_bytes
+from disagg.node.sizing import pool_bytes, state_bytes
 from disagg.node.step_watch import FACTOR as STEP_FACTOR
 from disagg.node.step_watch import StepWatch
 from disagg.node.storage_controller import StorageController

@@ -38,6 +38,8 @@ class Started(NamedTuple):
     """Name of the rank's transport (`Choice.name`)."""
     pool_tokens: int
     """Tokens that the rank's KV pool holds."""
+    max_requests: int
+    """Requests for which the rank has rows, and slots of recurrent states."""
 
 
 class RankRecord(NamedTuple):

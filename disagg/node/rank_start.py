@@ -54,6 +54,10 @@ class RankModel(NamedTuple):
     fingerprint: Future[str]
     """`ModelSource.fingerprint`, computed in a thread while the weights load from the same files."""
 
+    def group_of(self, runner: ModelRunner) -> GroupConfig:
+        """Returns the group's section with the number of requests for which a loaded runner has room."""
+        return self.group.with_requests(runner.req_to_token.rows)
+
     def collective(self, rank: int, rendezvous: Rendezvous) -> Collective:
         """Returns the group's collective; see `make_collective`."""
         return make_collective(rank, self.group.ranks, rendezvous, self.config.model.deterministic)
@@ -86,8 +90,9 @@ def load_runner(model: RankModel, collective: Collective, rank: int, role: str) 
 
     Returns the runner, and the use of the device's memory as text.
     """
-    config, group, device = model.config, model.group, model.device
-    runner = make_runner(config, group, model.source, collective, device)
+    config, device = model.config, model.device
+    runner = make_runner(config, model.group, model.source, collective, device)
+    group = model.group_of(runner)
     memory = ""
     if device.type == "cuda":
         if group.pool_tokens == 0:
@@ -125,7 +130,7 @@ def make_node(
     node = rank_class(
         rank=place.rank,
         config=_with_checksum(config, choice.name),
-        group_config=model.group,
+        group_config=model.group_of(runner),
         name=place.group,
         runner=runner,
         control=make_control(config.control, keys),
@@ -140,7 +145,15 @@ def started_rank(
     """Returns the description of a started rank. Blocks until the model's fingerprint is computed."""
     host, tokens = socket.gethostname(), pool_tokens(runner)
     return Started(
-        info, runner.spec, model.fingerprint.result(), os.getpid(), host, memory, choice.name, tokens
+        info,
+        runner.spec,
+        model.fingerprint.result(),
+        os.getpid(),
+        host,
+        memory,
+        choice.name,
+        tokens,
+        runner.req_to_token.rows,
     )
 
 

@@ -13,11 +13,10 @@ import torch
 
 from disagg.core.config.read import Config, DecodeConfig, GroupConfig, TransferConfig
 from disagg.core.errors import ConfigError
-from disagg.core.ports import Collective
 from disagg.core.sampling import MAX_LOGPROBS
 from disagg.model.batch import SequenceSlice, StepBatch
 from disagg.model.chunks import PromptChunks
-from disagg.node.device import memory_bytes
+from disagg.model.collective.base import least
 
 if TYPE_CHECKING:
     from disagg.model.runner import ModelRunner  # imports transformers
@@ -75,7 +74,7 @@ def fill_memory(runner: ModelRunner, config: Config, group: GroupConfig, role: s
     budget = measure(runner, config, group, role)
     token_bytes = runner.pool.nbytes // runner.pool.slots
     own_tokens = budget.pool_tokens(token_bytes, group.page_size)
-    tokens = _least(own_tokens, runner.collective, runner.device)
+    tokens = least(runner.collective, runner.device, own_tokens)
     least_tokens = runner.req_to_token.max_tokens if group.max_context_tokens else group.page_size
     if tokens < least_tokens:
         states = f", {role}.max_requests or {role}.cached_states" if budget.state_bytes else ""
@@ -171,12 +170,6 @@ def state_bytes(runner: ModelRunner) -> int:
     return statistics.nbytes - statistics.slot_bytes
 
 
-def device_limit_bytes(device: torch.device, group: GroupConfig) -> int:
-    """Returns the GPU memory that a rank may use: all if `pool_tokens` is set, else `mem_fraction`; 0 on a CPU."""
-    total_bytes = memory_bytes(device)
-    return total_bytes if group.pool_tokens else int(total_bytes * group.mem_fraction)
-
-
 def gigabytes(nbytes: int) -> str:
     """Returns text like `16.1 GB` or `1.2 MB`."""
     return f"{nbytes / 1e9:.1f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.1f} MB"
@@ -203,11 +196,3 @@ def run_largest(runner: ModelRunner, group: GroupConfig) -> None:
     runner.forward(StepBatch(tuple(slices)))
     for one in slices:
         table.free(one.row)
-
-
-def _least(tokens: int, collective: Collective, device: torch.device) -> int:
-    """Returns the minimum of `tokens` over all ranks, because all ranks use the same slots."""
-    each = torch.zeros(collective.size, dtype=torch.int64, device=device)
-    each[collective.rank] = tokens
-    collective.all_reduce(each)
-    return int(each.min())

@@ -10,14 +10,14 @@ from typing import NamedTuple
 import msgspec
 import torch
 
+from disagg.core.config.groups import GPU_REQUESTS
 from disagg.core.config.read import Config, GroupConfig, Role
 from disagg.core.errors import UnsupportedModelError
 from disagg.core.types import KVLayout
 from disagg.model.collective.base import ThreadCollective
 from disagg.model.load.build import weights_bytes
 from disagg.model.load.source import ModelSource, make_source
-from disagg.model.recurrent.planned import with_state
-from disagg.model.recurrent.state import cached_states
+from disagg.model.recurrent.state import cached_states, state_rows
 from disagg.model.spec.layer_types import setting
 from disagg.model.spec.model_spec import ModelSpec, rank_token_bytes
 from disagg.node.assemble import CACHED_STATES_SHARE, resolve_dtype, resolve_kv_dtype, wanted_states
@@ -28,7 +28,8 @@ from disagg.node.sizing import (
     describe,
     transfer_bytes_of,
 )
-from disagg.plan.transfer import describe_bytes
+from disagg.plan.states import with_state
+from disagg.plan.transfer import STATES_REASON, describe_bytes
 
 
 class PlannedMemory(msgspec.Struct, frozen=True):
@@ -44,9 +45,11 @@ class PlannedMemory(msgspec.Struct, frozen=True):
     max_context_tokens: int
     max_requests: int
     request_state_bytes: int
-    """Size of the recurrent state of one request; 0 without recurrent layers."""
+    """Size of the recurrent state of one request on each rank; 0 without recurrent layers."""
     cached_states: int
     """Largest number of recurrent states in the prefix cache."""
+    limited_by_states: bool = False
+    """Whether `max_requests` is automatic, and lower because of the memory of recurrent states."""
 
 
 class PlannedModel(NamedTuple):
@@ -125,9 +128,10 @@ def memory_lines(groups: list[PlannedMemory]) -> list[str]:
 
 def _states_line(group: PlannedMemory) -> str:
     cached = f" + {group.cached_states:,} cached ({group.role}.cached_states)" if group.cached_states else ""
+    limited = f", automatic: {STATES_REASON}" if group.limited_by_states else ""
     return (
         f"{group.role}, recurrent states: {describe_bytes(group.budget.state_bytes)} on each rank = "
-        f"{group.max_requests:,} requests ({group.role}.max_requests){cached} + 1 for padding, "
+        f"{group.max_requests:,} requests ({group.role}.max_requests{limited}){cached} + 1 for padding, "
         f"{describe_bytes(group.request_state_bytes)} each"
     )
 
@@ -141,21 +145,31 @@ def _group(
     dtype: torch.dtype,
     gpu_memory_bytes: int,
 ) -> PlannedMemory:
-    group = group.sized("cuda")
+    group = group.sized("cuda", requests=False)
     ranks = group.ranks
     token_bytes = rank_token_bytes(spec.layout, ranks)
     transfer = config.transfer.sized(gpu_memory_bytes)
     limit_bytes = int(gpu_memory_bytes * CACHED_STATES_SHARE)
-    cached = cached_states(spec, wanted_states(config, group, spec, torch.device("cuda")), limit_bytes)
+    limit_bytes = int(gpu_memory_bytes * group.mem_fraction)
+    weights = max(
+        weights_bytes(source, spec, one, dtype)
+        for one in ThreadCollective.group(ranks)  # used for shard sizes only: no reduction runs
+    )
+    state_bytes = spec.layout.state_bytes_of(ranks)
+    rows = state_rows(GPU_REQUESTS, state_bytes, limit_bytes - weights) if state_bytes else GPU_REQUESTS
+    automatic, group = not group.max_requests, group.with_requests(rows)
+    cached = cached_states(
+        spec,
+        state_bytes,
+        wanted_states(config, group, spec, "cuda", group.max_requests),
+        int(gpu_memory_bytes * CACHED_STATES_SHARE),
+    )
     budget = MemoryBudget(
-        limit_bytes=int(gpu_memory_bytes * group.mem_fraction),
-        weights_bytes=max(
-            weights_bytes(source, spec, one, dtype)
-            for one in ThreadCollective.group(ranks)  # used for shard sizes only: no reduction runs
-        ),
+        limit_bytes=limit_bytes,
+        weights_bytes=weights,
         work_bytes=_work_bytes(source.config, spec, group, dtype),
         transfer_bytes=transfer_bytes_of(transfer, role),
-        state_bytes=(group.max_requests + 1 + cached) * spec.layout.state_bytes,
+        state_bytes=(group.max_requests + 1 + cached) * state_bytes,
         library_bytes=LIBRARY_BYTES[0],
     )
     tokens = group.pool_tokens or budget.pool_tokens(token_bytes, group.page_size)
@@ -169,8 +183,9 @@ def _group(
         tokens,
         longest,
         group.max_requests,
-        spec.layout.state_bytes,
+        state_bytes,
         cached,
+        automatic and rows < GPU_REQUESTS,
     )
 
 

@@ -13,6 +13,9 @@ from staging.planner import layer_groups, plan_segments
 from staging.routes import Route, plan_routes
 from staging.shards import layout_shards
 
+STATES_REASON = "states of requests take at most 1/4 of the memory beside the weights"
+"""Reason for an automatic `max_requests` below that of other models; see `disagg.model.recurrent.state`."""
+
 
 class PlanRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Sizes of the two groups and of the prompt. Raises `ConfigError` when a value is out of range."""
@@ -82,7 +85,7 @@ class TransferPlan(msgspec.Struct, frozen=True):
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of recurrent state sent: each decode rank receives the whole state."""
+        """Bytes of recurrent state sent: each decode rank receives the state of its heads, or the whole state."""
         return sum(total.nbytes for total in self.routes if self.request.layout.is_state(total.route.layers))
 
     @property
@@ -186,7 +189,7 @@ def plan_lines(plan: TransferPlan) -> list[str]:
         lines.append(
             f"a request transfers {describe_bytes(plan.nbytes)} = "
             f"{describe_bytes(plan.nbytes - plan.state_bytes)} of KV + {describe_bytes(plan.state_bytes)} of "
-            f"recurrent state, {describe_bytes(layout.state_bytes)} to each decode rank"
+            f"recurrent state, {describe_bytes(layout.state_bytes_of(request.decode_tp))} to each decode rank"
         )
     if request.computed_dtype:
         computed = msgspec.structs.replace(layout, dtype=request.computed_dtype)
@@ -208,15 +211,29 @@ def _leased(plan: TransferPlan) -> str:
     return f"({chunks} + {state})" if chunks and state else chunks or state
 
 
+def _state_words(shard: Shard, layout: KVLayout, ranks: int) -> str:
+    """Returns text like `recurrent state of 14 KiB: heads 0-5 of 12` for a rank; empty without recurrent layers."""
+    if not layout.states:
+        return ""
+    text = f"recurrent state of {describe_bytes(layout.state_bytes_of(ranks))}"
+    for part, one in zip(shard.states, layout.states, strict=True):
+        if one.heads == one.layer_heads:
+            return f"{text}: {describe_span('head', part.heads)} of {one.heads}"
+    return text
+
+
 def _side(role: str, shards: tuple[Shard, ...], layout: KVLayout, has_kv: bool) -> str:
     """Returns a title line, and for each rank and class of layers a line like `r1 [..##] heads 2-3, layers 0-31`."""
     lines = [f"{role}, {len(shards)} rank{'s' * (len(shards) > 1)}"]
     if not has_kv:
-        return f"{lines[0]}: no attention, so no KV; each rank has the whole recurrent state"
+        states = [f"  r{shard.rank} {_state_words(shard, layout, len(shards))}" for shard in shards]
+        return "\n".join([f"{lines[0]}: no attention, so no KV", *states])
     for shard in shards:
         for part, one in zip(shard.parts, layout.classes, strict=True):
             bar = "".join("#" if head in part.heads else "." for head in range(one.kv_heads))
             owns = f"{describe_span('head', part.heads)}, {describe_span('layer', part.layers)}"
             size = f" of {one.head_dim}{'' if one.has_v else ', keys alone'}" if layout.more else ""
             lines.append(f"  r{shard.rank} [{bar}] {owns}{size}")
+        if layout.states:
+            lines.append(f"  r{shard.rank} {_state_words(shard, layout, len(shards))}")
     return "\n".join(lines)

@@ -7,9 +7,10 @@ from typing import NamedTuple
 
 from rich.table import Table
 
+from disagg.core.config.groups import GPU_REQUESTS
 from disagg.core.config.read import BatchingConfig, Config, GroupConfig
 from disagg.core.types import GroupInfo
-from disagg.plan.transfer import describe_bytes
+from disagg.plan.transfer import STATES_REASON, describe_bytes
 
 
 class ChosenSetting(NamedTuple):
@@ -59,6 +60,7 @@ def _of_kind(
 ) -> list[ChosenSetting]:
     device = "GPU" if group.device == "cuda" else "CPU"
     context = min(info.context_tokens for info in infos)
+    requests = min(info.max_requests for info in infos)
     rows = [
         ChosenSetting(
             f"{role}.tp",
@@ -66,22 +68,28 @@ def _of_kind(
             "set" if given.tp is not None else "placement",
         ),
         ChosenSetting(f"{role}.max_context_tokens", f"{context:,}", _context_reason(given, group)),
-        ChosenSetting(f"{role}.max_requests", f"{group.max_requests}", _reason(given.max_requests, device)),
+        ChosenSetting(
+            f"{role}.max_requests", f"{requests}", _requests_reason(given, requests, infos[0], device)
+        ),
         ChosenSetting(f"{role}.chunk_tokens", f"{group.chunk_tokens}", _reason(given.chunk_tokens, device)),
     ]
     if isinstance(given, BatchingConfig) and isinstance(group, BatchingConfig):
         reason = "set" if given.max_batch else "max_requests"
-        rows.append(ChosenSetting(f"{role}.max_batch", f"{group.max_batch}", reason))
-    return rows + _of_states(role, group, infos[0])
+        batch = group.with_requests(requests).decode_batch
+        rows.append(ChosenSetting(f"{role}.max_batch", f"{batch}", reason))
+    return rows + _of_states(role, infos[0])
 
 
-def _of_states(role: str, group: GroupConfig, info: GroupInfo) -> list[ChosenSetting]:
+def _of_states(role: str, info: GroupInfo) -> list[ChosenSetting]:
     """Returns a row for the memory of recurrent states, with the settings that determine the number of slots as the
     reason; empty for a model without recurrent layers."""
-    slots, each = max((rank.state_slots for rank in info.ranks), default=0), info.layout.state_bytes
+    slots, each = (
+        max((rank.state_slots for rank in info.ranks), default=0),
+        info.layout.state_bytes_of(len(info.ranks)),
+    )
     if not slots:
         return []
-    cached = slots - group.max_requests
+    cached = slots - info.max_requests
     value = f"{slots:,} of {describe_bytes(each)}, {describe_bytes(slots * each)} on each rank"
     reason = f"{role}.max_requests" + (f" + {cached:,} {role}.cached_states" if cached else "")
     return [ChosenSetting(f"{role} recurrent states", value, reason)]
@@ -99,6 +107,12 @@ def _context_reason(given: GroupConfig, group: GroupConfig) -> str:
     if given.max_context_tokens:
         return "set"
     return "automatic on a CPU" if group.max_context_tokens else "the model's context, or the pool's size"
+
+
+def _requests_reason(given: GroupConfig, requests: int, info: GroupInfo, device: str) -> str:
+    if given.max_requests or not info.layout.states or device == "CPU" or requests == GPU_REQUESTS:
+        return _reason(given.max_requests, device)
+    return f"automatic on a GPU: {STATES_REASON}"
 
 
 def _reason(given: int, device: str) -> str:

@@ -69,7 +69,8 @@ def gather(
 ) -> None:
     """Writes the segment (`layers`, `slots`, `heads`) of `pool` to `out`.
 
-    - pool: `[layers, planes, slots, heads, head_dim]`, contiguous or of separate layers, any dtype.
+    - pool: `[layers, planes, slots, heads, head_dim]`, contiguous, or of one plane with gaps between
+      slots, or of separate layers; any dtype.
     - slots: int32 or int64 `[tokens]` on the pool's device, each within the pool (not checked).
     - layers, heads: indices local to the pool.
     - out: uint8 on the pool's device, exactly the bytes of `[layer, plane, token, head, head_dim]`.

@@ -137,7 +137,7 @@ def plan_copy(
     `name` is the caller's name of the staging tensor, for errors. Values of slots are not checked, because reading
     them would wait for the device. Raises ValueError.
     """
-    rows = rows_of(pool, layers, heads)
+    rows = rows_of(pool, layers, heads, gaps=True)
     check_slots(slots, pool)
     expected = rows.planes * slots.shape[0] * rows.row_bytes
     check_staged(staged, pool, expected, name)

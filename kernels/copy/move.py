@@ -106,7 +106,7 @@ def _plan(
     """Checks the arguments; returns None when there is nothing to move."""
     sizes, rows = [], []
     for place in (source, target):
-        found = rows_of(place.tensor, place.layers, place.heads)
+        found = rows_of(place.tensor, place.layers, place.heads, gaps=True)
         check_slots(place.slots, place.tensor)
         rows.append(found)
         head_dim, element_bytes = place.tensor.shape[4], place.tensor.element_size()

@@ -68,26 +68,28 @@ class Rows:
     """Largest power of two, at most 16, that divides all fields above and the tensor's storage offset in bytes."""
 
 
-def rows_of(pool: torch.Tensor, layers: Span, heads: Span) -> Rows:
+def rows_of(pool: torch.Tensor, layers: Span, heads: Span, *, gaps: bool = False) -> Rows:
     """Returns the rows of `pool`, contiguous `[layers, planes, slots, heads, head_dim]`; `layers` and `heads`
-    are local.
+    are local. With `gaps`, a pool of one plane may also be a view of the same part of each slot of a larger pool.
 
     Raises ValueError for a pool of another shape, and for layers and heads outside of the pool.
     """
-    offset_bytes = (
-        int(pool.storage_offset()) * pool.element_size()
-    )  # `Tensor.view(dtype)` requires an aligned offset
+    size = pool.element_size()
+    offset_bytes = int(pool.storage_offset()) * size  # `Tensor.view(dtype)` requires an aligned offset
+    strides = (0, 0)
     if not pool.is_contiguous():
-        raise _shape_error(tuple(pool.shape), f", strides {list(pool.stride())}")
-    return _rows(pool.data_ptr(), offset_bytes, pool.shape, pool.element_size(), layers, heads)
+        if not (gaps and _has_whole_slots(pool)):
+            raise _shape_error(tuple(pool.shape), f", strides {list(pool.stride())}")
+        strides = (pool.stride(0) * size, pool.stride(2) * size)
+    return _rows(pool.data_ptr(), offset_bytes, pool.shape, size, layers, heads, strides)
 
 
 def view_words(pool: torch.Tensor, rows: Rows, layers: Span, word_bytes: int) -> torch.Tensor:
     """Returns a view `[layers, planes, slots, words of a row]` of the pool with only the rectangle's layers
     and heads."""
-    token_words, first = rows.token_bytes // word_bytes, rows.first_bytes // word_bytes
-    words = pool.view(-1).view(WORDS[word_bytes]).view(*pool.shape[:3], token_words)
-    return words[layers.start : layers.stop, :, :, first : first + rows.row_bytes // word_bytes]
+    first, size = rows.first_bytes // pool.element_size(), pool.element_size()
+    elements = pool[layers.start : layers.stop].flatten(3)[..., first : first + rows.row_bytes // size]
+    return elements.view(torch.uint8).view(WORDS[word_bytes])
 
 
 def alignment(*quantities: int) -> int:
@@ -152,8 +154,15 @@ def check_staged(staged: torch.Tensor, pool: Pool, expected: int, name: str) -> 
 
 @lru_cache(maxsize=_KEPT)
 def _rows(
-    address: int, offset_bytes: int, shape: tuple[int, ...], element_bytes: int, layers: Span, heads: Span
+    address: int,
+    offset_bytes: int,
+    shape: tuple[int, ...],
+    element_bytes: int,
+    layers: Span,
+    heads: Span,
+    strides: tuple[int, int],
 ) -> Rows:
+    """`strides`: distance between planes and between slots, in bytes; zeros for a contiguous pool."""
     if len(shape) != 5 or shape[1] not in _PLANES:
         raise _shape_error(shape)
     for axis, what, span in ((0, "layers", layers), (3, "heads", heads)):
@@ -163,8 +172,8 @@ def _rows(
                 "pass indices local to the pool"
             )
     head_bytes = shape[4] * element_bytes
-    token_bytes, first_bytes = shape[3] * head_bytes, heads.start * head_bytes
-    row_bytes, plane_bytes = len(heads) * head_bytes, shape[2] * token_bytes
+    token_bytes, first_bytes = strides[1] or shape[3] * head_bytes, heads.start * head_bytes
+    row_bytes, plane_bytes = len(heads) * head_bytes, strides[0] or shape[2] * token_bytes
     return Rows(
         planes=shape[1] * len(layers),
         start=address + shape[1] * layers.start * plane_bytes + first_bytes,
@@ -172,8 +181,13 @@ def _rows(
         row_bytes=row_bytes,
         token_bytes=token_bytes,
         plane_bytes=plane_bytes,
-        aligned=alignment(row_bytes, token_bytes, first_bytes, address, offset_bytes),
+        aligned=alignment(row_bytes, token_bytes, plane_bytes, first_bytes, address, offset_bytes),
     )
+
+
+def _has_whole_slots(pool: torch.Tensor) -> bool:
+    """Returns whether the heads of each slot are adjacent, in a pool of one plane."""
+    return pool.dim() == 5 and pool.shape[1] == 1 and pool[0, 0, 0].is_contiguous()
 
 
 def _shape_error(shape: tuple[int, ...], more: str = "") -> ValueError:

@@ -70,7 +70,8 @@ def scatter(
     """Writes the segment `staged` to (`layers`, `slots`, `heads`) of `pool`; the rest of the pool is unchanged.
 
     - staged: uint8 on the pool's device, exactly the bytes of `[layer, plane, token, head, head_dim]`.
-    - pool: `[layers, planes, slots, heads, head_dim]`, contiguous or of separate layers, any dtype.
+    - pool: `[layers, planes, slots, heads, head_dim]`, contiguous, or of one plane with gaps between
+      slots, or of separate layers; any dtype.
     - slots: int32 or int64 `[tokens]` on the pool's device, distinct, each within the pool (not checked).
     - layers, heads: indices local to the pool.
     - check: if given, the checksum of the bytes read is computed too (`kernels.copy.checksum`). Without any bytes,

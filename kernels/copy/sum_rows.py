@@ -36,7 +36,7 @@ def sum_rows_reference(place: PoolSlice, check: Check) -> None:
 
 def _checked(place: PoolSlice) -> Rows:
     check_slots(place.slots, place.tensor)
-    return rows_of(place.tensor, place.layers, place.heads)
+    return rows_of(place.tensor, place.layers, place.heads, gaps=True)
 
 
 @triton.jit(  # type: ignore[untyped-decorator]

@@ -305,7 +305,12 @@ def test_automatic_sizes_of_a_group(section: type[GroupConfig], decodes: int) ->
     assert (on_cpu.max_requests, on_cpu.decode_batch, on_cpu.chunk_tokens) == (32, 32 * decodes, 256)
     assert (on_gpu.context_limit(131072), on_cpu.context_limit(131072)) == (131072, 4096)
     assert on_gpu.sized("cuda") == on_gpu, "chosen sizes stay"
+    open_ended = section().sized("cuda", requests=False)
+    assert (open_ended.max_requests, open_ended.decode_batch) == (0, 0), "ranks choose it"
+    assert open_ended.with_requests(60) == section(max_requests=60).sized("cuda")
+    assert on_cpu.with_requests(60) == section().sized("cpu", requests=False) == on_cpu
     given = section(max_requests=7, max_context_tokens=100, chunk_tokens=9)
+    assert given.with_requests(60).sized("cuda", requests=False).max_requests == 7
     assert given.sized("cuda") == given.sized("cpu")
     assert (given.sized("cuda").max_requests, given.sized("cuda").decode_batch) == (7, 7 * decodes)
     assert section(pool_tokens=1024).sized("cuda").context_limit(4096) == 1024, "no more than the pool holds"

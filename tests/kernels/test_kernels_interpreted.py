@@ -22,6 +22,7 @@ COPIES = (
     "kernels/copy/test_page_blocks.py",
     "kernels/copy/test_checksum.py",
     "kernels/copy/test_quantize.py",
+    "kernels/copy/test_slot_gaps.py",
 )
 ATTENTION = (
     "kernels/attention/test_prefill_attention.py",

@@ -26,7 +26,7 @@ from disagg.core.errors import ConfigError
 from disagg.kv.req_to_token import ReqToTokenPool
 from disagg.model.batch import StepBatch
 from disagg.model.collective.base import ThreadCollective
-from disagg.node import sizing
+from disagg.node import device, sizing
 from disagg.node.sizing import MemoryBudget, fill_memory
 from disagg.plan.memory import memory_lines, model_layouts, plan_memory
 
@@ -68,9 +68,9 @@ def test_nothing_is_left(limit_bytes: int) -> None:
 def test_a_fraction_limits_only_pools_that_are_measured(
     monkeypatch: pytest.MonkeyPatch, pool_tokens: int, limit_bytes: int
 ) -> None:
-    monkeypatch.setattr(sizing, "memory_bytes", lambda device: 125 * GB)
+    monkeypatch.setattr(device, "memory_bytes", lambda _: 125 * GB)
     group = PrefillConfig(mem_fraction=0.8, pool_tokens=pool_tokens)
-    assert sizing.device_limit_bytes(torch.device("cuda"), group) == limit_bytes
+    assert device.device_limit_bytes(torch.device("cuda"), group) == limit_bytes
 
 
 class Runner:

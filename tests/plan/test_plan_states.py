@@ -16,10 +16,10 @@ from disagg.core.config.read import Config, DecodeConfig, ModelConfig, PrefillCo
 from disagg.core.errors import ConfigError, UnsupportedModelError
 from disagg.core.types import KVLayout, Span, StateClass
 from disagg.model.load.source import ModelSource
-from disagg.model.recurrent import planned
-from disagg.model.recurrent.planned import with_state
+from disagg.plan import states as planned
 from disagg.plan.draw import draw_plan
 from disagg.plan.memory import memory_lines, plan_memory, planned_model
+from disagg.plan.states import with_state
 from disagg.plan.transfer import PlanRequest, compute_plan, plan_lines
 from staging.shards import layout_shards
 
@@ -66,9 +66,8 @@ def test_a_model_without_attention_hands_over_states_only(tmp_path: Path) -> Non
     plan = compute_plan(PlanRequest(layout=LAYOUT, has_kv=False, prefill_tp=1, decode_tp=1, tokens=300))
     assert plan.nbytes == plan.state_bytes == LAYOUT.state_bytes
     assert plan.control_messages == 2
-    assert "prefill, 1 rank: no attention, so no KV; each rank has the whole recurrent state" in plan_lines(
-        plan
-    )
+    side = "prefill, 1 rank: no attention, so no KV\n  r0 recurrent state of 390 KiB"
+    assert side in plan_lines(plan)
     with pytest.raises(ConfigError, match="no KV: its plan is printed, not drawn"):
         draw_plan(plan, tmp_path / "plan.png")
 
@@ -88,22 +87,42 @@ def test_the_memory_of_states() -> None:
         model=TINY, prefill=PrefillConfig(tp=2, cached_states=40), decode=DecodeConfig(tp=1, max_requests=8)
     )
     prefill, decode = plan_memory(config, 80 * 10**9)
-    each = planned_model(config).decode.layout.state_bytes
-    assert each == prefill.request_state_bytes == 28160
+    layout = planned_model(config).decode.layout
+    each, half = layout.state_bytes, layout.state_bytes_of(2)
+    assert (each, half) == (28160, 28160 // 2 + 256), "both ranks hold B and C"
+    assert (prefill.request_state_bytes, decode.request_state_bytes) == (half, each)
     assert (prefill.max_requests, prefill.cached_states) == (256, 40)
-    assert prefill.budget.state_bytes == (256 + 1 + 40) * each
+    assert prefill.budget.state_bytes == (256 + 1 + 40) * half
     assert decode.cached_states == 1, "for preempted requests"
     assert decode.budget.state_bytes == (8 + 1 + 1) * each
     lines = memory_lines([prefill, decode])
     assert lines[1] == (
-        "prefill, recurrent states: 7.98 MiB on each rank = 256 requests (prefill.max_requests) + 40 cached "
-        "(prefill.cached_states) + 1 for padding, 27.5 KiB each"
+        "prefill, recurrent states: 4.06 MiB on each rank = 256 requests (prefill.max_requests) + 40 cached "
+        "(prefill.cached_states) + 1 for padding, 14 KiB each"
     )
     assert lines[3].endswith(
         "= 8 requests (decode.max_requests) + 1 cached (decode.cached_states) + 1 for padding, 27.5 KiB each"
     )
     many = Config(model=TINY, prefill=PrefillConfig(tp=2, cached_states=10_000), decode=DecodeConfig(tp=1))
-    assert plan_memory(many, 10**9)[0].cached_states == 10**8 // each, "a tenth of the GPU at most"
+    assert plan_memory(many, 10**9)[0].cached_states == 10**8 // half, "a tenth of the GPU at most"
+
+
+def test_states_limit_an_automatic_number_of_requests() -> None:
+    config = Config(model=TINY, prefill=PrefillConfig(tp=2), decode=DecodeConfig(tp=1, mem_fraction=0.5))
+    layout = planned_model(config).decode.layout
+    prefill, decode = plan_memory(config, 10**7)
+    for group, ranks in ((prefill, 2), (decode, 1)):
+        each = layout.state_bytes_of(ranks)
+        left_bytes = group.budget.limit_bytes - group.budget.weights_bytes
+        assert group.max_requests == left_bytes // 4 // each < 256
+        assert group.limited_by_states
+    assert decode.cached_states == decode.max_requests // 8
+    assert (
+        f"= {decode.max_requests} requests (decode.max_requests, automatic: states of requests take at most 1/4 of "
+        "the memory beside the weights) + "
+    ) in memory_lines([decode])[1]
+    large = plan_memory(config, 80 * 10**9)
+    assert [(one.max_requests, one.limited_by_states) for one in large] == [(256, False)] * 2
 
 
 def test_a_state_that_needs_values_is_one_line(
@@ -134,10 +153,12 @@ def test_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert "decode, recurrent states: " in shown
     assert "= 2 x 2 pairs of ranks x (2 chunks + 1 state)" in shown
     assert (
-        "a request transfers 130 KiB = 75 KiB of KV + 55 KiB of recurrent state, 27.5 KiB to each decode rank"
+        "a request transfers 103 KiB = 75 KiB of KV + 28 KiB of recurrent state, 14 KiB to each decode rank"
         in shown
     )
+    assert "  r1 recurrent state of 14 KiB: heads 6-11 of 12\n" in shown
     assert "states 2-3" in shown
+    assert "states 6-7 │  6-11" in shown, "rank 1 sends its heads"
 
 
 def test_command_for_a_model_without_attention(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,18 +15,19 @@ from disagg.core.types import GroupInfo, KVLayout, RankInfo, Shard, Span, StateC
 from disagg.report.choices import choices, choices_table
 
 
-def info(role: str, context_tokens: int, checksum: bool = False) -> GroupInfo:
+def info(role: str, context_tokens: int, checksum: bool = False, max_requests: int = 256) -> GroupInfo:
     layout = KVLayout(layers=2, kv_heads=2, head_dim=8, dtype="float32")
-    return GroupInfo(
-        role, role, 1, "", layout, 16, "ucx-shm", (), checksum=checksum, context_tokens=context_tokens
-    )
+    limits = {"context_tokens": context_tokens, "max_requests": max_requests}
+    return GroupInfo(role, role, 1, "", layout, 16, "ucx-shm", (), checksum=checksum, **limits)
 
 
 def as_dict(
     given: Config, device: str, infos: list[GroupInfo], max_running: int
 ) -> dict[str, tuple[str, str]]:
     kinds = {role: msgspec.structs.replace(kind, tp=1, device=device) for role, kind in given.kinds.items()}
-    running = msgspec.structs.replace(given, **{role: kind.sized(device) for role, kind in kinds.items()})
+    running = msgspec.structs.replace(
+        given, **{role: kind.sized(device, requests=False) for role, kind in kinds.items()}
+    )
     found = choices(given, running, infos, max_running)
     assert choices_table(found).row_count == len(found)
     return {one.setting: (one.value, one.reason) for one in found}
@@ -73,3 +74,21 @@ def test_memory_of_recurrent_states() -> None:
     assert found["decode recurrent states"] == ("256 of 1 MiB, 256 MiB on each rank", "decode.max_requests")
     others = as_dict(Config(), "cuda", [info("prefill", 64), info("decode", 64)], 256)
     assert not any("states" in name for name in others)
+
+
+def test_fewer_requests_where_their_states_are_large() -> None:
+    infos = [
+        with_states(info("prefill", 64), 256 + 1024),
+        with_states(info("decode", 64, max_requests=60), 67),
+    ]
+    why = "automatic on a GPU: states of requests take at most 1/4 of the memory beside the weights"
+    found = as_dict(Config(), "cuda", infos, 60)
+    assert found["prefill.max_requests"] == ("256", "automatic on a GPU")
+    assert found["decode.max_requests"] == ("60", why)
+    assert found["decode.max_batch"] == ("60", "max_requests")
+    assert found["decode recurrent states"] == (
+        "67 of 1 MiB, 67 MiB on each rank",
+        "decode.max_requests + 7 decode.cached_states",
+    )
+    given = Config(decode=DecodeConfig(max_requests=60))
+    assert as_dict(given, "cuda", infos, 60)["decode.max_requests"] == ("60", "set")

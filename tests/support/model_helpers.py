@@ -47,7 +47,11 @@ def make_runner(
     device: str = "cpu",
     **more: Any,
 ) -> ModelRunner:
-    """A float32 runner over a poisoned pool: a slot that is read before it was written shows as NaN."""
+    """A float32 runner over a poisoned pool: a slot that is read before it was written shows as NaN.
+
+    `cached_states` is a number here, or a function of the rows.
+    """
+    cached = more.pop("cached_states", 0)
     runner = ModelRunner(
         ModelSource.from_directory(source) if isinstance(source, Path) else source,
         RunnerOptions(
@@ -56,6 +60,7 @@ def make_runner(
             page_size=page_size,
             rows=rows,
             max_tokens=more.pop("max_tokens", 128),
+            cached_states=cached if callable(cached) else lambda _: cached,
             **more,
         ),
         collective=collective or SingleCollective(),

@@ -12,6 +12,10 @@ CPU_POOL_TOKENS = 16384
 """Default size of the KV pool on a CPU."""
 CPU_CONTEXT_TOKENS = 4096
 """Default limit of prompt plus answer on a CPU, in tokens."""
+CPU_REQUESTS = 32
+"""Automatic `max_requests` on a CPU."""
+GPU_REQUESTS = 256
+"""Largest automatic `max_requests` on a GPU."""
 
 Role = Literal["prefill", "decode", "colocated"]
 """Roles of groups; each has a section of the same name."""
@@ -50,8 +54,8 @@ class GroupConfig(Section, frozen=True):
     Unused if `pool_tokens` is set."""
     max_requests: int = 0
     """Largest number of requests that hold KV pages; in a decode group each answer and each beam counts as a request.
-    With recurrent layers, memory for the states of all these requests is allocated at the start. 0: 256 on a GPU, 32
-    on a CPU."""
+    With recurrent layers, memory for the states of all these requests is allocated at the start. 0: 32 on a CPU; 256
+    on a GPU, or as many as have room for their states in a quarter of the memory that the weights leave."""
     max_context_tokens: int = 0
     """Largest sum of prompt and answer. 0: the model's context (on a CPU at most 4096), or the pool's size if
     smaller."""
@@ -153,19 +157,24 @@ class GroupConfig(Section, frozen=True):
         """Largest number of answers in one step, valid after `sized`; 0 in a role that does not decode."""
         return 0
 
-    def sized(self, device: str) -> Self:
+    def sized(self, device: str, *, requests: bool = True) -> Self:
         """Returns the section with its automatic sizes chosen for `device`, `cpu` or `cuda`.
 
         On a GPU `max_context_tokens` may stay 0: each rank takes the limit from its model and its measured pool.
+        Without `requests`, an automatic `max_requests` stays 0 on a GPU too: ranks choose it (`with_requests`).
         """
         gpu = device == "cuda"
         cpu_context_tokens = min(CPU_CONTEXT_TOKENS, self.pool_tokens or CPU_CONTEXT_TOKENS)
         return msgspec.structs.replace(
             self,
-            max_requests=self.max_requests or (256 if gpu else 32),
+            max_requests=self.max_requests or (GPU_REQUESTS * requests if gpu else CPU_REQUESTS),
             chunk_tokens=self.chunk_tokens or (2048 if gpu else 256),
             max_context_tokens=self.max_context_tokens or (0 if gpu else cpu_context_tokens),
         )
+
+    def with_requests(self, count: int) -> Self:
+        """Returns the section with `count` as `max_requests`, if this is automatic."""
+        return msgspec.structs.replace(self, max_requests=self.max_requests or count)
 
     def context_limit(self, model_tokens: int) -> int:
         """Returns the longest prompt plus answer for a model with a context of `model_tokens`."""
@@ -213,9 +222,14 @@ class BatchingConfig(GroupConfig, frozen=True):
         """Largest number of answers in one step: `max_batch`, but at most `max_requests`. Valid after `sized`."""
         return min(self.max_batch or self.max_requests, self.max_requests)
 
-    def sized(self, device: str) -> Self:
+    def sized(self, device: str, *, requests: bool = True) -> Self:
         """Resolves `max_batch` too; see `GroupConfig.sized`."""
-        found = super().sized(device)
+        found = super().sized(device, requests=requests)
+        return msgspec.structs.replace(found, max_batch=self.max_batch or found.max_requests)
+
+    def with_requests(self, count: int) -> Self:
+        """Resolves `max_batch` too; see `GroupConfig.with_requests`."""
+        found = super().with_requests(count)
         return msgspec.structs.replace(found, max_batch=self.max_batch or found.max_requests)
 
 

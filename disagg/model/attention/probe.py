@@ -17,7 +17,7 @@ from disagg.core.errors import UnsupportedModelError
 from disagg.model.collective.base import SingleCollective
 from disagg.model.spec.layer_types import attention_layers, setting
 from disagg.model.spec.model_spec import ModelSpec
-from disagg.model.tensor_parallel import RowParallelLinear
+from disagg.model.tensor_parallel import SummedModule
 from kernels.attention.common import AttentionParams
 
 
@@ -83,7 +83,7 @@ class ShapeProbe:
 @contextmanager
 def without_other_ranks(model: Any) -> Iterator[None]:
     """Inside the block, the rank's part of `model` runs without all-reduces: shapes are correct, values are wrong."""
-    rows = [module for module in model.modules() if isinstance(module, RowParallelLinear)]
+    rows = [module for module in model.modules() if isinstance(module, SummedModule)]
     collectives = [row.collective for row in rows]
     for row in rows:
         row.collective = SingleCollective()

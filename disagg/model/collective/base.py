@@ -93,6 +93,14 @@ def all_agree(collective: Collective, device: torch.device, mine: bool) -> bool:
     return not refusals.item()
 
 
+def least(collective: Collective, device: torch.device, mine: int) -> int:
+    """Returns the minimum of `mine` over all ranks of the group. All ranks must call this together. Synchronizes."""
+    each = torch.zeros(collective.size, dtype=torch.int64, device=device)
+    each[collective.rank] = mine
+    collective.all_reduce(each)
+    return int(each.min())
+
+
 def run_ranks(size: int, work: Callable[[ThreadCollective], T], timeout_s: float = 60.0) -> list[T]:
     """Runs `work` on every rank of a group of threads; raises the error of the rank that failed first."""
     results: dict[int, T] = {}

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import structlog
 import torch
@@ -22,6 +22,7 @@ from disagg.model.adapters.base import StepInputs
 from disagg.model.attention.paged import ATTENTION_NAME
 from disagg.model.load.source import ModelSource
 from disagg.model.load.weights import WeightSource
+from disagg.model.recurrent.split import RecurrentSplit, split_recurrent
 from disagg.model.spec.layer_types import recurrent_layers
 from disagg.model.spec.model_spec import ModelSpec
 from disagg.model.tensor_parallel import Cut, Sharding, shard_model
@@ -31,10 +32,20 @@ log = structlog.get_logger(__name__)
 _BUILD_LOCK = threading.Lock()  # transformers changes the process's default dtype while it builds a model
 
 
+class BuiltModel(NamedTuple):
+    """A rank's part of a model."""
+
+    model: Any
+    sharding: Sharding
+    split: RecurrentSplit
+    """The rank's part of the recurrent layers."""
+
+
 def build_model(
     source: ModelSource, spec: ModelSpec, collective: Collective, device: torch.device, dtype: torch.dtype
-) -> tuple[Any, Sharding]:
-    """Returns the rank's part of the model on `device`, in eval mode without gradients, and its sharding.
+) -> BuiltModel:
+    """Returns the rank's part of the model on `device`, in eval mode without gradients, its sharding, and that of its
+    recurrent layers.
 
     Raises UnsupportedModelError when the model cannot use the paged attention or the ranks cannot share its heads,
     and ConfigError when weights are missing.
@@ -42,15 +53,16 @@ def build_model(
     with _BUILD_LOCK:
         model = _empty_model(source, spec, dtype)
         shapes = _stored_shapes(model)
-        sharding = shard_model(model, spec, collective)
+        sharding, split = _shard(model, spec, collective)
         _materialize(model, device)
         _initialize(model)
-        _fill(model, source.weights(set(shapes)), shapes, sharding.cuts)
+        _fill(model, source.weights(set(shapes)), shapes, {**sharding.cuts, **split.cuts})
+        split.finish()
         model.tie_weights()
     if collective.rank == 0:
         for part, why in sharding.whole.items():
             log.info("held_whole_by_every_rank", model=spec.architecture, part=part, why=why)
-    return model.eval(), sharding
+    return BuiltModel(model.eval(), sharding, split)
 
 
 def weights_bytes(source: ModelSource, spec: ModelSpec, collective: Collective, dtype: torch.dtype) -> int:
@@ -60,7 +72,7 @@ def weights_bytes(source: ModelSource, spec: ModelSpec, collective: Collective, 
     """
     with _BUILD_LOCK:
         model = _empty_model(source, spec, dtype)
-        shard_model(model, spec, collective)
+        _shard(model, spec, collective)[1].finish()
         model.tie_weights()
     return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
 
@@ -69,6 +81,15 @@ def empty_model(source: ModelSource, spec: ModelSpec, dtype: torch.dtype) -> Any
     """Returns the whole model on the meta device, which has shapes but no memory. Raises UnsupportedModelError."""
     with _BUILD_LOCK:
         return _empty_model(source, spec, dtype).eval()
+
+
+def _shard(model: Any, spec: ModelSpec, collective: Collective) -> tuple[Sharding, RecurrentSplit]:
+    """Reduces a model on the meta device to the rank's part. Small parameters stay whole until `split.finish`."""
+    split = split_recurrent(model, collective)
+    sharding = shard_model(model, spec, collective, split.names)
+    if split.whole and collective.size > 1:
+        sharding.whole["recurrent layers"] = split.whole
+    return sharding, split
 
 
 def _empty_model(source: ModelSource, spec: ModelSpec, dtype: torch.dtype) -> Any:

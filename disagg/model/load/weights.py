@@ -43,7 +43,7 @@ class RandomWeights:
     ) -> torch.Tensor | None:
         """See `WeightSource.load`. Norms keep their own initialization, and biases are zero."""
         if len(shape) < 2:
-            size = shape if cut is None else (len(cut.span),)
+            size = shape if cut is None else (len(cut),)
             return torch.zeros(size, dtype=dtype, device=device) if name.endswith(".bias") else None
         generator = torch.Generator(device).manual_seed(seed_of(self._seed, name))
         whole = torch.empty(shape, dtype=dtype, device=device).normal_(0.0, self._std, generator=generator)
@@ -102,8 +102,9 @@ def _read(file: Any, name: str, stored: Any, cut: Cut | None) -> torch.Tensor:
     if cut is None:
         part = file.get_tensor(name)
     else:
-        span = slice(cut.span.start, cut.span.stop)
-        part = stored[span] if cut.dim == 0 else stored[:, span]
+        spans = [slice(span.start, span.stop) for span in cut.spans]
+        parts = [stored[span] if cut.dim == 0 else stored[:, span] for span in spans]
+        part = parts[0] if len(parts) == 1 else torch.cat(parts, cut.dim)
     assert isinstance(part, torch.Tensor)
     return part
 

@@ -14,7 +14,7 @@ import torch
 
 from disagg.kv.mamba_pool import StatePlace
 from disagg.model.layers.class_names import by_name, class_name
-from disagg.model.recurrent import gated_delta, mamba1, mamba2, short_conv
+from disagg.model.recurrent import gated_delta, heads, mamba1, mamba2, short_conv
 from disagg.model.recurrent.step import UNBOUNDED, PackedStates
 
 Compute = Callable[[Any, PackedStates, torch.Tensor], torch.Tensor]
@@ -28,27 +28,29 @@ class RecurrentForm:
     compute: Compute
     kinds: tuple[str, ...] = ("conv", "recurrent")
     """Kinds of state that each module has; see `StatePlace.kind`."""
+    heads: Callable[[Any], heads.ModuleHeads] | None = None
+    """Function that returns the heads of a whole module; None if ranks cannot share modules of the class."""
 
 
 RECURRENT = by_name(
     (
-        RecurrentForm(mamba2.mamba2),
+        RecurrentForm(mamba2.mamba2, heads=heads.mamba2),
         """
         bamba.BambaMixer granitemoehybrid.GraniteMoeHybridMambaLayer mamba2.Mamba2Mixer
         nemotron_h.NemotronHMamba2Mixer zamba2.Zamba2MambaMixer
         """,
     ),
-    (RecurrentForm(mamba2.falcon_h1), "falcon_h1.FalconH1Mixer"),
+    (RecurrentForm(mamba2.falcon_h1, heads=heads.mamba2), "falcon_h1.FalconH1Mixer"),
     (RecurrentForm(mamba1.mamba), "falcon_mamba.FalconMambaMixer jamba.JambaMambaMixer mamba.MambaMixer"),
     (RecurrentForm(mamba1.zamba), "zamba.ZambaMambaMixer"),
-    (RecurrentForm(gated_delta.qwen3_next), "qwen3_next.Qwen3NextGatedDeltaNet"),
+    (RecurrentForm(gated_delta.qwen3_next, heads=heads.qwen3_next), "qwen3_next.Qwen3NextGatedDeltaNet"),
     (
-        RecurrentForm(gated_delta.qwen3_5),
+        RecurrentForm(gated_delta.qwen3_5, heads=heads.qwen3_5),
         "qwen3_5.Qwen3_5GatedDeltaNet qwen3_5_moe.Qwen3_5MoeGatedDeltaNet",
     ),
-    (RecurrentForm(gated_delta.olmo_hybrid), "olmo_hybrid.OlmoHybridGatedDeltaNet"),
-    (RecurrentForm(gated_delta.kimi_linear), "kimi_linear.KimiLinearDeltaAttention"),
-    (RecurrentForm(gated_delta.bailing), "bailing_hybrid.BailingHybridDeltaAttention"),
+    (RecurrentForm(gated_delta.olmo_hybrid, heads=heads.olmo_hybrid), "olmo_hybrid.OlmoHybridGatedDeltaNet"),
+    (RecurrentForm(gated_delta.kimi_linear, heads=heads.kimi_linear), "kimi_linear.KimiLinearDeltaAttention"),
+    (RecurrentForm(gated_delta.bailing, heads=heads.bailing), "bailing_hybrid.BailingHybridDeltaAttention"),
     (
         RecurrentForm(short_conv.short_conv, ("conv",)),
         "lfm2.Lfm2ShortConv lfm2_moe.Lfm2MoeShortConv lfm3.Lfm3ShortConv",
@@ -65,7 +67,7 @@ def pack_recurrent(model: Any, places: Sequence[StatePlace], states: PackedState
     """
     found = [(module, form) for module in model.modules() if (form := RECURRENT.get(class_name(module)))]
     known = [StatePlace(module.layer_idx, 0, kind) for module, form in found for kind in form.kinds]
-    if sorted(known) != sorted(places) or not all(_has_silu(module) for module, _ in found):
+    if sorted(known) != sorted(places) or not all(has_silu(module) for module, _ in found):
         return False
     for module, form in found:
         if hasattr(module, "A_log"):
@@ -86,6 +88,6 @@ def _forward(
     return compute(module, states, hidden_states[0])[None]
 
 
-def _has_silu(module: Any) -> bool:
+def has_silu(module: Any) -> bool:
     """Returns whether SiLU follows the module's convolution. Short convolutions have no activation."""
     return getattr(module, "activation", "silu") in ("silu", "swish")

@@ -3,7 +3,8 @@
 The states of all requests are in a `MambaPool`. A step passes a batch of states to transformers' models as a cache
 object (`request_cache`). The tensors of this object lie in the pool.
 
-Every rank holds the whole state of its requests. A transfer writes the state into the slot of the request's row.
+A rank holds the state of its heads (`split`), or the whole state. A transfer writes the state into the slot of the
+request's row.
 """
 
 from __future__ import annotations
@@ -21,6 +22,10 @@ from disagg.model.batch import SequenceSlice, StepBatch
 from disagg.model.recurrent.request_cache import StateCache, make_cache
 from disagg.model.spec.model_spec import ModelSpec
 from kernels.attention.common import AttentionParams
+
+STATES_SHARE = 0.25
+"""Share of the memory beside the weights that the states of requests may take, if their number is automatic. Most of
+the rest is for KV: without KV a state is of no use."""
 
 
 class PoolLayers:
@@ -68,15 +73,27 @@ class RowStates:
                 cache.require_bound(states)
 
 
-def cached_states(spec: ModelSpec, count: int, limit_bytes: int | None) -> int:
+def no_states(_: int) -> int:
+    """Returns 0, the number of cached states of a runner without a prefix cache."""
+    return 0
+
+
+def state_rows(rows: int, state_bytes: int, left_bytes: int) -> int:
+    """Returns how many requests have room for their states in `STATES_SHARE` of `left_bytes`, the memory beside the
+    weights: at most `rows`, and at least 1. `state_bytes`: size of a state on each rank."""
+    return max(1, min(rows, int(left_bytes * STATES_SHARE) // state_bytes))
+
+
+def cached_states(spec: ModelSpec, state_bytes: int, count: int, limit_bytes: int | None) -> int:
     """Returns the number of slots for cached states: `count`, but at most as many as fit in `limit_bytes` bytes.
+    `state_bytes`: size of a state on each rank.
 
     The number is 0 if the model has no recurrent state or cannot use the prefix cache. GPUs of one kind get equal
     numbers.
     """
     if not spec.has_state or spec.cache_refused:
         return 0
-    return count if limit_bytes is None else min(count, limit_bytes // spec.layout.state_bytes)
+    return count if limit_bytes is None else min(count, limit_bytes // state_bytes)
 
 
 def recurrent_parts(batch: StepBatch, *, each_alone: bool = False) -> list[list[int]]:

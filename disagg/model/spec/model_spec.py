@@ -108,8 +108,9 @@ def kv_span(rank: int, size: int, kv_heads: int) -> Span:
 
 
 def shard_of(layout: KVLayout, rank: int, size: int) -> Shard:
-    """Returns the shard of rank `rank` in a tensor-parallel group of `size`: all layers, and the rank's KV heads."""
-    return Shard.of_classes(rank, layout, lambda heads: kv_span(rank, size, heads))
+    """Returns the shard of rank `rank` in a tensor-parallel group of `size`: all layers, and the rank's KV heads and
+    heads of recurrent states."""
+    return Shard.of_classes(rank, size, layout, lambda heads: kv_span(rank, size, heads))
 
 
 def rank_token_bytes(layout: KVLayout, size: int) -> int:

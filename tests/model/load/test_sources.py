@@ -28,7 +28,7 @@ CPU = torch.device("cpu")
 
 def weights_of(source: ModelSource, collective: Any = None) -> dict[str, torch.Tensor]:
     spec = source.spec(torch.float32)
-    model, _ = build_model(source, spec, collective or SingleCollective(), CPU, torch.float32)
+    model = build_model(source, spec, collective or SingleCollective(), CPU, torch.float32).model
     return dict(model.state_dict())
 
 

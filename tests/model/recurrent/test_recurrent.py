@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import HYBRIDS, MORE_HYBRIDS, RECURRENT, save
+from architectures import HYBRIDS, MORE_HYBRIDS, RECURRENT, hybrid, save
 from model_helpers import load_plain, make_runner, prompts
 from plain_greedy import plain_greedy
 from slow_parameters import sampled
@@ -23,7 +23,7 @@ from disagg.model.recurrent.state import recurrent_parts
 from disagg.model.unsplit import generate_unsplit
 from kernels.copy.gather import gather
 from kernels.copy.scatter import scatter
-from staging.routes import plan_routes
+from staging.routes import Route, plan_routes
 
 TOKENS = 12
 PROMPTS = [*prompts(), prompts()[2][:40]]
@@ -31,6 +31,17 @@ PROMPTS = [*prompts(), prompts()[2][:40]]
 ALL: dict[str, Callable[[], PreTrainedConfig]] = HYBRIDS | MORE_HYBRIDS
 OTHER_STATES = {"kimi-linear", "minimax", "mamba"}
 """Models of `MORE_HYBRIDS` whose state is of a class of its own; `make test` runs the others' classes already."""
+NO_HEADS = {"lfm2", "jamba", "zamba", "minimax", "mamba", "falcon-mamba"}
+"""Models whose recurrent layers each rank holds whole: no class that ranks can share by heads."""
+TRANSFERS = [
+    ("qwen3-next", 1, 4),  # two ranks hold the same key head
+    ("qwen3-next", 4, 1),
+    ("qwen3-next", 4, 2),
+    ("qwen3-next/3", 3, 2),  # three ranks cannot share four heads, two can
+    ("granite", 2, 4),  # each rank holds B and C
+    ("granite/3", 3, 2),
+]
+"""Models, and numbers of ranks that write and that read."""
 OF_TRANSFORMERS = {"minimax"}
 """Models whose recurrent modules are transformers' own, computed in parts."""
 
@@ -40,33 +51,39 @@ def test_chunked_and_split_answers_are_those_of_generate(name: str, tmp_path: Pa
     directory = save(ALL[name](), tmp_path)
     params = SamplingParams(max_tokens=TOKENS, ignore_eos=True)
 
-    def work(collective: ThreadCollective) -> tuple[bool, set[str], list[list[int]]]:
+    def work(collective: ThreadCollective) -> tuple[bool, bool, list[list[int]]]:
         runner = make_runner(directory, collective)
         answers = generate_unsplit(runner, PROMPTS, params, chunk_tokens=13)
         answers += generate_unsplit(runner, PROMPTS[:2], params, chunk_tokens=1)
         assert not runner.spec.whole_prompts
-        return runner.spec.any_chunks, runner.held_whole, answers
+        assert runner.states is not None
+        runner.states.pool.check()
+        slot_bytes, layout = runner.states.pool.statistics().slot_bytes, runner.spec.layout
+        assert slot_bytes == layout.state_bytes_of(collective.size)
+        assert (slot_bytes == layout.state_bytes) == ("recurrent layers" in runner.held_whole)
+        return runner.spec.any_chunks, "recurrent layers" in runner.held_whole, answers
 
     plain = load_plain(directory)
     expected = [plain_greedy(plain, prompt, TOKENS) for prompt in PROMPTS]
     assert len({token for answer in expected for token in answer}) > TOKENS, "a model that says something"
     for any_chunks, held_whole, answers in run_ranks(2, work):
         assert answers == expected + expected[:2]
-        assert "recurrent layers" in held_whole
+        assert held_whole == (name in NO_HEADS)
         assert any_chunks == (name not in OF_TRANSFORMERS)
 
 
-@pytest.mark.parametrize(("writers", "readers"), [(1, 4), (4, 1), (4, 2)])
-def test_a_state_is_the_same_on_the_other_side(writers: int, readers: int, tmp_path: Path) -> None:
-    """Each rank that reads a state gets all of it, once, from ranks that share the work."""
-    directory = save(HYBRIDS["qwen3-next"](), tmp_path)  # 2 KV heads: some ranks hold the same one
+@pytest.mark.parametrize(("name", "writers", "readers"), TRANSFERS)
+def test_each_head_has_the_same_state_on_the_other_side(
+    name: str, writers: int, readers: int, tmp_path: Path
+) -> None:
+    """Each rank that reads a state gets its heads, once, from ranks that have them."""
+    directory = save(hybrid(name), tmp_path)
     prompt = tuple(prompts()[1])
 
-    def write(collective: ThreadCollective) -> tuple[Any, list[torch.Tensor]]:
+    def write(collective: ThreadCollective) -> Any:
         runner, row = _runner_with_row(directory, collective)
-        assert runner.states is not None
         runner.forward(StepBatch((SequenceSlice(row, 0, prompt),)))
-        return runner, [tensor.clone() for _, tensor in runner.states.pool.states(row)]
+        return runner
 
     def read(collective: ThreadCollective) -> Any:
         runner, _ = _runner_with_row(directory, collective)
@@ -75,26 +92,41 @@ def test_a_state_is_the_same_on_the_other_side(writers: int, readers: int, tmp_p
         return runner
 
     written, reading = run_ranks(writers, write), run_ranks(readers, read)
-    layout = written[0][0].spec.layout
-    routes = plan_routes([one.shard for one, _ in written], [one.shard for one in reading])
+    layout = written[0].spec.layout
+    assert layout == reading[0].spec.layout
+    routes = plan_routes([one.shard for one in written], [one.shard for one in reading])
     sent = [0] * writers
     for route in (route for route in routes if layout.is_state(route.layers)):
         one, slot = layout.class_of(route.layers), torch.zeros(1, dtype=torch.int32)
         staged = torch.empty(len(route.layers) * len(route.heads) * one.cell_bytes, dtype=torch.uint8)
         sent[route.src_rank] += len(staged)
-        for rank in (written[route.src_rank][0], reading[route.dst_rank]):
-            number = rank.shard.part_of(route.layers)
-            layers = route.layers.shift(-rank.shard.all_parts[number].layers.start)
-            buffer = rank.transfer_pools.buffers[number]
-            if rank is reading[route.dst_rank]:
-                scatter(staged, buffer, slot, layers, route.heads)
-            else:
-                gather(buffer, slot, layers, route.heads, staged)
-    for runner in reading:
-        state = [tensor for _, tensor in runner.states.pool.states(0)]
-        assert all(torch.equal(one, other) for one, other in zip(state, written[0][1], strict=True))
-    assert sum(sent) == readers * layout.state_bytes
+        gather(*_place(written[route.src_rank], route, slot), staged)
+        scatter(staged, *_place(reading[route.dst_rank], route, slot))
+    for number in range(len(layout.classes), len(layout.all_classes)):
+        whole = _heads_of(written, number)
+        for runner in reading:
+            for head, state in _heads_of([runner], number).items():
+                assert torch.equal(state, whole[head])
+    assert sum(sent) == readers * layout.state_bytes_of(readers)
     assert writers == 1 or max(sent) < sum(sent)
+
+
+def _place(runner: Any, route: Route, slot: torch.Tensor) -> tuple[Any, torch.Tensor, Span, Span]:
+    """The place of a route in a rank's pools: pool, slots, layers and heads."""
+    number = runner.shard.part_of(route.layers)
+    part = runner.shard.all_parts[number]
+    layers, heads = route.layers.shift(-part.layers.start), route.heads.shift(-part.heads.start)
+    return runner.transfer_pools.buffers[number], slot, layers, heads
+
+
+def _heads_of(runners: list[Any], number: int) -> dict[int, torch.Tensor]:
+    """The bytes of each head of a class of states in slot 0, over the ranks."""
+    found = {}
+    for runner in runners:
+        heads, pool = runner.shard.all_parts[number].heads, runner.transfer_pools.buffers[number]
+        assert pool.shape[3] == len(heads)
+        found |= {head: pool[:, :, 0, head - heads.start].clone() for head in heads}
+    return found
 
 
 def test_answers_go_on_together_and_prompts_alone() -> None:

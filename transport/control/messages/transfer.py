@@ -103,7 +103,7 @@ class PoolOffer(Message, frozen=True):
 
     dst_rank: Rank
     pools: tuple[MemoryHandle, ...]
-    """The pool of each layer class, then the pool of each class of recurrent states."""
+    """The pool of each layer class, then each allocation of recurrent states."""
     fences: MemoryHandle
 
 

@@ -11,10 +11,13 @@ import torch
 from disagg.core.errors import UnsupportedModelError
 from disagg.kv.mamba_pool import state_classes
 from disagg.model.attention.probe import ShapeProbe
+from disagg.model.collective.base import SingleCollective
 from disagg.model.load.build import empty_model
 from disagg.model.load.source import ModelSource
+from disagg.model.recurrent.heads import divided
 from disagg.model.recurrent.registry import pack_recurrent
 from disagg.model.recurrent.request_cache import StateCache, make_cache
+from disagg.model.recurrent.split import split_recurrent
 from disagg.model.recurrent.state import PoolLayers
 from disagg.model.recurrent.step import PackedStates
 from disagg.model.spec.layer_types import attention_layers, recurrent_layers
@@ -42,7 +45,9 @@ def with_state(source: ModelSource, spec: ModelSpec, dtype: torch.dtype) -> Mode
         raise UnsupportedModelError(
             f"{spec.architecture}: the size of its recurrent state is unknown without weights: {reason}"
         ) from exc
-    layout = msgspec.structs.replace(spec.layout, states=state_classes(cache.forms()))
+    split = split_recurrent(model, SingleCollective())
+    states = state_classes(divided(cache.forms(), split.shares))
+    layout = msgspec.structs.replace(spec.layout, states=states)
     packed = pack_recurrent(model, [place for place, _ in cache.states()], PackedStates("torch", META))
     return msgspec.structs.replace(spec, layout=layout, any_chunks=packed)
 
