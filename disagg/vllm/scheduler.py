@@ -84,7 +84,7 @@ class SchedulerSide:
             protocol_version=PROTOCOL_VERSION,
             fingerprint=self._facts.fingerprint,
             layout=first.layout,
-            page_size=self._facts.block_size,
+            page_size=self._facts.page_size,
             transport=first.transport,
             ranks=tuple(ranks),
             checksum=first.checksum,
@@ -127,7 +127,8 @@ class SchedulerSide:
         pages = tuple(blocks[tokens.start // size : -(-tokens.stop // size)])
         group = group_name(self._facts.engine_id, "decode")
         number = next(self._numbers) % TICKET_NUMBERS
-        ticket = Ticket(RequestKey(_key_of(params)), number, group, tokens, -1, pages)
+        positions = self._facts.positions(tokens)
+        ticket = Ticket(RequestKey(_key_of(params)), number, group, positions, -1, pages)
         source, held = group_name(params["remote_engine_id"], "prefill"), bool(params.get("remote_block_ids"))
         self._work.receives.append(ReceiveWork(request.request_id, ticket, source, held))
         self._receiving.add(request.request_id)
@@ -153,7 +154,7 @@ class SchedulerSide:
         # With asynchronous scheduling vLLM may preempt the request, and give its blocks away, before the step ends.
         if last and prompt.one_token and not prompt.announced and not self._facts.async_scheduling:
             prompt.announced = True
-            positions = Span(one.computed, prompt.tokens)
+            positions = self._facts.positions(Span(one.computed, prompt.tokens))
             self._work.prefills.append(
                 PrefillWork(prompt.key, one.request_id, list(prompt.blocks), positions)
             )
@@ -178,7 +179,8 @@ class SchedulerSide:
             return False, None
         if prompt_is_computed(request) and block_ids:
             self._holding.add(request_id)
-            self._work.holds.append(HoldWork(prompt.key, request_id, list(block_ids), prompt.tokens))
+            positions = self._facts.positions(Span(0, prompt.tokens)).stop
+            self._work.holds.append(HoldWork(prompt.key, request_id, list(block_ids), positions))
             return True, self._consumer_params(request_id, params, block_ids)
         if prompt.announced:
             self._holding.add(request_id)

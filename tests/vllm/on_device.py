@@ -1,9 +1,10 @@
-"""Compares two vLLM servers that DisaggConnector splits with one vLLM server, on GPUs: greedy tokens must be equal.
+"""Compares two vLLM servers that DisaggConnector splits with one vLLM server: greedy tokens must be equal.
 
     VLLM_PP=/path/of/vllm DISAGG_PP=/path/of/disagg:/path/of/its/site-packages python3 tests/vllm/on_device.py
 
-`VLLM_PP`, `DISAGG_PP`: entries of PYTHONPATH, with colons between them; the first of `DISAGG_PP` is the tree of disagg.
-The script itself needs Python's standard library only. It makes a small Llama with random weights: no network is used.
+`VLLM_PP`, `DISAGG_PP`: entries of PYTHONPATH, with colons between them; the first entry of `DISAGG_PP` is the tree of
+disagg. The script itself needs Python's standard library only. It makes a small Llama with random weights, so that
+no network is used. `--cpu` takes a build of vLLM for CPUs.
 Exit code 0: all answers are equal, KV has moved, and the prefill server has freed its blocks.
 """
 
@@ -62,6 +63,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--plain-gpu", default="0", help="of the unsplit server")
     parser.add_argument("--prefill-tp", type=int, default=1)
     parser.add_argument("--decode-tp", type=int, default=1)
+    parser.add_argument(
+        "--cpu", action="store_true", help="run on the CPU, with prompts of at most 1,000 tokens"
+    )
     parser.add_argument("--memory", default="0.3", help="--gpu-memory-utilization of each server")
     parser.add_argument("--kv-bytes", default=str(1 << 30), help="--kv-cache-memory-bytes of each server")
     parser.add_argument("--dtype", default="bfloat16")
@@ -135,7 +139,7 @@ class Run:
             *("--model", str(self.out / "model"), "--served-model-name", "m", "--port", str(port)),
             *("--dtype", options.dtype, "--max-model-len", "8192", "--max-num-seqs", "32"),
             *("--max-num-batched-tokens", "2048", "--tensor-parallel-size", str(tp)),
-            *("--gpu-memory-utilization", options.memory, "--kv-cache-memory-bytes", options.kv_bytes),
+            *self.device_arguments(),
             *([] if options.graphs else ["--enforce-eager"]),
             *(["--no-async-scheduling"] if options.sync else []),
             *more,
@@ -158,14 +162,25 @@ class Run:
         else:
             command += ["--no-enable-prefix-caching"]
         more_env = {
+            **({"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"} if options.cpu else {}),
+            **({"VLLM_CPU_KVCACHE_SPACE": "1"} if options.cpu else {"CUDA_VISIBLE_DEVICES": gpu}),
             "PYTHONPATH": self.vllm_path,
-            "CUDA_VISIBLE_DEVICES": gpu,
             "VLLM_USE_FLASHINFER_SAMPLER": "0",
             "HF_HUB_OFFLINE": "1",
             "VLLM_NO_USAGE_STATS": "1",
             "PYTHONUNBUFFERED": "1",
         }
         self.launch(name, command, more_env, port)
+
+    def device_arguments(self) -> tuple[str, ...]:
+        if self.options.cpu:
+            return ()
+        return (
+            "--gpu-memory-utilization",
+            self.options.memory,
+            "--kv-cache-memory-bytes",
+            self.options.kv_bytes,
+        )
 
     def launch(self, name: str, command: list[str], more_env: dict[str, str], port: int) -> None:
         with (self.out / f"{name}.log").open("wb") as log:
@@ -219,6 +234,7 @@ class Run:
         rng = random.Random(5)
         tail = [rng.randrange(32, 255) for _ in range(12)]
         lengths = (20, 33, 64, 100, 333, 1000, 1900, 2100, 4500)
+        lengths = tuple(length for length in lengths if length <= 1000 or not self.options.cpu)
         prompts = [[rng.randrange(32, 255) for _ in range(length)] + tail for length in lengths]
         plain = [self.answer("plain", prompt) for prompt in prompts]
         if len({tuple(one["tokens"]) for one in plain}) < len(plain):
@@ -312,7 +328,7 @@ class Run:
         return sum(float(value) for value in found)
 
     def check_moved(self, tokens: int) -> None:
-        moved = self.metric("decode", r'vllm:prompt_tokens_by_source\S*source="external_kv_transfer"')
+        moved = self.metric("decode", r'vllm:prompt_tokens_by_source_total\S*source="external_kv_transfer"')
         say(f"decode server: {moved:.0f} of {tokens} prompt tokens came from the prefill server")
         if moved < tokens * 0.9:
             raise RunError("the decode server computed prompts itself")
