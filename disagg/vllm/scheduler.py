@@ -60,6 +60,8 @@ class SchedulerSide:
         self._prompts: dict[str, _Prompt] = {}
         self._holding: set[str] = set()
         self._receiving: set[str] = set()
+        self._computed: dict[str, int] = {}
+        """Tokens before the KV that was offered to a request. vLLM may reserve blocks for a part of the offer only."""
         # Not from 0: messages of an earlier life of this engine must not match a new ticket.
         self._numbers = itertools.count(secrets.randbelow(TICKET_NUMBERS))
 
@@ -101,6 +103,7 @@ class SchedulerSide:
             if missing:
                 log.warning("kv_transfer_params", request=request.request_id, missing=", ".join(missing))
             elif count > 0:
+                self._computed[request.request_id] = num_computed_tokens
                 return count, True
         return 0, False
 
@@ -113,17 +116,18 @@ class SchedulerSide:
             self._prompts.setdefault(request.request_id, prompt)
         elif params.get("do_remote_prefill") and self._facts.consumes:
             params["do_remote_prefill"] = False  # one transfer for each request
+            computed = self._computed.pop(request.request_id, 0)
             if any(not params.get(name) for name in _SOURCE):
                 return
             self._directory.meet(_address_of(params))
             if num_external_tokens > 0:
-                self._receive(request, block_ids_of(blocks), num_external_tokens)
+                tokens = Span(computed, computed + num_external_tokens)
+                self._receive(request, block_ids_of(blocks), tokens)
             else:
                 self._release(params)
 
-    def _receive(self, request: Any, blocks: list[int], count: int) -> None:
+    def _receive(self, request: Any, blocks: list[int], tokens: Span) -> None:
         params, size = request.kv_transfer_params, self._facts.block_size
-        tokens = Span(request.num_prompt_tokens - count, request.num_prompt_tokens)
         pages = tuple(blocks[tokens.start // size : -(-tokens.stop // size)])
         group = group_name(self._facts.engine_id, "decode")
         number = next(self._numbers) % TICKET_NUMBERS
@@ -165,6 +169,7 @@ class SchedulerSide:
         """Returns whether the request's blocks are held until `get_finished` names the request, and the parameters of
         the consumer's request."""
         request_id, params = request.request_id, request.kv_transfer_params or {}
+        self._computed.pop(request_id, None)
         if params.get("do_remote_prefill") and self._facts.consumes:  # its blocks were never reserved
             params["do_remote_prefill"] = False
             if all(params.get(name) for name in _SOURCE):

@@ -77,9 +77,19 @@ def test_a_ticket_has_the_blocks_of_the_missing_tokens() -> None:
     assert one.greetings() == 1
 
 
+def test_vllm_may_take_a_part_of_the_offer() -> None:
+    one, request = Scheduling(), consumer()
+    assert one.side.get_num_new_matched_tokens(request, 0) == (40, True)  # there was no space for blocks
+    assert one.side.get_num_new_matched_tokens(request, 16) == (24, True)
+    one.side.update_state_after_alloc(request, blocks(7, 3), 16)
+    (receive,) = one.work().receives
+    assert (receive.ticket.tokens, receive.ticket.pages) == (Span(16, 32), (3,))
+
+
 def test_whole_blocks_are_positions() -> None:
     """A cached part ends with a block; the last block is moved as a whole."""
     one, request = Scheduling(whole_blocks=True), consumer()
+    one.side.get_num_new_matched_tokens(request, 16)
     one.side.update_state_after_alloc(request, blocks(7, 3, 9), 24)
     (receive,) = one.work().receives
     assert (receive.ticket.tokens, receive.ticket.pages) == (Span(1, 3), (3, 9))
