@@ -285,9 +285,9 @@ class Run:
         if not stream:
             choices = json.loads(text)["choices"]
         else:
-            events = [
-                line[6:] for line in text.splitlines() if line.startswith("data: ") and "[DONE]" not in line
-            ]
+            # Not splitlines(): JSON strings may hold U+2028 and other characters that end a line of text.
+            lines = [line for line in text.split("\n") if line.startswith("data: ")]
+            events = [line.removeprefix("data: ") for line in lines if line != "data: [DONE]"]
             chunks = [json.loads(event) for event in events]
             if bad := [chunk for chunk in chunks if "choices" not in chunk]:
                 raise RunError(f"{name} answered {bad[0]}")

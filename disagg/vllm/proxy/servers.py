@@ -70,7 +70,8 @@ class VllmServers:
         Raises `AnswerError`: 502 for a server that does not answer, and the server's own error for a status from 400.
         """
         sent = {name: headers[name] for name in _FORWARDED if name in headers}
-        sent["content-type"] = "application/json"
+        # Bytes of a stream are passed on as they come, so no server may compress them.
+        sent |= {"content-type": "application/json", "accept-encoding": "identity"}
         request = self._http.build_request(method, f"{server}{path}", headers=sent, content=content)
         try:
             answer = await self._http.send(request, stream=True)
