@@ -5,16 +5,20 @@ BIN := $(VENV)/bin
 # Compiled tests are kept from run to run: to rewrite the asserts of all files takes each worker 4 s.
 unexport PYTHONDONTWRITEBYTECODE
 STAMP := $(VENV)/.installed
+VLLM_VENV ?= .venv-vllm
+VLLM_STAMP := $(VLLM_VENV)/.installed
+VLLM_PACKAGES := tests/vllm/real/requirements.txt
 PACKAGES := disagg kernels staging transport prefill_node decode_node deploy
 SOURCES := $(PACKAGES) tests docs .ci
 
-.PHONY: help venv demo test test-slow test-gpu check format clean
+.PHONY: help venv demo test test-slow test-gpu test-vllm check format clean
 
 help:
 	@echo "make demo       install, then run the demo: prefill on two ranks, decode on one"
 	@echo "make test       every test without a GPU; of long sweeps a sample"
 	@echo "make test-slow  the rest of the sweeps, and tests longer than a minute"
 	@echo "make test-gpu   the tests that need CUDA devices"
+	@echo "make test-vllm  the connector inside vLLM on a CPU, in an environment of its own"
 	@echo "make check      ruff, mypy, import-linter, sizes of functions"
 	@echo "make format     ruff format and the fixes that are safe"
 	@echo "make venv       only install, into $(VENV)"
@@ -39,6 +43,16 @@ test-slow: $(STAMP)
 
 test-gpu: $(STAMP)
 	$(BIN)/python -m pytest -m gpu --timeout 900
+
+$(VLLM_STAMP): pyproject.toml constraints.txt $(VLLM_PACKAGES)
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	$(VLLM_VENV)/bin/python -m pip install --quiet --no-deps -r $(VLLM_PACKAGES)
+	@touch $@
+
+# vLLM and its dependencies print warnings of their own, which are no errors here.
+test-vllm: $(VLLM_STAMP)
+	$(VLLM_VENV)/bin/python -m pytest -o filterwarnings= tests/vllm/real
 
 check: $(STAMP)
 	$(BIN)/ruff check $(SOURCES)

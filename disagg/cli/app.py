@@ -25,6 +25,7 @@ from disagg.cli import serve as cli_serve
 from disagg.cli import stats as cli_stats
 from disagg.cli import tools as cli_tools
 from disagg.cli import top as cli_top
+from disagg.cli import vllm_proxy as cli_vllm_proxy
 from disagg.cli.bench import app as cli_bench
 from disagg.cli.hints import advice, flags, flags_of_commands
 from disagg.commands.signals import INTERRUPTED
@@ -51,6 +52,7 @@ app.command("doctor")(cli_tools.doctor)
 app.command("plan")(cli_tools.plan)
 app.command("models")(cli_models.models)
 app.command("keys")(cli_tools.keys)
+app.command("vllm-proxy")(cli_vllm_proxy.vllm_proxy)
 app.command("version")(cli_tools.version)
 app.add_typer(cli_bench.app, name="bench")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -15,9 +15,6 @@ from disagg.kv.transfer_pools import BorrowedPools
 from disagg.vllm.compat import EngineFacts
 from kernels.copy.layer_pool import LayerPool
 from staging.shards import layout_shards
-
-Cache = torch.Tensor | Sequence[torch.Tensor]
-"""The cache of one layer: one tensor, or K and V."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +29,7 @@ class BorrowedCaches:
     """For each layer's name, the layers (global) of its class up to and including the layer."""
 
 
-def borrow_caches(caches: Mapping[str, Cache], facts: EngineFacts, tp_rank: int) -> BorrowedCaches:
+def borrow_caches(caches: Mapping[str, torch.Tensor], facts: EngineFacts, tp_rank: int) -> BorrowedCaches:
     """Returns the pools over `caches` (`register_kv_caches`). Raises ConfigError for caches that are not supported.
 
     Layers are ordered by the numbers in their names. Layers with other heads or another head size form a class.
@@ -67,32 +64,39 @@ def borrow_caches(caches: Mapping[str, Cache], facts: EngineFacts, tp_rank: int)
     return BorrowedCaches(layout, shard, BorrowedPools(pools), layers)
 
 
-def planes_of(name: str, cache: Cache, facts: EngineFacts) -> list[torch.Tensor]:
+def planes_of(name: str, cache: torch.Tensor, facts: EngineFacts) -> list[torch.Tensor]:
     """Returns the planes of a layer, views `[blocks, block_size, heads, head_dim]`. Raises ConfigError.
 
-    vLLM passes logical NHD views, whatever the order in memory: `[2, blocks, ...]` or `[blocks, 2, ...]` with K and
-    V together, `[blocks, block_size, heads, head_dim]` with K and V in one row, `[blocks, block_size, latent]` for
-    MLA, or K and V as two tensors.
+    vLLM passes logical views, whatever the order in memory: `[blocks, heads, block_size, 2 * head_dim]` with K and V
+    in one row, `[blocks, block_size, latent]` for MLA, or `[2, blocks, block_size, heads, head_dim]` (ROCm). With
+    `whole_blocks`, all elements of a head in a block form the row of one position.
     """
-    if not isinstance(cache, torch.Tensor):
-        return [one for part in cache for one in planes_of(name, part, facts)]
-    tokens = facts.blocks * facts.block_size
-    if cache.dim() == 3:
+    dims, tokens = cache.dim() if isinstance(cache, torch.Tensor) else 0, facts.blocks * facts.block_size
+    if dims == 3:
         found = [cache.unsqueeze(2)]
-    elif cache.dim() == 4:
-        found = [cache]
-    elif cache.dim() == 5 and cache.shape[0] == 2 and cache.shape[1] * cache.shape[2] == tokens:
+    elif dims == 4:
+        found = [cache.transpose(1, 2)]
+    elif dims == 5 and cache.shape[0] == 2:
         found = [cache[0], cache[1]]
-    elif cache.dim() == 5 and cache.shape[1] == 2 and cache.shape[0] * cache.shape[2] == tokens:
-        found = [cache[:, 0], cache[:, 1]]
     else:
         found = []
+    if facts.whole_blocks:
+        found, tokens = [plane for one in found for plane in _whole_blocks(one)], facts.blocks
     if not found or any(plane.shape[0] * plane.shape[1] != tokens for plane in found):
+        shape = f"the shape {list(cache.shape)}" if dims else f"the type {type(cache).__name__}"
         raise ConfigError(
-            f"the KV cache of {name} has the shape {list(cache.shape)}, which does not hold {facts.blocks} blocks of "
+            f"the KV cache of {name} has {shape}, which does not hold {facts.blocks} blocks of "
             f"{facts.block_size} tokens in a layout that DisaggConnector knows"
         )
     return found
+
+
+def _whole_blocks(plane: torch.Tensor) -> list[torch.Tensor]:
+    """Returns the view `[blocks, 1, heads, block_size * head_dim]` of a plane; nothing unless a head is one run."""
+    blocks, size, heads, row = plane.shape
+    if plane.stride(1) != row:
+        return []
+    return [plane.transpose(1, 2).view(blocks, 1, heads, size * row)]
 
 
 def _layout(

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from disagg.core.errors import ConfigError
+from disagg.core.types import Span
 
 BASE_MODULE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
 _COMPUTED = ("FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED")
@@ -38,6 +39,18 @@ class EngineFacts:
     """Whether vLLM schedules a step before the previous one has ended."""
     extra: dict[str, Any]
     """`kv_connector_extra_config`."""
+    whole_blocks: bool = False
+    """Whether only the attention kernels know the order of elements in a block, as on a CPU."""
+
+    @property
+    def page_size(self) -> int:
+        """Positions of the data path in a block: a block that is moved as a whole is one position."""
+        return 1 if self.whole_blocks else self.block_size
+
+    def positions(self, tokens: Span) -> Span:
+        """Returns the positions of the data path that hold `tokens`."""
+        size = self.block_size // self.page_size
+        return Span(tokens.start // size, -(-tokens.stop // size))
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +114,7 @@ def facts_of(vllm_config: Any, kv_cache_config: Any) -> EngineFacts:
         fingerprint=f"{model.model} {model.dtype if dtype == 'auto' else dtype}",
         async_scheduling=bool(getattr(vllm_config.scheduler_config, "async_scheduling", False)),
         extra=dict(transfer.kv_connector_extra_config or {}),
+        whole_blocks=vllm_config.device_config.device_type == "cpu",
     )
 
 

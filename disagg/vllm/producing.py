@@ -48,7 +48,8 @@ class HeldPrompt:
     key: RequestKey
     request_id: str
     blocks: list[int]
-    tokens: int
+    positions: int
+    """Positions of the prompt."""
     state: OutgoingState = OutgoingState.WAITING
     held: bool = False
     """Whether the request has finished: its blocks are freed when this worker reports the request."""
@@ -114,8 +115,8 @@ class Producing:
         """Holds a computed prompt. `event` marks the end of its computation."""
         prompt = self._prompts.get(work.key)
         if prompt is None:
-            prompt = self._add(work.key, work.request_id, work.blocks, work.tokens)
-            self.endpoint.plan(prompt.key, part, Span(0, work.tokens))
+            prompt = self._add(work.key, work.request_id, work.blocks, work.positions)
+            self.endpoint.plan(prompt.key, part, Span(0, work.positions))
             self._computed(part, event)
         elif prompt.request_id != work.request_id:
             log.warning("key_in_use", key=work.key, request=work.request_id)
@@ -211,8 +212,8 @@ class Producing:
 
     # --- states
 
-    def _add(self, key: str, request_id: str, blocks: list[int], tokens: int) -> HeldPrompt:
-        prompt = HeldPrompt(RequestKey(key), request_id, blocks, tokens)
+    def _add(self, key: str, request_id: str, blocks: list[int], positions: int) -> HeldPrompt:
+        prompt = HeldPrompt(RequestKey(key), request_id, blocks, positions)
         self._prompts[key], self._keys[request_id] = prompt, key
         return prompt
 
@@ -233,9 +234,9 @@ class Producing:
         link = self.endpoint.link_with(push.ticket.group)
         if link is None or not {peer.rank for peer in requesters(link, self._rank)} <= set(pushes.requests):
             return
-        if push.ticket.tokens.stop > prompt.tokens:
+        if push.ticket.tokens.stop > prompt.positions:
             self._refuse_all(
-                prompt, f"the prompt has {prompt.tokens} tokens here, not {push.ticket.tokens.stop}"
+                prompt, f"the prompt has {prompt.positions} positions here, not {push.ticket.tokens.stop}"
             )
             self._end(prompt, "the prompts of both engines differ")
             return

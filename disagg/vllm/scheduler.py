@@ -60,6 +60,8 @@ class SchedulerSide:
         self._prompts: dict[str, _Prompt] = {}
         self._holding: set[str] = set()
         self._receiving: set[str] = set()
+        self._computed: dict[str, int] = {}
+        """Tokens before the KV that was offered to a request; vLLM may reserve blocks for a part of the offer."""
         # Not from 0: messages of an earlier life of this engine must not match a new ticket.
         self._numbers = itertools.count(secrets.randbelow(TICKET_NUMBERS))
 
@@ -84,7 +86,7 @@ class SchedulerSide:
             protocol_version=PROTOCOL_VERSION,
             fingerprint=self._facts.fingerprint,
             layout=first.layout,
-            page_size=self._facts.block_size,
+            page_size=self._facts.page_size,
             transport=first.transport,
             ranks=tuple(ranks),
             checksum=first.checksum,
@@ -101,6 +103,7 @@ class SchedulerSide:
             if missing:
                 log.warning("kv_transfer_params", request=request.request_id, missing=", ".join(missing))
             elif count > 0:
+                self._computed[request.request_id] = num_computed_tokens
                 return count, True
         return 0, False
 
@@ -113,21 +116,23 @@ class SchedulerSide:
             self._prompts.setdefault(request.request_id, prompt)
         elif params.get("do_remote_prefill") and self._facts.consumes:
             params["do_remote_prefill"] = False  # one transfer for each request
+            computed = self._computed.pop(request.request_id, 0)
             if any(not params.get(name) for name in _SOURCE):
                 return
             self._directory.meet(_address_of(params))
             if num_external_tokens > 0:
-                self._receive(request, block_ids_of(blocks), num_external_tokens)
+                tokens = Span(computed, computed + num_external_tokens)
+                self._receive(request, block_ids_of(blocks), tokens)
             else:
                 self._release(params)
 
-    def _receive(self, request: Any, blocks: list[int], count: int) -> None:
+    def _receive(self, request: Any, blocks: list[int], tokens: Span) -> None:
         params, size = request.kv_transfer_params, self._facts.block_size
-        tokens = Span(request.num_prompt_tokens - count, request.num_prompt_tokens)
         pages = tuple(blocks[tokens.start // size : -(-tokens.stop // size)])
         group = group_name(self._facts.engine_id, "decode")
         number = next(self._numbers) % TICKET_NUMBERS
-        ticket = Ticket(RequestKey(_key_of(params)), number, group, tokens, -1, pages)
+        positions = self._facts.positions(tokens)
+        ticket = Ticket(RequestKey(_key_of(params)), number, group, positions, -1, pages)
         source, held = group_name(params["remote_engine_id"], "prefill"), bool(params.get("remote_block_ids"))
         self._work.receives.append(ReceiveWork(request.request_id, ticket, source, held))
         self._receiving.add(request.request_id)
@@ -153,7 +158,7 @@ class SchedulerSide:
         # With asynchronous scheduling vLLM may preempt the request, and give its blocks away, before the step ends.
         if last and prompt.one_token and not prompt.announced and not self._facts.async_scheduling:
             prompt.announced = True
-            positions = Span(one.computed, prompt.tokens)
+            positions = self._facts.positions(Span(one.computed, prompt.tokens))
             self._work.prefills.append(
                 PrefillWork(prompt.key, one.request_id, list(prompt.blocks), positions)
             )
@@ -164,6 +169,7 @@ class SchedulerSide:
         """Returns whether the request's blocks are held until `get_finished` names the request, and the parameters of
         the consumer's request."""
         request_id, params = request.request_id, request.kv_transfer_params or {}
+        self._computed.pop(request_id, None)
         if params.get("do_remote_prefill") and self._facts.consumes:  # its blocks were never reserved
             params["do_remote_prefill"] = False
             if all(params.get(name) for name in _SOURCE):
@@ -178,7 +184,8 @@ class SchedulerSide:
             return False, None
         if prompt_is_computed(request) and block_ids:
             self._holding.add(request_id)
-            self._work.holds.append(HoldWork(prompt.key, request_id, list(block_ids), prompt.tokens))
+            positions = self._facts.positions(Span(0, prompt.tokens)).stop
+            self._work.holds.append(HoldWork(prompt.key, request_id, list(block_ids), positions))
             return True, self._consumer_params(request_id, params, block_ids)
         if prompt.announced:
             self._holding.add(request_id)

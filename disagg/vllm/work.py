@@ -16,7 +16,7 @@ class PrefillWork:
     request_id: str
     blocks: list[int]
     positions: Span
-    """Positions that the step computes; earlier ones are computed."""
+    """Positions of the data path that the step computes; earlier ones are computed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +26,8 @@ class HoldWork:
     key: str
     request_id: str
     blocks: list[int]
-    tokens: int
-    """Tokens of the prompt."""
+    positions: int
+    """Positions of the prompt."""
 
 
 @dataclass(frozen=True, slots=True)

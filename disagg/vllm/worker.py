@@ -19,7 +19,7 @@ from disagg.data_path.consumer import KVConsumer
 from disagg.data_path.endpoint import Endpoint, EndpointOptions, Wires
 from disagg.data_path.producer import KVProducer
 from disagg.node.device import record_event
-from disagg.vllm.caches import BorrowedCaches, Cache, borrow_caches
+from disagg.vllm.caches import BorrowedCaches, borrow_caches
 from disagg.vllm.compat import EngineFacts
 from disagg.vllm.consuming import Consuming
 from disagg.vllm.producing import Producing
@@ -63,7 +63,7 @@ class WorkerSide:
 
     # --- set-up
 
-    def register_kv_caches(self, kv_caches: Mapping[str, Cache]) -> None:
+    def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Makes the endpoints over vLLM's KV cache. Raises ConfigError for caches that are not supported."""
         self._caches = borrow_caches(kv_caches, self._facts, self._tp_rank)
         device = self._caches.pools.device
@@ -82,9 +82,7 @@ class WorkerSide:
 
     def _endpoint_options(self, caches: BorrowedCaches, role: str) -> EndpointOptions:
         name, config = group_name(self._facts.engine_id, role), self._settings.config
-        return EndpointOptions(
-            name, self._tp_rank, caches.shard, caches.pools, self._facts.block_size, config
-        )
+        return EndpointOptions(name, self._tp_rank, caches.shard, caches.pools, self._facts.page_size, config)
 
     def get_handshake_metadata(self) -> WorkerHandshake:
         """Returns this worker's part of the engine's groups. Raises ConfigError before `register_kv_caches`."""

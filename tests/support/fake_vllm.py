@@ -79,7 +79,7 @@ class FakeEngine:
         name: str,
         *,
         tp: int = 1,
-        layout: str = "nhd, kv first",
+        layout: str = "nhd, packed",
         block_size: int = 16,
         blocks: int = 24,
         settings: VllmSettings | None = None,
@@ -88,6 +88,8 @@ class FakeEngine:
     ) -> None:
         self.network, self.name, self.tp, self.block_size, self.chunk = network, name, tp, block_size, chunk
         self.latent = layout == "one latent head"
+        self.row = HEAD_DIM * (HEADS if self.latent else 1 if "kv first" in layout else 2)
+        """Elements of a head in a plane."""
         known = facts(name, tp, block_size, blocks, 1 if self.latent else kv_heads)
         settings = settings or small_settings()
         self.channel = QueuedChannel(network, f"tcp://{name}:5580")
@@ -106,10 +108,8 @@ class FakeEngine:
             heads = HEADS if self.latent else len(span)  # the latent head has HEADS * HEAD_DIM elements
             memory = Memory(layout, LAYERS, blocks, block_size, heads, HEAD_DIM, DTYPE, None)
             worker = WorkerSide(known, settings, rank, lambda device: network.wires(name), network.clock)
-            caches = zip(memory.caches, memory.pool.layers, strict=True)
-            apart = layout in ("k and v apart", "padded blocks")
             worker.register_kv_caches(
-                {f"model.layers.{i}.attn": list(k) if apart else c for i, (c, k) in enumerate(caches)}
+                {f"model.layers.{i}.attn": cache for i, cache in enumerate(memory.caches)}
             )
             for endpoint in worker.endpoints:
                 network.add(endpoint)
@@ -302,7 +302,7 @@ class FakeEngine:
         span = self.heads[rank]
         heads, dim = (
             torch.arange(span.start, span.stop),
-            torch.arange(HEADS * HEAD_DIM if self.latent else HEAD_DIM),
+            torch.arange(self.row),
         )
         positions = torch.arange(start, stop)
         first = request.prompt * 7919 + layer * 1009 + plane * 503

@@ -98,6 +98,7 @@ def configs(engine_id: str, extra: dict[str, Any], **changes: Any) -> tuple[Any,
         ),
         cache_config=SimpleNamespace(cache_dtype=values["cache_dtype"]),
         scheduler_config=SimpleNamespace(async_scheduling=False),
+        device_config=SimpleNamespace(device_type="cuda"),
     )
     spec = SimpleNamespace(block_size=values["block_size"])
     groups = [SimpleNamespace(kv_cache_spec=spec)] * values["groups"]

@@ -7,15 +7,9 @@ import torch
 from kernels.copy.layer_pool import LayerPool
 
 POISON = 0xA5
-LAYOUTS = (
-    "nhd, kv first",
-    "nhd, blocks first",
-    "hnd, kv first",
-    "hnd, blocks first",
-    "k and v apart",
-    "one latent head",
-    "padded blocks",
-)
+VLLM_LAYOUTS = ("nhd, packed", "hnd, packed", "nhd, kv first", "one latent head", "padded blocks")
+"""Layouts of vLLM 0.26: in "packed" ones, K and V of a head are one row."""
+LAYOUTS = (*VLLM_LAYOUTS, "nhd, blocks first", "hnd, kv first", "hnd, blocks first", "k and v apart")
 
 
 class Memory:
@@ -37,14 +31,15 @@ class Memory:
         shape = (blocks, block_size, heads, head_dim)
         made = [_cache(layout, shape, dtype, generator) for _ in range(layers)]
         self.caches = [cache for cache, _ in made]
-        """The tensor of each layer as vLLM passes it: logically NHD, whatever its memory order."""
+        """The tensor of each layer as vLLM passes it, whatever its memory order."""
         self.pool = LayerPool([planes for _, planes in made])
+        self._padding = [_padding_of(cache) for cache in self.caches if layout == "padded blocks"]
 
     def padding_is_poison(self) -> bool:
         """Whether the bytes between blocks are as they were."""
         if self.layout != "padded blocks":
             return True
-        return all(bool((cache[..., -1, :].view(torch.uint8) == POISON).all()) for cache in self.caches)
+        return all(bool((padding.view(torch.uint8) == POISON).all()) for padding in self._padding)
 
 
 def _cache(
@@ -58,15 +53,27 @@ def _cache(
         cache = _random((2, blocks, size, heads, dim), dtype, generator)
         return cache, [cache[0].clone(), cache[1].clone()]
     if layout == "padded blocks":  # blocks of a hybrid model's page size
-        cache = _random((2, blocks, size + 1, heads, dim), dtype, generator)
-        cache[:, :, size].view(torch.uint8).fill_(POISON)
-        planes = [plane[:, :size] for plane in cache]
-        return cache.transpose(2, 3), planes
+        padded = _random((blocks, size + 1, heads, 2 * dim), dtype, generator)
+        padded[:, size].view(torch.uint8).fill_(POISON)
+        return padded[:, :size].transpose(1, 2), [padded[:, :size]]
     order, first = layout.split(", ")
+    if first == "packed":
+        one = _random(
+            (blocks, *((size, heads) if order == "nhd" else (heads, size)), 2 * dim), dtype, generator
+        )
+        by_heads = one.transpose(1, 2) if order == "nhd" else one
+        return by_heads, [by_heads.transpose(1, 2)]
     inner = (size, heads, dim) if order == "nhd" else (heads, size, dim)
     cache = _random((2, blocks, *inner) if first == "kv first" else (blocks, 2, *inner), dtype, generator)
     logical = cache if order == "nhd" else cache.transpose(2, 3)
     return logical, [logical[plane] if first == "kv first" else logical[:, plane] for plane in (0, 1)]
+
+
+def _padding_of(cache: torch.Tensor) -> torch.Tensor:
+    """The row after the last token of each block, of a cache `[blocks, heads, block_size, row]`."""
+    blocks, heads, size, row = cache.shape
+    shape, strides = (blocks, heads, row), (cache.stride(0), cache.stride(1), 1)
+    return cache.as_strided(shape, strides, cache.storage_offset() + size * cache.stride(2)).contiguous()
 
 
 def _random(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator | None) -> torch.Tensor:

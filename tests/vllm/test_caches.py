@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from fake_vllm import facts
-from layer_pools import LAYOUTS, Memory
+from layer_pools import VLLM_LAYOUTS, Memory
 
 from disagg.core.errors import ConfigError
 from disagg.core.types import KVLayout, LayerClass, Span
@@ -24,11 +24,12 @@ def named(*caches: torch.Tensor) -> dict[str, torch.Tensor]:
     return {f"model.layers.{i}.self_attn.attn": one for i, one in enumerate(caches)}
 
 
-@pytest.mark.parametrize("layout", [one for one in LAYOUTS if "," in one])
+@pytest.mark.parametrize("layout", VLLM_LAYOUTS)
 def test_planes_are_views_of_the_same_cells(layout: str) -> None:
     memory = Memory(layout, 2, 6, 16, 4, 8, torch.float16, torch.Generator().manual_seed(1))
-    found = borrow_caches(named(*memory.caches), FACTS, 0)
-    assert found.layout == KVLayout(2, 4, 8, "float16")
+    heads = 1 if layout == "one latent head" else 4
+    found = borrow_caches(named(*memory.caches), replace(FACTS, kv_heads=heads), 0)
+    assert found.layout == KVLayout(2, *memory.pool.shape[3:], "float16", has_v=layout == "nhd, kv first")
     (pool,) = found.pools.buffers
     for plane, like in zip(pool.planes, memory.pool.planes, strict=True):
         assert plane.data_ptr() == like.data_ptr()
@@ -59,9 +60,9 @@ def test_a_latent_cache_has_one_head_on_every_worker() -> None:
 
 
 def test_kernel_blocks_may_be_smaller_than_blocks_of_the_tables() -> None:
-    found = borrow_caches(named(cache(24, 2, 4, 4, 8)), FACTS, 0)
+    found = borrow_caches(named(cache(24, 4, 4, 16)), FACTS, 0)
     assert found.pools.buffers[0].block_size == 4
-    assert found.pools.buffers[0].shape == (1, 2, 96, 4, 8)
+    assert found.pools.buffers[0].shape == (1, 1, 96, 4, 16)
 
 
 def test_quantized_caches_are_bytes() -> None:
@@ -74,13 +75,35 @@ def test_quantized_caches_are_bytes() -> None:
     ("caches", "named_in_the_error"),
     [
         ({}, "no KV cache"),
-        (named(cache(7, 2, 16, 4, 8)), r"\[7, 2, 16, 4, 8\], which does not hold 6 blocks of 16 tokens"),
+        (named(cache(7, 4, 16, 16)), r"\[7, 4, 16, 16\], which does not hold 6 blocks of 16 tokens"),
         (named(cache(6, 16)), r"\[6, 16\]"),
         (named(cache(2, 6, 16, 3, 8)), "has 3 KV heads a layer, not 4"),
-        (named(cache(2, 6, 16, 4, 8), cache(6, 2, 16, 4, 8)), "layer 1"),
+        (named(cache(2, 6, 16, 4, 8), cache(2, 16, 6, 4, 8).transpose(1, 2)), "layer 1"),
+        ({"layers.0.mixer": [cache(6, 16, 8)]}, "has the type list"),  # states of a recurrent layer
         (named(cache(2, 6, 16, 4, 8, dtype=torch.float64)), "holds float64"),
     ],
 )
 def test_other_caches_are_refused(caches: dict[str, torch.Tensor], named_in_the_error: str) -> None:
     with pytest.raises(ConfigError, match=named_in_the_error):
         borrow_caches(caches, FACTS, 0)
+
+
+def test_whole_blocks_are_rows_of_one_position() -> None:
+    """On a CPU the kernels order the elements of a block."""
+    facts = replace(FACTS, whole_blocks=True)
+    memory = Memory("hnd, packed", 2, 6, 16, 4, 8, torch.float16, torch.Generator().manual_seed(1))
+    found = borrow_caches(named(*memory.caches), facts, 0)
+    assert found.layout == KVLayout(2, 4, 16 * 16, "float16", has_v=False)
+    pool = found.pools.buffers[0]
+    assert pool.shape == (2, 1, 6, 4, 256)
+    assert torch.equal(
+        pool.planes[0][5, 0, 3].view(torch.int16), memory.caches[0][5, 3].flatten().view(torch.int16)
+    )
+    assert facts.page_size == 1
+    assert [facts.positions(Span(0, 33)), facts.positions(Span(16, 32))] == [Span(0, 3), Span(1, 2)]
+    for other in ("nhd, packed", "padded blocks"):
+        memory = Memory(other, 2, 6, 16, 4, 8, torch.float16, torch.Generator().manual_seed(1))
+        with pytest.raises(ConfigError, match=r"\[6, 4, 16, 16\], which does not hold 6 blocks of 16 tokens"):
+            borrow_caches(named(*memory.caches), facts, 0)
+    with pytest.raises(ConfigError, match="does not hold 6 blocks"):
+        borrow_caches(named(cache(12, 4, 8, 16)), facts, 0)

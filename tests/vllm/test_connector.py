@@ -81,8 +81,8 @@ class ConnectedEngine:
         assert held
         assert self.scheduler.has_pending_push_work()
 
-    def rows(self, layer: int, plane: int, blocks: list[int]) -> torch.Tensor:
-        found = self.memory.pool.layers[layer][plane][torch.tensor(blocks)].flatten(0, 1)[:TOKENS]
+    def rows(self, layer: int, blocks: list[int]) -> torch.Tensor:
+        found = self.memory.pool.layers[layer][0][torch.tensor(blocks)].flatten(0, 1)[:TOKENS]
         return found.view(torch.int16)
 
     def shutdown(self) -> None:
@@ -123,8 +123,8 @@ def extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str,
 
 def test_a_prompt_is_handed_over(extra: dict[str, Any]) -> None:
     engines = [
-        ConnectedEngine("p", extra | {"port": free_port()}, "hnd, blocks first", "producer"),
-        ConnectedEngine("d", extra | {"port": free_port()}, "nhd, kv first", "consumer"),
+        ConnectedEngine("p", extra | {"port": free_port()}, "hnd, packed", "producer"),
+        ConnectedEngine("d", extra | {"port": free_port()}, "nhd, packed", "consumer"),
     ]
     p, d = engines
     try:
@@ -132,7 +132,7 @@ def test_a_prompt_is_handed_over(extra: dict[str, Any]) -> None:
         p.compute(first, [3, 9, 4, 7])
         second = asks_decode("d1", first)
         assert d.scheduler.get_num_new_matched_tokens(second, 16) == (TOKENS - 16, True)  # 16 are cached
-        before = d.rows(0, 0, [20, 2, 5, 11])[:16].clone()
+        before = d.rows(0, [20, 2, 5, 11])[:16].clone()
         d.scheduler.update_state_after_alloc(second, blocks_of([20, 2, 5, 11]), TOKENS - 16)
         assert d.scheduler.get_num_new_matched_tokens(second, 16) == (0, False)  # once only
         reports: list[Any] = []
@@ -140,10 +140,9 @@ def test_a_prompt_is_handed_over(extra: dict[str, Any]) -> None:
         wait(lambda: reports.append(p.step()) is None and reports[-1].finished_sending == {"p1"})
         assert not p.scheduler.has_pending_push_work()
         for layer in range(LAYERS):
-            for plane in (0, 1):
-                sent, come = p.rows(layer, plane, [3, 9, 4, 7]), d.rows(layer, plane, [20, 2, 5, 11])
-                assert torch.equal(sent[16:], come[16:])
-        assert torch.equal(d.rows(0, 0, [20, 2, 5, 11])[:16], before)
+            sent, come = p.rows(layer, [3, 9, 4, 7]), d.rows(layer, [20, 2, 5, 11])
+            assert torch.equal(sent[16:], come[16:])
+        assert torch.equal(d.rows(0, [20, 2, 5, 11])[:16], before)
         second.become("FINISHED_LENGTH_CAPPED")
         assert d.scheduler.request_finished(second, [20, 2, 5, 11]) == (False, None)
     finally:

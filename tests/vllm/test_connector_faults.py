@@ -26,7 +26,7 @@ class HandOver:
         self.network, self.choose = EngineNetwork(patch), random.Random(seed)
         settings = small_settings(checksum)
         self.p = FakeEngine(self.network, "p", tp=sizes.get("p", 1), settings=settings)
-        layout = "hnd, blocks first"
+        layout = "hnd, packed"
         self.d = FakeEngine(self.network, "d", tp=sizes.get("d", 1), layout=layout, settings=settings)
         self.first = self.p.submit(asks_prefill("p1", 3, TOKENS, "both" if both_at_once else ""))
         self.second: FakeRequest | None = self._consumer() if both_at_once else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from engine_network import EngineNetwork
 from fake_vllm import FakeEngine, FakeRequest, asks_decode, asks_prefill, small_settings
-from layer_pools import LAYOUTS
+from layer_pools import VLLM_LAYOUTS
 
 TOKENS = 70
 
@@ -37,12 +37,12 @@ def test_any_tp_sizes(prefill_tp: int, decode_tp: int) -> None:
     d.check_empty()
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", VLLM_LAYOUTS)
 @pytest.mark.parametrize(("prefill_blocks", "decode_blocks"), [(16, 32), (64, 16)])
 def test_any_layouts_and_block_sizes(layout: str, prefill_blocks: int, decode_blocks: int) -> None:
-    """Each engine has its own memory layout; only the latent head needs its like."""
+    """Each engine has its own memory order; K and V are in one row at both engines, or at none."""
     network = EngineNetwork()
-    other = layout if layout == "one latent head" else "nhd, kv first"
+    other = layout if layout in ("one latent head", "nhd, kv first") else "nhd, packed"
     p = FakeEngine(network, "p", tp=2, layout=layout, block_size=prefill_blocks)
     d = FakeEngine(network, "d", tp=1, layout=other, block_size=decode_blocks)
     assert handed_over(network, p, d).landed
@@ -64,7 +64,7 @@ def test_replicated_heads_are_sent_once() -> None:
 def test_a_prefix_hit_of_the_consumer_is_not_sent(prefill_tp: int, decode_tp: int) -> None:
     network = EngineNetwork()
     p = FakeEngine(network, "p", tp=prefill_tp, block_size=32)
-    d = FakeEngine(network, "d", tp=decode_tp, layout="hnd, blocks first")
+    d = FakeEngine(network, "d", tp=decode_tp, layout="hnd, packed")
     first = p.submit(asks_prefill("p1", 5, TOKENS))
     run(network, p)
     second = asks_decode("d1", first)
@@ -80,7 +80,7 @@ def test_a_prefix_hit_of_the_consumer_is_not_sent(prefill_tp: int, decode_tp: in
 
 def test_checksums() -> None:
     network, settings = EngineNetwork(), small_settings(checksum=True)
-    p = FakeEngine(network, "p", tp=2, layout="hnd, blocks first", settings=settings)
+    p = FakeEngine(network, "p", tp=2, layout="hnd, packed", settings=settings)
     d = FakeEngine(network, "d", tp=1, settings=settings)
     assert handed_over(network, p, d).landed
     p.check_empty()

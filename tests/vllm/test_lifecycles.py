@@ -10,7 +10,7 @@ import pytest
 from engine_network import EngineNetwork
 from fake_vllm import LEASE_S, FakeEngine, FakeRequest, asks_decode, asks_prefill, small_settings
 
-LAYOUTS = ("nhd, kv first", "hnd, blocks first", "k and v apart")
+LAYOUTS = ("nhd, packed", "hnd, packed", "padded blocks")
 IN_A_RUN = 60
 MOST_AT_ONCE = 5
 

@@ -77,6 +77,29 @@ def test_a_ticket_has_the_blocks_of_the_missing_tokens() -> None:
     assert one.greetings() == 1
 
 
+def test_vllm_may_take_a_part_of_the_offer() -> None:
+    one, request = Scheduling(), consumer()
+    assert one.side.get_num_new_matched_tokens(request, 0) == (40, True)  # there was no space for blocks
+    assert one.side.get_num_new_matched_tokens(request, 16) == (24, True)
+    one.side.update_state_after_alloc(request, blocks(7, 3), 16)
+    (receive,) = one.work().receives
+    assert (receive.ticket.tokens, receive.ticket.pages) == (Span(16, 32), (3,))
+
+
+def test_whole_blocks_are_positions() -> None:
+    """A cached part ends with a block; the last block is moved as a whole."""
+    one, request = Scheduling(whole_blocks=True), consumer()
+    one.side.get_num_new_matched_tokens(request, 16)
+    one.side.update_state_after_alloc(request, blocks(7, 3, 9), 24)
+    (receive,) = one.work().receives
+    assert (receive.ticket.tokens, receive.ticket.pages) == (Span(1, 3), (3, 9))
+    prompt = asks_prefill("p1", 1, 40)
+    one.side.update_state_after_alloc(prompt, blocks(4, 5, 6), 0)
+    assert one.work(new=(("p1", [4, 5], 0, 20),)).prefills == []
+    (prefill,) = one.work(("p1", [6], 20, 20)).prefills
+    assert prefill.positions == Span(1, 3)
+
+
 def test_a_transfer_id_names_the_transfer_on_both_sides() -> None:
     one = Scheduling()
     one.side.update_state_after_alloc(consumer(transfer_id="x", remote_block_ids=None), blocks(1, 2, 3), 40)
@@ -144,7 +167,7 @@ def test_blocks_that_may_be_preempted_are_not_announced(changes: dict[str, Any],
     assert held
     assert params is not None
     assert params["remote_block_ids"] == [4, 5]
-    assert one.work().holds[0].tokens == 20
+    assert one.work().holds[0].positions == 20
 
 
 @pytest.mark.parametrize("announced", [False, True])

@@ -1,0 +1,191 @@
+"""The proxy's HTTP application.
+
+The first request for a prefill server is computed there before the decode server gets it. The answer names the
+server's engine; later requests go to both servers at once, and the KV of a layer leaves while later layers compute.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import uuid
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import msgspec
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+
+from disagg.vllm.proxy.pairing import (
+    Body,
+    decode_body,
+    is_pairable,
+    params_at_once,
+    prefill_body,
+    source_of,
+)
+from disagg.vllm.proxy.servers import AnswerError, VllmServers, pieces, whole
+
+
+@dataclass(frozen=True, slots=True)
+class _Pair:
+    """One client's request, and the two servers that answer it."""
+
+    path: str
+    headers: Mapping[str, str]
+    body: Body
+    prefill: str
+    decode: str
+    transfer_id: str
+
+
+class PairingProxy:
+    """Sends each request to a prefill server and a decode server. Servers take turns."""
+
+    def __init__(self, prefill: Sequence[str], decode: Sequence[str], at_once: bool) -> None:
+        """`prefill`, `decode`: base URLs. `at_once`: whether both servers get a request at the same time."""
+        self._prefill, self._decode = itertools.cycle(prefill), itertools.cycle(decode)
+        self._at_once = at_once
+        self._servers = VllmServers()
+        self._sources: dict[str, dict[str, Any]] = {}
+        """What is known of the engine of each prefill server."""
+
+    def app(self) -> Starlette:
+        """Returns the ASGI application."""
+        routes = [
+            Route("/v1/completions", self.generate, methods=["POST"]),
+            Route("/v1/chat/completions", self.generate, methods=["POST"]),
+            Route("/{path:path}", self.forward, methods=["GET", "POST"]),
+        ]
+        return Starlette(routes=routes, lifespan=self._lifespan)
+
+    @asynccontextmanager
+    async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
+        yield
+        await self._servers.close()
+
+    # --- requests of clients
+
+    async def generate(self, request: Request) -> Response:
+        """Answers a completion or a chat completion."""
+        content = await request.body()
+        try:
+            body = _object(content)
+            decode = next(self._decode)
+            if is_pairable(body):
+                pair = _Pair(
+                    request.url.path, request.headers, body, next(self._prefill), decode, uuid.uuid4().hex
+                )
+                answer = await _unless_gone(request, self._answer(pair))
+            else:
+                answer = await _unless_gone(request, self._ask(request, decode, content))
+            return await _reply(decode, answer) if answer is not None else Response(status_code=499)
+        except AnswerError as exc:
+            return Response(exc.content, exc.status, media_type="application/json")
+
+    async def forward(self, request: Request) -> Response:
+        """Passes any other request to a decode server."""
+        decode = next(self._decode)
+        try:
+            return await _reply(decode, await self._ask(request, decode, await request.body()))
+        except AnswerError as exc:
+            return Response(exc.content, exc.status, media_type="application/json")
+
+    async def _ask(self, request: Request, server: str, content: bytes) -> httpx.Response:
+        query = f"?{request.url.query}" if request.url.query else ""
+        return await self._servers.ask(
+            request.method, server, request.url.path + query, request.headers, content
+        )
+
+    # --- both servers
+
+    async def _answer(self, pair: _Pair) -> httpx.Response:
+        source = self._sources.get(pair.prefill) if self._at_once else None
+        if source is None:
+            return await self._generated(pair, await self._computed(pair))
+        computing = asyncio.create_task(self._computed(pair))
+        generating = asyncio.create_task(self._generated(pair, params_at_once(source, pair.transfer_id)))
+        try:
+            await asyncio.wait({computing, generating}, return_when=asyncio.FIRST_COMPLETED)
+            if generating.done():
+                generating.result()  # raises its error: no need to wait for the prompt
+            params = await computing
+            if source_of(params) == source:
+                return await generating
+            # The prefill server was restarted: the decode server waits for an engine that is gone.
+            await _end(generating)
+            return await self._generated(pair, params)
+        except BaseException:
+            await _end(generating)
+            raise
+        finally:
+            await _end_unread(computing)
+
+    async def _computed(self, pair: _Pair) -> dict[str, Any]:
+        """Lets the prefill server compute the prompt; returns the parameters of its answer."""
+        content = msgspec.json.encode(prefill_body(pair.body, pair.transfer_id))
+        answer = await self._servers.ask("POST", pair.prefill, pair.path, pair.headers, content)
+        params = _object(await whole(pair.prefill, answer)).get("kv_transfer_params")
+        if not isinstance(params, dict):
+            raise AnswerError.of(
+                502,
+                f"{pair.prefill} answered without kv_transfer_params: start that server with --kv-transfer-config, "
+                "DisaggConnector and the role kv_producer or kv_both",
+            )
+        self._sources[pair.prefill] = source_of(params)
+        return params
+
+    async def _generated(self, pair: _Pair, params: Mapping[str, Any]) -> httpx.Response:
+        content = msgspec.json.encode(decode_body(pair.body, params))
+        return await self._servers.ask("POST", pair.decode, pair.path, pair.headers, content)
+
+
+async def _reply(server: str, answer: httpx.Response) -> Response:
+    kind = answer.headers.get("content-type", "application/json")
+    if kind.startswith("text/event-stream"):
+        return StreamingResponse(pieces(server, answer), answer.status_code, media_type=kind)
+    return Response(await whole(server, answer), answer.status_code, media_type=kind)
+
+
+def _object(content: bytes) -> Body:
+    """Returns a JSON object. Raises `AnswerError` 400 for other content."""
+    try:
+        return msgspec.json.decode(content, type=dict[str, Any])
+    except msgspec.DecodeError as exc:
+        raise AnswerError.of(400, f"the body is not a JSON object: {exc}") from exc
+
+
+async def _unless_gone(request: Request, asking: Any) -> httpx.Response | None:
+    """Awaits `asking`; ends it and returns None when the client is gone, so that vLLM stops computing."""
+    task, gone = asyncio.create_task(asking), asyncio.create_task(_disconnected(request))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        return None
+    finally:
+        gone.cancel()
+        if not task.done():
+            await _end(task)
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _end(task: asyncio.Task[httpx.Response]) -> None:
+    """Cancels a request, or closes its answer: vLLM aborts a request whose connection is closed."""
+    await _end_unread(task)
+    if not task.cancelled() and task.exception() is None:
+        await task.result().aclose()
+
+
+async def _end_unread(task: asyncio.Task[Any]) -> None:
+    task.cancel()
+    await asyncio.wait({task})

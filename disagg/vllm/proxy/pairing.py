@@ -1,0 +1,70 @@
+"""The two requests that stand for one: bodies for the prefill server and the decode server, with paired parameters.
+
+The names in `kv_transfer_params` are those of vLLM's NixlConnector, plus `transfer_id`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+Body = dict[str, Any]
+
+_NOT_FOR_PREFILL = (
+    "stream_options",
+    "min_tokens",
+    "logprobs",
+    "top_logprobs",
+    "response_format",
+    "structured_outputs",
+)
+"""Fields that have no use, or no valid value, in a request for one token that nobody reads."""
+_SOURCE = ("remote_engine_id", "remote_host", "remote_port", "tp_size")
+"""Parameters that are the same for all requests of a prefill server."""
+
+
+def is_pairable(body: Mapping[str, Any]) -> bool:
+    """Returns whether a request has one prompt and one answer, so that one transfer serves it.
+
+    Log-probabilities of the prompt need the whole prompt computed where they are returned.
+    """
+    if (body.get("n") or 1) != 1 or body.get("echo") or body.get("prompt_logprobs") is not None:
+        return False
+    if body.get("use_beam_search"):
+        return False
+    prompt = body.get("prompt")
+    return not isinstance(prompt, list) or len(prompt) == 1 or all(isinstance(one, int) for one in prompt)
+
+
+def prefill_body(body: Mapping[str, Any], transfer_id: str) -> Body:
+    """Returns the request that computes the prompt, and one token."""
+    found = {name: value for name, value in body.items() if name not in _NOT_FOR_PREFILL}
+    if found.get("tools"):
+        found["tool_choice"] = "none"  # the prompt has the tools all the same; one token is no call of a tool
+    if "max_completion_tokens" in found:
+        found["max_completion_tokens"] = 1
+    params = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": transfer_id}
+    return found | {"max_tokens": 1, "stream": False, "kv_transfer_params": params}
+
+
+def decode_body(body: Mapping[str, Any], params: Mapping[str, Any]) -> Body:
+    """Returns the request that generates the answer. `params`: the prefill server's, or `params_at_once`."""
+    return dict(body) | {"kv_transfer_params": dict(params)}
+
+
+def source_of(params: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what the parameters of a prefill server's answer say about the server itself."""
+    return {name: params.get(name) for name in _SOURCE}
+
+
+def params_at_once(source: Mapping[str, Any], transfer_id: str) -> dict[str, Any]:
+    """Returns parameters for a decode request that is sent before the prefill server has answered.
+
+    Without `remote_block_ids`: the connector waits until the prefill server knows `transfer_id`.
+    """
+    return dict(source) | {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_request_id": transfer_id,
+        "transfer_id": transfer_id,
+    }

@@ -1,0 +1,219 @@
+"""An engine with vLLM's own scheduler, KV cache manager and connector factory; only the model is imitated.
+
+The model writes, for each position that the scheduler asks for, a value that depends on position, token, layer and
+element, and checks the cells of all earlier positions: what an attention kernel would read.
+"""
+
+from __future__ import annotations
+
+import pickle
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm import SamplingParams
+from vllm.config import (
+    CacheConfig,
+    DeviceConfig,
+    KVTransferConfig,
+    ModelConfig,
+    SchedulerConfig,
+    VllmConfig,
+)
+from vllm.distributed import parallel_state
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+HEADS, ROW, LAYERS, BLOCK_SIZE = 4, 16, 3, 16
+NAMES = [f"model.layers.{i}.self_attn.attn" for i in range(LAYERS)]
+DTYPE = torch.float16
+
+
+class RealEngine:
+    """One engine of one worker."""
+
+    def __init__(
+        self,
+        model: Path,
+        patch: pytest.MonkeyPatch,
+        extra: dict[str, Any],
+        *,
+        role: str = "kv_both",
+        blocks: int = 40,
+        asynchronous: bool = False,
+        policy: str = "recompute",
+        whole_blocks: bool = False,
+    ) -> None:
+        patch.setattr(parallel_state, "get_tensor_model_parallel_rank", lambda: 0)
+        init_none_hash(sha256)
+        self.config = vllm_config(model, extra, role, asynchronous, policy)
+        if not whole_blocks:
+            self.config.device_config.device_type = "cuda"  # only the connector reads it here
+        spec = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=HEADS, head_size=ROW // 2, dtype=DTYPE)
+        groups = [KVCacheGroupSpec(NAMES, spec)]
+        caches = KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=groups)
+        self.config.cache_config.num_gpu_blocks = blocks
+        kind = AsyncScheduler if asynchronous else Scheduler
+        self.scheduler = kind(
+            vllm_config=self.config,
+            kv_cache_config=caches,
+            structured_output_manager=StructuredOutputManager(self.config),
+            block_size=BLOCK_SIZE,
+        )
+        # On a GPU tokens come before heads in memory; the view has heads before tokens.
+        shape = (blocks, HEADS, BLOCK_SIZE, ROW) if whole_blocks else (blocks, BLOCK_SIZE, HEADS, ROW)
+        made = [torch.zeros(shape, dtype=torch.int16).view(DTYPE) for _ in NAMES]
+        self.caches = {
+            name: cache if whole_blocks else cache.transpose(1, 2)
+            for name, cache in zip(NAMES, made, strict=True)
+        }
+        self.worker = KVConnectorFactory.create_connector(self.config, KVConnectorRole.WORKER, caches)
+        self.worker.register_kv_caches(self.caches)
+        metadata = {(0, 0): pickle.loads(pickle.dumps(self.worker.get_handshake_metadata()))}
+        self.scheduler.connector.set_xfer_handshake_metadata_pp_aware(metadata)
+        self._ahead = 1 if asynchronous else 0
+        self._pending: deque[tuple[Any, Any]] = deque()
+        self.requests: dict[str, Request] = {}
+        self.params: dict[str, Any] = {}
+        """`kv_transfer_params` of answers."""
+        self.external: dict[str, int] = {}
+        """Tokens of each request that were computed when its first step was scheduled."""
+
+    # --- requests
+
+    def submit(self, name: str, prompt: list[int], params: dict[str, Any] | None, answer: int = 3) -> Request:
+        sampling = SamplingParams(max_tokens=answer, extra_args={"kv_transfer_params": params})
+        hasher = get_request_block_hasher(BLOCK_SIZE, sha256)
+        request = Request(name, list(prompt), sampling, None, block_hasher=hasher)
+        self.requests[name] = request
+        self.scheduler.add_request(request)
+        return request
+
+    def prefill(self, name: str, prompt: list[int], **params: Any) -> Request:
+        """A request that another engine continues."""
+        return self.submit(name, prompt, {"do_remote_decode": True, "do_remote_prefill": False, **params}, 1)
+
+    def abort(self, name: str) -> None:
+        self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+
+    # --- steps, in the order of vLLM's engine core and model runner
+
+    def step(self) -> None:
+        if self.scheduler.has_requests() or self._pending or self.scheduler.connector.has_pending_push_work():
+            output = self.scheduler.schedule()
+            self._pending.append((output, self._run(output)))
+        if len(self._pending) > self._ahead or (
+            self._pending and not self._pending[-1][0].num_scheduled_tokens
+        ):
+            output, result = self._pending.popleft()
+            for outputs in self.scheduler.update_from_output(output, result).values():
+                for one in outputs.outputs:
+                    if one.kv_transfer_params is not None:
+                        self.params[one.request_id] = one.kv_transfer_params
+
+    def _run(self, output: Any) -> ModelRunnerOutput:
+        self.worker.handle_preemptions(output.kv_connector_metadata)
+        self.worker.bind_connector_metadata(pickle.loads(pickle.dumps(output.kv_connector_metadata)))
+        self.worker.start_load_kv(SimpleNamespace())
+        counts = output.num_scheduled_tokens
+        starts = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+        cached = output.scheduled_cached_reqs
+        starts |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        for layer, name in enumerate(NAMES):
+            for request_id, start in starts.items():
+                self._compute(request_id, layer, start, start + counts[request_id])
+            if counts:
+                self.worker.save_kv_layer(name, self.caches[name], None)
+        if counts:
+            self.worker.wait_for_save()
+        for request_id, start in starts.items():
+            self.external.setdefault(request_id, start)
+        found = KVConnectorOutput()
+        found.finished_sending, found.finished_recving = self.worker.get_finished(output.finished_req_ids)
+        found.invalid_block_ids = self.worker.get_block_ids_with_load_errors()
+        self.worker.clear_connector_metadata()
+        names = list(counts)
+        done = {name: starts[name] + counts[name] >= self.requests[name].num_tokens for name in names}
+        return ModelRunnerOutput(
+            req_ids=names,
+            req_id_to_index={name: index for index, name in enumerate(names)},
+            sampled_token_ids=[[7] if done[name] else [] for name in names],
+            kv_connector_output=found,
+        )
+
+    def _compute(self, request_id: str, layer: int, start: int, stop: int) -> None:
+        request = self.requests[request_id]
+        (blocks,) = self.scheduler.kv_cache_manager.get_block_ids(request_id)
+        positions = torch.arange(stop)
+        tokens = torch.tensor([*request.all_token_ids, *[7] * 4][:stop])
+        values = (positions * 131 + tokens * 31 + layer * 1009)[:, None, None]
+        values = (values + torch.arange(HEADS)[:, None] * 17 + torch.arange(ROW)) % 32003
+        places = torch.tensor(blocks)[positions // BLOCK_SIZE], positions % BLOCK_SIZE
+        plane = self.caches[NAMES[layer]].transpose(1, 2).view(torch.int16)
+        plane[places[0][start:], places[1][start:]] = values[start:].to(torch.int16)
+        found = plane[places]
+        assert torch.equal(found, values.to(torch.int16)), f"{request_id}: layer {layer}, computed {start}"
+
+    # --- ends
+
+    def check_empty(self) -> None:
+        """vLLM has no request, and no block in use."""
+        scheduler = self.scheduler
+        assert not scheduler.requests
+        assert not scheduler.has_requests()
+        pool = scheduler.kv_cache_manager.block_pool
+        assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
+        counts = scheduler.connector.scheduling.statistics()
+        assert (counts.prompts, counts.holding, counts.receiving) == (0, 0, 0)
+
+    def shutdown(self) -> None:
+        self.worker.shutdown()
+        self.scheduler.shutdown()
+
+
+def vllm_config(
+    model: Path, extra: dict[str, Any], role: str, asynchronous: bool = False, policy: str = "recompute"
+) -> VllmConfig:
+    """vLLM's configuration of an engine with the connector."""
+    return VllmConfig(
+        model_config=ModelConfig(model=str(model), dtype="float16", max_model_len=512),
+        scheduler_config=SchedulerConfig(
+            max_num_seqs=8,
+            max_num_batched_tokens=64,
+            max_model_len=512,
+            is_encoder_decoder=False,
+            async_scheduling=asynchronous,
+        ),
+        cache_config=CacheConfig(block_size=BLOCK_SIZE, enable_prefix_caching=True),
+        kv_transfer_config=KVTransferConfig(
+            kv_connector="DisaggConnector",
+            kv_connector_module_path="disagg.vllm.connector",
+            kv_role=role,
+            kv_load_failure_policy=policy,
+            kv_connector_extra_config=extra,
+        ),
+        device_config=DeviceConfig("cpu"),
+    )
+
+
+def run(engines: list[RealEngine], until: Callable[[], bool], limit_s: float = 60.0) -> None:
+    """Steps the engines until a condition holds."""
+    end_s = time.monotonic() + limit_s
+    while not until():
+        assert time.monotonic() < end_s, "the condition does not hold"
+        for engine in engines:
+            engine.step()
+        time.sleep(0.001)

@@ -1,0 +1,214 @@
+"""`DisaggConnector` with vLLM's own scheduler, cache manager and factory: `make test-vllm`."""
+
+from __future__ import annotations
+
+import inspect
+import random
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+REASON = "vLLM is not installed; `make test-vllm` makes an environment with it"
+pytest.importorskip("vllm.v1.core.sched.scheduler", reason=REASON, exc_type=ImportError)
+
+from real_vllm import BLOCK_SIZE, RealEngine, run, vllm_config
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+from vllm.v1.request import RequestStatus
+
+from disagg.model.load.tiny import make_tiny_checkpoint
+from disagg.vllm.connector import ConnectorMethods
+from transport.keys.curve import make_keys
+from transport.keys.file import save_keys
+
+Make = Callable[..., RealEngine]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_checkpoint(tmp_path_factory.mktemp("model"), layers=3, head_dim=32)
+
+
+@pytest.fixture
+def extra(tmp_path: Path) -> Callable[[], dict[str, Any]]:
+    save_keys(make_keys(), tmp_path / "keys.json")
+
+    def made() -> dict[str, Any]:
+        with socket.create_server(("127.0.0.1", 0)) as listening:
+            port = int(listening.getsockname()[1])
+        return {
+            "port": port,
+            "control": {"key_file": str(tmp_path / "keys.json"), "peer_timeout_s": 3.0},
+            "transport": {"backend": "tls"},
+            "transfer": {"ring_bytes": 1 << 16, "staging_bytes": 1 << 16, "calibrate": "off"},
+        }
+
+    return made
+
+
+@pytest.fixture
+def make(model: Path, extra: Callable[[], dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    engines: list[RealEngine] = []
+    interval_s = sys.getswitchinterval()
+
+    def one(changes: dict[str, Any] | None = None, **options: Any) -> RealEngine:
+        engines.append(RealEngine(model, monkeypatch, extra() | (changes or {}), **options))
+        return engines[-1]
+
+    yield one
+    for engine in engines:
+        engine.shutdown()
+    sys.setswitchinterval(interval_s)
+
+
+def prompt_of(tokens: int, seed: int = 1) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(200) for _ in range(tokens)]
+
+
+def test_methods_have_the_parameters_of_the_base_class() -> None:
+    """Also with the newest vLLM: the engine may pass any parameter by name."""
+    for name, ours in vars(ConnectorMethods).items():
+        if inspect.isfunction(ours) and name != "__init__":
+            theirs = inspect.signature(getattr(KVConnectorBase_V1, name)).parameters
+            assert list(inspect.signature(ours).parameters) == list(theirs), name
+
+
+def test_the_factory_makes_the_class(model: Path, extra: Callable[[], dict[str, Any]]) -> None:
+    config = vllm_config(model, extra(), "kv_both")
+    found = KVConnectorFactory.get_connector_class(config.kv_transfer_config)
+    assert issubclass(found, KVConnectorBase_V1)
+    assert found.__name__ == "DisaggConnector"
+    assert not inspect.isabstract(found)
+    assert config.scheduler_config.disable_hybrid_kv_cache_manager
+
+
+@pytest.mark.parametrize("tokens", [5, 2 * BLOCK_SIZE, 150])
+@pytest.mark.parametrize(("asynchronous", "whole_blocks"), [(False, False), (True, False), (False, True)])
+def test_a_prompt_is_handed_over(make: Make, tokens: int, asynchronous: bool, whole_blocks: bool) -> None:
+    """150 tokens are three chunks."""
+    options = {"asynchronous": asynchronous, "whole_blocks": whole_blocks}
+    p, d = make(role="kv_producer", **options), make(role="kv_consumer", **options)
+    prompt = prompt_of(tokens)
+    p.prefill("p1", prompt)
+    run([p], lambda: "p1" in p.params)
+    second = d.submit("d1", prompt, p.params["p1"])
+    run([p, d], lambda: second.is_finished() and not p.scheduler.requests)
+    assert second.status is RequestStatus.FINISHED_LENGTH_CAPPED
+    assert d.external["d1"] == tokens - 1  # vLLM computes the last token again
+    run([p, d], lambda: not d.scheduler.has_requests())
+    p.check_empty()
+    d.check_empty()
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_both_engines_at_once(make: Make, asynchronous: bool) -> None:
+    p, d = make(role="kv_producer", asynchronous=asynchronous), make(role="kv_consumer")
+    prompts = [prompt_of(100, seed) for seed in (1, 2)]
+    p.prefill("p0", prompts[0])
+    run([p], lambda: "p0" in p.params)
+    first = d.submit("d0", prompts[0], dict(p.params["p0"]))
+    run([p, d], first.is_finished)
+    known = {name: p.params["p0"][name] for name in ("remote_engine_id", "remote_host", "remote_port")}
+    params = known | {"do_remote_prefill": True, "transfer_id": "t", "remote_request_id": "t"}
+    second = d.submit("d1", prompts[1], params)
+    run([d], lambda: second.status is RequestStatus.WAITING_FOR_REMOTE_KVS)
+    p.prefill("p1", prompts[1], transfer_id="t")
+    run([p, d], lambda: second.is_finished() and not p.scheduler.requests)
+    assert d.external["d1"] == 99
+    run([p, d], lambda: not d.scheduler.has_requests())
+    p.check_empty()
+    d.check_empty()
+
+
+def test_cached_blocks_are_not_moved(make: Make) -> None:
+    p, d = make(role="kv_producer"), make(role="kv_consumer")
+    prompt = prompt_of(70)
+    warm = d.submit("d0", prompt[:40], None)
+    run([d], warm.is_finished)
+    for number in (1, 2):  # the second time the consumer holds all full blocks
+        p.prefill(f"p{number}", prompt)
+        run([p], lambda number=number: f"p{number}" in p.params)
+        one = d.submit(f"d{number}", prompt, p.params[f"p{number}"])
+        run([p, d], lambda one=one: one.is_finished() and not p.scheduler.requests)
+        assert d.external[f"d{number}"] == 69
+    run([p, d], lambda: not d.scheduler.has_requests())
+    p.check_empty()
+    d.check_empty()
+
+
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+def test_a_producer_that_is_gone(make: Make, policy: str) -> None:
+    p, d = make(role="kv_producer"), make(role="kv_consumer", policy=policy)
+    prompt = prompt_of(50)
+    p.prefill("p1", prompt)
+    run([p], lambda: "p1" in p.params)
+    p.shutdown()
+    one = d.submit("d1", prompt, p.params["p1"])
+    run([d], one.is_finished)
+    expected = RequestStatus.FINISHED_LENGTH_CAPPED if policy == "recompute" else RequestStatus.FINISHED_ERROR
+    assert one.status is expected
+    run([d], lambda: not d.scheduler.has_requests())
+    d.check_empty()
+
+
+def test_a_consumer_that_never_comes(make: Make) -> None:
+    p = make({"lease_s": 0.5}, role="kv_producer")
+    p.prefill("p1", prompt_of(50))
+    run([p], lambda: "p1" in p.params)
+    run([p], lambda: not p.scheduler.requests)
+    p.check_empty()
+
+
+@pytest.mark.parametrize("waiting", [True, False])
+def test_an_abort_of_the_consumer(make: Make, waiting: bool) -> None:
+    p, d = make(role="kv_producer"), make(role="kv_consumer")
+    prompt = prompt_of(90)
+    p.prefill("p1", prompt)
+    run([p], lambda: "p1" in p.params)
+    one = d.submit("d1", prompt, p.params["p1"])
+    if waiting:
+        run([d], lambda: one.status is RequestStatus.WAITING_FOR_REMOTE_KVS)
+    d.abort("d1")
+    run([p, d], lambda: not d.scheduler.has_requests() and not p.scheduler.requests)
+    p.check_empty()
+    d.check_empty()
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("seed", range(4))
+def test_random_lifecycles(make: Make, seed: int, asynchronous: bool) -> None:
+    """Two engines with few blocks, so that requests wait and are preempted; both produce and consume."""
+    rng = random.Random(seed)
+    engines = [make(blocks=24, asynchronous=asynchronous, whole_blocks=seed % 2 == 1) for _ in range(2)]
+    prompts = [prompt_of(rng.choice((10, 32, 70, 120)), number % 5) for number in range(30)]
+    waiting, started = list(enumerate(prompts)), set[str]()
+    decoded: list[tuple[RealEngine, str]] = []
+
+    def advance() -> bool:
+        if waiting and rng.random() < 0.3:
+            number, prompt = waiting.pop()
+            rng.choice(engines).prefill(f"p{number}", prompt)
+        for engine, other in (engines, engines[::-1]):
+            for name in sorted(set(engine.params) - started):
+                if name.startswith("p") and rng.random() < 0.5:
+                    started.add(name)
+                    other.submit(f"d{name}", engine.requests[name].prompt_token_ids, engine.params[name])
+                    decoded.append((other, f"d{name}"))
+        if decoded and rng.random() < 0.02:
+            engine, name = rng.choice(decoded)
+            if not engine.requests[name].is_finished():
+                engine.abort(name)
+        left = set().union(*(engine.params for engine in engines)) - started
+        idle = all(not engine.scheduler.has_requests() for engine in engines)
+        return not waiting and idle and not any(name.startswith("p") for name in left)
+
+    run(engines, advance)
+    for engine in engines:
+        engine.check_empty()
+    moved = [name for engine, name in decoded if engine.external.get(name, 0) > 0]
+    assert len(moved) > len(prompts) / 2

@@ -1,0 +1,38 @@
+"""Whole vLLM servers on a CPU, split by `DisaggConnector`: `make test-vllm`, in about three minutes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REASON = "vLLM is not installed; `make test-vllm` makes an environment with it"
+pytest.importorskip("vllm.platforms", reason=REASON, exc_type=ImportError)
+
+import torch
+import vllm
+from vllm.platforms import current_platform
+
+ROOT = Path(__file__).parents[3]
+
+
+def cpu_kernels() -> bool:
+    """Whether this build of vLLM has kernels for CPUs that load with the installed torch."""
+    if not current_platform.is_cpu():
+        return False
+    current_platform.import_kernels()
+    return hasattr(torch.ops._C, "cpu_attention_with_kv_cache")
+
+
+@pytest.mark.timeout(900)
+def test_a_split_server_gives_the_tokens_of_one_server(tmp_path: Path) -> None:
+    if not cpu_kernels():
+        pytest.skip("this build of vLLM has no kernels for a CPU and this torch")
+    command = [sys.executable, str(ROOT / "tests/vllm/on_device.py"), "--cpu", "--dtype", "float32"]
+    command += ["--seconds", "840", "--transport", "tls", "--tokens", "8", "--out", str(tmp_path)]
+    paths = {"VLLM_PP": str(Path(vllm.__file__).parents[1]), "DISAGG_PP": str(ROOT)}
+    done = subprocess.run(command, env=os.environ | paths, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-20000:] + done.stderr[-2000:]
