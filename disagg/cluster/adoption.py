@@ -14,14 +14,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 import structlog
 
 from disagg.cluster.group import Group
 from disagg.cluster.placement import Placement
 from disagg.cluster.pulses import PER_TIMEOUT
 from disagg.cluster.ranks import Ranks
-from disagg.core.config.read import Config, Role
+from disagg.cluster.settings import rank_settings
+from disagg.core.config.read import Config
 from disagg.core.errors import ConfigError
 from disagg.core.types import PROTOCOL_VERSION
 from disagg.node.ownership import NO_COUNTS, GroupCounts, Owner
@@ -33,11 +33,6 @@ if TYPE_CHECKING:
 log = structlog.get_logger(__name__)
 
 LOOK_S = 0.2
-_OF_LAUNCH = {
-    "control": ("router_port", "directory_port", "key_file"),
-    "cluster": ("name", "ray", "restart", "restart_backoff_s", "restart_tries"),
-}
-"""Settings, by section, that only the launch uses, not the ranks. An adopting launch may change them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,13 +175,13 @@ def _difference(claimed: _Claimed, expected: Expected) -> str:
         return f"this cluster has no {role} groups (cluster.mode)"
     if len(claimed.records) != (tp := expected.placement.kinds[role].tp):
         return f"it has {len(claimed.records)} ranks, not {tp}"
-    ours = _of_rank(expected.config, role)
+    ours = rank_settings(expected.config, role)
     for record in claimed.records:
         if record.unusable or record.group is None:
             return record.unusable
         if record.group.protocol_version != PROTOCOL_VERSION:
             return f"it has protocol version {record.group.protocol_version}, this release {PROTOCOL_VERSION}"
-        theirs = _of_rank(record.config, role)
+        theirs = rank_settings(record.config, role)
         if changed := [name for name in ours if theirs.get(name) != ours[name]]:
             return f"it started with {changed[0]} = {theirs.get(changed[0])!r}, not {ours[changed[0]]!r}"
         if record.group.fingerprint != expected.fingerprint:
@@ -204,22 +199,3 @@ def _lacks_link(one: _Claimed, claimed: Sequence[_Claimed], adopted: Sequence[Gr
         if not linked and {one.group.role, other.group.role} == {"prefill", "decode"}:
             return f"its start was interrupted: it is not linked with {other.group.name}"
     return ""
-
-
-def _of_rank(config: Config, role: Role) -> dict[str, Any]:
-    """Returns the settings that a rank of the role uses, by `section.setting`."""
-    sections = {
-        "model": config.model,
-        role: msgspec.structs.replace(getattr(config, role), groups=1),
-        "transfer": config.transfer,
-        "transport": config.transport,
-        "control": config.control,
-        "cluster": config.cluster,
-        "metrics": config.metrics,
-    }
-    return {
-        f"{name}.{setting}": value
-        for name, section in sections.items()
-        for setting, value in msgspec.structs.asdict(section).items()
-        if setting not in _OF_LAUNCH.get(name, ())
-    }
