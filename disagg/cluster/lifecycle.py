@@ -22,7 +22,7 @@ from disagg.cluster.parked import ParkedCalls
 from disagg.cluster.placement import Placement
 from disagg.cluster.pulses import Pulses
 from disagg.cluster.ranks import Ranks
-from disagg.cluster.settings import GroupSettings, with_placement
+from disagg.cluster.settings import GroupSettings, RolledSettings, with_placement
 from disagg.cluster.start import Progress, link_groups, start_groups
 from disagg.core.config.read import Config, Role
 from disagg.core.errors import ConfigError, DisaggError
@@ -60,7 +60,8 @@ class Cluster:
         self._owner = Owner(claimant.token, 1) if claimant is not None else NO_OWNER
         self.placement = placement
         self.settings = {role: GroupSettings(role, config, placement) for role in placement.kinds}
-        """Settings of new groups, by role. `disagg roll` replaces them when all groups of the role are replaced."""
+        """Settings of new groups, by role; see `keep_settings`."""
+        self._base = dict(self.settings)
         self._keys, self._ranks = as_ring(keys), ranks
         self._sent_keys = SentKeys(self._keys)
         self.groups: tuple[Group, ...] = ()
@@ -108,8 +109,19 @@ class Cluster:
 
     def keep_count(self, role: Role, count: int) -> None:
         """Records the number of groups that an operator has set. The ranks keep it for a launch that adopts them."""
-        changes, groups = self._pulses.counts
-        self._pulses.counts = GroupCounts(changes + 1, {**groups, role: count})
+        counts = self._pulses.counts
+        self._pulses.counts = GroupCounts(counts.changes + 1, {**counts.groups, role: count}, counts.settings)
+
+    def keep_settings(self, target: GroupSettings, *, complete: bool) -> None:
+        """Records the settings of a roll. New groups get them when the roll of the role is `complete`. The ranks keep
+        them for a launch that adopts them."""
+        role, counts = target.role, self._pulses.counts
+        if complete:
+            self.settings[role] = target
+        rolled = RolledSettings(self._base[role], self.settings[role], target)
+        self._pulses.counts = GroupCounts(
+            counts.changes + 1, counts.groups, {**counts.settings, role: rolled}
+        )
 
     def place(self, role: Role, progress: Progress, settings: GroupSettings | None = None) -> Group:
         """Reserves resources for a group and starts its processes. Group names are numbered, and never reused.
@@ -132,7 +144,7 @@ class Cluster:
             raise ConfigError(
                 f"this cluster has no {role} groups, only {' and '.join(self.placement.kinds)} (cluster.mode)"
             )
-        where = self.placement.kinds[role]
+        where = self.settings[role].where
         if more > 0 and more > (room := self._ranks.room(where)):
             raise ConfigError(
                 f"{more} more {role} groups need {more * where.tp} ranks, and Ray has room for {room} such groups: "
@@ -293,8 +305,9 @@ class Cluster:
             numbers = [number for one, number in map(group_order, adopted.names) if one == role]
             self._numbers[role] = itertools.count(max(numbers, default=0) + 1)
         self.groups = tuple(adopted.groups)
-        for group in self.groups:  # equal to those of this launch, by the comparison
-            group.settings = self.settings[group.role]
+        self.settings |= {role: rolled.latest for role, rolled in adopted.counts.settings.items()}
+        for group in self.groups:
+            group.settings = adopted.rolled.get(group.name, self._base[group.role])
         self._parked.add(self.groups, self._owner.token)
         for address in adopted.dead:
             inform_of_loss(self.groups, address)

@@ -193,7 +193,7 @@ class _Roll:
                 if action.error:
                     raise _RollError(action.error)
                 self._say(f"{role}: all {state.wanted} groups have the new settings")
-                self._cluster.settings[role] = self._targets[role]
+                self._cluster.keep_settings(self._targets[role], complete=True)
                 self._left.remove(role)
                 self._full = False
         return 0.0 if self._left else None
@@ -220,6 +220,7 @@ class _Roll:
         groups = "a group" if action.count == 1 else f"{action.count} groups"
         self._say(f"{role}: starting {groups} with the new settings")
         self._spare_start = action.spare
+        self._cluster.keep_settings(self._targets[role], complete=False)
         try:
             new = self._supervisor.add(role, action.count, self._targets[role])
         except NoRoomError as error:

@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -71,6 +71,23 @@ class GroupSettings:
         where = dataclasses.replace(self.where, tp=group.tp or self.where.tp)
         kinds = {**self.placement.kinds, self.role: where}
         return GroupSettings(self.role, config, dataclasses.replace(self.placement, kinds=kinds))
+
+
+class RolledSettings(NamedTuple):
+    """Settings of the groups of a role after a roll, for a launch that adopts the groups."""
+
+    base: GroupSettings
+    """Settings from the configuration of the launch that was rolled."""
+    latest: GroupSettings
+    """Settings of the latest complete roll; `base` before the first one."""
+    target: GroupSettings
+    """Settings of a roll that may be incomplete; equal to `latest` after a complete one."""
+
+    def extends(self, config: Config) -> bool:
+        """Returns whether a launch with `config`, with its placement, has the same settings as the one that was
+        rolled. Other settings mean that an operator has changed the configuration since, which then applies."""
+        role = self.base.role
+        return rank_settings(config, role) == rank_settings(self.base.placed, role)
 
 
 def new_cluster_needed(what: str) -> ConfigError:

@@ -16,8 +16,9 @@ from disagg.cluster.adoption import Claimant
 from disagg.cluster.group import Group
 from disagg.cluster.lifecycle import Cluster
 from disagg.cluster.placement import choose_placement
+from disagg.cluster.settings import GroupSettings, RolledSettings
 from disagg.commands.failure import raise_failure
-from disagg.core.config.read import ClusterConfig, Config
+from disagg.core.config.read import ClusterConfig, Config, Setting
 from disagg.core.errors import ConfigError, DisaggError
 from disagg.node.ownership import DISOWNED, NO_OWNER, GroupCounts
 from disagg.node.process import ProcessIdentity
@@ -326,6 +327,27 @@ def test_numbers_that_an_operator_has_set_outlive_the_launch(ranks: FakeRanks) -
         assert cluster.missing() == ["decode"], "of the other role there is one more"
         cluster.keep_count("decode", 4)
         assert cluster.missing() == ["decode"] * 3
+    finally:
+        cluster.stop()
+
+
+def test_settings_of_a_roll_outlive_the_launch(ranks: FakeRanks) -> None:
+    """New groups of the next launch have them; a group that does not have them is ended."""
+    keys = KeySet(make_keys())
+    leave(ranks, keys)
+    base = GroupSettings("decode", Config(), choose_placement(0, 2, 1, "cpu", (1, 1)))
+    rolled = base.changed([Setting("decode", "max_requests", 7, "flag", text=False)])
+    counts = GroupCounts(3, {}, {"decode": RolledSettings(base, rolled, rolled)})
+    ranks.records["prefill/1"] = ranks.records["prefill/1"]._replace(counts=counts)
+    cluster = claiming(ranks, keys)
+    cluster.start(lambda text: None)
+    try:
+        assert names(cluster.groups) == ["prefill"]
+        assert cluster.missing() == ["decode"]
+        group = cluster.add_group("decode", lambda text: None)
+        assert ranks.configs[group.name].decode.max_requests == 7
+        assert group.info is not None
+        assert group.info.settings_digest == rolled.digest != base.digest
     finally:
         cluster.stop()
 
