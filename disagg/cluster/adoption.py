@@ -20,7 +20,7 @@ from disagg.cluster.group import Group
 from disagg.cluster.placement import Placement
 from disagg.cluster.pulses import PER_TIMEOUT
 from disagg.cluster.ranks import Ranks
-from disagg.cluster.settings import GroupSettings, rank_settings
+from disagg.cluster.settings import GroupSettings, RolledSettings, rank_settings
 from disagg.core.config.read import Config
 from disagg.core.errors import ConfigError
 from disagg.core.types import PROTOCOL_VERSION
@@ -195,7 +195,7 @@ def _settings_of(claimed: _Claimed, counts: GroupCounts) -> GroupSettings | None
 
     A roll that was interrupted leaves groups of either settings.
     """
-    rolled = counts.settings.get(role := claimed.group.role)
+    rolled: RolledSettings | None = counts.settings.get(role := claimed.group.role)
     if rolled is None:
         return None
     theirs = [rank_settings(record.config, role) for record in claimed.records]
