@@ -90,7 +90,7 @@ def extract(objects: list[Object], overlay: str) -> Object:
                 values["podSecurity"] = meta["labels"]["pod-security.kubernetes.io/enforce"]
                 meta["labels"]["pod-security.kubernetes.io/enforce"] = hole(".Values.podSecurity | toJson")
                 meta["name"] = hole(".Release.Namespace")
-            case "ConfigMap" if meta["name"].startswith("disagg-config"):
+            case "ConfigMap" if meta["name"] == "disagg-config":
                 values["config"] = one["data"]["disagg.toml"]
                 one["data"]["disagg.toml"] = hole(".Values.config | toJson")
             case "HorizontalPodAutoscaler":
@@ -124,7 +124,7 @@ def _taken(where: Object, path: str, *keys: str) -> Object:
 
 
 def _everywhere(objects: list[Object], values: Object) -> None:
-    """Moves the image and the volume of models, which several pods have, and the name of the configuration."""
+    """Moves the image and the volume of models, which several pods have."""
     for one in _dicts(objects):
         if str(one.get("image", "")).startswith("disagg:"):
             values["image"] = one["image"]
@@ -133,8 +133,6 @@ def _everywhere(objects: list[Object], values: Object) -> None:
             if volume["name"] == "models":
                 values["models"] = {key: value for key, value in volume.items() if key != "name"}
                 one["volumes"][at] = hole('merge (dict "name" "models") .Values.models | toJson')
-        if str(one.get("name", "")).startswith("disagg-config-"):
-            one["name"] = hole('printf "disagg-config-%s" (sha256sum .Values.config | trunc 10)')
 
 
 def _dicts(value: Any) -> Iterator[Object]:

@@ -20,6 +20,7 @@ import typer
 
 from disagg.cli import launch as cli_launch
 from disagg.cli import models as cli_models
+from disagg.cli import roll as cli_roll
 from disagg.cli import run as cli_run
 from disagg.cli import serve as cli_serve
 from disagg.cli import stats as cli_stats
@@ -46,6 +47,7 @@ app.command("generate")(cli_run.generate)
 app.command("serve")(cli_serve.serve)
 app.command("launch")(cli_launch.launch)
 app.command("scale")(cli_launch.scale)
+app.command("roll")(cli_roll.roll)
 app.command("top")(cli_top.top)
 app.command("stats", cls=cli_stats.StatsCommand)(cli_stats.stats)
 app.command("doctor")(cli_tools.doctor)

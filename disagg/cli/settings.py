@@ -19,19 +19,24 @@ def configuration(source: ConfigFlags, options: Any, extra: Mapping[str, object]
 
     Raises `ConfigError` for bad settings and for flags that do not fit `cluster.mode`.
     """
-    overrides: dict[str, object] = {}
+    config = load_config(source.config, os.environ, overrides(source, options) | dict(extra or {}))
+    _check_mode(options, config.cluster.mode)
+    return config
+
+
+def overrides(source: ConfigFlags, options: Any) -> dict[str, object]:
+    """Returns the values of `--set` and of flags in `options` with `Sets`, by `section.key`. Raises `ConfigError`."""
+    values: dict[str, object] = {}
     for text in source.settings or ():
         key, equals, value = text.partition("=")
         if not equals:
             raise ConfigError(f"flag --set {text}: write section.key=value, e.g. prefill.tp=2")
-        overrides[key.strip()] = value
+        values[key.strip()] = value
     for flag, sets in _settings_flags(options):
         setting = flag.value if sets.convert is None else sets.convert(flag.value)
         if setting is not None:
-            overrides.update(dict.fromkeys(sets.keys, setting))
-    config = load_config(source.config, os.environ, overrides | dict(extra or {}))
-    _check_mode(options, config.cluster.mode)
-    return config
+            values.update(dict.fromkeys(sets.keys, setting))
+    return values
 
 
 def _check_mode(options: Any, mode: Mode) -> None:

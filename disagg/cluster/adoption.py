@@ -14,14 +14,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 import structlog
 
 from disagg.cluster.group import Group
 from disagg.cluster.placement import Placement
 from disagg.cluster.pulses import PER_TIMEOUT
 from disagg.cluster.ranks import Ranks
-from disagg.core.config.read import Config, Role
+from disagg.cluster.settings import GroupSettings, RolledSettings, rank_settings
+from disagg.core.config.read import Config
 from disagg.core.errors import ConfigError
 from disagg.core.types import PROTOCOL_VERSION
 from disagg.node.ownership import NO_COUNTS, GroupCounts, Owner
@@ -33,11 +33,6 @@ if TYPE_CHECKING:
 log = structlog.get_logger(__name__)
 
 LOOK_S = 0.2
-_OF_LAUNCH = {
-    "control": ("router_port", "directory_port", "key_file"),
-    "cluster": ("name", "ray", "restart", "restart_backoff_s", "restart_tries"),
-}
-"""Settings, by section, that only the launch uses, not the ranks. An adopting launch may change them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +65,10 @@ class Adopted:
     dead: list[str] = field(default_factory=list)
     """Control addresses of dead ranks that the groups were linked with."""
     counts: GroupCounts = NO_COUNTS
-    """Number of groups per role that an operator set (`disagg scale`) before the adoption."""
+    """Numbers and settings of groups per role that an operator set (`disagg scale`, `disagg roll`) before the
+    adoption, without settings that the launch's configuration replaces."""
+    rolled: dict[str, GroupSettings] = field(default_factory=dict)
+    """Settings of groups that do not have those of the launch's configuration, by the group's name."""
     names: set[str] = field(default_factory=set)
     """Names that new groups must not use: the names of surviving groups, and of groups that were linked with them."""
 
@@ -82,10 +80,16 @@ def adopt(ranks: Ranks, found: Sequence[Group], token: str, expected: Expected) 
     """
     claims = _Claims(ranks, token, expected.config.cluster.hang_timeout_s)
     claimed = [claims.claim(group) for group in found]
+    counts = _latest_counts(claimed, expected)
     adopted = Adopted(claims.owner)
     # The oldest group first: if two groups are not linked, the start of the younger one was interrupted.
     for one in sorted(claimed, key=lambda one: one.began_unix_s):
-        if why := one.unreadable or _difference(one, expected) or _lacks_link(one, claimed, adopted.groups):
+        settings = _settings_of(one, counts)
+        if (
+            why := one.unreadable
+            or _difference(one, expected, settings)
+            or _lacks_link(one, claimed, adopted.groups)
+        ):
             log.warning(
                 "group_not_adopted", group=one.group.name, why=why, consequence="this launch ends the group"
             )
@@ -93,10 +97,11 @@ def adopt(ranks: Ranks, found: Sequence[Group], token: str, expected: Expected) 
         else:
             _set_up(one)
             adopted.groups.append(one.group)
+            if settings is not None:
+                adopted.rolled[one.group.name] = settings
     linked = {info.name: info for one in claimed for record in one.records for info in record.linked}
     if adopted.groups:
-        counts = [record.counts for one in claimed for record in one.records]
-        adopted.counts = max(counts, key=lambda one: one.changes)
+        adopted.counts = counts
     adopted.names = {*linked, *(group.name for group in found)}
     for name in set(linked).difference(group.name for group in adopted.groups):
         adopted.dead += [rank.control_address for rank in linked[name].ranks]
@@ -173,20 +178,46 @@ def _set_up(claimed: _Claimed) -> None:
     group.up = True
 
 
-def _difference(claimed: _Claimed, expected: Expected) -> str:
+def _latest_counts(claimed: Sequence[_Claimed], expected: Expected) -> GroupCounts:
+    """Returns what operators have set, without settings of an earlier configuration of the launch."""
+    found = [record.counts for one in claimed for record in one.records]
+    counts = max(found, key=lambda one: one.changes, default=NO_COUNTS)
+    kept = {
+        role: rolled
+        for role, rolled in counts.settings.items()
+        if role in expected.placement.kinds and rolled.extends(expected.config)
+    }
+    return counts._replace(settings=kept)
+
+
+def _settings_of(claimed: _Claimed, counts: GroupCounts) -> GroupSettings | None:
+    """Returns the settings of a roll that the group must have; None: those of the launch's configuration.
+
+    A roll that was interrupted leaves groups of either settings.
+    """
+    rolled: RolledSettings | None = counts.settings.get(role := claimed.group.role)
+    if rolled is None:
+        return None
+    theirs = [rank_settings(record.config, role) for record in claimed.records]
+    fits = [one for one in (rolled.latest, rolled.target) if rank_settings(one.placed, role) in theirs]
+    return fits[0] if fits else rolled.latest
+
+
+def _difference(claimed: _Claimed, expected: Expected, settings: GroupSettings | None) -> str:
     """Returns why this launch cannot adopt the group; empty if it can."""
     role = claimed.group.role
     if role not in expected.placement.kinds:
         return f"this cluster has no {role} groups (cluster.mode)"
-    if len(claimed.records) != (tp := expected.placement.kinds[role].tp):
+    where = settings.where if settings is not None else expected.placement.kinds[role]
+    if len(claimed.records) != (tp := where.tp):
         return f"it has {len(claimed.records)} ranks, not {tp}"
-    ours = _of_rank(expected.config, role)
+    ours = rank_settings(settings.placed if settings is not None else expected.config, role)
     for record in claimed.records:
         if record.unusable or record.group is None:
             return record.unusable
         if record.group.protocol_version != PROTOCOL_VERSION:
             return f"it has protocol version {record.group.protocol_version}, this release {PROTOCOL_VERSION}"
-        theirs = _of_rank(record.config, role)
+        theirs = rank_settings(record.config, role)
         if changed := [name for name in ours if theirs.get(name) != ours[name]]:
             return f"it started with {changed[0]} = {theirs.get(changed[0])!r}, not {ours[changed[0]]!r}"
         if record.group.fingerprint != expected.fingerprint:
@@ -204,22 +235,3 @@ def _lacks_link(one: _Claimed, claimed: Sequence[_Claimed], adopted: Sequence[Gr
         if not linked and {one.group.role, other.group.role} == {"prefill", "decode"}:
             return f"its start was interrupted: it is not linked with {other.group.name}"
     return ""
-
-
-def _of_rank(config: Config, role: Role) -> dict[str, Any]:
-    """Returns the settings that a rank of the role uses, by `section.setting`."""
-    sections = {
-        "model": config.model,
-        role: msgspec.structs.replace(getattr(config, role), groups=1),
-        "transfer": config.transfer,
-        "transport": config.transport,
-        "control": config.control,
-        "cluster": config.cluster,
-        "metrics": config.metrics,
-    }
-    return {
-        f"{name}.{setting}": value
-        for name, section in sections.items()
-        for setting, value in msgspec.structs.asdict(section).items()
-        if setting not in _OF_LAUNCH.get(name, ())
-    }

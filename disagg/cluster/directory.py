@@ -1,4 +1,4 @@
-"""Announces a cluster's groups to routers, also on other hosts, and forwards operators' scale requests.
+"""Announces a cluster's groups to routers, also on other hosts, and forwards operators' requests (scale, roll).
 
 A cluster whose only router runs in the same process needs no directory. `disagg.router.follow` is the router's side.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import structlog
 
@@ -22,6 +23,10 @@ log = structlog.get_logger(__name__)
 ScaleTo = Callable[[Role, int, Callable[[str], None]], None]
 """Handler `scale(role, count, done)` of a scale request: must not block; calls `done` with an error, or "" on
 success."""
+BeginRoll = Callable[[str, m.Roll, Callable[[m.Message], None]], None]
+"""Handler `begin(operator, request, send)` of a roll request: must not block; `send` replies to the operator."""
+StopRoll = Callable[[str], None]
+"""Handler `stop(operator)`: the operator has stopped its roll, or is lost. Must not block."""
 
 
 class Directory:
@@ -30,9 +35,15 @@ class Directory:
     def __init__(self, control: ControlChannel) -> None:
         self._control = control
         self._scale: ScaleTo = lambda role, count, done: done("the cluster is still starting: retry later")
+        self._begin_roll: BeginRoll = lambda operator, request, send: send(
+            m.Rolled("the cluster is still starting: retry later")
+        )
+        self._stop_roll: StopRoll = lambda operator: None
         self._changed = threading.Condition()
         self._routers: dict[str, set[str]] = {}
         """Names of the groups that each router may still use, by the router's control address."""
+        self._applied: dict[str, int] = {}
+        """Version of the list that each connected router has applied last."""
         self._latest = m.Groups(0, [], [])
 
     @property
@@ -58,6 +69,10 @@ class Directory:
         """Sets the handler of scale requests."""
         self._scale = scale
 
+    def on_roll(self, begin: BeginRoll, stop: StopRoll) -> None:
+        """Sets the handlers of roll requests."""
+        self._begin_roll, self._stop_roll = begin, stop
+
     def announce(self, groups: Sequence[GroupInfo], draining: Sequence[str]) -> None:
         """Announces the groups; routers send no new requests to the groups named in `draining`. Never blocks."""
         with self._changed:
@@ -74,6 +89,24 @@ class Directory:
         with self._changed:
             return self._changed.wait_for(unused, timeout_s)
 
+    def wait_known(self, names: Sequence[str], timeout_s: float) -> tuple[str, ...]:
+        """Waits until every connected router uses these groups; returns the routers that do not after the timeout.
+
+        A router that joins later gets the groups with its first list.
+        """
+
+        def ignorant() -> tuple[str, ...]:
+            version = self._latest.version
+            return tuple(
+                router
+                for router, using in self._routers.items()
+                if self._applied.get(router) != version or not using.issuperset(names)
+            )
+
+        with self._changed:
+            self._changed.wait_for(lambda: not ignorant(), timeout_s)
+            return ignorant()
+
     # --- on the channel's thread
 
     def _on_message(self, peer: str, message: m.Message) -> None:
@@ -82,6 +115,7 @@ class Directory:
                 with self._changed:
                     log.info("router_joined", router=peer)
                     self._routers[peer] = set()
+                    self._applied.pop(peer, None)
                     self._send(peer)
                 self._control.watch(peer)
             case m.Using():
@@ -91,6 +125,13 @@ class Directory:
                 self._scale(
                     message.role, message.count, lambda error: self._control.send(peer, m.Scaled(error))
                 )
+            case m.Roll():
+                kinds = list(message.kinds)
+                log.info("roll_requested", kinds=kinds, settings=len(message.settings), operator=peer)
+                self._control.watch(peer)
+                self._begin_roll(peer, message, partial(self._control.send, peer))
+            case m.StopRoll():
+                self._stop_roll(peer)
             case _:
                 log.warning("unexpected_message", kind=type(message).__name__, peer=peer)
 
@@ -99,10 +140,13 @@ class Directory:
             # A reply to an older version does not cover groups that were announced since.
             if peer in self._routers and message.version == self._latest.version:
                 self._routers[peer] = set(message.names)
+                self._applied[peer] = message.version
                 self._changed.notify_all()
 
     def _on_lost(self, peer: str) -> None:
+        self._stop_roll(peer)
         with self._changed:
+            self._applied.pop(peer, None)
             if self._routers.pop(peer, None) is not None:
                 log.info("router_lost", router=peer)
                 self._changed.notify_all()

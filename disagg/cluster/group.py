@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
-from disagg.cluster.placement import GroupPlacement, Placement
-from disagg.core.config.read import Config, GroupConfig, Role
+from disagg.cluster.placement import GroupPlacement
+from disagg.cluster.settings import GroupSettings
+from disagg.core.config.read import GroupConfig, Role
 from disagg.core.errors import ConfigError
 from disagg.core.types import PROTOCOL_VERSION, GroupInfo
 from disagg.node.process import ProcessIdentity
@@ -30,6 +29,8 @@ class Group:
     placement: GroupPlacement
     actors: list[Any]
     placement_group: Any
+    settings: GroupSettings = field(init=False)
+    """Settings of the group's ranks; set by the cluster that places or adopts the group."""
     processes: list[ProcessIdentity] = field(default_factory=list)
     """Processes of the ranks, by rank; empty until every actor has reported its process."""
     started: list[Started] = field(default_factory=list)
@@ -60,26 +61,12 @@ def group_order(name: str) -> tuple[str, int]:
     return role, int(number or 1)
 
 
-def with_placement(config: Config, placement: Placement) -> Config:
-    """Returns the configuration of every rank: `config` with the placement's TP sizes, devices and GPU shares."""
-    placed = {role: _placed(getattr(config, role), where) for role, where in placement.kinds.items()}
-    return msgspec.structs.replace(config, **placed)
-
-
-def _placed(group: GroupConfig, where: GroupPlacement) -> GroupConfig:
-    share = where.gpus_per_rank if where.device == "cuda" else 1.0
-    placed = msgspec.structs.replace(
-        group, tp=where.tp, device=where.device, mem_fraction=group.mem_fraction * min(1.0, share)
-    )
-    return placed.sized(where.device, requests=False)
-
-
-def group_info(group: Group, config: Config) -> GroupInfo:
-    """Returns the group's description for peer groups and routers.
+def group_info(group: Group) -> GroupInfo:
+    """Returns the description of a started group for peer groups and routers.
 
     Raises `ConfigError` when the ranks chose different transports or read different weights.
     """
-    transport = _transport_of(group)
+    transport, config = _transport_of(group), group.settings.placed
     section: GroupConfig = getattr(config, group.role)
     return GroupInfo(
         name=group.name,
@@ -94,6 +81,7 @@ def group_info(group: Group, config: Config) -> GroupInfo:
         checksum=config.transfer.checks(transport),
         context_tokens=_context_tokens(group, section),
         max_requests=min(started.max_requests for started in group.started),
+        settings_digest=group.settings.digest,
     )
 
 

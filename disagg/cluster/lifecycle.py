@@ -16,12 +16,13 @@ from typing import Any
 import structlog
 
 from disagg.cluster.adoption import Claimant, Expected, adopt
-from disagg.cluster.group import Group, group_name, group_order, wait_for_exit, with_placement
+from disagg.cluster.group import Group, group_name, group_order, wait_for_exit
 from disagg.cluster.group_calls import SentKeys, another_owns, call_all, inform_of_loss, stop_all
 from disagg.cluster.parked import ParkedCalls
 from disagg.cluster.placement import Placement
 from disagg.cluster.pulses import Pulses
 from disagg.cluster.ranks import Ranks
+from disagg.cluster.settings import GroupSettings, RolledSettings, with_placement
 from disagg.cluster.start import Progress, link_groups, start_groups
 from disagg.core.config.read import Config, Role
 from disagg.core.errors import ConfigError, DisaggError
@@ -58,6 +59,9 @@ class Cluster:
         self._claimant = claimant
         self._owner = Owner(claimant.token, 1) if claimant is not None else NO_OWNER
         self.placement = placement
+        self.settings = {role: GroupSettings(role, config, placement) for role in placement.kinds}
+        """Settings of new groups, by role; see `keep_settings`."""
+        self._base = dict(self.settings)
         self._keys, self._ranks = as_ring(keys), ranks
         self._sent_keys = SentKeys(self._keys)
         self.groups: tuple[Group, ...] = ()
@@ -66,6 +70,7 @@ class Cluster:
         self._parked = ParkedCalls(ranks)
         self._lock = threading.Lock()  # guards `groups`, and `lost` of each group
         self._stopping, self._no_more_groups = threading.Event(), threading.Event()
+        self._start_canceled = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="cluster-watch", daemon=True)
         self._pulses = Pulses(ranks, config.cluster.hang_timeout_s, token=self._owner.token)
         self._on_lost: list[Callable[[str], None]] = []
@@ -94,28 +99,41 @@ class Cluster:
         self._bring_up(self.groups, progress)
 
     def missing(self) -> list[Role]:
-        """Returns the role of each missing group. The expected counts are those of `keep_count`, else of the
-        placement."""
-        counts = self._pulses.counts.groups
-        return [
-            role
-            for role, where in self.placement.kinds.items()
-            for _ in range(counts.get(role, where.groups) - len(self._of(role)))
-        ]
+        """Returns the role of each missing group, by the number of `wanted` groups."""
+        kinds = self.placement.kinds
+        return [role for role in kinds for _ in range(self.wanted(role) - len(self._of(role)))]
+
+    def wanted(self, role: Role) -> int:
+        """Returns the expected number of groups: that of `keep_count`, else of the placement."""
+        return self._pulses.counts.groups.get(role, self.placement.kinds[role].groups)
 
     def keep_count(self, role: Role, count: int) -> None:
         """Records the number of groups that an operator has set. The ranks keep it for a launch that adopts them."""
-        changes, groups = self._pulses.counts
-        self._pulses.counts = GroupCounts(changes + 1, {**groups, role: count})
+        counts = self._pulses.counts
+        self._pulses.counts = GroupCounts(counts.changes + 1, {**counts.groups, role: count}, counts.settings)
 
-    def place(self, role: Role, progress: Progress) -> Group:
-        """Reserves resources for a group and starts its processes. Group names are numbered, and never reused."""
-        where, name = self.placement.kinds[role], group_name(role, next(self._numbers[role]))
+    def keep_settings(self, target: GroupSettings, *, complete: bool) -> None:
+        """Records the settings of a roll. New groups get them when the roll of the role is `complete`. The ranks keep
+        them for a launch that adopts them."""
+        role, counts = target.role, self._pulses.counts
+        if complete:
+            self.settings[role] = target
+        rolled = RolledSettings(self._base[role], self.settings[role], target)
+        self._pulses.counts = GroupCounts(
+            counts.changes + 1, counts.groups, {**counts.settings, role: rolled}
+        )
+
+    def place(self, role: Role, progress: Progress, settings: GroupSettings | None = None) -> Group:
+        """Reserves resources for a group and starts its processes. Group names are numbered, and never reused.
+
+        `settings`: those of the group; by default `self.settings` of its role.
+        """
+        settings = settings or self.settings[role]
+        where, name = settings.where, group_name(role, next(self._numbers[role]))
         progress(f"placing {where.tp} {name} rank{'s' * (where.tp > 1)} on {where.device}")
         keys = self._sent_keys.first(name)
-        group = self._ranks.place(
-            role, name, where, self.config, keys, self._owner, self._no_more_groups.is_set
-        )
+        group = self._ranks.place(role, name, where, settings.placed, keys, self._owner, self._is_given_up)
+        group.settings = settings
         with self._lock:
             self.groups = (*self.groups, group)
         return group
@@ -126,27 +144,42 @@ class Cluster:
             raise ConfigError(
                 f"this cluster has no {role} groups, only {' and '.join(self.placement.kinds)} (cluster.mode)"
             )
-        where = self.placement.kinds[role]
+        where = self.settings[role].where
         if more > 0 and more > (room := self._ranks.room(where)):
             raise ConfigError(
                 f"{more} more {role} groups need {more * where.tp} ranks, and Ray has room for {room} such groups: "
                 f"lower the count, or add nodes; a private Ray (no --ray) has room for twice the groups of its start"
             )
 
-    def add_group(self, role: Role, progress: Progress) -> Group:
-        """Places, starts and links one more group, under a new name.
+    def room(self, settings: GroupSettings) -> int:
+        """Returns an upper bound for the number of further groups with these settings, from the free resources."""
+        return self._ranks.room(settings.where)
 
-        Raises the errors of `start`, and `ConfigError` for a role that this cluster lacks. A group that fails to
-        start is taken down.
+    def add_group(self, role: Role, progress: Progress, settings: GroupSettings | None = None) -> Group:
+        """Adds one group; see `add_groups`."""
+        [group] = self.add_groups(role, 1, progress, settings)
+        return group
+
+    def add_groups(
+        self, role: Role, count: int, progress: Progress, settings: GroupSettings | None = None
+    ) -> list[Group]:
+        """Places, starts and links `count` more groups at the same time, under new names; `settings`: see `place`.
+
+        Raises the errors of `start`, and `ConfigError` for a role that this cluster lacks. If a group fails to start,
+        all of the new groups are taken down.
         """
         self.check_room(role, 0)
-        group = self.place(role, progress)
+        self._start_canceled.clear()
+        new: list[Group] = []
         try:
-            self._bring_up([group], progress)
+            for _ in range(count):
+                new.append(self.place(role, progress, settings))  # noqa: PERF401 - keeps the groups before a failure
+            self._bring_up(new, progress)
         except BaseException:
-            self.take_down(group)
+            for group in new:
+                self.take_down(group)
             raise
-        return group
+        return new
 
     def stop_group(self, group: Group, drain_timeout_s: float) -> None:
         """Waits at most `drain_timeout_s` for the group's requests, then ends its processes."""
@@ -165,9 +198,12 @@ class Cluster:
     def abandon_start(self) -> None:
         """Makes an `add_group` that runs in another thread fail soon: kills its group, and places no further one."""
         self._no_more_groups.set()
-        for group in self.groups:
-            if not group.up:
-                self._ranks.kill(group)
+        self._kill_starting()
+
+    def cancel_start(self) -> None:
+        """Makes an `add_groups` that runs in another thread fail soon. Later calls work again. Never blocks: the
+        watcher kills the groups."""
+        self._start_canceled.set()
 
     def stop_watching(self) -> None:
         """Ends the watcher thread. Later deaths of ranks are not detected, and no group can be added. Idempotent."""
@@ -246,6 +282,14 @@ class Cluster:
 
     # --- inside
 
+    def _is_given_up(self) -> bool:
+        return self._no_more_groups.is_set() or self._start_canceled.is_set()
+
+    def _kill_starting(self) -> None:
+        for group in self.groups:
+            if not group.up:
+                self._ranks.kill(group)
+
     def _of(self, role: Role) -> list[Group]:
         return [group for group in self.groups if group.role == role]
 
@@ -261,13 +305,16 @@ class Cluster:
             numbers = [number for one, number in map(group_order, adopted.names) if one == role]
             self._numbers[role] = itertools.count(max(numbers, default=0) + 1)
         self.groups = tuple(adopted.groups)
+        self.settings |= {role: rolled.latest for role, rolled in adopted.counts.settings.items()}
+        for group in self.groups:
+            group.settings = adopted.rolled.get(group.name, self._base[group.role])
         self._parked.add(self.groups, self._owner.token)
         for address in adopted.dead:
             inform_of_loss(self.groups, address)
         log.info("adopted", groups=sorted(group.name for group in self.groups), epoch=self._owner.epoch)
 
     def _bring_up(self, new: Sequence[Group], progress: Progress) -> None:
-        start_groups(self._ranks, new, self.config, progress)
+        start_groups(self._ranks, new, progress)
         self._parked.add(new, self._owner.token)
         for prefill, decode in itertools.product(self._of("prefill"), self._of("decode")):
             if prefill in new or decode in new:
@@ -295,6 +342,8 @@ class Cluster:
         if failure := self._ranks.failure():
             self._fail(failure)
             return
+        if self._start_canceled.is_set():
+            self._kill_starting()
         self._pulses.renew(group for group in self.groups if not group.up)
         members = self._parked.members()
         if not members:

@@ -8,10 +8,16 @@ from typing import Any, Protocol
 from disagg.cluster.group import Group
 from disagg.cluster.placement import GroupPlacement, Placement
 from disagg.core.config.read import Config, Role
+from disagg.core.errors import ConfigError
 from disagg.node.ownership import Owner
 from transport.keys.curve import KeySet
 
 CALL_TIMEOUT_S = 60.0
+
+
+class NoRoomError(ConfigError):
+    """Raised when the resources of a group do not become free in time."""
+
 
 Call = Any
 """A pending call of an actor's method: `actor.method.remote(...)`."""
@@ -32,7 +38,7 @@ class Ranks(Protocol):
     ) -> Group:
         """Reserves resources for a group and starts its processes. They survive this process if `owner` has a token.
 
-        Raises `ConfigError` if the resources do not become free in time, or as soon as `given_up()` returns True.
+        Raises `NoRoomError` if the resources do not become free in time, or as soon as `given_up()` returns True.
         """
 
     def room(self, where: GroupPlacement) -> int:

@@ -26,7 +26,7 @@ from disagg.cluster.local_ray import (
     session_folder,
 )
 from disagg.cluster.placement import GroupPlacement, Placement
-from disagg.cluster.ranks import CALL_TIMEOUT_S, Call
+from disagg.cluster.ranks import CALL_TIMEOUT_S, Call, NoRoomError
 from disagg.cluster.start import Progress
 from disagg.core.config.read import Config, Role
 from disagg.core.errors import ConfigError, DisaggError
@@ -209,7 +209,7 @@ def _reserve(name: str, where: GroupPlacement, outlives: bool, given_up: Callabl
     if not here:
         ray.util.remove_placement_group(placed)
         cpus, gpus = _free()
-        raise ConfigError(
+        raise NoRoomError(
             f"the Ray cluster has no room for the {name} group: it needs {where.tp} x {bundle} on one node, "
             f"free are {cpus:g} CPUs and {gpus:g} GPUs"
         )

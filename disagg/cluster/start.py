@@ -11,7 +11,6 @@ import structlog
 from disagg.cluster.group import Group, group_info
 from disagg.cluster.group_calls import call_all
 from disagg.cluster.ranks import CALL_TIMEOUT_S, Call, Ranks
-from disagg.core.config.read import Config
 from disagg.core.errors import DisaggError
 
 if TYPE_CHECKING:
@@ -25,16 +24,16 @@ Progress = Callable[[str], None]
 """Callback that receives a description of the current step of a start."""
 
 
-def start_groups(ranks: Ranks, groups: Sequence[Group], config: Config, progress: Progress) -> None:
+def start_groups(ranks: Ranks, groups: Sequence[Group], progress: Progress) -> None:
     """Starts the ranks of all groups, and lets each group begin to compute once its description is complete.
 
     Sets `Group.started` and `Group.info`. Raises the errors of `start_ranks` and `group_info`.
     """
     progress("loading the model on every rank")
-    start_ranks(ranks, groups, config.cluster.start_timeout_s)
+    start_ranks(ranks, groups, max(group.settings.placed.cluster.start_timeout_s for group in groups))
     for group in groups:
         log.info("memory", group=group.name, ranks=len(group.started), each=group.started[0].memory)
-        group.info = group_info(group, config)
+        group.info = group_info(group)
     progress("connecting the groups")
     for group in groups:
         call_all(ranks, group, "join", group.info)

@@ -6,6 +6,7 @@ thread takes the group down and announces the remaining groups at once.
 
 from __future__ import annotations
 
+import dataclasses
 import queue
 import threading
 import time
@@ -18,6 +19,7 @@ import structlog
 
 from disagg.cluster.group import Group
 from disagg.cluster.lifecycle import Cluster
+from disagg.cluster.settings import GroupSettings
 from disagg.core.config.read import ClusterConfig, Role
 from disagg.core.errors import DisaggError
 from disagg.core.types import GroupInfo
@@ -31,6 +33,8 @@ STABLE_S = 60.0
 """Shortest service time after which the death of a replacement group counts as its first failure. An earlier death
 continues the count of failures."""
 WAIT_S = 0.2
+ROLLING = "a `disagg roll` is replacing groups: wait for its end, or stop it with Ctrl-C"
+"""Error of a request that would interfere with a roll."""
 
 
 Announce = Callable[[Sequence[GroupInfo], Sequence[str]], None]
@@ -38,6 +42,9 @@ Announce = Callable[[Sequence[GroupInfo], Sequence[str]], None]
 blocks."""
 WaitUnused = Callable[[Sequence[str], float], bool]
 """Function `wait_unused(names, timeout_s)`: waits until no router uses the groups; returns False on timeout."""
+Steps = Callable[[], float | None]
+"""Work in steps (a roll): each call runs one step on the supervisor's thread, and returns the pause in seconds before
+the next step; None after the last step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +56,8 @@ class _Missing:
     """Number of consecutive failures, including the death of the group."""
     due_s: float
     """Time of the next attempt, by `time.monotonic`."""
+    settings: GroupSettings | None = None
+    """Settings of the group that died; None: those of new groups (`Cluster.settings`)."""
 
 
 class Supervisor:
@@ -61,6 +70,9 @@ class Supervisor:
         self._config: ClusterConfig = cluster.config.cluster
         self._work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._missing: list[_Missing] = []
+        self._steps: Steps | None = None
+        self._step_due_s = 0.0
+        """Time of the next step, by `time.monotonic`."""
         self._history: dict[str, tuple[int, float]] = {}
         """By name of a replacement group: the failures before its start, and the time at which it began to serve."""
         self._announcing = threading.Lock()
@@ -110,6 +122,50 @@ class Supervisor:
         """
         self._work.put(partial(self._scale, role, count, done))
 
+    def begin(self, steps: Steps, refused: Callable[[str], None]) -> None:
+        """Schedules work in steps. Between two steps, dead groups are replaced. Calls `refused` with an error if
+        other work in steps is not complete."""
+        self._work.put(partial(self._begin, steps, refused))
+
+    # --- for work in steps, on the supervisor's own thread
+
+    def add(self, role: Role, count: int, settings: GroupSettings) -> list[Group]:
+        """Starts `count` groups with these settings at the same time, and announces them. Raises as
+        `Cluster.add_groups`."""
+        groups = self._cluster.add_groups(role, count, _log_step, settings)
+        self.announce()
+        for group in groups:
+            log.info("group_up", group=group.name)
+        return groups
+
+    def retire(self, groups: Sequence[Group], drain_timeout_s: float) -> None:
+        """Drains the groups at the same time, and ends them."""
+        for group in groups:
+            group.leaving = True
+        self.announce()
+        until_s = time.monotonic() + drain_timeout_s
+        unused = self._wait_unused([group.name for group in groups], drain_timeout_s)
+        for group in groups:
+            self._cluster.stop_group(group, max(0.0, until_s - time.monotonic()))
+            self.announce()
+            log.info("group_stopped", group=group.name, unused=unused)
+
+    def restarting(self, role: Role) -> list[GroupSettings]:
+        """Returns the settings of the groups of the role that will be started again."""
+        default = self._cluster.settings.get(role)
+        found = (one.settings or default for one in self._missing if one.role == role)
+        return [settings for settings in found if settings is not None]
+
+    def start_again(self, role: Role, settings: GroupSettings) -> None:
+        """Schedules the start of a group with these settings, as after a death."""
+        self._missing.append(_Missing(role, 1, time.monotonic(), settings))
+
+    def limit_restarts(self, role: Role, most: int) -> None:
+        """Starts at most `most` groups of the role again."""
+        ours = [one for one in self._missing if one.role == role]
+        for one in ours[max(0, most) :]:
+            self._missing.remove(one)
+
     # --- the watcher's thread
 
     def _on_group_lost(self, group: Group) -> None:
@@ -126,31 +182,48 @@ class Supervisor:
             _error_of(self._next_work())
 
     def _next_work(self) -> Callable[[], None]:
-        due = min(self._missing, key=lambda missing: missing.due_s, default=None)
-        left_s = WAIT_S if due is None else due.due_s - time.monotonic()
+        due, now_s = min(self._missing, key=lambda missing: missing.due_s, default=None), time.monotonic()
+        left_s = WAIT_S if due is None else due.due_s - now_s
+        step_left_s = WAIT_S if self._steps is None else self._step_due_s - now_s
         try:
-            return self._work.get(timeout=min(WAIT_S, max(0.0, left_s)))
+            return self._work.get(timeout=max(0.0, min(WAIT_S, left_s, step_left_s)))
         except queue.Empty:
-            return partial(self._replace, due) if due is not None and left_s <= 0 else lambda: None
+            if due is not None and left_s <= 0:
+                return partial(self._replace, due)
+            return partial(self._step, self._steps) if self._steps is not None else lambda: None
+
+    def _begin(self, steps: Steps, refused: Callable[[str], None]) -> None:
+        if self._steps is not None:
+            refused(ROLLING)
+            return
+        self._steps, self._step_due_s = steps, time.monotonic()
+
+    def _step(self, steps: Steps) -> None:
+        self._steps = None  # also if the step raises
+        pause_s = steps()
+        if pause_s is not None:
+            self._steps, self._step_due_s = steps, time.monotonic() + pause_s
 
     def _replace_lost(self, group: Group) -> None:
         tries, up_s = self._history.pop(group.name, (0, 0.0))
         tries = 1 if time.monotonic() - up_s > STABLE_S else tries + 1
-        self._failed(group.role, tries, f"{group.name} ended: {group.why_lost}")
+        missing = _Missing(group.role, tries, 0.0, group.settings)
+        self._failed(missing, f"{group.name} ended: {group.why_lost}")
 
     def _replace(self, missing: _Missing) -> None:
         self._missing.remove(missing)
         error = _error_of(partial(self._add_again, missing))
         if error and not self._stopping.is_set():
-            self._failed(missing.role, missing.tries + 1, error)
+            self._failed(dataclasses.replace(missing, tries=missing.tries + 1), error)
 
     def _add_again(self, missing: _Missing) -> None:
-        group = self._add(missing.role)
+        group = self._add(missing.role, missing.settings)
         self._history[group.name] = (missing.tries, time.monotonic())
 
-    def _failed(self, role: Role, tries: int, why: str) -> None:
-        """Schedules the replacement of a group after failure number `tries`. The death of the group counts as the
-        first failure."""
+    def _failed(self, missing: _Missing, why: str) -> None:
+        """Schedules the replacement of a group after failure number `missing.tries`. The death of the group counts as
+        the first failure."""
+        role, tries = missing.role, missing.tries
         if tries > self._config.restart_tries:
             pause_s = LONGEST_BACKOFF_S
             log.error(
@@ -160,7 +233,7 @@ class Supervisor:
             doublings = min(tries - 1, MOST_DOUBLINGS)  # a larger exponent overflows a float
             pause_s = min(LONGEST_BACKOFF_S, self._config.restart_backoff_s * 2**doublings)
             log.warning("group_is_replaced", role=role, in_s=pause_s, attempt=tries, why=why)
-        self._missing.append(_Missing(role, tries, time.monotonic() + pause_s))
+        self._missing.append(dataclasses.replace(missing, due_s=time.monotonic() + pause_s))
 
     def _scale(self, role: Role, count: int, done: Callable[[str], None]) -> None:
         error = _error_of(partial(self._scale_to, role, count))
@@ -169,13 +242,15 @@ class Supervisor:
         done(error)
 
     def _scale_to(self, role: Role, count: int) -> None:
+        if self._steps is not None:
+            raise DisaggError(ROLLING)
         self._cluster.check_room(role, count - len(self._of(role)))
         self._missing = [missing for missing in self._missing if missing.role != role]
         while len(groups := self._of(role)) != count:
             if self._stopping.is_set():
                 raise DisaggError("the cluster is stopping")
             if len(groups) > count:
-                self._remove(groups[-1])
+                self.retire([groups[-1]], self._cluster.config.transfer.drain_timeout_s)
             else:
                 self._add(role)
         self._cluster.keep_count(role, count)
@@ -183,21 +258,11 @@ class Supervisor:
     def _of(self, role: Role) -> list[Group]:
         return [group for group in self._cluster.groups if group.role == role]
 
-    def _add(self, role: Role) -> Group:
-        group = self._cluster.add_group(role, _log_step)
+    def _add(self, role: Role, settings: GroupSettings | None = None) -> Group:
+        group = self._cluster.add_group(role, _log_step, settings)
         self.announce()
         log.info("group_up", group=group.name)
         return group
-
-    def _remove(self, group: Group) -> None:
-        group.leaving = True
-        self.announce()
-        drain_timeout_s = self._cluster.config.transfer.drain_timeout_s
-        until_s = time.monotonic() + drain_timeout_s
-        unused = self._wait_unused([group.name], drain_timeout_s)
-        self._cluster.stop_group(group, max(0.0, until_s - time.monotonic()))
-        self.announce()
-        log.info("group_stopped", group=group.name, unused=unused)
 
 
 def _error_of(work: Callable[[], object]) -> str:

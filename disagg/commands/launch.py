@@ -10,7 +10,9 @@ from rich.console import Console
 
 from disagg.cluster.directory import Directory
 from disagg.cluster.keys import launch_keys, published
+from disagg.cluster.roll import Roller
 from disagg.cluster.supervisor import supervised
+from disagg.commands.early import check_model, pinned
 from disagg.commands.failure import raise_failure
 from disagg.commands.local import placed_cluster, with_model
 from disagg.commands.signals import END_S, ignore_signals, on_signal, start_interruptible
@@ -57,6 +59,8 @@ def run_launch(config: Config) -> None:
             ):
                 status.stop()
                 directory.on_scale(supervisor.scale)
+                roller = Roller(cluster, supervisor, directory, _checked_model)
+                directory.on_roll(roller.begin, roller.stop)
                 on_signal(lambda: (stop_now if stop.is_set() else stop).set())
                 cluster.on_failed(stop.set)
                 infos = cluster.infos()
@@ -70,3 +74,15 @@ def run_launch(config: Config) -> None:
                 ignore_signals()  # the shutdown takes seconds
         finally:
             directory.close()
+
+
+def _checked_model(config: Config) -> tuple[Config, str]:
+    """Returns the configuration with the commit of a model on the hub, and the fingerprint of the model's files.
+
+    May download the model, and may read all weights. Raises `ConfigError` for a model that cannot be loaded.
+    """
+    from disagg.model.load.source import make_source
+
+    check_model(config.model)
+    config = pinned(config)
+    return config, make_source(config).fingerprint

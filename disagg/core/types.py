@@ -396,6 +396,9 @@ class GroupInfo(msgspec.Struct, frozen=True):
     """Longest prompt plus answer that the group accepts. Groups may differ."""
     max_requests: int = 0
     """Value of `GroupConfig.max_requests`. A router admits at most the sum over its groups that decode."""
+    settings_digest: str = ""
+    """Hex digest of the settings with which the group's ranks run; empty for a group of another engine. `disagg roll`
+    compares it."""
 
     @property
     def leader(self) -> RankInfo:

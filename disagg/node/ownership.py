@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from disagg.core.config.read import Role
 from disagg.core.ports import Clock
@@ -31,11 +31,14 @@ class Owner(NamedTuple):
 
 
 class GroupCounts(NamedTuple):
-    """Numbers of groups per role that an operator has set. Ranks keep them for a launch that adopts their group."""
+    """Numbers of groups, and settings of groups, that an operator has set per role. Ranks keep them for a launch that
+    adopts their group."""
 
     changes: int
-    """Number of changes so far; the highest one marks the latest counts."""
+    """Number of changes so far; the highest one marks the latest values."""
     groups: Mapping[Role, int]
+    settings: Mapping[Role, Any] = {}
+    """Settings by `disagg roll` (`disagg.cluster.settings.RolledSettings`). Ranks only keep them."""
 
 
 NO_COUNTS = GroupCounts(0, {})

@@ -1,4 +1,4 @@
-"""Flags of `disagg launch`, `disagg scale` and `disagg serve --join`, and what is refused before anything starts."""
+"""Flags of `disagg launch`, `scale`, `roll` and `serve --join`, and what is refused before anything starts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ import pytest
 from forked_processes import ForkedContext
 
 from disagg.cli import app as cli
+from disagg.commands.roll import roll_request
 from disagg.core.config.read import Config
+from transport.control import messages as m
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -29,7 +31,11 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     def scale(config: Config, join: str, counts: Mapping[str, int]) -> None:
         calls.append((config, join, counts))
 
+    def roll(config: Config, join: str, request: Any, say: Any) -> None:
+        calls.append((config, join, request))
+
     for module, names in (
+        ("roll", {"run_roll": roll, "roll_request": roll_request}),
         ("launch", {"run_launch": calls.append}),
         ("scale", {"run_scale": scale}),
         ("serve", {"run_serve_joined": lambda config, join: calls.append((config, join))}),
@@ -92,6 +98,43 @@ def test_scale(calls: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["scale", "decode=1"]) == 2
     assert "--join tcp://HOST:PORT is missing" in capsys.readouterr().err
     assert len(calls) == 1
+
+
+def test_roll(calls: list[Any], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Only the given settings are sent: the others stay as they are."""
+    path = tmp_path / "a.toml"
+    path.write_text('[decode]\nmax_requests = 3\n[control]\nkey_file = "k"\n[transfer]\nring_bytes = 5\n')
+    assert cli.run(["roll", "--join", "tcp://a:1"]) == 0
+    flags = f"roll --join tcp://a:1 --config {path} --set transfer.ring_bytes=1KiB --revision b --kind decode"
+    assert cli.run([*flags.split(), "--max-surge", "2", "--allow-pause"]) == 0
+    [bare, (config, join, request)] = calls
+    assert bare == (Config(), "tcp://a:1", m.Roll([]))
+    assert (config.control.key_file, config.decode.max_requests, join) == ("k", 0, "tcp://a:1")
+    origin = f"file {path}"
+    assert request == m.Roll(
+        [
+            m.RollSetting("decode", "max_requests", 3, origin),
+            m.RollSetting("control", "key_file", "k", origin),
+            m.RollSetting("transfer", "ring_bytes", 1024, "flag transfer.ring_bytes"),
+            m.RollSetting("model", "revision", "b", "flag model.revision"),
+        ],
+        ("decode",),
+        2,
+        allow_pause=True,
+    )
+
+
+def test_a_wrong_roll_sends_nothing(calls: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+    for flags, said in (
+        ("", "--join tcp://HOST:PORT is missing"),
+        ("--join tcp://a:1 --set decode.no=1", "unknown key no"),
+        ("--join tcp://a:1 --set decode.max_requests=x", "must be a whole number"),
+        ("--join tcp://a:1 --kind router", "router"),
+        ("--join tcp://a:1 --max-surge -1", "--max-surge"),
+    ):
+        assert cli.run(["roll", *flags.split()]) == 2
+        assert said in capsys.readouterr().err
+    assert not calls
 
 
 def test_serve_joins(calls: list[Any], capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,8 @@ from structlog.testing import capture_logs
 from disagg.cluster.adoption import Adopted, Expected, adopt
 from disagg.cluster.group import Group
 from disagg.cluster.placement import choose_placement, place_colocated
-from disagg.core.config.read import ApiConfig, ClusterConfig, Config, ControlConfig, DecodeConfig
+from disagg.cluster.settings import GroupSettings, RolledSettings
+from disagg.core.config.read import ApiConfig, ClusterConfig, Config, ControlConfig, DecodeConfig, Setting
 from disagg.core.errors import ConfigError, DisaggError
 from disagg.core.types import PROTOCOL_VERSION
 from disagg.node.ownership import NO_COUNTS, GroupCounts, Owner, Ownership
@@ -132,6 +133,30 @@ def test_settings_that_ranks_do_not_use_may_change(ranks: FakeRanks) -> None:
         decode=msgspec.structs.replace(CONFIG.decode, groups=3),
     )
     assert names(ranks.adopt(expected=replace(EXPECTED, config=config))) == ["decode-3", "prefill"]
+
+
+def test_groups_of_a_roll_are_adopted_by_a_launch_with_the_former_configuration(ranks: FakeRanks) -> None:
+    """Also in the middle of a roll. A launch whose configuration was changed since ends both."""
+    base = GroupSettings("decode", CONFIG, EXPECTED.placement)
+    change = Setting("decode", "max_requests", 7, "flag", text=False)
+    target = base.changed([change])
+    ours = replace(EXPECTED, config=base.placed)
+    ranks.add("decode-4", 1, [info_of("prefill", 2)], 3.0)
+    old, prefill, new = ranks.groups
+    counts = GroupCounts(5, {}, {"decode": RolledSettings(base, base, target)})
+    for group, config in ((old, base.placed), (prefill, base.placed), (new, target.placed)):
+        for rank in group.actors:
+            rank.change(config=config, counts=counts)
+    prefill.actors[0].change(linked=(info_of("decode-3", 1), info_of("decode-4", 1)))
+    prefill.actors[1].change(linked=(info_of("decode-3", 1), info_of("decode-4", 1)))
+    adopted = ranks.adopt(expected=ours)
+    assert names(adopted) == ["decode-3", "prefill", "decode-4"]
+    assert adopted.rolled == {"decode-3": base, "decode-4": target}
+    assert adopted.counts == counts
+    later = replace(EXPECTED, config=base.changed([change, change._replace(value=8)]).placed)
+    adopted = ranks.adopt("later", later)
+    assert (names(adopted), adopted.counts.settings) == (["prefill"], {})
+    assert ranks.taken_down == ["decode-3", "decode-4"]
 
 
 def other_decode(page_size: int) -> Config:

@@ -5,170 +5,28 @@ from __future__ import annotations
 import queue
 import socket
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from types import SimpleNamespace
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 from api_server import until
+from fake_ranks import FakeCall, FakeRanks
 
 from disagg.cluster.adoption import Claimant
 from disagg.cluster.group import Group
 from disagg.cluster.lifecycle import Cluster
-from disagg.cluster.placement import GroupPlacement, Placement, choose_placement
+from disagg.cluster.placement import choose_placement
+from disagg.cluster.settings import GroupSettings, RolledSettings
 from disagg.commands.failure import raise_failure
-from disagg.core.config.read import ClusterConfig, Config, Role
+from disagg.core.config.read import ClusterConfig, Config, Setting
 from disagg.core.errors import ConfigError, DisaggError
-from disagg.core.types import KVLayout
-from disagg.node.ownership import DISOWNED, NO_OWNER, GroupCounts, Owner
+from disagg.node.ownership import DISOWNED, NO_OWNER, GroupCounts
 from disagg.node.process import ProcessIdentity
-from disagg.node.rank_records import ClaimReply, RankRecord
+from disagg.node.rank_records import RankRecord
 from transport.keys.curve import KeySet, make_keys
 from transport.keys.ring import KeyRing
 
 TIMEOUT_S = 10.0
-SPEC = SimpleNamespace(layout=KVLayout(2, 2, 8, "float32"), context_tokens=512)
-
-
-@dataclass(eq=False)
-class FakeCall:
-    """Of a method; `park` goes on until the rank dies."""
-
-    name: str
-    over: bool = False
-    result: Any = None
-    """Returned by `park`; an exception is raised."""
-
-
-class FakeActor:
-    """Any method can be called; what was called is in `ranks.calls`."""
-
-    def __init__(self, ranks: FakeRanks, name: str) -> None:
-        self._ranks, self.name = ranks, name
-        self.parked: FakeCall | None = None
-        self.starting: FakeCall | None = None
-        self.stopped = False
-        """As by SIGSTOP: no answer to `pulse`."""
-
-    def __getattr__(self, method: str) -> Any:
-        def remote(*arguments: Any) -> FakeCall:
-            told = [getattr(one, "name", one) for one in arguments] if method in ("link", "peer_lost") else []
-            if method == "update_keys":
-                self._ranks.keys[self.name] = arguments[0]
-            if method != "pulse":
-                self._ranks.calls.append(" ".join([self.name, method, *told]))
-            call = FakeCall(f"{self.name} {method}")
-            if method == "park":
-                self.parked = call
-            elif method == "start" and self.name in self._ranks.slow:
-                self.starting = call
-            else:
-                call.over = not (self.stopped and method == "pulse")
-            return call
-
-        return SimpleNamespace(remote=remote)
-
-    def die(self, result: Any = None) -> None:
-        """Ends `park`: with an error, as Ray does for a dead process, or with the `result` of a living one."""
-        assert self.parked is not None, "it is up"
-        with self._ranks.changed:
-            self.parked.result = DisaggError("its process died") if result is None else result
-            self.parked.over = True
-            self._ranks.changed.notify_all()
-
-
-class FakeRanks:
-    """As much of Ray as a cluster needs. A call named in `failing` raises."""
-
-    def __init__(self) -> None:
-        self.calls: list[str] = []
-        self.failing = ""
-        self.free_groups = 3
-        self.slow: set[str] = set()
-        """Ranks that never start."""
-        self.failed = ""
-        self.fingerprints: dict[str, str] = {}
-        self.left: list[Group] = []
-        """Groups of a killed launch."""
-        self.records: dict[str, RankRecord] = {}
-        """Of their ranks, by name."""
-        self.disowned: set[str] = set()
-        """Ranks that another launch has adopted."""
-        self.owners: list[Owner] = []
-        """Of the groups that were placed."""
-        self.keys: dict[str, KeySet] = {}
-        """What each rank was given last."""
-        self.killed: list[str] = []
-        self.taken_down: list[str] = []
-        self.changed = threading.Condition()
-
-    def place(
-        self,
-        role: Role,
-        name: str,
-        where: GroupPlacement,
-        config: Config,
-        keys: KeySet,
-        owner: Owner,
-        given_up: Callable[[], bool],
-    ) -> Group:
-        if given_up():
-            raise ConfigError("no room")
-        actors = [FakeActor(self, f"{name}/{rank}") for rank in range(where.tp)]
-        self.keys.update((actor.name, keys) for actor in actors)
-        self.owners.append(owner)
-        return Group(name, role, where, actors, None)
-
-    def survivors(self, placement: Placement) -> list[Group]:
-        return self.left
-
-    def results(self, calls: Sequence[FakeCall], timeout_s: float) -> list[Any]:
-        if any(call.name == self.failing for call in calls):
-            raise DisaggError(f"{self.failing} failed")
-        if any(isinstance(call.result, Exception) for call in calls):
-            raise next(call.result for call in calls if isinstance(call.result, Exception))
-        if len(calls) == 1 and calls[0].result is not None:
-            return [calls[0].result]
-        return [self._result(*call.name.split()) for call in calls]
-
-    def _result(self, actor: str, method: str) -> Any:
-        info = SimpleNamespace(control_address=f"tcp://{actor}")
-        started = SimpleNamespace(
-            info=info,
-            spec=SPEC,
-            fingerprint=self.fingerprints.get(actor, "f"),
-            pid=-1,
-            host=f"not {socket.gethostname()}",
-            memory="",
-            transport="ucx-shm",
-            pool_tokens=1024,
-            max_requests=7 if actor.startswith("prefill") else 9,
-        )
-        identity = ProcessIdentity(-1, f"not {socket.gethostname()}", 0.0)
-        return {
-            "start": started,
-            "identify": identity,
-            "claim": ClaimReply(2, self.records.get(actor)),
-            "pulse": actor not in self.disowned,
-        }.get(method)
-
-    def ended(self, calls: Sequence[FakeCall], timeout_s: float) -> list[FakeCall] | None:
-        with self.changed:
-            self.changed.wait_for(lambda: any(call.over for call in calls), timeout_s)
-            return [call for call in calls if call.over]
-
-    def kill(self, group: Group) -> None:
-        self.killed.append(group.name)
-
-    def take_down(self, group: Group) -> None:
-        self.taken_down.append(group.name)
-
-    def room(self, where: GroupPlacement) -> int:
-        return self.free_groups
-
-    def failure(self) -> str:
-        return self.failed
 
 
 @pytest.fixture
@@ -468,6 +326,27 @@ def test_numbers_that_an_operator_has_set_outlive_the_launch(ranks: FakeRanks) -
         assert cluster.missing() == ["decode"], "of the other role there is one more"
         cluster.keep_count("decode", 4)
         assert cluster.missing() == ["decode"] * 3
+    finally:
+        cluster.stop()
+
+
+def test_settings_of_a_roll_outlive_the_launch(ranks: FakeRanks) -> None:
+    """New groups of the next launch have them; a group that does not have them is ended."""
+    keys = KeySet(make_keys())
+    leave(ranks, keys)
+    base = GroupSettings("decode", Config(), choose_placement(0, 2, 1, "cpu", (1, 1)))
+    rolled = base.changed([Setting("decode", "max_requests", 7, "flag", text=False)])
+    counts = GroupCounts(3, {}, {"decode": RolledSettings(base, rolled, rolled)})
+    ranks.records["prefill/1"] = ranks.records["prefill/1"]._replace(counts=counts)
+    cluster = claiming(ranks, keys)
+    cluster.start(lambda text: None)
+    try:
+        assert names(cluster.groups) == ["prefill"]
+        assert cluster.missing() == ["decode"]
+        group = cluster.add_group("decode", lambda text: None)
+        assert ranks.configs[group.name].decode.max_requests == 7
+        assert group.info is not None
+        assert group.info.settings_digest == rolled.digest != base.digest
     finally:
         cluster.stop()
 

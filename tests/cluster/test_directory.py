@@ -232,6 +232,31 @@ def test_lists_in_quick_succession_drain_a_group_again(place: DirectoryHarness) 
     run(main())
 
 
+def test_a_new_group_is_known_when_every_router_uses_it(place: DirectoryHarness) -> None:
+    """A router that refuses it is named; one that is gone does not count."""
+
+    async def known(*names: str, timeout_s: float = TIMEOUT_S) -> tuple[str, ...]:
+        return await asyncio.to_thread(place.directory.wait_known, names, timeout_s)
+
+    async def main() -> None:
+        place.tell([group("decode")], [])
+        assert await known("decode") == (), "no router is connected"
+        async with place.router() as (router, _), place.router("other") as (other, _):
+            await until(lambda: len(place.directory.routers) == 2)
+            assert await known("decode") == ()
+            place.tell([group("decode"), group("decode-2")], [])
+            assert await known("decode-2") == ()
+            assert names(router) == names(other) == ["decode", "decode-2"], "both have applied the list"
+            foreign = msgspec.structs.replace(group("decode-3"), fingerprint="another")
+            place.tell([group("decode"), foreign], [])
+            assert set(await known("decode-3", timeout_s=0.2)) == {"router", "other"}
+            place.hub.cut("router")
+            place.hub.cut("other")
+            assert await known("decode-3") == ()
+
+    run(main())
+
+
 def test_a_router_that_is_gone_is_not_waited_for(place: DirectoryHarness) -> None:
     async def main() -> None:
         place.tell([group("decode")], [])

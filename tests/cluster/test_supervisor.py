@@ -24,6 +24,7 @@ class FakeGroup:
     role: str
     leaving: bool = False
     why_lost: str = "its process died"
+    settings: Any = None
 
 
 @dataclass
@@ -31,7 +32,9 @@ class FakeCluster:
     """As much of `Cluster` as the supervisor uses; `failing` is how many starts from now on fail."""
 
     config: Config
-    groups: tuple[Any, ...] = (FakeGroup("prefill", "prefill"), FakeGroup("decode", "decode"))
+    groups: tuple[Any, ...] = field(
+        default_factory=lambda: (FakeGroup("prefill", "prefill"), FakeGroup("decode", "decode"))
+    )
     failing: int = 0
     starts: int = 0
     room: int = 8
@@ -59,7 +62,7 @@ class FakeCluster:
     def keep_count(self, role: str, count: int) -> None:
         self.counts[role] = count
 
-    def add_group(self, role: str, progress: Callable[[str], None]) -> FakeGroup:
+    def add_group(self, role: str, progress: Callable[[str], None], settings: Any = None) -> FakeGroup:
         self.starts += 1
         if self.blocked is not None:
             assert self.blocked.wait(TIMEOUT_S)
@@ -67,7 +70,7 @@ class FakeCluster:
         if self.failing:
             self.failing -= 1
             raise ConfigError("no room")
-        group = FakeGroup(f"{role}-{self.starts + 1}", role)
+        group = FakeGroup(f"{role}-{self.starts + 1}", role, settings=settings)
         self.groups = (*self.groups, group)
         return group
 
@@ -149,6 +152,19 @@ def test_a_group_that_dies_is_announced_and_replaced_under_a_new_name(logs: list
         cluster.die("prefill-2")
         updates.until("decode", "prefill-3")
     assert cluster.dead == ["prefill", "prefill-2"]
+
+
+def test_a_group_that_dies_is_replaced_by_one_with_its_settings(logs: list[Any]) -> None:
+    """Those of the role may differ: a roll was stopped in the middle. A failed start changes nothing."""
+    cluster, updates = cluster_with(), RouterUpdates()
+    cluster.groups[1].settings = "rolled"
+    with supervised(cluster, updates.announce, updates.wait_unused):  # type: ignore[arg-type]
+        cluster.failing = 1
+        cluster.die("decode")
+        updates.until("prefill", "decode-3")
+        cluster.die("decode-3")
+        updates.until("prefill", "decode-4")
+        assert [group.settings for group in cluster.groups] == [None, "rolled"]
 
 
 def test_groups_that_an_adoption_did_not_find_are_started(logs: list[Any]) -> None:

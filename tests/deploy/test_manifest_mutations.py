@@ -298,7 +298,7 @@ CHANGES: dict[str, tuple[Change, str]] = {
         "does not use key auth_token",
     ),
     "an unknown ConfigMap": (
-        lambda r: router(r)["volumes"][1]["configMap"].update(name="disagg-config"),
+        lambda r: router(r)["volumes"][1]["configMap"].update(name="disagg-configuration"),
         "a ConfigMap that is not there",
     ),
     "an unknown claim": (
@@ -312,6 +312,10 @@ CHANGES: dict[str, tuple[Change, str]] = {
     "killed in the drain": (
         lambda r: router(r).update(terminationGracePeriodSeconds=30),
         "disagg-router is killed",
+    ),
+    "a drain shorter than an answer": (
+        lambda r: setting(r, "drain_timeout_s = 300.0", "drain_timeout_s = 299.0"),
+        "aborts answers",
     ),
     "nodes killed in the drain": (lambda r: setting(r, "s = 10.0", "s = 60.0"), "is killed before"),
     "nodes go first": (

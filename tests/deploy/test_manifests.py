@@ -98,6 +98,20 @@ def test_the_configuration_loads(rendered: Renderer, overlay: str, tmp_path: Pat
 
 
 @needs_kubectl
+@every_overlay
+def test_a_changed_configuration_replaces_no_pod_of_a_group(rendered: Renderer, overlay: str) -> None:
+    """The name of a mounted ConfigMap is part of the pods' template, and KubeRay replaces all pods if that changes.
+    `disagg roll` replaces the groups one by one."""
+    mounted = {
+        volume["configMap"]["name"]
+        for pod in rendered(overlay).pods()
+        for volume in pod.spec["volumes"]
+        if "configMap" in volume
+    }
+    assert mounted == {"disagg-config"}, "the name does not depend on the content"
+
+
+@needs_kubectl
 def test_the_dashboard_is_where_grafanas_sidecar_looks(rendered: Renderer) -> None:
     found = rendered("base").one("ConfigMap", "disagg-grafana")
     assert found["metadata"]["labels"]["grafana_dashboard"] == "1"

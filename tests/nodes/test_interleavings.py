@@ -91,7 +91,7 @@ def test_the_simulation_reaches_what_it_is_for() -> None:
                 simulation.router.stop(requests[1], 0)
             simulation.settle()
             seen.update(type(message) for message in simulation.seen)
-    directory = {m.Join, m.Groups, m.Using, m.Scale, m.Scaled}
+    directory = {m.Join, m.Groups, m.Using, m.Scale, m.Scaled, m.Roll, m.StopRoll, m.RollStep, m.Rolled}
     metrics = {m.Watch, m.RankReport, m.GroupReport, m.CacheDigest}
     broken = {m.RankBroken, m.LinkBroken}  # no step breaks here, and the fabric keeps every connection
     storage = {m.StorageMoved}  # of groups with a storage, which the kinds `tiers storage` have

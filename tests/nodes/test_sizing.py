@@ -11,8 +11,8 @@ import msgspec
 import pytest
 import torch
 
-from disagg.cluster.group import with_placement
 from disagg.cluster.placement import choose_placement
+from disagg.cluster.settings import with_placement
 from disagg.core.config.read import (
     ClusterConfig,
     ColocatedConfig,

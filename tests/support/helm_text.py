@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from typing import Any
@@ -38,8 +37,6 @@ def _evaluate(expression: str, values: dict[str, Any], namespace: str) -> str:
         return "{{"
     if expression == 'merge (dict "name" "models") .Values.models | toJson':
         return json.dumps({"name": "models", **values["models"]})
-    if expression == 'printf "disagg-config-%s" (sha256sum .Values.config | trunc 10)':
-        return f"disagg-config-{hashlib.sha256(values['config'].encode()).hexdigest()[:10]}"
     found: Any = values
     path = re.fullmatch(r"\.Values\.([\w.]+) \| toJson", expression)
     assert path is not None, expression

@@ -14,6 +14,8 @@ from manifest_model import Object, Pod, Rendered
 from disagg.core.config.read import Config, load_config
 
 RAY_DRAIN_S = 30
+SHARED_END_S = 30
+"""Time that routers have for their answers when nodes stop at the same time, with the whole deployment."""
 """How long a Ray node that is told to stop lets what runs on it finish."""
 CONFIG_PATH = "/etc/disagg/disagg.toml"
 
@@ -165,16 +167,16 @@ def _keys(pod: Pod, key_file: str) -> set[str]:
 
 
 def check_times(rendered: Rendered) -> Iterator[str]:
-    """Who is told to stop has the time to finish what it began."""
-    api, transfer = (
-        rendered.settings["api"]["drain_timeout_s"],
-        rendered.settings["transfer"]["drain_timeout_s"],
-    )
+    """Who is told to stop has the time to finish what it began; a replaced router as long as an answer may take."""
+    settings = rendered.settings["api"]
+    api, transfer = settings["drain_timeout_s"], rendered.settings["transfer"]["drain_timeout_s"]
     [router] = rendered.component("router")
+    if api < settings["request_timeout_s"]:
+        yield f"times: {router.name} aborts answers that may take longer than its drain"
     if _grace(router) <= _pause(router) + api + transfer:
         yield f"times: {router.name} is killed before its drain is over"
     for pod in (*rendered.component("head"), *rendered.component("node")):
-        if _pause(pod) < _pause(router) + api:
+        if _pause(pod) < _pause(router) + SHARED_END_S:
             yield f"times: {pod.name} stops before routers have finished their answers"
         if _grace(pod) <= _pause(pod) + RAY_DRAIN_S + transfer:
             yield f"times: {pod.name} is killed before its drain is over"

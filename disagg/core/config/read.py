@@ -56,10 +56,13 @@ __all__ = [
     "PrefillConfig",
     "Role",
     "RouterConfig",
+    "Setting",
     "TransferConfig",
     "TransportConfig",
     "load_config",
     "parse_bytes",
+    "read_settings",
+    "with_settings",
 ]
 
 ENV_PREFIX = "DISAGG_"
@@ -86,11 +89,29 @@ def load_config(
 
     `env`: environment variables; the command line passes `os.environ`. Raises `ConfigError` with one line.
     """
+    return with_settings(Config(), read_settings(path, env, overrides))
+
+
+def read_settings(
+    path: str | os.PathLike[str] | None = None,
+    env: Mapping[str, str] | None = None,
+    overrides: Mapping[str, object] | None = None,
+) -> list[Setting]:
+    """Returns the settings that the sources of `load_config` contain, the latest value of each, and no defaults.
+
+    Raises `ConfigError` for an unknown setting or a value of the wrong type.
+    """
     settings: dict[tuple[str, str], Setting] = {}
     sources = (_file_settings(path), _env_settings(env or {}), _flag_settings(overrides or {}))
     for setting in (one for source in sources for one in source):
         settings[setting.section, setting.key] = _checked(setting)
-    return _build(settings)
+    return list(settings.values())
+
+
+def with_settings(config: Config, changes: Iterable[Setting]) -> Config:
+    """Returns `config` with changed settings. Raises `ConfigError`, which names the origin of the value."""
+    checked = map(_checked, changes)
+    return _build(config, {(one.section, one.key): one for one in checked})
 
 
 def parse_bytes(text: str) -> int:
@@ -168,7 +189,7 @@ def _checked(setting: Setting) -> Setting:
         except ConfigError as exc:
             raise ConfigError(f"{origin}: {section}.{key} = {exc}") from None
     try:
-        return setting._replace(value=msgspec.convert(value, fields[key], strict=not text))
+        return setting._replace(value=msgspec.convert(value, fields[key], strict=not text), text=False)
     except msgspec.ValidationError:
         raise ConfigError(
             f"{origin}: {section}.{key} = {value!r} is not allowed; it must be {_describe(fields[key])}"
@@ -215,8 +236,7 @@ def _describe(annotation: Any) -> str:
     return " or ".join(words[argument] for argument in arguments)
 
 
-def _build(settings: Mapping[tuple[str, str], Setting]) -> Config:
-    config = Config()
+def _build(config: Config, settings: Mapping[tuple[str, str], Setting]) -> Config:
     changed: dict[str, Any] = {}
     for section in dict.fromkeys(name for name, _ in settings):
         values = {key: one.value for (owner, key), one in settings.items() if owner == section}

@@ -115,6 +115,20 @@ EXAMPLES: list[Message] = [
     messages.Using(3, ["p0"]),
     messages.Scale("decode", 2),
     messages.Scaled("no room"),
+    messages.Roll(
+        [
+            messages.RollSetting("decode", "max_requests", 3, "flag decode.max_requests"),
+            messages.RollSetting("control", "peer_timeout_s", 0.5, "file a.toml"),
+            messages.RollSetting("model", "path", None, "file a.toml"),
+            messages.RollSetting("model", "fused", False, "file a.toml"),
+        ],
+        ("decode",),
+        2,
+        allow_pause=True,
+    ),
+    messages.StopRoll(),
+    messages.RollStep("decode: starting a group"),
+    messages.Rolled("it did not start", ("decode-2",), ("decode",)),
 ]
 
 

@@ -82,3 +82,50 @@ class Scaled(Message, frozen=True):
     """Directory -> operator: scaling succeeded, or failed with `error`. Replies are in the order of the requests."""
 
     error: str = ""
+
+
+class RollSetting(msgspec.Struct, frozen=True):
+    """One changed setting of a roll."""
+
+    section: Label
+    key: Label
+    value: bool | int | float | str | None
+    origin: str
+    """Source of the value, for error messages: a file, a variable or a flag of the operator's command."""
+
+
+class Roll(Message, frozen=True):
+    """Operator -> directory: replace all groups of `kinds` by groups with changed settings, without failed requests.
+
+    The directory sends `RollStep` for each step, and `Rolled` at the end. If the operator is lost, the roll stops as
+    after `StopRoll`.
+    """
+
+    settings: list[RollSetting]
+    """Settings that differ from those of the running groups, or equal them."""
+    kinds: tuple[Role, ...] = ()
+    """Roles of the groups to replace. Empty: every role of the cluster."""
+    max_surge: Count = 1
+    """Number of groups that may run in addition to the usual number of their role."""
+    allow_pause: bool = False
+    """Whether the only group of a role may be ended before its replacement starts; its requests wait meanwhile."""
+
+
+class StopRoll(Message, frozen=True):
+    """Operator -> directory: end the roll as soon as the usual number of groups serves."""
+
+
+class RollStep(Message, frozen=True):
+    """Directory -> operator: progress of the roll, as one line of text."""
+
+    text: str
+
+
+class Rolled(Message, frozen=True):
+    """Directory -> operator: the roll has ended; every group is replaced if `error` is empty."""
+
+    error: str = ""
+    new: tuple[str, ...] = ()
+    """Names of the groups that have the new settings."""
+    old: tuple[str, ...] = ()
+    """Names of the groups of the rolled roles that have other settings."""
