@@ -23,7 +23,7 @@ from disagg.core.errors import ConfigError, DisaggError
 from disagg.core.types import KVLayout
 from disagg.node.ownership import DISOWNED, NO_OWNER, GroupCounts, Owner
 from disagg.node.process import ProcessIdentity
-from disagg.node.rank_records import ClaimReply, RankRecord
+from disagg.node.rank_records import ClaimReply, RankRecord, Rendezvous
 from transport.keys.curve import KeySet, make_keys
 from transport.keys.ring import KeyRing
 
@@ -148,6 +148,7 @@ class FakeRanks:
         return {
             "start": started,
             "identify": identity,
+            "rendezvous": Rendezvous("", "shared"),
             "claim": ClaimReply(2, self.records.get(actor)),
             "pulse": actor not in self.disowned,
         }.get(method)

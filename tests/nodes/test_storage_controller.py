@@ -296,8 +296,8 @@ def test_a_bug_ends_its_operation_only(ranks: list[StoringRank], monkeypatch: py
     ("setting", "error"),
     [
         (
-            {"storage": "/x"},
-            "storage = '/x' is not allowed; it must be empty without prefix_cache and host_cache",
+            {"storage": "/x", "host_cache_bytes": 0},
+            "storage = '/x' is not allowed; it must be empty without prefix_cache, or with host_cache_bytes = 0",
         ),
         (
             {"storage": "redis://:secret@h", "prefix_cache": False, "host_cache_bytes": 1},
