@@ -160,8 +160,9 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
             group.page_size,
             host_block_counts(pools, group.page_size, nbytes),
             layered=self.role != "decode",
-            moved=lambda number, error: self.to_leader(m.CacheMoved(number, self.rank, error)),
+            moved=self._cache_moved,
             broken=lambda error: self._on_broken(DisaggError(f"a copy of cached KV failed: {error}")),
+            clock=self.clock,
         )
 
     def _make_peers(self) -> RankPeers:
@@ -249,8 +250,11 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
         if self.kv_manager is not None:
             self.kv_manager.add_storage(keys.links, section)
 
-    def _storage_moved(self, number: int, pages: int, done: bool, error: str) -> None:
-        self.to_leader(m.StorageMoved(number, self.rank, pages, done, error))
+    def _cache_moved(self, number: int, error: str, seconds: float) -> None:
+        self.to_leader(m.CacheMoved(number, self.rank, error, max(0.0, seconds)))
+
+    def _storage_moved(self, number: int, pages: int, done: bool, error: str, seconds: float) -> None:
+        self.to_leader(m.StorageMoved(number, self.rank, pages, done, error, max(0.0, seconds)))
 
     def order_copies(self, plan: StepPlan) -> LoadedLayers:
         """Starts the plan's work between the tiers of the prefix cache; returns the loads for which the step waits.
