@@ -211,13 +211,7 @@ class HostTier:
     def leaving_pages(self) -> int:
         """Number of pages of the first tier on paths of stores under way, up to the first fork: most of them can be
         evicted without a loss when the stores have ended."""
-        nodes: dict[Node, int] = {}
-        for one in self._under_way.values():
-            node: Node | None = one.node if one.load is None else None
-            while node is not None and len(node.children) <= 1:
-                nodes[node] = len(node.pages)
-                node = node.parent
-        return sum(nodes.values())
+        return self._first.leaving.pages
 
     def skip(self, pages: int) -> None:
         """Counts pages that leave the first tier without a store."""
@@ -256,6 +250,7 @@ class HostTier:
     ) -> None:
         node = self._first.match_kv(prefix, uses=False).node
         self._first.lock(node, state=False)
+        self._first.leaving.add(node)
         self._storing.update(pages)
         for one in states:
             self._first.lock(one.node)
@@ -348,6 +343,7 @@ class HostTier:
         prefix, blocks = operation.prefix, operation.blocks
         assert prefix is not None, "a store has a prefix"
         self._storing.difference_update(operation.pages)
+        self._first.leaving.remove(operation.node)
         self._first.unlock(operation.node, state=False)
         for state in operation.states:
             self._storing_states.remove(state.slot)

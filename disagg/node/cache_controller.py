@@ -204,8 +204,8 @@ class HybridCacheController:
                     pool.store(*_copies(name, ready))
             wait_for(self._store_queue.record_event())
         except Exception as exc:  # any error ends these stores only
-            log.exception("cache_store_failed", operations=len(ready))
             error = f"{type(exc).__name__}: {exc}"
+            log.exception("cache_store_failed", operations=len(ready), error=error)
         for operation in ready:
             self._moved(operation.number, error, 0.0)
 

@@ -127,8 +127,8 @@ class StorageController:
         try:
             done = self._advance(fetch)
         except Exception as exc:  # any error ends this fetch only
-            log.exception("storage_fetch_failed", operation=number)
             done, error = True, f"{type(exc).__name__}: {exc}"
+            log.exception("storage_fetch_failed", operation=number, error=error)
         fetch.seconds += self._clock() - began_s
         if done:
             del self._under_way[number]
@@ -179,8 +179,8 @@ class StorageController:
                 if count < len(links):
                     break
         except Exception as exc:  # any error ends this write only
-            log.exception("storage_write_failed", operation=operation.number)
             error = f"{type(exc).__name__}: {exc}"
+            log.exception("storage_write_failed", operation=operation.number, error=error)
         self._moved(operation.number, stored, True, error, 0.0)
 
     def _write_batch(self, links: Sequence[bytes], blocks: Sequence[int]) -> int:
