@@ -11,6 +11,7 @@ from typing import NamedTuple
 from disagg.core.config.groups import HostWriteName
 
 CGROUPS = Path("/sys/fs/cgroup")
+PROC = Path("/proc")
 AVAILABLE_SHARE = 4
 """Divisor of the available host memory: the second tiers of all ranks of a host, and their memory for swapped pages,
 take at most a quarter of it. The rest is for other processes, the page cache, and groups that start later."""
@@ -85,15 +86,17 @@ def total_bytes(cgroups: Path = CGROUPS) -> int:
     return total if limit is None else min(total, limit)
 
 
-def available_bytes(cgroups: Path = CGROUPS) -> int:
+def available_bytes(cgroups: Path = CGROUPS, proc: Path = PROC) -> int:
     """Returns the memory that this process can still allocate.
 
     The smaller of the host's available memory, and of the container's limit less the container's use. Files in the
-    page cache count as available.
+    page cache count as available. A host that does not overcommit refuses address ranges beyond its commit limit.
     """
     import psutil
 
     available = int(psutil.virtual_memory().available)
+    if _number(proc / "sys" / "vm" / "overcommit_memory") == 2:
+        available = min(available, _uncommitted_bytes(proc))
     limit = _limit_bytes(cgroups)
     if limit is None:
         return available
@@ -105,6 +108,13 @@ def _limit_bytes(cgroups: Path) -> int | None:
     """Returns the limit of the container (cgroup v2 or v1); None without one."""
     limit = _number(cgroups / "memory.max")
     return limit if limit is not None else _number(cgroups / "memory" / "memory.limit_in_bytes")
+
+
+def _uncommitted_bytes(proc: Path) -> int:
+    """Returns the size of the address ranges that a host without overcommitment still grants."""
+    lines = (proc / "meminfo").read_text().splitlines()
+    kib = {name: int(value.split()[0]) for name, _, value in (line.partition(":") for line in lines)}
+    return max(0, kib["CommitLimit"] - kib["Committed_AS"]) << 10
 
 
 def _file_bytes(cgroups: Path) -> int:

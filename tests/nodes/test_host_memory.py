@@ -84,6 +84,18 @@ def test_the_use_of_the_container_is_not_available_except_for_files(tmp_path: Pa
     assert available_bytes(tmp_path) > 1 << 20
 
 
+@pytest.mark.parametrize(("mode", "limited"), [("0", False), ("2", True)])
+def test_a_host_without_overcommitment_grants_no_more_than_its_limit(
+    tmp_path: Path, mode: str, limited: bool
+) -> None:
+    (tmp_path / "sys" / "vm").mkdir(parents=True)
+    (tmp_path / "sys" / "vm" / "overcommit_memory").write_text(f"{mode}\n")
+    (tmp_path / "meminfo").write_text(
+        "MemTotal:  100 kB\nHugePages_Total:  0\nCommitLimit:  3000 kB\nCommitted_AS:  2000 kB\n"
+    )
+    assert (available_bytes(tmp_path, tmp_path) == 1000 << 10) == limited
+
+
 def test_the_first_version_of_cgroups(tmp_path: Path) -> None:
     old = tmp_path / "memory"
     old.mkdir()
