@@ -53,7 +53,7 @@ class DecodeRank(RankNode[DecodeConfig, DecodeLeader, SegmentReceiver]):
         self.swapper = Swapper(
             self.runner.transfer_pools,
             group.page_size,
-            nbytes=0 if group.preemption == "recompute" else swap_bytes(group.swap_bytes, self.runner.device),
+            nbytes=swap_bytes(group, self.runner.device),
             done=self._swapped,
             clock=self.clock,
         )

@@ -101,7 +101,8 @@ class PrefillLeader(Leader):
             for request in requests:
                 self._confirm_release(request)
             self._admit()
-            self._reports.step_ended(sum(len(work.tokens) for work in plan.work))
+            tokens = sum(len(work.tokens) for work in plan.work)
+            self._reports.step_ended(tokens, 0 if plan.loads else tokens)
             self._publish_kv_events(PUBLISH_AT_EVENTS)
             self._changed.notify_all()
 

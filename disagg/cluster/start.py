@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -66,8 +67,11 @@ def start_ranks(ranks: Ranks, groups: Sequence[Group], timeout_s: float) -> None
     identifying = [(group, [actor.identify.remote() for actor in group.actors]) for group in groups]
     for group, calls in identifying:
         group.processes = ranks.results(calls, timeout_s)  # a new process imports torch first
+    hosts = Counter(process.host for group in groups for process in group.processes)
+    for group in groups:
         meeting = group.actors[0].rendezvous.remote(group.placement.backend)
         [rendezvous] = ranks.results([meeting], CALL_TIMEOUT_S)
+        rendezvous = rendezvous._replace(host_ranks=hosts[group.processes[0].host])
         starting |= {one.start.remote(rendezvous): (group, rank) for rank, one in enumerate(group.actors)}
     started: dict[tuple[Group, int], Started] = {}
     until_s = time.monotonic() + timeout_s

@@ -84,7 +84,8 @@ class ColocatedLeader(ReservingLeader):
                 self._answer(request, chosen) for request, chosen in zip(answering, tokens, strict=True)
             )
             self._scheduler.commit(plan)
-            self._reports.step_ended(prompt_tokens + generated)
+            measures = prompt_tokens > generated and not plan.loads
+            self._reports.step_ended(prompt_tokens + generated, prompt_tokens if measures else 0)
             for request in requests:
                 self._confirm_release(request)
             self._publish_kv_events(PUBLISH_AT_EVENTS)

@@ -43,9 +43,10 @@ from disagg.commands.router_server import (
 )
 from disagg.commands.signals import SIGNALS, ignore_signals, start_interruptible
 from disagg.commands.workers import run_workers
-from disagg.core.config.read import Config
+from disagg.core.config.read import Config, Role
 from disagg.core.log import configure
 from disagg.core.threads import SWITCH_INTERVAL_S
+from disagg.node.host_memory import HostCacheSize
 from disagg.report.choices import choices, choices_table
 from disagg.router.router import Router
 from disagg.sockets.guards import log_own_sockets
@@ -151,7 +152,12 @@ def _announced_cluster(config: Config, console: Console) -> Iterator[tuple[Clust
 
 def _print_choices(given: Config, cluster: Cluster, console: Console) -> None:
     infos, config = cluster.infos(), cluster.config
-    console.print(choices_table(choices(given, config, infos, config.api.running_limit(infos))))
+    sizes: dict[Role, list[HostCacheSize]] = {}
+    for group in cluster.groups:
+        sizes.setdefault(group.role, []).extend(rank.host_cache for rank in group.started)
+    host_caches = {role: min(found) for role, found in sizes.items()}
+    limit = config.api.running_limit(infos)
+    console.print(choices_table(choices(given, config, infos, limit, host_caches)))
 
 
 @asynccontextmanager

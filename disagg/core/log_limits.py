@@ -62,6 +62,10 @@ LIMITED = {
     ("warning", "storage_folder_unreadable"): "storage",
     ("warning", "storage_index_not_written"): "storage",
     ("warning", "storage_pages_not_kept"): "storage",
+    ("error", "storage_fetch_failed"): "error",
+    ("error", "storage_write_failed"): "error",
+    ("error", "cache_store_failed"): "error",
+    ("warning", "no_host_memory"): "error",
     ("info", "request"): "client",  # refused requests (4xx) only
 }
 """Field that names the peer, by level and event of a limited line. Lines without the field are not limited."""

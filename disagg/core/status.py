@@ -110,16 +110,42 @@ class GroupStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     """Tokens processed. Prefill: prompt tokens computed. Decode: tokens generated. Colocated: both together."""
     cached_tokens_total: Count = 0
     """Prefix cache hits. Prefill: prompt tokens not computed. Decode: prompt tokens not transferred."""
+    queried_tokens_total: Count = 0
+    """Prompt tokens of all requests that have searched the prefix cache; hit rates are shares of them."""
+    prompt_tokens_per_s: Seconds = 0.0
+    """Recent rate at which the group computes prompts; 0 before the first measurement, and in decode groups."""
     host_pages: Count = 0
     """Capacity of the prefix cache's second tier, in host memory, in pages; 0 without a second tier."""
     host_pages_used: Count = 0
+    host_storing_pages: Count = 0
+    """Pages that are being copied to host memory."""
+    host_loading_pages: Count = 0
+    """Pages that are being loaded from host memory."""
     host_stored_pages_total: Count = 0
     """Pages copied to host memory for the second tier."""
+    host_skipped_pages_total: Count = 0
+    """Pages that were not copied to host memory, because it had no room or too many copies were in flight."""
+    host_evicted_pages_total: Count = 0
+    """Pages evicted from host memory."""
     host_loaded_tokens_total: Count = 0
     """Part of `cached_tokens_total` that came from the second tier."""
+    host_load_s_total: Seconds = 0.0
+    """Time of the loads from host memory, summed."""
+    host_load_tokens_per_s: Seconds = 0.0
+    """Recent rate of loads from host memory; 0 before the first measurement."""
+    storage_hit_tokens_total: Count = 0
+    """Part of `host_loaded_tokens_total` that had been fetched from the storage: first loads after a fetch. This and
+    the next eight fields are 0 without a storage."""
+    storage_writing_pages: Count = 0
+    """Pages that are being written to the storage."""
+    storage_fetching_pages: Count = 0
+    """Pages that are being fetched from the storage."""
+    storage_fetch_s_total: Seconds = 0.0
+    """Time of the reads of fetches, summed."""
+    storage_fetch_tokens_per_s: Seconds = 0.0
+    """Recent rate of fetches from the storage; 0 before the first measurement."""
     storage_written_pages_total: Count = 0
-    """Pages of the prefix cache that the group has written to its storage. This and the next three fields are 0
-    without a storage."""
+    """Pages of the prefix cache that the group has written to its storage."""
     storage_fetched_pages_total: Count = 0
     """Pages that the group has fetched from its storage into host memory."""
     storage_skipped_pages_total: Count = 0

@@ -50,6 +50,8 @@ class StorageReport(NamedTuple):
     """Whether this is the rank's last report of the operation."""
     error: str = ""
     """Error that makes the operation's blocks unusable; empty without an error. Only the last report has an error."""
+    seconds: float = 0.0
+    """For a fetch: time that the rank has spent on its reads so far."""
 
 
 class StorageOperation(msgspec.Struct, frozen=True, array_like=True):

@@ -36,6 +36,7 @@ from disagg.kv.radix_node import Node
 from disagg.kv.radix_values import Match, RadixStatistics
 from disagg.kv.state_slots import StateSlots
 from disagg.kv.storage_tier import Links, StorageTier, StorageTierStatistics
+from disagg.kv.token_rate import TokenRate
 
 STORING_SHARE = 4
 """Divisor of the first tier's pages: stores may lock at most a quarter of these pages at one time."""
@@ -71,6 +72,10 @@ class HostTierStatistics:
     request needed the pages at once (write-back)."""
     failed_operations: int
     """Stores that failed on a rank."""
+    load_s: float
+    """Sum of the durations of all loads, each on the slowest rank."""
+    load_tokens_per_s: float
+    """Mean rate of recent loads; 0 before the first one."""
     storage: StorageTierStatistics | None = None
     """Counts of the third tier; None without a third tier."""
 
@@ -107,6 +112,8 @@ class _Operation:
     """For a load: whether the request has released the slot of `load.state`; the end of the load then frees it."""
     missing_ranks: set[int] = field(default_factory=set)
     failed: bool = False
+    seconds: float = 0.0
+    """For a load: the longest duration that a rank has reported."""
 
 
 class HostTier:
@@ -148,6 +155,7 @@ class HostTier:
         self._lost_states = 0
         """Number of state blocks of failed stores."""
         self._number = self._stored = self._loaded = self._skipped = self._failed = 0
+        self._load_s, self._load_rate = 0.0, TokenRate()
 
     def add_storage(self, links: Links, group: GroupConfig) -> None:
         """Adds a third tier; see `StorageTier`. The model must not have recurrent states."""
@@ -203,13 +211,7 @@ class HostTier:
     def leaving_pages(self) -> int:
         """Number of pages of the first tier on paths of stores under way, up to the first fork: most of them can be
         evicted without a loss when the stores have ended."""
-        nodes: dict[Node, int] = {}
-        for one in self._under_way.values():
-            node: Node | None = one.node if one.load is None else None
-            while node is not None and len(node.children) <= 1:
-                nodes[node] = len(node.pages)
-                node = node.parent
-        return sum(nodes.values())
+        return self._first.leaving.pages
 
     def skip(self, pages: int) -> None:
         """Counts pages that leave the first tier without a store."""
@@ -248,6 +250,7 @@ class HostTier:
     ) -> None:
         node = self._first.match_kv(prefix, uses=False).node
         self._first.lock(node, state=False)
+        self._first.leaving.add(node)
         self._storing.update(pages)
         for one in states:
             self._first.lock(one.node)
@@ -277,6 +280,8 @@ class HostTier:
             )
         self.index.lock(hit.node, state=hit.state is not None)
         self.index.count(hit)
+        if self.storage is not None:
+            self.storage.used(blocks)
         self._allocator.share(pages)
         load = TierLoad(len(pages), None if slot is None else (hit.tokens, slot))
         self._order(_Operation(list(pages), blocks, hit.node, load=load), store=False)
@@ -300,13 +305,17 @@ class HostTier:
         planned, self._planned = self._planned, []
         return planned
 
-    def moved(self, number: int, rank: int, error: str = "") -> None:
-        """Records a rank's report; the last rank's report ends the operation. Repeated reports change nothing."""
+    def moved(self, number: int, rank: int, error: str = "", seconds: float = 0.0) -> None:
+        """Records a rank's report; the last rank's report ends the operation. Repeated reports change nothing.
+
+        `seconds`: duration of a load on the rank.
+        """
         operation = self._under_way.get(number)
         if operation is None or rank not in operation.missing_ranks:
             return
         operation.missing_ranks.remove(rank)
         operation.failed |= bool(error)
+        operation.seconds = max(operation.seconds, seconds)
         if operation.missing_ranks:
             return
         del self._under_way[number]
@@ -334,6 +343,7 @@ class HostTier:
         prefix, blocks = operation.prefix, operation.blocks
         assert prefix is not None, "a store has a prefix"
         self._storing.difference_update(operation.pages)
+        self._first.leaving.remove(operation.node)
         self._first.unlock(operation.node, state=False)
         for state in operation.states:
             self._storing_states.remove(state.slot)
@@ -364,6 +374,8 @@ class HostTier:
         if operation.slot_released and load.state is not None:
             self._first.free_state(load.state[1])
         self._loaded += len(operation.pages)
+        self._load_s += operation.seconds
+        self._load_rate.add(len(operation.pages) * self._page_size, operation.seconds)
         load.done = True
 
     # --- state
@@ -384,6 +396,8 @@ class HostTier:
             loaded_pages=self._loaded,
             skipped_pages=self._skipped,
             failed_operations=self._failed,
+            load_s=self._load_s,
+            load_tokens_per_s=self._load_rate.tokens_per_s,
             storage=self.storage.statistics() if self.storage is not None else None,
         )
 
@@ -391,6 +405,7 @@ class HostTier:
         """Raises `InvariantError` unless each block is free, cached, or owned by one operation under way."""
         self.blocks.check()
         self.index.check()
+        self._load_rate.check()
         storing = [one for one in self._under_way.values() if one.load is None]
         states = [state for one in storing for state in one.states]
         owned = [*self.index.pages(), *self._lost, *(block for one in storing for block in one.blocks)]

@@ -20,6 +20,7 @@ from disagg.core.prefixes import Digest, PrefixKey
 from disagg.core.tokens import TOKEN_BYTES
 from disagg.kv.event_log import KVEventLog, unit_tokens_for
 from disagg.kv.eviction import LeafQueue
+from disagg.kv.leaving_pages import LeavingPages
 from disagg.kv.node_states import NodeStates
 from disagg.kv.pages import TokenToKVPoolAllocator
 from disagg.kv.radix_node import Node, block_hashes_in, common_pages
@@ -69,6 +70,8 @@ class RadixCache:
         self._states = NodeStates(states or StateSlots(0, 0))
         self.kv_events = KVEventLog(unit_tokens or unit_tokens_for(allocator.pages, allocator.page_size))
         """KV events for routers; only the cache changes them."""
+        self.leaving = LeavingPages()
+        """Pages on paths of stores; the caller adds and removes the stores."""
         self._unit_pages = self.kv_events.unit_tokens // allocator.page_size
         self._clock = self._cached_pages = self._locked_pages = self._nodes = 0
         self._hits = self._misses = self._hit_tokens = self._queried_tokens = self._evicted_pages = 0
@@ -287,6 +290,7 @@ class RadixCache:
             tree = [(node.salt, node.start, node.pages, node.locks, len(node.children)) for node in nodes]
             raise InvariantError(f"prefix cache: {', '.join(broken)}; {self.statistics()}; {tree}")
         self._states.check(nodes)
+        self.leaving.check()
 
     def _root(self, key: PrefixKey) -> Node:
         """Returns the root of the key's salt; a new root if nothing is cached with that salt."""
@@ -311,7 +315,8 @@ class RadixCache:
                 break
             if at + len(child.edge) > stop or not data.startswith(child.edge, at):
                 common = common_pages(child.edge, data, at, stop, page_bytes)
-                child = child.split(common, page_bytes, self._unit_pages)
+                lower, child = child, child.split(common, page_bytes, self._unit_pages)
+                self.leaving.was_split(lower)
                 self._nodes += 1
             if uses:
                 child.used = self._clock
@@ -356,6 +361,7 @@ class RadixCache:
         self._cached_pages += len(pages)
         self._nodes += 1
         self._leaves.push(leaf)
+        self.leaving.children_changed(parent)
         if parent.state is not None:
             self._states.children_changed(parent)
         return leaf
@@ -381,6 +387,7 @@ class RadixCache:
             assert leaf.parent is not None, "a root has no pages and is never cut"
             del leaf.parent.children[first]
             self._nodes -= 1
+            self.leaving.children_changed(leaf.parent)
             if leaf.parent.state is not None:
                 self._states.children_changed(leaf.parent)
             self._loose(leaf.parent)

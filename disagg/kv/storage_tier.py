@@ -31,6 +31,7 @@ from disagg.kv.pages import TokenToKVPoolAllocator
 from disagg.kv.radix import RadixCache
 from disagg.kv.radix_node import Node
 from disagg.kv.stored_prefixes import StoredPrefixes
+from disagg.kv.token_rate import TokenRate
 
 SHARE = 4
 """Divisor of the second tier's blocks: fetches may own at most a quarter of them, and writes may lock as many."""
@@ -88,6 +89,12 @@ class StorageTierStatistics:
     """Pages that were not written, or not searched, because too many pages were under way."""
     failed_pages: int
     """Pages that a rank could not write, and blocks that a rank could not use for a fetch."""
+    used_pages: int
+    """Fetched pages that a request has loaded. Each fetch of a page counts once."""
+    fetch_s: float
+    """Sum of the durations of all fetches, each on the slowest rank, without the time in queues."""
+    fetch_tokens_per_s: float
+    """Mean rate of recent fetches; 0 before the first one."""
 
 
 @dataclass(slots=True, eq=False)
@@ -112,6 +119,8 @@ class _StorageWork:
     """For a fetch: number of leading blocks that have entered the second tier, or were freed because their pages had
     entered before."""
     failed: bool = False
+    seconds: float = 0.0
+    """For a fetch: the longest time that a rank has reported."""
 
 
 class StorageTier:
@@ -142,9 +151,12 @@ class StorageTier:
         """Prefixes that the storage probably has, for routers."""
         self._stored: set[int] = set()
         """Blocks whose pages were written to the storage, or came from it."""
+        self._unused: set[int] = set()
+        """Blocks of the second tier whose pages came from the storage, and were not loaded yet."""
         self._lost: list[int] = []
         """Blocks of failed fetches, which are not used again."""
         self._number = self._fetching = self._written = self._fetched = self._skipped = self._failed = 0
+        self._used, self._fetch_s, self._fetch_rate = 0, 0.0, TokenRate()
 
     # --- writes
 
@@ -176,6 +188,13 @@ class StorageTier:
     def allocated(self, blocks: Sequence[int]) -> None:
         """Records that `blocks` get new content."""
         self._stored.difference_update(blocks)
+        self._unused.difference_update(blocks)
+
+    def used(self, blocks: Sequence[int]) -> None:
+        """Records that a request loads `blocks` of the second tier."""
+        found = self._unused.intersection(blocks)
+        self._unused -= found
+        self._used += len(found)
 
     # --- prefetches
 
@@ -256,6 +275,7 @@ class StorageTier:
             return
         work.finished[rank] = max(work.finished[rank], min(report.pages, len(work.links)))
         work.failed |= bool(report.error)
+        work.seconds = max(work.seconds, report.seconds)
         if work.kind == "fetch":
             self._insert(work)
         if report.done:
@@ -333,6 +353,7 @@ class StorageTier:
         self._fetching -= count - work.inserted
         self._fetched += len(added)
         self._stored.update(added)
+        self._unused.update(added)
         self.prefixes.add(prefix)
         work.inserted = count
 
@@ -341,6 +362,8 @@ class StorageTier:
         self._index.unlock(work.node, state=False)
         left = work.blocks[work.inserted :]
         self._fetching -= len(left)
+        self._fetch_s += work.seconds
+        self._fetch_rate.add(min(work.finished) * self._page_size, work.seconds)
         if work.failed:
             # A rank could not pin the blocks, and would fail again the next time: the blocks are not used again.
             self._lost.extend(left)
@@ -370,11 +393,15 @@ class StorageTier:
             fetched_pages=self._fetched,
             skipped_pages=self._skipped,
             failed_pages=self._failed,
+            used_pages=self._used,
+            fetch_s=self._fetch_s,
+            fetch_tokens_per_s=self._fetch_rate.tokens_per_s,
         )
 
     def check(self) -> None:
         """Raises `InvariantError` unless operations, blocks, locks and users agree."""
         self.prefixes.check()
+        self._fetch_rate.check()
         works = self._under_way
         cached = set(self._index.pages())
         writing = [block for work in works.values() if work.kind == "write" for block in work.blocks]
@@ -383,6 +410,7 @@ class StorageTier:
             and self._fetching <= self._most_pages
             and len(writing) == len(self._writing) <= self._most_pages
             and cached.issuperset(self._writing)
+            and self._stored.issuperset(self._unused)
             and all(link in works[number].links for link, number in self._sought.items())
             and all(work.node is None or work.node.locks for work in works.values())
             and all(one.operation == number for number, work in works.items() for one in work.users)

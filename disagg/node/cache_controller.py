@@ -16,6 +16,7 @@ There are two kinds of loads:
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
@@ -25,15 +26,18 @@ from typing import Any, NamedTuple
 import structlog
 import torch
 
+from disagg.core.ports import Clock
 from disagg.core.types import Span
 from disagg.kv.cache_operations import CacheOperation, PoolName
 from disagg.kv.host_pool import HostPool, block_bytes, page_bytes
 from disagg.kv.transfer_pools import TransferPools
 from disagg.node.device import (
     DeviceEvent,
+    DeviceMark,
     DeviceQueue,
     let_stream_wait,
     record_event,
+    seconds_between,
     use_device,
     wait_for,
 )
@@ -43,8 +47,8 @@ log = structlog.get_logger(__name__)
 LOAD_GROUPS = 8
 """Number of layer groups into which a load is divided, so that a step can begin after an eighth of the load."""
 
-Moved = Callable[[int, str], None]
-"""Callback with an operation's number and its error, empty if it succeeded."""
+Moved = Callable[[int, str, float], None]
+"""Callback with an operation's number, its error, empty if it succeeded, and for a load the seconds of the copies."""
 
 
 class HostBlockCounts(NamedTuple):
@@ -96,6 +100,15 @@ class LoadedLayers(NamedTuple):
         return self.events[-1][1] if self.events else None
 
 
+class _QueuedLoads(NamedTuple):
+    """Loads that were queued together."""
+
+    events: tuple[tuple[int, DeviceEvent], ...]
+    """See `LoadedLayers.events`."""
+    began: DeviceMark
+    ended: DeviceMark
+
+
 class HybridCacheController:
     """Executes cache operations. Owns the host memory, and a thread and a stream each for stores and for loads."""
 
@@ -108,11 +121,12 @@ class HybridCacheController:
         layered: bool,
         moved: Moved,
         broken: Callable[[str], None],
+        clock: Clock = time.perf_counter,
     ) -> None:
         """`counts`: blocks in host memory; 0 pages for no second tier. `layered`: kind of the loads; see the module.
 
         `moved` is called at the end of each operation. `broken` is called with an error after which the rank cannot
-        continue, for example a failed load. Both run on the controller's threads.
+        continue, for example a failed load. Both run on the controller's threads. `clock`: measures loads on a CPU.
         """
         self._device, self._layered, self._moved, self._broken = pools.device, layered, moved, broken
         self.counts = counts
@@ -129,7 +143,7 @@ class HybridCacheController:
             pool.warm()
         # Stores have low priority. Loads have high priority, because requests wait for them.
         self._store_queue = DeviceQueue(pools.device, urgent=False)
-        self._load_queue = DeviceQueue(pools.device)
+        self._load_queue = DeviceQueue(pools.device, clock=clock)
         use = partial(use_device, pools.device)
         self.storing: Executor = ThreadPoolExecutor(1, thread_name_prefix="cache-store", initializer=use)
         """Thread of stores."""
@@ -190,10 +204,10 @@ class HybridCacheController:
                     pool.store(*_copies(name, ready))
             wait_for(self._store_queue.record_event())
         except Exception as exc:  # any error ends these stores only
-            log.exception("cache_store_failed", operations=len(ready))
             error = f"{type(exc).__name__}: {exc}"
+            log.exception("cache_store_failed", operations=len(ready), error=error)
         for operation in ready:
-            self._moved(operation.number, error)
+            self._moved(operation.number, error, 0.0)
 
     def _has_memory(self, operation: CacheOperation) -> bool:
         """Reserves the blocks of a store; reports the store as failed if the host has no memory for its blocks."""
@@ -203,7 +217,7 @@ class HybridCacheController:
                     pool.memory.reserve(_copies(name, [operation])[1])
         except RuntimeError as exc:
             log.warning("no_host_memory", error=str(exc))
-            self._moved(operation.number, f"{type(exc).__name__}: {exc}")
+            self._moved(operation.number, f"{type(exc).__name__}: {exc}", 0.0)
             return False
         return True
 
@@ -217,18 +231,19 @@ class HybridCacheController:
 
     def _load(self, operations: Sequence[CacheOperation], after: DeviceEvent) -> None:
         """Copies all layers of the loads, then reports the end of the loads. Runs on the load thread."""
-        self._report(operations, self._queue_loads(operations, after, groups=1)[-1][1])
+        self._report(operations, self._queue_loads(operations, after, groups=1))
 
     def _launch(self, operations: Sequence[CacheOperation], after: DeviceEvent) -> LoadedLayers:
-        events = self._queue_loads(operations, after, self._load_groups)
-        self.loading.submit(self._guarded, self._report, operations, events[-1][1])
-        return LoadedLayers(self._device, tuple(events))
+        queued = self._queue_loads(operations, after, self._load_groups)
+        self.loading.submit(self._guarded, self._report, operations, queued)
+        return LoadedLayers(self._device, queued.events)
 
     def _queue_loads(
         self, operations: Sequence[CacheOperation], after: DeviceEvent, groups: int
-    ) -> list[tuple[int, DeviceEvent]]:
-        """Queues loads: states first, then pages by group of layers. Returns the events; see `LoadedLayers`."""
+    ) -> _QueuedLoads:
+        """Queues loads: states first, then pages by group of layers."""
         self._load_queue.after(after)
+        began = self._load_queue.mark()
         with self._load_queue.use():
             slots, blocks = _copies("state", operations)
             self.states.load(slots, blocks, Span(0, self.states.layers))
@@ -239,13 +254,17 @@ class HybridCacheController:
             with self._load_queue.use():
                 self.kv.load(pages, blocks, span)
             events.append((span.stop, self._load_queue.record_event()))
-        return events
+        return _QueuedLoads(tuple(events), began, self._load_queue.mark())
 
-    def _report(self, operations: Sequence[CacheOperation], event: DeviceEvent) -> None:
-        """Waits for the end of queued loads, then reports their end. Runs on the load thread."""
-        wait_for(event)
-        for operation in operations:
-            self._moved(operation.number, "")
+    def _report(self, operations: Sequence[CacheOperation], queued: _QueuedLoads) -> None:
+        """Waits for the end of queued loads, then reports their end. Runs on the load thread.
+
+        Each load is reported with a part of the time of all loads that were queued together.
+        """
+        seconds = seconds_between(queued.began, queued.ended)
+        sizes = [len(_copies("kv", [operation])[0]) for operation in operations]
+        for operation, pages in zip(operations, sizes, strict=True):
+            self._moved(operation.number, "", seconds * pages / max(1, sum(sizes)))
 
     def _pools(self) -> tuple[tuple[PoolName, HostPool], ...]:
         return ("kv", self.kv), ("state", self.states)

@@ -5,16 +5,20 @@ On a GPU the queue is a CUDA stream. On a CPU each call completes its work, and 
 
 from __future__ import annotations
 
+import time
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 
 from disagg.core.config.groups import GroupConfig
+from disagg.core.ports import Clock
 
 cuda: Any = torch.cuda  # its streams and events carry no types
 DeviceEvent = Any
 """A CUDA event; None on a CPU, where no work is ever pending."""
+DeviceMark = Any
+"""A point in the work of a `DeviceQueue`: a CUDA event with a time; on a CPU the time in seconds."""
 
 
 def record_event(device: torch.device) -> DeviceEvent:
@@ -65,13 +69,23 @@ def wait_for(event: DeviceEvent) -> None:
         event.synchronize()
 
 
+def seconds_between(first: DeviceMark, last: DeviceMark) -> float:
+    """Returns the seconds between two marks of a `DeviceQueue`. Blocks until the work before `last` has completed."""
+    if isinstance(first, (int, float)):
+        return float(last - first)
+    last.synchronize()
+    return float(first.elapsed_time(last)) / 1e3
+
+
 class DeviceQueue:
     """A CUDA stream for copies, owned by one thread; on a CPU, work runs when it is queued."""
 
-    def __init__(self, device: torch.device, *, urgent: bool = True) -> None:
+    def __init__(
+        self, device: torch.device, *, urgent: bool = True, clock: Clock = time.perf_counter
+    ) -> None:
         """`urgent`: whether the stream has high priority. With normal priority, a short copy would queue behind the
-        thread blocks of a whole step."""
-        self.device = device
+        thread blocks of a whole step. `clock`: measures the work on a CPU."""
+        self.device, self._clock = device, clock
         priority = -1 if urgent else 0
         self._stream = cuda.Stream(device, priority=priority) if device.type == "cuda" else None
         self._adopted = False
@@ -104,6 +118,14 @@ class DeviceQueue:
         """Makes later work of this queue wait for `event` on the device, without blocking the host."""
         if self._stream is not None and event is not None:
             self._stream.wait_event(event)
+
+    def mark(self) -> DeviceMark:
+        """Records a point after all work queued so far, for `seconds_between`."""
+        if self._stream is None:
+            return self._clock()
+        event = cuda.Event(enable_timing=True)
+        event.record(self._stream)
+        return event
 
     def record_event(self) -> DeviceEvent:
         """Records an event after all work queued so far."""

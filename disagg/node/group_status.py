@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from disagg.core.config.read import Role
 from disagg.core.status import GroupStatus
+from disagg.kv.host_tier import HostTierStatistics
 from disagg.node.kv_manager import KVManagerStatistics
 from disagg.node.reports import Reports
 
@@ -37,7 +38,6 @@ def group_status(
     rows = scheduled.memory.rows if has_states else 0
     cached_states = cache.cached_states + cache.held_states if cache is not None and has_states else 0
     host = scheduled.memory.host
-    storage = host.storage if host is not None else None
     loaded_tokens = host.loaded_pages * pages.page_size if host is not None else 0
     return GroupStatus(
         name,
@@ -58,14 +58,9 @@ def group_status(
         cached_states=cached_states,
         evicted_states_total=cache.evicted_states if cache is not None else 0,
         cached_tokens_total=(cache.hit_tokens if cache is not None else 0) + loaded_tokens,
-        host_pages=host.pages if host is not None else 0,
-        host_pages_used=host.used_pages if host is not None else 0,
-        host_stored_pages_total=host.stored_pages if host is not None else 0,
-        host_loaded_tokens_total=loaded_tokens,
-        storage_written_pages_total=storage.written_pages if storage is not None else 0,
-        storage_fetched_pages_total=storage.fetched_pages if storage is not None else 0,
-        storage_skipped_pages_total=storage.skipped_pages if storage is not None else 0,
-        storage_failed_pages_total=storage.failed_pages if storage is not None else 0,
+        queried_tokens_total=cache.queried_tokens if cache is not None else 0,
+        prompt_tokens_per_s=reports.prompt_tokens_per_s,
+        **(_host_fields(host, pages.page_size) if host is not None else {}),
         preemptions_total=scheduled.preemptions,
         tokens_total=reports.tokens,
         steps_total=reports.steps,
@@ -73,3 +68,33 @@ def group_status(
         broken=broken,
         silent_ranks=tuple(sorted(silent_ranks)),
     )
+
+
+def _host_fields(host: HostTierStatistics, page_size: int) -> dict[str, Any]:
+    """Returns the fields of `GroupStatus` about the second and the third tier."""
+    found: dict[str, Any] = {
+        "host_pages": host.pages,
+        "host_pages_used": host.used_pages,
+        "host_storing_pages": host.storing_pages,
+        "host_loading_pages": host.loading_pages,
+        "host_stored_pages_total": host.stored_pages,
+        "host_skipped_pages_total": host.skipped_pages,
+        "host_evicted_pages_total": host.cache.evicted_pages,
+        "host_loaded_tokens_total": host.loaded_pages * page_size,
+        "host_load_s_total": host.load_s,
+        "host_load_tokens_per_s": host.load_tokens_per_s,
+    }
+    storage = host.storage
+    if storage is not None:
+        found |= {
+            "storage_hit_tokens_total": storage.used_pages * page_size,
+            "storage_writing_pages": storage.writing_pages,
+            "storage_fetching_pages": storage.fetching_pages,
+            "storage_fetch_s_total": storage.fetch_s,
+            "storage_fetch_tokens_per_s": storage.fetch_tokens_per_s,
+            "storage_written_pages_total": storage.written_pages,
+            "storage_fetched_pages_total": storage.fetched_pages,
+            "storage_skipped_pages_total": storage.skipped_pages,
+            "storage_failed_pages_total": storage.failed_pages,
+        }
+    return found

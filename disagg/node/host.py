@@ -124,13 +124,14 @@ class RankHost(ABC):
         if rendezvous.backend == "shared":  # NCCL may read its store later
             self._remove_meeting_folder()
         runner, memory = self._start.load_runner(model, self._collective, self._rank, self.role)
+        model, host_cache = self._start.with_host_cache(model, runner, rendezvous.host_ranks)
         place = self._start.RankPlace(self._rank, self._name)
         self.node, choice = self._start.make_node(self._rank_class, runner, model, self._keys, place)
         self.node.on_broken = self._on_broken
         info = self.node.start()
         log_own_sockets([info], descendants=False)
         self._start.freeze_objects()
-        self._started = self._start.started_rank(info, runner, model, memory, choice)
+        self._started = self._start.started_rank(info, runner, model, memory, choice, host_cache)
         return self._started
 
     def join(self, group: GroupInfo) -> None:

@@ -372,10 +372,10 @@ class KVManager:
         """Returns the second tier's operations for the next plan; see `HostTier.take_operations`."""
         return self.host.take_operations() if self.host is not None else []
 
-    def moved(self, number: int, rank: int, error: str = "") -> None:
+    def moved(self, number: int, rank: int, error: str = "", seconds: float = 0.0) -> None:
         """Records a rank's report of an operation of the second tier; see `HostTier.moved`."""
         if self.host is not None:
-            self.host.moved(number, rank, error)
+            self.host.moved(number, rank, error, seconds)
 
     def take_storage_operations(self) -> list[StorageOperation]:
         """Returns the third tier's operations for the next plan; see `StorageTier.take_operations`."""

@@ -120,7 +120,9 @@ class Leader(ABC):
                 case m.RankReport():
                     self._on_report(message.status)
                 case m.CacheMoved():
-                    self._scheduler.kv_manager.moved(message.operation, message.rank, message.error)
+                    self._scheduler.kv_manager.moved(
+                        message.operation, message.rank, message.error, message.seconds
+                    )
                     self._memory_freed()
                 case m.StorageMoved():
                     self._scheduler.kv_manager.storage_moved(_storage_report(message))
@@ -447,4 +449,6 @@ class Leader(ABC):
 
 
 def _storage_report(message: m.StorageMoved) -> StorageReport:
-    return StorageReport(message.operation, message.rank, message.pages, message.done, message.error)
+    return StorageReport(
+        message.operation, message.rank, message.pages, message.done, message.error, message.seconds
+    )

@@ -108,6 +108,11 @@ class StepPlan(msgspec.Struct, frozen=True):
     unwanted_fetches: list[int] = []
     """Numbers of fetches of earlier plans that the ranks end now. Pages that have landed are kept."""
 
+    @property
+    def loads(self) -> bool:
+        """Whether the plan orders loads of cached KV, for which its step may wait."""
+        return any(not operation.store for operation in self.cache_operations)
+
     def encode(self) -> bytes:
         """Returns the encoding for `transport.control.messages.Plan.body`."""
         return _ENCODER.encode(self)

@@ -39,6 +39,7 @@ from disagg.node.kv_manager import KVManager
 from disagg.node.leader import Leader
 from disagg.node.links import Link
 from disagg.node.plan import StepPlan
+from disagg.node.prefix_caching import cache_refusal
 from disagg.node.rank_peers import RankPeers
 from disagg.node.sizing import pool_bytes, state_bytes
 from disagg.node.step_watch import FACTOR as STEP_FACTOR
@@ -152,14 +153,16 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
         group, pools = self.group_config, self.runner.transfer_pools
         if self.role == "decode":  # a decode rank receives the state of each prompt, and caches none
             pools = TransferPools.of(pools.kv, None)
-        nbytes = group.host_cache_bytes if group.prefix_cache else 0
+        # `rank_start.with_host_cache` has resolved an automatic size; a rank started alone has no second tier.
+        nbytes = (group.host_cache_bytes or 0) if group.prefix_cache else 0
         return HybridCacheController(
             pools,
             group.page_size,
             host_block_counts(pools, group.page_size, nbytes),
             layered=self.role != "decode",
-            moved=lambda number, error: self.to_leader(m.CacheMoved(number, self.rank, error)),
+            moved=self._cache_moved,
             broken=lambda error: self._on_broken(DisaggError(f"a copy of cached KV failed: {error}")),
+            clock=self.clock,
         )
 
     def _make_peers(self) -> RankPeers:
@@ -247,8 +250,11 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
         if self.kv_manager is not None:
             self.kv_manager.add_storage(keys.links, section)
 
-    def _storage_moved(self, number: int, pages: int, done: bool, error: str) -> None:
-        self.to_leader(m.StorageMoved(number, self.rank, pages, done, error))
+    def _cache_moved(self, number: int, error: str, seconds: float) -> None:
+        self.to_leader(m.CacheMoved(number, self.rank, error, max(0.0, seconds)))
+
+    def _storage_moved(self, number: int, pages: int, done: bool, error: str, seconds: float) -> None:
+        self.to_leader(m.StorageMoved(number, self.rank, pages, done, error, max(0.0, seconds)))
 
     def order_copies(self, plan: StepPlan) -> LoadedLayers:
         """Starts the plan's work between the tiers of the prefix cache; returns the loads for which the step waits.
@@ -452,11 +458,7 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
     def _make_kv_manager(self) -> KVManager:
         """Returns the group's KV manager, with a prefix cache if configured and supported by the model."""
         group, spec = self.group_config, self.runner.spec
-        reason = spec.cache_refused
-        if self.role == "decode" and not spec.has_attention:
-            reason = "the model has no KV, and a decode group receives the recurrent states"
-        if self.role == "decode" and spec.has_state and self.config.model.deterministic:
-            reason = "the bits of the model's KV depend on where the prefill group ends a prompt's last chunk"
+        reason = cache_refusal(spec, self.role, self.config.model.deterministic)
         states, receives_states = None, self.role == "decode"
         if self.runner.states is not None:
             first = group.max_requests + 1  # after the slots of the rows and the trash row

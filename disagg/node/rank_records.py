@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from disagg.core.config.read import Config
 from disagg.core.types import GroupInfo, RankInfo
+from disagg.node.host_memory import HostCacheSize
 from disagg.node.ownership import NO_COUNTS, GroupCounts
 from disagg.node.process import ProcessIdentity
 
@@ -20,6 +21,8 @@ class Rendezvous(NamedTuple):
     """Private folder of rank 0; empty for a group of one rank."""
     backend: str
     """Collective backend, `shared` or `nccl`; see `GroupPlacement.backend`."""
+    host_ranks: int = 1
+    """Number of ranks, of all groups, that start together on the host."""
 
 
 class Started(NamedTuple):
@@ -40,6 +43,8 @@ class Started(NamedTuple):
     """Tokens that the rank's KV pool holds."""
     max_requests: int
     """Requests for which the rank has rows, and slots of recurrent states."""
+    host_cache: HostCacheSize
+    """Size of the second tier of the rank's prefix cache."""
 
 
 class RankRecord(NamedTuple):

@@ -17,14 +17,30 @@ import structlog
 import torch
 
 from disagg.core.config.read import Config, GroupConfig
+from disagg.core.errors import ConfigError
 from disagg.core.ports import Collective
 from disagg.core.types import RankInfo
 from disagg.model.load.source import ModelSource, make_source
 from disagg.model.runner import ModelRunner
 from disagg.node.assemble import make_collective, make_runner, resolve_device
+from disagg.node.host_memory import (
+    HostCacheRoom,
+    HostCacheSize,
+    automatic_host_cache,
+    available_bytes,
+)
+from disagg.node.prefix_caching import cache_refusal
 from disagg.node.rank import RankNode
 from disagg.node.rank_records import Rendezvous, Started
-from disagg.node.sizing import describe, describe_pool, fill_memory, pool_tokens
+from disagg.node.sizing import (
+    describe,
+    describe_pool,
+    fill_memory,
+    pool_bytes,
+    pool_tokens,
+    state_bytes,
+)
+from disagg.node.swap import swap_bytes
 from disagg.node.warm import warm_model, warm_page_copies, warm_sampling
 from transport.base import Transport
 from transport.control.zmq import make_control
@@ -117,6 +133,36 @@ def _record(runner: ModelRunner, group: GroupConfig, role: str) -> None:
         runner.record_pieces(group.chunk_tokens, group.decode_batch)
 
 
+def with_host_cache(
+    model: RankModel, runner: ModelRunner, host_ranks: int
+) -> tuple[RankModel, HostCacheSize]:
+    """Returns the model with `host_cache_bytes` of its group resolved, and that size with its reason.
+
+    `host_ranks`: number of ranks that start together on this host. Raises `ConfigError` if the group has a storage
+    and the host has no memory for the second tier.
+    """
+    group, device = model.group, model.device
+    refused = cache_refusal(runner.spec, group.role, model.config.model.deterministic)
+    if refused or not group.prefix_cache:
+        size = HostCacheSize(0, f"no prefix cache: {refused or f'{group.role}.prefix_cache'}")
+    elif not runner.spec.has_attention:
+        size = HostCacheSize(0, "the model has no KV")
+    elif group.host_cache_bytes is not None:
+        size = HostCacheSize(group.host_cache_bytes, "set")
+    else:
+        pool = pool_bytes(runner) + state_bytes(runner)
+        room = HostCacheRoom(available_bytes(), host_ranks, pool, swap_bytes(group, device))
+        on_gpu, storage = device.type == "cuda", bool(group.storage)
+        size = automatic_host_cache(room, group.host_cache_write, on_gpu=on_gpu, storage=storage)
+        if storage and not size.nbytes:
+            raise ConfigError(
+                f"{group.role}.storage needs host memory, and none is left ({size.reason}): set "
+                f"{group.role}.host_cache_bytes, or lower {group.role}.swap_bytes"
+            )
+    resolved = msgspec.structs.replace(group, host_cache_bytes=size.nbytes)
+    return model._replace(group=resolved), size
+
+
 def make_node(
     rank_class: type[RankNode[Any, Any, Any]],
     runner: ModelRunner,
@@ -140,7 +186,12 @@ def make_node(
 
 
 def started_rank(
-    info: RankInfo, runner: ModelRunner, model: RankModel, memory: str, choice: Choice
+    info: RankInfo,
+    runner: ModelRunner,
+    model: RankModel,
+    memory: str,
+    choice: Choice,
+    host_cache: HostCacheSize,
 ) -> Started:
     """Returns the description of a started rank. Blocks until the model's fingerprint is computed."""
     host, tokens = socket.gethostname(), pool_tokens(runner)
@@ -154,6 +205,7 @@ def started_rank(
         choice.name,
         tokens,
         runner.req_to_token.rows,
+        host_cache,
     )
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 from disagg.core.ports import Clock
 from disagg.core.status import GroupStatus, RankStatus
+from disagg.kv.token_rate import TokenRate
 from transport.control import messages as m
 
 FORGET_AFTER = 5
@@ -32,11 +33,17 @@ class Reports:
         self._step_ended_s = 0.0
         self.steps = self.tokens = 0
         self.step_s = 0.0
+        self._prompt_rate = TokenRate()
 
     @property
     def ranks(self) -> tuple[RankStatus, ...]:
         """Latest status of each rank, by rank."""
         return tuple(self._ranks[rank] for rank in sorted(self._ranks))
+
+    @property
+    def prompt_tokens_per_s(self) -> float:
+        """Mean rate of the computation of prompts; 0 before the first measurement."""
+        return self._prompt_rate.tokens_per_s
 
     @property
     def watchers(self) -> tuple[str, ...]:
@@ -47,10 +54,11 @@ class Reports:
         """Records the start of a step, which may begin before the previous step has ended."""
         self._steps_began_s.append(self._clock())
 
-    def step_ended(self, tokens: int) -> float:
+    def step_ended(self, tokens: int, prompt_tokens: int = 0) -> float:
         """Counts the oldest step in flight, which computed `tokens` tokens, as ended.
 
-        Returns its duration in seconds, without the time in which the previous step was still running.
+        `prompt_tokens`: prompt tokens of the step if its duration measures their computation, else 0. Returns the
+        duration in seconds, without the time in which the previous step was still running.
         """
         now_s = self._clock()
         seconds = now_s - max(self._steps_began_s.popleft(), self._step_ended_s)
@@ -58,6 +66,7 @@ class Reports:
         self.steps += 1
         self.tokens += tokens
         self.step_s += seconds
+        self._prompt_rate.add(prompt_tokens, seconds)
         return seconds
 
     def update_rank(self, status: RankStatus, ranks: int) -> None:

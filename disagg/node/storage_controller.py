@@ -33,9 +33,9 @@ BATCH_BYTES = 16 << 20
 CALL_LIMIT_S = 2.0
 """Time limit of one call of the storage. Only a hung disk or server makes a call last this long."""
 
-Moved = Callable[[int, int, bool, str], None]
-"""Callback with an operation's number, its finished leading pages, whether it has ended, and its error; see
-`StorageMoved`."""
+Moved = Callable[[int, int, bool, str, float], None]
+"""Callback with an operation's number, its finished leading pages, whether it has ended, its error, and the seconds
+that its reads took; see `StorageMoved`."""
 
 
 class BlockMemory(Protocol):
@@ -52,6 +52,8 @@ class _Fetch:
     operation: StorageOperation
     until_s: float
     landed: int = 0
+    seconds: float = 0.0
+    """Time spent on reads, without the time in the queue."""
     unwanted: bool = False
 
 
@@ -121,16 +123,17 @@ class StorageController:
     def _fetch_some(self) -> None:
         """Does the first find in the queue, or the next batch of the first fetch. Runs on the read thread."""
         fetch, error = self._queue.popleft(), ""
-        number, before = fetch.operation.number, fetch.landed
+        number, before, began_s = fetch.operation.number, fetch.landed, self._clock()
         try:
             done = self._advance(fetch)
         except Exception as exc:  # any error ends this fetch only
-            log.exception("storage_fetch_failed", operation=number)
             done, error = True, f"{type(exc).__name__}: {exc}"
+            log.exception("storage_fetch_failed", operation=number, error=error)
+        fetch.seconds += self._clock() - began_s
         if done:
             del self._under_way[number]
         if done or fetch.landed > before:
-            self._moved(number, fetch.landed, done, error)
+            self._moved(number, fetch.landed, done, error, fetch.seconds)
         if not done:
             self._queue.append(fetch)
             self._submit(self.fetching, self._fetch_some)
@@ -176,9 +179,9 @@ class StorageController:
                 if count < len(links):
                     break
         except Exception as exc:  # any error ends this write only
-            log.exception("storage_write_failed", operation=operation.number)
             error = f"{type(exc).__name__}: {exc}"
-        self._moved(operation.number, stored, True, error)
+            log.exception("storage_write_failed", operation=operation.number, error=error)
+        self._moved(operation.number, stored, True, error, 0.0)
 
     def _write_batch(self, links: Sequence[bytes], blocks: Sequence[int]) -> int:
         """Stores the missing pages of a batch; returns how many leading pages of the batch are stored."""

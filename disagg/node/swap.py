@@ -10,11 +10,11 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 
 import structlog
 import torch
 
+from disagg.core.config.groups import DecodeConfig, GroupConfig
 from disagg.core.ports import Clock
 from disagg.core.types import KVLayout, Span
 from disagg.kv import host_pool
@@ -22,6 +22,7 @@ from disagg.kv.host_pool import HostPool, block_bytes
 from disagg.kv.transfer_pools import TransferPools
 from disagg.model.spec.model_spec import rank_token_bytes
 from disagg.node.device import DeviceEvent, DeviceQueue, use_device, wait_for
+from disagg.node.host_memory import total_bytes
 from disagg.node.plan import Swap
 
 log = structlog.get_logger(__name__)
@@ -36,22 +37,16 @@ def page_bytes(layout: KVLayout, ranks: int, page_size: int) -> int:
     return rank_token_bytes(layout, ranks) * page_size
 
 
-def swap_bytes(configured: int | None, device: torch.device) -> int:
-    """Returns a rank's host memory for swapped pages in bytes: `configured`, or a default from the host's memory."""
-    if configured is not None:
-        return configured
-    return min(AUTOMATIC_BYTES, host_memory_bytes() // HOST_SHARE) if device.type == "cuda" else 0
+def swap_bytes(group: GroupConfig, device: torch.device) -> int:
+    """Returns the host memory in bytes that a rank of `group` has for swapped pages; 0 if it does not swap.
 
-
-def host_memory_bytes(limit: Path = Path("/sys/fs/cgroup/memory.max")) -> int:
-    """Returns the memory that this process may use: the smaller of the container's limit and the host's memory."""
-    import psutil
-
-    total = int(psutil.virtual_memory().total)
-    try:
-        return min(total, int(limit.read_text()))
-    except (OSError, ValueError):  # no such file, or `max`
-        return total
+    Without a setting, the memory is a share of the host's memory.
+    """
+    if not isinstance(group, DecodeConfig) or group.preemption == "recompute":
+        return 0
+    if group.swap_bytes is not None:
+        return group.swap_bytes
+    return min(AUTOMATIC_BYTES, total_bytes() // HOST_SHARE) if device.type == "cuda" else 0
 
 
 class Swapper:

@@ -21,6 +21,8 @@ from disagg.model.recurrent.state import cached_states, state_rows
 from disagg.model.spec.layer_types import setting
 from disagg.model.spec.model_spec import ModelSpec, rank_token_bytes
 from disagg.node.assemble import CACHED_STATES_SHARE, resolve_dtype, resolve_kv_dtype, wanted_states
+from disagg.node.host_memory import AVAILABLE_SHARE, host_cache_limits
+from disagg.node.prefix_caching import cache_refusal
 from disagg.node.sizing import (
     LIBRARY_BYTES,
     SAMPLER_COPIES,
@@ -48,6 +50,8 @@ class PlannedMemory(msgspec.Struct, frozen=True):
     """Size of the recurrent state of one request on each rank; 0 without recurrent layers."""
     cached_states: int
     """Largest number of recurrent states in the prefix cache."""
+    host_cache: str
+    """Size of the prefix cache's second tier, as a text; empty without one."""
     limited_by_states: bool = False
     """Whether `max_requests` is automatic, and lower because of the memory of recurrent states."""
 
@@ -123,6 +127,8 @@ def memory_lines(groups: list[PlannedMemory]) -> list[str]:
         )
         if group.request_state_bytes:
             lines.append(_states_line(group))
+        if group.host_cache:
+            lines.append(f"{group.role}, prefix cache in host memory: {group.host_cache}")
     return lines
 
 
@@ -185,7 +191,28 @@ def _group(
         group.max_requests,
         state_bytes,
         cached,
+        _host_cache(config, group, spec, tokens * token_bytes + budget.state_bytes),
         automatic and rows < GPU_REQUESTS,
+    )
+
+
+def _host_cache(config: Config, group: GroupConfig, spec: ModelSpec, pool_bytes: int) -> str:
+    """Returns the size of the second tier of a rank with a pool of `pool_bytes` as a text; empty without one."""
+    refused = cache_refusal(spec, group.role, config.model.deterministic)
+    if (
+        refused
+        or not (group.prefix_cache and spec.has_attention and pool_bytes)
+        or group.host_cache_bytes == 0
+    ):
+        return ""
+    setting = f"{group.role}.host_cache_bytes"
+    if group.host_cache_bytes is not None:
+        return f"{describe_bytes(group.host_cache_bytes)} on each rank ({setting})"
+    least_bytes, most_bytes = host_cache_limits(pool_bytes, group.host_cache_write)
+    least = f"; none below {describe_bytes(least_bytes)}" if not group.storage else ""
+    return (
+        f"each rank's share of 1/{AVAILABLE_SHARE} of the host's available memory, at most "
+        f"{describe_bytes(most_bytes)}{least} ({setting})"
     )
 
 

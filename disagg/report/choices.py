@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from rich.table import Table
 
 from disagg.core.config.groups import GPU_REQUESTS
-from disagg.core.config.read import BatchingConfig, Config, GroupConfig
+from disagg.core.config.read import BatchingConfig, Config, GroupConfig, Role
 from disagg.core.types import GroupInfo
+from disagg.node.host_memory import HostCacheSize
 from disagg.plan.transfer import STATES_REASON, describe_bytes
 
 
@@ -22,18 +23,23 @@ class ChosenSetting(NamedTuple):
 
 
 def choices(
-    given: Config, running: Config, groups: Sequence[GroupInfo], max_running: int
+    given: Config,
+    running: Config,
+    groups: Sequence[GroupInfo],
+    max_running: int,
+    host_caches: Mapping[Role, HostCacheSize],
 ) -> list[ChosenSetting]:
     """Returns the sizes and limits that determine the server's speed, each with the reason for its value.
 
     `given` is the user's configuration, `running` the configuration with which the groups run, and `max_running` the
-    resolved `api.max_running`.
+    resolved `api.max_running`. `host_caches` is the smallest second tier of a rank of each role.
     """
     found = [
         choice
         for role, group in running.kinds.items()
         for choice in _of_kind(role, given.kinds[role], group, [info for info in groups if info.role == role])
     ]
+    found += [_host_cache(role, host_caches[role]) for role in running.kinds]
     if any(info.role != "colocated" for info in groups):
         found += _of_transfer(given, groups)
     limit = min(info.context_tokens for info in groups)
@@ -78,6 +84,11 @@ def _of_kind(
         batch = group.with_requests(requests).decode_batch
         rows.append(ChosenSetting(f"{role}.max_batch", f"{batch}", reason))
     return rows + _of_states(role, infos[0])
+
+
+def _host_cache(role: Role, size: HostCacheSize) -> ChosenSetting:
+    value = f"{describe_bytes(size.nbytes)} on each rank" if size.nbytes else "0"
+    return ChosenSetting(f"{role}.host_cache_bytes", value, size.reason)
 
 
 def _of_states(role: str, info: GroupInfo) -> list[ChosenSetting]:

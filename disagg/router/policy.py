@@ -13,6 +13,7 @@ from disagg.core.config.read import PolicyName, RouterConfig
 from disagg.core.errors import BusyError
 from disagg.core.prefixes import HeldPrefixes, Tier
 from disagg.core.types import GroupInfo
+from disagg.router.load_costs import NOT_MEASURED, LoadCosts
 
 DEFAULTS = RouterConfig()
 SLACK = 16
@@ -42,6 +43,8 @@ class RoutedGroup:
     """Prefixes cached in the KV pool, from KV events; empty if the router does not watch them."""
     lower: dict[Tier, HeldPrefixes] = field(default_factory=dict)
     """Prefixes in the tiers below the KV pool, from KV events; empty for a group without these tiers."""
+    load_costs: LoadCosts = NOT_MEASURED
+    """Costs of loads from these tiers, from the group's reports."""
 
     @property
     def usable(self) -> bool:
@@ -115,7 +118,8 @@ class RoutingRequest:
     """Block hashes of the prompt, by `unit_tokens` and `switch_tokens` of the groups; see `HeldPrefixes`."""
     host_load_cost: float = DEFAULTS.host_load_cost
     storage_load_cost: float = DEFAULTS.storage_load_cost
-    """Times to load a token from host memory and from the storage, each divided by the time to compute it."""
+    """Times to load a token from host memory and from the storage, each divided by the time to compute it, for groups
+    that have not measured them; see `LoadCosts`."""
 
     def missing_tokens(self, engine: RoutedGroup) -> int:
         """Returns the prompt tokens minus the group's prefix cache hit, plus the cost of loading a part of the hit.
@@ -132,7 +136,8 @@ class RoutingRequest:
             return PromptCost(max(1, self.tokens - hit), 0)
         in_host = max(hit, self._hit_in(engine, "host"))
         stored = max(in_host, self._hit_in(engine, "storage"))
-        loading = self.host_load_cost * (in_host - hit) + self.storage_load_cost * (stored - in_host)
+        host, storage = engine.load_costs.or_settings(self.host_load_cost, self.storage_load_cost)
+        loading = host * (in_host - hit) + storage * (stored - in_host)
         return PromptCost(max(1, self.tokens - stored), math.ceil(loading))
 
     def _hit_in(self, engine: RoutedGroup, tier: Tier) -> int:

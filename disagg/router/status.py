@@ -16,6 +16,7 @@ import structlog
 from disagg.core.config.read import Role
 from disagg.core.errors import PeerLostError
 from disagg.core.status import GroupStatus
+from disagg.router.load_costs import LoadCosts
 from disagg.router.policy import RoutedGroup
 from disagg.router.response_dispatcher import ResponseDispatcher
 from transport.control import messages as m
@@ -37,6 +38,8 @@ class GroupStatuses:
         self._interval_s = 0.0
         self._statuses: dict[str, GroupStatus | None] = {}
         """Latest status by the leader's address; None before the first report."""
+        self._watched: dict[str, RoutedGroup] = {}
+        """Group of each leader that has been asked for reports."""
         self.changes = 0
         """Counter that increases with every change of `broken` or `has_silent_rank`, and possibly without one."""
         self.on_change: Callable[[], None] = lambda: None
@@ -46,6 +49,7 @@ class GroupStatuses:
         """Sends a `Watch` to each leader, to be renewed after `interval_s`; drops the statuses of removed groups."""
         self._interval_s = interval_s
         engines = {engine.group.leader.control_address: engine for engine in self._engines()}
+        self._watched = engines
         for leader in self._statuses.keys() - engines:
             self._forget(leader)
         for leader, engine in engines.items():
@@ -92,6 +96,9 @@ class GroupStatuses:
         match message:
             case m.GroupReport():
                 before, self._statuses[leader] = self._statuses.get(leader), message.status
+                engine = self._watched.get(leader)
+                if engine is not None and engine.group.name == message.status.name:
+                    engine.load_costs = LoadCosts.of(message.status)
                 if before is None or _usability(before) != _usability(message.status):
                     self.changes += 1
                     self.on_change()

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from disagg.stats.memory import KINDS, GroupSeries, Growth, Kind
+from disagg.stats.tiers import TierSeries
 
 KIND_STYLES: dict[Kind, tuple[str, str]] = {
     "weights": ("weights", "#495057"),
@@ -21,6 +22,12 @@ KIND_STYLES: dict[Kind, tuple[str, str]] = {
     "transfer_free": ("staging or ring free", "#ffe8cc"),
 }
 """Label and colour of each kind. Areas are stacked in the order of `KINDS`, the first one at the bottom."""
+TIER_STYLES = (
+    ("hits in the pool", "#74c0fc"),
+    ("hits in host memory", "#8ce99a"),
+    ("hits in the storage", "#ffd43b"),
+)
+"""Label and colour of the hits of each tier, in the order of `TierHits`."""
 PREEMPTED, EVICTED = ("preempted", "v", "#c2255c"), ("pages evicted", "|", "#5f3dc4")
 """Label, marker and colour of each kind of event."""
 LIMIT_IS_FAR = 3.0
@@ -28,18 +35,25 @@ LIMIT_IS_FAR = 3.0
 
 
 def draw_memory(groups: Sequence[GroupSeries], path: str | os.PathLike[str], title: str = "") -> None:
-    """Writes a PNG with a chart for each of `groups`. Raises `ValueError` if there is no group, and `OSError`."""
+    """Writes a PNG with a chart for each of `groups`, and another one for the lower tiers of its prefix cache.
+
+    Raises `ValueError` if there is no group, and `OSError`.
+    """
     if not groups:
         raise ValueError("no group to draw")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(12, 1.3 + 2.9 * len(groups)), layout="constrained")
+    tiered = [(group.name, group.tiers) for group in groups if group.tiers is not None]
+    charts = len(groups) + len(tiered)
+    figure = Figure(figsize=(12, 1.3 + 2.9 * charts), layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.subplots(len(groups), 1, sharex=True, squeeze=False)[:, 0]
-    for axis, group in zip(axes, groups, strict=True):
+    axes = figure.subplots(charts, 1, sharex=True, squeeze=False)[:, 0]
+    for axis, group in zip(axes, groups, strict=False):
         _areas(axis, group)
         _marks(axis, group)
+    for axis, (name, tiers) in zip(axes[len(groups) :], tiered, strict=True):
+        _tiers(axis, name, tiers)
     axes[0].set_xlim(0, max(group.at_s[-1] for group in groups))
     figure.align_ylabels(list(axes))
     axes[-1].set_xlabel("time since the first sample (s)")
@@ -67,6 +81,21 @@ def _areas(axis: Any, group: GroupSeries) -> None:
     axis.set_ylim(bottom=0)
     axis.grid(axis="y", color="#ced4da", linewidth=0.5, alpha=0.6)
     axis.spines[["top", "right"]].set_visible(False)
+
+
+def _tiers(axis: Any, name: str, tiers: TierSeries) -> None:
+    """Draws the hits by tier as stacked areas, and the used share of host memory as a line, in percent."""
+    shares = [[100 * hits[tier] for hits in tiers.hits] for tier in range(len(TIER_STYLES))]
+    labels, colors = zip(*TIER_STYLES, strict=True)
+    axis.stackplot(tiers.at_s, shares, labels=labels, colors=colors, linewidth=0)
+    used = [100 * share for share in tiers.host_used]
+    axis.plot(tiers.at_s, used, color="#212529", linewidth=1, label="host memory used")
+    axis.set_title(f"{name}: prefix cache", loc="left", fontsize=10, fontweight="bold")
+    axis.set_ylabel("% of prompt tokens")
+    axis.set_ylim(0, 105)
+    axis.grid(axis="y", color="#ced4da", linewidth=0.5, alpha=0.6)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(loc="upper left", ncols=4, frameon=False, fontsize=8)
 
 
 def _unit(largest_bytes: int) -> tuple[str, int]:

@@ -13,6 +13,7 @@ import msgspec
 
 from disagg.core.config.groups import Role
 from disagg.core.status import GroupStatus, RankStatus, ServiceStatus
+from disagg.stats.tiers import TierSeries, TierUse, tier_series, tier_use
 
 Kind = Literal[
     "weights",
@@ -66,6 +67,8 @@ class GroupMemory(msgspec.Struct, frozen=True):
     evicted_pages_total: int
     preemptions_total: int
     ranks: tuple[RankMemory, ...]
+    tiers: TierUse | None
+    """Host memory and storage of the prefix cache; None without a second tier."""
 
     def kind_bytes(self, kind: Kind) -> int:
         """Returns the bytes of one kind of memory on all ranks."""
@@ -99,6 +102,8 @@ class GroupSeries(msgspec.Struct, frozen=True):
     """Preemptions of requests, per interval between samples."""
     evicted: tuple[Growth, ...]
     """Pages evicted from the prefix cache, per interval between samples."""
+    tiers: TierSeries | None
+    """Host memory and storage of the prefix cache; None without a second tier."""
 
 
 def memory_now(status: ServiceStatus) -> list[GroupMemory]:
@@ -135,6 +140,7 @@ def group_memory(group: GroupStatus) -> GroupMemory:
         group.evicted_pages_total,
         group.preemptions_total,
         tuple(_rank_memory(rank, tokens, pool_tokens, _state_slots(group)) for rank in group.ranks),
+        tier_use(group),
     )
 
 
@@ -168,15 +174,16 @@ def _rank_memory(
 def memory_series(pictures: Sequence[ServiceStatus]) -> list[GroupSeries]:
     """Returns the series of each group. `pictures` are the samples, oldest first; groups are in order of
     appearance."""
-    moments: dict[str, list[tuple[float, GroupMemory]]] = {}
+    moments: dict[str, list[tuple[float, GroupStatus]]] = {}
     for picture in pictures:
-        for group in memory_now(picture):
-            moments.setdefault(group.name, []).append((picture.unix_s - pictures[0].unix_s, group))
+        for group in picture.groups:
+            if group.ranks:
+                moments.setdefault(group.name, []).append((picture.unix_s - pictures[0].unix_s, group))
     return [_group_series(found) for found in moments.values()]
 
 
-def _group_series(moments: Sequence[tuple[float, GroupMemory]]) -> GroupSeries:
-    times, groups = tuple(at_s for at_s, _ in moments), [group for _, group in moments]
+def _group_series(moments: Sequence[tuple[float, GroupStatus]]) -> GroupSeries:
+    times, groups = tuple(at_s for at_s, _ in moments), [group_memory(group) for _, group in moments]
     last = groups[-1]
     return GroupSeries(
         last.name,
@@ -186,6 +193,7 @@ def _group_series(moments: Sequence[tuple[float, GroupMemory]]) -> GroupSeries:
         last.device_bytes,
         _growths(times, [group.preemptions_total for group in groups]),
         _growths(times, [group.evicted_pages_total for group in groups]),
+        tier_series(times, [group for _, group in moments]),
     )
 
 

@@ -11,17 +11,20 @@ from rich.text import Text
 
 from disagg.plan.transfer import describe_bytes
 from disagg.stats.memory import GroupMemory, RankMemory
-from disagg.top.words import part_words, plain
+from disagg.stats.tiers import TierUse
+from disagg.top.words import part_words, plain, time_words
 
 
 def tables(groups: Sequence[GroupMemory]) -> RenderableType:
-    """Returns a table of the ranks in bytes, a table of the groups in tokens, and a table of recurrent states if any
-    group has them."""
+    """Returns a table of the ranks in bytes, a table of the groups in tokens, and tables of recurrent states and of
+    the prefix cache's lower tiers if any group has them."""
     if not groups:
         return Text("no group has reported its memory yet", style="yellow")
     found = [_ranks_table([rank for group in groups for rank in group.ranks]), _groups_table(groups)]
     stateful = [group for group in groups if group.state_slots]
-    return Group(*found, *([_states_table(stateful)] if stateful else []))
+    found += [_states_table(stateful)] if stateful else []
+    tiered = [(group.name, group.tiers) for group in groups if group.tiers is not None]
+    return Group(*found, *([_tiers_table(tiered)] if tiered else []))
 
 
 def _ranks_table(ranks: Sequence[RankMemory]) -> Table:
@@ -93,6 +96,42 @@ def _states_table(groups: Iterable[GroupMemory]) -> Table:
             group.evicted_states_total,
         )
         table.add_row(Text(plain(group.name)), *(f"{count:,}" for count in counts))
+    return table
+
+
+def _tiers_table(groups: Iterable[tuple[str, TierUse]]) -> Table:
+    table = _table(
+        "Prefix cache of each group, and bytes moved between its tiers",
+        (
+            "group",
+            "hits pool",
+            "host",
+            "storage",
+            "host memory",
+            "used",
+            "stored",
+            "loaded",
+            "written",
+            "fetched",
+        ),
+        ("under way", "saved"),
+    )
+    for name, tiers in groups:
+        moved = (
+            tiers.host_bytes,
+            tiers.host_used_bytes,
+            tiers.stored_bytes,
+            tiers.loaded_bytes,
+            tiers.written_bytes,
+            tiers.fetched_bytes,
+        )
+        table.add_row(
+            Text(plain(name)),
+            *(f"{share:.0%}" for share in tiers.hits),
+            *map(describe_bytes, moved),
+            f"{tiers.pages_under_way:,}",
+            time_words(tiers.saved_s),
+        )
     return table
 
 

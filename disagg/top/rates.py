@@ -27,6 +27,12 @@ class GroupRate(msgspec.Struct, frozen=True):
 
     tokens_per_s: float
     cached_tokens_per_s: float
+    queried_tokens_per_s: float
+    """Prompt tokens that searched the prefix cache."""
+    loaded_tokens_per_s: float
+    """Tokens loaded from host memory."""
+    stored_tokens_per_s: float
+    """Tokens loaded from host memory that came from the storage."""
     busy: float
     """Fraction of the time in which the group ran steps, 0 to 1."""
 
@@ -101,6 +107,9 @@ def rates(pictures: Sequence[ServiceStatus]) -> ServiceRates:
             group.name: GroupRate(
                 growth.of("tokens", group.name),
                 growth.of("cached", group.name),
+                growth.of("queried", group.name),
+                growth.of("loaded", group.name),
+                growth.of("stored", group.name),
                 min(1.0, growth.of("step", group.name)),
             )
             for group in now.groups
@@ -151,6 +160,9 @@ def _totals(status: ServiceStatus) -> dict[tuple[str, ...], float]:
     for group in status.groups:
         totals["tokens", group.name] = group.tokens_total
         totals["cached", group.name] = group.cached_tokens_total
+        totals["queried", group.name] = group.queried_tokens_total
+        totals["loaded", group.name] = group.host_loaded_tokens_total
+        totals["stored", group.name] = group.storage_hit_tokens_total
         totals["step", group.name] = group.step_s_total
         for rank in group.ranks:
             for route in rank.routes:

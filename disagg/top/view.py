@@ -12,6 +12,7 @@ from rich.text import Text
 from disagg.core.status import GroupStatus, RecentAnswer, ServiceStatus
 from disagg.plan.transfer import describe_bytes
 from disagg.top.rates import MOST_LINES, FlowRate, GroupRate, ServiceRates, paired, rates
+from disagg.top.tiers import page_bytes, saved_s, tier_hits
 from disagg.top.words import count_words, part_words, plain, rate_words, time_words
 
 LEAST_REQUESTS, MOST_REQUESTS = 3, 12
@@ -33,7 +34,9 @@ def picture(
     flows = _shown(growing.flows)
     head = [Text(plain(trouble), style="bold red")] if trouble else []
     head += _head(status, growing)
+    tiered = [group for group in status.groups if group.host_pages]
     used = len(head) + _lines(status.groups) + _lines(flows) + _lines(())
+    used += _lines(tiered) if tiered else 0
     room = MOST_REQUESTS if height is None else max(LEAST_REQUESTS, min(MOST_REQUESTS, height - used))
     tables: list[RenderableType] = []
     tables.append(
@@ -41,6 +44,8 @@ def picture(
         if status.groups
         else Text("no group is up", style="yellow")
     )
+    if tiered:
+        tables.append(_tiers_table(tiered, growing, width >= WIDE))
     if flows:
         tables.append(_flows_table(flows))
     if status.recent:
@@ -142,6 +147,39 @@ def _group_cells(group: GroupStatus, rate: GroupRate) -> list[str]:
         part_words(slots - group.tokens_held, slots),
         part_words(buffers_used, buffers),
     ]
+
+
+def _tiers_table(groups: Sequence[GroupStatus], growing: ServiceRates, wide: bool) -> Table:
+    """Returns a table of the lower tiers: hits now by tier, loads, pages under way, content, time saved so far."""
+    more = ("stored", "skipped", "fetched", "written") if wide else ()
+    hits = ("hit pool", "host", "storage")
+    table = _table("Prefix cache", "group", *hits, "loads", "under way", "host used", *more, "saved")
+    for group in groups:
+        rate = growing.groups[group.name]
+        shares = tier_hits(
+            rate.queried_tokens_per_s,
+            rate.cached_tokens_per_s,
+            rate.loaded_tokens_per_s,
+            rate.stored_tokens_per_s,
+        )
+        under_way = group.host_storing_pages + group.host_loading_pages
+        under_way += group.storage_writing_pages + group.storage_fetching_pages
+        totals = (
+            group.host_stored_pages_total,
+            group.host_skipped_pages_total + group.storage_skipped_pages_total,
+            group.storage_fetched_pages_total,
+            group.storage_written_pages_total,
+        )
+        table.add_row(
+            Text(plain(group.name)),
+            *(f"{share:.0%}" if rate.queried_tokens_per_s else "-" for share in shares),
+            rate_words(rate.loaded_tokens_per_s / max(1, group.page_size) * page_bytes(group)),
+            str(under_way),
+            part_words(group.host_pages_used, group.host_pages),
+            *(count_words(total) for total in (totals if wide else ())),
+            time_words(saved_s(group)),
+        )
+    return table
 
 
 def _state(group: GroupStatus, status: ServiceStatus) -> Text:

@@ -15,11 +15,12 @@ from api_server import ApiServer, body, until
 from browser import CHROMIUM, WHY_SKIPPED, Browser, Tab
 from msgspec.structs import replace
 from page_server import PageServer
-from status_pictures import service, with_states
+from status_pictures import service, with_states, with_tiers
 
 from disagg.core.status import GroupStatus, RankStatus, ServiceStatus
 from disagg.plan.transfer import describe_bytes
 from disagg.top.rates import append, paired, rates
+from disagg.top.tiers import saved_s, tier_hits
 from disagg.top.words import count_words, rate_words, time_words
 
 EVIL = "<img src=x onerror=alert(1)>"
@@ -178,6 +179,24 @@ def test_a_real_service_under_load(browser: Browser) -> None:
         assert texts(tab, "#recent td:last-child") == ["length"]
         assert texts(tab, "#labels text") != []
         assert tab.problems == []
+
+
+def test_lower_tiers_of_the_prefix_cache(browser: Browser, server: PageServer) -> None:
+    prefill, decode, *_ = service(100.0).groups
+    server.shape = {"groups": (with_tiers(prefill, 100.0), decode)}
+    tab = shown(browser, server)
+    words = "25% of host memory · 10 pages under way · 32 s saved"
+    assert [text for text in texts(tab, "p.tiers") if text] == [words]
+    groups = [with_tiers(prefill, at_s) for at_s in (0.0, 1.0, 60.0)]
+    groups += [replace(groups[1], prompt_tokens_per_s=0.0), prefill]
+    values = msgspec.json.encode(groups).decode()
+    assert tab.value(f"{values}.map((one) => savedSeconds({{...GROUP, ...one}}))") == [
+        pytest.approx(saved_s(group)) for group in groups
+    ]
+    for counts in ((400, 350, 150, 100), (0, 5, 5, 5), (10, 20, 5, 7)):
+        assert tab.value(f"tierHits({', '.join(map(str, counts))})") == pytest.approx(
+            list(tier_hits(*counts))
+        )
 
 
 def test_its_arithmetic_is_that_of_top(browser: Browser, server: PageServer) -> None:

@@ -207,6 +207,18 @@ def test_what_strangers_make_a_library_say_is_limited(stream: io.StringIO) -> No
     assert lines[0]["said"] == "Invalid HTTP request received."
 
 
+@pytest.mark.parametrize("event", ["storage_fetch_failed", "storage_write_failed", "cache_store_failed"])
+def test_faults_of_the_tiers_are_limited_with_their_tracebacks(stream: io.StringIO, event: str) -> None:
+    for number in range(1000):
+        try:
+            raise OSError("broken disk")
+        except OSError as exc:
+            structlog.get_logger("test").exception(event, operation=number, error=str(exc))
+    lines = [json.loads(line) for line in stream.getvalue().splitlines()]
+    assert len(lines) == PER_PEER_LINES
+    assert all("broken disk" in str(line["exception"]) for line in lines)
+
+
 def logged_lines() -> Iterator[tuple[str, str, set[str]]]:
     """Level, event and fields of every call of a logger in the sources; a level of "" is chosen when it runs."""
     for package in PACKAGES:
@@ -226,8 +238,10 @@ def test_the_table_is_of_lines_that_there_are() -> None:
     """And every line that names a peer is in it."""
     lines = list(logged_lines())
     there = {(level, event) for level, event, _ in lines}
-    for level, event in LIMITED:
+    for (level, event), named_by in LIMITED.items():
         assert {(level, event), ("", event)} & there, (level, event)
+        if named_by == "error":
+            assert all(named_by in fields for _, other, fields in lines if other == event), event
     assert {(level, event) for level, event, fields in lines if "peer" in fields} <= set(LIMITED)
 
 

@@ -14,6 +14,7 @@ from disagg.core.config.groups import HostWriteName
 from disagg.core.prefixes import PrefixKey
 from disagg.kv.cache_operations import CacheOperation
 from disagg.kv.host_tier import HostTierStatistics
+from disagg.kv.token_rate import LEAST_TOKENS
 from disagg.node.block_table import BlockTable
 from disagg.node.kv_manager import KVManager
 
@@ -127,6 +128,20 @@ def test_an_evicted_prefix_comes_back() -> None:
     group.compute(table, prompt(1, 2, 3))
     group.end(table)
     group.check()
+
+
+def test_a_load_takes_as_long_as_its_slowest_rank() -> None:
+    group = Group.of(pages=100, blocks=200, ranks=2)
+    group.answer(prompt(*range(1, 21)))
+    group.answer(prompt(*range(101, 200)))
+    assert group.begin(prompt(*range(1, 21))) is not None
+    [load] = group.waiting
+    pages = len(load.transfers[0].device)
+    assert pages * PAGE >= LEAST_TOKENS
+    group.kv_manager.moved(load.number, 0, "", 0.5)
+    assert group.host.load_s == 0.0, "the second rank still loads"
+    group.kv_manager.moved(load.number, 1, "", 0.25)
+    assert (group.host.load_s, group.host.load_tokens_per_s) == (0.5, pages * PAGE / 0.5)
 
 
 def test_pages_of_a_load_are_not_given_away_before_its_end() -> None:

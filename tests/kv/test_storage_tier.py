@@ -36,6 +36,33 @@ def test_a_restarted_group_finds_what_was_stored(stored: StoringGroup) -> None:
     assert group.counts.written_pages == 1, "what came from the storage is not written again"
 
 
+def test_a_fetched_page_counts_once_as_a_hit_of_the_storage(stored: StoringGroup) -> None:
+    group = stored.restarted(pages=8)
+    assert group.prefetch(prompt(1, 2, 3)) is not None
+    group.settle()
+    assert group.counts.used_pages == 0, "nobody has loaded the pages"
+    assert group.answer(prompt(1, 2, 3)) == 3 * PAGE
+    assert group.counts.used_pages == 3
+    group.answer(prompt(*range(10, 17)))  # evicts the pages from the pool, not from host memory
+    assert group.answer(prompt(1, 2, 3)) == 3 * PAGE
+    host = group.kv_manager.statistics().host
+    assert host is not None
+    assert (host.loaded_pages, group.counts.used_pages) == (6, 3), "the second hit is one of host memory"
+
+
+def test_the_rate_of_fetches_is_that_of_the_slowest_rank() -> None:
+    tokens = prompt(*range(1, 20))
+    group = StoringGroup.of(pages=100, blocks=160, ranks=2)
+    group.answer(tokens)
+    group = group.restarted(pages=100, blocks=160)
+    assert group.prefetch(tokens) is not None
+    for find in list(group.works):
+        group.work(find)
+    for seconds, fetch in zip((0.5, 0.125), list(group.works), strict=True):
+        group.work(fetch, seconds=seconds)
+    assert (group.counts.fetch_s, group.counts.fetch_tokens_per_s) == (0.5, 19 * PAGE / 0.5)
+
+
 def test_a_prompt_that_is_not_stored_evicts_nothing(stored: StoringGroup) -> None:
     group = stored.restarted(blocks=4)
     group.answer(prompt(5, 6, 7, 8))

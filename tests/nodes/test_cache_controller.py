@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from itertools import count
 
 import pytest
 import torch
@@ -40,6 +41,7 @@ class Controller:
         for buffer in self.states.buffers:
             buffer.copy_(torch.rand(buffer.shape))
         self.moved: dict[int, str] = {}
+        self.seconds: dict[int, float] = {}
         self.broken: list[str] = []
         self.reported = threading.Condition()
         self.controller = HybridCacheController(
@@ -49,11 +51,13 @@ class Controller:
             layered=layered,
             moved=self._report,
             broken=self._break,
+            clock=count().__next__,
         )
 
-    def _report(self, number: int, error: str) -> None:
+    def _report(self, number: int, error: str, seconds: float) -> None:
         with self.reported:
             self.moved[number] = error
+            self.seconds[number] = seconds
             self.reported.notify_all()
 
     def _break(self, error: str) -> None:
@@ -88,6 +92,19 @@ def test_pages_and_states_come_back_elsewhere(layered: bool) -> None:
     for buffer, state in zip(one.states.buffers, states, strict=True):
         assert torch.equal(buffer[:, 3], state)
     assert one.moved == {1: "", 2: ""}
+    one.controller.stop()
+
+
+@pytest.mark.parametrize("layered", [True, False])
+def test_loads_of_a_plan_share_its_time_by_their_pages(layered: bool) -> None:
+    one = Controller(layered=layered)
+    one.order(CacheOperation(1, True, [PoolTransfer("kv", [2, 7, 8, 9], [0, 1, 2, 3])]))
+    assert one.seconds[1] == 0.0, "stores are not measured"
+    loads = [([2], [0]), ([3, 4, 5], [1, 2, 3])]
+    one.order(
+        *(CacheOperation(2 + at, False, [PoolTransfer("kv", *pages)]) for at, pages in enumerate(loads))
+    )
+    assert (one.seconds[2], one.seconds[3]) == (0.25, 0.75), "the clock is read twice, a second apart"
     one.controller.stop()
 
 

@@ -69,3 +69,13 @@ def test_steps_are_timed_from_their_plan() -> None:
         leader.reports.step_ended(tokens)
     assert (leader.reports.steps, leader.reports.tokens) == (2, 7)
     assert leader.reports.step_s == pytest.approx(0.75)
+    assert leader.reports.prompt_tokens_per_s == 0.0
+
+
+def test_steps_that_measure_prompts_give_their_rate() -> None:
+    leader = Leader()
+    for length_s, tokens, prompt_tokens in ((0.5, 100, 100), (1.0, 700, 0)):
+        leader.reports.step_begins()
+        leader.now_s += length_s
+        leader.reports.step_ended(tokens, prompt_tokens)
+    assert leader.reports.prompt_tokens_per_s == 200.0

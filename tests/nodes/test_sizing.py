@@ -29,6 +29,7 @@ from disagg.model.collective.base import ThreadCollective
 from disagg.node import device, sizing
 from disagg.node.sizing import MemoryBudget, fill_memory
 from disagg.plan.memory import memory_lines, model_layouts, plan_memory
+from disagg.plan.transfer import describe_bytes
 
 GB = 10**9
 PAGE = 16
@@ -214,9 +215,24 @@ def test_the_plan_of_a_known_model() -> None:
     assert (prefill.token_bytes, decode.token_bytes) == (65536, 131072)
     assert decode.pool_tokens * 131072 < 80 * GB * 0.88 - whole
     told = memory_lines([prefill, decode])
-    assert told[1].startswith("decode, 1 rank: 70.4 GB for this rank: weights 16.1")
-    assert "3 requests of 131,072 tokens" in told[1], "the model's context"
-    assert "no room for a KV cache" in memory_lines(plan_memory(config, 16 * GB))[1]
+    assert told[2].startswith("decode, 1 rank: 70.4 GB for this rank: weights 16.1")
+    assert "3 requests of 131,072 tokens" in told[2], "the model's context"
+    decode_bytes = decode.pool_tokens * 131072
+    assert told[3] == (
+        "decode, prefix cache in host memory: each rank's share of 1/4 of the host's available memory, at most "
+        f"{describe_bytes(4 * decode_bytes)}; none below {describe_bytes(decode_bytes // 2)} "
+        "(decode.host_cache_bytes)"
+    )
+    assert "no room for a KV cache" in memory_lines(plan_memory(config, 16 * GB))[2]
+
+
+def test_the_plan_of_host_memory_follows_the_setting() -> None:
+    model = ModelConfig(random_init="llama-3.1-8b")
+    prefill = PrefillConfig(tp=1, host_cache_bytes=3 << 30)
+    decode = DecodeConfig(tp=1, host_cache_bytes=0)
+    told = memory_lines(plan_memory(Config(model=model, prefill=prefill, decode=decode), 80 * GB))
+    assert told[1] == "prefill, prefix cache in host memory: 3 GiB on each rank (prefill.host_cache_bytes)"
+    assert len(told) == 3
 
 
 def test_quantized_kv_takes_half_of_the_room() -> None:

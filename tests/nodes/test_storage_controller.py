@@ -54,6 +54,7 @@ class StoringRank:
             pools, PAGE, counts, layered=True, moved=lambda *_: None, broken=lambda *_: None
         )
         self.reports: dict[int, list[tuple[int, bool, str]]] = {}
+        self.seconds: dict[int, float] = {}
         self.reported = threading.Condition()
         self.now_s = 0.0
         self.controller = StorageController(
@@ -66,9 +67,10 @@ class StoringRank:
             lambda: self.now_s,
         )
 
-    def _moved(self, number: int, pages: int, done: bool, error: str) -> None:
+    def _moved(self, number: int, pages: int, done: bool, error: str, seconds: float) -> None:
         with self.reported:
             self.reports.setdefault(number, []).append((pages, done, error))
+            self.seconds[number] = seconds
             self.reported.notify_all()
 
     def order(self, kind: Any, pages: int, *, limit_s: float = 100.0, number: int = 1) -> None:
@@ -158,6 +160,28 @@ def test_stored_pages_are_not_sent_again(ranks: list[StoringRank]) -> None:
     assert storage.statistics().put_pages == written
     assert ranks[0].run("write", 6) == 6
     assert storage.statistics().put_pages == 2 * written
+
+
+def test_a_fetch_reports_the_time_of_its_reads(
+    ranks: list[StoringRank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(storage_controller, "BATCH_BYTES", 3000)
+    storage = MemoryStorage(1 << 20)
+    ranks.append(rank := StoringRank(storage))
+    rank.fill(4)
+    assert rank.run("write", 4) == 4
+    assert rank.seconds[1] == 0.0
+    read, batches = storage.get, []
+
+    def slow(*arguments: Any) -> Any:
+        rank.now_s += 2.0
+        batches.append(arguments)
+        return read(*arguments)
+
+    monkeypatch.setattr(storage, "get", slow)
+    assert rank.run("fetch", 4) == 4
+    assert len(batches) > 1
+    assert rank.seconds[1] == 2.0 * len(batches)
 
 
 def test_a_corrupt_page_ends_the_fetch(ranks: list[StoringRank]) -> None:
@@ -296,8 +320,8 @@ def test_a_bug_ends_its_operation_only(ranks: list[StoringRank], monkeypatch: py
     ("setting", "error"),
     [
         (
-            {"storage": "/x"},
-            "storage = '/x' is not allowed; it must be empty without prefix_cache and host_cache",
+            {"storage": "/x", "host_cache_bytes": 0},
+            "storage = '/x' is not allowed; it must be empty without prefix_cache, or with host_cache_bytes = 0",
         ),
         (
             {"storage": "redis://:secret@h", "prefix_cache": False, "host_cache_bytes": 1},

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import threading
-from pathlib import Path
 
 import pytest
 import torch
 
+from disagg.core.config.groups import DecodeConfig, PrefillConfig
 from disagg.core.types import KVLayout, RequestKey
 from disagg.kv import host_slabs
 from disagg.kv.host_pool import block_bytes
@@ -15,7 +15,7 @@ from disagg.kv.host_slabs import HostSlabs
 from disagg.kv.pool import MHATokenToKVPool
 from disagg.kv.transfer_pools import TransferPools
 from disagg.node.plan import StepPlan, Swap, Work
-from disagg.node.swap import Swapper, host_memory_bytes, page_bytes, swap_bytes
+from disagg.node.swap import AUTOMATIC_BYTES, Swapper, page_bytes, swap_bytes
 
 DEVICES = ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)]
 PAGE, PAGES, HEADS, LAYERS = 4, 20, 3, 2
@@ -100,15 +100,13 @@ def test_the_size_of_a_page_is_that_of_the_rank_with_the_most_heads() -> None:
     assert page_bytes(layout, 3, 16) == 1 << 20, "the one in the middle has 4 of 8 heads"
 
 
-def test_host_memory_is_the_containers(tmp_path: Path) -> None:
-    limit = tmp_path / "memory.max"
-    limit.write_text("1048576\n")
-    assert host_memory_bytes(limit) == 1 << 20
-    limit.write_text("max\n")
-    assert host_memory_bytes(limit) == host_memory_bytes(tmp_path / "none") > 1 << 20
-    assert swap_bytes(None, torch.device("cpu")) == 0
-    assert swap_bytes(4096, torch.device("cpu")) == 4096
-    assert 0 < swap_bytes(None, torch.device("cuda")) <= 4 << 30
+def test_the_memory_for_swapped_pages_follows_the_settings() -> None:
+    cpu = torch.device("cpu")
+    assert swap_bytes(DecodeConfig(), cpu) == 0
+    assert swap_bytes(DecodeConfig(swap_bytes=4096), cpu) == 4096
+    assert swap_bytes(DecodeConfig(swap_bytes=4096, preemption="recompute"), cpu) == 0
+    assert swap_bytes(PrefillConfig(), torch.device("cuda")) == 0, "prefill groups do not preempt"
+    assert 0 < swap_bytes(DecodeConfig(), torch.device("cuda")) <= AUTOMATIC_BYTES
 
 
 def test_a_plan_crosses_the_wire() -> None:

@@ -9,10 +9,17 @@ from disagg.core.config.read import (
     Config,
     DecodeConfig,
     PrefillConfig,
+    Role,
     TransferConfig,
 )
 from disagg.core.types import GroupInfo, KVLayout, RankInfo, Shard, Span, StateClass
+from disagg.node.host_memory import HostCacheSize
 from disagg.report.choices import choices, choices_table
+
+HOST_CACHES: dict[Role, HostCacheSize] = {
+    "prefill": HostCacheSize(3 << 29, "automatic: some memory"),
+    "decode": HostCacheSize(0, "automatic: on a CPU"),
+}
 
 
 def info(role: str, context_tokens: int, checksum: bool = False, max_requests: int = 256) -> GroupInfo:
@@ -28,7 +35,7 @@ def as_dict(
     running = msgspec.structs.replace(
         given, **{role: kind.sized(device, requests=False) for role, kind in kinds.items()}
     )
-    found = choices(given, running, infos, max_running)
+    found = choices(given, running, infos, max_running, HOST_CACHES)
     assert choices_table(found).row_count == len(found)
     return {one.setting: (one.value, one.reason) for one in found}
 
@@ -41,6 +48,8 @@ def test_automatic_sizes_and_their_reasons() -> None:
     assert found["decode.max_context_tokens"] == ("90,000", "the model's context, or the pool's size")
     assert found["longest prompt and answer"][0] == "90,000 tokens", "the smaller group's"
     assert found["api.max_running"] == ("256", "max_requests of the groups that decode")
+    assert found["prefill.host_cache_bytes"] == ("1.5 GiB on each rank", "automatic: some memory")
+    assert found["decode.host_cache_bytes"] == ("0", "automatic: on a CPU")
     assert found["transfer.checksum"] == ("off", "off within one host, on over a network")
 
 
@@ -54,7 +63,8 @@ def test_set_sizes_are_called_so() -> None:
     )
     found = as_dict(config, "cpu", [info("prefill", 64, True), info("decode", 64, True)], 5)
     automatic = {name for name, (_, reason) in found.items() if reason != "set"}
-    assert automatic == {"transport", "longest prompt and answer"}
+    hosts = {f"{role}.host_cache_bytes" for role in HOST_CACHES}
+    assert automatic == {"transport", "longest prompt and answer"} | hosts
     assert found["transfer.checksum"] == ("on", "set")
 
 

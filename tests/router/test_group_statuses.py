@@ -59,6 +59,23 @@ def test_groups_in_their_order_with_the_latest_of_each() -> None:
     assert statuses.latest()[0] == GroupStatus("prefill", "prefill")
 
 
+def test_measured_rates_are_costs_of_their_group() -> None:
+    dispatcher, engines = StatusDispatcher(), [engine("prefill", "a"), engine("prefill-2", "b")]
+    statuses = GroupStatuses(dispatcher, lambda: engines)  # type: ignore[arg-type]
+    statuses.renew(1.0)
+    measured = GroupStatus(
+        "prefill-2",
+        "prefill",
+        prompt_tokens_per_s=100.0,
+        host_load_tokens_per_s=1000.0,
+        storage_fetch_tokens_per_s=400.0,
+    )
+    dispatcher.listeners["b"](m.GroupReport(measured))
+    assert [one.load_costs for one in engines] == [(0.0, 0.0), (0.1, 0.25)]
+    dispatcher.listeners["a"](m.GroupReport(measured))
+    assert engines[0].load_costs == (0.0, 0.0), "the report is of an earlier group with this address"
+
+
 def test_who_is_gone_is_forgotten() -> None:
     dispatcher, engines = StatusDispatcher(), [engine("decode", "a"), engine("decode-2", "b")]
     statuses = GroupStatuses(dispatcher, lambda: engines)  # type: ignore[arg-type]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import replace
 
@@ -10,6 +11,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from disagg.core.prefixes import PrefixKey, Tier
+from disagg.core.status import GroupStatus
 from disagg.core.types import (
     PROTOCOL_VERSION,
     GroupInfo,
@@ -19,6 +21,7 @@ from disagg.core.types import (
     Span,
 )
 from disagg.kv.event_log import KVEventLog
+from disagg.router.load_costs import MOST_COST, LoadCosts
 from disagg.router.policy import SESSION_LOAD, SLACK, RoutedGroup, RoutingRequest, SessionLoad, prefix_aware
 
 UNIT = 64
@@ -121,6 +124,56 @@ def test_a_long_hit_in_storage_is_compared_with_a_short_one_in_the_pool() -> Non
         assert prefix_aware([near, far], replace(request, storage_load_cost=cost)).group.name == expected
     far.tokens = 1000
     assert prefix_aware([near, far], replace(request, storage_load_cost=0.0)).group.name == "near"
+
+
+def test_a_group_that_has_measured_its_loads_is_weighed_by_them() -> None:
+    near, far = holds(engine("near"), range(512)), holds(engine("far"), range(960), tier="host")
+    request = asking(range(1000), near, far)
+    assert request.cost(far) == (40, 48), "0.05 of 960 tokens, by the setting"
+    far.load_costs = LoadCosts.of(
+        GroupStatus("far", "prefill", prompt_tokens_per_s=1000.0, host_load_tokens_per_s=1250.0)
+    )
+    assert request.cost(far) == (40, 768)
+    assert prefix_aware([near, far], request).group.name == "near"
+    far.load_costs = LoadCosts(host=0.01)
+    assert prefix_aware([near, far], request).group.name == "far"
+
+
+@pytest.mark.parametrize(
+    ("measured", "costs"),
+    [
+        (LoadCosts(), (0.05, 0.25)),
+        (LoadCosts(host=0.125), (0.125, 0.25)),
+        (LoadCosts(host=0.5), (0.5, 0.5)),
+        (LoadCosts(fetch=0.5), (0.05, 0.55)),
+        (LoadCosts(host=0.125, fetch=0.5), (0.125, 0.625)),
+    ],
+)
+def test_settings_are_the_costs_of_what_is_not_measured(
+    measured: LoadCosts, costs: tuple[float, float]
+) -> None:
+    assert measured.or_settings(0.05, 0.25) == pytest.approx(costs)
+
+
+@pytest.mark.parametrize(
+    ("rates", "costs"),
+    [
+        ({"prompt_tokens_per_s": 100.0}, (0.0, 0.0)),
+        ({"host_load_tokens_per_s": 100.0}, (0.0, 0.0)),
+        (
+            {
+                "prompt_tokens_per_s": 100.0,
+                "host_load_tokens_per_s": 1000.0,
+                "storage_fetch_tokens_per_s": 200.0,
+            },
+            (0.1, 0.5),
+        ),
+        ({"prompt_tokens_per_s": 1e300, "host_load_tokens_per_s": 1e-300}, (MOST_COST, 0.0)),
+        ({"prompt_tokens_per_s": math.inf, "host_load_tokens_per_s": math.inf}, (MOST_COST, 0.0)),
+    ],
+)
+def test_costs_of_reported_rates(rates: dict[str, float], costs: tuple[float, float]) -> None:
+    assert LoadCosts.of(GroupStatus("prefill", "prefill", **rates)) == costs
 
 
 HELD = st.tuples(*[st.integers(0, 40)] * 3)

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 from msgspec.structs import replace
 from rich.console import Console
-from status_pictures import MIB, service, with_states
+from status_pictures import MIB, service, with_states, with_tiers
 
 from disagg.core.status import GroupStatus, RankStatus, ServiceStatus
 from disagg.stats.draw import KIND_STYLES, draw_memory
@@ -122,6 +122,36 @@ def test_tables_show_states_of_models_that_have_them() -> None:
     assert "decode r1 300 KiB 0 B - 0 B 200 KiB 64 KiB 25% 72 MiB 39%" in lines
     assert "decode 40 20 32 8 7" in lines
     assert not any("state" in line for line in shown(decode_group()))
+
+
+def test_tables_show_lower_tiers_of_groups_that_have_them() -> None:
+    group = with_tiers(decode_group(), 10.0)
+    assert "decode 50% 12% 25% 80 MiB 20 MiB 4.88 MiB 2.93 MiB 400 KiB 140 KiB 10 3.2 s" in shown(group)
+    assert not any("Prefix cache" in line for line in shown(decode_group()))
+
+
+def test_hits_of_tiers_over_time() -> None:
+    group = decode_group()
+    restarted = replace(with_tiers(group, 0.5), host_pages_used=0)
+    pictures = [picture(float(at), with_tiers(group, float(at))) for at in (0, 1, 3)]
+    [found] = memory_series([*pictures, picture(4.0, restarted)])
+    assert found.tiers is not None
+    assert found.tiers.at_s == (1.0, 3.0, 4.0)
+    assert found.tiers.hits == ((0.5, 0.125, 0.25), (0.5, 0.125, 0.25), (0.0, 0.0, 0.0))
+    assert found.tiers.host_used == (0.25, 0.25, 0.0)
+    [without] = memory_series([picture(0.0, group)])
+    assert without.tiers is None
+
+
+def test_the_plot_has_a_chart_of_the_tiers(drawn: list[Figure], tmp_path: Path) -> None:
+    pictures = [picture(float(at), with_tiers(decode_group(), float(at))) for at in range(4)]
+    draw_memory(memory_series(pictures), tmp_path / "tiers.png")
+    [figure] = drawn
+    memory, tiers = figure.axes
+    assert memory.get_title(loc="left") == "decode"
+    assert tiers.get_title(loc="left") == "decode: prefix cache"
+    labels = [text.get_text() for text in tiers.get_legend().get_texts()]
+    assert labels == ["hits in the pool", "hits in host memory", "hits in the storage", "host memory used"]
 
 
 def test_names_in_tables_command_no_terminal() -> None:

@@ -17,7 +17,7 @@ from disagg.core.errors import DisaggError
 from disagg.core.types import KVLayout
 from disagg.node.ownership import Owner
 from disagg.node.process import ProcessIdentity
-from disagg.node.rank_records import ClaimReply, RankRecord
+from disagg.node.rank_records import ClaimReply, RankRecord, Rendezvous
 from transport.keys.curve import KeySet
 
 SPEC = SimpleNamespace(layout=KVLayout(2, 2, 8, "float32"), context_tokens=512)
@@ -144,6 +144,7 @@ class FakeRanks:
         return {
             "start": started,
             "identify": identity,
+            "rendezvous": Rendezvous("", "shared"),
             "claim": ClaimReply(2, self.records.get(actor)),
             "pulse": actor not in self.disowned,
         }.get(method)

@@ -106,8 +106,8 @@ class StoringGroup:
             self.kv_manager.moved(operation.number, rank, error)
         self.take()
 
-    def work(self, one: RankWork, pages: int = 100, error: str = "") -> None:
-        """A rank works on up to `pages` pages, and reports."""
+    def work(self, one: RankWork, pages: int = 100, error: str = "", seconds: float = 0.0) -> None:
+        """A rank works on up to `pages` pages for `seconds`, and reports."""
         operation, rank = one.operation, one.rank
         done = one.unwanted or bool(error)
         for at in range(one.finished, min(len(operation.links), one.finished + pages) if not done else 0):
@@ -124,7 +124,8 @@ class StoringGroup:
         done |= one.finished == len(operation.links)
         if done:
             self.works.remove(one)
-        self.kv_manager.storage_moved(StorageReport(operation.number, rank, one.finished, done, error))
+        report = StorageReport(operation.number, rank, one.finished, done, error, seconds)
+        self.kv_manager.storage_moved(report)
         self.take()
 
     def settle(self) -> None:

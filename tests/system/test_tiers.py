@@ -99,14 +99,18 @@ def tier_of(ranks: list[Any]) -> HostTierStatistics:
 def test_what_was_evicted_comes_back(
     checkpoints: Checkpoints, tp: tuple[int, int], pages: tuple[int, int], at_once: bool, device: str
 ) -> None:
-    config = with_tiers(small_config(*tp, prefill_page=pages[0], decode_page=pages[1]), "prefill", "decode")
+    config = small_config(*tp, prefill_page=pages[0], decode_page=pages[1], chunk_tokens=100)
+    config = with_tiers(config, "prefill", "decode")
     prompts = prompts_of(3)
     with local_groups(config, checkpoints.source(), device=device) as groups:
         answers = groups.answers(prompts, GREEDY) if at_once else one_by_one(groups, prompts)
         tiers, source = [tier_of(groups.prefill), tier_of(groups.decode)], groups.source
+        statuses = [group[0].leader.status() for group in (groups.prefill, groups.decode)]
     assert [one.tokens for one in answers] == expected(checkpoints, config, source, device, prompts)
     if not at_once:
         assert all(tier.loaded_pages > 0 for tier in tiers)
+        assert all(one.host_load_tokens_per_s > 0 < one.host_load_s_total for one in statuses)
+        assert [one.prompt_tokens_per_s > 0 for one in statuses] == [True, False]
         first, again = (sum(one.report.nbytes for one in each) for each in (answers[:TEXTS], answers[TEXTS:]))
         assert again < first / 2, "what a decode group loads is not sent"
 

@@ -15,7 +15,7 @@ from api_server import ApiServer
 from msgspec.structs import replace
 from rich.console import Console
 from scripted_server import ScriptedServer
-from status_pictures import service, with_states
+from status_pictures import service, with_states, with_tiers
 
 from disagg.cli import app as cli
 from disagg.core.status import ServiceStatus
@@ -91,6 +91,39 @@ def test_states_of_recurrent_layers() -> None:
     narrow = lines(replace(now, groups=(with_states(prefill), only_rows, second)), width=80)
     assert "…" not in "".join(narrow)
     assert [row(narrow, name)[-1] for name in ("prefill  ", "decode  ")] == ["50%+25%", "50%"]
+
+
+def test_lower_tiers_of_the_prefix_cache() -> None:
+    assert not any("Prefix cache" in line for line in lines(service(100.0), service(102.0)))
+    pictures = []
+    for at_s in (100.0, 102.0):
+        now = service(at_s)
+        prefill, *others = now.groups
+        pictures.append(replace(now, groups=(with_tiers(prefill, at_s), *others)))
+    shown = lines(*pictures)
+    at = next(number for number, line in enumerate(shown) if line.strip() == "Prefix cache")
+    # A token has 2 x 1 GiB / 16384 bytes; 0.35 s of each second are saved, less 0.03 s for loads and fetches.
+    assert shown[at + 3].split() == [
+        "prefill",
+        "50%",
+        "12%",
+        "25%",
+        "19.7",
+        "MB/s",
+        "10",
+        "25%",
+        "2.55",
+        "k",
+        "3",
+        "7",
+        "20",
+        "32.6",
+        "s",
+    ]
+    narrow = lines(*pictures, width=80)
+    assert "…" not in "".join(narrow)
+    [row_of_tiers] = [line for line in narrow if line.strip().startswith("prefill") and "19.7 MB/s" in line]
+    assert " ".join(row_of_tiers.split()) == "prefill 50% 12% 25% 19.7 MB/s 10 25% 32.6 s"
 
 
 def test_nothing_is_up() -> None:

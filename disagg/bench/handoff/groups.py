@@ -78,7 +78,7 @@ class HandoffGroups:
             for (role, host), on in zip(_ROLES, places, strict=True)
         )
         for ranks, where in ((self.prefill, placement.prefill), (self.decode, placement.decode)):
-            meeting = ranks[0].call("rendezvous", where.backend)
+            meeting = ranks[0].call("rendezvous", where.backend)._replace(host_ranks=placement.ranks)
             for rank in ranks:
                 rank.start_call("start", meeting)
         self.prefill_info = self._info("prefill", self.prefill)

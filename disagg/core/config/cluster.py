@@ -109,9 +109,10 @@ class RouterConfig(Section, frozen=True):
     hash of the name. Routers receive KV events every `metrics.interval_s`."""
     host_load_cost: float = 0.05
     """Time to load a cached token from host memory, divided by the time to compute it. prefix_aware adds the cost of
-    loads to a group's queue. `disagg bench tiers` measures both costs."""
+    loads to a group's queue. Used until a group has measured its own rates of loads and of computing, and for decode
+    groups, which compute no prompts. `disagg bench tiers` measures both costs."""
     storage_load_cost: float = 0.25
-    """Time to load a cached token from the storage, divided by the time to compute it."""
+    """Time to load a cached token from the storage, divided by the time to compute it; used like `host_load_cost`."""
     request_timeout_s: float = 120.0
     """Time limit of a request of `disagg demo` and `disagg generate`; requests to the API have
     `api.request_timeout_s`."""

@@ -77,9 +77,11 @@ class GroupConfig(Section, frozen=True):
     """Number of recurrent states that a group with `prefix_cache` caches. They take at most a tenth of a GPU's
     memory. In a decode group they serve the recomputation of preempted requests. None: four times `max_requests` on a
     GPU, two times `max_requests` on a CPU; in a decode group an eighth of `max_requests`."""
-    host_cache_bytes: int = 0
+    host_cache_bytes: int | None = None
     """Host memory of each rank for a second tier of the prefix cache, pinned on demand: cached KV is also copied
-    there, and loaded again after its eviction from the GPU. 0: no second tier."""
+    there, and loaded again after its eviction from the GPU. 0: no second tier. None: on a GPU a quarter of the host's
+    available memory, divided by the number of ranks on the host and less `swap_bytes`, at most four times the pool;
+    no second tier if that is less than 1 GiB or than half of the pool. On a CPU none, unless `storage` is set."""
     host_cache_write: HostWriteName = "through"
     """KV that is copied to the second tier. through: all cached KV. second_hit: only prefixes that a second request
     has used, so that a prompt used once costs no copies. back: only KV that is evicted from the pool; a new request
@@ -87,7 +89,7 @@ class GroupConfig(Section, frozen=True):
     storage: str = ""
     """Third tier of the prefix cache, behind host memory: a folder, or the URL of a Redis server
     (`redis://HOST:PORT/DB`, `rediss://` for TLS, `unix:///PATH`). Groups of the same model share the stored pages,
-    also after a restart. Needs `host_cache_bytes`; not for models with recurrent layers. Empty: no third tier."""
+    also after a restart. Needs a second tier; not for models with recurrent layers. Empty: no third tier."""
     storage_bytes: int = 64 << 30
     """Largest total size of the files that each rank writes to a `storage` folder. A Redis server has its own
     limit."""
@@ -111,9 +113,9 @@ class GroupConfig(Section, frozen=True):
         self._at_least(1, "page_size", "groups")
         self._at_least(0, "pool_tokens", "max_requests", "max_context_tokens", "chunk_tokens")
         self._at_least(1, "state_interval_tokens")
-        self._at_least(0, "host_cache_bytes")
-        if self.cached_states is not None:
-            self._at_least(0, "cached_states")
+        self._at_least(
+            0, *(one for one in ("host_cache_bytes", "cached_states") if getattr(self, one) is not None)
+        )
         self._one_of("device", Device)
         self._one_of("kv_dtype", GroupKVDTypeName)
         self._one_of("eviction", EvictionName)
@@ -141,9 +143,9 @@ class GroupConfig(Section, frozen=True):
         schemes = ", ".join(f"{one}://" for one in STORAGE_SCHEMES)
         if separator and scheme not in STORAGE_SCHEMES:  # the rest of the URL may contain a password
             raise FieldError("storage", f"{scheme}://...", f"a folder, or a URL that begins with {schemes}")
-        if not (self.prefix_cache and self.host_cache_bytes):
+        if not self.prefix_cache or self.host_cache_bytes == 0:
             shown = f"{scheme}://..." if separator else self.storage
-            raise FieldError("storage", shown, "empty without prefix_cache and host_cache_bytes")
+            raise FieldError("storage", shown, "empty without prefix_cache, or with host_cache_bytes = 0")
 
     @property
     def ranks(self) -> int:

@@ -105,6 +105,8 @@ class CacheMoved(Message, frozen=True):
     operation: Count
     rank: Rank
     error: str = ""
+    seconds: Seconds = 0.0
+    """For a load: duration of its copies on the rank's device."""
 
 
 class StorageMoved(Message, frozen=True):
@@ -118,6 +120,8 @@ class StorageMoved(Message, frozen=True):
     """Whether the rank has finished the operation."""
     error: str = ""
     """Error after which the operation's blocks cannot be used; only with `done`."""
+    seconds: Seconds = 0.0
+    """For a fetch: time that the rank has spent on its reads so far."""
 
 
 class RankFailed(Message, frozen=True):

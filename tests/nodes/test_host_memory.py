@@ -1,0 +1,106 @@
+"""The automatic size of the prefix cache's second tier, and the host memory that a process may use."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+import pytest
+
+from disagg.core.config.groups import HostWriteName
+from disagg.node.host_memory import (
+    HostCacheRoom,
+    HostCacheSize,
+    automatic_host_cache,
+    available_bytes,
+    total_bytes,
+)
+
+GIB = 1 << 30
+
+
+def size(room: HostCacheRoom, write: HostWriteName = "through", storage: bool = False) -> HostCacheSize:
+    return automatic_host_cache(room, write, on_gpu=True, storage=storage)
+
+
+def test_a_quarter_of_the_available_memory_is_divided_among_the_ranks_of_the_host() -> None:
+    assert size(HostCacheRoom(800 * GIB, 4, 50 * GIB)) == (
+        50 * GIB,
+        "automatic: 1/4 of the available 800 GiB / 4 ranks here",
+    )
+
+
+def test_memory_for_preempted_requests_counts() -> None:
+    found = size(HostCacheRoom(800 * GIB, 4, 50 * GIB, swap_bytes=4 * GIB))
+    assert found.nbytes == 46 * GIB
+    assert found.reason.endswith("/ 4 ranks here - swap 4 GiB")
+    assert size(HostCacheRoom(8 * GIB, 2, 1 * GIB, swap_bytes=4 * GIB)).nbytes == 0
+
+
+def test_four_times_the_pool_at_most() -> None:
+    assert size(HostCacheRoom(2000 * GIB, 1, 20 * GIB)) == (80 * GIB, "automatic: 4 times the pool")
+
+
+@pytest.mark.parametrize(
+    ("available_gib", "write", "gib"),
+    [(79, "through", 0), (80, "through", 20), (79, "second_hit", 0), (79, "back", 19.75), (3, "back", 0)],
+)
+def test_too_little_memory_is_not_used(available_gib: int, write: HostWriteName, gib: float) -> None:
+    found = size(HostCacheRoom(available_gib * GIB, 1, 40 * GIB), write)
+    assert found.nbytes == gib * GIB
+    assert ("is less than" in found.reason) == (gib == 0)
+
+
+def test_a_pool_in_host_memory_needs_no_second_tier() -> None:
+    room = HostCacheRoom(64 * GIB, 1, GIB)
+    found = automatic_host_cache(room, "through", on_gpu=False, storage=False)
+    assert found == (0, "automatic: on a CPU the pool is in host memory")
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_a_storage_needs_a_second_tier_of_any_size(on_gpu: bool) -> None:
+    room = HostCacheRoom(1 << 20, 2, GIB)
+    assert automatic_host_cache(room, "through", on_gpu=on_gpu, storage=True).nbytes == 1 << 17
+
+
+def test_host_memory_is_the_containers(tmp_path: Path) -> None:
+    assert total_bytes(tmp_path) == psutil.virtual_memory().total
+    (tmp_path / "memory.max").write_text("max\n")
+    assert total_bytes(tmp_path) == psutil.virtual_memory().total
+    (tmp_path / "memory.max").write_text("1048576\n")
+    assert total_bytes(tmp_path) == 1 << 20
+
+
+def test_the_use_of_the_container_is_not_available_except_for_files(tmp_path: Path) -> None:
+    (tmp_path / "memory.max").write_text(f"{1 << 20}\n")
+    assert available_bytes(tmp_path) == 1 << 20
+    (tmp_path / "memory.current").write_text("700000\n")
+    assert available_bytes(tmp_path) == (1 << 20) - 700_000
+    (tmp_path / "memory.stat").write_text("anon 400000\ninactive_file 200000\n")
+    assert available_bytes(tmp_path) == (1 << 20) - 500_000
+    (tmp_path / "memory.max").write_text("500000\n")
+    assert available_bytes(tmp_path) == 0
+    (tmp_path / "memory.max").write_text(f"{1 << 60}\n")
+    assert available_bytes(tmp_path) > 1 << 20
+
+
+@pytest.mark.parametrize(("mode", "limited"), [("0", False), ("2", True)])
+def test_a_host_without_overcommitment_grants_no_more_than_its_limit(
+    tmp_path: Path, mode: str, limited: bool
+) -> None:
+    (tmp_path / "sys" / "vm").mkdir(parents=True)
+    (tmp_path / "sys" / "vm" / "overcommit_memory").write_text(f"{mode}\n")
+    (tmp_path / "meminfo").write_text(
+        "MemTotal:  100 kB\nHugePages_Total:  0\nCommitLimit:  3000 kB\nCommitted_AS:  2000 kB\n"
+    )
+    assert (available_bytes(tmp_path, tmp_path) == 1000 << 10) == limited
+
+
+def test_the_first_version_of_cgroups(tmp_path: Path) -> None:
+    old = tmp_path / "memory"
+    old.mkdir()
+    (old / "memory.limit_in_bytes").write_text("1000000")
+    (old / "memory.usage_in_bytes").write_text("900000")
+    (old / "memory.stat").write_text("inactive_file 1\ntotal_inactive_file 50000\n")
+    assert total_bytes(tmp_path) == 1_000_000
+    assert available_bytes(tmp_path) == 150_000
