@@ -164,6 +164,8 @@ class _Roll:
             others.update(dict.fromkeys(rest))
             for name in names:
                 section, _, key = name.partition(".")
+                if section != role and section in self._cluster.placement.kinds:
+                    continue  # of groups of another role
                 values = [getattr(getattr(config, section), key) for config in (before, target.configured)]
                 changed[name] = f"{name} = {values[1]!r} (was {values[0]!r})"
         if changed:
@@ -192,7 +194,7 @@ class _Roll:
             case EndRoll():
                 if action.error:
                     raise _RollError(action.error)
-                self._say(f"{role}: all {state.wanted} groups have the new settings")
+                self._say(f"{role}: all groups have the new settings")
                 self._cluster.keep_settings(self._targets[role], complete=True)
                 self._left.remove(role)
                 self._full = False
