@@ -31,6 +31,7 @@ NOT_RUN = {
     r"docker .*": "needs Docker, and images from the network",
     r"(HEAD=\$\()?kubectl .*": "needs a Kubernetes cluster",
     r"(python deploy/helm/make_chart.py|helm) .*": "needs a cluster; tests/deploy/test_chart.py renders the chart",
+    r"(disagg keys keys.json|KV=.*|CUDA_VISIBLE_DEVICES=.*|disagg vllm-proxy .*)": "needs vLLM and two GPUs",
     r"curl .*\$\(cat api-keys\).*": "needs the cluster's server behind `kubectl port-forward`",
 }
 _BLOCK = re.compile(r"^```(sh|python)\n(.*?)^```", re.MULTILINE | re.DOTALL)

@@ -43,6 +43,7 @@ def main() -> int:
     out = Path(options.out)
     out.mkdir(parents=True, exist_ok=True)
     run = Run(options, out, end_s)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # `timeout`: the servers end too
     try:
         run.start()
         return run.compare()

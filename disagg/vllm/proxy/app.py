@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import uuid
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -160,7 +160,9 @@ def _object(content: bytes) -> Body:
         raise AnswerError.of(400, f"the body is not a JSON object: {exc}") from exc
 
 
-async def _unless_gone(request: Request, asking: Any) -> httpx.Response | None:
+async def _unless_gone(
+    request: Request, asking: Coroutine[Any, Any, httpx.Response]
+) -> httpx.Response | None:
     """Awaits `asking`; ends it and returns None when the client is gone, so that vLLM stops computing."""
     task, gone = asyncio.create_task(asking), asyncio.create_task(_disconnected(request))
     try:

@@ -24,7 +24,7 @@ def cpu_kernels() -> bool:
     if not current_platform.is_cpu():
         return False
     current_platform.import_kernels()
-    return hasattr(torch.ops._C, "cpu_attention_with_kv_cache")
+    return hasattr(torch.ops._C, "cpu_attention_with_kv_cache")  # noqa: SLF001
 
 
 @pytest.mark.timeout(900)
