@@ -57,9 +57,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
 
 def _in_sample(name: str, deterministic: bool, chunk_tokens: int) -> bool:
-    if name == "hy-v4" and deterministic:
-        return True
-    return chunk_tokens == 13 and (deterministic or name in ("deepseek-3.2", "hy-v4"))
+    """Single tokens are slow; `test_deterministic.py` compares their bits with those of chunks."""
+    if name == "hy-v4":
+        return chunk_tokens == 13 or (chunk_tokens == 64 and deterministic)
+    return chunk_tokens == 13 and deterministic
 
 
 @pytest.mark.parametrize(
@@ -84,7 +85,7 @@ def test_choice_and_logprobs_are_those_of_generate(
         torch.testing.assert_close(ours.logprobs, one.logprobs, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", sampled(NAMES, lambda name: name in ("hy-v4", "dots3")))
 def test_deterministic_choice_differs_among_equal_scores_only(name: str, models: Models) -> None:
     """Compared in the first layer: the input of later layers depends on the choice of earlier ones."""
     different = 0
