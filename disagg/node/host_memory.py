@@ -8,8 +8,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-from disagg.core.config.groups import HostWriteName
-
 CGROUPS = Path("/sys/fs/cgroup")
 PROC = Path("/proc")
 AVAILABLE_SHARE = 4
@@ -17,11 +15,6 @@ AVAILABLE_SHARE = 4
 take at most a quarter of it. The rest is for other processes, the page cache, and groups that start later."""
 POOL_MULTIPLE = 4
 """Largest size of an automatic second tier, as a multiple of the rank's pool."""
-LEAST_BYTES = 1 << 30
-"""Smallest automatic second tier, unless the group has a storage."""
-LEAST_POOL_SHARE = 2
-"""Divisor of the rank's pool, for the smallest automatic second tier with write-through. Write-through copies KV
-while the pool still has it, so a second tier much smaller than the pool has little that the pool lacks."""
 
 
 class HostCacheSize(NamedTuple):
@@ -49,32 +42,22 @@ class HostCacheRoom(NamedTuple):
         return max(0, self.available_bytes // AVAILABLE_SHARE // self.host_ranks - self.swap_bytes)
 
 
-def host_cache_limits(pool_bytes: int, write: HostWriteName) -> tuple[int, int]:
-    """Returns the smallest and the largest automatic size of the second tier on a GPU, in bytes."""
-    least_bytes = LEAST_BYTES if write == "back" else max(LEAST_BYTES, pool_bytes // LEAST_POOL_SHARE)
-    return least_bytes, POOL_MULTIPLE * pool_bytes
-
-
-def automatic_host_cache(
-    room: HostCacheRoom, write: HostWriteName, *, on_gpu: bool, storage: bool
-) -> HostCacheSize:
+def automatic_host_cache(room: HostCacheRoom, *, storage: bool) -> HostCacheSize:
     """Returns the size of a second tier that the user has not set.
 
-    `storage`: whether the group has a third tier, which needs a second tier of any size.
+    `storage`: whether the group has a third tier, which needs a second tier. Other groups get none: pinning memory
+    while requests run may delay them, and this has not been measured on a GPU.
     """
-    if not on_gpu and not storage:
-        return HostCacheSize(0, "automatic: on a CPU the pool is in host memory")
-    least_bytes, most_bytes = host_cache_limits(room.pool_bytes, write)
-    nbytes = min(room.share_bytes, most_bytes)
+    if not storage:
+        return HostCacheSize(0, "automatic: none without a storage")
+    most_bytes = POOL_MULTIPLE * room.pool_bytes
+    if room.share_bytes >= most_bytes:
+        return HostCacheSize(most_bytes, f"automatic: {POOL_MULTIPLE} times the pool")
     share = (
         f"1/{AVAILABLE_SHARE} of the available {_gib(room.available_bytes)} / {room.host_ranks} ranks here"
         + (f" - swap {_gib(room.swap_bytes)}" if room.swap_bytes else "")
     )
-    if nbytes < least_bytes and not storage:
-        return HostCacheSize(0, f"automatic: {share} is less than {_gib(least_bytes)}")
-    if nbytes == most_bytes:
-        return HostCacheSize(nbytes, f"automatic: {POOL_MULTIPLE} times the pool")
-    return HostCacheSize(nbytes, f"automatic: {share}")
+    return HostCacheSize(room.share_bytes, f"automatic: {share}")
 
 
 def total_bytes(cgroups: Path = CGROUPS) -> int:

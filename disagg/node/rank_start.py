@@ -152,8 +152,8 @@ def with_host_cache(
     else:
         pool = pool_bytes(runner) + state_bytes(runner)
         room = HostCacheRoom(available_bytes(), host_ranks, pool, swap_bytes(group, device))
-        on_gpu, storage = device.type == "cuda", bool(group.storage)
-        size = automatic_host_cache(room, group.host_cache_write, on_gpu=on_gpu, storage=storage)
+        storage = bool(group.storage)
+        size = automatic_host_cache(room, storage=storage)
         if storage and not size.nbytes:
             raise ConfigError(
                 f"{group.role}.storage needs host memory, and none is left ({size.reason}): set "

@@ -21,7 +21,7 @@ from disagg.model.recurrent.state import cached_states, state_rows
 from disagg.model.spec.layer_types import setting
 from disagg.model.spec.model_spec import ModelSpec, rank_token_bytes
 from disagg.node.assemble import CACHED_STATES_SHARE, resolve_dtype, resolve_kv_dtype, wanted_states
-from disagg.node.host_memory import AVAILABLE_SHARE, host_cache_limits
+from disagg.node.host_memory import AVAILABLE_SHARE, POOL_MULTIPLE
 from disagg.node.prefix_caching import cache_refusal
 from disagg.node.sizing import (
     LIBRARY_BYTES,
@@ -208,11 +208,11 @@ def _host_cache(config: Config, group: GroupConfig, spec: ModelSpec, pool_bytes:
     setting = f"{group.role}.host_cache_bytes"
     if group.host_cache_bytes is not None:
         return f"{describe_bytes(group.host_cache_bytes)} on each rank ({setting})"
-    least_bytes, most_bytes = host_cache_limits(pool_bytes, group.host_cache_write)
-    least = f"; none below {describe_bytes(least_bytes)}" if not group.storage else ""
+    if not group.storage:
+        return ""
     return (
         f"each rank's share of 1/{AVAILABLE_SHARE} of the host's available memory, at most "
-        f"{describe_bytes(most_bytes)}{least} ({setting})"
+        f"{describe_bytes(POOL_MULTIPLE * pool_bytes)} ({setting})"
     )
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from disagg.core.config.groups import HostWriteName
 from disagg.node.host_memory import (
     HostCacheRoom,
     HostCacheSize,
@@ -19,8 +18,8 @@ from disagg.node.host_memory import (
 GIB = 1 << 30
 
 
-def size(room: HostCacheRoom, write: HostWriteName = "through", storage: bool = False) -> HostCacheSize:
-    return automatic_host_cache(room, write, on_gpu=True, storage=storage)
+def size(room: HostCacheRoom) -> HostCacheSize:
+    return automatic_host_cache(room, storage=True)
 
 
 def test_a_quarter_of_the_available_memory_is_divided_among_the_ranks_of_the_host() -> None:
@@ -41,26 +40,13 @@ def test_four_times_the_pool_at_most() -> None:
     assert size(HostCacheRoom(2000 * GIB, 1, 20 * GIB)) == (80 * GIB, "automatic: 4 times the pool")
 
 
-@pytest.mark.parametrize(
-    ("available_gib", "write", "gib"),
-    [(79, "through", 0), (80, "through", 20), (79, "second_hit", 0), (79, "back", 19.75), (3, "back", 0)],
-)
-def test_too_little_memory_is_not_used(available_gib: int, write: HostWriteName, gib: float) -> None:
-    found = size(HostCacheRoom(available_gib * GIB, 1, 40 * GIB), write)
-    assert found.nbytes == gib * GIB
-    assert ("is less than" in found.reason) == (gib == 0)
+def test_without_a_storage_there_is_no_second_tier() -> None:
+    found = automatic_host_cache(HostCacheRoom(800 * GIB, 1, GIB), storage=False)
+    assert found == (0, "automatic: none without a storage")
 
 
-def test_a_pool_in_host_memory_needs_no_second_tier() -> None:
-    room = HostCacheRoom(64 * GIB, 1, GIB)
-    found = automatic_host_cache(room, "through", on_gpu=False, storage=False)
-    assert found == (0, "automatic: on a CPU the pool is in host memory")
-
-
-@pytest.mark.parametrize("on_gpu", [False, True])
-def test_a_storage_needs_a_second_tier_of_any_size(on_gpu: bool) -> None:
-    room = HostCacheRoom(1 << 20, 2, GIB)
-    assert automatic_host_cache(room, "through", on_gpu=on_gpu, storage=True).nbytes == 1 << 17
+def test_a_storage_needs_a_second_tier_of_any_size() -> None:
+    assert size(HostCacheRoom(1 << 20, 2, GIB)).nbytes == 1 << 17
 
 
 def test_host_memory_is_the_containers(tmp_path: Path) -> None:

@@ -215,15 +215,9 @@ def test_the_plan_of_a_known_model() -> None:
     assert (prefill.token_bytes, decode.token_bytes) == (65536, 131072)
     assert decode.pool_tokens * 131072 < 80 * GB * 0.88 - whole
     told = memory_lines([prefill, decode])
-    assert told[2].startswith("decode, 1 rank: 70.4 GB for this rank: weights 16.1")
-    assert "3 requests of 131,072 tokens" in told[2], "the model's context"
-    decode_bytes = decode.pool_tokens * 131072
-    assert told[3] == (
-        "decode, prefix cache in host memory: each rank's share of 1/4 of the host's available memory, at most "
-        f"{describe_bytes(4 * decode_bytes)}; none below {describe_bytes(decode_bytes // 2)} "
-        "(decode.host_cache_bytes)"
-    )
-    assert "no room for a KV cache" in memory_lines(plan_memory(config, 16 * GB))[2]
+    assert told[1].startswith("decode, 1 rank: 70.4 GB for this rank: weights 16.1")
+    assert "3 requests of 131,072 tokens" in told[1], "the model's context"
+    assert "no room for a KV cache" in memory_lines(plan_memory(config, 16 * GB))[1]
 
 
 def test_the_plan_of_host_memory_follows_the_setting() -> None:
@@ -233,6 +227,18 @@ def test_the_plan_of_host_memory_follows_the_setting() -> None:
     told = memory_lines(plan_memory(Config(model=model, prefill=prefill, decode=decode), 80 * GB))
     assert told[1] == "prefill, prefix cache in host memory: 3 GiB on each rank (prefill.host_cache_bytes)"
     assert len(told) == 3
+
+
+def test_a_storage_needs_host_memory() -> None:
+    model = ModelConfig(random_init="llama-3.1-8b")
+    prefill, decode = PrefillConfig(tp=1), DecodeConfig(tp=1, storage="/kv")
+    plans = plan_memory(Config(model=model, prefill=prefill, decode=decode), 80 * GB)
+    told = memory_lines(plans)
+    assert len(told) == 3
+    assert told[2] == (
+        "decode, prefix cache in host memory: each rank's share of 1/4 of the host's available memory, at most "
+        f"{describe_bytes(4 * plans[1].pool_tokens * 131072)} (decode.host_cache_bytes)"
+    )
 
 
 def test_quantized_kv_takes_half_of_the_room() -> None:
