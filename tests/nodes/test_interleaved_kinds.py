@@ -1,4 +1,4 @@
-"""Quantized KV and wire probes in every order of events (see `interleaved_runs`).
+"""Quantized KV, wire probes and mixed requests in every order of events (see `interleaved_runs`).
 
 `make test` runs few seeds of each kind of trouble, `make test-slow` all the others.
 """
@@ -34,3 +34,27 @@ def test_wires_are_timed_in_any_order(what: str, seeds: range) -> None:
     run_seeds(seeds, what, probed)
     assert any(one.wire for one in probed), "some probes succeeded"
     assert any(one.why for one in probed), "some probes failed"
+
+
+@pytest.mark.parametrize("more", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["first", "more"])
+@pytest.mark.parametrize(
+    "what",
+    [
+        "nothing",
+        "abort fail death",
+        "damage abort and fail",
+        "crowded abort",
+        "tiers back abort",
+        "tiers back death",
+        "tiers storage abort",
+        "tiers back storage",
+    ],
+)
+def test_requests_with_priorities_grammars_and_scores_in_any_order(what: str, more: bool) -> None:
+    """Scored prompts read no cache, constrained ones wait for their grammar, urgent ones overtake both."""
+    long = "crowded" in what or "storage" in what
+    first, count = (1, 6) if long else (2, 30)
+    seeds = range(first, count) if more else range(first)
+    ends = ends_of(run_seeds(seeds, f"mixed {what}"))
+    assert "done" in ends or not more
+    assert ends <= ENDS[what.removeprefix("damage ")]

@@ -9,9 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import cache
+from typing import Any
 
 import msgspec
 import torch
+from simulated_constraints import SimulatedConstraint
 
 from disagg.core.ports import LayerHook
 from disagg.core.sampling import sampling_of
@@ -29,6 +31,7 @@ from disagg.model.sampling.penalties import SamplingRow, history_of
 from disagg.model.sampling.prompt_scores import PromptScores
 from disagg.model.sampling.sampled import Chosen
 from disagg.model.spec.model_spec import ModelSpec, shard_of
+from disagg.router.answers import Output
 
 VOCAB = 64
 HEAD_DIM = 4
@@ -51,17 +54,18 @@ def fake_spec(
     head_dim: int = HEAD_DIM,
     kv_dtype: str = "float32",
     more: tuple[tuple[int, int], ...] = (),
+    eos_ids: tuple[int, ...] = (),
 ) -> ModelSpec:
     """What ranks must know of the model. In int8 heads must have `DIGITS_HEAD_DIM`.
 
     `states`: with a recurrent state; `any_chunks`: whether prompts may be cut anywhere nevertheless. `more`: layers
-    and KV heads of other classes of layers.
+    and KV heads of other classes of layers. `eos_ids`: tokens beyond the vocabulary, which the model never chooses.
     """
     others = tuple(LayerClass(*sizes, head_dim) for sizes in more)
     layout = KVLayout(layers, kv_heads, head_dim, kv_dtype, others)
     if states:
         layout = msgspec.structs.replace(layout, states=state_classes(STATE_FORMS))
-    spec = ModelSpec("Fake", layout, 12, layout.head_dim, layout.head_dim, VOCAB, 256, ())
+    spec = ModelSpec("Fake", layout, 12, layout.head_dim, layout.head_dim, VOCAB, 256, eos_ids)
     return msgspec.structs.replace(spec, any_chunks=any_chunks, scores_prompts=True)
 
 
@@ -92,11 +96,21 @@ def fake_answers(prompt: Sequence[int], sampling: SamplingParams) -> list[list[i
     return [_fake_answer(prompt, sampling_of(sampling, number)) for number in range(sampling.n)]
 
 
+def check_scores(prompt: Sequence[int], sampling: SamplingParams, output: Output) -> None:
+    """The first output of each answer has the log-probabilities of the prompt, if they are wanted."""
+    found, wanted = output.prompt_logprobs, sampling.prompt_logprobs is not None and output.index == 0
+    assert [one.token for one in found] == list(prompt[1:]) * wanted, f"scores {found}"
+    for at, one in enumerate(found, 1):
+        right = fake_logits(prompt[:at]).log_softmax(dim=-1)[one.token].item()
+        assert abs(one.logprob - right) < 1e-4, f"{one} at {at}, not {right}"
+
+
 def _fake_answer(prompt: Sequence[int], sampling: SamplingParams) -> list[int]:
     answer: list[int] = []
     history = history_of(prompt, sampling)
+    constraint: Any = SimulatedConstraint(sampling.grammar) if sampling.grammar else None
     while len(answer) < sampling.max_tokens:
-        row = SamplingRow(sampling, answer, history)
+        row = SamplingRow(sampling, answer, history, constraint=constraint)
         (chosen,) = next_tokens(fake_logits([*prompt, *answer])[None], [row], ())
         assert isinstance(chosen, Chosen)
         answer.append(chosen.token)

@@ -188,7 +188,8 @@ def run(
     """One run: requests arrive and end, faults strike, everything settles, and every answer is compared.
 
     In a crowded run, answers outgrow the pool and requests are preempted all the time. Every third model without a
-    recurrent state has layers of three classes. With `probed`, which receives the results, ranks probe their wires
+    recurrent state has layers of three classes. In a mixed run, requests have priorities and grammars, and some want
+    log-probabilities of their prompts. With `probed`, which receives the results, ranks probe their wires
     meanwhile. `kv_dtype` is the decode group's.
     """
     choose = random.Random(seed)
@@ -220,6 +221,8 @@ def run(
     documents = 6 if "storage" in what else 4
     if "tiers" in what:  # more documents than the pools have room for
         simulation.router.documents = [[choose.randrange(64) for _ in range(48)] for _ in range(documents)]
+    if "mixed" in what:
+        simulation.router.mixed = random.Random(seed)
     if "storage" in what:  # an earlier life of the groups has stored some of them
         simulation.stock(simulation.router.documents[:4])
     pace = 4 if crowded else 1  # answers are longer, with fewer events for each token

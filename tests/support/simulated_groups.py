@@ -18,7 +18,8 @@ from typing import Any
 
 import pytest
 import torch
-from fake_model import DIGITS_HEAD_DIM, HEAD_DIM, FakeRunner, FakeSampledTokens, fake_spec, kv_of
+from fake_model import DIGITS_HEAD_DIM, HEAD_DIM, VOCAB, FakeRunner, FakeSampledTokens, fake_spec, kv_of
+from simulated_constraints import SimulatedConstraints
 from simulated_memory import (
     Device,
     LateThread,
@@ -162,6 +163,7 @@ class Simulation:
                     head_dim=head_dim,
                     kv_dtype=kv_dtype,
                     more=more,
+                    eos_ids=(VOCAB,),  # grammars need one
                 ),
             )
             for cls, group, kv_dtype in (
@@ -476,6 +478,8 @@ class Simulation:
         controller = rank.cache_controller
         loads = self.loads[name] = Device()
         controller.storing, controller.loading = LateThread(copies), LateThread(loads)
+        if rank.leader is not None:  # the first mask is ready after a copy or two
+            rank.leader.constraints = SimulatedConstraints(loads.work.append)
 
     def _store_late(self, rank: Any) -> None:
         """Threads that read and write the storage come to each batch when they like."""

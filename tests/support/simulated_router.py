@@ -8,14 +8,22 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from fake_model import VOCAB, fake_answers
+import msgspec
+from fake_model import VOCAB, check_scores, fake_answers
 
 from disagg.core.errors import BusyError, DisaggError, PeerLostError
 from disagg.core.tokens import pack_tokens
 from disagg.core.types import GroupInfo, RequestKey, SamplingParams, Ticket
 from disagg.router.answers import SessionReport, new_answers
 from disagg.router.session import Session
-from disagg.router.session_events import RaiseError, SendMessage, SessionAction, SessionPhase, SessionTrigger
+from disagg.router.session_events import (
+    EmitOutput,
+    RaiseError,
+    SendMessage,
+    SessionAction,
+    SessionPhase,
+    SessionTrigger,
+)
 from disagg.router.text import TextStream
 from transport.control import messages as m
 
@@ -43,6 +51,7 @@ class SimulatedRequest:
     prompt: list[int]
     sampling: SamplingParams
     letters: list[Letters]
+    priority: int = 0
     session: Session = field(init=False)
     ticket: Ticket | None = None
     transferred: bool = False
@@ -88,6 +97,8 @@ class SimulatedRouter:
         self._stems = [self._draw(STEM_TOKENS) for _ in range(2)]
         self.documents: list[list[int]] = []
         """If set, every prompt begins with the beginning of one of them."""
+        self.mixed: random.Random | None = None
+        """If set, it gives requests priorities, grammars and log-probabilities of their prompts."""
 
     def submit(
         self, prompt_tokens: int, sampling: SamplingParams, deadline_s: float = FOREVER_S
@@ -104,7 +115,13 @@ class SimulatedRouter:
         return self._submit(prompt, sampling, deadline_s)
 
     def _submit(self, prompt: list[int], sampling: SamplingParams, deadline_s: float) -> SimulatedRequest:
-        request = SimulatedRequest(prompt, sampling, [Letters() for _ in range(sampling.n)])
+        priority = 0
+        if self.mixed is not None:
+            priority, grammar = self.mixed.choice([-1, 0, 0, 7]), self.mixed.choice(["", "", "a", "ab"])
+            scores = self.mixed.choice([None, None, 0, 2])
+            if not sampling.beams:
+                sampling = msgspec.structs.replace(sampling, grammar=grammar, prompt_logprobs=scores)
+        request = SimulatedRequest(prompt, sampling, [Letters() for _ in range(sampling.n)], priority)
         key = RequestKey(f"r{len(self.requests)}")
         self.requests[key.request_id] = request
         self._begin(request, key, self._clock() + deadline_s, self._choose.choice([0.0, math.inf]))
@@ -133,6 +150,7 @@ class SimulatedRouter:
             reserve_wait_s,
             "",
             self.lost,
+            priority=request.priority,
         )
         self._perform(request, request.session.on_signal(SessionTrigger.START, self._clock()))
 
@@ -190,6 +208,8 @@ class SimulatedRouter:
                 self._send(action.peer, action.message)
             elif isinstance(action, RaiseError):
                 self._failed(request, action.error)
+            elif isinstance(action, EmitOutput):
+                check_scores(request.prompt, request.sampling, action.output)
         if request.session.phase is SessionPhase.ANSWERED:
             self.end(request, "done")
 

@@ -24,6 +24,7 @@ from slow_parameters import sampled
 SAMPLE, ALL, AT_ONCE = 200, 10_000, 25
 """Seeds of `make test`, of `make test-slow`, and of one test."""
 STATES_AT_ONCE = 10
+FEATURES_AT_ONCE = 20
 BUG_SEEDS = {
     "never resend": 8,
     "deliver twice": 6,
@@ -66,6 +67,17 @@ def test_any_faults(first: int) -> None:
 def test_any_faults_of_groups_with_recurrent_states(first: int) -> None:
     runs = [simulate(seed, Scale(states=True)) for seed in range(first, first + STATES_AT_ONCE)]
     assert outcomes(runs)["done"] > STATES_AT_ONCE
+
+
+@pytest.mark.parametrize("first", sampled(range(0, 1000, FEATURES_AT_ONCE), lambda first: first == 0))
+def test_any_faults_of_requests_with_priorities_and_grammars(first: int) -> None:
+    """Every second model has recurrent states; pages are copied to host memory when they are evicted."""
+    seeds = range(first, first + FEATURES_AT_ONCE)
+    runs = [simulate(seed, Scale(features=True, states=seed % 2 == 1)) for seed in seeds]
+    assert outcomes(runs)["done"] > FEATURES_AT_ONCE
+    every = [one for run in runs for one in run.requests]
+    recovered = [one for one in every if one.outcome == "done" and one.report.recoveries]
+    assert any(one.sampling.grammar for one in recovered) or first > 0  # most of the other seeds have one too
 
 
 def test_a_cut_in_one_direction() -> None:

@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fake_model import FakeSampledTokens
-from simulated_memory import poison_host, poison_pages
+from simulated_memory import poison_blocks, poison_host, poison_pages
 
 from cluster_simulation.rank_process import RankProcess
 from disagg.core.config.read import Config
@@ -40,6 +40,7 @@ class GroupProcess:
         self.info = self._info()
         leader = self.leader.rank.leader
         poison_pages(self.leader.rank.kv_manager, [one.rank for one in self.ranks])
+        poison_blocks(self.leader.rank.kv_manager, [one.rank for one in self.ranks])
         if role == "decode":
             poison_host(leader.scheduler, [one.rank for one in self.ranks])
         replace_waits(leader.changed, partial(self._look_in, 0.0))

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from fake_model import FakeRunner
+from simulated_constraints import SimulatedConstraints
 from simulated_memory import Device, replace_device
 
 from cluster_simulation.fabric import SimulatedTransport
@@ -26,6 +27,8 @@ KERNEL_S = (1e-5, 3e-4)
 POLL_S = 3e-4
 """How often a rank polls its device, whose poll interval is 0 in the product."""
 SWAP_S = (1e-4, 5e-3)
+COMPILE_S = (1e-4, 0.3)
+"""Time until a grammar's first mask is ready."""
 RANKS: dict[str, type[Any]] = {"prefill": PrefillRank, "decode": DecodeRank}
 
 
@@ -61,6 +64,8 @@ class RankProcess(Process):
         )
         for buffer in runner.transfer_pools.buffers:
             world.devices[buffer.data_ptr()] = self.device
+        if self.rank.leader is not None:
+            self.rank.leader.constraints = SimulatedConstraints(self._compile_later)
         self.rank.on_broken = partial(world.directory.rank_broke, self)
         self._replace_threads()
 
@@ -85,6 +90,9 @@ class RankProcess(Process):
         super().die()
         self.world.network.leave(self.name)
         self.world.fabric.kill(self.name)
+
+    def _compile_later(self, work: Callable[[], None]) -> None:
+        self.later(work, self.choose.uniform(*COMPILE_S))
 
     def _order_swap(self, swap: Any, after: Any) -> None:
         self.later(partial(self.rank.swapper.copy, swap, after), self.choose.uniform(*SWAP_S))

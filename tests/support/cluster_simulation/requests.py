@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 import msgspec
-from fake_model import VOCAB, fake_answers, fake_logits
+from fake_model import VOCAB, check_scores, fake_answers
 
 from disagg.core.errors import DisaggError
 from disagg.core.types import SamplingParams
@@ -72,19 +72,10 @@ class ClientRequest:
         known.extend(output.tokens)
         right = self.expected[number]
         assert known == right[: len(known)], f"{self.id}: answer {number} is {known}, not {right}"
-        if output.index == 0:
-            self._take_scores(output)
+        check_scores(self.prompt, self.sampling, output)
         self.texts[number] += output.text
         self.finish[number] = output.finish
         self.outputs += 1
-
-    def _take_scores(self, output: Output) -> None:
-        """The first output of each answer has the log-probabilities of the prompt, if they are wanted."""
-        found, wanted = output.prompt_logprobs, self.sampling.prompt_logprobs is not None
-        assert [one.token for one in found] == self.prompt[1:] * wanted, f"{self.id}: scores {found}"
-        for at, one in enumerate(found, 1):
-            right = fake_logits(self.prompt[:at]).log_softmax(dim=-1)[one.token].item()
-            assert abs(one.logprob - right) < 1e-4, f"{self.id}: {one} at {at}, not {right}"
 
     def check_end(self) -> None:
         """A request without error has its whole answers."""
@@ -132,8 +123,11 @@ class ClientRequest:
 class RequestSource:
     """Draws requests; some prompts begin alike, so that prefix caches hit."""
 
-    def __init__(self, choose: random.Random, longest_answer: int) -> None:
-        self._choose, self._longest_answer = choose, longest_answer
+    def __init__(
+        self, choose: random.Random, longest_answer: int, grammars: random.Random | None = None
+    ) -> None:
+        """`grammars`: chooses the requests with a grammar; None: no request has one."""
+        self._choose, self._longest_answer, self._grammars = choose, longest_answer, grammars
         self._stems = [self._draw(STEM_TOKENS) for _ in range(2)]
         self._count = 0
 
@@ -151,6 +145,9 @@ class RequestSource:
             timeout_s=choose.choice([0.05, 2.0, 60.0, 60.0, 60.0, 60.0, 60.0, 60.0]),
             session=choose.choice(["", "", "a", "b"]),
         )
+        if self._grammars is not None and self._grammars.random() < 0.4 and not request.sampling.beams:
+            grammar = self._grammars.choice(["a", "ab", "abc"])
+            request.sampling = msgspec.structs.replace(request.sampling, grammar=grammar)
         if choose.random() < 0.1:
             request.abort_after = choose.randint(0, 3)
         if choose.random() < 0.2 and not request.sampling.beams:

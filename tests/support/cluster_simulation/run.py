@@ -82,7 +82,8 @@ def simulate(
 async def _main(run: Run, choose: random.Random, policy: ErrorPolicy, first_fault: str) -> None:
     world, loop = run.world, run.world.loop
     await world.start()
-    source = RequestSource(choose, world.scale.longest_answer)
+    grammars = random.Random(f"{world.seed} grammars") if world.scale.features else None
+    source = RequestSource(choose, world.scale.longest_answer, grammars)
     bursts_s = [choose.uniform(0.0, world.scale.spread_s) for _ in range(BURSTS)]
     begins_s = []
     for _ in range(world.scale.draw(choose, world.scale.requests)):

@@ -32,6 +32,8 @@ class Scale:
     """Share of these numbers that each seed has at least."""
     states: bool = False
     """Whether the model has a recurrent state."""
+    features: bool = False
+    """Whether requests have priorities and grammars, and pages are copied to host memory when they are evicted."""
 
     def draw(self, choose: random.Random, most: int) -> int:
         """Returns a number up to `most`, which is one of the numbers above."""
@@ -82,6 +84,15 @@ def draw_config(choose: random.Random) -> Config:
     )
     decode = msgspec.structs.replace(decode, host_cache_bytes=choose.choice(HOST_CACHE_BYTES))
     return msgspec.structs.replace(config, prefill=prefill, decode=decode)
+
+
+def with_write_back(config: Config, choose: random.Random) -> Config:
+    """Host memory for few or all pages, written when pages are evicted."""
+    for role in ("prefill", "decode"):
+        cache = {"host_cache_bytes": choose.choice(HOST_CACHE_BYTES[1:]), "host_cache_write": "back"}
+        section = msgspec.structs.replace(getattr(config, role), **cache)
+        config = msgspec.structs.replace(config, **{role: section})
+    return config
 
 
 def with_ranks(config: Config, role: str, ranks: int) -> Config:

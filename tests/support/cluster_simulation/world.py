@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import msgspec
 import pytest
-from fake_model import fake_spec
+from fake_model import VOCAB, fake_spec
 from simulated_memory import Device, late_kernels
 
 from cluster_simulation.event_log import SimulationLog
@@ -19,10 +20,18 @@ from cluster_simulation.network import Network, Weather
 from cluster_simulation.processes import Process
 from cluster_simulation.rank_process import RankProcess
 from cluster_simulation.router_process import RouterProcess
-from cluster_simulation.scale import PEER_TIMEOUT_S, SUSPECT_AFTER_S, Scale, draw_config, with_ranks
+from cluster_simulation.scale import (
+    PEER_TIMEOUT_S,
+    SUSPECT_AFTER_S,
+    Scale,
+    draw_config,
+    with_ranks,
+    with_write_back,
+)
 from cluster_simulation.virtual_time import VirtualTimeLoop
 from disagg.core.config.read import Config
 from disagg.model.spec.model_spec import ModelSpec
+from disagg.router.answers import RouterRequest
 from transport.control import messages as m
 from transport.control.reliable import ReliableOptions
 
@@ -45,6 +54,8 @@ class World:
         if scale.states:
             prefill = msgspec.structs.replace(self.config.prefill, state_interval_tokens=8)
             self.config = msgspec.structs.replace(self.config, prefill=prefill)
+        if scale.features:
+            self.config = with_write_back(self.config, random.Random(f"{seed} tiers"))
         self.metrics_s = self.config.metrics.interval_s
         self.devices: dict[int, Device] = {}
         """By the address of their pools."""
@@ -82,7 +93,8 @@ class World:
 
     def spec_of(self, role: str) -> ModelSpec:
         """The same model for all."""
-        return fake_spec(LAYERS, KV_HEADS, self.scale.states, any_chunks=True)
+        eos_ids = (VOCAB,) if self.scale.features else ()  # grammars need one
+        return fake_spec(LAYERS, KV_HEADS, self.scale.states, any_chunks=True, eos_ids=eos_ids)
 
     def keep(self, task: asyncio.Task[Any]) -> None:
         """Its error ends the simulation."""
@@ -181,8 +193,15 @@ class World:
                 self.fabric.sever(name, other)
 
 
+def _with_priority(kind: type[RouterRequest], request_id: str, *rest: Any) -> RouterRequest:
+    """`Router.generate` has no argument for it."""
+    return kind(request_id, *rest, priority=sum(map(ord, request_id)) % 3 - 1)
+
+
 def _patch_product(patch: pytest.MonkeyPatch, world: World) -> None:
     chance = random.Random(f"{world.seed} tickets")
     patch.setattr("disagg.node.leader.IDLE_S", 0.0)
     patch.setattr("secrets.randbelow", chance.randrange)
+    if world.scale.features:
+        patch.setattr("disagg.router.router.RouterRequest", partial(_with_priority, RouterRequest))
     late_kernels(world.devices, patch)
