@@ -209,7 +209,7 @@ def vllm_config(
     )
 
 
-def run(engines: list[RealEngine], until: Callable[[], bool], limit_s: float = 60.0) -> None:
+def run(engines: list[RealEngine], until: Callable[[], bool], limit_s: float = 120.0) -> None:
     """Steps the engines until a condition holds."""
     end_s = time.monotonic() + limit_s
     while not until():
