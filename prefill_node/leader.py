@@ -106,6 +106,12 @@ class PrefillLeader(Leader):
             self._publish_kv_events(PUBLISH_AT_EVENTS)
             self._changed.notify_all()
 
+    def _fail(self, request: LedRequest, error: DisaggError) -> None:
+        """Fails the request without caching its pages, whose KV may be wrong."""
+        assert isinstance(request, PrefillRequest), "this leader has prefill requests only"
+        request.prefix = None
+        super()._fail(request, error)
+
     def statistics(self) -> PrefillStatistics:
         """Returns the counts at this moment."""
         with self._changed:

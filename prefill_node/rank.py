@@ -28,10 +28,9 @@ MAX_WAITING = 1024
 
 
 class LaunchedChunks(NamedTuple):
-    """A step in flight."""
+    """A step in flight on rank 0."""
 
-    sampled: SampledChunks | None
-    """First tokens of the step; None on ranks other than 0."""
+    sampled: SampledChunks
     began_s: float
     """Start of the step, on the timeline's clock."""
 
@@ -149,14 +148,18 @@ class PrefillRank(RankNode[PrefillConfig, PrefillLeader, SegmentSender]):
                 first = next(part.layers.start for part in parts if stop <= part.layers.stop)
                 self._layers_ready(chunk, Span(first, stop))
 
+        if loaded.events and not self.executor.calls_between_layers(plan):
+            loaded.before_all()
         loaded.before_first()
         before, began_s = self._in_flight, self.timeline.now()
         scores = PromptScores()
         logits = self._forward(plan, on_layer, scores)
         for layers in state_spans if ended else ():
             self._layers_ready(state, layers)
-        sampled = self.leader.sample(plan, logits, scores) if self.leader is not None else None
-        self._in_flight = LaunchedChunks(sampled, began_s)
+        if self.leader is None:
+            self.timeline.record("compute", self.lane, "", began_s, self.timeline.now())
+            return
+        self._in_flight = LaunchedChunks(self.leader.sample(plan, logits, scores), began_s)
         if before is not None:
             self._end_step(before)
         if not self._steps_ahead:
@@ -169,8 +172,8 @@ class PrefillRank(RankNode[PrefillConfig, PrefillLeader, SegmentSender]):
             self._end_step(last)
 
     def _end_step(self, last: LaunchedChunks) -> None:
-        if self.leader is not None and last.sampled is not None:
-            self.leader.commit(last.sampled)
+        assert self.leader is not None, "only rank 0 has steps in flight"
+        self.leader.commit(last.sampled)
         now_s = self.timeline.now()
         self.timeline.record("compute", self.lane, "", max(last.began_s, self._step_ended_s), now_s)
         self._step_ended_s = now_s

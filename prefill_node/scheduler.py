@@ -276,12 +276,15 @@ class PrefillScheduler:
         gain little, because its ticket arrives long before its computation ends.
         """
         unticketed = [one for one in self.requests.values() if one.ticket is None]
-        if not unticketed or any(self._waits(one) and not one.fetches for one in self.requests.values()):
-            return [one for one in unticketed if one.block_table is not None]
+        if any(self._waits(one) and not one.fetches for one in self.requests.values()):
+            return []  # no further steps use the memory that `take_back` frees for the waiting request
         budget = self._chunks.chunk_tokens
         room = budget - sum(map(_uncached_tokens, unticketed))
         for request in unticketed:
             if request.closing or request.fetches or request.block_table is not None:
+                continue
+            if self._prefix_in_flight(request):
+                request.rest_tokens = None  # the hit grows with the step's commit
                 continue
             if self._rest_tokens(request) > budget:
                 continue
@@ -293,6 +296,21 @@ class PrefillScheduler:
                 break
             room -= request.rest_tokens
         return [one for one in unticketed if one.block_table is not None]
+
+    def _prefix_in_flight(self, request: PrefillRequest) -> bool:
+        """Returns whether a step in flight computes more of the request's prefix than the prefix cache has."""
+        prefix = request.readable_prefix
+        if prefix is None or not self.steps_in_flight:
+            return False
+        hit_tokens = request.total_tokens - self._rest_tokens(request)
+        more = prefix.shortened(hit_tokens + self.kv_manager.page_size)
+        return more.tokens < request.total_tokens and any(
+            other.steps_in_flight
+            and other.planned_tokens == other.total_tokens
+            and other.prefix is not None
+            and other.prefix.shortened(more.tokens) == more
+            for other in self.requests.values()
+        )
 
     def _rest_tokens(self, request: PrefillRequest) -> int:
         if request.rest_tokens is None:  # look up only once: the lookup of a long prompt takes time

@@ -381,6 +381,15 @@ class ModelRunner:
             logits.update(zip(part, found, strict=True))
         return torch.stack([logits[index] for index in range(len(batch.sequences))])
 
+    def calls_between_layers(self, batch: StepBatch) -> bool:
+        """Returns whether `forward` calls its hook between the layers of all sequences.
+
+        Otherwise some layers, or those of some sequences, are launched before the first call of the hook.
+        """
+        if self._graphs is not None and self._recording_fits(self._graphs, batch):
+            return False
+        return self.states is None or not self._in_parts or len(batch.sequences) == 1
+
     def _recording_fits(self, graphs: StepGraphs, batch: StepBatch) -> bool:
         """Returns whether a recording can run the batch. Recurrent layers allow only batches of answer tokens."""
         if batch.scores:

@@ -46,11 +46,14 @@ class StepExecutor:
         `scores` receives the log-probabilities of prompt tokens that the plan wants.
         """
         self._update_rows(plan.work)
-        slices = tuple(map(_slice, plan.work))
         self._copy_states(plan.state_copies)
-        logits = self._runner.forward(StepBatch(slices), on_layer, scores)
+        logits = self._runner.forward(_batch(plan), on_layer, scores)
         self._copy_states(plan.state_saves)
         return logits
+
+    def calls_between_layers(self, plan: StepPlan) -> bool:
+        """Returns whether `run` calls `on_layer` between the layers; see `ModelRunner.calls_between_layers`."""
+        return self._runner.calls_between_layers(_batch(plan))
 
     def _copy_states(self, copies: Sequence[StateCopy]) -> None:
         if copies:
@@ -73,6 +76,10 @@ class StepExecutor:
             if work.like >= 0:
                 tokens = min(work.first_page * size, runner.req_to_token.max_tokens)
                 runner.req_to_token.copy_slots(work.like, work.row, tokens)
+
+
+def _batch(plan: StepPlan) -> StepBatch:
+    return StepBatch(tuple(map(_slice, plan.work)))
 
 
 def _slice(work: Work) -> SequenceSlice:
@@ -158,7 +165,8 @@ class ComputeThread:
                         self._step(plan)
                     else:
                         self._end_steps()
-            self._end_steps()  # afterwards the device uses no memory of the rank
+            with self._watch.watched():
+                self._end_steps()  # afterwards the device uses no memory of the rank
         except Exception as exc:
             if not self._stopping.is_set():
                 log.exception("step_failed", thread=self._thread.name, step=plan.step if plan else None)

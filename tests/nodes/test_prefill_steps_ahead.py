@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from fake_model import VOCAB, fake_spec
+from ordered_simulation import TOKENS, Ordered, P
+from simulated_groups import ROUTER
 
+from disagg.core.prefixes import PrefixKey
 from disagg.core.tokens import pack_tokens
 from disagg.core.types import RequestKey, SamplingParams, Span, Ticket
 from disagg.model.chunks import PromptChunks
+from disagg.model.host_copy import HostCopy
 from disagg.model.sampling.prompt_scores import PromptScores
+from disagg.node import cache_controller
+from disagg.node.cache_controller import LoadedLayers
 from disagg.node.kv_manager import KVManager
 from disagg.node.plan import StepPlan
 from prefill_node import leader as leader_module
@@ -23,6 +30,7 @@ from transport.control import messages as m
 
 KEY, OTHER = RequestKey("r"), RequestKey("other")
 PROMPT = pack_tokens(range(10))
+ANSWER = SamplingParams()
 
 
 class Prefill:
@@ -33,7 +41,7 @@ class Prefill:
         self.waits = 0
         """Waits for the end of a step on the device."""
         self.scheduler = PrefillScheduler(
-            KVManager(pool_tokens=64, page_size=4, rows=2),
+            KVManager(pool_tokens=64, page_size=4, rows=2, eviction="lru"),
             ranks=1,
             chunks=PromptChunks(4),
             max_context_tokens=40,
@@ -55,15 +63,23 @@ class Prefill:
     def _wait(self) -> None:
         self.waits += 1
 
-    def submit(self, key: RequestKey = KEY) -> None:
-        ticket = Ticket(key, 7, "decode", Span(0, len(PROMPT)))
-        self.leader.handle("router", m.Prefill(key, PROMPT, SamplingParams(), ticket, 60.0))
+    def submit(
+        self,
+        key: RequestKey = KEY,
+        prompt: Any = PROMPT,
+        *,
+        early: bool = False,
+        sampling: SamplingParams = ANSWER,
+    ) -> None:
+        """`early`: without a ticket."""
+        ticket = None if early else Ticket(key, 7, "decode", Span(0, len(prompt)))
+        self.leader.handle("router", m.Prefill(key, prompt, sampling, ticket, 60.0))
 
-    def launch(self) -> SampledChunks:
+    def launch(self, scores: PromptScores | None = None) -> SampledChunks:
         """Plans the next step and launches it."""
         plan = self.leader.next_plan()
         assert isinstance(plan, StepPlan)
-        return self.leader.sample(plan, torch.zeros(len(plan.work), VOCAB), PromptScores())
+        return self.leader.sample(plan, torch.zeros(len(plan.work), VOCAB), scores or PromptScores())
 
 
 def test_chunks_of_one_prompt_are_in_flight_together(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,7 +118,7 @@ def test_pages_are_freed_after_the_last_step_that_writes_them(monkeypatch: pytes
 def test_the_next_prompt_is_launched_while_the_last_chunk_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     group = Prefill(monkeypatch)
     group.submit()
-    group.submit(OTHER)
+    group.submit(OTHER, pack_tokens(range(50, 60)))
     for span in (Span(0, 4), Span(4, 8)):
         step = group.launch()
         assert [work.span for work in step.plan.work] == [span]
@@ -121,3 +137,86 @@ def test_without_steps_ahead_one_step_is_in_flight(monkeypatch: pytest.MonkeyPat
     assert group.leader.next_plan() is None
     group.leader.commit(step)
     assert [work.span for work in group.launch().plan.work] == [Span(4, 8)]
+
+
+def test_an_early_prompt_waits_for_a_prefix_that_is_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the step had ended: the prefix cache gets the prompt at its last chunk's commit."""
+    group = Prefill(monkeypatch)
+    group.submit()
+    for _ in range(2):
+        group.leader.commit(group.launch())
+    last = group.launch()
+    group.submit(OTHER, pack_tokens([*range(8), 20, 21]), early=True)
+    assert group.leader.next_plan() is None
+    group.leader.commit(last)
+    assert [(work.key, work.span) for work in group.launch().plan.work] == [(OTHER, Span(8, 10))]
+    group.leader.check()
+
+
+def test_an_early_prompt_without_that_prefix_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = Prefill(monkeypatch)
+    group.submit(KEY, pack_tokens(range(4)))
+    group.launch()
+    group.submit(OTHER, pack_tokens(range(30, 34)), early=True)
+    assert [work.key for work in group.launch().plan.work] == [OTHER]
+
+
+def test_a_request_with_a_ticket_gets_the_memory_of_an_early_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The early prompt in flight is not computed further: its memory could never be taken back."""
+    group = Prefill(monkeypatch)
+    group.submit(KEY, pack_tokens(range(6)))
+    steps = [group.launch()]
+    group.submit(OTHER, pack_tokens(range(20, 24)), early=True)
+    steps.append(group.launch())
+    assert [(work.key, work.span) for work in steps[1].plan.work] == [(KEY, Span(4, 6)), (OTHER, Span(0, 2))]
+    waiting = RequestKey("waiting")
+    group.submit(waiting, pack_tokens(range(30, 34)))
+    assert group.scheduler.requests[waiting].block_table is None, "there are two rows"
+    group.leader.commit(steps[0])
+    assert group.leader.next_plan() is None
+    group.leader.commit(steps[1])
+    assert group.scheduler.requests[OTHER].block_table is None, "taken back"
+    assert [work.key for work in group.launch().plan.work] == [waiting]
+    group.leader.check()
+
+
+def test_wrong_prompt_logprobs_keep_a_prompt_out_of_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = Prefill(monkeypatch)
+    group.submit(sampling=SamplingParams(prompt_logprobs=0))
+    scores = PromptScores()
+    first = group.launch(scores)
+    (work,) = first.plan.work
+    values = [[[token, 1.0], [token, math.nan]] for token in work.targets]
+    scores.copies.append(([(work.row, 0)] * len(values), HostCopy(torch.tensor(values, dtype=torch.float64))))
+    second = group.launch()
+    group.leader.commit(first)
+    assert [message.code for message in group.sent if isinstance(message, m.Failed)] == ["request"]
+    group.leader.commit(second)
+    group.leader.handle("prefill-0", m.RankClosed(KEY, 7, 0))
+    assert not group.scheduler.requests
+    assert group.scheduler.kv_manager.cached_tokens(PrefixKey.of([*PROMPT, 1])) == 0
+
+
+@pytest.mark.parametrize("between", [False, True])
+def test_a_step_without_a_call_between_layers_waits_for_all_loads(
+    order: Ordered, between: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A recorded step is one launch: its later layers would read KV that is still being loaded."""
+    rank, waits = order.ranks[P], []
+    monkeypatch.setattr(cache_controller, "let_stream_wait", lambda _, event: waits.append(event))
+    loaded = LoadedLayers(torch.device("cpu"), ((1, "first"), (2, "last")))
+    monkeypatch.setattr(rank, "order_copies", lambda _: loaded)
+    monkeypatch.setattr(rank, "_send_cached", lambda *_: None)
+    monkeypatch.setattr(rank.runner, "calls_between_layers", lambda _: between)
+    forward = rank.runner.forward
+
+    def launched(*arguments: Any) -> torch.Tensor:
+        waits.append("forward")
+        found: torch.Tensor = forward(*arguments)
+        return found
+
+    monkeypatch.setattr(rank.runner, "forward", launched)
+    order.router.submit(TOKENS, SamplingParams(max_tokens=1))
+    order.deliver(ROUTER, P)
+    order.step()
+    assert waits[:3] == (["first", "forward", "last"] if between else ["last", "first", "forward"])

@@ -198,6 +198,10 @@ class FakeRunner:
         """See `ModelRunner.transfer_pools`."""
         return TransferPools.of(self.pool, self.states.pool if self.states is not None else None)
 
+    def calls_between_layers(self, batch: StepBatch) -> bool:
+        """See `ModelRunner.calls_between_layers`."""
+        return True
+
     def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
         """On the compute stream, as `forward`: done when it is launched, and others act before the step goes on."""
         copy_in_order(self.pool, self.page_size, copies)
