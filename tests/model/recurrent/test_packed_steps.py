@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -216,3 +217,21 @@ def _row(runner: ModelRunner, number: int) -> int:
     row = runner.req_to_token.alloc()
     runner.req_to_token.set_slots(row, 0, list(Span(16 + 64 * number, 80 + 64 * number)))
     return row
+
+
+def test_which_steps_call_their_hook_between_the_layers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Loads of cached KV are waited for between layers, except if the step launches layers before the first call."""
+    own = (SequenceSlice(row, 0, (1, 2), 2) for row in range(2))
+    two = StepBatch(tuple(own))
+    one = StepBatch(two.sequences[:1])
+    runner = make_runner(save(HYBRIDS["qwen3-next"](), tmp_path))
+    assert runner.calls_between_layers(two)
+    apart = make_runner(save(HYBRIDS["qwen3-next"](), tmp_path), deterministic=True)
+    assert [apart.calls_between_layers(batch) for batch in (one, two)] == [True, False]
+    plain = make_runner(save(HYBRIDS["qwen3-next"](), tmp_path))
+    monkeypatch.setattr(plain, "states", None)
+    assert plain.calls_between_layers(two)
+    monkeypatch.setattr(plain, "_graphs", SimpleNamespace(takes=lambda _: True))
+    assert not plain.calls_between_layers(two)
