@@ -17,7 +17,7 @@ from disagg.cluster.placement import GroupPlacement, choose_placement
 from disagg.cluster.ranks import NoRoomError
 from disagg.cluster.roll import Roller
 from disagg.cluster.supervisor import ROLLING, Supervisor, supervised
-from disagg.core.config.read import ClusterConfig, Config, Role, TransferConfig
+from disagg.core.config.read import ClusterConfig, Config, ModelConfig, Role, TransferConfig
 from disagg.core.errors import ConfigError, HandshakeError
 from transport.control import messages as m
 from transport.keys.curve import make_keys
@@ -115,8 +115,11 @@ class System:
 
 
 @contextmanager
-def system(devices: int = 6, groups: tuple[int, int] = (2, 2), **cluster: Any) -> Iterator[System]:
+def system(
+    devices: int = 6, groups: tuple[int, int] = (2, 2), deterministic: bool = False, **cluster: Any
+) -> Iterator[System]:
     config = Config(
+        model=ModelConfig(deterministic=deterministic),
         cluster=ClusterConfig(**({"restart_backoff_s": 0.0, "start_timeout_s": TIMEOUT_S} | cluster)),
         transfer=TransferConfig(drain_timeout_s=0.2),
     )
@@ -338,6 +341,8 @@ def test_files_that_changed_in_their_place_are_noticed_without_a_link() -> None:
         ("model", "dtype", "bfloat16", "model.dtype = 'bfloat16' cannot change"),
         ("cluster", "mode", "colocated", "cluster.mode = 'colocated' cannot change"),
         ("decode", "device", "cuda", "decode.device = 'cuda' cannot change"),
+        ("cluster", "hang_timeout_s", 1.0, "cluster.hang_timeout_s = 1.0 .* restart `disagg launch`"),
+        ("cluster", "adopt_timeout_s", 99.0, "cluster.adopt_timeout_s = 99.0 .* restart `disagg launch`"),
         ("decode", "max_requests", -1, "flag: decode.max_requests = -1 is not allowed"),
         ("decode", "no", -1, "flag: unknown key no in section decode"),
     ],
@@ -351,6 +356,26 @@ def test_what_a_roll_cannot_change_is_one_error_before_anything_ends(
             raise ConfigError(rolled.error)
         assert (rolled.new, rolled.old) == ((), ())
         assert len(one.ranks.configs) == 4, "no group was started"
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value"),
+    [
+        ("model", "attention", "torch"),
+        ("model", "fused", False),
+        ("model", "recurrent_kernels", "torch"),
+        ("decode", "tp", 2),
+    ],
+)
+def test_deterministic_groups_keep_all_settings_that_change_their_rounding(
+    section: str, key: str, value: Any
+) -> None:
+    setting = m.RollSetting(section, key, value, "flag")
+    with system(devices=8, deterministic=True) as one:
+        error = one.roll([setting]).error
+        assert f"{section}.{key} = {value!r} with model.deterministic cannot change" in error
+        assert len(one.ranks.configs) == 4, "no group was started"
+        assert not one.roll([m.RollSetting("decode", "tp", 1, "flag"), *BATCH]).error, "the present size"
 
 
 def test_settings_of_routers_and_of_the_launch_are_named_and_replace_nothing() -> None:
