@@ -236,8 +236,8 @@ class _Roll:
             raise self._explained(role, error) from error
         finally:
             self._spare_start = False
-        self._supervisor.limit_restarts(role, self._cluster.wanted(role) - len(self._serving(role)))
         self._require_known(role, new)
+        self._supervisor.limit_restarts(role, self._cluster.wanted(role) - len(self._serving(role)))
         self._to_restore = 0
 
     def _explained(self, role: Role, error: DisaggError) -> _RollError:

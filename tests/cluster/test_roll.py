@@ -313,6 +313,16 @@ def test_a_group_that_a_router_does_not_use_is_ended_again() -> None:
         one.serves("prefill", "decode-3")
 
 
+def test_a_dead_old_group_comes_back_if_its_replacement_is_ended_again() -> None:
+    with system(groups=(1, 2), restart_backoff_s=0.5) as one:
+        one.unknown = ("tcp://router:1",)
+        one.die("decode-2")
+        until(lambda: bool(one.supervisor.restarting("decode")))
+        assert "does not use decode-3" in one.roll(BATCH).error
+        one.serves("prefill", "decode", "decode-4")
+        assert one.setting("decode-4", "decode", "max_requests") == 32
+
+
 def test_another_model_needs_a_new_cluster_and_the_same_one_elsewhere_does_not() -> None:
     path = [m.RollSetting("model", "path", "/elsewhere", "flag model.path")]
     with system() as one:
