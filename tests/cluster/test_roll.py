@@ -61,12 +61,20 @@ class System:
         self.cluster, self.supervisor, self.ranks = cluster, supervisor, ranks
         self.unknown: tuple[str, ...] = ()
         """Routers that use no new group."""
+        self.struck = ""
+        """Which groups die when routers get to know a new one: `new`, that group; `former`, the one before it."""
+        self._known: list[str] = []
         self.fingerprint = "f"
         """Of the model that an operator names."""
         self.steps: list[str] = []
         self.roller = Roller(cluster, supervisor, self, lambda config: (config, self.fingerprint))
 
     def wait_known(self, names: Sequence[str], timeout_s: float) -> tuple[str, ...]:
+        victims = {"new": list(names), "former": self._known[-1:]}.get(self.struck, [])
+        self._known.extend(names)
+        for victim in victims:
+            self.die(victim)
+            until(lambda: not set(victims) & set(self.names))
         return self.unknown
 
     def begin(self, settings: Sequence[m.RollSetting], **options: Any) -> Callable[[], m.Rolled]:
@@ -321,6 +329,46 @@ def test_a_dead_old_group_comes_back_if_its_replacement_is_ended_again() -> None
         assert "does not use decode-3" in one.roll(BATCH).error
         one.serves("prefill", "decode", "decode-4")
         assert one.setting("decode-4", "decode", "max_requests") == 32
+
+
+def test_settings_with_which_groups_die_end_the_roll_and_leave_old_groups() -> None:
+    with system(groups=(1, 2), devices=9, restart_backoff_s=0.5) as one:
+        one.struck = "former"
+        failed = one.roll(BATCH)
+        assert "decode groups with the new settings have died, the last one because its" in failed.error
+        assert failed.old == ("decode-2",), "the first one had been replaced before the second death"
+        one.serves(*failed.new, *failed.old)
+        assert len(failed.new) == 2, "prefill, and a decode group with the new settings"
+        one.die(failed.new[-1])
+        until(lambda: failed.new[-1] not in one.names and len(one.names) == 3)
+        assert one.setting(one.names[-1], "decode", "max_requests") == 32, "the old settings"
+
+
+@pytest.mark.parametrize("restart", [False, True])
+def test_new_groups_that_die_at_once_are_not_started_for_ever(restart: bool) -> None:
+    with system(groups=(1, 2), devices=9, restart=restart, restart_backoff_s=0.5) as one:
+        one.struck = "new"
+        assert "have died" in one.roll(BATCH).error
+        one.serves("prefill", "decode", "decode-2")
+        assert len(one.ranks.taken_down) <= 3, "a death is counted before the start after the next one"
+
+
+def test_a_group_that_ended_first_comes_back_if_the_new_ones_die() -> None:
+    with system(groups=(1, 1), devices=2, restart=False) as one:
+        one.struck = "new"
+        assert "have died" in one.roll(BATCH, allow_pause=True).error
+        until(lambda: len(one.names) == 2 and all(group.up for group in one.cluster.groups))
+        assert one.setting(one.names[-1], "decode", "max_requests") == 32
+
+
+def test_a_new_group_beyond_the_usual_number_ends_with_a_roll_whose_groups_die() -> None:
+    """The supervisor starts a group again before the roll does."""
+    with system(groups=(1, 2), devices=9) as one:
+        one.struck = "new"
+        failed = one.roll(BATCH)
+        assert "have died" in failed.error
+        one.serves(*failed.new, *failed.old)
+        assert len(one.names) == 3
 
 
 def test_another_model_needs_a_new_cluster_and_the_same_one_elsewhere_does_not() -> None:
