@@ -93,8 +93,8 @@ class _Roll:
         """New settings by role, in the order of the roll."""
         self._left: list[Role] = []
         """Roles that are not complete."""
-        self._full = False
-        """Whether a start of this role found no room, although the free resources had suggested some."""
+        self._most_room = request.max_surge
+        """Number of groups of this role that may fit: less than the free resources suggest after a failed start."""
         self._to_restore = 0
         """Number of groups that were ended before their replacements have started."""
         self._waited_s = 0.0
@@ -202,7 +202,7 @@ class _Roll:
                 self._say(f"{role}: all groups have the new settings")
                 self._cluster.keep_settings(self._targets[role], complete=True)
                 self._left.remove(role)
-                self._full = False
+                self._most_room = self._request.max_surge
         return 0.0 if self._left else None
 
     def _require_living(self, role: Role) -> None:
@@ -238,7 +238,7 @@ class _Roll:
             old=tuple(group.name for group in old),
             new=len(serving) - len(old),
             restarting=len(restarts) if self._stopped else restarts.count(True),
-            room=0 if self._full else self._cluster.room(target),
+            room=min(self._most_room, self._cluster.room(target)),
             max_surge=self._request.max_surge,
             allow_pause=self._request.allow_pause,
             stopped=self._stopped,
@@ -255,7 +255,8 @@ class _Roll:
             if not action.spare or self._stopped:
                 self._restore(role)
                 raise self._explained(role, error) from error
-            self._full = True  # `room` is an upper bound; the next step drains an old group first
+            # `room` is an upper bound: the next step tries fewer groups; for none, it drains an old group first
+            self._most_room = action.count // 2
             return
         except DisaggError as error:
             self._restore(role)

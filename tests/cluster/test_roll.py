@@ -200,6 +200,16 @@ def test_without_a_free_device_a_group_ends_before_its_replacement_starts(optimi
         )
 
 
+def test_fewer_groups_start_at_a_time_if_not_all_fit() -> None:
+    with system(devices=5, groups=(1, 3)) as one:
+        one.ranks.optimistic = True
+        rolled = one.roll(BATCH, max_surge=2)
+        assert not rolled.error
+        assert not any("ends before its replacement" in step for step in one.steps)
+        one.serves(*rolled.new)
+        assert len(rolled.new) == 4
+
+
 def test_the_only_group_needs_a_free_device_or_a_pause() -> None:
     with system(devices=2, groups=(1, 1)) as one:
         refused = one.roll(BATCH)
