@@ -31,6 +31,8 @@ class Group:
     placement_group: Any
     settings: GroupSettings = field(init=False)
     """Settings of the group's ranks; set by the cluster that places or adopts the group."""
+    successor: GroupSettings | None = None
+    """Settings of the group that replaces this one if it dies; None: `settings`."""
     processes: list[ProcessIdentity] = field(default_factory=list)
     """Processes of the ranks, by rank; empty until every actor has reported its process."""
     started: list[Started] = field(default_factory=list)

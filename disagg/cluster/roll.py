@@ -28,6 +28,10 @@ log = structlog.get_logger(__name__)
 KNOWN_TIMEOUT_S = 30.0
 """Time for every router to use a new group. A router that is silent for `control.peer_timeout_s` does not count."""
 
+MOST_DEATHS = 1
+"""Number of deaths among a role's groups with new settings that a roll tolerates. More are taken as an effect of the
+settings."""
+
 Prepare = Callable[[Config], tuple[Config, str]]
 """Function that checks the model of a configuration. Returns the configuration with the model's commit, and the
 fingerprint of the model's files. Raises `ConfigError`."""
@@ -89,8 +93,8 @@ class _Roll:
         """New settings by role, in the order of the roll."""
         self._left: list[Role] = []
         """Roles that are not complete."""
-        self._full = False
-        """Whether a start of this role found no room, although the free resources had suggested some."""
+        self._most_room = request.max_surge
+        """Number of groups of this role that may fit: less than the free resources suggest after a failed start."""
         self._to_restore = 0
         """Number of groups that were ended before their replacements have started."""
         self._waited_s = 0.0
@@ -180,6 +184,7 @@ class _Roll:
 
     def _step(self, role: Role) -> float | None:
         """Runs the next action of the role; returns the pause before the next step, None after the last one."""
+        self._require_living(role)
         state = self._state(role)
         action = decide(state)
         if not isinstance(action, AwaitRestart):
@@ -197,8 +202,29 @@ class _Roll:
                 self._say(f"{role}: all groups have the new settings")
                 self._cluster.keep_settings(self._targets[role], complete=True)
                 self._left.remove(role)
-                self._full = False
+                self._most_room = self._request.max_surge
         return 0.0 if self._left else None
+
+    def _require_living(self, role: Role) -> None:
+        """Ends the roll if groups with the new settings die again and again. Groups with the old settings replace the
+        dead ones, and the new ones that die later. New groups beyond the usual number end."""
+        target, old = self._targets[role], self._cluster.settings[role]
+        died = [group for group in self._supervisor.died(role) if group.settings.digest == target.digest]
+        if len(died) <= MOST_DEATHS:
+            return
+        serving, wanted = self._serving(role), self._cluster.wanted(role)
+        new = [group for group in serving if self._is_new(group)]
+        if spare := new[len(new) - max(0, len(serving) - wanted) :]:
+            self._supervisor.retire(spare, self._drain_timeout_s(role))
+        for group in new:
+            group.successor = old
+        self._supervisor.limit_restarts(role, 0)
+        self._to_restore = max(0, wanted - len(serving))
+        self._restore(role)
+        raise _RollError(
+            f"{len(died)} {role} groups with the new settings have died, the last one because "
+            f"{died[-1].why_lost}; groups with the old settings take their places"
+        )
 
     def _state(self, role: Role) -> RollState:
         target, serving = self._targets[role], self._serving(role)
@@ -212,7 +238,7 @@ class _Roll:
             old=tuple(group.name for group in old),
             new=len(serving) - len(old),
             restarting=len(restarts) if self._stopped else restarts.count(True),
-            room=0 if self._full else self._cluster.room(target),
+            room=min(self._most_room, self._cluster.room(target)),
             max_surge=self._request.max_surge,
             allow_pause=self._request.allow_pause,
             stopped=self._stopped,
@@ -229,15 +255,16 @@ class _Roll:
             if not action.spare or self._stopped:
                 self._restore(role)
                 raise self._explained(role, error) from error
-            self._full = True  # `room` is an upper bound; the next step drains an old group first
+            # `room` is an upper bound: the next step tries fewer groups; for none, it drains an old group first
+            self._most_room = action.count // 2
             return
         except DisaggError as error:
             self._restore(role)
             raise self._explained(role, error) from error
         finally:
             self._spare_start = False
-        self._supervisor.limit_restarts(role, self._cluster.wanted(role) - len(self._serving(role)))
         self._require_known(role, new)
+        self._supervisor.limit_restarts(role, self._cluster.wanted(role) - len(self._serving(role)))
         self._to_restore = 0
 
     def _explained(self, role: Role, error: DisaggError) -> _RollError:

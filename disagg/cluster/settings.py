@@ -28,6 +28,10 @@ _FIXED = {
 }
 """Settings, by section, that all groups of a cluster must share: groups with other values could not exchange KV, or
 would continue an answer with other tokens."""
+_FIXED_IF_DETERMINISTIC = ("attention", "fused", "recurrent_kernels")
+"""Settings of the model whose change rounds results differently, as another TP size does."""
+_READ_AT_LAUNCH = {"cluster": ("hang_timeout_s", "adopt_timeout_s")}
+"""Settings, by section, that the launch and all ranks must agree on, and that the launch reads only at its start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,14 +65,13 @@ class GroupSettings:
         Raises `ConfigError` for values that are not allowed, and for settings that only a new cluster can change.
         """
         config = with_settings(self.configured, changes)
-        for name in differences(self.configured, config):
-            section, _, key = name.partition(".")
-            if key in _FIXED.get(section, ()):
-                raise new_cluster_needed(f"{name} = {getattr(getattr(config, section), key)!r}")
+        _require_allowed(self.configured, config)
         group: GroupConfig = getattr(config, self.role)
         if group.device not in ("auto", self.where.device):
             raise new_cluster_needed(f"{self.role}.device = {group.device!r}")
         where = dataclasses.replace(self.where, tp=group.tp or self.where.tp)
+        if config.model.deterministic and where.tp != self.where.tp:
+            raise new_cluster_needed(f"{self.role}.tp = {where.tp} with model.deterministic")
         kinds = {**self.placement.kinds, self.role: where}
         return GroupSettings(self.role, config, dataclasses.replace(self.placement, kinds=kinds))
 
@@ -96,6 +99,21 @@ def new_cluster_needed(what: str) -> ConfigError:
         f"{what} cannot change in a running cluster, because its groups exchange KV and continue each other's "
         f"answers: start a new cluster"
     )
+
+
+def _require_allowed(before: Config, after: Config) -> None:
+    for name in differences(before, after):
+        section, _, key = name.partition(".")
+        what = f"{name} = {getattr(getattr(after, section), key)!r}"
+        if key in _FIXED.get(section, ()):
+            raise new_cluster_needed(what)
+        if after.model.deterministic and section == "model" and key in _FIXED_IF_DETERMINISTIC:
+            raise new_cluster_needed(f"{what} with model.deterministic")
+        if key in _READ_AT_LAUNCH.get(section, ()):
+            raise ConfigError(
+                f"{what} cannot be rolled, because `disagg launch` reads {name} only at its start: restart "
+                f"`disagg launch` with this value"
+            )
 
 
 def differences(before: Config, after: Config) -> list[str]:

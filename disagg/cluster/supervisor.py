@@ -71,6 +71,7 @@ class Supervisor:
         self._work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._missing: list[_Missing] = []
         self._steps: Steps | None = None
+        self._died: list[Group] = []
         self._step_due_s = 0.0
         """Time of the next step, by `time.monotonic`."""
         self._history: dict[str, tuple[int, float]] = {}
@@ -150,6 +151,10 @@ class Supervisor:
             self.announce()
             log.info("group_stopped", group=group.name, unused=unused)
 
+    def died(self, role: Role) -> list[Group]:
+        """Returns the groups of the role that have died since the work in steps began."""
+        return [group for group in self._died if group.role == role]
+
     def restarting(self, role: Role) -> list[GroupSettings]:
         """Returns the settings of the groups of the role that will be started again."""
         default = self._cluster.settings.get(role)
@@ -172,8 +177,7 @@ class Supervisor:
         self._cluster.take_down(group)
         self.announce()
         log.error("group_lost", group=group.name, why=group.why_lost, restart=self._config.restart)
-        if self._config.restart:
-            self._work.put(partial(self._replace_lost, group))
+        self._work.put(partial(self._lost, group))
 
     # --- the supervisor's own thread
 
@@ -196,7 +200,7 @@ class Supervisor:
         if self._steps is not None:
             refused(ROLLING)
             return
-        self._steps, self._step_due_s = steps, time.monotonic()
+        self._steps, self._step_due_s, self._died = steps, time.monotonic(), []
 
     def _step(self, steps: Steps) -> None:
         self._steps = None  # also if the step raises
@@ -204,10 +208,16 @@ class Supervisor:
         if pause_s is not None:
             self._steps, self._step_due_s = steps, time.monotonic() + pause_s
 
+    def _lost(self, group: Group) -> None:
+        if self._steps is not None:
+            self._died.append(group)
+        if self._config.restart:
+            self._replace_lost(group)
+
     def _replace_lost(self, group: Group) -> None:
         tries, up_s = self._history.pop(group.name, (0, 0.0))
         tries = 1 if time.monotonic() - up_s > STABLE_S else tries + 1
-        missing = _Missing(group.role, tries, 0.0, group.settings)
+        missing = _Missing(group.role, tries, 0.0, group.successor or group.settings)
         self._failed(missing, f"{group.name} ended: {group.why_lost}")
 
     def _replace(self, missing: _Missing) -> None:

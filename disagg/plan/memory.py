@@ -155,8 +155,7 @@ def _group(
     ranks = group.ranks
     token_bytes = rank_token_bytes(spec.layout, ranks)
     transfer = config.transfer.sized(gpu_memory_bytes)
-    limit_bytes = int(gpu_memory_bytes * CACHED_STATES_SHARE)
-    limit_bytes = int(gpu_memory_bytes * group.mem_fraction)
+    limit_bytes = gpu_memory_bytes if group.pool_tokens else int(gpu_memory_bytes * group.mem_fraction)
     weights = max(
         weights_bytes(source, spec, one, dtype)
         for one in ThreadCollective.group(ranks)  # used for shard sizes only: no reduction runs

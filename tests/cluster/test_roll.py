@@ -17,7 +17,7 @@ from disagg.cluster.placement import GroupPlacement, choose_placement
 from disagg.cluster.ranks import NoRoomError
 from disagg.cluster.roll import Roller
 from disagg.cluster.supervisor import ROLLING, Supervisor, supervised
-from disagg.core.config.read import ClusterConfig, Config, Role, TransferConfig
+from disagg.core.config.read import ClusterConfig, Config, ModelConfig, Role, TransferConfig
 from disagg.core.errors import ConfigError, HandshakeError
 from transport.control import messages as m
 from transport.keys.curve import make_keys
@@ -61,12 +61,20 @@ class System:
         self.cluster, self.supervisor, self.ranks = cluster, supervisor, ranks
         self.unknown: tuple[str, ...] = ()
         """Routers that use no new group."""
+        self.struck = ""
+        """Which groups die when routers get to know a new one: `new`, that group; `former`, the one before it."""
+        self._known: list[str] = []
         self.fingerprint = "f"
         """Of the model that an operator names."""
         self.steps: list[str] = []
         self.roller = Roller(cluster, supervisor, self, lambda config: (config, self.fingerprint))
 
     def wait_known(self, names: Sequence[str], timeout_s: float) -> tuple[str, ...]:
+        victims = {"new": list(names), "former": self._known[-1:]}.get(self.struck, [])
+        self._known.extend(names)
+        for victim in victims:
+            self.die(victim)
+            until(lambda: not set(victims) & set(self.names))
         return self.unknown
 
     def begin(self, settings: Sequence[m.RollSetting], **options: Any) -> Callable[[], m.Rolled]:
@@ -115,8 +123,11 @@ class System:
 
 
 @contextmanager
-def system(devices: int = 6, groups: tuple[int, int] = (2, 2), **cluster: Any) -> Iterator[System]:
+def system(
+    devices: int = 6, groups: tuple[int, int] = (2, 2), deterministic: bool = False, **cluster: Any
+) -> Iterator[System]:
     config = Config(
+        model=ModelConfig(deterministic=deterministic),
         cluster=ClusterConfig(**({"restart_backoff_s": 0.0, "start_timeout_s": TIMEOUT_S} | cluster)),
         transfer=TransferConfig(drain_timeout_s=0.2),
     )
@@ -187,6 +198,16 @@ def test_without_a_free_device_a_group_ends_before_its_replacement_starts(optimi
         one.serves(
             "prefill", "prefill-2", *(["decode-4", "decode-5"] if optimistic else ["decode-3", "decode-4"])
         )
+
+
+def test_fewer_groups_start_at_a_time_if_not_all_fit() -> None:
+    with system(devices=5, groups=(1, 3)) as one:
+        one.ranks.optimistic = True
+        rolled = one.roll(BATCH, max_surge=2)
+        assert not rolled.error
+        assert not any("ends before its replacement" in step for step in one.steps)
+        one.serves(*rolled.new)
+        assert len(rolled.new) == 4
 
 
 def test_the_only_group_needs_a_free_device_or_a_pause() -> None:
@@ -310,6 +331,56 @@ def test_a_group_that_a_router_does_not_use_is_ended_again() -> None:
         one.serves("prefill", "decode-3")
 
 
+def test_a_dead_old_group_comes_back_if_its_replacement_is_ended_again() -> None:
+    with system(groups=(1, 2), restart_backoff_s=0.5) as one:
+        one.unknown = ("tcp://router:1",)
+        one.die("decode-2")
+        until(lambda: bool(one.supervisor.restarting("decode")))
+        assert "does not use decode-3" in one.roll(BATCH).error
+        one.serves("prefill", "decode", "decode-4")
+        assert one.setting("decode-4", "decode", "max_requests") == 32
+
+
+def test_settings_with_which_groups_die_end_the_roll_and_leave_old_groups() -> None:
+    with system(groups=(1, 2), devices=9, restart_backoff_s=0.5) as one:
+        one.struck = "former"
+        failed = one.roll(BATCH)
+        assert "decode groups with the new settings have died, the last one because its" in failed.error
+        assert failed.old == ("decode-2",), "the first one had been replaced before the second death"
+        one.serves(*failed.new, *failed.old)
+        assert len(failed.new) == 2, "prefill, and a decode group with the new settings"
+        one.die(failed.new[-1])
+        until(lambda: failed.new[-1] not in one.names and len(one.names) == 3)
+        assert one.setting(one.names[-1], "decode", "max_requests") == 32, "the old settings"
+
+
+@pytest.mark.parametrize("restart", [False, True])
+def test_new_groups_that_die_at_once_are_not_started_for_ever(restart: bool) -> None:
+    with system(groups=(1, 2), devices=9, restart=restart, restart_backoff_s=0.5) as one:
+        one.struck = "new"
+        assert "have died" in one.roll(BATCH).error
+        one.serves("prefill", "decode", "decode-2")
+        assert len(one.ranks.taken_down) <= 3, "a death is counted before the start after the next one"
+
+
+def test_a_group_that_ended_first_comes_back_if_the_new_ones_die() -> None:
+    with system(groups=(1, 1), devices=2, restart=False) as one:
+        one.struck = "new"
+        assert "have died" in one.roll(BATCH, allow_pause=True).error
+        until(lambda: len(one.names) == 2 and all(group.up for group in one.cluster.groups))
+        assert one.setting(one.names[-1], "decode", "max_requests") == 32
+
+
+def test_a_new_group_beyond_the_usual_number_ends_with_a_roll_whose_groups_die() -> None:
+    """The supervisor starts a group again before the roll does."""
+    with system(groups=(1, 2), devices=9) as one:
+        one.struck = "new"
+        failed = one.roll(BATCH)
+        assert "have died" in failed.error
+        one.serves(*failed.new, *failed.old)
+        assert len(one.names) == 3
+
+
 def test_another_model_needs_a_new_cluster_and_the_same_one_elsewhere_does_not() -> None:
     path = [m.RollSetting("model", "path", "/elsewhere", "flag model.path")]
     with system() as one:
@@ -338,6 +409,8 @@ def test_files_that_changed_in_their_place_are_noticed_without_a_link() -> None:
         ("model", "dtype", "bfloat16", "model.dtype = 'bfloat16' cannot change"),
         ("cluster", "mode", "colocated", "cluster.mode = 'colocated' cannot change"),
         ("decode", "device", "cuda", "decode.device = 'cuda' cannot change"),
+        ("cluster", "hang_timeout_s", 1.0, "cluster.hang_timeout_s = 1.0 .* restart `disagg launch`"),
+        ("cluster", "adopt_timeout_s", 99.0, "cluster.adopt_timeout_s = 99.0 .* restart `disagg launch`"),
         ("decode", "max_requests", -1, "flag: decode.max_requests = -1 is not allowed"),
         ("decode", "no", -1, "flag: unknown key no in section decode"),
     ],
@@ -351,6 +424,26 @@ def test_what_a_roll_cannot_change_is_one_error_before_anything_ends(
             raise ConfigError(rolled.error)
         assert (rolled.new, rolled.old) == ((), ())
         assert len(one.ranks.configs) == 4, "no group was started"
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value"),
+    [
+        ("model", "attention", "torch"),
+        ("model", "fused", False),
+        ("model", "recurrent_kernels", "torch"),
+        ("decode", "tp", 2),
+    ],
+)
+def test_deterministic_groups_keep_all_settings_that_change_their_rounding(
+    section: str, key: str, value: Any
+) -> None:
+    setting = m.RollSetting(section, key, value, "flag")
+    with system(devices=8, deterministic=True) as one:
+        error = one.roll([setting]).error
+        assert f"{section}.{key} = {value!r} with model.deterministic cannot change" in error
+        assert len(one.ranks.configs) == 4, "no group was started"
+        assert not one.roll([m.RollSetting("decode", "tp", 1, "flag"), *BATCH]).error, "the present size"
 
 
 def test_settings_of_routers_and_of_the_launch_are_named_and_replace_nothing() -> None:

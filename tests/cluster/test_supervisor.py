@@ -25,6 +25,7 @@ class FakeGroup:
     leaving: bool = False
     why_lost: str = "its process died"
     settings: Any = None
+    successor: Any = None
 
 
 @dataclass

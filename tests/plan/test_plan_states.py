@@ -125,6 +125,18 @@ def test_states_limit_an_automatic_number_of_requests() -> None:
     assert [(one.max_requests, one.limited_by_states) for one in large] == [(256, False)] * 2
 
 
+def test_with_a_pool_of_given_size_states_may_use_the_whole_gpu_as_on_a_rank() -> None:
+    config = Config(
+        model=TINY,
+        prefill=PrefillConfig(tp=1, mem_fraction=0.5),
+        decode=DecodeConfig(tp=1, mem_fraction=0.5, pool_tokens=1024),
+    )
+    half, whole = plan_memory(config, 10**7)
+    assert (half.budget.limit_bytes, whole.budget.limit_bytes) == (10**7 // 2, 10**7)
+    left_bytes = 10**7 - whole.budget.weights_bytes
+    assert whole.max_requests == left_bytes // 4 // whole.request_state_bytes > half.max_requests
+
+
 def test_a_state_that_needs_values_is_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
