@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable
 from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 from decode_node.build import build_receiver
 from decode_node.costs import CostEstimates
@@ -23,19 +23,11 @@ from disagg.node.kv_manager import KVManager
 from disagg.node.links import Link, make_link
 from disagg.node.plan import StepPlan, Swap
 from disagg.node.rank import RankNode
+from disagg.node.step_in_flight import StepInFlight
 from disagg.node.swap import Swapper, page_bytes, swap_bytes
 from transport.base import Transport
 from transport.control import messages as m
 from transport.tags import TICKET_NUMBERS
-
-
-class LaunchedStep(NamedTuple):
-    """A step in flight."""
-
-    sampled: SampledStep | None
-    """Tokens of the step; None on ranks other than 0."""
-    began_s: float
-    """Start of the step, on the timeline's clock."""
 
 
 class DecodeRank(RankNode[DecodeConfig, DecodeLeader, SegmentReceiver]):
@@ -46,10 +38,12 @@ class DecodeRank(RankNode[DecodeConfig, DecodeLeader, SegmentReceiver]):
     def __init__(self, **arguments: Any) -> None:
         """Takes the arguments of `RankNode`."""
         super().__init__(**arguments)
-        self._in_flight: LaunchedStep | None = None
-        self._step_ended_s = 0.0
-        self._steps_ahead = self.group_config.steps_ahead(self.runner.device.type)
         group = self.group_config
+        ahead = group.steps_ahead(self.runner.device.type)
+        self._in_flight: StepInFlight[SampledStep | None] = StepInFlight(
+            ahead, self._commit, self.timeline, "decode", self.lane
+        )
+        """The step in flight; without sampled tokens on ranks other than 0."""
         self.swapper = Swapper(
             self.runner.transfer_pools,
             group.page_size,
@@ -147,39 +141,28 @@ class DecodeRank(RankNode[DecodeConfig, DecodeLeader, SegmentReceiver]):
             self.transfer_loop.post(self._gate.retry)
 
     def _launch(self, plan: StepPlan) -> None:
-        """Launches a step, then ends the previous step. Without `steps_ahead`, ends the launched step too.
+        """Launches a step, then ends the previous step; see `StepInFlight`.
 
         A step with constrained answers is sampled after the end of the previous step, whose tokens determine the
         masks. The device computes the step meanwhile.
         """
-        before, began_s = self._in_flight, self.timeline.now()
+        began_s = self.timeline.now()
         logits = self._forward(plan)
-        if before is not None and self.leader is not None and self.leader.is_constrained(plan):
-            self._in_flight = None
-            self._end_step(before)
-            before = None
+        if self.leader is not None and self.leader.is_constrained(plan):
+            self.end_steps()
         step = self.leader.sample(plan, logits) if self.leader is not None else None
         if plan.shared:
             tokens = step.shared_tokens() if step is not None else None
             self.runner.sampled.share(tokens, len(plan.work))
-        self._in_flight = LaunchedStep(step, began_s)
-        if before is not None:
-            self._end_step(before)
-        if not self._steps_ahead:
-            self.end_steps()
+        self._in_flight.launched(step, began_s)
 
     def end_steps(self) -> None:
         """Ends the step in flight, if there is one."""
-        last, self._in_flight = self._in_flight, None
-        if last is not None:
-            self._end_step(last)
+        self._in_flight.end()
 
-    def _end_step(self, last: LaunchedStep) -> None:
-        if self.leader is not None and last.sampled is not None:
-            self.leader.commit(last.sampled)
-        now_s = self.timeline.now()
-        self.timeline.record("decode", self.lane, "", max(last.began_s, self._step_ended_s), now_s)
-        self._step_ended_s = now_s
+    def _commit(self, step: SampledStep | None) -> None:
+        if self.leader is not None and step is not None:
+            self.leader.commit(step)
 
     def _swapped(self, swap: Swap, seconds: float, error: str) -> None:
         self.to_leader(m.Swapped(swap.key, swap.ticket, self.rank, seconds, error))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 from disagg.core.config.read import PrefillConfig
 from disagg.core.types import GroupInfo, RankInfo, Span
@@ -14,6 +14,7 @@ from disagg.node.kv_manager import KVManager
 from disagg.node.links import Link, make_link
 from disagg.node.plan import StepPlan, Work
 from disagg.node.rank import RankNode
+from disagg.node.step_in_flight import StepInFlight
 from prefill_node.calibration import Calibration, Calibrator
 from prefill_node.leader import PrefillLeader
 from prefill_node.options import SenderContext, SenderOptions
@@ -27,14 +28,6 @@ from transport.control import messages as m
 MAX_WAITING = 1024
 
 
-class LaunchedChunks(NamedTuple):
-    """A step in flight on rank 0."""
-
-    sampled: SampledChunks
-    began_s: float
-    """Start of the step, on the timeline's clock."""
-
-
 class PrefillRank(RankNode[PrefillConfig, PrefillLeader, SegmentSender]):
     """One prefill rank; `disagg.node.rank` describes its threads."""
 
@@ -43,9 +36,11 @@ class PrefillRank(RankNode[PrefillConfig, PrefillLeader, SegmentSender]):
     def __init__(self, **arguments: Any) -> None:
         """Takes the arguments of `RankNode`."""
         super().__init__(**arguments)
-        self._in_flight: LaunchedChunks | None = None
-        self._step_ended_s = 0.0
-        self._steps_ahead = self.group_config.steps_ahead(self.runner.device.type)
+        ahead = self.group_config.steps_ahead(self.runner.device.type)
+        self._in_flight: StepInFlight[SampledChunks] = StepInFlight(
+            ahead, self._commit, self.timeline, "compute", self.lane
+        )
+        """The step in flight on rank 0; other ranks read no results."""
 
     def calibrate(self, other: GroupInfo) -> Calibration | None:
         """Measures the wire to a linked decode group; returns None when `transfer.calibrate` is off for this device.
@@ -120,7 +115,7 @@ class PrefillRank(RankNode[PrefillConfig, PrefillLeader, SegmentSender]):
     def step(self, plan: StepPlan) -> None:
         """Launches a plan, and sends the KV of each layer group while later layers compute.
 
-        Then ends the previous step; without `async_steps`, also the launched step.
+        Then ends the previous step; see `StepInFlight`.
 
         Leases are requested before the forward pass, so that grants arrive by the time the first layers are computed.
         Cached positions are sent before their prompt's first chunk. The recurrent state is sent after the last chunk.
@@ -151,7 +146,7 @@ class PrefillRank(RankNode[PrefillConfig, PrefillLeader, SegmentSender]):
         if loaded.events and not self.executor.calls_between_layers(plan):
             loaded.before_all()
         loaded.before_first()
-        before, began_s = self._in_flight, self.timeline.now()
+        began_s = self.timeline.now()
         scores = PromptScores()
         logits = self._forward(plan, on_layer, scores)
         for layers in state_spans if ended else ():
@@ -159,24 +154,15 @@ class PrefillRank(RankNode[PrefillConfig, PrefillLeader, SegmentSender]):
         if self.leader is None:
             self.timeline.record("compute", self.lane, "", began_s, self.timeline.now())
             return
-        self._in_flight = LaunchedChunks(self.leader.sample(plan, logits, scores), began_s)
-        if before is not None:
-            self._end_step(before)
-        if not self._steps_ahead:
-            self.end_steps()
+        self._in_flight.launched(self.leader.sample(plan, logits, scores), began_s)
 
     def end_steps(self) -> None:
         """Ends the step in flight, if there is one."""
-        last, self._in_flight = self._in_flight, None
-        if last is not None:
-            self._end_step(last)
+        self._in_flight.end()
 
-    def _end_step(self, last: LaunchedChunks) -> None:
+    def _commit(self, step: SampledChunks) -> None:
         assert self.leader is not None, "only rank 0 has steps in flight"
-        self.leader.commit(last.sampled)
-        now_s = self.timeline.now()
-        self.timeline.record("compute", self.lane, "", max(last.began_s, self._step_ended_s), now_s)
-        self._step_ended_s = now_s
+        self.leader.commit(step)
 
     def _send_cached(self, plan: StepPlan, loaded: DeviceEvent) -> None:
         """Sends the cached positions of the plan's prompts, once earlier steps and the plan's loads are done.
