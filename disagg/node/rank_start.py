@@ -145,13 +145,13 @@ def with_host_cache(
     size = configured_host_cache(group, runner.spec, model.config.model.deterministic)
     if size is None:
         pool = pool_bytes(runner) + state_bytes(runner)
-        size = automatic_host_cache(
-            HostCacheRoom(available_bytes(), host_ranks, pool, swap_bytes(group, device))
-        )
+        swap = swap_bytes(group, device)
+        size = automatic_host_cache(HostCacheRoom(available_bytes(), host_ranks, pool, swap))
         if not size.nbytes:
+            lower = f", or lower {group.role}.swap_bytes" if swap else ""
             raise ConfigError(
                 f"{group.role}.storage needs host memory, and none is left ({size.reason}): set "
-                f"{group.role}.host_cache_bytes, or lower {group.role}.swap_bytes"
+                f"{group.role}.host_cache_bytes{lower}"
             )
     resolved = msgspec.structs.replace(group, host_cache_bytes=size.nbytes)
     return model._replace(group=resolved), size

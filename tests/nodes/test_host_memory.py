@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
+import torch
 from fake_model import fake_spec
 
-from disagg.core.config.groups import PrefillConfig
+from disagg.core.config.groups import DecodeConfig, GroupConfig, PrefillConfig
+from disagg.core.config.read import Config
+from disagg.core.errors import ConfigError
+from disagg.node import rank_start
 from disagg.node.host_memory import HostCacheRoom, automatic_host_cache, available_bytes, total_bytes
 from disagg.node.prefix_caching import configured_host_cache
 
@@ -88,3 +94,26 @@ def test_the_first_version_of_cgroups(tmp_path: Path) -> None:
     (old / "memory.stat").write_text("inactive_file 1\ntotal_inactive_file 50000\n")
     assert total_bytes(tmp_path) == 1_000_000
     assert available_bytes(tmp_path) == 150_000
+
+
+@pytest.mark.parametrize(
+    ("group", "setting"),
+    [
+        (PrefillConfig(storage="/kv"), "set prefill.host_cache_bytes"),
+        (
+            DecodeConfig(storage="/kv", swap_bytes=GIB),
+            "set decode.host_cache_bytes, or lower decode.swap_bytes",
+        ),
+    ],
+)
+def test_a_storage_without_host_memory_names_settings_of_its_group(
+    monkeypatch: pytest.MonkeyPatch, group: GroupConfig, setting: str
+) -> None:
+    monkeypatch.setattr(rank_start, "available_bytes", lambda: 0)
+    for name in ("pool_bytes", "state_bytes"):
+        monkeypatch.setattr(rank_start, name, lambda _: GIB)
+    model: Any = SimpleNamespace(group=group, device=torch.device("cpu"), config=Config())
+    runner: Any = SimpleNamespace(spec=fake_spec(layers=1, kv_heads=1))
+    with pytest.raises(ConfigError, match="storage needs host memory") as raised:
+        rank_start.with_host_cache(model, runner, host_ranks=1)
+    assert str(raised.value).endswith(setting)
