@@ -281,10 +281,8 @@ class ColocatedScheduler:
     def _settle(self, request: ColocatedRequest) -> None:
         if not request.closing or request.in_step or request.block_table is None:
             return
-        if (
-            request.planned_tokens == request.begin_tokens
-        ):  # otherwise no logits have shown that the KV is valid
-            self._keep(request)
+        if request.planned_tokens == request.begin_tokens:
+            self._keep(request)  # of an unfinished prompt, no logits have shown that the KV is valid
         self._states.drop(request.states)
         self.kv_manager.release(request.block_table)
         request.block_table = None

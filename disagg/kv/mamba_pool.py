@@ -206,14 +206,11 @@ class MambaPool:
 
 def state_classes(forms: Sequence[StateForm]) -> tuple[StateClass, ...]:
     """Returns the classes of state tensors of the whole model: one for each section of each buffer of a `MambaPool`
-    of `forms`, in the order of the buffers.
-
-    The first dimension of an undivided state with three or more dimensions is its heads; others have one head.
-    """
+    of `forms`, in the order of the buffers."""
     found = []
     for (_, shape, dtype, heads), members in _groups(forms).items():
         if heads is None:
-            parts = shape[0] if len(shape) > 2 else 1
+            parts = _undivided_parts(shape)
             found.append(StateClass(len(members), parts, math.prod(shape) * dtype.itemsize // parts))
             continue
         row_bytes = math.prod(shape[1:]) * dtype.itemsize
@@ -264,12 +261,17 @@ def _groups(forms: Sequence[StateForm]) -> dict[_Key, list[StateForm]]:
     return groups
 
 
+def _undivided_parts(shape: Sequence[int]) -> int:
+    """Returns the number of heads of a state tensor without sections: the first of three or more dimensions, or 1."""
+    return shape[0] if len(shape) > 2 else 1
+
+
 def _own_heads(forms: Sequence[StateForm]) -> list[int]:
     """Returns the number of parts that the rank holds of each of `state_classes`."""
     found: list[int] = []
     for _, shape, _, heads in _groups(forms):
         if heads is None:
-            found.append(shape[0] if len(shape) > 2 else 1)
+            found.append(_undivided_parts(shape))
         else:
             found += [one.own for one in heads.sections]
     return found

@@ -361,9 +361,7 @@ class RadixCache:
         self._cached_pages += len(pages)
         self._nodes += 1
         self._leaves.push(leaf)
-        self.leaving.children_changed(parent)
-        if parent.state is not None:
-            self._states.children_changed(parent)
+        self._children_changed(parent)
         return leaf
 
     def _cut(self, leaf: Node, pages: int) -> int:
@@ -387,11 +385,15 @@ class RadixCache:
             assert leaf.parent is not None, "a root has no pages and is never cut"
             del leaf.parent.children[first]
             self._nodes -= 1
-            self.leaving.children_changed(leaf.parent)
-            if leaf.parent.state is not None:
-                self._states.children_changed(leaf.parent)
+            self._children_changed(leaf.parent)
             self._loose(leaf.parent)
         return freed
+
+    def _children_changed(self, node: Node) -> None:
+        """Updates what depends on the number of a node's children."""
+        self.leaving.children_changed(node)
+        if node.state is not None:
+            self._states.children_changed(node)
 
     def _loose(self, node: Node) -> None:
         """Handles the loss of a lock or a child: queues `node` for eviction if evictable, or drops an unused root."""

@@ -1,5 +1,7 @@
 """Host memory of a rank: the memory that is available, and the share of it that the prefix cache's second tier takes.
 
+`disagg.node.prefix_caching` decides whether a rank chooses this share.
+
 The memory of the second tier is pinned on demand, so this size is a limit, and choosing it costs a start no time.
 """
 
@@ -42,14 +44,8 @@ class HostCacheRoom(NamedTuple):
         return max(0, self.available_bytes // AVAILABLE_SHARE // self.host_ranks - self.swap_bytes)
 
 
-def automatic_host_cache(room: HostCacheRoom, *, storage: bool) -> HostCacheSize:
-    """Returns the size of a second tier that the user has not set.
-
-    `storage`: whether the group has a third tier, which needs a second tier. Other groups get none: pinning memory
-    while requests run may delay them, and this has not been measured on a GPU.
-    """
-    if not storage:
-        return HostCacheSize(0, "automatic: none without a storage")
+def automatic_host_cache(room: HostCacheRoom) -> HostCacheSize:
+    """Returns the size of a second tier that the user has not set, for a group with a storage."""
     most_bytes = POOL_MULTIPLE * room.pool_bytes
     if room.share_bytes >= most_bytes:
         return HostCacheSize(most_bytes, f"automatic: {POOL_MULTIPLE} times the pool")

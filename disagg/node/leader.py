@@ -312,11 +312,12 @@ class Leader(ABC):
         A router also releases a request that was refused because another router uses its key.
         """
         request = self._scheduler.requests.get(message.key)
-        own = request is not None and request.router == router
-        if request is not None and own:
+        if request is not None and request.router != router:
+            request = None
+        if request is not None:
             request.release_requested = True
             self._close(message.key, message.reason)
-        if self.broken or not own or message.key not in self._scheduler.requests:
+        if self.broken or request is None or message.key not in self._scheduler.requests:
             # A broken group confirms the release at once: its memory is freed when its processes end.
             self._send(router, m.Released(message.key))
 

@@ -1,8 +1,10 @@
-"""Whether a group may have a prefix cache for its model."""
+"""Whether a group may have a prefix cache for its model, and a second tier of it in host memory."""
 
 from __future__ import annotations
 
+from disagg.core.config.groups import GroupConfig
 from disagg.model.spec.model_spec import ModelSpec
+from disagg.node.host_memory import HostCacheSize
 
 
 def cache_refusal(spec: ModelSpec, role: str, deterministic: bool) -> str:
@@ -12,3 +14,20 @@ def cache_refusal(spec: ModelSpec, role: str, deterministic: bool) -> str:
     if role == "decode" and not spec.has_attention:
         return "the model has no KV, and a decode group receives the recurrent states"
     return spec.cache_refused
+
+
+def configured_host_cache(group: GroupConfig, spec: ModelSpec, deterministic: bool) -> HostCacheSize | None:
+    """Returns the size of the second tier on each rank that settings and model determine.
+
+    None if each rank chooses the size (`automatic_host_cache`), because the group has a storage, which needs a second
+    tier. Other groups get none by default: pinning memory while requests run may delay them, and this has not been
+    measured on a GPU.
+    """
+    refused = cache_refusal(spec, group.role, deterministic)
+    if refused or not group.prefix_cache:
+        return HostCacheSize(0, f"no prefix cache: {refused or f'{group.role}.prefix_cache'}")
+    if not spec.has_attention:
+        return HostCacheSize(0, "the model has no KV")
+    if group.host_cache_bytes is not None:
+        return HostCacheSize(group.host_cache_bytes, "set")
+    return None if group.storage else HostCacheSize(0, "automatic: none without a storage")

@@ -29,7 +29,7 @@ from disagg.node.host_memory import (
     automatic_host_cache,
     available_bytes,
 )
-from disagg.node.prefix_caching import cache_refusal
+from disagg.node.prefix_caching import configured_host_cache
 from disagg.node.rank import RankNode
 from disagg.node.rank_records import Rendezvous, Started
 from disagg.node.sizing import (
@@ -142,22 +142,16 @@ def with_host_cache(
     and the host has no memory for the second tier.
     """
     group, device = model.group, model.device
-    refused = cache_refusal(runner.spec, group.role, model.config.model.deterministic)
-    if refused or not group.prefix_cache:
-        size = HostCacheSize(0, f"no prefix cache: {refused or f'{group.role}.prefix_cache'}")
-    elif not runner.spec.has_attention:
-        size = HostCacheSize(0, "the model has no KV")
-    elif group.host_cache_bytes is not None:
-        size = HostCacheSize(group.host_cache_bytes, "set")
-    else:
+    size = configured_host_cache(group, runner.spec, model.config.model.deterministic)
+    if size is None:
         pool = pool_bytes(runner) + state_bytes(runner)
-        room = HostCacheRoom(available_bytes(), host_ranks, pool, swap_bytes(group, device))
-        storage = bool(group.storage)
-        size = automatic_host_cache(room, storage=storage)
-        if storage and not size.nbytes:
+        swap = swap_bytes(group, device)
+        size = automatic_host_cache(HostCacheRoom(available_bytes(), host_ranks, pool, swap))
+        if not size.nbytes:
+            lower = f", or lower {group.role}.swap_bytes" if swap else ""
             raise ConfigError(
                 f"{group.role}.storage needs host memory, and none is left ({size.reason}): set "
-                f"{group.role}.host_cache_bytes, or lower {group.role}.swap_bytes"
+                f"{group.role}.host_cache_bytes{lower}"
             )
     resolved = msgspec.structs.replace(group, host_cache_bytes=size.nbytes)
     return model._replace(group=resolved), size

@@ -22,7 +22,7 @@ from disagg.model.spec.layer_types import setting
 from disagg.model.spec.model_spec import ModelSpec, rank_token_bytes
 from disagg.node.assemble import CACHED_STATES_SHARE, resolve_dtype, resolve_kv_dtype, wanted_states
 from disagg.node.host_memory import AVAILABLE_SHARE, POOL_MULTIPLE
-from disagg.node.prefix_caching import cache_refusal
+from disagg.node.prefix_caching import configured_host_cache
 from disagg.node.sizing import (
     LIBRARY_BYTES,
     SAMPLER_COPIES,
@@ -197,18 +197,12 @@ def _group(
 
 def _host_cache(config: Config, group: GroupConfig, spec: ModelSpec, pool_bytes: int) -> str:
     """Returns the size of the second tier of a rank with a pool of `pool_bytes` as a text; empty without one."""
-    refused = cache_refusal(spec, group.role, config.model.deterministic)
-    if (
-        refused
-        or not (group.prefix_cache and spec.has_attention and pool_bytes)
-        or group.host_cache_bytes == 0
-    ):
+    size = configured_host_cache(group, spec, config.model.deterministic)
+    if not pool_bytes or (size is not None and not size.nbytes):
         return ""
     setting = f"{group.role}.host_cache_bytes"
-    if group.host_cache_bytes is not None:
-        return f"{describe_bytes(group.host_cache_bytes)} on each rank ({setting})"
-    if not group.storage:
-        return ""
+    if size is not None:
+        return f"{describe_bytes(size.nbytes)} on each rank ({setting})"
     return (
         f"each rank's share of 1/{AVAILABLE_SHARE} of the host's available memory, at most "
         f"{describe_bytes(POOL_MULTIPLE * pool_bytes)} ({setting})"

@@ -94,12 +94,10 @@ def _host_cache(role: Role, size: HostCacheSize) -> ChosenSetting:
 def _of_states(role: str, info: GroupInfo) -> list[ChosenSetting]:
     """Returns a row for the memory of recurrent states, with the settings that determine the number of slots as the
     reason; empty for a model without recurrent layers."""
-    slots, each = (
-        max((rank.state_slots for rank in info.ranks), default=0),
-        info.layout.state_bytes_of(len(info.ranks)),
-    )
+    slots = max((rank.state_slots for rank in info.ranks), default=0)
     if not slots:
         return []
+    each = info.layout.state_bytes_of(len(info.ranks))
     cached = slots - info.max_requests
     value = f"{slots:,} of {describe_bytes(each)}, {describe_bytes(slots * each)} on each rank"
     reason = f"{role}.max_requests" + (f" + {cached:,} {role}.cached_states" if cached else "")

@@ -76,11 +76,8 @@ def _areas(axis: Any, group: GroupSeries) -> None:
     elif group.device_bytes:
         axis.axhline(group.device_bytes / unit_bytes, color="#212529", linewidth=1, linestyle="--")
     room = 26 if group.preempted else 16 if group.evicted else 6  # space for the marks, in points
-    axis.set_title(heading, loc="left", fontsize=10, fontweight="bold", pad=room)
-    axis.set_ylabel(unit)
+    _frame(axis, heading, unit, room)
     axis.set_ylim(bottom=0)
-    axis.grid(axis="y", color="#ced4da", linewidth=0.5, alpha=0.6)
-    axis.spines[["top", "right"]].set_visible(False)
 
 
 def _tiers(axis: Any, name: str, tiers: TierSeries) -> None:
@@ -90,12 +87,17 @@ def _tiers(axis: Any, name: str, tiers: TierSeries) -> None:
     axis.stackplot(tiers.at_s, shares, labels=labels, colors=colors, linewidth=0)
     used = [100 * share for share in tiers.host_used]
     axis.plot(tiers.at_s, used, color="#212529", linewidth=1, label="host memory used")
-    axis.set_title(f"{name}: prefix cache", loc="left", fontsize=10, fontweight="bold")
-    axis.set_ylabel("% of prompt tokens")
+    _frame(axis, f"{name}: prefix cache", "% of prompt tokens")
     axis.set_ylim(0, 105)
+    axis.legend(loc="upper left", ncols=4, frameon=False, fontsize=8)
+
+
+def _frame(axis: Any, heading: str, unit: str, room: float = 6) -> None:
+    """Gives a chart its heading, `room` points above the chart, the label of its values and a grid."""
+    axis.set_title(heading, loc="left", fontsize=10, fontweight="bold", pad=room)
+    axis.set_ylabel(unit)
     axis.grid(axis="y", color="#ced4da", linewidth=0.5, alpha=0.6)
     axis.spines[["top", "right"]].set_visible(False)
-    axis.legend(loc="upper left", ncols=4, frameon=False, fontsize=8)
 
 
 def _unit(largest_bytes: int) -> tuple[str, int]:

@@ -21,10 +21,11 @@ def tables(groups: Sequence[GroupMemory]) -> RenderableType:
     if not groups:
         return Text("no group has reported its memory yet", style="yellow")
     found = [_ranks_table([rank for group in groups for rank in group.ranks]), _groups_table(groups)]
-    stateful = [group for group in groups if group.state_slots]
-    found += [_states_table(stateful)] if stateful else []
-    tiered = [(group.name, group.tiers) for group in groups if group.tiers is not None]
-    return Group(*found, *([_tiers_table(tiered)] if tiered else []))
+    if stateful := [group for group in groups if group.state_slots]:
+        found.append(_states_table(stateful))
+    if tiered := [(group.name, group.tiers) for group in groups if group.tiers is not None]:
+        found.append(_tiers_table(tiered))
+    return Group(*found)
 
 
 def _ranks_table(ranks: Sequence[RankMemory]) -> Table:

@@ -8,7 +8,7 @@ from itertools import pairwise
 import msgspec
 
 from disagg.core.status import GroupStatus
-from disagg.top.tiers import TierHits, hits_so_far, page_bytes, saved_s, tier_hits
+from disagg.top.tiers import TierHits, page_bytes, pages_under_way, saved_s, searched_tokens, tier_hits
 
 
 class TierUse(msgspec.Struct, frozen=True):
@@ -49,7 +49,6 @@ def tier_use(group: GroupStatus) -> TierUse | None:
     if not group.host_pages:
         return None
     each = page_bytes(group)
-    under_way = group.host_storing_pages + group.host_loading_pages
     return TierUse(
         host_bytes=group.host_pages * each,
         host_used_bytes=group.host_pages_used * each,
@@ -57,8 +56,8 @@ def tier_use(group: GroupStatus) -> TierUse | None:
         loaded_bytes=group.host_loaded_tokens_total // max(1, group.page_size) * each,
         written_bytes=group.storage_written_pages_total * each,
         fetched_bytes=group.storage_fetched_pages_total * each,
-        pages_under_way=under_way + group.storage_writing_pages + group.storage_fetching_pages,
-        hits=hits_so_far(group),
+        pages_under_way=pages_under_way(group),
+        hits=tier_hits(*searched_tokens(group)),
         saved_s=saved_s(group),
     )
 
@@ -77,12 +76,6 @@ def tier_series(times: Sequence[float], groups: Sequence[GroupStatus]) -> TierSe
 def _hits_between(before: GroupStatus, after: GroupStatus) -> TierHits:
     """Returns the hits between two samples; none if a total has decreased, because the group has restarted."""
     grown = [
-        getattr(after, name) - getattr(before, name)
-        for name in (
-            "queried_tokens_total",
-            "cached_tokens_total",
-            "host_loaded_tokens_total",
-            "storage_hit_tokens_total",
-        )
+        then - first for first, then in zip(searched_tokens(before), searched_tokens(after), strict=True)
     ]
     return tier_hits(*grown) if min(grown) >= 0 else tier_hits(0, 0, 0, 0)

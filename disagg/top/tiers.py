@@ -28,9 +28,9 @@ def tier_hits(queried: float, cached: float, loaded: float, stored: float) -> Ti
     )
 
 
-def hits_so_far(group: GroupStatus) -> TierHits:
-    """Returns the shares of the tiers since the start of the group."""
-    return tier_hits(
+def searched_tokens(group: GroupStatus) -> tuple[int, int, int, int]:
+    """Returns the counts of `tier_hits` since the start of the group, in tokens."""
+    return (
         group.queried_tokens_total,
         group.cached_tokens_total,
         group.host_loaded_tokens_total,
@@ -47,6 +47,12 @@ def saved_s(group: GroupStatus) -> float:
         return 0.0
     computing_s = group.cached_tokens_total / group.prompt_tokens_per_s
     return max(0.0, computing_s - group.host_load_s_total - group.storage_fetch_s_total)
+
+
+def pages_under_way(group: GroupStatus) -> int:
+    """Returns the number of pages that are being copied between two tiers."""
+    in_host = group.host_storing_pages + group.host_loading_pages
+    return in_host + group.storage_writing_pages + group.storage_fetching_pages
 
 
 def page_bytes(group: GroupStatus) -> int:

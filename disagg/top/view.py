@@ -12,7 +12,7 @@ from rich.text import Text
 from disagg.core.status import GroupStatus, RecentAnswer, ServiceStatus
 from disagg.plan.transfer import describe_bytes
 from disagg.top.rates import MOST_LINES, FlowRate, GroupRate, ServiceRates, paired, rates
-from disagg.top.tiers import page_bytes, saved_s, tier_hits
+from disagg.top.tiers import page_bytes, pages_under_way, saved_s, tier_hits
 from disagg.top.words import count_words, part_words, plain, rate_words, time_words
 
 LEAST_REQUESTS, MOST_REQUESTS = 3, 12
@@ -162,8 +162,6 @@ def _tiers_table(groups: Sequence[GroupStatus], growing: ServiceRates, wide: boo
             rate.loaded_tokens_per_s,
             rate.stored_tokens_per_s,
         )
-        under_way = group.host_storing_pages + group.host_loading_pages
-        under_way += group.storage_writing_pages + group.storage_fetching_pages
         totals = (
             group.host_stored_pages_total,
             group.host_skipped_pages_total + group.storage_skipped_pages_total,
@@ -174,7 +172,7 @@ def _tiers_table(groups: Sequence[GroupStatus], growing: ServiceRates, wide: boo
             Text(plain(group.name)),
             *(f"{share:.0%}" if rate.queried_tokens_per_s else "-" for share in shares),
             rate_words(rate.loaded_tokens_per_s / max(1, group.page_size) * page_bytes(group)),
-            str(under_way),
+            str(pages_under_way(group)),
             part_words(group.host_pages_used, group.host_pages),
             *(count_words(total) for total in (totals if wide else ())),
             time_words(saved_s(group)),

@@ -40,7 +40,7 @@ def test_a_fetched_page_counts_once_as_a_hit_of_the_storage(stored: StoringGroup
     group = stored.restarted(pages=8)
     assert group.prefetch(prompt(1, 2, 3)) is not None
     group.settle()
-    assert group.counts.used_pages == 0, "nobody has loaded the pages"
+    assert group.counts.used_pages == 0, "no request has loaded the pages"
     assert group.answer(prompt(1, 2, 3)) == 3 * PAGE
     assert group.counts.used_pages == 3
     group.answer(prompt(*range(10, 17)))  # evicts the pages from the pool, not from host memory

@@ -146,7 +146,7 @@ class WriteBackMachine(CountedMachine):
             self.compute(len(self.running) - 1, states=True)
 
     def require_reason_to_wait(self, pages: int) -> None:
-        """A copy is under way, or too many pages are in use: otherwise nobody would try again."""
+        """A copy is under way, or too many pages are in use: otherwise nothing would start the request later."""
         locked = self.cache.statistics().locked_pages
         assert self.copies or self.kv_manager.allocator.free_pages + self.cache.evictable_pages < pages, (
             locked
@@ -248,7 +248,7 @@ class WriteBackMachine(CountedMachine):
         if not done and waits:
             self.require_reason_to_wait(pages)
         elif not done:
-            assert not self.cache.evictable_pages, "who cannot wait gets all that can be evicted"
+            assert not self.cache.evictable_pages, "a request that cannot wait gets all evictable pages"
         if self.hybrid:  # pages that follow the last state are of no use, and are not copied
             return
         gone = before - self.words_in(self.cache) - self.words_in(self.tier.index)
@@ -256,7 +256,9 @@ class WriteBackMachine(CountedMachine):
         dropped = now.skipped_pages - counts.skipped_pages
         assert len(gone) <= dropped + now.cache.evicted_pages - counts.cache.evicted_pages
         full = not self.tier.blocks.free_pages
-        assert full or not (waits and dropped), "who can wait drops no page that host memory has room for"
+        assert full or not (waits and dropped), (
+            "a request that can wait drops no page that fits in host memory"
+        )
 
     @precondition(lambda self: self.copies)
     @rule()

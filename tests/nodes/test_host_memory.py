@@ -3,50 +3,54 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
+import torch
+from fake_model import fake_spec
 
-from disagg.node.host_memory import (
-    HostCacheRoom,
-    HostCacheSize,
-    automatic_host_cache,
-    available_bytes,
-    total_bytes,
-)
+from disagg.core.config.groups import DecodeConfig, GroupConfig, PrefillConfig
+from disagg.core.config.read import Config
+from disagg.core.errors import ConfigError
+from disagg.node import rank_start
+from disagg.node.host_memory import HostCacheRoom, automatic_host_cache, available_bytes, total_bytes
+from disagg.node.prefix_caching import configured_host_cache
 
 GIB = 1 << 30
 
 
-def size(room: HostCacheRoom) -> HostCacheSize:
-    return automatic_host_cache(room, storage=True)
-
-
 def test_a_quarter_of_the_available_memory_is_divided_among_the_ranks_of_the_host() -> None:
-    assert size(HostCacheRoom(800 * GIB, 4, 50 * GIB)) == (
+    assert automatic_host_cache(HostCacheRoom(800 * GIB, 4, 50 * GIB)) == (
         50 * GIB,
         "automatic: 1/4 of the available 800 GiB / 4 ranks here",
     )
 
 
 def test_memory_for_preempted_requests_counts() -> None:
-    found = size(HostCacheRoom(800 * GIB, 4, 50 * GIB, swap_bytes=4 * GIB))
+    found = automatic_host_cache(HostCacheRoom(800 * GIB, 4, 50 * GIB, swap_bytes=4 * GIB))
     assert found.nbytes == 46 * GIB
     assert found.reason.endswith("/ 4 ranks here - swap 4 GiB")
-    assert size(HostCacheRoom(8 * GIB, 2, 1 * GIB, swap_bytes=4 * GIB)).nbytes == 0
+    assert automatic_host_cache(HostCacheRoom(8 * GIB, 2, 1 * GIB, swap_bytes=4 * GIB)).nbytes == 0
 
 
 def test_four_times_the_pool_at_most() -> None:
-    assert size(HostCacheRoom(2000 * GIB, 1, 20 * GIB)) == (80 * GIB, "automatic: 4 times the pool")
+    assert automatic_host_cache(HostCacheRoom(2000 * GIB, 1, 20 * GIB)) == (
+        80 * GIB,
+        "automatic: 4 times the pool",
+    )
 
 
 def test_without_a_storage_there_is_no_second_tier() -> None:
-    found = automatic_host_cache(HostCacheRoom(800 * GIB, 1, GIB), storage=False)
+    spec = fake_spec(layers=1, kv_heads=1)
+    found = configured_host_cache(PrefillConfig(), spec, deterministic=False)
     assert found == (0, "automatic: none without a storage")
+    assert configured_host_cache(PrefillConfig(storage="/kv"), spec, deterministic=False) is None
 
 
 def test_a_storage_needs_a_second_tier_of_any_size() -> None:
-    assert size(HostCacheRoom(1 << 20, 2, GIB)).nbytes == 1 << 17
+    assert automatic_host_cache(HostCacheRoom(1 << 20, 2, GIB)).nbytes == 1 << 17
 
 
 def test_host_memory_is_the_containers(tmp_path: Path) -> None:
@@ -90,3 +94,26 @@ def test_the_first_version_of_cgroups(tmp_path: Path) -> None:
     (old / "memory.stat").write_text("inactive_file 1\ntotal_inactive_file 50000\n")
     assert total_bytes(tmp_path) == 1_000_000
     assert available_bytes(tmp_path) == 150_000
+
+
+@pytest.mark.parametrize(
+    ("group", "setting"),
+    [
+        (PrefillConfig(storage="/kv"), "set prefill.host_cache_bytes"),
+        (
+            DecodeConfig(storage="/kv", swap_bytes=GIB),
+            "set decode.host_cache_bytes, or lower decode.swap_bytes",
+        ),
+    ],
+)
+def test_a_storage_without_host_memory_names_settings_of_its_group(
+    monkeypatch: pytest.MonkeyPatch, group: GroupConfig, setting: str
+) -> None:
+    monkeypatch.setattr(rank_start, "available_bytes", lambda: 0)
+    for name in ("pool_bytes", "state_bytes"):
+        monkeypatch.setattr(rank_start, name, lambda _: GIB)
+    model: Any = SimpleNamespace(group=group, device=torch.device("cpu"), config=Config())
+    runner: Any = SimpleNamespace(spec=fake_spec(layers=1, kv_heads=1))
+    with pytest.raises(ConfigError, match="storage needs host memory") as raised:
+        rank_start.with_host_cache(model, runner, host_ranks=1)
+    assert str(raised.value).endswith(setting)

@@ -1,4 +1,4 @@
-"""KV whose logits nobody has seen, or whose logits were no numbers, is not cached when its request is cancelled."""
+"""KV without logits so far, or with logits that are not numbers, is not cached when its request is cancelled."""
 
 from __future__ import annotations
 

@@ -209,7 +209,7 @@ class _TiersRun:
             )
 
     def _with_tiers(self, host_tokens: int, stored_tokens: int, folder: str) -> ColocatedConfig:
-        """Returns the group with host memory and storage for so many tokens; an empty `folder`: without a storage."""
+        """Returns the group with host memory and storage of these sizes; without a storage if `folder` is empty."""
         layout, page = self._spec.layout, self._group.page_size
         host_bytes = whole_pages(host_tokens, page) // page * block_bytes(page * layout.token_bytes)
         group = msgspec.structs.replace(self._group, host_cache_bytes=host_bytes)
