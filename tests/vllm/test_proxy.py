@@ -139,6 +139,17 @@ def test_a_client_that_leaves_ends_both_requests() -> None:
     with_loop(check)
 
 
+def test_a_client_that_leaves_ends_a_request_of_the_decode_server_alone() -> None:
+    async def check() -> None:
+        async with Deployment(prefilled(), for_ever) as one:
+            asking = asyncio.create_task(one.ask("/v1/responses"))
+            await one.decode.arrived.wait()
+            asking.cancel()
+            await one.decode.gone.wait()
+
+    with_loop(check)
+
+
 def test_a_restarted_prefill_server_is_learned_again() -> None:
     """The decode server would wait for an engine that is gone: it gets the request again."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping
-from typing import Any
 
 import httpx
 import msgspec
@@ -27,14 +26,10 @@ class AnswerError(Exception):
 
     @classmethod
     def of(cls, status: int, message: str) -> AnswerError:
-        """Returns an error in the format of OpenAI's API."""
-        return cls(status, msgspec.json.encode(error_body(status, message)))
-
-
-def error_body(status: int, message: str) -> dict[str, Any]:
-    """Returns the body of an error in the format of OpenAI's API."""
-    kind = "BadRequestError" if status < 500 else "BadGatewayError"
-    return {"error": {"message": message, "type": kind, "param": None, "code": status}}
+        """Returns an error in the format of vLLM's API server."""
+        kind = "BadRequestError" if status < 500 else "BadGatewayError"
+        fields = {"message": message, "type": kind, "param": None, "code": status}
+        return cls(status, msgspec.json.encode({"error": fields}))
 
 
 def base_url(flag: str, text: str) -> str:
