@@ -271,8 +271,12 @@ def test_the_prefill_request_asks_for_one_token() -> None:
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (["--prefill", "foo", "--decode", "http://a:1"], "--prefill foo: give http://HOST:PORT"),
-        (["--prefill", "http://a:1", "--decode", "ftp://a"], "--decode ftp://a: give http://HOST:PORT"),
+        (
+            ["--prefill", "foo", "--decode", "http://a:1"],
+            "--prefill foo: give the base URL of the server, such as http://",
+        ),
+        (["--prefill", "http://a:1", "--decode", "ftp://a"], "--decode ftp://a: give the base URL of"),
+        (["--prefill", "http://a:1", "--decode", "http://u:p@b:1"], "@b:1: give the base URL of the server"),
         (["--prefill", "http://a:1", "--decode", "http://b:1", "--port", "-1"], "--port -1"),
         (["--prefill", "http://a:1"], "--decode"),
     ],

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import uuid
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from disagg.api.errors import CLIENT_GONE
+from disagg.core.random_ids import random_id
 from disagg.vllm.proxy.pairing import (
     Body,
     decode_body,
@@ -80,7 +80,7 @@ class PairingProxy:
         if not is_pairable(body):
             return await self.forward(request)
         prefill, decode = next(self._prefill), next(self._decode)
-        pair = _Pair(request.url.path, request.headers, body, prefill, decode, uuid.uuid4().hex)
+        pair = _Pair(request.url.path, request.headers, body, prefill, decode, random_id())
         return await _reply(request, decode, self._answer(pair))
 
     async def forward(self, request: Request) -> Response:

@@ -8,8 +8,6 @@ import httpx
 import msgspec
 import structlog
 
-from disagg.core.errors import ConfigError
-
 log = structlog.get_logger(__name__)
 
 CONNECT_S = 10.0
@@ -30,17 +28,6 @@ class AnswerError(Exception):
         kind = "BadRequestError" if status < 500 else "BadGatewayError"
         fields = {"message": message, "type": kind, "param": None, "code": status}
         return cls(status, msgspec.json.encode({"error": fields}))
-
-
-def base_url(flag: str, text: str) -> str:
-    """Returns the base URL of a server, without `/v1`. Raises `ConfigError` for text that is no URL."""
-    try:
-        url = httpx.URL(text)
-    except httpx.InvalidURL as exc:
-        raise ConfigError(f"{flag} {text}: {exc}") from exc
-    if url.scheme not in ("http", "https") or not url.host:
-        raise ConfigError(f"{flag} {text}: give http://HOST:PORT")
-    return text.rstrip("/").removesuffix("/v1")
 
 
 class VllmServers:
