@@ -37,8 +37,8 @@ log = structlog.get_logger(__name__)
 TICK_S = 0.05
 """Interval of `Engine.on_tick`."""
 GONE_S = 600.0
-"""Silence of a rank after which its group is unlinked. No cluster reports the deaths of another engine's ranks:
-without this limit, an endpoint would ping every rank that was ever linked."""
+"""Silence of a rank after which its group is unlinked. Nothing reports the death of another engine's ranks: without
+this limit, an endpoint would ping every rank that was ever linked."""
 AgentT = TypeVar("AgentT", bound=Agent)
 
 
@@ -68,7 +68,8 @@ class EndpointOptions:
     shard: Shard
     pools: CopyPools
     page_size: int
-    """Tokens in a page, that is in a block of the engine's block tables."""
+    """Positions in a page, that is in a block of the engine's block tables: the block's tokens, or one if blocks are
+    moved whole."""
     config: Config = field(default_factory=Config)
     """Configuration, of which the sections `transfer`, `transport` and `control` are used."""
 
@@ -127,7 +128,7 @@ class Endpoint(ABC, Generic[AgentT]):
         self._links: dict[str, tuple[Link, GroupInfo, GroupInfo]] = {}
         """Link, own group and other group, by the other group's name."""
         self._silent_s: dict[str, float] = {}
-        """Begin of the silence of each silent peer."""
+        """When each silent peer was first seen silent, by its control address."""
 
     # --- set-up
 

@@ -7,8 +7,9 @@ from types import TracebackType
 import httpx
 import msgspec
 
-from disagg.core.errors import ConfigError, DisaggError
+from disagg.core.errors import DisaggError
 from disagg.core.status import ServiceStatus
+from disagg.core.urls import base_url
 
 TIMEOUT_S = 5.0
 """Timeout of one status query."""
@@ -19,7 +20,7 @@ class StatusClient:
 
     def __init__(self, url: str, api_key: str | None) -> None:
         """`url` is the server's base URL, with or without `/v1`. Raises `ConfigError` for a malformed URL."""
-        self._url = _status_url(url)
+        self._url = base_url("--url", url) + "/status"
         headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
         self._keyed = api_key is not None
         # With an explicit transport, httpx ignores the proxies that environment variables configure.
@@ -58,13 +59,3 @@ class StatusClient:
             return reply.content, msgspec.json.decode(reply.content, type=ServiceStatus)
         except msgspec.DecodeError as exc:
             raise DisaggError(f"{self._url} is not the status of a disagg server: {exc}") from exc
-
-
-def _status_url(url: str) -> str:
-    try:
-        parts = httpx.URL(url)
-    except httpx.InvalidURL as exc:
-        raise ConfigError(f"--url {url}: {exc}") from exc
-    if parts.scheme not in ("http", "https") or not parts.host or parts.userinfo:
-        raise ConfigError(f"--url {url}: give the base URL of the server, such as http://127.0.0.1:8000")
-    return url.rstrip("/").removesuffix("/v1") + "/status"

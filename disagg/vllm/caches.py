@@ -71,7 +71,8 @@ def planes_of(name: str, cache: torch.Tensor, facts: EngineFacts) -> list[torch.
     in one row, `[blocks, block_size, latent]` for MLA, or `[2, blocks, block_size, heads, head_dim]` (ROCm). With
     `whole_blocks`, all elements of a head in a block form the row of one position.
     """
-    dims, tokens = cache.dim() if isinstance(cache, torch.Tensor) else 0, facts.blocks * facts.block_size
+    dims = cache.dim() if isinstance(cache, torch.Tensor) else 0  # a recurrent layer has a list of states
+    tokens = facts.blocks * facts.block_size
     if dims == 3:
         found = [cache.unsqueeze(2)]
     elif dims == 4:

@@ -49,7 +49,7 @@ class HeldPrompt:
     request_id: str
     blocks: list[int]
     positions: int
-    """Positions of the prompt."""
+    """Positions of the data path that hold the prompt; see `EngineFacts.positions`."""
     state: OutgoingState = OutgoingState.WAITING
     held: bool = False
     """Whether the request has finished: its blocks are freed when this worker reports the request."""

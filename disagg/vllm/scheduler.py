@@ -61,7 +61,7 @@ class SchedulerSide:
         self._holding: set[str] = set()
         self._receiving: set[str] = set()
         self._computed: dict[str, int] = {}
-        """Tokens before the KV that was offered to a request; vLLM may reserve blocks for a part of the offer."""
+        """First token that each request may receive; vLLM may reserve blocks for a part of the tokens after it."""
         # Not from 0: messages of an earlier life of this engine must not match a new ticket.
         self._numbers = itertools.count(secrets.randbelow(TICKET_NUMBERS))
 

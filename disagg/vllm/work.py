@@ -27,7 +27,7 @@ class HoldWork:
     request_id: str
     blocks: list[int]
     positions: int
-    """Positions of the prompt."""
+    """Positions of the data path that hold the prompt; see `EngineFacts.positions`."""
 
 
 @dataclass(frozen=True, slots=True)

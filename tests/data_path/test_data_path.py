@@ -190,7 +190,7 @@ def test_a_rank_that_never_returns_is_not_watched_for_ever() -> None:
         pair.producer.peers.silent(ranks[1])
         pair.network.now_s += waited_s
         pair.network.settle()
-        assert channel.watched == set(ranks), "it may be cut off only"
+        assert channel.watched == set(ranks), "the rank may be alive but cut off"
         assert pair.producer.peers.silences.silent == {ranks[1]}
     pair.network.now_s += 1.0
     pair.network.settle()

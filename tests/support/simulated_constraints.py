@@ -1,7 +1,7 @@
 """Grammars of simulations: pure functions of the answer so far, whose masks take time and have no threads.
 
-A constraint follows one answer, as a real matcher does: tokens that do not continue this answer raise
-`AssertionError`, where a real matcher's mask would be wrong in silence.
+A constraint follows one answer, as a real matcher does. Tokens that do not continue this answer raise
+`AssertionError`; a real matcher would return a wrong mask without an error.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class SimulatedConstraint:
     """Stands in for `AnswerConstraint`."""
 
     def __init__(self, grammar: str, answered: Sequence[int] = (), later: Later | None = None) -> None:
-        """`later`: when the first mask is ready; None: at once."""
+        """`later` calls back when the first mask is ready; None: it is ready at once."""
         self._grammar, self._known = grammar, list(answered)
         self._calls: list[Callable[[], object]] = []
         self.ready = later is None

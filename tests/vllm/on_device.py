@@ -1,10 +1,10 @@
-"""Compares two vLLM servers that DisaggConnector splits with one vLLM server: greedy tokens must be equal.
+"""Compares a prefill and a decode server of vLLM, with DisaggConnector, with one vLLM server: equal greedy tokens.
 
     VLLM_PP=/path/of/vllm DISAGG_PP=/path/of/disagg:/path/of/its/site-packages python3 tests/vllm/on_device.py
 
 `VLLM_PP`, `DISAGG_PP`: entries of PYTHONPATH, with colons between them; the first entry of `DISAGG_PP` is the tree of
 disagg. The script itself needs Python's standard library only. It makes a small Llama with random weights, so that
-no network is used. `--cpu` takes a build of vLLM for CPUs.
+no network is used. `--cpu` needs a build of vLLM for CPUs.
 Exit code 0: all answers are equal, KV has moved, and the prefill server has freed its blocks.
 """
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -13,13 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+from connector_settings import connector_settings, free_port
 from fake_vllm import FakeRequest, asks_decode, asks_prefill
 from fake_vllm_module import Base, Role, configs, install
 from layer_pools import Memory
 
 from disagg.core.errors import ConfigError
-from transport.keys.curve import make_keys
-from transport.keys.file import save_keys
 
 LAYERS, BLOCKS, TOKENS = 3, 24, 50
 NO_REQUESTS = SimpleNamespace(
@@ -94,11 +92,6 @@ def blocks_of(ids: list[int]) -> Any:
     return SimpleNamespace(get_block_ids=lambda: (ids,))
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        return int(listening.getsockname()[1])
-
-
 def wait(condition: Callable[[], bool]) -> None:
     deadline_s = time.monotonic() + 20
     while not condition():
@@ -111,12 +104,7 @@ def extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str,
     install(monkeypatch)
     interval_s = sys.getswitchinterval()
     sys.modules.pop("disagg.vllm.connector", None)  # its class has the base class of this test's vLLM
-    save_keys(make_keys(), tmp_path / "keys.json")
-    yield {
-        "control": {"key_file": str(tmp_path / "keys.json")},
-        "transport": {"backend": "tls"},
-        "transfer": {"ring_bytes": 1 << 16, "staging_bytes": 1 << 16, "calibrate": "off"},
-    }
+    yield connector_settings(tmp_path)
     sys.setswitchinterval(interval_s)
     sys.modules.pop("disagg.vllm.connector", None)
 

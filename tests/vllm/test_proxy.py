@@ -139,6 +139,17 @@ def test_a_client_that_leaves_ends_both_requests() -> None:
     with_loop(check)
 
 
+def test_a_client_that_leaves_ends_a_request_of_the_decode_server_alone() -> None:
+    async def check() -> None:
+        async with Deployment(prefilled(), for_ever) as one:
+            asking = asyncio.create_task(one.ask("/v1/responses"))
+            await one.decode.arrived.wait()
+            asking.cancel()
+            await one.decode.gone.wait()
+
+    with_loop(check)
+
+
 def test_a_restarted_prefill_server_is_learned_again() -> None:
     """The decode server would wait for an engine that is gone: it gets the request again."""
 
@@ -260,8 +271,12 @@ def test_the_prefill_request_asks_for_one_token() -> None:
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (["--prefill", "foo", "--decode", "http://a:1"], "--prefill foo: give http://HOST:PORT"),
-        (["--prefill", "http://a:1", "--decode", "ftp://a"], "--decode ftp://a: give http://HOST:PORT"),
+        (
+            ["--prefill", "foo", "--decode", "http://a:1"],
+            "--prefill foo: give the base URL of the server, such as http://",
+        ),
+        (["--prefill", "http://a:1", "--decode", "ftp://a"], "--decode ftp://a: give the base URL of"),
+        (["--prefill", "http://a:1", "--decode", "http://u:p@b:1"], "@b:1: give the base URL of the server"),
         (["--prefill", "http://a:1", "--decode", "http://b:1", "--port", "-1"], "--port -1"),
         (["--prefill", "http://a:1"], "--decode"),
     ],

@@ -1,14 +1,14 @@
 """The proxy's HTTP application.
 
-The first request for a prefill server is computed there before the decode server gets it. The answer names the
-server's engine; later requests go to both servers at once, and the KV of a layer leaves while later layers compute.
+The first request to a prefill server is sent to the decode server only when the prompt is computed: the prefill
+server's answer names its engine. Later requests are sent to both servers at once, and the KV of a layer leaves while
+later layers compute.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-import uuid
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -21,6 +21,8 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
+from disagg.api.errors import CLIENT_GONE
+from disagg.core.random_ids import random_id
 from disagg.vllm.proxy.pairing import (
     Body,
     decode_body,
@@ -45,7 +47,7 @@ class _Pair:
 
 
 class PairingProxy:
-    """Sends each request to a prefill server and a decode server. Servers take turns."""
+    """Sends each request to a prefill server and a decode server, which are selected round-robin."""
 
     def __init__(self, prefill: Sequence[str], decode: Sequence[str], at_once: bool) -> None:
         """`prefill`, `decode`: base URLs. `at_once`: whether both servers get a request at the same time."""
@@ -53,7 +55,7 @@ class PairingProxy:
         self._at_once = at_once
         self._servers = VllmServers()
         self._sources: dict[str, dict[str, Any]] = {}
-        """What is known of the engine of each prefill server."""
+        """Parameters of each prefill server's engine, from the server's latest answer; see `source_of`."""
 
     def app(self) -> Starlette:
         """Returns the ASGI application."""
@@ -62,7 +64,8 @@ class PairingProxy:
             Route("/v1/chat/completions", self.generate, methods=["POST"]),
             Route("/{path:path}", self.forward, methods=["GET", "POST"]),
         ]
-        return Starlette(routes=routes, lifespan=self._lifespan)
+        handlers = {AnswerError: _error_reply}
+        return Starlette(routes=routes, lifespan=self._lifespan, exception_handlers=handlers)
 
     @asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
@@ -73,28 +76,17 @@ class PairingProxy:
 
     async def generate(self, request: Request) -> Response:
         """Answers a completion or a chat completion."""
-        content = await request.body()
-        try:
-            body = _object(content)
-            decode = next(self._decode)
-            if is_pairable(body):
-                pair = _Pair(
-                    request.url.path, request.headers, body, next(self._prefill), decode, uuid.uuid4().hex
-                )
-                answer = await _unless_gone(request, self._answer(pair))
-            else:
-                answer = await _unless_gone(request, self._ask(request, decode, content))
-            return await _reply(decode, answer) if answer is not None else Response(status_code=499)
-        except AnswerError as exc:
-            return Response(exc.content, exc.status, media_type="application/json")
+        body = _object(await request.body())
+        if not is_pairable(body):
+            return await self.forward(request)
+        prefill, decode = next(self._prefill), next(self._decode)
+        pair = _Pair(request.url.path, request.headers, body, prefill, decode, random_id())
+        return await _reply(request, decode, self._answer(pair))
 
     async def forward(self, request: Request) -> Response:
-        """Passes any other request to a decode server."""
-        decode = next(self._decode)
-        try:
-            return await _reply(decode, await self._ask(request, decode, await request.body()))
-        except AnswerError as exc:
-            return Response(exc.content, exc.status, media_type="application/json")
+        """Passes a request to a decode server alone."""
+        decode, content = next(self._decode), await request.body()
+        return await _reply(request, decode, self._ask(request, decode, content))
 
     async def _ask(self, request: Request, server: str, content: bytes) -> httpx.Response:
         query = f"?{request.url.query}" if request.url.query else ""
@@ -145,11 +137,19 @@ class PairingProxy:
         return await self._servers.ask("POST", pair.decode, pair.path, pair.headers, content)
 
 
-async def _reply(server: str, answer: httpx.Response) -> Response:
+async def _reply(request: Request, server: str, asking: Coroutine[Any, Any, httpx.Response]) -> Response:
+    answer = await _unless_gone(request, asking)
+    if answer is None:
+        return Response(status_code=CLIENT_GONE)
     kind = answer.headers.get("content-type", "application/json")
     if kind.startswith("text/event-stream"):
         return StreamingResponse(pieces(server, answer), answer.status_code, media_type=kind)
     return Response(await whole(server, answer), answer.status_code, media_type=kind)
+
+
+async def _error_reply(request: Request, error: Exception) -> Response:
+    assert isinstance(error, AnswerError)
+    return Response(error.content, error.status, media_type="application/json")
 
 
 def _object(content: bytes) -> Body:
@@ -163,7 +163,7 @@ def _object(content: bytes) -> Body:
 async def _unless_gone(
     request: Request, asking: Coroutine[Any, Any, httpx.Response]
 ) -> httpx.Response | None:
-    """Awaits `asking`; ends it and returns None when the client is gone, so that vLLM stops computing."""
+    """Awaits `asking`. If the client disconnects first: ends `asking`, so that vLLM stops computing; returns None."""
     task, gone = asyncio.create_task(asking), asyncio.create_task(_disconnected(request))
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)

@@ -1,4 +1,4 @@
-"""The two requests that stand for one: bodies for the prefill server and the decode server, with paired parameters.
+"""Bodies of the two requests, to the prefill server and the decode server, that answer a client's request.
 
 The names in `kv_transfer_params` are those of vLLM's NixlConnector, plus `transfer_id`.
 """
@@ -18,7 +18,7 @@ _NOT_FOR_PREFILL = (
     "response_format",
     "structured_outputs",
 )
-"""Fields that have no use, or no valid value, in a request for one token that nobody reads."""
+"""Fields without use, or without a valid value, in a request for one token, which the proxy discards."""
 _SOURCE = ("remote_engine_id", "remote_host", "remote_port", "tp_size")
 """Parameters that are the same for all requests of a prefill server."""
 
@@ -26,7 +26,7 @@ _SOURCE = ("remote_engine_id", "remote_host", "remote_port", "tp_size")
 def is_pairable(body: Mapping[str, Any]) -> bool:
     """Returns whether a request has one prompt and one answer, so that one transfer serves it.
 
-    Log-probabilities of the prompt need the whole prompt computed where they are returned.
+    Log-probabilities of the prompt exist only on the server that computes the whole prompt.
     """
     if (body.get("n") or 1) != 1 or body.get("echo") or body.get("prompt_logprobs") is not None:
         return False
@@ -40,7 +40,7 @@ def prefill_body(body: Mapping[str, Any], transfer_id: str) -> Body:
     """Returns the request that computes the prompt, and one token."""
     found = {name: value for name, value in body.items() if name not in _NOT_FOR_PREFILL}
     if found.get("tools"):
-        found["tool_choice"] = "none"  # the prompt has the tools all the same; one token is no call of a tool
+        found["tool_choice"] = "none"  # tools remain in the prompt; one token is no complete tool call
     if "max_completion_tokens" in found:
         found["max_completion_tokens"] = 1
     params = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": transfer_id}
@@ -53,7 +53,7 @@ def decode_body(body: Mapping[str, Any], params: Mapping[str, Any]) -> Body:
 
 
 def source_of(params: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what the parameters of a prefill server's answer say about the server itself."""
+    """Returns the parameters of a prefill server's answer that name its engine."""
     return {name: params.get(name) for name in _SOURCE}
 
 

@@ -10,8 +10,8 @@ import uvicorn
 from disagg.api.listener import bind
 from disagg.core.config.read import ApiConfig, Config
 from disagg.core.log import configure
+from disagg.core.urls import base_url
 from disagg.vllm.proxy.app import PairingProxy
-from disagg.vllm.proxy.servers import base_url
 
 log = structlog.get_logger(__name__)
 

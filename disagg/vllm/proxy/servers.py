@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping
-from typing import Any
 
 import httpx
 import msgspec
 import structlog
-
-from disagg.core.errors import ConfigError
 
 log = structlog.get_logger(__name__)
 
@@ -27,25 +24,10 @@ class AnswerError(Exception):
 
     @classmethod
     def of(cls, status: int, message: str) -> AnswerError:
-        """Returns an error in the format of OpenAI's API."""
-        return cls(status, msgspec.json.encode(error_body(status, message)))
-
-
-def error_body(status: int, message: str) -> dict[str, Any]:
-    """Returns the body of an error in the format of OpenAI's API."""
-    kind = "BadRequestError" if status < 500 else "BadGatewayError"
-    return {"error": {"message": message, "type": kind, "param": None, "code": status}}
-
-
-def base_url(flag: str, text: str) -> str:
-    """Returns the base URL of a server, without `/v1`. Raises `ConfigError` for text that is no URL."""
-    try:
-        url = httpx.URL(text)
-    except httpx.InvalidURL as exc:
-        raise ConfigError(f"{flag} {text}: {exc}") from exc
-    if url.scheme not in ("http", "https") or not url.host:
-        raise ConfigError(f"{flag} {text}: give http://HOST:PORT")
-    return text.rstrip("/").removesuffix("/v1")
+        """Returns an error in the format of vLLM's API server."""
+        kind = "BadRequestError" if status < 500 else "BadGatewayError"
+        fields = {"message": message, "type": kind, "param": None, "code": status}
+        return cls(status, msgspec.json.encode({"error": fields}))
 
 
 class VllmServers:

@@ -39,10 +39,11 @@ class GroupProcess:
         self.ranks = [RankProcess(world, self, number, config) for number in range(self.section.ranks)]
         self.info = self._info()
         leader = self.leader.rank.leader
-        poison_pages(self.leader.rank.kv_manager, [one.rank for one in self.ranks])
-        poison_blocks(self.leader.rank.kv_manager, [one.rank for one in self.ranks])
+        ranks = [one.rank for one in self.ranks]
+        poison_pages(self.leader.rank.kv_manager, ranks)
+        poison_blocks(self.leader.rank.kv_manager, ranks)
         if role == "decode":
-            poison_host(leader.scheduler, [one.rank for one in self.ranks])
+            poison_host(leader.scheduler, ranks)
         replace_waits(leader.changed, partial(self._look_in, 0.0))
 
     @property

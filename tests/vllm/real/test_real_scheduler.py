@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import random
-import socket
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +14,7 @@ import pytest
 REASON = "vLLM is not installed; `make test-vllm` makes an environment with it"
 pytest.importorskip("vllm.v1.core.sched.scheduler", reason=REASON, exc_type=ImportError)
 
+from connector_settings import connector_settings, free_port
 from real_vllm import BLOCK_SIZE, RealEngine, run, vllm_config
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
@@ -22,8 +22,6 @@ from vllm.v1.request import RequestStatus
 
 from disagg.model.load.tiny import make_tiny_checkpoint
 from disagg.vllm.connector import ConnectorMethods
-from transport.keys.curve import make_keys
-from transport.keys.file import save_keys
 
 Make = Callable[..., RealEngine]
 
@@ -35,19 +33,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def extra(tmp_path: Path) -> Callable[[], dict[str, Any]]:
-    save_keys(make_keys(), tmp_path / "keys.json")
-
-    def made() -> dict[str, Any]:
-        with socket.create_server(("127.0.0.1", 0)) as listening:
-            port = int(listening.getsockname()[1])
-        return {
-            "port": port,
-            "control": {"key_file": str(tmp_path / "keys.json"), "peer_timeout_s": 3.0},
-            "transport": {"backend": "tls"},
-            "transfer": {"ring_bytes": 1 << 16, "staging_bytes": 1 << 16, "calibrate": "off"},
-        }
-
-    return made
+    settings = connector_settings(tmp_path, peer_timeout_s=3.0)
+    return lambda: settings | {"port": free_port()}
 
 
 @pytest.fixture
