@@ -20,9 +20,9 @@ from torch import nn
 
 from disagg.core.errors import UnsupportedModelError
 from disagg.core.ports import Collective
-from disagg.core.types import Span
+from disagg.core.types import Span, head_span
 from disagg.model.spec.layer_types import attention_layers, recurrent_layers
-from disagg.model.spec.model_spec import ModelSpec, kv_span
+from disagg.model.spec.model_spec import ModelSpec
 
 _QKV = ("q_proj", "k_proj", "v_proj")
 _PER_HEAD = (
@@ -194,7 +194,7 @@ class _Sharder:
     def _cut_attention(self, parent: str, row: str) -> None:
         number = self._class_of(parent)
         shape, queries = self._spec.shapes[number], self._queries[number]
-        heads = kv_span(self._collective.rank, self._collective.size, shape.kv_heads)
+        heads = head_span(self._collective.rank, self._collective.size, shape.kv_heads)
         self._cut_columns(parent, "q_proj", _scale(queries, shape.k_dim))
         for child, dim in (("k_proj", shape.k_dim), ("v_proj", shape.v_dim)):
             if self._has(parent, child):
