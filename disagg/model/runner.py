@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -57,7 +56,7 @@ from disagg.model.page_copies import copy_in_order
 from disagg.model.piecewise import SEQUENCES, PiecewiseGraphs, piece_sizes
 from disagg.model.recurrent.heads import divided
 from disagg.model.recurrent.registry import bounds_prompts, pack_recurrent
-from disagg.model.recurrent.request_cache import StateCache, make_cache
+from disagg.model.recurrent.request_cache import StateCache, cache_argument, make_cache
 from disagg.model.recurrent.state import (
     PoolLayers,
     RowStates,
@@ -164,7 +163,7 @@ class ModelRunner:
         self._ropes = wrap_ropes(self.model, self.spec.rope_switch_tokens)
         self._indexers = wrap_indexers(self.model, self.spec.places)
         self._head = ModelHead(self.model)
-        self._cache_name = _cache_argument(self.model)
+        self._cache_name = cache_argument(self.model)
         probe = ShapeProbe()
         self._packed: PackedStates | None = None
         """Recurrent states for packed steps; None if the model has no registered recurrent modules."""
@@ -632,9 +631,3 @@ class ModelRunner:
             raise UnsupportedModelError(
                 f"{self.spec.architecture} is not supported: a trial step with the paged attention fails: {reason}"
             ) from exc
-
-
-def _cache_argument(model: torch.nn.Module) -> str:
-    """Returns the name of the argument of `forward` that takes recurrent states."""
-    name = "cache_params"
-    return name if name in inspect.signature(model.forward).parameters else "past_key_values"
