@@ -16,7 +16,7 @@ from disagg.core.config.model import RecurrentName
 from disagg.core.config.read import AttentionName, Role
 from disagg.core.errors import ConfigError, UnsupportedModelError
 from disagg.core.ports import Collective, LayerHook
-from disagg.kv.mamba_pool import MambaPool, state_classes
+from disagg.kv.mamba_pool import MambaPool, StateForm, state_classes
 from disagg.kv.pool import KVPool, MHATokenToKVPool, make_pool, whole_pages
 from disagg.kv.req_to_token import ReqToTokenPool
 from disagg.kv.transfer_pools import TransferPools
@@ -57,6 +57,7 @@ from disagg.model.piecewise import SEQUENCES, PiecewiseGraphs, piece_sizes
 from disagg.model.recurrent.heads import divided
 from disagg.model.recurrent.registry import bounds_prompts, pack_recurrent
 from disagg.model.recurrent.request_cache import StateCache, cache_argument, make_cache
+from disagg.model.recurrent.split import RecurrentSplit
 from disagg.model.recurrent.state import (
     PoolLayers,
     RowStates,
@@ -153,7 +154,7 @@ class ModelRunner:
         self.shard = shard_of(self.spec.layout, collective.rank, collective.size)
         """The rank's part of the KV and of the recurrent states. The states' shapes are known after a trial step."""
         built = build_model(source, self.spec, collective, self.device, options.dtype)
-        self.model, self._shares = built.model, built.split.shares
+        self.model = built.model
         self._whole_attention, self.held_whole = built.sharding.whole_attention, set(built.sharding.whole)
         """Names of the model parts that cannot be split, so that every rank of the group holds them whole."""
         self._classes = self._attention_classes()
@@ -167,7 +168,7 @@ class ModelRunner:
         probe = ShapeProbe()
         self._packed: PackedStates | None = None
         """Recurrent states for packed steps; None if the model has no registered recurrent modules."""
-        self.source, self._sample = source, self._probe(probe)
+        self.source, self._state_forms = source, self._probe(probe, built.split)
         self.shard = shard_of(self.spec.layout, collective.rank, collective.size)
         self.attention_kernels = self._use_attention_kernels(probe)
         """Whether attention runs in the Triton kernels, not in torch."""
@@ -305,14 +306,14 @@ class ModelRunner:
 
         Raises ConfigError if the states do not fit the device's memory.
         """
-        if self._sample is None:
+        if not self._state_forms:
             return None
         requests = self.req_to_token.rows
         wanted, limit_bytes = self._options.cached_states(requests), self._options.cached_states_bytes
         cached = cached_states(self.spec, self._state_bytes, wanted, limit_bytes)
         slots = requests + 1 + cached  # one for the trash row
         try:
-            states = MambaPool(divided(self._sample.forms(), self._shares), slots, self.device)
+            states = MambaPool(self._state_forms, slots, self.device)
         except RuntimeError as exc:  # on a GPU torch.OutOfMemoryError, a subclass
             section, each = self._options.section, self._state_bytes
             or_cached = f" or {section}.cached_states ({cached})" if cached else ""
@@ -551,12 +552,13 @@ class ModelRunner:
                     part.add(logits_of(part.index), reads=self.collective.rank == 0)
             return logits
 
-    def _probe(self, probe: ShapeProbe) -> StateCache | None:
+    def _probe(self, probe: ShapeProbe, split: RecurrentSplit) -> list[StateForm]:
         """Runs one token through this rank's part of the model, and completes `spec`; `probe` records the attention
         calls.
 
-        Returns the recurrent state after the token; None for a model without recurrent layers.
+        Returns the forms of the rank's recurrent states; none for a model without recurrent layers.
         """
+        forms: list[StateForm] = []
         config = self.model.config
         recurrent = recurrent_layers(config)
         # A hybrid model without recurrent layers gets a trial cache, which fails if a layer stores state.
@@ -580,11 +582,11 @@ class ModelRunner:
             self.spec = msgspec.structs.replace(self.spec, scores_prompts=scores)
             if cache is not None and recurrent:
                 cache.require(self.spec.architecture, recurrent)
-                states = state_classes(divided(cache.forms(), self._shares))
-                layout = msgspec.structs.replace(self.spec.layout, states=states)
+                forms = divided(cache.forms(), split.shares)
+                layout = msgspec.structs.replace(self.spec.layout, states=state_classes(forms))
                 self.spec = msgspec.structs.replace(self.spec, layout=layout)
                 self._pack(cache)
-        return cache if recurrent else None
+        return forms
 
     def _scores_prompts(self, hybrid: bool, whole: torch.Tensor) -> bool:
         """Returns whether the model's head can run alone, with the logits `whole` of a pass over one token."""
