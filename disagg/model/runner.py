@@ -358,9 +358,10 @@ class ModelRunner:
         """
         if not batch.sequences:
             raise ValueError("a step needs at least one sequence")
-        if self._graphs is not None and self._recording_fits(self._graphs, batch):
+        graphs = self._graphs_of(batch)
+        if graphs is not None:
             require_fits(batch, self.req_to_token)
-            found = self._graphs.run(batch)
+            found = graphs.run(batch)
             if on_layer is not None:
                 for layer in range(self.pool.layers):
                     on_layer(layer)
@@ -386,15 +387,15 @@ class ModelRunner:
 
         Otherwise some layers, or those of some sequences, are launched before the first call of the hook.
         """
-        if self._graphs is not None and self._recording_fits(self._graphs, batch):
-            return False
-        return self.states is None or not self._in_parts or len(batch.sequences) == 1
+        return self._graphs_of(batch) is None and (not self._in_parts or len(batch.sequences) == 1)
 
-    def _recording_fits(self, graphs: StepGraphs, batch: StepBatch) -> bool:
-        """Returns whether a recording can run the batch. Recurrent layers allow only batches of answer tokens."""
-        if batch.scores:
-            return False
-        return graphs.takes(batch) and (self.states is None or all(map(is_answer, batch.sequences)))
+    def _graphs_of(self, batch: StepBatch) -> StepGraphs | None:
+        """Returns the recorded steps if one of them can run the batch. With recurrent layers, they can run only
+        batches of answer tokens."""
+        graphs = self._graphs
+        if graphs is None or batch.scores or not graphs.takes(batch):
+            return None
+        return graphs if self.states is None or all(map(is_answer, batch.sequences)) else None
 
     def _one_by_one(
         self, batch: StepBatch, on_layer: LayerHook | None, scores: PromptScores | None
