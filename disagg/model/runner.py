@@ -73,6 +73,7 @@ from disagg.model.sampling.prompt_scores import PromptScores, ScoredTokens
 from disagg.model.spec.layer_types import attention_layers, recurrent_layers
 from disagg.model.spec.model_spec import shard_of
 from disagg.model.tensor_parallel import query_spans
+from disagg.model.trial import TrialSteps
 from kernels.attention.prefill import PackedQueries
 from kernels.dispatch import backend
 from kernels.layers.matmul import require_same_bits
@@ -421,7 +422,7 @@ class ModelRunner:
         self._row_wise = RowWise(self.spec.architecture)
         with without_other_ranks(self.model):
             for tokens in (1, 3):
-                self._look(ShapeProbe(), None, tokens)
+                self._trial.logits(ShapeProbe(), None, tokens)
         found = dict(self._row_wise.replaced)
         if self.collective.rank == 0:
             log.info("deterministic", model=self.spec.architecture, row_by_row=found)
@@ -553,6 +554,10 @@ class ModelRunner:
                     part.add(logits_of(part.index), reads=self.collective.rank == 0)
             return logits
 
+    @property
+    def _trial(self) -> TrialSteps:
+        return TrialSteps(self._run, self.spec.architecture, self.device)
+
     def _probe(self, probe: ShapeProbe, split: RecurrentSplit) -> list[StateForm]:
         """Runs one token through this rank's part of the model, and completes `spec`; `probe` records the attention
         calls.
@@ -566,7 +571,7 @@ class ModelRunner:
         hybrid = recurrent or getattr(self.model, "_is_stateful", False)
         cache = make_cache(config) if hybrid else None
         with without_other_ranks(self.model):
-            logits = self._look(probe, cache)
+            logits = self._trial.logits(probe, cache)
             heads = [
                 (shape.q_heads, shape.kv_heads)
                 if self._whole_attention
@@ -579,7 +584,7 @@ class ModelRunner:
                     f"{self.spec.architecture} is not supported: logits of a token are {tuple(logits.shape)} "
                     f"for a vocabulary of {self.spec.vocab_size}"
                 )
-            scores = self._scores_prompts(cache is not None, logits)
+            scores = self._trial.head_runs_alone(self._head, make_cache(config) if hybrid else None, logits)
             self.spec = msgspec.structs.replace(self.spec, scores_prompts=scores)
             if cache is not None and recurrent:
                 cache.require(self.spec.architecture, recurrent)
@@ -588,21 +593,6 @@ class ModelRunner:
                 self.spec = msgspec.structs.replace(self.spec, layout=layout)
                 self._pack(cache)
         return forms
-
-    def _scores_prompts(self, hybrid: bool, whole: torch.Tensor) -> bool:
-        """Returns whether the model's head can run alone, with the logits `whole` of a pass over one token."""
-        if not self._head.is_separate:
-            return False
-        look = partial(self._look, ShapeProbe(), make_cache(self.model.config) if hybrid else None)
-        try:
-            with self._head.after_one_pass():
-                again, alone = look(), look(keep=upload([0], self.device))
-        except UnsupportedModelError:
-            return False
-        same = alone.shape == again.shape and torch.allclose(alone, again, rtol=1e-3, atol=1e-3)
-        # Two passes may differ by the rounding of a 16-bit type. Logits of minus infinity differ by 0.
-        differ = (again - whole).nan_to_num(nan=0.0).abs().max()
-        return same and bool(differ <= 0.1 * whole.abs().max())
 
     def _pack(self, sample: StateCache) -> None:
         """Makes registered recurrent modules use the pool of states, and completes `spec`."""
@@ -613,24 +603,5 @@ class ModelRunner:
             differ = self.deterministic or bounds_prompts(self.model)
             self.spec = msgspec.structs.replace(self.spec, any_chunks=True, answers_differ=differ)
         else:
-            whole = ignores_state(partial(self._look, ShapeProbe()), self.model.config)
+            whole = ignores_state(partial(self._trial.logits, ShapeProbe()), self.model.config)
             self.spec = msgspec.structs.replace(self.spec, whole_prompts=whole)
-
-    def _look(
-        self, probe: ShapeProbe, cache: StateCache | None, tokens: int = 1, keep: torch.Tensor | int = 1
-    ) -> torch.Tensor:
-        ids = upload([0] * tokens, self.device)[None]
-        positions = upload(list(range(tokens)), self.device)[None]
-        try:
-            return self._run(ids, positions, keep, probe, cache)
-        except UnsupportedModelError:
-            raise
-        except ValueError as exc:  # raised by models that reject the cache
-            raise UnsupportedModelError(f"{self.spec.architecture} is not supported: {exc}") from exc
-        except torch.OutOfMemoryError:
-            raise
-        except (LookupError, AttributeError, TypeError, RuntimeError) as exc:
-            reason = str(exc).strip().partition("\n")[0]
-            raise UnsupportedModelError(
-                f"{self.spec.architecture} is not supported: a trial step with the paged attention fails: {reason}"
-            ) from exc
