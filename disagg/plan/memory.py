@@ -198,16 +198,12 @@ def _group(
 def _host_cache(config: Config, group: GroupConfig, spec: ModelSpec, pool_bytes: int) -> str:
     """Returns the size of the second tier of a rank with a pool of `pool_bytes` as a text; empty without one."""
     refused = cache_refusal(spec, group.role, config.model.deterministic)
-    if (
-        refused
-        or not (group.prefix_cache and spec.has_attention and pool_bytes)
-        or group.host_cache_bytes == 0
-    ):
+    if refused or not (group.prefix_cache and spec.has_attention and pool_bytes):
         return ""
     setting = f"{group.role}.host_cache_bytes"
-    if group.host_cache_bytes is not None:
+    if group.host_cache_bytes:
         return f"{describe_bytes(group.host_cache_bytes)} on each rank ({setting})"
-    if not group.storage:
+    if group.host_cache_bytes == 0 or not group.storage:
         return ""
     return (
         f"each rank's share of 1/{AVAILABLE_SHARE} of the host's available memory, at most "
