@@ -38,9 +38,9 @@ class RecurrentSplit:
     whole: str = ""
     """Reason why each rank holds the layers whole; empty if the layers are split, or the model has none."""
     finish: Callable[[], None] = lambda: None
-    """Reduces convolutions and small parameters, and replaces sizes and norms. Call this after the weights are
-    loaded: until then, these have the sizes with which transformers initializes them, equally for every number of
-    ranks."""
+    """Cuts convolutions and small parameters to the rank's part, and replaces sizes and norms. Call this after the
+    weights are loaded: until then these parts stay whole, so that transformers initializes them with the same values
+    for every number of ranks."""
 
 
 class SplitGroupNorm(SummedModule):
