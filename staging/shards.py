@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from functools import partial
 from itertools import pairwise
 
 from disagg.core.errors import ConfigError
-from disagg.core.types import KVLayout, Shard, Span
+from disagg.core.types import KVLayout, Shard, Span, head_span
 
 
 def split(span: Span, parts: int) -> tuple[Span, ...]:
@@ -15,16 +14,6 @@ def split(span: Span, parts: int) -> tuple[Span, ...]:
         return (span,)
     bounds = [span.start + i * len(span) // parts for i in range(parts + 1)]
     return tuple(Span(start, stop) for start, stop in pairwise(bounds))
-
-
-def head_span(kv_heads: int, tp: int, tp_rank: int) -> Span:
-    """Returns the KV heads of rank `tp_rank` of `tp` ranks: all KV heads that the rank's query heads use.
-
-    Each rank has an even share of the query heads. The formula covers a split (heads >= ranks), replicas (ranks >
-    heads) and mixed cases. With 4 heads on 3 ranks, the shares [0, 4/3), [4/3, 8/3), [8/3, 4) use heads 0-1, 1-2 and
-    2-3.
-    """
-    return Span(tp_rank * kv_heads // tp, -(-(tp_rank + 1) * kv_heads // tp))
 
 
 def make_shards(layers: int, kv_heads: int, tp: int, pp: int = 1) -> tuple[Shard, ...]:
@@ -39,7 +28,7 @@ def make_shards(layers: int, kv_heads: int, tp: int, pp: int = 1) -> tuple[Shard
     if pp > layers:
         raise ConfigError(f"pp={pp} stages need at least as many layers; the model has {layers}: lower pp")
     return tuple(
-        Shard(rank=pp_rank * tp + tp_rank, layers=stage, heads=head_span(kv_heads, tp, tp_rank))
+        Shard(rank=pp_rank * tp + tp_rank, layers=stage, heads=head_span(tp_rank, tp, kv_heads))
         for pp_rank, stage in enumerate(split(Span(0, layers), pp))
         for tp_rank in range(tp)
     )
@@ -56,6 +45,4 @@ def layout_shards(layout: KVLayout, tp: int, pp: int = 1) -> tuple[Shard, ...]:
     if tp < 1 or pp != 1:
         kind = "whose layers differ in their heads" if layout.more else "with recurrent layers"
         raise ConfigError(f"a model {kind} needs tp >= 1 and pp = 1; got tp = {tp} and pp = {pp}")
-    return tuple(
-        Shard.of_classes(rank, tp, layout, partial(head_span, tp=tp, tp_rank=rank)) for rank in range(tp)
-    )
+    return tuple(Shard.of_classes(rank, tp, layout) for rank in range(tp))

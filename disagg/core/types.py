@@ -7,7 +7,7 @@ rank sends to one destination rank; a *segment* is one unit of transfer: a route
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import accumulate, pairwise
 from typing import Literal
 
@@ -80,6 +80,16 @@ class LayerClass(msgspec.Struct, frozen=True):
     """False for the index keys of sparse attention: one key per head and token, no V."""
 
 
+def head_span(rank: int, ranks: int, heads: int) -> Span:
+    """Returns the heads of rank `rank` of `ranks`: all of `heads` heads that its even share touches.
+
+    For KV heads, these are the heads that the rank's query heads read. The formula covers a split (heads >= ranks),
+    replicas (ranks > heads) and mixed cases. With 4 heads on 3 ranks, the shares [0, 4/3), [4/3, 8/3), [8/3, 4) touch
+    heads 0-1, 1-2 and 2-3.
+    """
+    return Span(rank * heads // ranks, -(-(rank + 1) * heads // ranks))
+
+
 def can_share_heads(heads: int, groups: int, ranks: int) -> bool:
     """Returns whether `ranks` ranks can share the heads of a recurrent layer, of which consecutive heads form
     `groups` groups: each rank needs equally many heads, of whole groups or of one group."""
@@ -109,7 +119,7 @@ class StateClass(msgspec.Struct, frozen=True):
         """Returns the parts that rank `rank` of `ranks` owns. All ranks that share a group hold the group's parts."""
         if not can_share_heads(self.layer_heads, self.layer_groups, ranks):
             return Span(0, self.heads)
-        return Span(rank * self.heads // ranks, -(-(rank + 1) * self.heads // ranks))
+        return head_span(rank, ranks, self.heads)
 
 
 class KVLayout(msgspec.Struct, frozen=True):
@@ -241,11 +251,11 @@ class Shard(msgspec.Struct, frozen=True):
     """The rank's part of each class of state tensors."""
 
     @classmethod
-    def of_classes(cls, rank: int, ranks: int, layout: KVLayout, heads_of: Callable[[int], Span]) -> Shard:
-        """Returns the shard of rank `rank` of `ranks`: all layers, the heads `heads_of(kv_heads)` of each class, and
-        the rank's part of the recurrent state."""
+    def of_classes(cls, rank: int, ranks: int, layout: KVLayout) -> Shard:
+        """Returns the shard of rank `rank` of `ranks`: all layers, the rank's heads of each class, and its part of
+        the recurrent state."""
         spans = zip(layout.spans, layout.classes, strict=True)
-        first, *more = (cls(rank, layers, heads_of(one.kv_heads)) for layers, one in spans)
+        first, *more = (cls(rank, layers, head_span(rank, ranks, one.kv_heads)) for layers, one in spans)
         states = zip(layout.state_spans, layout.states, strict=True)
         owned = tuple(cls(rank, layers, one.span(rank, ranks)) for layers, one in states)
         return cls(rank, first.layers, first.heads, tuple(more), owned)

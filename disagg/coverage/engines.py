@@ -13,7 +13,8 @@ from disagg.model.batch import SequenceSlice, StepBatch
 from disagg.model.chunks import PromptChunks
 from disagg.model.collective.base import SingleCollective, run_ranks
 from disagg.model.load.source import ModelSource
-from disagg.model.runner import ModelRunner, RunnerOptions
+from disagg.model.runner import ModelRunner
+from disagg.model.runner_options import RunnerOptions
 from disagg.model.spec.model_spec import shard_of
 from disagg.model.unsplit import generate_unsplit
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -13,11 +11,9 @@ import msgspec
 import structlog
 import torch
 
-from disagg.core.config.model import RecurrentName
-from disagg.core.config.read import AttentionName, Role
 from disagg.core.errors import ConfigError, UnsupportedModelError
 from disagg.core.ports import Collective, LayerHook
-from disagg.kv.mamba_pool import MambaPool, state_classes
+from disagg.kv.mamba_pool import MambaPool, StateForm, state_classes
 from disagg.kv.pool import KVPool, MHATokenToKVPool, make_pool, whole_pages
 from disagg.kv.req_to_token import ReqToTokenPool
 from disagg.kv.transfer_pools import TransferPools
@@ -57,63 +53,29 @@ from disagg.model.page_copies import copy_in_order
 from disagg.model.piecewise import SEQUENCES, PiecewiseGraphs, piece_sizes
 from disagg.model.recurrent.heads import divided
 from disagg.model.recurrent.registry import bounds_prompts, pack_recurrent
-from disagg.model.recurrent.request_cache import StateCache, make_cache
+from disagg.model.recurrent.request_cache import StateCache, cache_argument, make_cache
+from disagg.model.recurrent.split import RecurrentSplit
 from disagg.model.recurrent.state import (
     PoolLayers,
     RowStates,
     cached_states,
     ignores_state,
-    no_states,
     recurrent_parts,
     state_rows,
 )
 from disagg.model.recurrent.step import PackedStates, RecurrentStep, decode_step, is_answer, step_of
+from disagg.model.runner_options import RunnerOptions
 from disagg.model.sampled_tokens import SampledTokenBuffer
 from disagg.model.sampling.prompt_scores import PromptScores, ScoredTokens
 from disagg.model.spec.layer_types import attention_layers, recurrent_layers
 from disagg.model.spec.model_spec import shard_of
 from disagg.model.tensor_parallel import query_spans
+from disagg.model.trial import TrialSteps
 from kernels.attention.prefill import PackedQueries
 from kernels.dispatch import backend
 from kernels.layers.matmul import require_same_bits
 
 log = structlog.get_logger(__name__)
-
-
-@dataclass(frozen=True)
-class RunnerOptions:
-    """Types, sizes and kernels of one rank's runner."""
-
-    dtype: torch.dtype
-    """Type of weights and hidden states."""
-    pool_tokens: int
-    """Slots of the KV pool, including the trash page; rounded down to whole pages."""
-    page_size: int
-    """Number of token slots in a page."""
-    rows: int
-    """Largest number of requests that can have a block table row at the same time."""
-    max_tokens: int
-    """Most tokens of one request, prompt and answer together."""
-    section: Role = "prefill"
-    """Section of the configuration file that error messages name."""
-    kv_dtype: torch.dtype | None = None
-    """Type of the stored KV; None: `dtype`."""
-    attention: AttentionName = "auto"
-    """See `ModelConfig.attention`."""
-    fused: bool = True
-    """See `ModelConfig.fused`."""
-    deterministic: bool = False
-    """See `ModelConfig.deterministic`."""
-    memory_bytes: int = 0
-    """Memory for weights, states and KV. If set, `rows` is the largest number of rows, and the states of all rows may
-    take `STATES_SHARE` of the memory that the weights leave."""
-    cached_states: Callable[[int], int] = no_states
-    """Function that returns the number of slots for cached recurrent states for a number of rows; unused by models
-    without recurrent layers."""
-    cached_states_bytes: int | None = None
-    """Largest size of all slots for cached recurrent states; None: no limit."""
-    recurrent_kernels: RecurrentName = "auto"
-    """See `ModelConfig.recurrent_kernels`."""
 
 
 class ModelRunner:
@@ -154,7 +116,7 @@ class ModelRunner:
         self.shard = shard_of(self.spec.layout, collective.rank, collective.size)
         """The rank's part of the KV and of the recurrent states. The states' shapes are known after a trial step."""
         built = build_model(source, self.spec, collective, self.device, options.dtype)
-        self.model, self._shares = built.model, built.split.shares
+        self.model = built.model
         self._whole_attention, self.held_whole = built.sharding.whole_attention, set(built.sharding.whole)
         """Names of the model parts that cannot be split, so that every rank of the group holds them whole."""
         self._classes = self._attention_classes()
@@ -164,11 +126,11 @@ class ModelRunner:
         self._ropes = wrap_ropes(self.model, self.spec.rope_switch_tokens)
         self._indexers = wrap_indexers(self.model, self.spec.places)
         self._head = ModelHead(self.model)
-        self._cache_name = _cache_argument(self.model)
+        self._cache_name = cache_argument(self.model)
         probe = ShapeProbe()
         self._packed: PackedStates | None = None
         """Recurrent states for packed steps; None if the model has no registered recurrent modules."""
-        self.source, self._sample = source, self._probe(probe)
+        self.source, self._state_forms = source, self._probe(probe, built.split)
         self.shard = shard_of(self.spec.layout, collective.rank, collective.size)
         self.attention_kernels = self._use_attention_kernels(probe)
         """Whether attention runs in the Triton kernels, not in torch."""
@@ -306,14 +268,14 @@ class ModelRunner:
 
         Raises ConfigError if the states do not fit the device's memory.
         """
-        if self._sample is None:
+        if not self._state_forms:
             return None
         requests = self.req_to_token.rows
         wanted, limit_bytes = self._options.cached_states(requests), self._options.cached_states_bytes
         cached = cached_states(self.spec, self._state_bytes, wanted, limit_bytes)
         slots = requests + 1 + cached  # one for the trash row
         try:
-            states = MambaPool(divided(self._sample.forms(), self._shares), slots, self.device)
+            states = MambaPool(self._state_forms, slots, self.device)
         except RuntimeError as exc:  # on a GPU torch.OutOfMemoryError, a subclass
             section, each = self._options.section, self._state_bytes
             or_cached = f" or {section}.cached_states ({cached})" if cached else ""
@@ -358,9 +320,10 @@ class ModelRunner:
         """
         if not batch.sequences:
             raise ValueError("a step needs at least one sequence")
-        if self._graphs is not None and self._recording_fits(self._graphs, batch):
+        graphs = self._graphs_of(batch)
+        if graphs is not None:
             require_fits(batch, self.req_to_token)
-            found = self._graphs.run(batch)
+            found = graphs.run(batch)
             if on_layer is not None:
                 for layer in range(self.pool.layers):
                     on_layer(layer)
@@ -386,15 +349,15 @@ class ModelRunner:
 
         Otherwise some layers, or those of some sequences, are launched before the first call of the hook.
         """
-        if self._graphs is not None and self._recording_fits(self._graphs, batch):
-            return False
-        return self.states is None or not self._in_parts or len(batch.sequences) == 1
+        return self._graphs_of(batch) is None and (not self._in_parts or len(batch.sequences) == 1)
 
-    def _recording_fits(self, graphs: StepGraphs, batch: StepBatch) -> bool:
-        """Returns whether a recording can run the batch. Recurrent layers allow only batches of answer tokens."""
-        if batch.scores:
-            return False
-        return graphs.takes(batch) and (self.states is None or all(map(is_answer, batch.sequences)))
+    def _graphs_of(self, batch: StepBatch) -> StepGraphs | None:
+        """Returns the recorded steps if one of them can run the batch. With recurrent layers, they can run only
+        batches of answer tokens."""
+        graphs = self._graphs
+        if graphs is None or batch.scores or not graphs.takes(batch):
+            return None
+        return graphs if self.states is None or all(map(is_answer, batch.sequences)) else None
 
     def _one_by_one(
         self, batch: StepBatch, on_layer: LayerHook | None, scores: PromptScores | None
@@ -420,7 +383,7 @@ class ModelRunner:
         self._row_wise = RowWise(self.spec.architecture)
         with without_other_ranks(self.model):
             for tokens in (1, 3):
-                self._look(ShapeProbe(), None, tokens)
+                self._trial.logits(ShapeProbe(), None, tokens)
         found = dict(self._row_wise.replaced)
         if self.collective.rank == 0:
             log.info("deterministic", model=self.spec.architecture, row_by_row=found)
@@ -552,19 +515,24 @@ class ModelRunner:
                     part.add(logits_of(part.index), reads=self.collective.rank == 0)
             return logits
 
-    def _probe(self, probe: ShapeProbe) -> StateCache | None:
+    @property
+    def _trial(self) -> TrialSteps:
+        return TrialSteps(self._run, self.spec.architecture, self.device)
+
+    def _probe(self, probe: ShapeProbe, split: RecurrentSplit) -> list[StateForm]:
         """Runs one token through this rank's part of the model, and completes `spec`; `probe` records the attention
         calls.
 
-        Returns the recurrent state after the token; None for a model without recurrent layers.
+        Returns the forms of the rank's recurrent states; none for a model without recurrent layers.
         """
+        forms: list[StateForm] = []
         config = self.model.config
         recurrent = recurrent_layers(config)
         # A hybrid model without recurrent layers gets a trial cache, which fails if a layer stores state.
         hybrid = recurrent or getattr(self.model, "_is_stateful", False)
         cache = make_cache(config) if hybrid else None
         with without_other_ranks(self.model):
-            logits = self._look(probe, cache)
+            logits = self._trial.logits(probe, cache)
             heads = [
                 (shape.q_heads, shape.kv_heads)
                 if self._whole_attention
@@ -577,30 +545,15 @@ class ModelRunner:
                     f"{self.spec.architecture} is not supported: logits of a token are {tuple(logits.shape)} "
                     f"for a vocabulary of {self.spec.vocab_size}"
                 )
-            scores = self._scores_prompts(cache is not None, logits)
+            scores = self._trial.head_runs_alone(self._head, make_cache(config) if hybrid else None, logits)
             self.spec = msgspec.structs.replace(self.spec, scores_prompts=scores)
             if cache is not None and recurrent:
                 cache.require(self.spec.architecture, recurrent)
-                states = state_classes(divided(cache.forms(), self._shares))
-                layout = msgspec.structs.replace(self.spec.layout, states=states)
+                forms = divided(cache.forms(), split.shares)
+                layout = msgspec.structs.replace(self.spec.layout, states=state_classes(forms))
                 self.spec = msgspec.structs.replace(self.spec, layout=layout)
                 self._pack(cache)
-        return cache if recurrent else None
-
-    def _scores_prompts(self, hybrid: bool, whole: torch.Tensor) -> bool:
-        """Returns whether the model's head can run alone, with the logits `whole` of a pass over one token."""
-        if not self._head.is_separate:
-            return False
-        look = partial(self._look, ShapeProbe(), make_cache(self.model.config) if hybrid else None)
-        try:
-            with self._head.after_one_pass():
-                again, alone = look(), look(keep=upload([0], self.device))
-        except UnsupportedModelError:
-            return False
-        same = alone.shape == again.shape and torch.allclose(alone, again, rtol=1e-3, atol=1e-3)
-        # Two passes may differ by the rounding of a 16-bit type. Logits of minus infinity differ by 0.
-        differ = (again - whole).nan_to_num(nan=0.0).abs().max()
-        return same and bool(differ <= 0.1 * whole.abs().max())
+        return forms
 
     def _pack(self, sample: StateCache) -> None:
         """Makes registered recurrent modules use the pool of states, and completes `spec`."""
@@ -611,30 +564,5 @@ class ModelRunner:
             differ = self.deterministic or bounds_prompts(self.model)
             self.spec = msgspec.structs.replace(self.spec, any_chunks=True, answers_differ=differ)
         else:
-            whole = ignores_state(partial(self._look, ShapeProbe()), self.model.config)
+            whole = ignores_state(partial(self._trial.logits, ShapeProbe()), self.model.config)
             self.spec = msgspec.structs.replace(self.spec, whole_prompts=whole)
-
-    def _look(
-        self, probe: ShapeProbe, cache: StateCache | None, tokens: int = 1, keep: torch.Tensor | int = 1
-    ) -> torch.Tensor:
-        ids = upload([0] * tokens, self.device)[None]
-        positions = upload(list(range(tokens)), self.device)[None]
-        try:
-            return self._run(ids, positions, keep, probe, cache)
-        except UnsupportedModelError:
-            raise
-        except ValueError as exc:  # raised by models that reject the cache
-            raise UnsupportedModelError(f"{self.spec.architecture} is not supported: {exc}") from exc
-        except torch.OutOfMemoryError:
-            raise
-        except (LookupError, AttributeError, TypeError, RuntimeError) as exc:
-            reason = str(exc).strip().partition("\n")[0]
-            raise UnsupportedModelError(
-                f"{self.spec.architecture} is not supported: a trial step with the paged attention fails: {reason}"
-            ) from exc
-
-
-def _cache_argument(model: torch.nn.Module) -> str:
-    """Returns the name of the argument of `forward` that takes recurrent states."""
-    name = "cache_params"
-    return name if name in inspect.signature(model.forward).parameters else "past_key_values"

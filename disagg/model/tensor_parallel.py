@@ -20,9 +20,9 @@ from torch import nn
 
 from disagg.core.errors import UnsupportedModelError
 from disagg.core.ports import Collective
-from disagg.core.types import Span
+from disagg.core.types import Span, head_span
 from disagg.model.spec.layer_types import attention_layers, recurrent_layers
-from disagg.model.spec.model_spec import ModelSpec, kv_span
+from disagg.model.spec.model_spec import ModelSpec
 
 _QKV = ("q_proj", "k_proj", "v_proj")
 _PER_HEAD = (
@@ -194,7 +194,7 @@ class _Sharder:
     def _cut_attention(self, parent: str, row: str) -> None:
         number = self._class_of(parent)
         shape, queries = self._spec.shapes[number], self._queries[number]
-        heads = kv_span(self._collective.rank, self._collective.size, shape.kv_heads)
+        heads = head_span(self._collective.rank, self._collective.size, shape.kv_heads)
         self._cut_columns(parent, "q_proj", _scale(queries, shape.k_dim))
         for child, dim in (("k_proj", shape.k_dim), ("v_proj", shape.v_dim)):
             if self._has(parent, child):
@@ -258,15 +258,11 @@ class _Sharder:
             raise _UnsplittableError(f"its {child} has {found} {side} instead of {width}")
 
     def _cut_columns(self, parent: str, child: str, span: Span) -> None:
-        linear = self._linear(parent, child)
-        cut_rows(linear, f"{parent}.{child}", Cut(0, (span,)), self._cuts)
-        linear.out_features = len(span)
+        cut_outputs(self._linear(parent, child), f"{parent}.{child}", Cut(0, (span,)), self._cuts)
 
     def _cut_row(self, parent: str, child: str, span: Span) -> None:
-        self._linear(parent, child)
-        cut_columns(
-            self._model.get_submodule(parent), f"{parent}.{child}", span, self._collective, self._cuts
-        )
+        module = self._model.get_submodule(parent)
+        cut_inputs(module, f"{parent}.{child}", span, self._collective, self._cuts)
 
     def _linear(self, parent: str, child: str) -> nn.Linear:
         module = getattr(self._model.get_submodule(parent), child, None)
@@ -275,21 +271,22 @@ class _Sharder:
         return module
 
 
-def cut_rows(module: nn.Module, name: str, cut: Cut, cuts: dict[str, Cut]) -> None:
-    """Shrinks weight and bias of `module`, a layer on the meta device with the full name `name`, to output rows.
+def cut_outputs(linear: nn.Linear, name: str, cut: Cut, cuts: dict[str, Cut]) -> None:
+    """Makes a linear layer on the meta device column-parallel: reduces weight and bias to the output features `cut`.
 
-    Adds the cuts of its parameters to `cuts`.
+    `name`: full name of the layer. Adds the cuts of its parameters to `cuts`.
     """
-    for leaf, parameter in list(module.named_parameters(recurse=False)):
+    for leaf, parameter in list(linear.named_parameters(recurse=False)):
         part = torch.empty_like(cut.apply(parameter.detach()))
-        setattr(module, leaf, nn.Parameter(part, requires_grad=False))
+        setattr(linear, leaf, nn.Parameter(part, requires_grad=False))
         cuts[f"{name}.{leaf}"] = cut
+    linear.out_features = len(cut)
 
 
-def cut_columns(
+def cut_inputs(
     parent: nn.Module, name: str, span: Span, collective: Collective, cuts: dict[str, Cut]
 ) -> None:
-    """Replaces a linear layer of `parent`, on the meta device, by a `RowParallelLinear` over input columns `span`.
+    """Replaces a linear layer of `parent`, on the meta device, by a `RowParallelLinear` over input features `span`.
 
     `name`: full name of the layer. Adds the cut of its weight to `cuts`.
     """

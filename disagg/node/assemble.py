@@ -12,7 +12,8 @@ from disagg.core.config.read import Config, DecodeConfig, GroupConfig
 from disagg.core.errors import ConfigError
 from disagg.core.ports import Collective
 from disagg.model.load.source import ModelSource
-from disagg.model.runner import ModelRunner, RunnerOptions
+from disagg.model.runner import ModelRunner
+from disagg.model.runner_options import RunnerOptions
 from disagg.model.spec.model_spec import ModelSpec
 from disagg.node.device import device_limit_bytes, memory_bytes
 from disagg.node.rank_records import Rendezvous

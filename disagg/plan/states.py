@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import msgspec
@@ -16,7 +15,7 @@ from disagg.model.load.build import empty_model
 from disagg.model.load.source import ModelSource
 from disagg.model.recurrent.heads import divided
 from disagg.model.recurrent.registry import pack_recurrent
-from disagg.model.recurrent.request_cache import StateCache, make_cache
+from disagg.model.recurrent.request_cache import StateCache, cache_argument, make_cache
 from disagg.model.recurrent.split import split_recurrent
 from disagg.model.recurrent.state import PoolLayers
 from disagg.model.recurrent.step import PackedStates
@@ -56,9 +55,6 @@ def _one_token(model: Any, cache: StateCache) -> None:
     # Other implementations of experts select tokens by tensor values, which the meta device lacks, or need one dtype.
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("batched_mm")
-    name = (
-        "cache_params" if "cache_params" in inspect.signature(model.forward).parameters else "past_key_values"
-    )
     token = torch.zeros(1, 1, dtype=torch.int64, device=META)
     with torch.inference_mode():
         model(
@@ -67,5 +63,5 @@ def _one_token(model: Any, cache: StateCache) -> None:
             use_cache=True,
             logits_to_keep=1,
             paged_context=PoolLayers(ShapeProbe(), cache, attention_layers(model.config)),
-            **{name: cache},
+            **{cache_argument(model): cache},
         )

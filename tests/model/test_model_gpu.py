@@ -16,7 +16,8 @@ from disagg.model.collective.base import ThreadCollective, run_ranks
 from disagg.model.collective.nccl import NcclCollective
 from disagg.model.collective.shared import SharedCollective
 from disagg.model.load.source import ModelSource
-from disagg.model.runner import ModelRunner, RunnerOptions
+from disagg.model.runner import ModelRunner
+from disagg.model.runner_options import RunnerOptions
 from disagg.model.sampling.next_tokens import next_tokens
 from disagg.model.sampling.penalties import SamplingRow
 from disagg.model.unsplit import generate_unsplit

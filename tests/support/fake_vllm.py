@@ -16,12 +16,12 @@ from engine_network import EngineNetwork, QueuedChannel
 from layer_pools import POISON, Memory
 
 from disagg.core.config.read import Config, TransferConfig, TransportConfig
+from disagg.core.types import head_span
 from disagg.vllm.compat import EngineFacts
 from disagg.vllm.directory import EngineDirectory
 from disagg.vllm.scheduler import SchedulerSide
 from disagg.vllm.settings import VllmSettings
 from disagg.vllm.worker import WorkerSide
-from staging.shards import head_span
 
 HEADS, HEAD_DIM, LAYERS, CHUNK = 4, 4, 3, 40
 DTYPE = torch.float16
@@ -104,7 +104,7 @@ class FakeEngine:
         self.alive = True
         self.workers, self.memories, self.heads = [], [], []
         for rank in range(tp):
-            span = head_span(known.kv_heads, tp, rank)
+            span = head_span(rank, tp, known.kv_heads)
             heads = HEADS if self.latent else len(span)  # the latent head has HEADS * HEAD_DIM elements
             memory = Memory(layout, LAYERS, blocks, block_size, heads, HEAD_DIM, DTYPE, None)
             worker = WorkerSide(known, settings, rank, lambda device: network.wires(name), network.clock)

@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM
 from disagg.core.ports import Collective
 from disagg.model.collective.base import SingleCollective
 from disagg.model.load.source import ModelSource
-from disagg.model.runner import ModelRunner, RunnerOptions
+from disagg.model.runner import ModelRunner
+from disagg.model.runner_options import RunnerOptions
 
 WINDOW_TOKENS = 16
 SIZES: dict[str, dict[str, Any]] = {

@@ -32,7 +32,8 @@ from disagg.model.collective.base import SingleCollective
 from disagg.model.load.hub import checkpoint_folder
 from disagg.model.load.named import named_config
 from disagg.model.load.source import ModelSource
-from disagg.model.runner import ModelRunner, RunnerOptions
+from disagg.model.runner import ModelRunner
+from disagg.model.runner_options import RunnerOptions
 from disagg.model.unsplit import forced_logits, generate_unsplit
 from disagg.node.assemble import resolve_dtype
 from disagg.plan.transfer import PlanRequest, compute_plan

@@ -25,7 +25,8 @@ from disagg.kv.pages import slots_of
 from disagg.model.batch import SequenceSlice, StepBatch
 from disagg.model.collective.base import SingleCollective
 from disagg.model.load.source import ModelSource
-from disagg.model.runner import ModelRunner, RunnerOptions
+from disagg.model.runner import ModelRunner
+from disagg.model.runner_options import RunnerOptions
 
 COPY_BYTES = 1 << 30
 """Size of the plain copy on a GPU, whose rate is the ceiling. On a CPU, the copy has a sixteenth of this size."""

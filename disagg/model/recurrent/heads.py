@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from disagg.core.types import Span
+from disagg.core.types import Span, head_span
 from disagg.kv.mamba_pool import StateForm, StateHeads, StateSection
 
 Owner = Literal["head", "group"]
@@ -73,7 +73,7 @@ class ModuleHeads:
 
     def share(self, rank: int, ranks: int) -> HeadShare:
         """Returns the share of a rank, if `can_share_heads`."""
-        return HeadShare(*(_span(rank, ranks, count) for count in (self.heads, self.groups)))
+        return HeadShare(*(head_span(rank, ranks, count) for count in (self.heads, self.groups)))
 
     def state_heads(self, kind: str, share: HeadShare) -> StateHeads:
         """Returns the division of the states of a kind, on the rank with `share`."""
@@ -228,10 +228,6 @@ def _delta_atoms(module: Any) -> tuple[Atoms, Atoms, Atoms, Atoms]:
 
 def _each(owner: Owner, count: int, elements: int) -> Atoms:
     return tuple(Atom(owner, index, elements) for index in range(count))
-
-
-def _span(rank: int, ranks: int, count: int) -> Span:
-    return Span(rank * count // ranks, -(-(rank + 1) * count // ranks))
 
 
 def length(atoms: Sequence[Atom]) -> int:

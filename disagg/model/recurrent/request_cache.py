@@ -5,6 +5,7 @@ The cache returns K and V unchanged to the model; the model's attention writes K
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -143,3 +144,9 @@ class MiniMaxStateCache(StateCache, MiniMaxCache):  # type: ignore[misc]
 def make_cache(config: Any) -> StateCache:
     """Returns an empty cache of the class that the model requires."""
     return MiniMaxStateCache(config) if config.model_type == "minimax" else StateCache(config)
+
+
+def cache_argument(model: torch.nn.Module) -> str:
+    """Returns the name of the argument of `forward` that takes the cache."""
+    name = "cache_params"
+    return name if name in inspect.signature(model.forward).parameters else "past_key_values"

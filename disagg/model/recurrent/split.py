@@ -17,12 +17,12 @@ import torch
 from torch import nn
 
 from disagg.core.ports import Collective
-from disagg.core.types import Span, can_share_heads
+from disagg.core.types import can_share_heads
 from disagg.model.layers.class_names import class_name
 from disagg.model.recurrent.heads import HeadShare, ModuleHeads, length
 from disagg.model.recurrent.registry import RECURRENT, has_silu
 from disagg.model.spec.layer_types import recurrent_layers
-from disagg.model.tensor_parallel import Cut, SummedModule, cut_columns, cut_rows
+from disagg.model.tensor_parallel import Cut, SummedModule, cut_inputs, cut_outputs
 
 
 @dataclass(frozen=True)
@@ -38,9 +38,9 @@ class RecurrentSplit:
     whole: str = ""
     """Reason why each rank holds the layers whole; empty if the layers are split, or the model has none."""
     finish: Callable[[], None] = lambda: None
-    """Reduces convolutions and small parameters, and replaces sizes and norms. Call this after the weights are
-    loaded: until then, these have the sizes with which transformers initializes them, equally for every number of
-    ranks."""
+    """Cuts convolutions and small parameters to the rank's part, and replaces sizes and norms. Call this after the
+    weights are loaded: until then these parts stay whole, so that transformers initializes them with the same values
+    for every number of ranks."""
 
 
 class SplitGroupNorm(SummedModule):
@@ -167,13 +167,12 @@ def _shrink(
     """Reduces the linear layers of a module to the rank's part."""
     heads, share = shared
     for child, atoms in heads.layers.items():
-        layer, cut = module.get_submodule(child), Cut(0, share.spans(atoms))
+        layer = module.get_submodule(child)
         if isinstance(layer, nn.Linear):
-            cut_rows(layer, f"{name}.{child}", cut, cuts)
-            layer.out_features = len(cut)
+            cut_outputs(layer, f"{name}.{child}", Cut(0, share.spans(atoms)), cuts)
     child, atoms = heads.row
     (span,) = share.spans(atoms)
-    cut_columns(module, f"{name}.{child}", Span(span.start, span.stop), collective, cuts)
+    cut_inputs(module, f"{name}.{child}", span, collective, cuts)
 
 
 def _finish_all(

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from disagg.core.errors import PromptTooLongError, UnsupportedModelError
-from disagg.core.types import QUANTIZED_DTYPES, KVLayout, LayerClass, Shard, Span
+from disagg.core.types import QUANTIZED_DTYPES, KVLayout, LayerClass, Shard
 from disagg.model.spec.layer_types import attention_layers, recurrent_layers, setting, unknown_types
 from disagg.model.spec.shapes import HeadShape, LayerPlace, plan_cache, unknown_indexers
 
@@ -98,19 +98,10 @@ class ModelSpec(msgspec.Struct, frozen=True):
         return next(number for number, span in enumerate(self.layout.spans) if place in span)
 
 
-def kv_span(rank: int, size: int, kv_heads: int) -> Span:
-    """Returns the KV heads that rank `rank` of `size` stores: all KV heads that the rank's query heads read.
-
-    Spans of neighbouring ranks overlap if `kv_heads` is not a multiple of `size`. With more ranks than heads, several
-    ranks store the same head.
-    """
-    return Span(rank * kv_heads // size, -(-(rank + 1) * kv_heads // size))
-
-
 def shard_of(layout: KVLayout, rank: int, size: int) -> Shard:
     """Returns the shard of rank `rank` in a tensor-parallel group of `size`: all layers, and the rank's KV heads and
     heads of recurrent states."""
-    return Shard.of_classes(rank, size, layout, lambda heads: kv_span(rank, size, heads))
+    return Shard.of_classes(rank, size, layout)
 
 
 def rank_token_bytes(layout: KVLayout, size: int) -> int:

@@ -7,10 +7,9 @@ import math
 import pytest
 import torch
 
-from disagg.core.types import Span
+from disagg.core.types import Span, head_span
 from disagg.model.attention import torch_attention as attention
 from disagg.model.attention.torch_attention import HeadMap, attend_decode, attend_prefill
-from disagg.model.spec.model_spec import kv_span
 from kernels.attention.common import AttentionParams
 
 HEADS, GROUP, DIM, KEYS = 2, 3, 8, 21
@@ -97,7 +96,7 @@ def test_each_query_head_reads_its_kv_head_for_all_splits() -> None:
                 seen = []
                 for rank in range(size):
                     queries = Span(rank * q_heads // size, (rank + 1) * q_heads // size)
-                    heads = kv_span(rank, size, kv_heads)
+                    heads = head_span(rank, size, kv_heads)
                     head_map = HeadMap(queries, heads, q_heads, kv_heads, torch.device("cpu"))
                     kv = torch.arange(heads.start, heads.stop).view(-1, 1)
                     seen += head_map.expand(kv).repeat_interleave(head_map.group, dim=0).flatten().tolist()
