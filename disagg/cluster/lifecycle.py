@@ -132,7 +132,7 @@ class Cluster:
         where, name = settings.where, group_name(role, next(self._numbers[role]))
         progress(f"placing {where.tp} {name} rank{'s' * (where.tp > 1)} on {where.device}")
         keys = self._sent_keys.first(name)
-        group = self._ranks.place(role, name, where, settings.placed, keys, self._owner, self._is_given_up)
+        group = self._ranks.place(name, settings, keys, self._owner, self._is_given_up)
         group.settings = settings
         with self._lock:
             self.groups = (*self.groups, group)

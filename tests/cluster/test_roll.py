@@ -16,8 +16,9 @@ from disagg.cluster.lifecycle import Cluster
 from disagg.cluster.placement import GroupPlacement, choose_placement
 from disagg.cluster.ranks import NoRoomError
 from disagg.cluster.roll import Roller
+from disagg.cluster.settings import GroupSettings
 from disagg.cluster.supervisor import ROLLING, Supervisor, supervised
-from disagg.core.config.read import ClusterConfig, Config, ModelConfig, Role, TransferConfig
+from disagg.core.config.read import ClusterConfig, Config, ModelConfig, TransferConfig
 from disagg.core.errors import ConfigError, HandshakeError
 from transport.control import messages as m
 from transport.keys.curve import make_keys
@@ -39,11 +40,12 @@ class Devices(FakeRanks):
         self.optimistic = False
         """`room` claims more than there is, as Ray's sum over nodes may."""
 
-    def place(self, role: Role, name: str, where: GroupPlacement, *more: Any) -> Group:
-        if sum(self.running.values()) + where.tp > self.devices:
+    def place(self, name: str, settings: GroupSettings, *more: Any) -> Group:
+        tp = settings.where.tp
+        if sum(self.running.values()) + tp > self.devices:
             raise NoRoomError(f"no room for {name}")
-        group = super().place(role, name, where, *more)
-        self.running[name] = where.tp
+        group = super().place(name, settings, *more)
+        self.running[name] = tp
         return group
 
     def room(self, where: GroupPlacement) -> int:

@@ -12,7 +12,8 @@ from typing import Any
 from disagg.cluster.group import Group
 from disagg.cluster.placement import GroupPlacement, Placement
 from disagg.cluster.ranks import NoRoomError
-from disagg.core.config.read import Config, Role
+from disagg.cluster.settings import GroupSettings
+from disagg.core.config.read import Config
 from disagg.core.errors import DisaggError
 from disagg.core.types import KVLayout
 from disagg.node.ownership import Owner
@@ -99,21 +100,19 @@ class FakeRanks:
 
     def place(
         self,
-        role: Role,
         name: str,
-        where: GroupPlacement,
-        config: Config,
+        settings: GroupSettings,
         keys: KeySet,
         owner: Owner,
         given_up: Callable[[], bool],
     ) -> Group:
         if given_up():
             raise NoRoomError("no room")
-        self.configs[name] = config
-        actors = [FakeActor(self, f"{name}/{rank}") for rank in range(where.tp)]
+        self.configs[name] = settings.placed
+        actors = [FakeActor(self, f"{name}/{rank}") for rank in range(settings.where.tp)]
         self.keys.update((actor.name, keys) for actor in actors)
         self.owners.append(owner)
-        return Group(name, role, where, actors, None)
+        return Group(name, settings.role, settings.where, actors, None)
 
     def survivors(self, placement: Placement) -> list[Group]:
         return self.left

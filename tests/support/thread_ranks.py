@@ -12,7 +12,7 @@ from typing import Any
 from disagg.cluster.group import Group
 from disagg.cluster.placement import GroupPlacement, Placement
 from disagg.cluster.ranks import NoRoomError
-from disagg.core.config.read import Config, Role
+from disagg.cluster.settings import GroupSettings
 from disagg.core.types import GroupInfo
 from disagg.node.host import RankHost
 from disagg.node.ownership import Owner
@@ -77,19 +77,18 @@ class ThreadRanks:
 
     def place(
         self,
-        role: Role,
         name: str,
-        where: GroupPlacement,
-        config: Config,
+        settings: GroupSettings,
         keys: KeySet,
         owner: Owner,
         given_up: Callable[[], bool],
     ) -> Group:
-        if not self.room(where):
+        if not self.room(settings.where):
             raise NoRoomError(f"no device is free for {name}")
-        host = (_Prefill if role == "prefill" else _Decode)(0, config, keys, name, owner)
+        host_class = _Prefill if settings.role == "prefill" else _Decode
+        host = host_class(0, settings.placed, keys, name, owner)
         self._running[name] = [ThreadActor(host)]
-        return Group(name, role, where, list(self._running[name]), None)
+        return Group(name, settings.role, settings.where, list(self._running[name]), None)
 
     def room(self, where: GroupPlacement) -> int:
         return self._devices - len(self._running)
