@@ -155,11 +155,6 @@ class Cluster:
         """Returns an upper bound for the number of further groups with these settings, from the free resources."""
         return self._ranks.room(settings.where)
 
-    def add_group(self, role: Role, progress: Progress, settings: GroupSettings | None = None) -> Group:
-        """Adds one group; see `add_groups`."""
-        [group] = self.add_groups(role, 1, progress, settings)
-        return group
-
     def add_groups(
         self, role: Role, count: int, progress: Progress, settings: GroupSettings | None = None
     ) -> list[Group]:
@@ -196,7 +191,7 @@ class Cluster:
         self._ranks.take_down(group)
 
     def abandon_start(self) -> None:
-        """Makes an `add_group` that runs in another thread fail soon: kills its group, and places no further one."""
+        """Makes an `add_groups` that runs in another thread fail soon: kills its groups, and places no more."""
         self._no_more_groups.set()
         self._kill_starting()
 

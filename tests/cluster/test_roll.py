@@ -160,7 +160,7 @@ def test_all_groups_are_replaced_one_by_one_prefill_first() -> None:
             "prefill: prefill has ended",
         ]
         assert one.steps[-1] == "decode: all groups have the new settings"
-        one.cluster.add_group("decode", lambda text: None)
+        one.cluster.add_groups("decode", 1, lambda text: None)
         assert one.setting("decode-5", "decode", "max_requests") == 7, "later groups have them too"
 
 
