@@ -28,7 +28,7 @@ from disagg.core.config.read import Config, Role
 from disagg.core.errors import ConfigError, DisaggError
 from disagg.core.timeline import TimelineSpan
 from disagg.core.types import GroupInfo
-from disagg.node.ownership import DISOWNED, NO_OWNER, GroupCounts, Owner
+from disagg.node.ownership import DISOWNED, NO_OWNER, Owner
 from transport.control.base import ControlChannel
 from transport.control.thread import TurnPace
 from transport.control.zmq import make_control
@@ -110,7 +110,9 @@ class Cluster:
     def keep_count(self, role: Role, count: int) -> None:
         """Records the number of groups that an operator has set. The ranks keep it for a launch that adopts them."""
         counts = self._pulses.counts
-        self._pulses.counts = GroupCounts(counts.changes + 1, {**counts.groups, role: count}, counts.settings)
+        self._pulses.counts = counts._replace(
+            changes=counts.changes + 1, groups={**counts.groups, role: count}
+        )
 
     def keep_settings(self, target: GroupSettings, *, complete: bool) -> None:
         """Records the settings of a roll. New groups get them when the roll of the role is `complete`. The ranks keep
@@ -119,8 +121,8 @@ class Cluster:
         if complete:
             self.settings[role] = target
         rolled = RolledSettings(self._base[role], self.settings[role], target)
-        self._pulses.counts = GroupCounts(
-            counts.changes + 1, counts.groups, {**counts.settings, role: rolled}
+        self._pulses.counts = counts._replace(
+            changes=counts.changes + 1, settings={**counts.settings, role: rolled}
         )
 
     def place(self, role: Role, progress: Progress, settings: GroupSettings | None = None) -> Group:
