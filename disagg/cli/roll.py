@@ -49,7 +49,7 @@ def roll(options: RollOptions) -> None:
     """Replace the groups of a running `disagg launch`, one by one, by groups with other settings."""
     directory = required_join(options.join)
     settings = read_settings(options.source.config, os.environ, overrides(options.source, options))
-    # The other settings are changes of the groups' settings, and need not be a configuration of their own.
+    # The directory applies the other settings to those of the groups; alone they need not be a valid configuration.
     config = with_settings(Config(), [one for one in settings if one.section in ("control", "log")])
     from disagg.commands.roll import roll_request, run_roll
 

@@ -43,8 +43,8 @@ blocks."""
 WaitUnused = Callable[[Sequence[str], float], bool]
 """Function `wait_unused(names, timeout_s)`: waits until no router uses the groups; returns False on timeout."""
 Steps = Callable[[], float | None]
-"""Work in steps (a roll): each call runs one step on the supervisor's thread, and returns the pause in seconds before
-the next step; None after the last step."""
+"""Function of work in steps (a roll): each call runs one step on the supervisor's thread, and returns the pause in
+seconds before the next step; None after the last step."""
 
 
 @dataclass(frozen=True, slots=True)

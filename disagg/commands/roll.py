@@ -66,7 +66,7 @@ def roll(
                 raise KeyboardInterrupt
             stopped = True
             say(
-                "stopping: the groups that are being replaced are completed first; a second signal does not wait"
+                "stopping as soon as the usual number of groups serves; a second signal ends this command at once"
             )
             control.send(directory, m.StopRoll())
         try:

@@ -1,4 +1,4 @@
-"""Real ranks as threads of the test's process, in place of Ray: the rest of a cluster is the product's."""
+"""Real ranks that run as threads of the test's process, instead of as Ray actors."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ class _Decode(RankHost):
 
 
 class ThreadActor:
-    """Calls a host's methods on threads, as Ray's actors do: one at a time, but `park` and `pulse` beside them."""
+    """Calls a host's methods on threads, like a Ray actor: one at a time, except `park`, `pulse` and `claim`, which
+    run at the same time as the others."""
 
     def __init__(self, host: RankHost) -> None:
         self.host = host
@@ -59,7 +60,7 @@ class ThreadActor:
         return ProcessIdentity(os.getpid(), "another host", 0.0)
 
     def _calibrate(self, decode: GroupInfo) -> None:
-        """Nothing is measured."""
+        """Measures nothing, which would take seconds."""
 
     def end(self) -> None:
         """Stops the rank's threads; running requests end as if the process had died."""
