@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from disagg.core.config.read import Mode
+from disagg.core.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -214,3 +215,12 @@ class ClusterFlags:
     ] = None
     source: ConfigFlags
     transfer: TransferFlags
+
+
+def required_join(join: str | None) -> str:
+    """Returns the value of `--join`. Raises `ConfigError` if the flag is missing."""
+    if join is None:
+        raise ConfigError(
+            "--join tcp://HOST:PORT is missing: `disagg launch` prints the address of its cluster"
+        )
+    return join

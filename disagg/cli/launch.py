@@ -8,7 +8,7 @@ from typing import Annotated, cast
 
 import typer
 
-from disagg.cli.flags import ClusterFlags, ConfigFlags, JoinFlag
+from disagg.cli.flags import ClusterFlags, ConfigFlags, JoinFlag, required_join
 from disagg.cli.imports import heavy_imports
 from disagg.cli.options import with_options
 from disagg.cli.settings import configuration
@@ -51,13 +51,10 @@ def scale(options: ScaleOptions) -> None:
     """Set the number of groups of a running `disagg launch`: start more, or drain and stop the newest."""
     config = configuration(options.source, options)
     counts = _counts(options.counts)
-    if options.join is None:
-        raise ConfigError(
-            "--join tcp://HOST:PORT is missing: `disagg launch` prints the address of its cluster"
-        )
+    directory = required_join(options.join)
     from disagg.commands.scale import run_scale
 
-    run_scale(config, options.join, counts)
+    run_scale(config, directory, counts)
 
 
 def _counts(texts: list[str]) -> dict[Role, int]:

@@ -8,11 +8,10 @@ from typing import Annotated
 
 import typer
 
-from disagg.cli.flags import ConfigFlags, JoinFlag, ModelFlag, RevisionFlag
+from disagg.cli.flags import ConfigFlags, JoinFlag, ModelFlag, RevisionFlag, required_join
 from disagg.cli.options import with_options
 from disagg.cli.settings import overrides
 from disagg.core.config.read import Config, Role, read_settings, with_settings
-from disagg.core.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,15 +47,12 @@ class RollOptions:
 @with_options(RollOptions)
 def roll(options: RollOptions) -> None:
     """Replace the groups of a running `disagg launch`, one by one, by groups with other settings."""
-    if options.join is None:
-        raise ConfigError(
-            "--join tcp://HOST:PORT is missing: `disagg launch` prints the address of its cluster"
-        )
+    directory = required_join(options.join)
     settings = read_settings(options.source.config, os.environ, overrides(options.source, options))
-    # The other settings are changes of the groups' settings, and need not be a configuration of their own.
+    # The directory applies the other settings to those of the groups; alone they need not be a valid configuration.
     config = with_settings(Config(), [one for one in settings if one.section in ("control", "log")])
     from disagg.commands.roll import roll_request, run_roll
 
     kinds = () if options.kind is None else (options.kind,)
     request = roll_request(settings, kinds, options.max_surge, options.allow_pause)
-    run_roll(config, options.join, request, typer.echo)
+    run_roll(config, directory, request, typer.echo)

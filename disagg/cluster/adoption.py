@@ -208,10 +208,13 @@ def _difference(claimed: _Claimed, expected: Expected, settings: GroupSettings |
     role = claimed.group.role
     if role not in expected.placement.kinds:
         return f"this cluster has no {role} groups (cluster.mode)"
-    where = settings.where if settings is not None else expected.placement.kinds[role]
+    if settings is not None:
+        where, config = settings.where, settings.placed
+    else:
+        where, config = expected.placement.kinds[role], expected.config
     if len(claimed.records) != (tp := where.tp):
         return f"it has {len(claimed.records)} ranks, not {tp}"
-    ours = rank_settings(settings.placed if settings is not None else expected.config, role)
+    ours = rank_settings(config, role)
     for record in claimed.records:
         if record.unusable or record.group is None:
             return record.unusable

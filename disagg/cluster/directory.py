@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 import structlog
@@ -29,6 +30,16 @@ StopRoll = Callable[[str], None]
 """Handler `stop(operator)`: the operator has stopped its roll, or is lost. Must not block."""
 
 
+@dataclass(slots=True)
+class _Router:
+    """A connected router."""
+
+    using: set[str] = field(default_factory=set)
+    """Names of the groups that the router may still use."""
+    applied: int | None = None
+    """Version of the list that the router has applied last."""
+
+
 class Directory:
     """The server that announces groups to routers. Owns its control channel. Thread-safe."""
 
@@ -40,10 +51,8 @@ class Directory:
         )
         self._stop_roll: StopRoll = lambda operator: None
         self._changed = threading.Condition()
-        self._routers: dict[str, set[str]] = {}
-        """Names of the groups that each router may still use, by the router's control address."""
-        self._applied: dict[str, int] = {}
-        """Version of the list that each connected router has applied last."""
+        self._routers: dict[str, _Router] = {}
+        """Connected routers, by control address."""
         self._latest = m.Groups(0, [], [])
 
     @property
@@ -84,7 +93,7 @@ class Directory:
         """Waits until no connected router uses these groups; returns False after the timeout."""
 
         def unused() -> bool:
-            return all(using.isdisjoint(names) for using in self._routers.values())
+            return all(router.using.isdisjoint(names) for router in self._routers.values())
 
         with self._changed:
             return self._changed.wait_for(unused, timeout_s)
@@ -95,17 +104,17 @@ class Directory:
         A router that joins later gets the groups with its first list.
         """
 
-        def ignorant() -> tuple[str, ...]:
+        def others() -> tuple[str, ...]:
             version = self._latest.version
             return tuple(
-                router
-                for router, using in self._routers.items()
-                if self._applied.get(router) != version or not using.issuperset(names)
+                address
+                for address, router in self._routers.items()
+                if router.applied != version or not router.using.issuperset(names)
             )
 
         with self._changed:
-            self._changed.wait_for(lambda: not ignorant(), timeout_s)
-            return ignorant()
+            self._changed.wait_for(lambda: not others(), timeout_s)
+            return others()
 
     # --- on the channel's thread
 
@@ -114,8 +123,7 @@ class Directory:
             case m.Join():
                 with self._changed:
                     log.info("router_joined", router=peer)
-                    self._routers[peer] = set()
-                    self._applied.pop(peer, None)
+                    self._routers[peer] = _Router()
                     self._send(peer)
                 self._control.watch(peer)
             case m.Using():
@@ -139,14 +147,12 @@ class Directory:
         with self._changed:
             # A reply to an older version does not cover groups that were announced since.
             if peer in self._routers and message.version == self._latest.version:
-                self._routers[peer] = set(message.names)
-                self._applied[peer] = message.version
+                self._routers[peer] = _Router(set(message.names), message.version)
                 self._changed.notify_all()
 
     def _on_lost(self, peer: str) -> None:
         self._stop_roll(peer)
         with self._changed:
-            self._applied.pop(peer, None)
             if self._routers.pop(peer, None) is not None:
                 log.info("router_lost", router=peer)
                 self._changed.notify_all()
@@ -156,7 +162,7 @@ class Directory:
         # Before the first announcement, an empty list would make the router drop groups that will be adopted.
         if not latest.version:
             return
-        self._routers[router] |= {group.name for group in latest.groups} - set(latest.draining)
+        self._routers[router].using |= {group.name for group in latest.groups} - set(latest.draining)
         self._control.send(router, latest)
 
 

@@ -28,7 +28,7 @@ from disagg.core.config.read import Config, Role
 from disagg.core.errors import ConfigError, DisaggError
 from disagg.core.timeline import TimelineSpan
 from disagg.core.types import GroupInfo
-from disagg.node.ownership import DISOWNED, NO_OWNER, GroupCounts, Owner
+from disagg.node.ownership import DISOWNED, NO_OWNER, Owner
 from transport.control.base import ControlChannel
 from transport.control.thread import TurnPace
 from transport.control.zmq import make_control
@@ -110,7 +110,9 @@ class Cluster:
     def keep_count(self, role: Role, count: int) -> None:
         """Records the number of groups that an operator has set. The ranks keep it for a launch that adopts them."""
         counts = self._pulses.counts
-        self._pulses.counts = GroupCounts(counts.changes + 1, {**counts.groups, role: count}, counts.settings)
+        self._pulses.counts = counts._replace(
+            changes=counts.changes + 1, groups={**counts.groups, role: count}
+        )
 
     def keep_settings(self, target: GroupSettings, *, complete: bool) -> None:
         """Records the settings of a roll. New groups get them when the roll of the role is `complete`. The ranks keep
@@ -119,8 +121,8 @@ class Cluster:
         if complete:
             self.settings[role] = target
         rolled = RolledSettings(self._base[role], self.settings[role], target)
-        self._pulses.counts = GroupCounts(
-            counts.changes + 1, counts.groups, {**counts.settings, role: rolled}
+        self._pulses.counts = counts._replace(
+            changes=counts.changes + 1, settings={**counts.settings, role: rolled}
         )
 
     def place(self, role: Role, progress: Progress, settings: GroupSettings | None = None) -> Group:
@@ -132,7 +134,7 @@ class Cluster:
         where, name = settings.where, group_name(role, next(self._numbers[role]))
         progress(f"placing {where.tp} {name} rank{'s' * (where.tp > 1)} on {where.device}")
         keys = self._sent_keys.first(name)
-        group = self._ranks.place(role, name, where, settings.placed, keys, self._owner, self._is_given_up)
+        group = self._ranks.place(name, settings, keys, self._owner, self._is_given_up)
         group.settings = settings
         with self._lock:
             self.groups = (*self.groups, group)
@@ -154,11 +156,6 @@ class Cluster:
     def room(self, settings: GroupSettings) -> int:
         """Returns an upper bound for the number of further groups with these settings, from the free resources."""
         return self._ranks.room(settings.where)
-
-    def add_group(self, role: Role, progress: Progress, settings: GroupSettings | None = None) -> Group:
-        """Adds one group; see `add_groups`."""
-        [group] = self.add_groups(role, 1, progress, settings)
-        return group
 
     def add_groups(
         self, role: Role, count: int, progress: Progress, settings: GroupSettings | None = None
@@ -196,7 +193,7 @@ class Cluster:
         self._ranks.take_down(group)
 
     def abandon_start(self) -> None:
-        """Makes an `add_group` that runs in another thread fail soon: kills its group, and places no further one."""
+        """Makes an `add_groups` that runs in another thread fail soon: kills its groups, and places no more."""
         self._no_more_groups.set()
         self._kill_starting()
 

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from disagg.cluster.group import Group
 from disagg.cluster.placement import GroupPlacement, Placement
-from disagg.core.config.read import Config, Role
+from disagg.cluster.settings import GroupSettings
 from disagg.core.errors import ConfigError
 from disagg.node.ownership import Owner
 from transport.keys.curve import KeySet
@@ -28,10 +28,8 @@ class Ranks(Protocol):
 
     def place(
         self,
-        role: Role,
         name: str,
-        where: GroupPlacement,
-        config: Config,
+        settings: GroupSettings,
         keys: KeySet,
         owner: Owner,
         given_up: Callable[[], bool],

@@ -27,6 +27,7 @@ from disagg.cluster.local_ray import (
 )
 from disagg.cluster.placement import GroupPlacement, Placement
 from disagg.cluster.ranks import CALL_TIMEOUT_S, Call, NoRoomError
+from disagg.cluster.settings import GroupSettings
 from disagg.cluster.start import Progress
 from disagg.core.config.read import Config, Role
 from disagg.core.errors import ConfigError, DisaggError
@@ -74,10 +75,8 @@ class RayRanks:
 
     def place(
         self,
-        role: Role,
         name: str,
-        where: GroupPlacement,
-        config: Config,
+        settings: GroupSettings,
         keys: KeySet,
         owner: Owner,
         given_up: Callable[[], bool],
@@ -90,10 +89,10 @@ class RayRanks:
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        outlives = bool(owner.token)
+        where, config, outlives = settings.where, settings.placed, bool(owner.token)
         placed = _reserve(name, where, outlives, given_up)
         release = partial(ray.util.remove_placement_group, placed) if outlives else None
-        actor_class = _actor_class(role)
+        actor_class = _actor_class(settings.role)
         actors = []
         for rank in range(where.tp):
             strategy = PlacementGroupSchedulingStrategy(placed, placement_group_bundle_index=rank)
@@ -105,7 +104,7 @@ class RayRanks:
                 lifetime="detached" if outlives else None,
             )
             actors.append(options.remote(rank, config, keys, name, owner, release))
-        return Group(name, role, where, actors, placed)
+        return Group(name, settings.role, where, actors, placed)
 
     def room(self, where: GroupPlacement) -> int:
         """Returns an upper bound: sums the free resources of all nodes, although a group must fit on one node."""

@@ -94,7 +94,8 @@ class _Roll:
         self._left: list[Role] = []
         """Roles that are not complete."""
         self._most_room = request.max_surge
-        """Number of groups of this role that may fit: less than the free resources suggest after a failed start."""
+        """Upper limit of the groups of this role that start at once. Lowered when they do not all fit, although the
+        free resources suggest so."""
         self._to_restore = 0
         """Number of groups that were ended before their replacements have started."""
         self._waited_s = 0.0
@@ -206,10 +207,12 @@ class _Roll:
         return 0.0 if self._left else None
 
     def _require_living(self, role: Role) -> None:
-        """Ends the roll if groups with the new settings die again and again. Groups with the old settings replace the
-        dead ones, and the new ones that die later. New groups beyond the usual number end."""
-        target, old = self._targets[role], self._cluster.settings[role]
-        died = [group for group in self._supervisor.died(role) if group.settings.digest == target.digest]
+        """Ends the roll if more than `MOST_DEATHS` groups with the new settings have died.
+
+        Groups with the old settings replace the dead ones, and the new ones that die later. New groups beyond the
+        usual number end.
+        """
+        died = [group for group in self._supervisor.died(role) if self._is_new(group)]
         if len(died) <= MOST_DEATHS:
             return
         serving, wanted = self._serving(role), self._cluster.wanted(role)
@@ -217,7 +220,7 @@ class _Roll:
         if spare := new[len(new) - max(0, len(serving) - wanted) :]:
             self._supervisor.retire(spare, self._drain_timeout_s(role))
         for group in new:
-            group.successor = old
+            group.successor = self._cluster.settings[role]
         self._supervisor.limit_restarts(role, 0)
         self._to_restore = max(0, wanted - len(serving))
         self._restore(role)
@@ -229,12 +232,11 @@ class _Roll:
     def _state(self, role: Role) -> RollState:
         target, serving = self._targets[role], self._serving(role)
         old = [group for group in serving if not self._is_new(group)]
-        wanted = self._cluster.wanted(role)
-        self._supervisor.limit_restarts(role, wanted - len(serving))
+        self._limit_restarts(role)
         restarts = [settings.digest == target.digest for settings in self._supervisor.restarting(role)]
         return RollState(
             role=role,
-            wanted=wanted,
+            wanted=self._cluster.wanted(role),
             old=tuple(group.name for group in old),
             new=len(serving) - len(old),
             restarting=len(restarts) if self._stopped else restarts.count(True),
@@ -251,20 +253,17 @@ class _Roll:
         self._cluster.keep_settings(self._targets[role], complete=False)
         try:
             new = self._supervisor.add(role, action.count, self._targets[role])
-        except NoRoomError as error:
-            if not action.spare or self._stopped:
-                self._restore(role)
-                raise self._explained(role, error) from error
-            # `room` is an upper bound: the next step tries fewer groups; for none, it drains an old group first
-            self._most_room = action.count // 2
-            return
         except DisaggError as error:
+            if isinstance(error, NoRoomError) and action.spare and not self._stopped:
+                # `room` is an upper bound: the next step tries fewer groups; for none, it drains an old group first
+                self._most_room = action.count // 2
+                return
             self._restore(role)
             raise self._explained(role, error) from error
         finally:
             self._spare_start = False
         self._require_known(role, new)
-        self._supervisor.limit_restarts(role, self._cluster.wanted(role) - len(self._serving(role)))
+        self._limit_restarts(role)
         self._to_restore = 0
 
     def _explained(self, role: Role, error: DisaggError) -> _RollError:
@@ -296,6 +295,10 @@ class _Roll:
         return (
             f"{new[0].name} has read other files than the older groups: start a new cluster for another model"
         )
+
+    def _limit_restarts(self, role: Role) -> None:
+        """Cancels restarts that would lead to more than the usual number of groups."""
+        self._supervisor.limit_restarts(role, self._cluster.wanted(role) - len(self._serving(role)))
 
     def _restore(self, role: Role) -> None:
         """Replaces groups that were ended before the replacements had started by groups with the old settings."""

@@ -52,7 +52,7 @@ class StartNew:
 
     count: int
     spare: bool
-    """Whether the usual number of groups serves meanwhile, so that the start may be cancelled."""
+    """Whether the usual number of groups serves during the start, so that an operator may cancel it."""
 
 
 @dataclass(frozen=True, slots=True)

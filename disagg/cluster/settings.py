@@ -56,7 +56,8 @@ class GroupSettings:
     @property
     def digest(self) -> str:
         """Hex digest of the settings that the ranks use; equal in groups with equal settings."""
-        used = rank_settings(self.placed, self.role) | {"log": msgspec.structs.asdict(self.placed.log)}
+        placed = self.placed
+        used = rank_settings(placed, self.role) | {"log": msgspec.structs.asdict(placed.log)}
         return hashlib.blake2b(msgspec.json.encode(used, order="sorted"), digest_size=8).hexdigest()
 
     def changed(self, changes: Sequence[Setting]) -> GroupSettings:

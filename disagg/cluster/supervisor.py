@@ -43,8 +43,8 @@ blocks."""
 WaitUnused = Callable[[Sequence[str], float], bool]
 """Function `wait_unused(names, timeout_s)`: waits until no router uses the groups; returns False on timeout."""
 Steps = Callable[[], float | None]
-"""Work in steps (a roll): each call runs one step on the supervisor's thread, and returns the pause in seconds before
-the next step; None after the last step."""
+"""Function of work in steps (a roll): each call runs one step on the supervisor's thread, and returns the pause in
+seconds before the next step; None after the last step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +72,7 @@ class Supervisor:
         self._missing: list[_Missing] = []
         self._steps: Steps | None = None
         self._died: list[Group] = []
+        """Groups that have died since the work in steps began."""
         self._step_due_s = 0.0
         """Time of the next step, by `time.monotonic`."""
         self._history: dict[str, tuple[int, float]] = {}
@@ -128,11 +129,11 @@ class Supervisor:
         other work in steps is not complete."""
         self._work.put(partial(self._begin, steps, refused))
 
-    # --- for work in steps, on the supervisor's own thread
+    # --- on the supervisor's own thread; also for work in steps
 
-    def add(self, role: Role, count: int, settings: GroupSettings) -> list[Group]:
-        """Starts `count` groups with these settings at the same time, and announces them. Raises as
-        `Cluster.add_groups`."""
+    def add(self, role: Role, count: int, settings: GroupSettings | None = None) -> list[Group]:
+        """Starts `count` groups at the same time, and announces them. `settings`: by default those of new groups of
+        the role. Raises as `Cluster.add_groups`."""
         groups = self._cluster.add_groups(role, count, _log_step, settings)
         self.announce()
         for group in groups:
@@ -157,9 +158,8 @@ class Supervisor:
 
     def restarting(self, role: Role) -> list[GroupSettings]:
         """Returns the settings of the groups of the role that will be started again."""
-        default = self._cluster.settings.get(role)
-        found = (one.settings or default for one in self._missing if one.role == role)
-        return [settings for settings in found if settings is not None]
+        default = self._cluster.settings[role]
+        return [one.settings or default for one in self._missing if one.role == role]
 
     def start_again(self, role: Role, settings: GroupSettings) -> None:
         """Schedules the start of a group with these settings, as after a death."""
@@ -227,7 +227,7 @@ class Supervisor:
             self._failed(dataclasses.replace(missing, tries=missing.tries + 1), error)
 
     def _add_again(self, missing: _Missing) -> None:
-        group = self._add(missing.role, missing.settings)
+        [group] = self.add(missing.role, 1, missing.settings)
         self._history[group.name] = (missing.tries, time.monotonic())
 
     def _failed(self, missing: _Missing, why: str) -> None:
@@ -262,17 +262,11 @@ class Supervisor:
             if len(groups) > count:
                 self.retire([groups[-1]], self._cluster.config.transfer.drain_timeout_s)
             else:
-                self._add(role)
+                self.add(role, 1)
         self._cluster.keep_count(role, count)
 
     def _of(self, role: Role) -> list[Group]:
         return [group for group in self._cluster.groups if group.role == role]
-
-    def _add(self, role: Role, settings: GroupSettings | None = None) -> Group:
-        group = self._cluster.add_group(role, _log_step, settings)
-        self.announce()
-        log.info("group_up", group=group.name)
-        return group
 
 
 def _error_of(work: Callable[[], object]) -> str:

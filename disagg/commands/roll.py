@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import queue
 from collections.abc import Callable, Sequence
 
-from disagg.cluster.directory import directory_host
-from disagg.cluster.keys import join_keys
+from disagg.commands.operator_channel import operator_channel
 from disagg.commands.signals import handlers_restored, on_signal
 from disagg.core.config.read import Config, Role, Setting
 from disagg.core.errors import DisaggError, PeerLostError
-from disagg.core.log import configure
 from transport.control import messages as m
 from transport.control.base import ControlChannel
-from transport.control.zmq import make_control
 
 LOOK_S = 0.5
 """Longest time until a signal is noticed."""
@@ -36,17 +32,10 @@ def run_roll(config: Config, directory: str, request: m.Roll, say: Callable[[str
     command at once. Raises `DisaggError` with the directory's error and the names of new and old groups,
     `PeerLostError` if the directory is lost, and `KeyboardInterrupt` after a signal.
     """
-    configure(config.log)
-    directory_host(directory, config.control)  # rejects a malformed address
-    keys = join_keys(config.control, directory, os.environ)
-    control = make_control(config.control, keys)
     signals: queue.SimpleQueue[None] = queue.SimpleQueue()
-    try:
-        with handlers_restored():
-            on_signal(lambda: signals.put(None))  # a signal handler must not use the locks of the channel
-            roll(control, directory, request, say, signals)
-    finally:
-        control.close(linger_s=0.2)
+    with operator_channel(config, directory) as control, handlers_restored():
+        on_signal(lambda: signals.put(None))  # a signal handler must not use the locks of the channel
+        roll(control, directory, request, say, signals)
 
 
 def roll(
@@ -77,7 +66,7 @@ def roll(
                 raise KeyboardInterrupt
             stopped = True
             say(
-                "stopping: the groups that are being replaced are completed first; a second signal does not wait"
+                "stopping as soon as the usual number of groups serves; a second signal ends this command at once"
             )
             control.send(directory, m.StopRoll())
         try:

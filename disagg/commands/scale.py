@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Mapping
 
-from disagg.cluster.directory import directory_host
-from disagg.cluster.keys import join_keys
+from disagg.commands.operator_channel import operator_channel
 from disagg.core.config.read import Config, Role
 from disagg.core.errors import DisaggError, PeerLostError
-from disagg.core.log import configure
 from transport.control import messages as m
 from transport.control.base import ControlChannel
-from transport.control.zmq import make_control
 
 
 def run_scale(config: Config, directory: str, counts: Mapping[Role, int]) -> None:
@@ -21,14 +17,8 @@ def run_scale(config: Config, directory: str, counts: Mapping[Role, int]) -> Non
 
     Raises `DisaggError` with the directory's error, `PeerLostError` if the directory does not answer.
     """
-    configure(config.log)
-    directory_host(directory, config.control)  # rejects a malformed address
-    keys = join_keys(config.control, directory, os.environ)
-    control = make_control(config.control, keys)
-    try:
+    with operator_channel(config, directory) as control:
         scale(control, directory, counts)
-    finally:
-        control.close(linger_s=0.2)
 
 
 def scale(control: ControlChannel, directory: str, counts: Mapping[Role, int]) -> None:

@@ -79,7 +79,7 @@ def test_groups_announce_their_limits(cluster: Cluster) -> None:
 
 def test_a_group_more_is_linked_with_the_other_kind_only(cluster: Cluster, ranks: FakeRanks) -> None:
     ranks.calls.clear()
-    assert cluster.add_group("decode", lambda text: None).up
+    assert cluster.add_groups("decode", 1, lambda text: None)[0].up
     assert [call for call in ranks.calls if " link " in call] == [
         "prefill/0 link decode-2",
         "prefill/1 link decode-2",
@@ -94,11 +94,11 @@ def test_of_a_group_that_does_not_come_up_nothing_is_left(
 ) -> None:
     ranks.failing = f"decode-2/0 {failing}"
     with pytest.raises(DisaggError, match=f"{ranks.failing} failed"):
-        cluster.add_group("decode", lambda text: None)
+        cluster.add_groups("decode", 1, lambda text: None)
     assert names(cluster.groups) == ["prefill", "decode"]
     assert ranks.taken_down == ["decode-2"]
     ranks.failing = ""
-    assert cluster.add_group("decode", lambda text: None).name == "decode-3", "a name is used once"
+    assert cluster.add_groups("decode", 1, lambda text: None)[0].name == "decode-3", "a name is used once"
 
 
 def test_every_rank_is_given_the_keys_that_changed(ranks: FakeRanks) -> None:
@@ -111,7 +111,7 @@ def test_every_rank_is_given_the_keys_that_changed(ranks: FakeRanks) -> None:
             ring.replace(changed)
             until(lambda changed=changed: set(ranks.keys.values()) == {changed})
         assert sorted(ranks.keys) == ["decode/0", "prefill/0", "prefill/1"]
-        cluster.add_group("decode", lambda text: None)
+        cluster.add_groups("decode", 1, lambda text: None)
         assert ranks.keys["decode-2/0"] == ring.keys, "a new group has them from the start"
         assert "decode-2/0 update_keys" not in ranks.calls
     finally:
@@ -159,7 +159,7 @@ def test_the_first_call_of_a_rank_has_the_time_that_its_process_needs(
         return results(calls, timeout_s)
 
     monkeypatch.setattr(ranks, "results", note)
-    cluster.add_group("decode", lambda text: None)
+    cluster.add_groups("decode", 1, lambda text: None)
     start_timeout_s = ClusterConfig().start_timeout_s
     assert limits_s["decode-2/0 identify"] == start_timeout_s
     assert limits_s["decode-2/0 join"] < start_timeout_s
@@ -228,7 +228,7 @@ def test_when_ray_fails_every_rank_is_killed_and_nothing_is_replaced(
         "tcp://decode/0",
     }
     with pytest.raises(ConfigError, match="no room"):
-        cluster.add_group("decode", lambda text: None)
+        cluster.add_groups("decode", 1, lambda text: None)
     late = threading.Event()
     cluster.on_failed(late.set)
     assert late.is_set(), "a callback that is registered late runs at once"
@@ -252,7 +252,7 @@ def test_a_group_that_loses_a_rank_while_it_is_linked_does_not_come_up(
 
     monkeypatch.setattr(ranks, "results", strike)
     with pytest.raises(DisaggError, match="decode-2 lost rank 0 while it was linked"):
-        cluster.add_group("decode", lambda text: None)
+        cluster.add_groups("decode", 1, lambda text: None)
     assert names(cluster.groups) == ["prefill", "decode"]
 
 
@@ -268,7 +268,7 @@ def test_an_abandoned_start_kills_what_is_not_up(cluster: Cluster, ranks: FakeRa
     cluster.abandon_start()
     assert ranks.killed == ["decode"]
     with pytest.raises(ConfigError, match="no room"):
-        cluster.add_group("decode", lambda text: None)
+        cluster.add_groups("decode", 1, lambda text: None)
 
 
 def claiming(ranks: FakeRanks, keys: KeySet) -> Cluster:
@@ -308,7 +308,7 @@ def test_groups_of_a_killed_launch_are_adopted_and_none_is_started(ranks: FakeRa
         cluster.decode.actors[0].die()
         assert groups.get(timeout=TIMEOUT_S).name == "decode", "it is supervised"
         cluster.take_down(cluster.decode)
-        assert cluster.add_group("decode", lambda text: None).name == "decode-2"
+        assert cluster.add_groups("decode", 1, lambda text: None)[0].name == "decode-2"
         assert {owner.token for owner in ranks.owners} == {"new"}
     finally:
         cluster.stop()
@@ -343,7 +343,7 @@ def test_settings_of_a_roll_outlive_the_launch(ranks: FakeRanks) -> None:
     try:
         assert names(cluster.groups) == ["prefill"]
         assert cluster.missing() == ["decode"]
-        group = cluster.add_group("decode", lambda text: None)
+        [group] = cluster.add_groups("decode", 1, lambda text: None)
         assert ranks.configs[group.name].decode.max_requests == 7
         assert group.info is not None
         assert group.info.settings_digest == rolled.digest != base.digest

@@ -1,4 +1,4 @@
-"""Groups are replaced by groups with other settings, by the real cluster and supervisor; the ranks are pretended."""
+"""Groups are replaced by groups with other settings: cluster and supervisor are real, the ranks are fake."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from disagg.cluster.lifecycle import Cluster
 from disagg.cluster.placement import GroupPlacement, choose_placement
 from disagg.cluster.ranks import NoRoomError
 from disagg.cluster.roll import Roller
+from disagg.cluster.settings import GroupSettings
 from disagg.cluster.supervisor import ROLLING, Supervisor, supervised
-from disagg.core.config.read import ClusterConfig, Config, ModelConfig, Role, TransferConfig
+from disagg.core.config.read import ClusterConfig, Config, ModelConfig, TransferConfig
 from disagg.core.errors import ConfigError, HandshakeError
 from transport.control import messages as m
 from transport.keys.curve import make_keys
@@ -37,13 +38,14 @@ class Devices(FakeRanks):
         self.devices = devices
         self.running: dict[str, int] = {}
         self.optimistic = False
-        """`room` claims more than there is, as Ray's sum over nodes may."""
+        """Whether `room` returns too much, as Ray's sum over all nodes may."""
 
-    def place(self, role: Role, name: str, where: GroupPlacement, *more: Any) -> Group:
-        if sum(self.running.values()) + where.tp > self.devices:
+    def place(self, name: str, settings: GroupSettings, *more: Any) -> Group:
+        tp = settings.where.tp
+        if sum(self.running.values()) + tp > self.devices:
             raise NoRoomError(f"no room for {name}")
-        group = super().place(role, name, where, *more)
-        self.running[name] = where.tp
+        group = super().place(name, settings, *more)
+        self.running[name] = tp
         return group
 
     def room(self, where: GroupPlacement) -> int:
@@ -60,12 +62,13 @@ class System:
     def __init__(self, cluster: Cluster, supervisor: Supervisor, ranks: Devices) -> None:
         self.cluster, self.supervisor, self.ranks = cluster, supervisor, ranks
         self.unknown: tuple[str, ...] = ()
-        """Routers that use no new group."""
+        """Routers that do not use new groups."""
         self.struck = ""
-        """Which groups die when routers get to know a new one: `new`, that group; `former`, the one before it."""
+        """Group that dies when the roll waits for routers to use a new group: `new`, that group; `former`, the new
+        group before it; empty: none."""
         self._known: list[str] = []
         self.fingerprint = "f"
-        """Of the model that an operator names."""
+        """Fingerprint of the model that the operator names."""
         self.steps: list[str] = []
         self.roller = Roller(cluster, supervisor, self, lambda config: (config, self.fingerprint))
 
@@ -106,14 +109,14 @@ class System:
         return [group.name for group in self.cluster.groups]
 
     def setting(self, name: str, section: str, key: str) -> Any:
-        """Of the ranks of a group."""
+        """Returns a setting of the ranks of a group."""
         return getattr(getattr(self.ranks.configs[name], section), key)
 
     def die(self, name: str) -> None:
         next(group for group in self.cluster.groups if group.name == name).actors[0].die()
 
     def serves(self, *names: str) -> None:
-        """Soon these groups serve, and no others."""
+        """Waits until these groups serve, and no others."""
         until(
             lambda: (
                 sorted(names) == sorted(self.names)
@@ -158,7 +161,7 @@ def test_all_groups_are_replaced_one_by_one_prefill_first() -> None:
             "prefill: prefill has ended",
         ]
         assert one.steps[-1] == "decode: all groups have the new settings"
-        one.cluster.add_group("decode", lambda text: None)
+        one.cluster.add_groups("decode", 1, lambda text: None)
         assert one.setting("decode-5", "decode", "max_requests") == 7, "later groups have them too"
 
 

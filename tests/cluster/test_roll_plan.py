@@ -1,4 +1,4 @@
-"""What a rolling replacement does next, decided without I/O; random failures never take more groups than allowed."""
+"""The plan of a roll, without I/O. With random failures, a roll ends, and takes no more groups away than allowed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ STEPS = 400
 
 
 def state(old: int, new: int = 0, **changes: object) -> RollState:
-    """Of prefill groups; as many are wanted as serve, with room for one more."""
+    """Returns a state of prefill groups: the usual number serves, and one more has room."""
     values: dict[str, object] = {
         "role": "prefill",
         "wanted": old + new,
@@ -78,7 +78,7 @@ def test_a_stopped_roll_ends_when_the_usual_number_serves() -> None:
 
 @dataclass
 class Model:
-    """Groups that start, fail to start, die and are started again; devices for a number of groups."""
+    """A simulated role: groups start, fail to start, die and are started again, on a limited number of devices."""
 
     chance: random.Random
     wanted: int

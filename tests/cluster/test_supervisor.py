@@ -63,7 +63,10 @@ class FakeCluster:
     def keep_count(self, role: str, count: int) -> None:
         self.counts[role] = count
 
-    def add_group(self, role: str, progress: Callable[[str], None], settings: Any = None) -> FakeGroup:
+    def add_groups(
+        self, role: str, count: int, progress: Callable[[str], None], settings: Any = None
+    ) -> list[FakeGroup]:
+        assert count == 1
         self.starts += 1
         if self.blocked is not None:
             assert self.blocked.wait(TIMEOUT_S)
@@ -73,7 +76,7 @@ class FakeCluster:
             raise ConfigError("no room")
         group = FakeGroup(f"{role}-{self.starts + 1}", role, settings=settings)
         self.groups = (*self.groups, group)
-        return group
+        return [group]
 
     def take_down(self, group: FakeGroup) -> None:
         self.dead.append(group.name)

@@ -1,4 +1,4 @@
-"""The operator's side of a roll, against a real directory in one process: the replacement itself is scripted."""
+"""The operator's side of a roll, with a real directory in the same process. The replacement itself is scripted."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ REQUEST = m.Roll([m.RollSetting("decode", "max_requests", 2, "flag decode.max_re
 
 
 class Script:
-    """A directory whose rolls do what the test says."""
+    """A directory whose rolls are scripted by the test."""
 
     def __init__(self) -> None:
         self.hub = InprocHub()

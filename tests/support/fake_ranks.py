@@ -1,4 +1,4 @@
-"""As much of Ray as a cluster needs: the ranks' processes are only pretended."""
+"""Fake ranks for a cluster's tests: calls are recorded and answered, and no process starts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from typing import Any
 from disagg.cluster.group import Group
 from disagg.cluster.placement import GroupPlacement, Placement
 from disagg.cluster.ranks import NoRoomError
-from disagg.core.config.read import Config, Role
+from disagg.cluster.settings import GroupSettings
+from disagg.core.config.read import Config
 from disagg.core.errors import DisaggError
 from disagg.core.types import KVLayout
 from disagg.node.ownership import Owner
@@ -25,23 +26,23 @@ SPEC = SimpleNamespace(layout=KVLayout(2, 2, 8, "float32"), context_tokens=512)
 
 @dataclass(eq=False)
 class FakeCall:
-    """Of a method; `park` goes on until the rank dies."""
+    """A call of a rank's method. A call of `park` completes when the rank dies."""
 
     name: str
     over: bool = False
     result: Any = None
-    """Returned by `park`; an exception is raised."""
+    """Result of a `park` call; an exception is raised."""
 
 
 class FakeActor:
-    """Any method can be called; what was called is in `ranks.calls`."""
+    """A rank on which any method can be called. `FakeRanks.calls` records the calls."""
 
     def __init__(self, ranks: FakeRanks, name: str) -> None:
         self._ranks, self.name = ranks, name
         self.parked: FakeCall | None = None
         self.starting: FakeCall | None = None
         self.stopped = False
-        """As by SIGSTOP: no answer to `pulse`."""
+        """Whether the process is stopped, as by SIGSTOP: calls of `pulse` do not complete."""
 
     def __getattr__(self, method: str) -> Any:
         def remote(*arguments: Any) -> FakeCall:
@@ -71,7 +72,7 @@ class FakeActor:
 
 
 class FakeRanks:
-    """As much of Ray as a cluster needs. A call named in `failing` raises."""
+    """Implements `disagg.cluster.ranks.Ranks` without processes. The call named in `failing` raises."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -82,38 +83,36 @@ class FakeRanks:
         self.failed = ""
         self.fingerprints: dict[str, str] = {}
         self.left: list[Group] = []
-        """Groups of a killed launch."""
+        """Groups of a killed launch that survive it."""
         self.records: dict[str, RankRecord] = {}
-        """Of their ranks, by name."""
+        """Records of the survivors' ranks, by the rank's name."""
         self.disowned: set[str] = set()
         """Ranks that another launch has adopted."""
         self.owners: list[Owner] = []
-        """Of the groups that were placed."""
+        """Owner of each placed group, in order."""
         self.keys: dict[str, KeySet] = {}
-        """What each rank was given last."""
+        """Keys that each rank has received last, by the rank's name."""
         self.configs: dict[str, Config] = {}
-        """With which each group was placed, by name."""
+        """Configuration of each placed group, by the group's name."""
         self.killed: list[str] = []
         self.taken_down: list[str] = []
         self.changed = threading.Condition()
 
     def place(
         self,
-        role: Role,
         name: str,
-        where: GroupPlacement,
-        config: Config,
+        settings: GroupSettings,
         keys: KeySet,
         owner: Owner,
         given_up: Callable[[], bool],
     ) -> Group:
         if given_up():
             raise NoRoomError("no room")
-        self.configs[name] = config
-        actors = [FakeActor(self, f"{name}/{rank}") for rank in range(where.tp)]
+        self.configs[name] = settings.placed
+        actors = [FakeActor(self, f"{name}/{rank}") for rank in range(settings.where.tp)]
         self.keys.update((actor.name, keys) for actor in actors)
         self.owners.append(owner)
-        return Group(name, role, where, actors, None)
+        return Group(name, settings.role, settings.where, actors, None)
 
     def survivors(self, placement: Placement) -> list[Group]:
         return self.left

@@ -38,15 +38,15 @@ from transport.keys.curve import ControlKeys
 STREAMS = 3
 GREEDY = SamplingParams(max_tokens=24)
 LONG = SamplingParams(max_tokens=400, ignore_eos=True)
-"""Takes longer than the drain of a group: the request continues on other groups."""
+"""Sampling of an answer that outlasts the drain of its group, so that it continues on another group."""
 
 
 @dataclass
 class StreamedRoll:
-    """What happened to the requests, and to the groups."""
+    """Outcome of a roll for the requests that streamed meanwhile, and for the groups."""
 
     lines: list[str] = field(default_factory=list)
-    """What `disagg roll` printed."""
+    """Lines that `disagg roll` printed."""
     answers: list[int] = field(default_factory=list)
     """Number of answers of each stream; each one equals `generate()`."""
     recoveries: int = 0
@@ -55,7 +55,7 @@ class StreamedRoll:
 
 
 def config_for_roll(folder: Path, groups: tuple[int, int] = (1, 1), backend: Any = "auto") -> Config:
-    """A tiny model, groups of one rank, drains that are shorter than a long answer."""
+    """Returns settings for a tiny model and groups of one rank, with drains that are shorter than a `LONG` answer."""
     checkpoint = make_tiny_checkpoint(folder / "tiny", layers=2, hidden=96, head_dim=8, mlp=96)
     shared: dict[str, Any] = {"pool_tokens": 4096, "max_context_tokens": 512, "device": "cpu"}
     return Config(

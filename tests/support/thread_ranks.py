@@ -1,4 +1,4 @@
-"""Real ranks as threads of the test's process, in place of Ray: the rest of a cluster is the product's."""
+"""Real ranks that run as threads of the test's process, instead of as Ray actors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from disagg.cluster.group import Group
 from disagg.cluster.placement import GroupPlacement, Placement
 from disagg.cluster.ranks import NoRoomError
-from disagg.core.config.read import Config, Role
+from disagg.cluster.settings import GroupSettings
 from disagg.core.types import GroupInfo
 from disagg.node.host import RankHost
 from disagg.node.ownership import Owner
@@ -41,7 +41,8 @@ class _Decode(RankHost):
 
 
 class ThreadActor:
-    """Calls a host's methods on threads, as Ray's actors do: one at a time, but `park` and `pulse` beside them."""
+    """Calls a host's methods on threads, like a Ray actor: one at a time, except `park`, `pulse` and `claim`, which
+    run at the same time as the others."""
 
     def __init__(self, host: RankHost) -> None:
         self.host = host
@@ -59,7 +60,7 @@ class ThreadActor:
         return ProcessIdentity(os.getpid(), "another host", 0.0)
 
     def _calibrate(self, decode: GroupInfo) -> None:
-        """Nothing is measured."""
+        """Measures nothing, which would take seconds."""
 
     def end(self) -> None:
         """Stops the rank's threads; running requests end as if the process had died."""
@@ -77,19 +78,18 @@ class ThreadRanks:
 
     def place(
         self,
-        role: Role,
         name: str,
-        where: GroupPlacement,
-        config: Config,
+        settings: GroupSettings,
         keys: KeySet,
         owner: Owner,
         given_up: Callable[[], bool],
     ) -> Group:
-        if not self.room(where):
+        if not self.room(settings.where):
             raise NoRoomError(f"no device is free for {name}")
-        host = (_Prefill if role == "prefill" else _Decode)(0, config, keys, name, owner)
+        host_class = _Prefill if settings.role == "prefill" else _Decode
+        host = host_class(0, settings.placed, keys, name, owner)
         self._running[name] = [ThreadActor(host)]
-        return Group(name, role, where, list(self._running[name]), None)
+        return Group(name, settings.role, settings.where, list(self._running[name]), None)
 
     def room(self, where: GroupPlacement) -> int:
         return self._devices - len(self._running)

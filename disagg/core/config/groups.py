@@ -108,14 +108,9 @@ class GroupConfig(Section, frozen=True):
     """Eviction policy of the prefix cache. lru: least recently used. lfu: least frequently used. fifo: oldest."""
 
     def __post_init__(self) -> None:
-        if self.tp is not None:
-            self._at_least(1, "tp")
-        self._at_least(1, "page_size", "groups")
+        self._at_least(1, "tp", "page_size", "groups", "state_interval_tokens")
         self._at_least(0, "pool_tokens", "max_requests", "max_context_tokens", "chunk_tokens")
-        self._at_least(1, "state_interval_tokens")
-        self._at_least(
-            0, *(one for one in ("host_cache_bytes", "cached_states") if getattr(self, one) is not None)
-        )
+        self._at_least(0, "host_cache_bytes", "cached_states")
         self._one_of("device", Device)
         self._one_of("kv_dtype", GroupKVDTypeName)
         self._one_of("eviction", EvictionName)
@@ -258,8 +253,7 @@ class DecodeConfig(BatchingConfig, frozen=True):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._one_of("preemption", Preemption)
-        if self.swap_bytes is not None:
-            self._at_least(0, "swap_bytes")
+        self._at_least(0, "swap_bytes")
         self._needs(0 <= self.watermark < 1, "watermark", "at least 0 and less than 1")
 
     def steps_ahead(self, device: str) -> int:

@@ -97,7 +97,8 @@ def read_settings(
     env: Mapping[str, str] | None = None,
     overrides: Mapping[str, object] | None = None,
 ) -> list[Setting]:
-    """Returns the settings that the sources of `load_config` contain, the latest value of each, and no defaults.
+    """Returns the settings that the sources of `load_config` name, without defaults. A setting has the value of the
+    source with the highest priority.
 
     Raises `ConfigError` for an unknown setting or a value of the wrong type.
     """

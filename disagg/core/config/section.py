@@ -30,9 +30,11 @@ class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     """Base class of the sections. Its methods are checks for `__post_init__`; each raises `FieldError`."""
 
     def _at_least(self, minimum: float, *fields: str) -> None:
+        """Accepts None too, which stands for an automatic value."""
         for name in fields:
-            if not getattr(self, name) >= minimum:
-                raise FieldError(name, getattr(self, name), f"at least {minimum}")
+            value = getattr(self, name)
+            if value is not None and not value >= minimum:
+                raise FieldError(name, value, f"at least {minimum}")
 
     def _positive(self, *fields: str) -> None:
         for name in fields:

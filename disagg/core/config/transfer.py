@@ -58,9 +58,7 @@ class TransferConfig(Section, frozen=True):
                 self._at_least(4096, name)
         self._one_of("calibrate", Calibrate)
         self._at_least(1, "layer_groups")
-        self._at_least(0, "max_segment_bytes", "spin_s", "wire_bytes_per_s")
-        if self.segment_overhead_s is not None:
-            self._at_least(0, "segment_overhead_s")
+        self._at_least(0, "max_segment_bytes", "spin_s", "wire_bytes_per_s", "segment_overhead_s")
         self._positive("lease_timeout_s", "drain_timeout_s")
         self._at_least(0.001, "watermark_interval_s")  # a shorter interval would overload the transfer thread
         smaller = min((n for n in (self.ring_bytes, self.staging_bytes) if n), default=0)  # 0: see `sized`

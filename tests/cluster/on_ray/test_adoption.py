@@ -15,6 +15,7 @@ from serve_process import START_TIMEOUT_S, Command
 from disagg.cluster.keys import join_keys
 from disagg.cluster.placement import place_colocated
 from disagg.cluster.ray import RayRanks
+from disagg.cluster.settings import GroupSettings
 from disagg.commands.scale import run_scale
 from disagg.core.config.read import (
     ClusterConfig,
@@ -152,10 +153,10 @@ def test_ranks_without_an_owner_end_and_free_their_resources(ray_session: None) 
     """No launch adopts them within `cluster.adopt_timeout_s`."""
     config = Config(cluster=ClusterConfig(hang_timeout_s=1.0, adopt_timeout_s=2.0))
     placement = place_colocated(0, 1, "cpu")
-    where = placement.kinds["colocated"]
+    settings = GroupSettings("colocated", config, placement)
     ranks = RayRanks()
     keys = KeySet(make_keys())
-    group = ranks.place("colocated", "colocated-9", where, config, keys, Owner("dead", 1), lambda: False)
+    group = ranks.place("colocated-9", settings, keys, Owner("dead", 1), lambda: False)
     try:
         assert ranks.results([actor.pulse.remote("dead") for actor in group.actors], TIMEOUT_S) == [True]
         [found] = ranks.survivors(placement)
@@ -163,7 +164,7 @@ def test_ranks_without_an_owner_end_and_free_their_resources(ray_session: None) 
         [name] = reservations()
         assert name.endswith("/colocated-9")
         with pytest.raises(ConfigError, match=r"another `disagg launch` .* starts colocated-9"):
-            ranks.place("colocated", "colocated-9", where, config, keys, Owner("late", 1), lambda: False)
+            ranks.place("colocated-9", settings, keys, Owner("late", 1), lambda: False)
         ended = ranks.ended([actor.park.remote("dead") for actor in group.actors], TIMEOUT_S)
         assert ended, "Ray reports the end of the processes"
         asyncio.run(until(lambda: not reservations() and not ranks.survivors(placement)))

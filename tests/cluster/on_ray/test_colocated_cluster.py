@@ -87,7 +87,7 @@ def test_tokens_are_those_of_hugging_face(
 def test_a_kind_of_group_that_the_cluster_has_not_is_refused(config: Config) -> None:
     cluster = Cluster(config, place(config, 0), make_keys(), RayRanks())
     with pytest.raises(ConfigError, match="this cluster has no prefill groups, only colocated"):
-        cluster.add_group("prefill", lambda text: None)
+        cluster.add_groups("prefill", 1, lambda text: None)
 
 
 @pytest.mark.slow

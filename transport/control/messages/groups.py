@@ -102,7 +102,7 @@ class Roll(Message, frozen=True):
     """
 
     settings: list[RollSetting]
-    """Settings that differ from those of the running groups, or equal them."""
+    """Settings to apply. A setting that equals the groups' present value is no change."""
     kinds: tuple[Role, ...] = ()
     """Roles of the groups to replace. Empty: every role of the cluster."""
     max_surge: Count = 1
