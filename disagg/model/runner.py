@@ -33,6 +33,7 @@ from disagg.model.batch import (
     require_fits,
 )
 from disagg.model.collective.base import all_agree, least
+from disagg.model.experts.grouped import group_experts
 from disagg.model.graphs import (
     ChunkGraphs,
     Compute,
@@ -120,8 +121,7 @@ class ModelRunner:
         self._whole_attention, self.held_whole = built.sharding.whole_attention, set(built.sharding.whole)
         """Names of the model parts that cannot be split, so that every rank of the group holds them whole."""
         self._classes = self._attention_classes()
-        small_layers = fuse(self.model) if options.fused and backend(self.device) == "triton" else None
-        merged = merge_projections(self.model) if small_layers is not None else 0
+        replaced = self._use_layer_kernels()
         self._row_wise: RowWise | None = None
         self._ropes = wrap_ropes(self.model, self.spec.rope_switch_tokens)
         self._indexers = wrap_indexers(self.model, self.spec.places)
@@ -136,16 +136,27 @@ class ModelRunner:
         """Whether attention runs in the Triton kernels, not in torch."""
         if self.deterministic:
             self._use_row_wise(options.dtype)
-        if small_layers is not None and collective.rank == 0:
-            log.info(
-                "small_layers_fused", model=self.spec.architecture, merged=merged, **small_layers.summary()
-            )
+        if replaced and collective.rank == 0:
+            log.info("small_layers_fused", model=self.spec.architecture, **replaced)
         self.req_to_token = ReqToTokenPool(self._rows(), options.max_tokens, self.device)
         self.pool, self.states = self._make_pool(), self._make_states()
         self.sampled = SampledTokenBuffer(options.rows, collective, self.device)
         """Sampled tokens of the previous step, to which the next step's input may refer."""
         self._graphs: StepGraphs | None = None
         self._pieces: PiecewiseGraphs | None = None
+
+    def _use_layer_kernels(self) -> dict[str, int]:
+        """Puts kernels in place of small layers and of experts, and merges projections.
+
+        Returns the number of replaced modules by kind; empty without kernels. The deterministic mode keeps
+        transformers' experts, because it needs products with one order of summation.
+        """
+        if not self._options.fused or backend(self.device) != "triton":
+            return {}
+        replaced = fuse(self.model).summary()
+        merged = merge_projections(self.model)
+        experts = 0 if self.deterministic else group_experts(self.model)
+        return {"merged": merged, "experts": experts, **replaced}
 
     def _attention_classes(self) -> list[AttentionClass]:
         """Returns the rank's query and KV heads for each layer class."""
