@@ -17,8 +17,8 @@ from kernels.attention.layer_kv import describe
 from kernels.dispatch import backend
 
 UNUSED = -1
-_LOADED = 1024
-"""Pairs that a program loads at once."""
+_LOADED = (128, 1024)
+"""Pairs that a program loads at once, for few pairs and for many."""
 
 
 class ExpertRows(NamedTuple):
@@ -64,7 +64,7 @@ def expert_rows(chosen: torch.Tensor, experts: int, block_rows: int) -> ExpertRo
             len(found.owners),
             BINS=max(2, block_of(experts)),
             BLOCK_ROWS=block_rows,
-            LOADED=min(_LOADED, max(16, block_of(chosen.numel()))),
+            LOADED=_LOADED[chosen.numel() > _LOADED[0]],
             num_warps=4,
         )
     return found
