@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -22,8 +23,9 @@ from disagg.model.layers.class_names import class_name
 from disagg.model.layers.gated_mlps import GATED_MLPS
 from disagg.model.tensor_parallel import Cut, SummedModule, cut_inputs, cut_outputs, name_pattern
 
-BLOCK = 8
-"""Inner elements that are not divided: grouped products of torch need rows of 16 bytes."""
+BLOCKS = (16, 8)
+"""Numbers of inner elements that are not divided, the preferred one first. Kernels load rows of 16 elements faster, and
+torch's grouped products need rows of 16 bytes."""
 
 
 @dataclass(frozen=True)
@@ -61,14 +63,14 @@ def split_experts(model: Any, collective: Collective) -> ExpertsSplit:
         names.add(name)
         try:
             form = form_of(module)
-            if form.inner % BLOCK or form.inner // BLOCK < collective.size:
-                raise ExpertsFormError(
-                    f"{collective.size} ranks cannot share {form.inner} inner elements in blocks of {BLOCK}"
-                )
+            own = inner_spans(form.inner, collective.size)[collective.rank]
         except ExpertsFormError as why:
             whole[name_pattern(name)] = str(why)
             continue
-        _shrink(module, name, form, collective, cuts)
+        _shrink(module, name, form, own, cuts)
+        module.rank_sum = ExpertsSum()
+        module.rank_sum.collective = collective
+        module.register_forward_hook(_sum)
         if form.has_bias and collective.rank:
             cleared.append(module)
         for shared, mlp in _shared_mlps(model, name):
@@ -77,13 +79,17 @@ def split_experts(model: Any, collective: Collective) -> ExpertsSplit:
     return ExpertsSplit(cuts, frozenset(names), whole, partial(_clear, cleared))
 
 
-def _own(collective: Collective, width: int, block: int = 1) -> Span:
-    rank, size, blocks = collective.rank, collective.size, width // block
-    return Span(rank * blocks // size * block, (rank + 1) * blocks // size * block)
+def inner_spans(inner: int, ranks: int) -> list[Span]:
+    """Returns each rank's inner elements, of `inner`. Raises ExpertsFormError if the ranks cannot share them."""
+    for block in BLOCKS:
+        blocks = inner // block
+        if inner % block == 0 and blocks >= ranks:
+            ends = [rank * blocks // ranks * block for rank in range(ranks + 1)]
+            return [Span(*pair) for pair in pairwise(ends)]
+    raise ExpertsFormError(f"{ranks} ranks cannot share {inner} inner elements in blocks of {BLOCKS[-1]}")
 
 
-def _shrink(module: Any, name: str, form: ExpertsForm, collective: Collective, cuts: dict[str, Cut]) -> None:
-    own = _own(collective, form.inner, BLOCK)
+def _shrink(module: Any, name: str, form: ExpertsForm, own: Span, cuts: dict[str, Cut]) -> None:
     parts = {form.up: Cut(form.up_dim, form.up_spans(own)), DOWN: Cut(form.down_dim, (own,))}
     if form.has_bias:
         parts[f"{form.up}_bias"] = Cut(1, form.up_spans(own))
@@ -93,9 +99,6 @@ def _shrink(module: Any, name: str, form: ExpertsForm, collective: Collective, c
         cuts[f"{name}.{leaf}"] = cut
     if hasattr(module, "intermediate_dim"):
         module.intermediate_dim = len(own)
-    module.rank_sum = ExpertsSum()
-    module.rank_sum.collective = collective
-    module.register_forward_hook(_sum)
 
 
 def _sum(module: Any, _: Any, out: torch.Tensor) -> torch.Tensor:
@@ -116,7 +119,8 @@ def _shared_mlps(model: Any, experts: str) -> Iterator[tuple[str, Any]]:
 def _shrink_mlp(mlp: Any, name: str, collective: Collective, cuts: dict[str, Cut]) -> None:
     *columns, row = GATED_MLPS[class_name(mlp)].layers
     width = getattr(mlp, row).in_features
-    own = _own(collective, width)
+    rank, size = collective.rank, collective.size
+    own = Span(rank * width // size, (rank + 1) * width // size)
     for child in columns:
         layer = getattr(mlp, child)
         blocks = layer.out_features // width  # 2 if the layer computes gate and up

@@ -16,6 +16,7 @@ from torch import nn
 from disagg.core.types import SamplingParams, Span
 from disagg.model.collective.base import ThreadCollective, run_ranks
 from disagg.model.experts.form import ExpertsForm, ExpertsFormError, form_of
+from disagg.model.experts.split import inner_spans
 from disagg.model.load.build import build_model, weights_bytes
 from disagg.model.load.source import ModelSource
 from disagg.model.unsplit import generate_unsplit
@@ -108,6 +109,14 @@ def test_random_weights_are_the_same_for_any_number_of_ranks() -> None:
     halves = weights_of(ModelSource.random_init("tiny-qwen3-moe"), 2)
     name = "model.layers.1.mlp.experts.down_proj"
     assert torch.equal(torch.cat([half[name] for half in halves], 2), whole[name])
+
+
+def test_ranks_share_inner_elements_in_blocks() -> None:
+    assert inner_spans(768, 2) == [Span(0, 384), Span(384, 768)]
+    assert [len(span) for span in inner_spans(2880, 8)] == [352, 368] * 4, "blocks of 16"
+    assert [len(span) for span in inner_spans(48, 4)] == [8, 16, 8, 16], "blocks of 8: there are three of 16"
+    with pytest.raises(ExpertsFormError, match="3 ranks cannot share 20 inner elements in blocks of 8"):
+        inner_spans(20, 3)
 
 
 class SomeExperts(nn.Module):
