@@ -24,8 +24,8 @@ from disagg.model.layers.gated_mlps import GATED_MLPS
 from disagg.model.tensor_parallel import Cut, SummedModule, cut_inputs, cut_outputs, name_pattern
 
 BLOCKS = (16, 8)
-"""Numbers of inner elements that are not divided, the preferred one first. Kernels load rows of 16 elements faster, and
-torch's grouped products need rows of 16 bytes."""
+"""Numbers of inner elements that are not divided, the preferred one first. Our kernels load rows of 16 elements
+faster; torch's grouped products need rows of 16 bytes."""
 
 
 @dataclass(frozen=True)
