@@ -44,8 +44,9 @@ from disagg.model.graphs import (
     context_limits,
 )
 from disagg.model.head import ModelHead
+from disagg.model.layers.few_rows import FewRowsSwitch, use_few_rows
 from disagg.model.layers.fused import fuse
-from disagg.model.layers.merged import merge_projections
+from disagg.model.layers.merged import gate_few_rows, merge_projections
 from disagg.model.layers.rope import long_tokens, wrap_ropes
 from disagg.model.layers.row_wise import RowWise, use_linear_kernels
 from disagg.model.load.build import build_model
@@ -108,7 +109,7 @@ class ModelRunner:
         self.page_size = options.page_size
         self.pages = whole_pages(options.pool_tokens, options.page_size)
         self.kv_dtype = options.kv_dtype or options.dtype
-        self.deterministic = options.deterministic
+        self.deterministic, self._few_rows = options.deterministic, FewRowsSwitch()
         self.spec = source.spec(self.kv_dtype)
         if options.max_tokens > self.spec.context_tokens:
             raise ConfigError(
@@ -146,7 +147,8 @@ class ModelRunner:
         self._pieces: PiecewiseGraphs | None = None
 
     def _use_layer_kernels(self) -> dict[str, int]:
-        """Puts kernels in place of small layers and of experts, and merges projections.
+        """Puts kernels in place of small layers and of experts, merges projections, and lets products of few rows use
+        their kernel.
 
         Returns the number of replaced modules by kind; empty without kernels. The deterministic mode keeps
         transformers' experts, because it needs products with one order of summation.
@@ -154,9 +156,12 @@ class ModelRunner:
         if not self._options.fused or backend(self.device) != "triton":
             return {}
         replaced = fuse(self.model).summary()
-        merged = merge_projections(self.model)
-        experts = 0 if self.deterministic else group_experts(self.model)
-        return {"merged": merged, "experts": experts, **replaced}
+        counts = {"merged": merge_projections(self.model), "experts": 0}
+        if not self.deterministic:
+            counts["experts"] = group_experts(self.model)
+            gate_few_rows(self.model, self._few_rows)
+            use_few_rows(self.model, self._few_rows)
+        return counts | replaced
 
     def _attention_classes(self) -> list[AttentionClass]:
         """Returns the rank's query and KV heads for each layer class."""
@@ -237,6 +242,7 @@ class ModelRunner:
     ) -> None:
         if sizes and self._agreed(self.recordable):
             trash_row = self.req_to_token.trash_row
+            compute = self._few_rows.wrapped(compute)
             self._graphs = kind(compute, sizes, limits, trash_row, self.spec.vocab_size, self.device)
             self._graphs.record(self._agreed)
 

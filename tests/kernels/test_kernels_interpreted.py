@@ -34,6 +34,7 @@ LAYERS = (
     "kernels/layers/test_rank_sum.py",
     "kernels/layers/test_expert_kernels.py",
     "model/experts/test_grouped_experts.py",
+    "kernels/layers/test_few_rows.py",
 )
 SAMPLING = (
     "kernels/sampling/test_draw.py",
