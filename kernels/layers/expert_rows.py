@@ -44,7 +44,8 @@ def most_blocks(pairs: int, experts: int, block_rows: int) -> int:
 def expert_rows(chosen: torch.Tensor, experts: int, block_rows: int) -> ExpertRows:
     """Returns the order of the pairs of `chosen`.
 
-    `chosen`: numbers of experts, below `experts`; int64 or int32 `[tokens, choices]`, contiguous.
+    `chosen`: numbers of experts, int64 or int32 `[tokens, choices]`, contiguous. Pairs with a number of `experts` or
+    more choose no expert, and are in no block.
 
     Blocks are ordered by expert, rows of an expert by pair. On CUDA: one launch on the current stream, no
     synchronization. Raises ValueError (arguments) and ConfigError (`DISAGG_KERNELS`).
@@ -123,8 +124,8 @@ def expert_rows_kernel(  # type: ignore[no-untyped-def]
     counts = tl.zeros([BINS], tl.int32)
     for first in range(0, pairs, LOADED):
         pair = first + tl.arange(0, LOADED)
-        ids = tl.load(chosen + pair, mask=pair < pairs, other=0).to(tl.int32)
-        counts += tl.histogram(ids, BINS, mask=pair < pairs)
+        ids = tl.load(chosen + pair, mask=pair < pairs, other=BINS).to(tl.int32)
+        counts += tl.histogram(ids, BINS, mask=ids < BINS)
     used = (counts + (BLOCK_ROWS - 1)) // BLOCK_ROWS
     block = tl.sum(tl.where(bins < expert, used, 0), 0)
     own = tl.sum(tl.where(bins == expert, used, 0), 0)

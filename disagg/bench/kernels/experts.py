@@ -106,7 +106,7 @@ def _layer(bench: ExpertsBench, step: _Step, tile: MatmulTile, ceiling: Measurem
         order = expert_rows(step.chosen, bench.experts, tile.rows)
         first = expert_matmul(step.x, step.up, order, bench.choices, tile=tile)
         second = expert_matmul(silu_mul(*first.chunk(2, dim=-1)), step.down, order, 1, tile=tile)
-        return expert_sum(second, step.weights)
+        return expert_sum(second, step.weights, step.chosen, bench.experts)
 
     nbytes = (step.up.nbytes + step.down.nbytes) * step.read_experts // bench.experts
     tokens = len(step.x)
@@ -114,7 +114,7 @@ def _layer(bench: ExpertsBench, step: _Step, tile: MatmulTile, ceiling: Measurem
     others: dict[str, Callable[[], object]] = {
         "order of rows": lambda: expert_rows(step.chosen, bench.experts, tile.rows),
         "activation": lambda: silu_mul(*y.chunk(2, dim=-1)),
-        "weighted sum": lambda: expert_sum(out, step.weights),
+        "weighted sum": lambda: expert_sum(out, step.weights, step.chosen, bench.experts),
     }
     for name, work in others.items():
         seconds = seconds_of(recorded(work, bench.device), bench.device, bench.repeats)

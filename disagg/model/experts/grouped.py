@@ -44,18 +44,19 @@ class GroupedExperts:
     ) -> torch.Tensor:
         """Returns the weighted sum of the chosen experts' results: `[tokens, hidden]`.
 
-        `hidden_states`: `[tokens, hidden]`. `chosen`: numbers of experts, `[tokens, choices]`. `weights`: one for
-        each choice.
+        `hidden_states`: `[tokens, hidden]`. `chosen`: numbers of experts, `[tokens, choices]`; larger numbers than
+        those of experts choose none. `weights`: one for each choice.
         """
         choices, experts = chosen.shape[1], self._up.shape[0]
-        tile = expert_tile(chosen.numel(), experts, hidden_states.dtype)
-        rows = expert_rows(chosen.contiguous(), experts, tile.rows)
-        x = expert_matmul(hidden_states, self._up, rows, choices, self._up_bias, tile=tile)
+        dtype, chosen = self._up.dtype, chosen.contiguous()
+        tile = expert_tile(chosen.numel(), experts, dtype)
+        rows = expert_rows(chosen, experts, tile.rows)
+        x = expert_matmul(hidden_states.to(dtype), self._up, rows, choices, self._up_bias, tile=tile)
         x = silu_mul(*x.chunk(2, dim=-1)) if self._is_silu else gated(self._form, self._module, x)
-        x = expert_matmul(x, self._down, rows, 1, self._down_bias, tile=tile)
-        if weights.dtype not in (x.dtype, torch.float32):
+        x = expert_matmul(x.to(dtype), self._down, rows, 1, self._down_bias, tile=tile)
+        if weights.dtype not in (dtype, torch.float32):
             weights = weights.float()
-        return expert_sum(x, weights.contiguous())
+        return expert_sum(x, weights.contiguous(), chosen, experts).to(hidden_states.dtype)
 
 
 def group_experts(model: Any) -> int:

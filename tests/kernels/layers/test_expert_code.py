@@ -63,7 +63,7 @@ def test_small_kernels() -> None:
     arguments = {"chosen": torch.int64, "rows": torch.int32, "owners": torch.int32, "pairs": 513, "blocks": 7}
     constants = {"BINS": 128, "BLOCK_ROWS": 16, "LOADED": 512}
     assert "bar.sync" in compiled(expert_rows_kernel, arguments | constants, num_warps=4).asm["ptx"]
-    tensors = dict.fromkeys(("x", "weights", "out"), torch.bfloat16)
-    numbers = {"columns": 2048, "CHOICES": 8, "BLOCK": 1024}
+    tensors = {"x": torch.bfloat16, "weights": torch.bfloat16, "chosen": torch.int64, "out": torch.bfloat16}
+    numbers = {"columns": 2048, "experts": 128, "CHOICES": 8, "BLOCK": 1024}
     ptx = compiled(expert_sum_kernel, {**tensors, **numbers}, num_warps=4, fp_fusion=False).asm["ptx"]
     assert "st.global.v4.b32" in ptx

@@ -51,7 +51,7 @@ def check_rows(rows: ExpertRows, chosen: torch.Tensor, experts: int, block_rows:
         assert block == own + [UNUSED] * (block_rows - len(own))
         assert all(flat[pair] == owner for pair in own)
         found += own
-    assert sorted(found) == list(range(len(flat)))
+    assert sorted(found) == [pair for pair, expert in enumerate(flat) if expert < experts]
     assert found == sorted(found, key=lambda pair: (flat[pair], pair))
     assert used == sum(-(-flat.count(expert) // block_rows) for expert in range(experts))
 
@@ -63,6 +63,7 @@ def test_pairs_are_ordered_by_expert(
     tokens: int, experts: int, choices: int, skewed: bool, device: str
 ) -> None:
     chosen = choose(tokens, experts, choices, device, skewed)
+    chosen[1::7] = experts  # no expert
     for ids, block_rows in ((chosen, 16), (chosen.int(), 64)):
         check_rows(expert_rows(ids, experts, block_rows), chosen, experts, block_rows)
 
@@ -132,10 +133,12 @@ def test_sums_are_weighted(tokens: int, choices: int, columns: int, dtype: torch
     x = torch.randn(tokens * choices, columns, generator=generator).to(device, dtype)
     for weights_dtype in {dtype, torch.float32}:
         weights = torch.rand(tokens, choices, generator=generator).to(device, weights_dtype)
-        found = expert_sum(x, weights)
-        assert torch.equal(found, expert_sum_reference(x, weights))
-        wide = (x.double().view(tokens, choices, columns) * weights.double().unsqueeze(-1)).sum(1)
-        assert_close(found, wide, dtype)
+        chosen = torch.arange(tokens * choices, device=device).view(tokens, choices) % 9
+        x[(chosen == 8).flatten()] = torch.nan  # no expert
+        found = expert_sum(x, weights, chosen, 8)
+        assert torch.equal(found, expert_sum_reference(x, weights, chosen, 8))
+        rows = x.double().nan_to_num(nan=0.0).view(tokens, choices, columns)
+        assert_close(found, (rows * weights.double().unsqueeze(-1)).sum(1), dtype)
 
 
 def test_tiles_have_blocks_of_an_expert_s_mean_number_of_rows() -> None:
@@ -159,6 +162,8 @@ def test_arguments_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ValueError, match="bias must be contiguous"):
         expert_matmul(x, weights, rows, 2, torch.ones(5, 8), tile=tile)
     with pytest.raises(ValueError, match="x must be float32"):
-        expert_sum(x.int(), torch.ones(3, 1))
+        expert_sum(x.int(), torch.ones(3, 1), torch.ones(3, 1), 5)
     with pytest.raises(ValueError, match="weights must be contiguous"):
-        expert_sum(x, torch.ones(2, 2))
+        expert_sum(x, torch.ones(2, 2), chosen, 5)
+    with pytest.raises(ValueError, match="chosen must be integers"):
+        expert_sum(x, torch.ones(3, 1), chosen, 5)

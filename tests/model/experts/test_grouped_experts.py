@@ -78,6 +78,10 @@ def test_results_are_those_of_transformers(name: str, dtype: torch.dtype, device
     for tokens in (1, 30):
         x = torch.randn(tokens, HIDDEN, generator=generator).to(device, dtype)
         scores, chosen = torch.rand(tokens, EXPERTS, generator=generator).to(device).topk(CHOICES)
+        if (
+            name == "gate and up" and not INTERPRETED
+        ):  # its activation warns of rows that no product has written
+            chosen[2::5, 0] = EXPERTS  # no expert; not all classes of transformers know this number
         expected = module(x, chosen, scores.to(dtype))
         own = nn.ModuleList([module])
         assert group_experts(own) == 1
