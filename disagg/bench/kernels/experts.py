@@ -26,8 +26,15 @@ _TILES = (
     MatmulTile(16, 128, 64, stages=5),
     MatmulTile(16, 32, 256, stages=4),
 )
-"""Tiles that are compared with the chosen one for the smaller numbers of tokens."""
-_COMPARED_TOKENS = 64
+"""Tiles that are compared with the chosen one for few tokens."""
+_MORE_TILES = (
+    MatmulTile(32, 128, 64, stages=4),
+    MatmulTile(64, 128, 64, stages=4),
+    MatmulTile(64, 256, 64, warps=8, stages=4),
+    MatmulTile(128, 128, 64, warps=8, stages=4),
+)
+"""Tiles that are compared with the chosen one for more tokens."""
+_FEW_TOKENS = 64
 
 
 @dataclass(frozen=True)
@@ -83,9 +90,9 @@ def run(bench: ExpertsBench, report_progress: Callable[[str], None] = lambda tex
         step = _Step(x, up, down, chosen, weights.to(bench.dtype))
         tile = expert_tile(chosen.numel(), bench.experts, bench.dtype)
         results.extend(_layer(bench, step, tile, ceiling))
-        tiles = _TILES if tokens <= _COMPARED_TOKENS and bench.dtype != torch.float32 else ()
-        for one in (tile, *tiles):
-            results.extend(_products(bench, step, one, ceiling, chosen=one is tile))
+        tiles = _TILES if tokens <= _FEW_TOKENS else _MORE_TILES
+        for one in dict.fromkeys((tile, *tiles) if bench.dtype != torch.float32 else (tile,)):
+            results.extend(_products(bench, step, one, ceiling, chosen=one == tile))
     return results
 
 
