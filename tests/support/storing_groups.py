@@ -49,8 +49,16 @@ def serve(groups: LocalGroups, prompts: Sequence[list[int]]) -> list[list[int]]:
     return answers
 
 
-def wait_until_written(ranks: list[Any], pages: int) -> None:
+def wait_until_written(ranks: list[Any], pages: int, states: int = 0) -> None:
+    """Waits until so many are written, and until no store or write is under way."""
+
+    def written() -> bool:
+        host = ranks[0].statistics()["leader"].memory.host
+        tier = host.storage
+        enough = tier.written_pages >= pages and tier.written_states >= states
+        return enough and not (host.storing_pages or tier.writing_pages)
+
     deadline_s = time.monotonic() + TIMEOUT_S
-    while tier_of(ranks).written_pages < pages:
+    while not written():
         assert time.monotonic() < deadline_s, tier_of(ranks)
         time.sleep(0.005)
