@@ -71,6 +71,8 @@ def test_a_restarted_group_of_another_size_reads_the_states(
         assert serve(groups, longer) == expected(checkpoints, source, longer)
         tier = tier_of(groups.prefill)
         assert (tier.fetched_pages, tier.fetched_states, tier.used_pages) == (PAGES, 2, PAGES)
+        status = groups.prefill[0].leader.status()
+        assert (status.storage_fetched_states_total, status.storage_hit_tokens_total) == (2, PAGES * 16)
 
 
 def test_what_both_memories_have_evicted_comes_back(
