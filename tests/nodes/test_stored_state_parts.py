@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from fake_model import fake_spec
 from slow_parameters import sampled
 from storage_pages import TIMEOUT_S
 
+from disagg.core.config.read import Config, ModelConfig, PrefillConfig
 from disagg.core.prefixes import PrefixKey
-from disagg.core.types import KVLayout, Span, head_span
+from disagg.core.types import PROTOCOL_VERSION, GroupInfo, KVLayout, RankInfo, Span, head_span
 from disagg.kv.cache_operations import StorageOperation
 from disagg.kv.mamba_pool import MambaPool, StateForm, StateHeads, StatePlace, StateSection, state_classes
 from disagg.kv.pool import make_pool
@@ -22,6 +24,7 @@ from disagg.model.spec.model_spec import shard_of
 from disagg.node import storage_controller
 from disagg.node.block_parts import BlockParts
 from disagg.node.cache_controller import HostBlockCounts, HybridCacheController
+from disagg.node.group_storage import page_keys
 from disagg.node.storage_controller import StorageController
 from disagg.node.stored_items import StoredParts
 from disagg.storage.contract import PageStorage
@@ -241,3 +244,22 @@ def test_a_failed_page_keeps_the_states_behind_it_out(
     assert ranks[0].run("write", 3, [2]) == (0, [])
     monkeypatch.undo()
     assert ranks[0].run("find", 3, [0]) == (0, [])
+
+
+def test_in_the_deterministic_mode_keys_of_hybrid_models_depend_on_the_chunks() -> None:
+    """KV and states have other bits if prompts are cut elsewhere."""
+
+    def link(states: bool, deterministic: bool, chunk_tokens: int) -> bytes:
+        spec = fake_spec(3, 3, states)
+        shard = shard_of(spec.layout, 0, 1)
+        rank = RankInfo(0, shard, "", b"")
+        info = GroupInfo(
+            "prefill", "prefill", PROTOCOL_VERSION, "model", spec.layout, PAGE, "inproc", (rank,)
+        )
+        group = PrefillConfig(page_size=PAGE, chunk_tokens=chunk_tokens)
+        keys = page_keys(info, Config(model=ModelConfig(deterministic=deterministic)), group, spec)
+        return keys.links(PrefixKey.of(list(range(PAGE))))[0]
+
+    for states, deterministic in product((False, True), repeat=2):
+        equal = link(states, deterministic, 32) == link(states, deterministic, 64)
+        assert equal != (states and deterministic)
