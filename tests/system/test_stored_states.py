@@ -16,7 +16,15 @@ from local_groups import (
     small_config,
 )
 from slow_parameters import sampled
-from storing_groups import PROMPTS, TOKENS, serve, tier_of, wait_until_written, with_storage
+from storing_groups import (
+    PROMPTS,
+    TOKENS,
+    serve,
+    serve_one_by_one,
+    tier_of,
+    wait_until_written,
+    with_storage,
+)
 
 from disagg.core.config.read import Config
 from disagg.core.errors import ConfigError
@@ -78,16 +86,15 @@ def test_a_restarted_group_of_another_size_reads_the_states(
 def test_what_both_memories_have_evicted_comes_back(
     directory: Path, checkpoints: Checkpoints, tmp_path: Path
 ) -> None:
-    """A pool of 16 pages, host memory of 16 pages, and five texts of 6 pages, each twice."""
+    """A pool of 16 pages, host memory of 12 pages, and four texts of 6 pages, each twice."""
     source = source_of(directory, "falcon-h1")
-    texts = random_prompts(*[100] * 5, seed=3)
-    tails = random_prompts(*range(1, 11), seed=4)
+    texts = random_prompts(*[100] * 4, seed=3)
+    tails = random_prompts(*range(1, 9), seed=4)
     prompts = [text + tail for text, tail in zip(texts * 2, tails, strict=True)]
-    memory = {"pool_tokens": 256, "max_context_tokens": 256, "cached_states": 4, "host_cache_bytes": 1 << 19}
+    memory = {"pool_tokens": 256, "max_context_tokens": 256, "cached_states": 4, "host_cache_bytes": 3 << 17}
     with local_groups(config_of(tmp_path, **memory), source) as groups:
-        for prompt, answer in zip(prompts, expected(checkpoints, source, prompts), strict=True):
-            assert serve(groups, [prompt]) == [answer]
-            wait_until_written(groups.prefill, 0)
+        answers = serve_one_by_one(groups, groups.prefill, prompts)
+        assert answers == expected(checkpoints, source, prompts)
         tier, host = tier_of(groups.prefill), groups.prefill[0].statistics()["leader"].memory.host
     assert host.cache.evicted_pages > 0
     assert tier.fetched_states > 0
