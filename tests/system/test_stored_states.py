@@ -15,6 +15,7 @@ from local_groups import (
     random_prompts,
     small_config,
 )
+from redis_servers import fake_server
 from slow_parameters import sampled
 from storing_groups import (
     PROMPTS,
@@ -163,18 +164,17 @@ def test_kv_without_states_is_computed(directory: Path, checkpoints: Checkpoints
         assert (decode.fetched_pages, decode.fetched_states, decode.written_states) == (PAGES, 0, 0)
 
 
-def test_a_colocated_group_reads_its_states(
-    directory: Path, checkpoints: Checkpoints, tmp_path: Path
-) -> None:
+def test_a_colocated_group_reads_its_states_from_a_server(directory: Path, checkpoints: Checkpoints) -> None:
     source = source_of(directory, "qwen3-next")
-    config = with_storage(tmp_path, colocated_config(), "colocated", state_interval_tokens=32)
-    for fetched in (0, 2):
-        with local_groups(config, source) as groups:
-            assert serve(groups, PROMPTS) == expected(checkpoints, source, PROMPTS)
-            ranks = groups.groups["colocated"]
-            assert tier_of(ranks).fetched_states == fetched
-            if not fetched:
-                wait_until_written(ranks, PAGES, STATES)
+    with fake_server() as server:
+        config = with_storage(server.url, colocated_config(), "colocated", state_interval_tokens=32)
+        for fetched in (0, 2):
+            with local_groups(config, source) as groups:
+                assert serve(groups, PROMPTS) == expected(checkpoints, source, PROMPTS)
+                ranks = groups.groups["colocated"]
+                assert tier_of(ranks).fetched_states == fetched
+                if not fetched:
+                    wait_until_written(ranks, PAGES, STATES)
 
 
 def test_a_model_without_kv_has_no_storage(directory: Path, tmp_path: Path) -> None:
