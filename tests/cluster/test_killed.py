@@ -80,7 +80,9 @@ def ends_without(command: Command, name: str) -> None:
     )
 
 
-@pytest.mark.parametrize("groups", [ONE_RANK, pytest.param(SPLIT, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "groups", [ONE_RANK, pytest.param(SPLIT, marks=pytest.mark.slow)], ids=["one_rank", "split"]
+)
 def test_without_its_raylet_the_server_ends_with_status_1(tmp_path: Path, groups: tuple[str, ...]) -> None:
     with serve_process(tmp_path, groups=groups) as served:
         ends_without(served, "raylet")

@@ -34,7 +34,7 @@ GONE_S = 10.0
 ROOT = Path(__file__).parents[2]
 TWO_PREFILL_RANKS = ("--prefill-tp", "2", "--decode-tp", "1")
 SPLIT = ("--prefill-tp", "1", "--decode-tp", "1")
-ONE_RANK = ("--colocated",)
+ONE_RANK = ("--set", "cluster.mode=colocated")
 
 
 @dataclass

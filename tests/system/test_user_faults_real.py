@@ -41,7 +41,9 @@ def one_line(done: subprocess.CompletedProcess[str], *said: str) -> None:
         assert noise not in done.stderr + done.stdout
 
 
-@pytest.mark.parametrize("groups", [ONE_RANK, pytest.param(SPLIT, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "groups", [ONE_RANK, pytest.param(SPLIT, marks=pytest.mark.slow)], ids=["one_rank", "split"]
+)
 @pytest.mark.parametrize("fault", ["another shape", pytest.param("a missing weight", marks=pytest.mark.slow)])
 def test_a_rank_that_cannot_load_its_weights(tmp_path: Path, fault: str, groups: tuple[str, ...]) -> None:
     broken, said = AT_BUILD[fault]

@@ -265,7 +265,9 @@ def heard_sigint() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
-@pytest.mark.parametrize("groups", [ONE_RANK, pytest.param(SPLIT, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "groups", [ONE_RANK, pytest.param(SPLIT, marks=pytest.mark.slow)], ids=["one_rank", "split"]
+)
 def test_ctrl_c_leaves_nothing_running(
     checkpoint: Path, tmp_path: Path, heard_sigint: None, groups: tuple[str, ...]
 ) -> None:
