@@ -46,7 +46,7 @@ class Command:
     home: Path
     seen: set[ListeningSocket]
     watched: bool
-    """Whether `logged` looks at the sockets, which costs 40 ms of a core each time."""
+    """Whether `logged` looks at the sockets."""
 
     def look(self) -> list[ListeningSocket]:
         """Returns the listening sockets of all its processes, and adds them to `seen`."""
