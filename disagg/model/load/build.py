@@ -20,6 +20,7 @@ from disagg.core.ports import Collective
 from disagg.model.adapters import adapter_of
 from disagg.model.adapters.base import StepInputs
 from disagg.model.attention.paged import ATTENTION_NAME
+from disagg.model.experts.split import ExpertsSplit, split_experts
 from disagg.model.load.source import ModelSource
 from disagg.model.load.weights import WeightSource
 from disagg.model.recurrent.split import RecurrentSplit, split_recurrent
@@ -53,11 +54,13 @@ def build_model(
     with _BUILD_LOCK:
         model = _empty_model(source, spec, dtype)
         shapes = _stored_shapes(model)
-        sharding, split = _shard(model, spec, collective)
+        sharding, split, experts = _shard(model, spec, collective)
         _materialize(model, device)
         _initialize(model)
-        _fill(model, source.weights(set(shapes)), shapes, {**sharding.cuts, **split.cuts})
+        cuts = {**sharding.cuts, **split.cuts, **experts.cuts}
+        _fill(model, source.weights(set(shapes), model), shapes, cuts)
         split.finish()
+        experts.finish()
         model.tie_weights()
     if collective.rank == 0:
         for part, why in sharding.whole.items():
@@ -83,13 +86,17 @@ def empty_model(source: ModelSource, spec: ModelSpec, dtype: torch.dtype) -> Any
         return _empty_model(source, spec, dtype).eval()
 
 
-def _shard(model: Any, spec: ModelSpec, collective: Collective) -> tuple[Sharding, RecurrentSplit]:
+def _shard(
+    model: Any, spec: ModelSpec, collective: Collective
+) -> tuple[Sharding, RecurrentSplit, ExpertsSplit]:
     """Reduces a model on the meta device to the rank's part. Small parameters stay whole until `split.finish`."""
     split = split_recurrent(model, collective)
-    sharding = shard_model(model, spec, collective, split.names)
+    experts = split_experts(model, collective)
+    sharding = shard_model(model, spec, collective, split.names | experts.names)
+    sharding.whole.update(experts.whole)
     if split.whole and collective.size > 1:
         sharding.whole["recurrent layers"] = split.whole
-    return sharding, split
+    return sharding, split, experts
 
 
 def _empty_model(source: ModelSource, spec: ModelSpec, dtype: torch.dtype) -> Any:

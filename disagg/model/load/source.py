@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import structlog
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
@@ -27,9 +28,12 @@ from disagg.model.load.checkpoint_files import (
 from disagg.model.load.composite import auto_class, text_name, text_part
 from disagg.model.load.fingerprint import weights_digest
 from disagg.model.load.hub import checkpoint_folder, folder_label
+from disagg.model.load.merged_weights import merged_weights
 from disagg.model.load.named import named_config
 from disagg.model.load.weights import RandomWeights, SafetensorsWeights, StateDictWeights, WeightSource
 from disagg.model.spec.model_spec import ModelSpec, eos_ids, require_supported, spec_from_config
+
+log = structlog.get_logger(__name__)
 
 _VOLATILE = ("transformers_version", "_name_or_path", "dtype", "torch_dtype")  # may differ for the same model
 
@@ -97,12 +101,12 @@ class ModelSource:
         ids = _generation_eos_ids(self.directory)
         return spec if ids is None else _with_eos(spec, ids)
 
-    def weights(self, needed: set[str]) -> WeightSource:
-        """Opens the weights; `needed` are the model's parameter names.
+    def weights(self, needed: set[str], model: Any = None) -> WeightSource:
+        """Opens the weights; `needed` are the parameter names of `model`.
 
-        From safetensors files with these parameter names, only the needed slices are read. Checkpoints in another
-        format, or with other names, are read by transformers' own loader. The loader reads the whole model into host
-        memory.
+        From safetensors files with these parameter names, or with a weight for each expert, only the needed slices
+        are read. Checkpoints in another format, or with other names, are read by transformers' own loader. The loader
+        reads the whole model into host memory.
         """
         if self.directory is None:
             return RandomWeights(self.seed, self.config.initializer_range)
@@ -114,8 +118,13 @@ class ModelSource:
             stored = SafetensorsWeights(files, text_name)
             if needed <= stored.names():
                 return stored
-        model = load_pretrained(self.directory, "auto")
-        return StateDictWeights({text_name(name): tensor for name, tensor in model.state_dict().items()})
+            if model is not None and (merged := merged_weights(files, needed, model)) is not None:
+                return merged
+            log.info(
+                "checkpoint_read_whole", directory=str(self.directory), why="its weights have other names"
+            )
+        whole = load_pretrained(self.directory, "auto")
+        return StateDictWeights({text_name(name): tensor for name, tensor in whole.state_dict().items()})
 
 
 def load_pretrained(directory: Path, dtype: torch.dtype | str) -> Any:
