@@ -85,7 +85,7 @@ class Network:
             )
             if chance.random() < weather.late:
                 delay_s += LATE_S * chance.random()
-            self._loop.call_later(delay_s, self._arrive, source, destination, packet)
+            self._loop.do_later(delay_s, self._arrive, source, destination, packet)
 
     def _arrive(self, source: str, destination: str, packet: bytes) -> None:
         channel = self._channels.get(destination)
