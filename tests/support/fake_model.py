@@ -302,8 +302,14 @@ class FakeStates:
 
     def _wanted(self, row: int, position: int) -> list[torch.Tensor]:
         number = state_of(self._runner.context(row, position))
-        counts = [math.prod(form.shape) for form in STATE_FORMS]
-        return [
-            ((torch.arange(count) * 7 + tensor * 31 + number) % 1009).float().view(form.shape)
-            for tensor, (count, form) in enumerate(zip(counts, STATE_FORMS, strict=True))
-        ]
+        return [((places + number) % 1009).float() for places in _state_places()]
+
+
+@cache
+def _state_places() -> list[torch.Tensor]:
+    """int64, in the form of each state: a number of each element."""
+    counts = [math.prod(form.shape) for form in STATE_FORMS]
+    return [
+        (torch.arange(count) * 7 + tensor * 31).view(form.shape)
+        for tensor, (count, form) in enumerate(zip(counts, STATE_FORMS, strict=True))
+    ]

@@ -220,7 +220,7 @@ def test_a_request_without_other_groups_says_why_it_failed(checkpoints: Checkpoi
             ranks[0].leader.decode_leaders.clear()
 
         async def work(router: Router) -> Any:
-            return await ask(router, "r", prompt, SamplingParams(max_tokens=3), timeout_s=5.0)
+            return await ask(router, "r", prompt, SamplingParams(max_tokens=3), timeout_s=1.0)
 
         with pytest.raises(PeerLostError, match="not linked"):
             groups.serve(work)
