@@ -29,10 +29,12 @@ SEEDS_OF = {
 
 
 def first_seeds(what: str) -> tuple[int, ...]:
-    """The seed in `make test`: a short run. Half of the kinds have recurrent states and peer memory, the others have
+    """The seeds in `make test`: short runs. Half of the kinds have recurrent states and peer memory, the others have
     several layer classes."""
     if "crowded" in what or "back" in what:
         return (2,)
+    if "storage" in what:  # with and without states in it
+        return (3, 12)
     if list(ENDS).index(what) % 2 and what != "silence":  # seed 12 ends before the silence
         return (12,)
     return (1,) if "tiers" in what else (3,)

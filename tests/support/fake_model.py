@@ -278,6 +278,30 @@ class FakeRunner:
         ]
 
 
+def state_tensors(tokens: Sequence[int]) -> list[torch.Tensor]:
+    """The state behind `tokens`, for each of `STATE_FORMS`."""
+    number = state_of(tokens)
+    return [((places + number) % 1009).float() for places in _state_places()]
+
+
+@cache
+def _state_places() -> list[torch.Tensor]:
+    """int64, in the form of each state: a number of each element."""
+    counts = [math.prod(form.shape) for form in STATE_FORMS]
+    return [
+        (torch.arange(count) * 7 + tensor * 31).view(form.shape)
+        for tensor, (count, form) in enumerate(zip(counts, STATE_FORMS, strict=True))
+    ]
+
+
+def stored_states(tokens: Sequence[int]) -> list[torch.Tensor]:
+    """The state behind `tokens` as a storage keeps it: bytes `[layers, heads, head_bytes]` of each class."""
+    pool = MambaPool(STATE_FORMS, 1)
+    for (_, state), wanted in zip(pool.states(0), state_tensors(tokens), strict=True):
+        state[0] = wanted
+    return [view[:, 0, 0] for view in pool.class_views()]
+
+
 class FakeStates:
     """Stands in for `RowStates`: every element of a request's state depends on all of its tokens."""
 
@@ -301,15 +325,4 @@ class FakeStates:
             state[0] = wanted
 
     def _wanted(self, row: int, position: int) -> list[torch.Tensor]:
-        number = state_of(self._runner.context(row, position))
-        return [((places + number) % 1009).float() for places in _state_places()]
-
-
-@cache
-def _state_places() -> list[torch.Tensor]:
-    """int64, in the form of each state: a number of each element."""
-    counts = [math.prod(form.shape) for form in STATE_FORMS]
-    return [
-        (torch.arange(count) * 7 + tensor * 31).view(form.shape)
-        for tensor, (count, form) in enumerate(zip(counts, STATE_FORMS, strict=True))
-    ]
+        return state_tensors(self._runner.context(row, position))
