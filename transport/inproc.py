@@ -184,6 +184,8 @@ class InprocTransport(Transport):
 
     def progress(self) -> list[Operation]:
         with self._fabric.lock:
+            if not self._receives:
+                return self._tracker.take_ended()
             pending, self._receives = self._receives, deque()
             for operation, message in pending:
                 if operation.kind == "receive" and message.void:

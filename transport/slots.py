@@ -49,10 +49,12 @@ class Slots:
     def take(self, nbytes: int) -> Slot:
         """Returns a slot for a message of `nbytes`; the caller frees it with `give`."""
         if nbytes > SLOT_BYTES:
-            slot = self._slot(self._registered(nbytes))
+            memory = self._registered(nbytes)
+            slot = Slot(memory, memory.numpy())
         else:
             if not self._free:
-                self._free.extend(map(self._slot, self._registered(_MADE_AT_ONCE, SLOT_BYTES)))
+                memories = self._registered(_MADE_AT_ONCE, SLOT_BYTES)
+                self._free.extend(map(Slot, memories, memories.numpy()))
             slot = self._free.pop()
         slot.nbytes = nbytes
         return slot
@@ -68,6 +70,3 @@ class Slots:
         memory = torch.empty(shape, dtype=torch.uint8)
         self._transport.register(memory)
         return memory
-
-    def _slot(self, memory: torch.Tensor) -> Slot:
-        return Slot(memory, memory.numpy())

@@ -17,7 +17,9 @@ from prefill_node.probe import Probed
 )
 def test_kv_that_is_quantized_on_its_way_in_any_order(what: str, more: bool) -> None:
     """Quantized values arrive, are shared, swapped out and in, beside floats that are computed: all are exact."""
-    first, count = ((2,), 3) if "crowded" in what else ((3, 4, 12), 13)
+    first, count = ((2,), 3) if "crowded" in what else ((3, 12), 13)
+    if what == "death":
+        first = (3, 4, 12)  # in the others no request is done
     seeds = [seed for seed in range(count) if seed not in first] if more else first
     ends = ends_of(run_seeds(seeds, what, kv_dtype="int8"))
     assert "done" in ends

@@ -216,7 +216,11 @@ def test_a_request_leaves_a_pair_that_is_not_linked() -> None:
 
 @pytest.mark.parametrize(
     ("code", "resumable"),
-    [(NotLinkedError.code, False), (NotLinkedError.code, True), (PeerLostError.code, True)],
+    [
+        (NotLinkedError.code, False),
+        pytest.param(NotLinkedError.code, True, marks=pytest.mark.slow),
+        (PeerLostError.code, True),
+    ],
 )
 def test_a_request_waits_for_the_link_of_the_only_pair(code: str, resumable: bool) -> None:
     """More often than it may be recovered: nothing was computed for it, however often one cut is noticed."""

@@ -85,8 +85,13 @@ def next_token(tokens: Sequence[int]) -> int:
 def fake_logits(tokens: Sequence[int]) -> torch.Tensor:
     """float32 `[VOCAB]` after `tokens`; the largest is that of `next_token`."""
     state = state_of(tokens)
-    ranks = (torch.arange(VOCAB) - state % VOCAB) * 27 % VOCAB
-    return ranks.float() * -(1 + state % 89 / 89) / 8
+    return _logits(state % VOCAB, state % 89).clone()
+
+
+@cache
+def _logits(first: int, sharpness: int) -> torch.Tensor:
+    ranks = (torch.arange(VOCAB) - first) * 27 % VOCAB
+    return ranks.float() * -(1 + sharpness / 89) / 8
 
 
 def fake_answers(prompt: Sequence[int], sampling: SamplingParams) -> list[list[int]]:
@@ -213,12 +218,11 @@ class FakeRunner:
         """float32 `[sequences, VOCAB]`."""
         for one in batch.sequences if self.states is not None else ():
             self.states.check(one.row, one.start)
-        for part, pool, layer in self._layers():
-            for one in batch.sequences:
-                tokens = torch.tensor([self.sampled.resolve(token) for token in one.tokens])
-                positions = torch.arange(one.start, one.stop)
+        kv = [self._kv_of(one) for one in batch.sequences]
+        for number, (part, pool, layer) in self._layers():
+            for one, computed in zip(batch.sequences, kv, strict=True):
                 slots = self.req_to_token.table[one.row, one.start : one.stop].long()
-                pool.write(layer, slots, *kv_of(tokens, positions, part, pool.head_dim)[layer])
+                pool.write(layer, slots, *computed[number][layer])
             if on_layer is not None:
                 on_layer(part.layers.start + layer)
             self.between_layers()
@@ -255,19 +259,37 @@ class FakeRunner:
             assert not wrong, f"row {row}: KV is wrong at positions {wrong} of {stop}, layers {part.layers}"
         return tokens.tolist()
 
-    def _layers(self) -> list[tuple[Shard, MHATokenToKVPool, int]]:
-        """Part, pool and number within it of each layer, as they are computed: those of all classes in turn."""
+    def _kv_of(self, one: Any) -> list[torch.Tensor]:
+        """The KV of a sequence's new tokens, for each class of layers."""
+        tokens = torch.tensor([self.sampled.resolve(token) for token in one.tokens])
+        positions = torch.arange(one.start, one.stop)
+        parts = zip(self.shard.parts, self.pool.parts, strict=True)
+        return [kv_of(tokens, positions, part, pool.head_dim) for part, pool in parts]
+
+    def _layers(self) -> list[tuple[int, tuple[Shard, MHATokenToKVPool, int]]]:
+        """Class, and part, pool and number within it of each layer, as they are computed: all classes in turn."""
         parts = list(zip(self.shard.parts, self.pool.parts, strict=True))
         most = max(pool.layers for _, pool in parts)
-        return [(part, pool, layer) for layer in range(most) for part, pool in parts if layer < pool.layers]
+        return [
+            (number, (part, pool, layer))
+            for layer in range(most)
+            for number, (part, pool) in enumerate(parts)
+            if layer < pool.layers
+        ]
 
 
 def state_tensors(tokens: Sequence[int]) -> list[torch.Tensor]:
     """The state behind `tokens`, for each of `STATE_FORMS`."""
     number = state_of(tokens)
+    return [((places + number) % 1009).float() for places in _state_places()]
+
+
+@cache
+def _state_places() -> list[torch.Tensor]:
+    """int64, in the form of each state: a number of each element."""
     counts = [math.prod(form.shape) for form in STATE_FORMS]
     return [
-        ((torch.arange(count) * 7 + tensor * 31 + number) % 1009).float().view(form.shape)
+        (torch.arange(count) * 7 + tensor * 31).view(form.shape)
         for tensor, (count, form) in enumerate(zip(counts, STATE_FORMS, strict=True))
     ]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 from typing import Any
 
@@ -17,6 +18,7 @@ from local_groups import (
     small_config,
     with_quarantine,
 )
+from slow_parameters import sampled
 from tls_peers import HOST, keys
 
 from disagg.core.errors import PeerLostError
@@ -42,11 +44,12 @@ def nobody_was_lost(groups: LocalGroups) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("side", "peer_memory"),
-    [("prefill", False), ("decode", False), ("prefill", True)],
-    ids=["prefill", "decode", "prefill, written"],
+    ("side", "peer_memory", "nth"),
+    sampled(
+        [(*end, nth) for end in (("prefill", False), ("decode", False), ("prefill", True)) for nth in (0, 3)],
+        lambda side, peer_memory, nth: nth == (0 if side == "decode" or peer_memory else 3),
+    ),
 )
-@pytest.mark.parametrize("nth", [0, 3])
 def test_a_connection_that_breaks_in_a_transfer(
     checkpoints: Checkpoints, side: str, peer_memory: bool, nth: int
 ) -> None:
@@ -96,8 +99,13 @@ def cut_sockets(rank: Any, peer: str) -> None:
         stream.shut()
 
 
-@SIDES
-@pytest.mark.parametrize("when", ["idle", "in a transfer"])
+@pytest.mark.parametrize(
+    ("side", "when"),
+    sampled(
+        itertools.product(["prefill", "decode"], ["idle", "in a transfer"]),
+        lambda side, when: (side == "prefill") == (when == "idle"),
+    ),
+)
 def test_tls_connections_that_are_cut(checkpoints: Checkpoints, side: str, when: str) -> None:
     """Those that one rank dialled; the other rank's are not touched."""
     groups = TlsGroups(small_config(1, 1, chunk_tokens=16), checkpoints.source(), options=PATIENT)

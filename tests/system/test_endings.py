@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 from typing import Any
 
@@ -20,6 +21,7 @@ from local_groups import (
     with_quarantine,
 )
 from simulated_memory import poison_pages
+from slow_parameters import sampled
 
 from disagg.core.config.read import Config, ModelConfig
 from disagg.core.errors import PeerLostError
@@ -49,8 +51,14 @@ def poisoned(groups: LocalGroups) -> LocalGroups:
     return groups
 
 
-@pytest.mark.parametrize("peer_memory", [False, True], ids=["staged", "written"])
-@pytest.mark.parametrize("tp", [(1, 1), (2, 3)], ids=lambda tp: f"{tp[0]}to{tp[1]}")
+@pytest.mark.parametrize(
+    ("tp", "peer_memory"),
+    sampled(
+        itertools.product([(1, 1), (2, 3)], [False, True]),
+        lambda tp, peer_memory: peer_memory == (tp == (2, 3)),
+    ),
+    ids=str,
+)
 @pytest.mark.parametrize("device", DEVICES)
 def test_pages_of_aborted_requests_are_never_written_again(
     checkpoints: Checkpoints, device: str, tp: tuple[int, int], peer_memory: bool
@@ -69,8 +77,13 @@ def test_pages_of_aborted_requests_are_never_written_again(
     )
 
 
-@pytest.mark.parametrize("peer_memory", [False, True], ids=["staged", "written"])
-@pytest.mark.parametrize("name", ["prefill-1", "decode-0"])
+@pytest.mark.parametrize(
+    ("name", "peer_memory"),
+    sampled(
+        itertools.product(["prefill-1", "decode-0"], [False, True]),
+        lambda name, peer_memory: peer_memory == (name == "prefill-1"),
+    ),
+)
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_rank_that_dies_leaves_nothing_behind(
     checkpoints: Checkpoints, device: str, name: str, peer_memory: bool
@@ -88,7 +101,7 @@ def test_a_rank_that_dies_leaves_nothing_behind(
         groups.observe(observe)
 
         async def work(router: Router) -> list[Any]:
-            sampling = SamplingParams(max_tokens=300)
+            sampling = SamplingParams(max_tokens=100)
             asked = (ask(router, f"r{i}", p, sampling) for i, p in enumerate(random_prompts(60, 40, 100)))
             return await asyncio.gather(*asked, return_exceptions=True)
 
@@ -98,7 +111,7 @@ def test_a_rank_that_dies_leaves_nothing_behind(
         if name.startswith("decode"):
             assert not ended
         else:  # all KV of a prompt may have landed, which its answer survives
-            assert all(len(tokens) == 300 for tokens in ended)
+            assert all(len(tokens) == 100 for tokens in ended)
         groups.settle(dead=[f"{name[:-2]}-0", f"{name[:-2]}-1"])
     finally:
         groups.stop()

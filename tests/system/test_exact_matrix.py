@@ -1,6 +1,7 @@
 """Split over any two groups, the tokens are those of Hugging Face's `generate()`: the whole system in one process.
 
 `make test` runs a sample, with every pair of sizes and every pair of page sizes; `make test-slow` runs the rest.
+`test_every_pair_of_sizes` has all pairs of page sizes too.
 """
 
 from __future__ import annotations
@@ -51,24 +52,23 @@ def test_every_pair_of_sizes(
     check(checkpoints, "llama", kv_heads, (prefill_tp, decode_tp), PAGE_PAIRS[turn % len(PAGE_PAIRS)])
 
 
-@pytest.mark.parametrize(
-    ("prefill_page", "decode_page"),
-    sampled(PAGE_PAIRS, lambda prefill, decode: (prefill, decode) in ((1, 64), (16, 16), (64, 1))),
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("prefill_page", "decode_page"), PAGE_PAIRS)
 def test_every_pair_of_page_sizes(checkpoints: Checkpoints, prefill_page: int, decode_page: int) -> None:
     check(checkpoints, "llama", 4, (2, 1), (prefill_page, decode_page))
 
 
 @pytest.mark.parametrize(
-    ("prefill_tp", "decode_tp"),
-    sampled([(1, 1), (2, 1), (1, 3), (3, 2), (4, 3)], lambda *tp: tp in ((2, 1), (1, 3))),
+    ("architecture", "tp"),
+    sampled(
+        itertools.product(["qwen3", "mistral", "gemma2"], [(1, 1), (2, 1), (1, 3), (3, 2), (4, 3)]),
+        lambda architecture, tp: tp == ((1, 3) if architecture == "mistral" else (2, 1)),
+    ),
+    ids=str,
 )
-@pytest.mark.parametrize("architecture", ["qwen3", "mistral", "gemma2"])
-def test_other_architectures(
-    checkpoints: Checkpoints, architecture: str, prefill_tp: int, decode_tp: int
-) -> None:
+def test_other_architectures(checkpoints: Checkpoints, architecture: str, tp: tuple[int, int]) -> None:
     """The windows of Mistral and Gemma2 are shorter than three of the prompts."""
-    check(checkpoints, architecture, 2, (prefill_tp, decode_tp), (16, 1))
+    check(checkpoints, architecture, 2, tp, (16, 1))
 
 
 @pytest.mark.parametrize("chunk_tokens", [1, 7, 64, 512])

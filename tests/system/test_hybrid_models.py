@@ -25,9 +25,9 @@ MODELS = list(HYBRIDS)
 
 
 def in_diagonals(source: str, sizes: tuple[tuple[int, int], ...], peer_memory: bool) -> bool:
-    """Chooses for each model two of the sizes, one of them with peer memory; every size meets several models."""
-    turn = MODELS.index(source) + SIZES.index(sizes)
-    return turn % len(SIZES) == (2 if peer_memory else 0)
+    """Chooses for each model one of the sizes, for every second model with peer memory."""
+    turn = MODELS.index(source)
+    return SIZES.index(sizes) == turn % len(SIZES) and peer_memory == bool(turn % 2)
 
 
 @pytest.mark.parametrize(

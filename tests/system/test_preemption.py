@@ -80,8 +80,13 @@ def check(
     return swapped if config.decode.preemption == "swap" else recomputed
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("tp", [(1, 1), (2, 2)], ids=lambda tp: f"{tp[0]}to{tp[1]}")
+@pytest.mark.parametrize(
+    ("tp", "way"),
+    sampled(
+        itertools.product([(1, 1), (2, 2)], WAYS), lambda tp, way: (tp == (1, 1)) == (way == "recompute")
+    ),
+    ids=str,
+)
 def test_tokens_are_those_of_generate(checkpoints: Checkpoints, tp: tuple[int, int], way: str) -> None:
     assert check(config_of(tp, way), checkpoints.source(), checkpoints, PROMPTS, TOKENS) >= 3
 
@@ -91,7 +96,7 @@ def test_tokens_are_those_of_generate(checkpoints: Checkpoints, tp: tuple[int, i
     [
         ("falcon-h1", "swap"),
         pytest.param("jamba", "recompute", marks=pytest.mark.slow),
-        ("qwen3-next", "recompute"),
+        pytest.param("qwen3-next", "recompute", marks=pytest.mark.slow),
         pytest.param("zamba2", "recompute", marks=pytest.mark.slow),
         pytest.param("nemotron-h", "recompute", marks=pytest.mark.slow),
     ],
@@ -105,8 +110,8 @@ def test_a_recurrent_state_outlives_its_pages(
     """
     models = HYBRIDS | MORE_HYBRIDS
     source = ModelSource.from_directory(save(models[name](), tmp_path_factory.mktemp(name)))
-    config = config_of((1, 2), way, pool_tokens=112)
-    assert check(config, source, checkpoints, PROMPTS[:3], tokens=70) > 0
+    config = config_of((1, 2), way, pool_tokens=64)
+    assert check(config, source, checkpoints, PROMPTS[:3], tokens=40) > 0
 
 
 @pytest.mark.parametrize(
@@ -117,8 +122,8 @@ def test_a_recurrent_state_has_the_same_bits_with_model_deterministic(
 ) -> None:
     """Alone, or computed again beside others: both groups have chunks of the same size."""
     source = ModelSource.from_directory(save(HYBRIDS[name](), tmp_path_factory.mktemp(name)))
-    sampling = SamplingParams(max_tokens=70, ignore_eos=True, logprobs=1)
-    config = config_of((1, 1), way, pool_tokens=112)
+    sampling = SamplingParams(max_tokens=40, ignore_eos=True, logprobs=1)
+    config = config_of((1, 1), way, pool_tokens=64)
     chunks = {"chunk_tokens": 8}
     config = msgspec.structs.replace(
         config,
@@ -228,7 +233,7 @@ def test_aborted_while_preempted(checkpoints: Checkpoints) -> None:
         scheduler = poisoned(groups).decode[0].leader.scheduler
 
         async def work(router: Router) -> None:
-            sampling = SamplingParams(max_tokens=60, ignore_eos=True)
+            sampling = SamplingParams(max_tokens=40, ignore_eos=True)
             tasks = [
                 asyncio.create_task(ask(router, f"r{i}", p, sampling)) for i, p in enumerate(PROMPTS * 2)
             ]
@@ -244,7 +249,7 @@ def test_aborted_while_preempted(checkpoints: Checkpoints) -> None:
                 await asyncio.sleep(0)
             assert caught >= 4
             results = await asyncio.gather(*tasks, return_exceptions=True)
-            assert all(len(r.tokens) == 60 for r in results if not isinstance(r, BaseException))
+            assert all(len(r.tokens) == 40 for r in results if not isinstance(r, BaseException))
 
         groups.serve(work)
 

@@ -152,7 +152,7 @@ def test_groups_that_both_have_codes_compute_other_kv(checkpoints: Checkpoints) 
     ("prefill", "decode", "peer_memory"),
     sampled(
         [(*caches, way) for caches in ((True, True), (True, False), (False, True)) for way in (False, True)],
-        lambda prefill, decode, peer_memory: (prefill and decode) or not peer_memory,
+        lambda prefill, decode, peer_memory: (prefill and decode) == peer_memory,
     ),
 )
 @pytest.mark.usefixtures("pages_known")

@@ -26,6 +26,7 @@ from transport.control import messages as m
 from transport.control.reliable import ReliableOptions
 
 TIMEOUT_S = 60.0
+TOKENS = 30
 OPTIONS = ReliableOptions(peer_timeout_s=TIMEOUT_S, heartbeat_s=0.1, suspect_after_s=0.4)
 
 
@@ -73,7 +74,7 @@ def test_requests_leave_a_group_with_a_silent_rank(checkpoints: Checkpoints, ran
     """Also where only a rank behind the leader is silent: the leader reports it."""
     config = small_config(2, 2, groups=(2, 2), metrics_interval_s=0.1)
     config = msgspec.structs.replace(config, router=RouterConfig(max_recoveries=1))
-    prompts, sampling = random_prompts(60, 40, 50, 30), SamplingParams(max_tokens=100)
+    prompts, sampling = random_prompts(60, 40, 50, 30), SamplingParams(max_tokens=TOKENS)
     name = rank.split("-")[0]
     with local_groups(config, checkpoints.source(), options=OPTIONS) as groups:
         cut = cut_at(groups, rank)
@@ -83,7 +84,7 @@ def test_requests_leave_a_group_with_a_silent_rank(checkpoints: Checkpoints, ran
             answers = await asyncio.gather(*asked)
             assert cut == [rank]
             assert [one.tokens for one in answers] == [
-                checkpoints.greedy(groups.source, prompt, 100) for prompt in prompts
+                checkpoints.greedy(groups.source, prompt, TOKENS) for prompt in prompts
             ]
             causes = [cause for one in answers for cause in one.report.recoveries]
             assert set(causes) == {f"{name}_suspected"}
@@ -106,7 +107,7 @@ def test_requests_leave_a_group_with_a_silent_rank(checkpoints: Checkpoints, ran
 def test_requests_leave_two_silent_groups_with_one_recovery(checkpoints: Checkpoints) -> None:
     config = small_config(1, 1, groups=(2, 2), lease_timeout_s=3.0)  # a lease between the two may be lost
     config = msgspec.structs.replace(config, router=RouterConfig(max_recoveries=1))
-    prompts, sampling = random_prompts(60, 40, 50, 30), SamplingParams(max_tokens=100)
+    prompts, sampling = random_prompts(60, 40, 50, 30), SamplingParams(max_tokens=TOKENS)
     with local_groups(config, checkpoints.source(), options=OPTIONS) as groups:
         cut_at(groups, "decode-0", "prefill-0")
 
@@ -115,7 +116,7 @@ def test_requests_leave_two_silent_groups_with_one_recovery(checkpoints: Checkpo
                 *(ask(router, f"r{i}", prompt, sampling) for i, prompt in enumerate(prompts))
             )
             assert [one.tokens for one in answers] == [
-                checkpoints.greedy(groups.source, prompt, 100) for prompt in prompts
+                checkpoints.greedy(groups.source, prompt, TOKENS) for prompt in prompts
             ]
             causes = {cause for one in answers for cause in one.report.recoveries}
             assert "decode_suspected" in causes <= {"decode_suspected", "prefill_suspected"}
@@ -126,7 +127,7 @@ def test_requests_leave_two_silent_groups_with_one_recovery(checkpoints: Checkpo
 
 def test_requests_leave_a_silent_colocated_group(checkpoints: Checkpoints) -> None:
     config = colocated_config(1, groups=2)
-    prompts, sampling = random_prompts(60, 40, 50, 30), SamplingParams(max_tokens=100)
+    prompts, sampling = random_prompts(60, 40, 50, 30), SamplingParams(max_tokens=TOKENS)
     with local_groups(config, checkpoints.source(), options=OPTIONS) as groups:
         cut_at(groups, "colocated-0")
 
@@ -135,7 +136,7 @@ def test_requests_leave_a_silent_colocated_group(checkpoints: Checkpoints) -> No
                 *(ask(router, f"r{i}", prompt, sampling) for i, prompt in enumerate(prompts))
             )
             assert [one.tokens for one in answers] == [
-                checkpoints.greedy(groups.source, prompt, 100) for prompt in prompts
+                checkpoints.greedy(groups.source, prompt, TOKENS) for prompt in prompts
             ]
             assert {cause for one in answers for cause in one.report.recoveries} == {"decode_suspected"}
             await mended(groups, router, "colocated-0")

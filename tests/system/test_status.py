@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from architectures import HYBRIDS, save
 from local_groups import Checkpoints, LocalGroups, ask, local_groups, random_prompts, small_config
+from slow_parameters import sampled
 from transformers import AutoModelForCausalLM
 
 from disagg.core.status import GroupStatus
@@ -57,8 +59,14 @@ async def served(groups: LocalGroups, router: Router, prompts: list[list[int]]) 
     return router.groups()
 
 
-@pytest.mark.parametrize("path", ["staged", "peer"])
-@pytest.mark.parametrize("tp", [(2, 1), (1, 2), (2, 2)], ids=lambda tp: f"{tp[0]}to{tp[1]}")
+@pytest.mark.parametrize(
+    ("tp", "path"),
+    sampled(
+        itertools.product([(2, 1), (1, 2), (2, 2)], ["staged", "peer"]),
+        lambda tp, path: (path == "staged") == (tp == (1, 2)),
+    ),
+    ids=str,
+)
 def test_what_is_told_is_what_happened(checkpoints: Checkpoints, tp: tuple[int, int], path: str) -> None:
     prompts = random_prompts(30, 50, 20, 70)
     config = small_config(*tp, peer_memory=path == "peer", metrics_interval_s=INTERVAL_S)

@@ -19,6 +19,7 @@ from local_groups import (
     random_prompts,
     small_config,
 )
+from slow_parameters import sampled
 
 from disagg.core.config.read import Config, ModelConfig
 from disagg.core.types import SamplingParams
@@ -94,8 +95,14 @@ def tier_of(ranks: list[Any]) -> HostTierStatistics:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("at_once", [False, True])
-@pytest.mark.parametrize(("tp", "pages"), [((2, 1), (4, 16)), ((1, 2), (16, 8))], ids=str)
+@pytest.mark.parametrize(
+    ("tp", "pages", "at_once"),
+    sampled(
+        [(*sizes, at_once) for sizes in (((2, 1), (4, 16)), ((1, 2), (16, 8))) for at_once in (False, True)],
+        lambda tp, pages, at_once: at_once == (tp == (2, 1)),
+    ),
+    ids=str,
+)
 def test_what_was_evicted_comes_back(
     checkpoints: Checkpoints, tp: tuple[int, int], pages: tuple[int, int], at_once: bool, device: str
 ) -> None:

@@ -322,14 +322,15 @@ class Reliable:
     def _due_s(self, peer: _StreamPeer) -> float:
         """Returns the time of the next work for a peer; infinity if no work is scheduled."""
         due_s = math.inf if peer.ack_at_s is None else peer.ack_at_s
-        if peer.unacknowledged:
-            due_s = min(due_s, peer.resend_at_s)
-        if peer.watched:
-            due_s = min(due_s, peer.spoke_s + self._options.heartbeat_s)
-            if not peer.suspected:
-                due_s = min(due_s, self._doubt_s(peer))
-        if peer.watched or peer.unacknowledged:
-            due_s = min(due_s, peer.since_s + self._options.peer_timeout_s)
+        owes = bool(peer.unacknowledged)
+        if owes or peer.watched:
+            due_s = min(
+                due_s,
+                peer.since_s + self._options.peer_timeout_s,
+                peer.resend_at_s if owes else math.inf,
+                peer.spoke_s + self._options.heartbeat_s if peer.watched else math.inf,
+                self._doubt_s(peer) if peer.watched and not peer.suspected else math.inf,
+            )
         return due_s
 
     def _doubt_s(self, peer: _StreamPeer) -> float:

@@ -292,6 +292,8 @@ class ThreadedControl(ControlChannel):
                 self._call(self._on_peer_suspected, event.peer, False)
 
     def _transmit_all(self) -> None:
+        if not self._streams.outbox:  # only this thread fills it
+            return
         with self._lock:
             outbox, self._streams.outbox = self._streams.outbox, []
         for peer, envelope in outbox:

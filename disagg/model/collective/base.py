@@ -67,23 +67,23 @@ class ThreadCollective:
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """Sums the tensor over the ranks, in place. Raises PeerLostError when a rank closed or timed out."""
         self._shared.parts[self.rank] = tensor
-        self.barrier()
-        parts = torch.stack([part.reshape(-1) for part in self._shared.parts])
-        total = torch.empty_like(parts[0])
-        rank_sum(parts, total)
-        self.barrier()  # no rank may write its tensor before all ranks have read it
-        tensor.copy_(total.view_as(tensor))
+        self._wait(self._shared.summed)
+        tensor.copy_(self._shared.total.view_as(tensor))
 
     def barrier(self) -> None:
         """Returns when every rank has entered. Raises PeerLostError when a rank closed or timed out."""
+        self._wait(self._shared.barrier)
+
+    def _wait(self, barrier: threading.Barrier) -> None:
         try:
-            self._shared.barrier.wait()
+            barrier.wait()
         except threading.BrokenBarrierError as exc:
             raise lost_rank(self.rank, self.size, self._shared.timeout_s) from exc
 
     def close(self) -> None:
         """Ends the whole group: ranks that wait in an operation or start one later raise PeerLostError."""
         self._shared.barrier.abort()
+        self._shared.summed.abort()
 
 
 def all_agree(collective: Collective, device: torch.device, mine: bool) -> bool:
@@ -129,3 +129,13 @@ class _Shared:
         self.parts = [torch.empty(0)] * size
         self.timeout_s = timeout_s
         self.barrier = threading.Barrier(size, timeout=timeout_s)
+        self.summed = threading.Barrier(size, self._sum, timeout_s)
+        """Barrier of `all_reduce`: one thread adds the parts before any rank leaves the barrier."""
+        self.total = torch.empty(0)
+        """Sum of the latest `all_reduce`. Every rank reads it before it enters the next one."""
+
+    def _sum(self) -> None:
+        parts = torch.stack([part.reshape(-1) for part in self.parts])
+        total = torch.empty_like(parts[0])
+        rank_sum(parts, total)
+        self.total = total

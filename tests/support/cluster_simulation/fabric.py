@@ -43,7 +43,7 @@ class SimulatedFabric(InprocFabric):
     def _next(self, pair: tuple[str, str]) -> None:
         if pair not in self._chances:
             self._chances[pair] = random.Random(f"{self._seed} data {pair}")
-        self._loop.call_later(self._chances[pair].uniform(*DELAY_S), self._arrive, pair)
+        self._loop.do_later(self._chances[pair].uniform(*DELAY_S), self._arrive, pair)
 
     def _arrive(self, pair: tuple[str, str]) -> None:
         queue = self._on_the_way[pair]

@@ -60,7 +60,7 @@ class Network:
 
     def is_cut(self, source: str, destination: str) -> bool:
         """Whether packets of this direction are lost now."""
-        return self._cuts[source, destination] > 0
+        return self._cuts.get((source, destination), 0) > 0
 
     def end_losses(self) -> None:
         """Loses no packet any more. Otherwise a few in a row can end a link, long after the last fault."""
@@ -72,7 +72,8 @@ class Network:
 
     def carry(self, source: str, destination: str, packet: bytes) -> None:
         """Transmits one packet, or loses or repeats it."""
-        chance, weather = self._chance(source, destination), self.weather
+        pair, weather = (source, destination), self.weather
+        chance = self._chances.get(pair) or self._chance(pair)
         self.carried += 1
         if chance.random() < weather.lost:
             self.lost += 1
@@ -80,12 +81,10 @@ class Network:
         copies = 2 if chance.random() < weather.repeated else 1
         self.repeated += copies - 1
         for _ in range(copies):
-            delay_s = weather.delay_s * (0.5 + chance.random()) + self._delays_s.get(
-                (source, destination), 0.0
-            )
+            delay_s = weather.delay_s * (0.5 + chance.random()) + self._delays_s.get(pair, 0.0)
             if chance.random() < weather.late:
                 delay_s += LATE_S * chance.random()
-            self._loop.call_later(delay_s, self._arrive, source, destination, packet)
+            self._loop.do_later(delay_s, self._arrive, source, destination, packet)
 
     def _arrive(self, source: str, destination: str, packet: bytes) -> None:
         channel = self._channels.get(destination)
@@ -94,11 +93,10 @@ class Network:
         elif channel is not None:
             channel.accept(packet)
 
-    def _chance(self, source: str, destination: str) -> random.Random:
-        pair = (source, destination)
-        if pair not in self._chances:
-            self._chances[pair] = random.Random(f"{self._seed} {source} {destination}")
-        return self._chances[pair]
+    def _chance(self, pair: tuple[str, str]) -> random.Random:
+        source, destination = pair
+        chance = self._chances[pair] = random.Random(f"{self._seed} {source} {destination}")
+        return chance
 
 
 class SimulatedControl(ThreadedControl):

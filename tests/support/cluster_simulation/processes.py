@@ -31,7 +31,7 @@ class Process:
         """Does `work` after `delay_s`, by default a thread's wake-up, if the process lives; when it is not paused."""
         if delay_s is None:
             delay_s = self._slowness * self.choose.uniform(*WAKE_S)
-        self.loop.call_later(delay_s, self._do, work)
+        self.loop.do_later(delay_s, self._do, work)
 
     def die(self) -> None:
         """Ends the process: nothing of it happens any more."""

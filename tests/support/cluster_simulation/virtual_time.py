@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import heapq
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 LIMIT_S = 1800.0
@@ -33,8 +33,9 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
     def __init__(self, now_s: float = 1000.0) -> None:
         super().__init__()
         self._now_s, self._until_s, self._count = now_s, now_s + LIMIT_S, 0
-        self._timers: list[tuple[float, int, _Timer]] = []
-        """A heap; the number keeps the order of equal times."""
+        self._timers: list[tuple[float, int, Any, tuple[Any, ...]]] = []
+        """A heap of a timer without arguments, or a function with its arguments. The number keeps the order of equal
+        times."""
         self.failure: BaseException | None = None
         self.set_exception_handler(self._fail)
 
@@ -51,29 +52,42 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
         """Calls back at `when`; events of equal times happen in the order of these calls."""
         self._count += 1
         timer = _Timer(when, callback, args, self, context)
-        heapq.heappush(self._timers, (when, self._count, timer))
+        heapq.heappush(self._timers, (when, self._count, timer, ()))
         return timer
 
+    def do_later(self, delay_s: float, work: Callable[..., None], *arguments: Any) -> None:
+        """The same as `call_later` for work that is never cancelled, in a third of its time."""
+        self._count += 1
+        heapq.heappush(self._timers, (self._now_s + delay_s, self._count, work, arguments))
+
     def _run_once(self) -> None:
-        """Runs all that is ready; if nothing is, moves the clock to the next timer. The base class calls it."""
-        if not self._ready:
-            self._run_timer()
+        """Runs all that is ready; if nothing is, moves the clock from timer to timer. The base class calls it."""
+        while not self._ready and self._run_timer():
+            pass
         for _ in range(len(self._ready)):
             handle = self._ready.popleft()
             if not handle.cancelled():
                 handle.run()
 
-    def _run_timer(self) -> None:
-        while self._timers:
-            when, _, timer = heapq.heappop(self._timers)
-            if not timer.cancelled():
-                self._now_s = max(self._now_s, when)
-                if when > self._until_s and self.failure is None:
-                    self.failure = AssertionError(f"nothing ends the simulation within {LIMIT_S:g} s")
-                    self.stop()
-                timer.run()
-                return
-        raise RuntimeError("no event is left, and the simulation has not ended")
+    def _run_timer(self) -> bool:
+        """Runs the next timer; returns whether the loop goes on."""
+        if not self._timers:
+            raise RuntimeError("no event is left, and the simulation has not ended")
+        when, _, work, arguments = heapq.heappop(self._timers)
+        if type(work) is _Timer:
+            if work.cancelled():
+                return True
+            work = work.run
+        self._now_s = max(self._now_s, when)
+        if when > self._until_s and self.failure is None:
+            self._fail(
+                self, {"exception": AssertionError(f"nothing ends the simulation within {LIMIT_S:g} s")}
+            )
+        try:
+            work(*arguments)
+        except Exception as error:  # noqa: BLE001 - ends `run_forever`
+            self.call_exception_handler({"message": "a timer failed", "exception": error})
+        return not self._stopping
 
     def _timer_handle_cancelled(self, handle: object) -> None:
         pass
