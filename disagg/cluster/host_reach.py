@@ -33,6 +33,8 @@ class HostReach:
         """Whether an attempt has succeeded. Only then does a failed attempt mean that the network is cut."""
         self.failed_s: float | None = None
         """Time of the latest failed attempt since the last `reset`."""
+        self.reached_s: float | None = None
+        """Time of the latest successful attempt since the last `reset`."""
         self.reached = True
         """Result of the latest attempt; True before the first one."""
 
@@ -57,8 +59,8 @@ class HostReach:
         self._end(self._result(), now_s)
 
     def reset(self) -> None:
-        """Forgets failed attempts, because the rank has replied."""
-        self.failed_s, self.reached = None, True
+        """Forgets the results of attempts, because the rank has replied."""
+        self.failed_s, self.reached_s, self.reached = None, None, True
 
     def close(self) -> None:
         """Ends a pending attempt. Idempotent."""
@@ -86,7 +88,9 @@ class HostReach:
         self.close()
         self.reached = result in (0, errno.ECONNREFUSED)
         self.proven |= self.reached
-        if not self.reached:
+        if self.reached:
+            self.reached_s = now_s
+        else:
             self.failed_s = now_s
 
 

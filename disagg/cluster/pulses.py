@@ -122,7 +122,8 @@ class Pulses:
         if not host.reached:
             limit_s, cut = CUT_TIMEOUTS * timeout_s, "cannot be reached"
             why = f"the host of {what} {cut} for {limit_s:g} s ({CUT_TIMEOUTS} times cluster.hang_timeout_s)"
-            return why if silent_s > limit_s else ""
+            cut_s = silent_s if host.reached_s is None else now_s - host.reached_s
+            return why if cut_s > limit_s else ""
         cut_s = host.failed_s - pulse.sent_s if host.failed_s is not None else 0.0
         why = f"{what} has not answered for {timeout_s:g} s (cluster.hang_timeout_s)"
         return why if silent_s > 2 * cut_s + timeout_s else ""

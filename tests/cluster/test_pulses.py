@@ -119,7 +119,10 @@ class SwitchedReach(HostReach):
     def look(self, now_s: float) -> None:
         SwitchedReach.attempts += 1
         self.reached = SwitchedReach.works
-        self.failed_s = self.failed_s if self.reached else now_s
+        if self.reached:
+            self.reached_s = now_s
+        else:
+            self.failed_s = now_s
 
 
 @pytest.fixture
@@ -149,6 +152,16 @@ def test_after_a_cut_late_answers_have_as_long_again(cut_rig: Rig) -> None:
     SwitchedReach.works = True
     assert cut_rig.look(12 + TIMEOUT_S - 3) == []
     assert cut_rig.look(6) == [0, 1], "they hang"
+
+
+def test_cuts_that_follow_each_other_are_not_one_long_cut(cut_rig: Rig) -> None:
+    """Replies are still late from the first cut when the next one begins."""
+    assert cut_rig.look(4 * TIMEOUT_S) == []
+    SwitchedReach.works = True
+    assert cut_rig.look(1) == []
+    SwitchedReach.works = False
+    assert cut_rig.look((CUT_TIMEOUTS - 1) * TIMEOUT_S) == []
+    assert cut_rig.look(TIMEOUT_S + 1) == [0, 1]
 
 
 def test_answers_after_a_cut_end_the_doubt(cut_rig: Rig) -> None:
