@@ -1,7 +1,8 @@
 """Detects ranks that hang: the process exists but is stopped, or never releases the interpreter lock.
 
 Each rank gets a small call (a *pulse*) at regular intervals, at most one at a time. Any reply, even an error, proves
-that the rank does not hang. A rank whose host cannot be reached may only be cut off, and gets more time:
+that the rank does not hang; a lost connection is no reply. A rank whose host cannot be reached may only be cut off,
+and gets more time:
 
 | network | time without a reply after which the rank counts as silent |
 |---|---|
@@ -22,7 +23,7 @@ import structlog
 
 from disagg.cluster.group import Group
 from disagg.cluster.host_reach import HostReach
-from disagg.cluster.ranks import Call, Ranks
+from disagg.cluster.ranks import Call, Ranks, UnavailableError
 from disagg.core.ports import Clock
 from disagg.node.ownership import NO_COUNTS
 
@@ -82,20 +83,33 @@ class Pulses:
         self._pardon(now_s)
         members = dict.fromkeys(members)
         self._pulses = {member: pulse for member, pulse in self._pulses.items() if member in members}
-        waiting = {pulse.call: pulse for pulse in self._pulses.values() if not pulse.answered}
-        for call in (self._ranks.ended(list(waiting), 0.0) or ()) if waiting else ():
-            waiting[call].answered = True
-        for group, rank in members:
-            pulse = self._pulses.get((group, rank))
+        self._take_replies()
+        for member in members:
+            pulse = self._pulses.get(member)
             if pulse is None or (
                 pulse.answered and now_s >= pulse.sent_s + self._hang_timeout_s / PER_TIMEOUT
             ):
-                self._pulses[group, rank] = _Pulse(
-                    group.actors[rank].pulse.remote(self._token, self.counts), now_s
-                )
+                self._pulses[member] = _Pulse(self._send(member), now_s)
         self._look_at_hosts(now_s)
         found = ((member, self._why_silent(member, now_s)) for member in self._pulses)
         return [(group, rank, why) for (group, rank), why in found if why]
+
+    def _send(self, member: Member) -> Call:
+        group, rank = member
+        return group.actors[rank].pulse.remote(self._token, self.counts)
+
+    def _take_replies(self) -> None:
+        waiting = {pulse.call: member for member, pulse in self._pulses.items() if not pulse.answered}
+        for call in (self._ranks.ended(list(waiting), 0.0) or ()) if waiting else ():
+            pulse = self._pulses[waiting[call]]
+            try:
+                self._ranks.results([call], 0.0)
+            except UnavailableError:
+                pulse.call = self._send(waiting[call])
+                continue
+            except Exception:  # the rank has replied, or is dead, which `park` reports
+                log.debug("pulse_failed", exc_info=True)
+            pulse.answered = True
 
     def _look_at_hosts(self, now_s: float) -> None:
         """Checks the hosts of ranks whose reply is late, and once the host of each rank that replies."""

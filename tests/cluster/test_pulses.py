@@ -12,6 +12,7 @@ from disagg.cluster import pulses
 from disagg.cluster.group import Group
 from disagg.cluster.host_reach import HostReach
 from disagg.cluster.pulses import CUT_TIMEOUTS, PAUSE_S, PER_TIMEOUT, Pulses
+from disagg.cluster.ranks import UnavailableError
 from disagg.node.ownership import NO_COUNTS, GroupCounts
 
 TIMEOUT_S = 10.0
@@ -25,6 +26,7 @@ class Answers:
         self.tokens: set[str] = set()
         self.ended_calls: set[Any] = set()
         self.calls: list[Any] = []
+        self.error: Exception | None = None
         self.silent: set[str] = set()
         self.counts = NO_COUNTS
 
@@ -40,6 +42,11 @@ class Answers:
             return call
 
         return SimpleNamespace(pulse=SimpleNamespace(remote=remote))
+
+    def results(self, calls: Sequence[Any], timeout_s: float) -> list[Any]:
+        if self.error is not None:
+            raise self.error
+        return [True for _ in calls]
 
     def all_end(self) -> None:
         self.ended_calls.update(self.calls)
@@ -94,6 +101,18 @@ def test_a_rank_without_an_answer_is_silent_after_the_timeout_and_called_once() 
     assert rig.answers.sent.count("b") == sent + 1
     assert rig.reasons == ["rank 1 has not answered for 10 s (cluster.hang_timeout_s)"]
     assert rig.pulses.silent([(rig.group, 0)]) == [], "a rank that has left is forgotten"
+
+
+def test_an_error_is_a_reply_but_a_lost_connection_is_none() -> None:
+    rig = Rig()
+    rig.look(1)
+    rig.answers.error = RuntimeError("a bug")
+    assert rig.look(3 * TIMEOUT_S) == []
+    rig.answers.error = UnavailableError("connection reset")
+    assert rig.look(TIMEOUT_S - 1) == []
+    sent = len(rig.answers.sent)
+    assert rig.look(5) == [0, 1]
+    assert len(rig.answers.sent) > sent, "it is called again over a new connection"
 
 
 def test_a_pause_of_the_cluster_s_own_process_does_not_count() -> None:
