@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from disagg.model.layers.few_rows import FewRowsLayer, FewRowsSwitch, few_rows_layer
+
 _ATTRIBUTE = "merged_projections"
 _MERGED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
@@ -30,6 +32,8 @@ class MergedProjections:
         self.bias = None if layers[0].bias is None else torch.cat([layer.bias.data for layer in layers])
         self.product: Callable[[torch.Tensor], torch.Tensor] | None = None
         """Function that computes the product with weight and bias; None: torch computes it."""
+        self.gated: FewRowsLayer | None = None
+        """For gate and up: computes the gated product of few rows in one launch; None: nothing does."""
         self._sizes = [layer.weight.shape[0] for layer in layers]
         start = 0
         for layer, size in zip(layers, self._sizes, strict=True):
@@ -60,6 +64,17 @@ def merge_projections(model: Any) -> int:
                 _free(layers[0].weight)
                 merged += 1
     return merged
+
+
+def gate_few_rows(model: Any, switch: FewRowsSwitch) -> int:
+    """Lets the merged gate and up projections of `model` use the kernel for few rows; returns their number."""
+    number = 0
+    for module in model.modules():
+        merged = merged_of(module)
+        if merged is not None and hasattr(module, "gate_proj"):
+            merged.gated = few_rows_layer(merged.weight, merged.bias, switch, gated=True)
+            number += merged.gated is not None
+    return number
 
 
 def merged_of(module: Any) -> MergedProjections | None:
