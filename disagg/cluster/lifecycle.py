@@ -208,6 +208,7 @@ class Cluster:
         self._no_more_groups.set()
         if self._watcher.is_alive():
             self._watcher.join()
+        self._pulses.close()
 
     def stop(self, drain_timeout_s: float = 0.0) -> None:
         """Stops every group; kills its processes after `drain_timeout_s`. No actor process is left afterwards."""
@@ -356,13 +357,11 @@ class Cluster:
                 return
             if not self._stopping.is_set():
                 self._lost(group, rank, why)
-        for group, rank in self._pulses.silent(member for member in members if member[0].up):
-            self._hangs(group, rank)
+        for group, rank, why in self._pulses.silent(member for member in members if member[0].up):
+            self._hangs(group, rank, why)
 
-    def _hangs(self, group: Group, rank: int) -> None:
-        """Kills the group of a rank that has not answered for `cluster.hang_timeout_s`."""
-        timeout_s = self.config.cluster.hang_timeout_s
-        why = f"rank {rank} has not answered for {timeout_s:g} s (cluster.hang_timeout_s)"
+    def _hangs(self, group: Group, rank: int, why: str) -> None:
+        """Kills the group of a rank that has not answered in time."""
         if self._parked.drop((group, rank)) and not self._stopping.is_set():
             self._ranks.kill(group)
             self._lost(group, rank, why)

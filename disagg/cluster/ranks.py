@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from disagg.cluster.group import Group
 from disagg.cluster.placement import GroupPlacement, Placement
 from disagg.cluster.settings import GroupSettings
-from disagg.core.errors import ConfigError
+from disagg.core.errors import ConfigError, DisaggError
 from disagg.node.ownership import Owner
 from transport.keys.curve import KeySet
 
@@ -17,6 +17,10 @@ CALL_TIMEOUT_S = 60.0
 
 class NoRoomError(ConfigError):
     """Raised when the resources of a group do not become free in time."""
+
+
+class UnavailableError(DisaggError):
+    """Raised when a call has lost its connection to a rank that is not known to be dead."""
 
 
 Call = Any

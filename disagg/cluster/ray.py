@@ -26,7 +26,7 @@ from disagg.cluster.local_ray import (
     session_folder,
 )
 from disagg.cluster.placement import GroupPlacement, Placement
-from disagg.cluster.ranks import CALL_TIMEOUT_S, Call, NoRoomError
+from disagg.cluster.ranks import CALL_TIMEOUT_S, Call, NoRoomError, UnavailableError
 from disagg.cluster.settings import GroupSettings
 from disagg.cluster.start import Progress
 from disagg.core.config.read import Config, Role
@@ -145,6 +145,8 @@ class RayRanks:
         except ray.exceptions.ActorDiedError as exc:
             logs = self._private.logs if self._private is not None else None
             raise DisaggError(cause_of_death(str(exc), logs, self._oom_counters)) from exc
+        except ray.exceptions.ActorUnavailableError as exc:
+            raise UnavailableError(f"the connection to a rank was lost: {str(exc).splitlines()[0]}") from exc
         except ray.exceptions.RayError as exc:
             raise DisaggError(f"a rank's process died: {str(exc).splitlines()[0]}") from exc
         return results

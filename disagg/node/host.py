@@ -74,6 +74,7 @@ class RankHost(ABC):
         self._collective: Collective | None = None
         self._meeting_folder = ""
         self._over, self._broken = False, ""
+        self._parks = 0
         self._changed = threading.Condition()  # guards the two fields above and the owner
         self._ownership = Ownership(owner, config.cluster.hang_timeout_s, clock)
         self._group: GroupInfo | None = None
@@ -174,10 +175,17 @@ class RankHost(ABC):
         """Blocks until the rank stops, its group fails, or another launch owns the rank.
 
         Returns "" after a stop, the reason of a failure, or `DISOWNED` to a former owner. The caller detects the end
-        of a rank without polling.
+        of a rank without polling. A later call of the same owner ends an earlier one, whose connection was lost.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self._over or not self._ownership.is_owner(token))
+            if not self._ownership.is_owner(token):
+                return DISOWNED
+            self._parks += 1
+            latest = self._parks
+            self._changed.notify_all()
+            self._changed.wait_for(
+                lambda: self._over or not self._ownership.is_owner(token) or latest != self._parks
+            )
             return self._broken if self._ownership.is_owner(token) else DISOWNED
 
     def stop(self, drain_timeout_s: float) -> None:

@@ -2,140 +2,23 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from concurrent.futures import Future
 
 import httpx
 import pytest
 from api_server import until
-from two_hosts import TwoHosts, two_hosts, why_not
+from two_host_site import TOKENS, Site, site
+from two_hosts import two_hosts, why_not
 
 from disagg.core.config.read import Config, ModelConfig
 from disagg.core.types import SamplingParams
-from disagg.model.load.tiny import make_tiny_checkpoint
 from disagg.reference.answers import reference_answers
-from transport.keys.curve import make_keys
-from transport.keys.file import save_keys
 
 pytestmark = [pytest.mark.skipif(bool(why := why_not()), reason=why or "it can"), pytest.mark.slow]
 
-TOKENS = 12
 PROMPTS = ["x", "The capital of France is", "A much longer one, of several chunks. " * 8]
 LONG = {"max_tokens": 300, "ignore_eos": True}
-PEER_TIMEOUT_S = 3.0
-CONFIG = """
-[model]
-path = "{folder}/tiny"
-[prefill]
-tp = 2 # more than the second machine has CPUs: so the groups are apart
-device = "cpu"
-pool_tokens = 528 # one page is never used; a request may need all others
-max_context_tokens = 512
-chunk_tokens = 64
-[decode]
-tp = 1
-device = "cpu"
-pool_tokens = 528 # one page is never used; a request may need all others
-max_context_tokens = 512
-prefix_cache = false # all KV shall cross the link, each time
-[control]
-host = "auto"
-key_file = "{folder}/keys.json"
-peer_timeout_s = {peer_timeout_s}
-heartbeat_s = 0.5
-[cluster]
-ray = "{head}:6379"
-[log]
-format = "json"
-"""
-
-
-@dataclass(frozen=True)
-class Site:
-    """Everything that runs on the two machines. The router is on the first one."""
-
-    hosts: TwoHosts
-    folder: Path
-    threads: ThreadPoolExecutor
-    """On the first machine."""
-
-    def log(self, name: str) -> str:
-        return (self.folder / f"{name}.log").read_text(errors="replace")
-
-    def ask(self, prompt: str, **fields: Any) -> Future[httpx.Response]:
-        body = {"model": "tiny", "prompt": prompt, "max_tokens": TOKENS, "temperature": 0, **fields}
-        url = "http://127.0.0.1:8000/v1/completions"
-        return self.threads.submit(httpx.post, url, json=body, timeout=60, trust_env=False)
-
-    def ready(self) -> bool:
-        def look() -> bool:
-            try:
-                return httpx.get("http://127.0.0.1:8000/ready", trust_env=False).status_code == 200
-            except httpx.ConnectError:
-                return False
-
-        return self.threads.submit(look).result()
-
-
-@contextmanager
-def site(hosts: TwoHosts, folder: Path) -> Iterator[Site]:
-    """Ray on both machines, the groups, and a router that is ready."""
-    make_tiny_checkpoint(folder / "tiny", layers=3, hidden=96, head_dim=8, mlp=96)
-    save_keys(make_keys(), folder / "keys.json")
-    (folder / "token").write_text("ab" * 32)
-    (folder / "cluster.toml").write_text(
-        CONFIG.format(folder=folder, head=hosts.a.address, peer_timeout_s=PEER_TIMEOUT_S)
-    )
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "RAY_AUTH_MODE": "token"}
-    environment |= {"RAY_AUTH_TOKEN_PATH": str(folder / "token"), "DISAGG_API__PORT": "8000"}
-    ray = [str(Path(sys.executable).with_name("ray")), "start", "--num-gpus=0", "--disable-usage-stats"]
-    ray += ["--object-store-memory=100000000", "--block"]
-    disagg = [sys.executable, "-m", "disagg"]
-    config = ["--config", str(folder / "cluster.toml")]
-    with ExitStack() as stack:
-        here = Site(hosts, folder, stack.enter_context(hosts.a.threads(8)))
-
-        def start(host: Any, name: str, said: str, *command: str) -> None:
-            output = stack.enter_context((folder / f"{name}.log").open("wb"))
-            process = hosts.start(host, command, output, environment)
-            until(lambda: said in here.log(name) or process.poll() is not None, timeout_s=120)
-            assert process.poll() is None, here.log(name)
-
-        head = [*ray, "--head", f"--node-ip-address={hosts.a.address}", "--port=6379", "--num-cpus=2"]
-        start(
-            hosts.a,
-            "head",
-            "Ray runtime started",
-            *head,
-            "--include-dashboard=false",
-            f"--temp-dir={folder}/ray",
-        )
-        worker = [
-            *ray,
-            f"--address={hosts.a.address}:6379",
-            f"--node-ip-address={hosts.b.address}",
-            "--num-cpus=1",
-        ]
-        start(hosts.b, "worker", "Ray runtime started", *worker)
-        start(hosts.a, "launch", '"launched"', *disagg, "launch", *config)
-        start(
-            hosts.a,
-            "router",
-            '"serving"',
-            *disagg,
-            "serve",
-            *config,
-            "--join",
-            f"tcp://{hosts.a.address}:5570",
-        )
-        until(here.ready, timeout_s=30)
-        yield here
 
 
 @pytest.fixture(scope="module")

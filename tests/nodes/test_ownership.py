@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 
 import pytest
 
@@ -98,6 +98,19 @@ class Host(RankHost):
     @staticmethod
     def rank_class() -> type[DecodeRank]:
         return DecodeRank
+
+
+def test_a_later_park_of_the_owner_ends_the_earlier_one(time: Time) -> None:
+    host = Host(0, Config(), make_keys(), "decode-7", FIRST, clock=time)
+    with ThreadPoolExecutor(3) as threads:
+        earlier = threads.submit(host.park, "first")
+        later = threads.submit(host.park, "first")
+        done, _ = wait([earlier, later], TIMEOUT_S, FIRST_COMPLETED)
+        assert [one.result() for one in done] == [""]
+        assert host.park("another launch") == DISOWNED
+        assert not (earlier.done() and later.done())
+        host.stop(0.0)
+        assert (earlier.result(TIMEOUT_S), later.result(TIMEOUT_S)) == ("", "")
 
 
 def test_park_of_a_former_owner_ends_and_the_new_owner_s_does_not(time: Time) -> None:

@@ -98,7 +98,8 @@ def run_joined_bench(
     configure(config.log)
 
     async def run() -> ChaosResult:
-        async with joined_system(config, directory) as system:
+        needs_ranks = set(bench.schedule.kinds) != {"cut"}
+        async with joined_system(config, directory, needs_ranks) as system:
             return await run_chaos(bench, system, report_line)
 
     with handlers_restored(), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

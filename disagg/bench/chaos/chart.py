@@ -12,7 +12,7 @@ import numpy as np
 from disagg.bench.chaos.report import ChaosReport, FaultLine, RequestLine
 
 _COLORS = {"waiting": "#b9c7d6", "answering": "#3b6ea5", "pause": "#f59f00", "failed": "#c0392b"}
-_FAULTS = {"kill": "#c0392b", "stop": "#e07b39", "hang": "#7048a8"}
+_FAULTS = {"kill": "#c0392b", "stop": "#e07b39", "hang": "#7048a8", "cut": "#2b8a3e"}
 _BINS = 200
 
 

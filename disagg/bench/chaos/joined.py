@@ -57,11 +57,13 @@ class JoinedSystem(RoutedSystem):
 
 
 @contextlib.asynccontextmanager
-async def joined_system(config: Config, directory: str) -> AsyncIterator[JoinedSystem]:
+async def joined_system(
+    config: Config, directory: str, needs_ranks: bool = True
+) -> AsyncIterator[JoinedSystem]:
     """Runs a router for the groups of the directory at `directory` (`tcp://HOST:PORT`) within the block.
 
-    Raises `ConfigError` for a malformed address, missing keys, or when no rank runs on this host; `PeerLostError`
-    when no directory answers, or has no groups.
+    Raises `ConfigError` for a malformed address, missing keys, or, with `needs_ranks`, when no rank runs on this
+    host; `PeerLostError` when no directory answers, or has no groups.
     """
     directory_host(directory, config.control)  # rejects a malformed address first
     control = make_control(config.control, join_keys(config.control, directory, os.environ))
@@ -76,7 +78,7 @@ async def joined_system(config: Config, directory: str) -> AsyncIterator[JoinedS
             timeout_s = config.router.request_timeout_s
             system = JoinedSystem(router, timeout_s, ray_addresses, lambda: directory in dispatcher.lost)
             await _wait_for_groups(system, router, directory)
-            if not system.ranks():
+            if needs_ranks and not system.ranks():
                 raise ConfigError(
                     f"--join {directory}: none of its ranks runs on this host as this user, and a fault needs such a "
                     f"rank: run the command on a host of the ranks"

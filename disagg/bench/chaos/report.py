@@ -35,19 +35,21 @@ class FaultLine(msgspec.Struct, frozen=True):
     number: int
     kind: str
     group: str
+    """Group of the victim; empty for a cut."""
     role: str
-    rank: int
-    pid: int
+    """Role of that group; for a cut, its directions: `both`, `forth` or `back`."""
+    rank: int | None
+    pid: int | None
     at_s: float
     stop_s: float | None
-    """Duration of a stop."""
+    """Duration of a stop or a cut."""
     full_strength_s: float | None
     """Time from the fault until every group served again; None if `ChaosBench.recover_s` passed first."""
     forced: bool
     """Whether the run killed the rank that hung, because the system had not replaced its group."""
     touched: int
-    """Number of requests that ran in the group at the time of the fault. In a prefill group, this number includes
-    requests whose prompts were already computed."""
+    """Number of requests that ran in the group at the time of the fault; for a cut, of all that ran. In a prefill
+    group, this number includes requests whose prompts were already computed."""
     failed: int
     """Number of touched requests that failed before a later fault touched them."""
     pauses_s: list[float]
@@ -255,16 +257,16 @@ def _fault_line(fault: FaultRecord, result: ChaosResult, last: Mapping[int, int]
     which counts as the cause of its error.
     """
     failed = [one for one in fault.touched if one.error and last[one.serial] == fault.plan.number]
-    until_s = fault.at_s + BEGINS_WITHIN_S
+    until_s, target = fault.at_s + BEGINS_WITHIN_S, fault.target
     return FaultLine(
         fault.plan.number,
         fault.plan.kind,
-        fault.target.group,
-        fault.target.role,
-        fault.target.rank,
-        fault.target.pid,
+        target.group if target else "",
+        target.role if target else fault.plan.way,
+        target.rank if target else None,
+        target.pid if target else None,
         _ms(fault.at_s - result.begun_s),
-        fault.plan.stop_s if fault.plan.kind == "stop" else None,
+        fault.plan.stop_s if fault.plan.kind in ("stop", "cut") else None,
         None if fault.full_s is None else _ms(fault.full_s - fault.at_s),
         fault.forced,
         len(fault.touched),

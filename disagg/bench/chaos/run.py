@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from disagg.bench.chaos.answers import compare_received
 from disagg.bench.chaos.faults import FaultInjector, TargetRank
+from disagg.bench.chaos.network import Network
 from disagg.bench.chaos.schedule import PlannedFault, Schedule
 from disagg.bench.chaos.streams import RequestRecord, Streams
 from disagg.bench.chaos.system import ChaosSystem, strength
@@ -37,6 +38,8 @@ class ChaosBench:
     """Seconds after which no further fault is injected; None: no limit."""
     recover_s: float = 120.0
     """Longest wait for full strength. A rank that still hangs is then killed, and the run waits once more."""
+    network: Network | None = None
+    """The network that a `cut` cuts. A schedule with cuts needs one, and no overlap."""
 
 
 @dataclass(slots=True, eq=False)
@@ -44,10 +47,11 @@ class FaultRecord:
     """One injected fault. Times are those of the run's clock."""
 
     plan: PlannedFault
-    target: TargetRank
+    target: TargetRank | None
+    """The victim; None for a cut, which no rank is chosen for."""
     at_s: float
     touched: list[RequestRecord]
-    """Requests that ran in the victim's group."""
+    """Requests that ran in the victim's group; for a cut, all that ran."""
     full_s: float | None = None
     """Time at which the system had its full strength again; None if `ChaosBench.recover_s` passed first."""
     forced: bool = False
@@ -74,7 +78,8 @@ async def run_chaos(
     injector: FaultInjector | None = None,
     clock: Clock = time.monotonic,
 ) -> ChaosResult:
-    """Runs the bench. Raises `DisaggError` when no rank can be a victim, or a request of the quiet run fails."""
+    """Runs the bench. Raises `DisaggError` when no rank can be a victim, a request of the quiet run fails, or the
+    network cannot be cut or mended."""
     roles, found = bench.schedule.roles, set(system.groups().values())
     if bench.schedule.count and found.isdisjoint(roles):
         raise DisaggError(
@@ -84,17 +89,33 @@ async def run_chaos(
     report_line(f"quiet run: {len(bench.requests)} requests on {bench.streams} streams")
     quiet = await streams.send_each()
     _check_quiet(quiet)
-    begun_s, stop = clock(), asyncio.Event()
+    begun_s = clock()
     course = _Course(bench, system, streams, injector or FaultInjector(), clock, report_line)
+    try:
+        await _send_under_faults(course)
+    except ExceptionGroup as failed:
+        raise _first(failed) from failed
+    return ChaosResult(quiet, streams.records[len(quiet) :], course.faults, begun_s, clock())
+
+
+async def _send_under_faults(course: _Course) -> None:
+    bench, stop = course.bench, asyncio.Event()
     async with asyncio.TaskGroup() as group:
-        group.create_task(streams.send_until(stop, bench.schedule.seed))
+        group.create_task(course.streams.send_until(stop, bench.schedule.seed))
         try:
             await course.run()
         finally:
             course.injector.close()
+            if bench.network is not None:
+                bench.network.close()
             stop.set()
-            report_line(f"faults are over: {len(streams.running)} requests still run")
-    return ChaosResult(quiet, streams.records[len(quiet) :], course.faults, begun_s, clock())
+            course.report_line(f"faults are over: {len(course.streams.running)} requests still run")
+
+
+def _first(error: Exception) -> Exception:
+    while isinstance(error, ExceptionGroup):
+        error = error.exceptions[0]
+    return error
 
 
 def _check_quiet(quiet: Sequence[RequestRecord]) -> None:
@@ -146,6 +167,8 @@ class _Course:
 
     async def _inject(self, plan: PlannedFault) -> FaultRecord | None:
         """Injects a fault into a rank of a serving group; returns None if the limit passes without such a group."""
+        if plan.kind == "cut":
+            return await self._cut(plan)
         until_s = self.clock() + self.bench.recover_s
         while self.clock() < until_s:
             ranks = [rank for rank in self.system.ranks() if self._may_hit(rank)]
@@ -153,23 +176,34 @@ class _Course:
                 target = plan.victim(ranks)
                 touched = [one for one in self.streams.running if target.group in one.groups]
                 if self.injector.inject(plan.kind, target):
-                    self.faults.append(FaultRecord(plan, target, self.clock(), touched))
-                    self.report_line(self._words(self.faults[-1]))
-                    return self.faults[-1]
+                    return self._injected(plan, target, touched)
             await asyncio.sleep(POLL_S)
         self.report_line(f"no rank to hit{self._limit()}")
         return None
+
+    async def _cut(self, plan: PlannedFault) -> FaultRecord:
+        if self.bench.network is None:
+            raise DisaggError("the schedule cuts a network, but the run has none")
+        await self.bench.network.cut(plan.way)
+        return self._injected(plan, None, self.streams.running)
+
+    def _injected(
+        self, plan: PlannedFault, target: TargetRank | None, touched: list[RequestRecord]
+    ) -> FaultRecord:
+        self.faults.append(FaultRecord(plan, target, self.clock(), touched))
+        self.report_line(self._words(self.faults[-1]))
+        return self.faults[-1]
 
     def _may_hit(self, rank: TargetRank) -> bool:
         return rank.role in self.bench.schedule.roles and rank.group not in self.injector.wounded
 
     async def _recover(self, fault: FaultRecord) -> None:
-        """Continues a stopped rank after `stop_s`, and waits until the system has its full strength."""
-        if fault.plan.kind == "stop":
+        """Ends a stop or a cut after `stop_s`, and waits until the system has its full strength."""
+        if fault.plan.kind in ("stop", "cut"):
             await asyncio.sleep(fault.plan.stop_s)
-            self.injector.resume(fault.target)
+            await self._end(fault)
         fault.full_s = await self._full_strength()
-        if fault.full_s is None and fault.plan.kind == "hang":
+        if fault.full_s is None and fault.plan.kind == "hang" and fault.target is not None:
             self.report_line(f"fault {fault.plan.number}: not replaced, so {fault.target} is killed now")
             fault.forced = True
             self.injector.finish(fault.target)
@@ -181,6 +215,12 @@ class _Course:
             f"fault {fault.plan.number}: full strength after {fault.full_s - fault.at_s:.1f} s, "
             f"{sum(bool(record.error) for record in fault.touched)} of {len(fault.touched)} requests failed"
         )
+
+    async def _end(self, fault: FaultRecord) -> None:
+        if fault.target is not None:
+            self.injector.resume(fault.target)
+        elif self.bench.network is not None:
+            await self.bench.network.mend()
 
     async def _full_strength(self) -> float | None:
         """Waits for full strength; returns its time, or None after the limit. Overlapping faults extend the limit."""
@@ -197,8 +237,9 @@ class _Course:
 
     def _words(self, fault: FaultRecord) -> str:
         plan, target = fault.plan, fault.target
-        time_s = f" for {plan.stop_s:g} s" if plan.kind == "stop" else ""
+        time_s = f" for {plan.stop_s:g} s" if plan.kind in ("stop", "cut") else ""
+        where = plan.way if target is None else f"{target} (pid {target.pid})"
         return (
-            f"fault {plan.number} of {self.bench.schedule.count}: {plan.kind} {target} (pid {target.pid}){time_s}, "
+            f"fault {plan.number} of {self.bench.schedule.count}: {plan.kind} {where}{time_s}, "
             f"{len(fault.touched)} of {len(self.streams.running)} requests run there"
         )

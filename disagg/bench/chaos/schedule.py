@@ -10,9 +10,13 @@ from typing import Literal, NamedTuple, TypeVar, get_args
 from disagg.core.config.read import Role
 from disagg.core.errors import ConfigError
 
-FaultKind = Literal["kill", "stop", "hang"]
-"""Kind of a fault. `kill`: SIGKILL. `stop`: SIGSTOP, and SIGCONT after a time. `hang`: SIGSTOP without SIGCONT."""
+FaultKind = Literal["kill", "stop", "hang", "cut"]
+"""Kind of a fault. `kill`: SIGKILL. `stop`: SIGSTOP, and SIGCONT after a time. `hang`: SIGSTOP without SIGCONT.
+`cut`: a network that carries no packet in one or both directions for a time."""
 FAULT_KINDS: tuple[FaultKind, ...] = get_args(FaultKind)
+CutWay = Literal["both", "forth", "back"]
+"""Directions in which a cut network carries no packet."""
+CUT_WAYS: tuple[CutWay, ...] = get_args(CutWay)
 ROLES: tuple[Role, ...] = get_args(Role)
 Name = TypeVar("Name", bound=str)
 
@@ -30,7 +34,9 @@ class PlannedFault(NamedTuple):
     delay_s: float
     """Delay after full strength is reached again; with overlapping faults, delay after the previous fault."""
     stop_s: float
-    """Time between SIGSTOP and SIGCONT of a `stop`."""
+    """Time between SIGSTOP and SIGCONT of a `stop`; duration of a `cut`."""
+    way: CutWay = "both"
+    """Directions of a `cut`."""
 
     def victim(self, ranks: Sequence[Victim]) -> Victim:
         """Returns the victim among `ranks`, which must not be empty."""
@@ -47,6 +53,8 @@ class Schedule:
     """Mean of `PlannedFault.delay_s`, which is uniformly distributed."""
     stops_s: tuple[float, ...] = (1.0, 15.0)
     """Durations of a `stop`; each one is equally likely."""
+    cuts_s: tuple[float, ...] = (1.0, 15.0)
+    """Durations of a `cut`; each one is equally likely."""
     seed: int = 0
     roles: tuple[Role, ...] = ROLES
     """Roles of the groups whose ranks may be victims."""
@@ -62,7 +70,8 @@ class Schedule:
                 kind,
                 share=draw.random(),
                 delay_s=2 * self.gap_s * draw.random(),
-                stop_s=draw.choice(self.stops_s),
+                stop_s=draw.choice(self.cuts_s if kind == "cut" else self.stops_s),
+                way=draw.choice(CUT_WAYS) if kind == "cut" else "both",
             )
             for number, kind in enumerate(kinds, 1)
         ]

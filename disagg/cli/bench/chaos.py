@@ -19,6 +19,7 @@ from disagg.commands.early import check_model
 from disagg.core.errors import ConfigError
 
 if TYPE_CHECKING:
+    from disagg.bench.chaos.network import Network
     from disagg.bench.chaos.run import ChaosBench
     from disagg.bench.chaos.schedule import Schedule
 
@@ -32,7 +33,8 @@ class FaultFlags:
         typer.Option(
             "--faults",
             metavar="KIND,...",
-            help="kill (SIGKILL), stop (SIGSTOP, SIGCONT after --stop-s), hang (SIGSTOP without SIGCONT).",
+            help="kill (SIGKILL), stop (SIGSTOP, SIGCONT after --stop-s), hang (SIGSTOP without SIGCONT), cut (no "
+            "network for --cut-s, see --cut-command).",
         ),
     ] = "kill"
     roles: Annotated[
@@ -54,6 +56,19 @@ class FaultFlags:
             "--stop-s", metavar="S,...", help="Durations between SIGSTOP and SIGCONT, one chosen at random."
         ),
     ] = "1,15"
+    cut_s: Annotated[
+        str,
+        typer.Option("--cut-s", metavar="S,...", help="Durations of a cut, one chosen at random."),
+    ] = "1,15"
+    cut_command: Annotated[
+        str | None,
+        typer.Option(
+            "--cut-command",
+            metavar="COMMAND",
+            help="Command that cuts the network, called with one more argument: both, forth or back (one "
+            "direction), and mend after --cut-s.",
+        ),
+    ] = None
     overlap: Annotated[
         bool, typer.Option("--overlap", help="Inject a fault even if not all groups serve again.")
     ] = False
@@ -79,8 +94,26 @@ class FaultFlags:
             count=self.count,
             gap_s=self.gap_s,
             stops_s=parse_seconds("--stop-s", self.stop_s),
+            cuts_s=parse_seconds("--cut-s", self.cut_s),
             seed=self.seed,
         )
+
+    def network(self, schedule: Schedule) -> Network | None:
+        """Returns the network to cut, if the schedule has cuts. Raises `ConfigError` for flags that do not match."""
+        from disagg.bench.chaos.network import CutCommand
+
+        if "cut" not in schedule.kinds:
+            if self.cut_command is not None:
+                raise ConfigError(f"--cut-command and --faults {self.faults}: add cut to --faults")
+            return None
+        if self.cut_command is None:
+            raise ConfigError(f"--faults {self.faults}: a cut needs --cut-command, which cuts the network")
+        if self.overlap:
+            raise ConfigError(f"--faults {self.faults} and --overlap: the network has one cut at a time")
+        try:
+            return CutCommand(self.cut_command)
+        except ValueError as exc:
+            raise ConfigError(f"--cut-command {self.cut_command}: {exc}") from exc
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,12 +153,13 @@ class ChaosOptions:
 
 @with_options(ChaosOptions)
 def chaos(options: ChaosOptions) -> None:
-    """Kill and stop ranks under load, and compare every answer with the answer of a run without faults.
+    """Kill and stop ranks, cut a network, under load; compare every answer with the answer of a run without faults.
 
     Exit code 1 if an answer failed or differs, or if the groups did not recover. The deterministic mode is on by
     default; with --no-deterministic, rounding can change tokens.
     """
     schedule = options.faults.schedule()
+    network = options.faults.network(schedule)
     config = configuration(options.cluster.source, options)
     check_model(config.model)
     _check_join(options)
@@ -133,7 +167,7 @@ def chaos(options: ChaosOptions) -> None:
     from disagg.bench.chaos.chart import write_chaos_chart
     from disagg.bench.chaos.report import chaos_json, figure_lines, figures_table
 
-    bench = _bench(options, schedule)
+    bench = _bench(options, schedule, network)
     settings, report_line = _settings(options), _progress_lines()
     if options.join is not None:
         report = run_joined_bench(config, options.join, bench, settings, report_line)
@@ -162,7 +196,7 @@ def _check_join(options: ChaosOptions) -> None:
             )
 
 
-def _bench(options: ChaosOptions, schedule: Schedule) -> ChaosBench:
+def _bench(options: ChaosOptions, schedule: Schedule, network: Network | None) -> ChaosBench:
     from disagg.bench.chaos.run import ChaosBench
     from disagg.bench.chaos.workload import make_requests
     from disagg.bench.serve.lengths import parse_lengths
@@ -176,6 +210,7 @@ def _bench(options: ChaosOptions, schedule: Schedule) -> ChaosBench:
         overlap=options.faults.overlap,
         duration_s=options.faults.duration_s,
         recover_s=options.faults.recover_s,
+        network=network,
     )
 
 
@@ -193,6 +228,7 @@ def _settings(options: ChaosOptions) -> dict[str, str | float | None]:
         "duration_s": faults.duration_s,
         "gap_s": faults.gap_s,
         "stop_s": faults.stop_s,
+        "cut_s": faults.cut_s,
         "overlap": faults.overlap,
         "recover_s": faults.recover_s,
         "seed": faults.seed,

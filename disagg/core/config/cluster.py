@@ -73,7 +73,7 @@ class ClusterConfig(Section, frozen=True):
     """Time for all ranks of a group to load the model, warm up and record graphs."""
     hang_timeout_s: float = 15.0
     """Time without a response from a rank's process after which the rank's group is killed. This also detects a
-    stopped process (SIGSTOP)."""
+    stopped process (SIGSTOP). Five times as long if the rank's host cannot be reached."""
     step_timeout_s: float = 0.0
     """Minimum time limit of one step. A step that exceeds both this limit and ten times the longest earlier step
     fails its group, which is then replaced. 0: 30 s on a GPU, 300 s on a CPU."""

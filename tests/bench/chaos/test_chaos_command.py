@@ -40,9 +40,17 @@ def test_the_small_model_runs_on_the_cpu() -> None:
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--faults", "burn"], "--faults burn: give one or more of kill,stop,hang, each once"),
+        (["--faults", "burn"], "--faults burn: give one or more of kill,stop,hang,cut, each once"),
         (["--roles", "rank"], "--roles rank: give one or more of prefill,decode,colocated, each once"),
         (["--stop-s", "0"], "--stop-s 0: give seconds above 0"),
+        (["--cut-s", "0"], "--cut-s 0: give seconds above 0"),
+        (["--faults", "cut"], "--faults cut: a cut needs --cut-command"),
+        (["--cut-command", "./cut"], "--cut-command and --faults kill: add cut to --faults"),
+        (["--faults", "cut", "--cut-command", "'"], "--cut-command ': No closing quotation"),
+        (
+            ["--faults", "cut", "--cut-command", "./cut", "--overlap"],
+            "--faults cut and --overlap: the network has one cut at a time",
+        ),
         (["--gap-s", "-1"], "--gap-s -1: give a number above 0"),
         (
             ["--join", "tcp://h:1", "--prefill-groups", "1"],
@@ -108,14 +116,37 @@ def test_quiet_processes_pass(tmp_path: Path) -> None:
     assert (code, report["passed"], report["check_error"]) == (0, True, "")
 
 
+KILLED, STOPPED, HANGING = ("--faults", "kill"), ("--faults", "stop"), ("--faults", "hang")
+PREFILL, DECODE = ("--roles", "prefill"), ("--roles", "decode")
+DEATHS = {
+    "prefill killed": (1, 1, (*KILLED, *PREFILL)),
+    "decode killed": (1, 1, (*KILLED, *DECODE)),
+    "one of two killed": (2, 4, KILLED),
+    "stopped for 5 s": (1, 2, (*STOPPED, "--stop-s", "5")),
+    "prefill stopped for 20 s": (1, 1, (*STOPPED, *PREFILL, "--stop-s", "20")),
+    "decode stopped for 20 s": (1, 1, (*STOPPED, *DECODE, "--stop-s", "20")),
+    "prefill stopped for ever": (1, 1, (*HANGING, *PREFILL)),
+    "decode stopped for ever": (1, 1, (*HANGING, *DECODE)),
+    "one of two prefill ranks stopped for 15 s": (
+        1,
+        1,
+        (*STOPPED, *PREFILL, "--stop-s", "15", "--prefill-tp", "2"),
+    ),
+}
+"""Groups of each role, faults, and flags. Without recoveries, each of these faults failed requests."""
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)  # a process takes up to a minute to start on a busy machine
-@pytest.mark.parametrize(("groups", "faults"), [("1", 1), ("2", 4)])
-def test_killed_processes_are_replaced(tmp_path: Path, groups: str, faults: int) -> None:
-    sizes = ("--prefill-groups", groups, "--decode-groups", groups, "--count", str(faults), "--streams", "4")
-    code, report, progress = chaos(tmp_path, *sizes)
-    assert [fault["kind"] for fault in report["faults"]] == ["kill"] * faults
-    assert all(fault["full_strength_s"] is not None for fault in report["faults"])
+@pytest.mark.parametrize("death", DEATHS)
+def test_no_request_fails(tmp_path: Path, death: str) -> None:
+    groups, faults, flags = DEATHS[death]
+    sizes = ("--prefill-groups", str(groups), "--decode-groups", str(groups), "--count", str(faults))
+    code, report, progress = chaos(tmp_path, *sizes, "--streams", "4", *flags)
+    assert [fault["kind"] for fault in report["faults"]] == [flags[1]] * faults
+    assert all(fault["full_strength_s"] is not None and not fault["forced"] for fault in report["faults"])
     assert f"fault {faults}: full strength after" in progress
-    assert report["figures"]["recoveries"], "requests ran in the killed groups"
+    assert any(fault["touched"] for fault in report["faults"]), "requests ran in the groups"
+    if flags[0:2] == KILLED and PREFILL[1] not in flags:
+        assert report["figures"]["recoveries"], "the KV of a request was lost"
     assert (code, report["passed"], report["figures"]["failed"]) == (0, True, {})

@@ -13,7 +13,7 @@ from disagg.bench.chaos.answers import (
     compare_received,
     logprob_distance,
 )
-from disagg.bench.chaos.schedule import FAULT_KINDS, ROLES, Schedule, parse_names, parse_seconds
+from disagg.bench.chaos.schedule import CUT_WAYS, FAULT_KINDS, ROLES, Schedule, parse_names, parse_seconds
 from disagg.bench.chaos.workload import make_requests
 from disagg.bench.serve.lengths import parse_lengths
 from disagg.core.errors import ConfigError
@@ -33,6 +33,14 @@ def test_a_schedule_is_a_function_of_its_seed() -> None:
     assert all(0 <= fault.delay_s <= 1.0 for fault in faults)
 
 
+def test_cuts_have_durations_and_directions_of_their_own() -> None:
+    faults = Schedule(("stop", "cut"), 40, stops_s=(1.0,), cuts_s=(2.0, 3.0), seed=7).faults()
+    cuts = [fault for fault in faults if fault.kind == "cut"]
+    assert {fault.stop_s for fault in cuts} == {2.0, 3.0}
+    assert {fault.way for fault in cuts} == set(CUT_WAYS)
+    assert {fault.stop_s for fault in faults if fault.kind == "stop"} == {1.0}
+
+
 def test_every_rank_can_be_the_victim() -> None:
     faults = Schedule(count=100).faults()
     assert {fault.victim("abcde") for fault in faults} == set("abcde")
@@ -44,7 +52,7 @@ def test_flags_of_the_schedule() -> None:
     assert parse_names("--roles", "decode", ROLES) == ("decode",)
     assert parse_seconds("--stop-s", "1,0.5") == (1.0, 0.5)
     for text in ("", "kill,kill", "kill,burn"):
-        with pytest.raises(ConfigError, match=r"--faults .*kill,stop,hang"):
+        with pytest.raises(ConfigError, match=r"--faults .*kill,stop,hang,cut"):
             parse_names("--faults", text, FAULT_KINDS)
     for text in ("", "1,x", "0", "1,-2", "inf"):
         with pytest.raises(ConfigError, match="--stop-s"):

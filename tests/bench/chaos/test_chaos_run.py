@@ -25,7 +25,7 @@ from disagg.bench.chaos.report import (
     figures_table,
 )
 from disagg.bench.chaos.run import ChaosBench, ChaosResult, run_chaos
-from disagg.bench.chaos.schedule import FaultKind, Schedule
+from disagg.bench.chaos.schedule import CutWay, FaultKind, Schedule
 from disagg.bench.chaos.streams import RequestRecord
 from disagg.bench.chaos.workload import ChaosRequest
 from disagg.core.errors import BusyError, DisaggError, InvariantError
@@ -37,8 +37,30 @@ TOKENS = 30
 
 def bench(count: int = 3, kinds: tuple[FaultKind, ...] = ("kill",), **settings: Any) -> ChaosBench:
     requests = [ChaosRequest(i, (i,), SamplingParams(max_tokens=TOKENS, n=1 + (i == 2))) for i in range(4)]
-    schedule = Schedule(kinds, count, gap_s=0.01, stops_s=(0.02,))
+    schedule = Schedule(kinds, count, gap_s=0.01, stops_s=(0.02,), cuts_s=(0.03,))
     return ChaosBench(schedule, requests, 3, **{"recover_s": 5.0, **settings})
+
+
+class FakeNetwork:
+    """While it is cut, the fake system's requests wait."""
+
+    def __init__(self, system: FakeChaosSystem) -> None:
+        self._system = system
+        self.calls: list[str] = []
+        self.mend_error: DisaggError | None = None
+
+    async def cut(self, way: CutWay) -> None:
+        self.calls.append(way)
+        self._system.stopped.add("network")
+
+    async def mend(self) -> None:
+        self.calls.append("mend")
+        if self.mend_error is not None:
+            raise self.mend_error
+        self._system.stopped.discard("network")
+
+    def close(self) -> None:
+        self.calls.append("close")
 
 
 def ran(system: FakeChaosSystem, settings: ChaosBench, lines: list[str] | None = None) -> ChaosResult:
@@ -148,6 +170,39 @@ def test_a_stopped_rank_continues_after_its_time() -> None:
     touched = [pause for fault in report.faults for pause in fault.pauses_s]
     assert touched
     assert max(touched) >= 0.02, "the streams paused"
+
+
+def test_a_network_that_is_cut_and_comes_back(tmp_path: Path) -> None:
+    system = FakeChaosSystem()
+    network, lines = FakeNetwork(system), list[str]()
+    report = chaos_report(ran(system, bench(kinds=("cut",), count=4, network=network), lines), {})
+    assert (report.passed, system.signals) == (True, [])
+    ways = [fault.role for fault in report.faults]
+    assert network.calls == [word for way in ways for word in (way, "mend")] + ["close"]
+    assert len(set(ways)) > 1
+    assert f"fault 1 of 4: cut {ways[0]} for 0.03 s, 3 of 3 requests run there" in lines
+    for fault in report.faults:
+        assert (fault.group, fault.rank, fault.pid, fault.stop_s, fault.touched) == ("", None, None, 0.03, 3)
+        assert fault.full_strength_s is not None
+        assert max(fault.pauses_s) >= 0.03, "the streams paused"
+    console = Console(width=150, file=StringIO())
+    console.print(figures_table(report))
+    assert all(f"cut {way}" in console.file.getvalue() for way in ways)  # type: ignore[attr-defined]
+    write_chaos_chart(tmp_path / "chart.png", report)
+
+
+def test_a_cut_without_a_network_is_an_error() -> None:
+    with pytest.raises(DisaggError, match="the schedule cuts a network, but the run has none"):
+        ran(FakeChaosSystem(), bench(kinds=("cut",), count=1))
+
+
+def test_a_network_that_cannot_be_mended_ends_the_run() -> None:
+    system = FakeChaosSystem()
+    network = FakeNetwork(system)
+    network.mend_error = DisaggError("no link")
+    with pytest.raises(DisaggError, match="no link"):
+        ran(system, bench(kinds=("cut",), count=4, network=network))
+    assert network.calls[1:] == ["mend", "close"]
 
 
 def test_a_rank_that_hangs_unnoticed_is_killed_and_counted() -> None:
