@@ -29,7 +29,11 @@ ATTENTION = (
     "kernels/attention/test_decode_attention.py",
     "kernels/attention/test_kv_write.py",
 )
-LAYERS = ("kernels/layers/test_small_layers.py", "kernels/layers/test_rank_sum.py")
+LAYERS = (
+    "kernels/layers/test_small_layers.py",
+    "kernels/layers/test_rank_sum.py",
+    "kernels/layers/test_quantized_linear.py",
+)
 SAMPLING = (
     "kernels/sampling/test_draw.py",
     "kernels/sampling/test_penalties.py",
