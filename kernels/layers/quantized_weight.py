@@ -106,6 +106,12 @@ class QuantizedWeight:
             torch.cat([one.zeros for one in finer if one.zeros is not None]) if has_zeros else None,
         )
 
+    def row_part(self, start: int, stop: int) -> QuantizedWeight:
+        """Returns some rows, which begin with a block, as views."""
+        scales = slice(start // self.block[0], -(-stop // self.block[0]))
+        zeros = None if self.zeros is None else self.zeros[scales]
+        return QuantizedWeight(self.values[start:stop], self.scales[scales], self.block, zeros)
+
     def with_block_rows(self, rows: int) -> QuantizedWeight:
         """Returns the same matrix with `rows` rows per scale, which must divide the block or the whole matrix."""
         n, old = self.shape[0], min(self.block[0], self.shape[0])

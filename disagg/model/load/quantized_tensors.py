@@ -1,0 +1,187 @@
+"""Reads the quantized weights of checkpoints: a `Packing` for each way in which they are stored.
+
+All packings are converted to the one layout of `kernels.layers.quantized_weight`. A rank reads its own values, and
+cuts its part out of all scales. If a part does not begin at a scale, its scales are repeated for smaller blocks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import gcd
+from typing import Protocol
+
+import torch
+
+from disagg.core.errors import ConfigError, UnsupportedModelError
+from disagg.core.types import Span
+from disagg.model.load.weights import WeightSource, require_shape
+from disagg.model.spec.quantization import Elements, Quantization, Storage
+from disagg.model.tensor_parallel import Cut
+from kernels.layers.quantized_weight import QuantizedWeight, chunk_of, misfit, pack_nibbles, scales_shape
+
+_TYPES: dict[Elements, torch.dtype] = {
+    "fp8": torch.float8_e4m3fn,
+    "int8": torch.int8,
+    "int4": torch.uint8,
+}
+_Place = tuple[Span, Span]
+"""Rows and columns of a piece of a weight."""
+
+
+@dataclass(frozen=True)
+class LayerPart:
+    """A rank's part of the weight of one linear layer."""
+
+    name: str
+    """Name of the layer."""
+    shape: tuple[int, int]
+    """Output and input features of the whole layer."""
+    cut: Cut | None = None
+
+    def pieces(self) -> list[_Place]:
+        """Returns the pieces of the part. The pieces lie below each other."""
+        rows, columns = (Span(0, size) for size in self.shape)
+        if self.cut is None:
+            return [(rows, columns)]
+        if self.cut.dim == 0:
+            return [(span, columns) for span in self.cut.spans]
+        (span,) = self.cut.spans
+        return [(rows, span)]
+
+
+class Packing(Protocol):
+    """Reads the tensors of one layer. Methods raise ConfigError for missing tensors and for other shapes."""
+
+    markers: tuple[str, ...]
+    """Names of tensors that only quantized layers have. Each layer has one of them."""
+
+    def values(
+        self, weights: WeightSource, form: Quantization, layer: LayerPart, place: _Place, device: torch.device
+    ) -> torch.Tensor:
+        """Returns the values at `place`; 4-bit values as uint8."""
+
+    def scales(
+        self, weights: WeightSource, form: Quantization, layer: LayerPart, device: torch.device
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Returns all scales, as float32 in the shape of `scales_shape`, and their zero points."""
+
+
+def empty_weight(form: Quantization, layer: LayerPart) -> QuantizedWeight:
+    """Returns a weight with the shapes and types of the part, on the meta device.
+
+    Raises UnsupportedModelError if the kernels do not support its shape.
+    """
+    packed, block = form.elements == "int4", form.block_of(layer.shape)
+    pieces = []
+    for place in layer.pieces():
+        n, k = map(len, place)
+        own = _block_at(place, layer.shape, block)
+        if why := misfit((n, k), own, packed=packed):
+            raise UnsupportedModelError(
+                f"quantized {layer.name}, the rank's part [{n}, {k}] is unsupported: {why}"
+            )
+        values = torch.empty(n, k // 2 if packed else k, dtype=_TYPES[form.elements], device="meta")
+        scales = torch.empty(scales_shape((n, k), own), dtype=torch.float32, device="meta")
+        zeros = torch.empty(scales.shape, dtype=torch.uint8, device="meta") if form.zeros else None
+        pieces.append(QuantizedWeight(values, scales, own, zeros))
+    return pieces[0] if len(pieces) == 1 else QuantizedWeight.stacked(pieces)
+
+
+def read_weight(
+    weights: WeightSource, form: Quantization, layer: LayerPart, device: torch.device
+) -> QuantizedWeight:
+    """Reads the part of a layer's weight to `device`. Raises ConfigError for missing tensors and other shapes."""
+    packing, block = PACKINGS[form.storage], form.block_of(layer.shape)
+    scales, zeros = packing.scales(weights, form, layer, device)
+    require_shape(f"{layer.name}'s scales", tuple(scales.shape), scales_shape(layer.shape, block))
+    pieces = []
+    for place in layer.pieces():
+        own = _block_at(place, layer.shape, block)
+        values = packing.values(weights, form, layer, place, device)
+        if form.elements == "int4":
+            values = pack_nibbles(values, chunk_of(len(place[1]), own[1], packed=True))
+        cut = [None if one is None else _cut(one, place, block, own) for one in (scales, zeros)]
+        assert cut[0] is not None
+        pieces.append(QuantizedWeight(values, cut[0], own, cut[1]))
+    found = pieces[0] if len(pieces) == 1 else QuantizedWeight.stacked(pieces)
+    found.check()
+    return found
+
+
+def _block_at(place: _Place, shape: tuple[int, int], block: tuple[int, int]) -> tuple[int, int]:
+    """Returns the block of a piece of a weight: the largest that divides the weight's block and begins with the
+    piece."""
+    rows, columns = (
+        len(span) if each >= size else gcd(each, span.start)
+        for span, size, each in zip(place, shape, block, strict=True)
+    )
+    return rows, columns
+
+
+def _cut(whole: torch.Tensor, place: _Place, block: tuple[int, int], own: tuple[int, int]) -> torch.Tensor:
+    """Returns the scales of a piece, one for each of its own blocks."""
+    for dim, (span, each, size) in enumerate(zip(place, block, own, strict=True)):
+        if whole.shape[dim] == 1:
+            continue
+        first = span.start // each
+        part = whole.narrow(dim, first, -(-span.stop // each) - first).repeat_interleave(each // size, dim)
+        whole = part.narrow(dim, (span.start - first * each) // size, -(-len(span) // size))
+    return whole.contiguous()
+
+
+class _Values(Packing):
+    """Values in their own type, beside scales of any shape with the right number of elements."""
+
+    markers = ("weight_scale_inv", "weight_scale")
+
+    def values(
+        self, weights: WeightSource, form: Quantization, layer: LayerPart, place: _Place, device: torch.device
+    ) -> torch.Tensor:
+        """See `Packing.values`."""
+        dim = 0 if len(place[0]) < layer.shape[0] else 1
+        return _load(
+            weights,
+            f"{layer.name}.weight",
+            layer.shape,
+            _TYPES[form.elements],
+            device,
+            Cut(dim, (place[dim],)),
+        )
+
+    def scales(
+        self, weights: WeightSource, form: Quantization, layer: LayerPart, device: torch.device
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """See `Packing.scales`."""
+        return _scales(weights, form, layer, device, self.markers), None
+
+
+def _scales(
+    weights: WeightSource, form: Quantization, layer: LayerPart, device: torch.device, names: tuple[str, ...]
+) -> torch.Tensor:
+    expected = scales_shape(layer.shape, form.block_of(layer.shape))
+    for leaf in names:
+        name = f"{layer.name}.{leaf}"
+        stored = weights.shape_of(name, expected)
+        if stored is not None:
+            count = torch.Size(expected).numel()
+            found = _load(weights, name, stored, torch.float32, device)
+            require_shape(name, stored if found.numel() != count else expected, expected)
+            return found.view(expected)
+    raise ConfigError(f"the checkpoint has no weight named {layer.name}.{names[0]}")
+
+
+def _load(
+    weights: WeightSource,
+    name: str,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    cut: Cut | None = None,
+) -> torch.Tensor:
+    found = weights.load(name, shape, dtype, device, cut)
+    assert found is not None, name
+    return found
+
+
+PACKINGS: dict[Storage, Packing] = {"values": _Values()}
+"""Readers by the storage of `Quantization`."""

@@ -1,0 +1,38 @@
+"""Random quantized weights of named architectures, for benchmarks and tests without a checkpoint."""
+
+from __future__ import annotations
+
+import torch
+
+from disagg.model.load.weights import RandomWeights, seed_of
+from disagg.model.spec.quantization import Elements
+from disagg.model.tensor_parallel import Cut
+
+_SPREAD: dict[Elements, float] = {"fp8": 64.0, "int8": 32.0, "int4": 4.6}
+"""Standard deviation of random values by their type."""
+
+
+class RandomQuantizedWeights(RandomWeights):
+    """Random weights with quantized linear layers, equal for any TP size."""
+
+    def __init__(self, seed: int, std: float, elements: Elements) -> None:
+        """`std`: standard deviation of the weights. `elements`: type of quantized values."""
+        super().__init__(seed, std)
+        self._seed, self._spread = seed, _SPREAD[elements]
+        self._scale = std / self._spread
+
+    def load(
+        self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, cut: Cut | None
+    ) -> torch.Tensor | None:
+        """See `WeightSource.load`. All scales are equal."""
+        if name.endswith(("weight_scale", "weight_scale_inv")):
+            return torch.full(shape, self._scale, dtype=dtype, device=device)
+        if dtype in (torch.float32, torch.bfloat16, torch.float16):
+            return super().load(name, shape, dtype, device, cut)
+        generator = torch.Generator(device).manual_seed(seed_of(self._seed, name))
+        if dtype == torch.int32:  # eight values of 4 bits
+            whole = torch.randint(-(1 << 31), 1 << 31, shape, dtype=dtype, device=device, generator=generator)
+        else:
+            noise = torch.empty(shape, device=device).normal_(0.0, self._spread, generator=generator)
+            whole = (noise.round().clamp(-127, 127) if dtype == torch.int8 else noise).to(dtype)
+        return whole if cut is None else cut.apply(whole).contiguous()

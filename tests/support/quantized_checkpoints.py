@@ -1,0 +1,145 @@
+"""Writes a tiny checkpoint in each supported format of quantized weights, beside the same weights in float32."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+Tensors = dict[str, torch.Tensor]
+Quantize = Callable[[torch.Tensor], tuple[Tensors, torch.Tensor]]
+"""Function of a float32 weight `[n, k]` that returns the stored tensors by leaf name, and the represented weight."""
+
+CONFIG = LlamaConfig(
+    vocab_size=259,
+    hidden_size=256,
+    intermediate_size=320,  # two ranks cut blocks of 128 and groups of 64
+    num_hidden_layers=2,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    head_dim=32,
+    max_position_embeddings=256,
+    attention_bias=True,
+    mlp_bias=True,
+    bos_token_id=256,
+    eos_token_id=257,
+    pad_token_id=258,
+)
+
+
+@dataclass(frozen=True)
+class WeightFormat:
+    """A format of checkpoints: its settings, and how a weight is stored."""
+
+    settings: dict[str, Any]
+    quantize: Quantize
+
+
+def compressed(form: str, **weights: Any) -> dict[str, Any]:
+    """Settings of compressed-tensors."""
+    group = {"targets": ["Linear"], "weights": {"symmetric": True, "dynamic": False, **weights}}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": form,
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+    }
+
+
+def spread(scales: torch.Tensor, block: tuple[int, int], shape: torch.Size) -> torch.Tensor:
+    """One number per element of a weight of `shape`."""
+    rows = scales.float().repeat_interleave(block[0], 0)[: shape[0]]
+    return rows.repeat_interleave(block[1], 1)[:, : shape[1]]
+
+
+def largest(weight: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
+    """The largest magnitude of each block."""
+    n, k = weight.shape
+    rows, columns = -(-n // block[0]), -(-k // block[1])
+    padded = torch.zeros(rows * block[0], columns * block[1])
+    padded[:n, :k] = weight.abs()
+    return padded.view(rows, block[0], columns, block[1]).amax((1, 3))
+
+
+def values_in(
+    dtype: torch.dtype, limit: float, block: tuple[int, int], leaf: str, *, flat: bool = False
+) -> Quantize:
+    """Values of `dtype` beside scales; a block of 0 is the whole dimension."""
+
+    def quantize(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        size = (block[0] or weight.shape[0], block[1] or weight.shape[1])
+        scales = largest(weight, size) / limit
+        each = spread(scales, size, weight.shape)
+        values = weight / each
+        stored = (values.round() if dtype == torch.int8 else values).to(dtype)
+        return {"weight": stored, leaf: scales[0, 0] if flat else scales}, stored.float() * each
+
+    return quantize
+
+
+FP8 = torch.float8_e4m3fn
+FORMATS: dict[str, WeightFormat] = {
+    "fp8 block": WeightFormat(
+        {
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [128, 128],
+        },
+        values_in(FP8, 448, (128, 128), "weight_scale_inv"),
+    ),
+    "fp8 tensor": WeightFormat(
+        {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None},
+        values_in(FP8, 448, (0, 0), "weight_scale_inv", flat=True),
+    ),
+    "compressed fp8 tensor": WeightFormat(
+        compressed("float-quantized", num_bits=8, type="float", strategy="tensor"),
+        values_in(FP8, 448, (0, 0), "weight_scale"),
+    ),
+    "compressed fp8 channel": WeightFormat(
+        compressed("float-quantized", num_bits=8, type="float", strategy="channel"),
+        values_in(FP8, 448, (1, 0), "weight_scale"),
+    ),
+    "compressed fp8 block": WeightFormat(
+        compressed("float-quantized", num_bits=8, type="float", strategy="block", block_structure=[128, 128]),
+        values_in(FP8, 448, (128, 128), "weight_scale"),
+    ),
+    "compressed int8 channel": WeightFormat(
+        compressed("int-quantized", num_bits=8, type="int", strategy="channel"),
+        values_in(torch.int8, 127, (1, 0), "weight_scale"),
+    ),
+}
+
+
+def write_checkpoints(directory: Path, form: WeightFormat) -> tuple[Path, Path]:
+    """Writes a quantized checkpoint and the same weights in float32; returns their folders."""
+    torch.manual_seed(3)
+    model = AutoModelForCausalLM.from_config(CONFIG, dtype=torch.float32)
+    for parameter in model.parameters():
+        parameter.data += 0.15 * torch.randn(parameter.shape)
+    quantized, plain = directory / "quantized", directory / "plain"
+    model.save_pretrained(plain)
+    tensors = load_file(plain / "model.safetensors")
+    stored = dict(tensors)
+    for name, weight in tensors.items():
+        if name.endswith("proj.weight"):
+            own, tensors[name] = form.quantize(weight)
+            del stored[name]
+            stored |= {f"{name.removesuffix('weight')}{leaf}": one.contiguous() for leaf, one in own.items()}
+    save_file(tensors, plain / "model.safetensors", metadata={"format": "pt"})
+    quantized.mkdir()
+    save_file(stored, quantized / "model.safetensors", metadata={"format": "pt"})
+    set_quantization(plain, quantized, form.settings)
+    return quantized, plain
+
+
+def set_quantization(source: Path, target: Path, settings: dict[str, Any]) -> None:
+    """Copies a config.json, with `settings` of quantized weights."""
+    config = json.loads((source / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
