@@ -83,6 +83,63 @@ def values_in(
     return quantize
 
 
+def words_of(values: torch.Tensor, bits: int) -> torch.Tensor:
+    """Unsigned values packed into int32 along the last dimension, the first one in the lowest bits."""
+    each = 32 // bits
+    padded = torch.nn.functional.pad(values, (0, -values.shape[-1] % each)).to(torch.int64)
+    words = torch.zeros(padded.shape[0], padded.shape[1] // each, dtype=torch.int64)
+    for place in range(each):
+        words |= padded[:, place::each] << (bits * place)
+    return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
+
+
+@dataclass(frozen=True)
+class Integers:
+    """A weight as unsigned integers: `(value - zero) * scale`, with a scale and a zero point for each group."""
+
+    values: torch.Tensor
+    scales: torch.Tensor
+    zeros: torch.Tensor
+    weight: torch.Tensor
+
+
+def integers_of(
+    weight: torch.Tensor, bits: int, group: int, *, symmetric: bool, scales_in: torch.dtype = torch.float32
+) -> Integers:
+    """Rounds a weight to unsigned integers; `group` columns share a scale, 0: all of them."""
+    size = (1, group or weight.shape[1])
+    n, most = weight.shape[0], (1 << bits) - 1
+    groups = weight.view(n, -1, size[1])
+    if symmetric:
+        scales = groups.abs().amax(-1) / (most // 2)
+        zeros = torch.full_like(scales, (most + 1) // 2)
+    else:
+        low, high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
+        scales = (high - low) / most
+        zeros = (-low / scales).round().clamp(0, most)
+    scales = scales.to(scales_in)
+    zero, scale = spread(zeros, size, weight.shape), spread(scales, size, weight.shape)
+    values = (weight / scale + zero).round().clamp(0, most)
+    return Integers(values.to(torch.uint8), scales, zeros.to(torch.uint8), (values - zero) * scale)
+
+
+def packed_in(bits: int, group: int, *, symmetric: bool = True) -> Quantize:
+    """The packing of compressed-tensors."""
+
+    def quantize(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        found = integers_of(weight, bits, group, symmetric=symmetric, scales_in=torch.bfloat16)
+        stored = {
+            "weight_packed": words_of(found.values, bits),
+            "weight_scale": found.scales,
+            "weight_shape": torch.tensor(weight.shape),
+        }
+        if not symmetric:
+            stored["weight_zero_point"] = words_of(found.zeros.t(), bits).t()
+        return stored, found.weight
+
+    return quantize
+
+
 FP8 = torch.float8_e4m3fn
 FORMATS: dict[str, WeightFormat] = {
     "fp8 block": WeightFormat(
@@ -113,6 +170,22 @@ FORMATS: dict[str, WeightFormat] = {
     "compressed int8 channel": WeightFormat(
         compressed("int-quantized", num_bits=8, type="int", strategy="channel"),
         values_in(torch.int8, 127, (1, 0), "weight_scale"),
+    ),
+    "compressed int8 packed": WeightFormat(
+        compressed("pack-quantized", num_bits=8, type="int", strategy="channel"), packed_in(8, 0)
+    ),
+    "compressed int4 group": WeightFormat(
+        compressed("pack-quantized", num_bits=4, type="int", strategy="group", group_size=64),
+        packed_in(4, 64),
+    ),
+    "compressed int4 channel": WeightFormat(
+        compressed("pack-quantized", num_bits=4, type="int", strategy="channel"), packed_in(4, 0)
+    ),
+    "compressed int4 zeros": WeightFormat(
+        compressed(
+            "pack-quantized", num_bits=4, type="int", strategy="group", group_size=64, symmetric=False
+        ),
+        packed_in(4, 64, symmetric=False),
     ),
 }
 

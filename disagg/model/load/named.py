@@ -37,6 +37,7 @@ QUANTIZATIONS: dict[str, dict[str, Any]] = {
     "fp8-block": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]},
     "fp8-channel": _compressed("float-quantized", num_bits=8, type="float", strategy="channel"),
     "int8-channel": _compressed("int-quantized", num_bits=8, type="int", strategy="channel"),
+    "int4-group": _compressed("pack-quantized", num_bits=4, type="int", strategy="group", group_size=128),
 }
 """`quantization_config` of the formats in which random weights can be drawn, by name."""
 

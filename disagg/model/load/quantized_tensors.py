@@ -24,6 +24,7 @@ _TYPES: dict[Elements, torch.dtype] = {
     "int8": torch.int8,
     "int4": torch.uint8,
 }
+_BITS: dict[Elements, int] = {"fp8": 8, "int8": 8, "int4": 4}
 _Place = tuple[Span, Span]
 """Rows and columns of a piece of a weight."""
 
@@ -132,7 +133,7 @@ def _cut(whole: torch.Tensor, place: _Place, block: tuple[int, int], own: tuple[
 class _Values(Packing):
     """Values in their own type, beside scales of any shape with the right number of elements."""
 
-    markers = ("weight_scale_inv", "weight_scale")
+    markers: tuple[str, ...] = ("weight_scale_inv", "weight_scale")
 
     def values(
         self, weights: WeightSource, form: Quantization, layer: LayerPart, place: _Place, device: torch.device
@@ -153,6 +154,62 @@ class _Values(Packing):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """See `Packing.scales`."""
         return _scales(weights, form, layer, device, self.markers), None
+
+
+class _Packed(Packing):
+    """Values of 4 or 8 bits in words of 32 bits, along the rows, with half of their range added."""
+
+    markers: tuple[str, ...] = ("weight_packed",)
+
+    def values(
+        self, weights: WeightSource, form: Quantization, layer: LayerPart, place: _Place, device: torch.device
+    ) -> torch.Tensor:
+        """See `Packing.values`."""
+        (n, k), bits = layer.shape, _BITS[form.elements]
+        words = _words(place[1], bits)
+        cut = Cut(0, (place[0],)) if len(place[0]) < n else Cut(1, (words,))
+        stored = _load(weights, f"{layer.name}.weight_packed", (n, _count(k, bits)), torch.int32, device, cut)
+        found = _unpacked(stored, bits)
+        return _biased(found if cut.dim == 0 else _narrow(found, place[1], words, bits), k, form)
+
+    def scales(
+        self, weights: WeightSource, form: Quantization, layer: LayerPart, device: torch.device
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """See `Packing.scales`."""
+        found = _scales(weights, form, layer, device, ("weight_scale",))
+        if not form.zeros:
+            return found, None
+        n, groups = found.shape
+        name, bits = f"{layer.name}.weight_zero_point", _BITS[form.elements]
+        stored = _load(weights, name, (_count(n, bits), groups), torch.int32, device)
+        return found, _unpacked(stored.t(), bits)[:, :n].t().contiguous()
+
+
+def _count(size: int, bits: int) -> int:
+    """Returns the number of words that hold `size` values."""
+    return -(-size * bits // 32)
+
+
+def _words(span: Span, bits: int) -> Span:
+    """Returns the words that hold a span of values."""
+    return Span(span.start * bits // 32, _count(span.stop, bits))
+
+
+def _narrow(values: torch.Tensor, span: Span, words: Span, bits: int) -> torch.Tensor:
+    """Returns the columns `span` of a weight, given the values of `words`."""
+    return values.narrow(1, span.start - words.start * 32 // bits, len(span))
+
+
+def _unpacked(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """Returns the uint8 values of int32 words, from the lowest bits to the highest, along the last dimension."""
+    found = words.contiguous().view(torch.uint8)
+    return found if bits == 8 else torch.stack((found & 15, found >> 4), -1).flatten(-2)
+
+
+def _biased(values: torch.Tensor, columns: int, form: Quantization) -> torch.Tensor:
+    """Returns unsigned values of `columns` columns at most: 4 bits as they are, 8 bits as int8 around zero."""
+    values = values[:, :columns].contiguous()
+    return values if form.elements == "int4" else (values ^ 128).view(torch.int8)
 
 
 def _scales(
@@ -183,5 +240,5 @@ def _load(
     return found
 
 
-PACKINGS: dict[Storage, Packing] = {"values": _Values()}
+PACKINGS: dict[Storage, Packing] = {"values": _Values(), "packed": _Packed()}
 """Readers by the storage of `Quantization`."""

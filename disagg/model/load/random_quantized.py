@@ -8,7 +8,7 @@ from disagg.model.load.weights import RandomWeights, seed_of
 from disagg.model.spec.quantization import Elements
 from disagg.model.tensor_parallel import Cut
 
-_SPREAD: dict[Elements, float] = {"fp8": 64.0, "int8": 32.0, "int4": 4.6}
+_SPREAD: dict[Elements, float] = {"fp8": 64.0, "int8": 32.0, "int4": 2.5}
 """Standard deviation of random values by their type."""
 
 
@@ -30,9 +30,12 @@ class RandomQuantizedWeights(RandomWeights):
         if dtype in (torch.float32, torch.bfloat16, torch.float16):
             return super().load(name, shape, dtype, device, cut)
         generator = torch.Generator(device).manual_seed(seed_of(self._seed, name))
-        if dtype == torch.int32:  # eight values of 4 bits
-            whole = torch.randint(-(1 << 31), 1 << 31, shape, dtype=dtype, device=device, generator=generator)
+        packed = dtype == torch.int32  # eight values of 4 bits in each word
+        noise = torch.empty(*shape, *((8,) if packed else ()), device=device)
+        noise.normal_(0.0, self._spread, generator=generator)
+        if packed:
+            shifts = torch.arange(0, 32, 4, device=device)
+            whole = ((noise.round().clamp(-8, 7).long() + 8) << shifts).sum(-1).to(dtype)
         else:
-            noise = torch.empty(shape, device=device).normal_(0.0, self._spread, generator=generator)
             whole = (noise.round().clamp(-127, 127) if dtype == torch.int8 else noise).to(dtype)
         return whole if cut is None else cut.apply(whole).contiguous()

@@ -10,8 +10,8 @@ Elements = Literal["fp8", "int8", "int4"]
 Storage = Literal["values", "packed"]
 
 SUPPORTED = (
-    "supported are fp8 (e4m3) and compressed-tensors with fp8 or int8 weights, and one scale per tensor, channel, "
-    "group or block"
+    "supported are fp8 (e4m3) and compressed-tensors with fp8, int8 or int4 weights, and one scale per tensor, "
+    "channel, group or block"
 )
 
 
@@ -81,7 +81,7 @@ def _compressed_tensors(settings: Mapping[str, Any]) -> Quantization:
         raise UnsupportedQuantizationError(f"its weights are quantized as {name}{order}; {SUPPORTED}")
     storage, elements = _COMPRESSED[kind]
     zeros = not one.get("symmetric", True)
-    if zeros and elements != "int4":
+    if zeros and (elements != "int4" or block[0] != 1):
         raise UnsupportedQuantizationError(f"its {elements} weights have zero points ({name}); {SUPPORTED}")
     return Quantization(storage, elements, block, zeros)
 
@@ -106,5 +106,7 @@ _COMPRESSED: dict[tuple[Any, ...], tuple[Storage, Elements]] = {
     ("naive-quantized", "float", 8): ("values", "fp8"),
     ("int-quantized", "int", 8): ("values", "int8"),
     ("naive-quantized", "int", 8): ("values", "int8"),
+    ("pack-quantized", "int", 8): ("packed", "int8"),
+    ("pack-quantized", "int", 4): ("packed", "int4"),
 }
 _METHODS = {"fp8": _fp8, "compressed-tensors": _compressed_tensors}

@@ -30,6 +30,7 @@ from disagg.model.load.source import ModelSource
 from disagg.model.unsplit import generate_unsplit
 
 ANSWER_TOKENS = 12
+SMALL_INT4 = pytest.param("small-llama:int4-group", marks=pytest.mark.slow)
 GREEDY = SamplingParams(max_tokens=ANSWER_TOKENS, ignore_eos=True)
 Checkpoints = Callable[[str], tuple[Path, list[list[int]]]]
 
@@ -66,7 +67,9 @@ def test_greedy_equals_generate(name: str, checkpoints: Checkpoints) -> None:
 
 
 @pytest.mark.parametrize("row_wise", [False, True], ids=["", "row-wise"])
-@pytest.mark.parametrize("name", ["fp8 block", "fp8 tensor", "compressed int8 channel"])
+@pytest.mark.parametrize(
+    "name", ["fp8 block", "fp8 tensor", "compressed int8 channel", "compressed int4 zeros"]
+)
 def test_merged_projections(name: str, row_wise: bool, checkpoints: Checkpoints) -> None:
     directory, expected = checkpoints(name)
 
@@ -93,25 +96,31 @@ def test_quantized_weights_need_less_memory(name: str, checkpoints: Checkpoints)
     layers = [module for module in quantized.model.modules() if isinstance(module, QuantizedLinear)]
     nbytes = sum(layer.values.nbytes + layer.scales.nbytes for layer in layers)
     elements = sum(layer.in_features * layer.out_features for layer in layers)
-    assert nbytes < 1.05 * elements
+    assert nbytes < (0.58 if "int4" in name else 1.03) * elements
 
 
-@pytest.mark.parametrize("name", ["fp8-block", "fp8-channel", "int8-channel"])
+@pytest.mark.parametrize(
+    "name",
+    ["tiny-llama:fp8-block", "tiny-llama:fp8-channel", "tiny-llama:int8-channel", SMALL_INT4],
+)
 def test_random_weights_are_equal_for_any_number_of_ranks(name: str) -> None:
-    source = ModelSource.random_init(f"tiny-llama:{name}")
-    assert source.fingerprint != ModelSource.random_init("tiny-llama").fingerprint
+    source = ModelSource.random_init(name)
+    assert source.fingerprint != ModelSource.random_init(name.partition(":")[0]).fingerprint
 
     def answers(collective: ThreadCollective) -> list[list[int]]:
         runner = make_runner(source, collective)
         assert any(isinstance(module, QuantizedLinear) for module in runner.model.modules())
-        return generate_unsplit(runner, prompts(), GREEDY, chunk_tokens=29)
+        params = SamplingParams(max_tokens=4, ignore_eos=True)
+        return generate_unsplit(runner, prompts()[:2], params, chunk_tokens=29)
 
     (one,) = run_ranks(1, answers)
     assert run_ranks(2, answers) == [one, one]
-    assert len({tuple(answer) for answer in one}) > 1
+    assert one[0] != one[1]
 
 
-@pytest.mark.parametrize(("elements", "dtype"), [("fp8", torch.float8_e4m3fn), ("int8", torch.int8)])
+@pytest.mark.parametrize(
+    ("elements", "dtype"), [("fp8", torch.float8_e4m3fn), ("int8", torch.int8), ("int4", torch.int32)]
+)
 def test_random_weights_have_the_wanted_deviation(elements: Any, dtype: torch.dtype) -> None:
     weights = RandomQuantizedWeights(0, 0.02, elements)
     device = torch.device("cpu")
@@ -119,6 +128,8 @@ def test_random_weights_have_the_wanted_deviation(elements: Any, dtype: torch.dt
     scale = weights.load("a.weight_scale", (1, 1), torch.float32, device, None)
     assert values is not None
     assert scale is not None
+    if elements == "int4":
+        values = (values[..., None] >> torch.arange(0, 32, 4)) & 15
     assert float((values.float() * scale).std()) == pytest.approx(0.02, rel=0.1)
 
 
@@ -144,6 +155,13 @@ def test_an_unknown_weight_format_is_refused(name: str) -> None:
             "zero points",
         ),
         (compressed("int-quantized", num_bits=8, type="int", strategy="token"), "8 bits int, token"),
+        (
+            compressed(
+                "pack-quantized", num_bits=4, type="int", strategy="group", group_size=128, actorder="group"
+            ),
+            "group, actorder group",
+        ),
+        (compressed("pack-quantized", num_bits=3, type="int", strategy="channel"), "3 bits"),
         (
             compressed("int-quantized", num_bits=8, type="int", strategy="channel")
             | {"sparsity_config": {"format": "sparse-24-bitmask"}},
