@@ -140,6 +140,59 @@ def packed_in(bits: int, group: int, *, symmetric: bool = True) -> Quantize:
     return quantize
 
 
+def gptq_in(bits: int, group: int, *, symmetric: bool = True, less: int = 1) -> Quantize:
+    """The packing of GPTQ: words along the inputs, everything transposed."""
+
+    def quantize(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        found = integers_of(weight, bits, group, symmetric=symmetric, scales_in=torch.float16)
+        stored_zeros = (found.zeros.to(torch.int64) - less) % (1 << bits)
+        columns = torch.arange(weight.shape[1], dtype=torch.int32)
+        return {
+            "qweight": words_of(found.values, bits).t(),
+            "qzeros": words_of(stored_zeros.t(), bits),
+            "scales": found.scales.t(),
+            "g_idx": columns // (group or weight.shape[1]),
+        }, found.weight
+
+    return quantize
+
+
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+"""Which of eight values each four bits of a word hold, from the lowest on."""
+
+
+def awq_in(group: int) -> Quantize:
+    """The packing of AWQ: words along the outputs, everything transposed."""
+
+    def words(values: torch.Tensor) -> torch.Tensor:
+        rows = values.t().unflatten(-1, (-1, 8))[..., list(AWQ_ORDER)]
+        return words_of(rows.flatten(-2), 4)
+
+    def quantize(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        found = integers_of(weight, 4, group, symmetric=False, scales_in=torch.float16)
+        stored = {"qweight": words(found.values), "qzeros": words(found.zeros), "scales": found.scales.t()}
+        return stored, found.weight
+
+    return quantize
+
+
+def gptq(**settings: Any) -> dict[str, Any]:
+    """Settings of GPTQ."""
+    return {"quant_method": "gptq", "bits": 4, "group_size": 64, "sym": True, "desc_act": False, **settings}
+
+
+def awq(**settings: Any) -> dict[str, Any]:
+    """Settings of AWQ."""
+    return {
+        "quant_method": "awq",
+        "bits": 4,
+        "group_size": 64,
+        "zero_point": True,
+        "version": "gemm",
+        **settings,
+    }
+
+
 FP8 = torch.float8_e4m3fn
 FORMATS: dict[str, WeightFormat] = {
     "fp8 block": WeightFormat(
@@ -187,6 +240,13 @@ FORMATS: dict[str, WeightFormat] = {
         ),
         packed_in(4, 64, symmetric=False),
     ),
+    "gptq": WeightFormat(gptq(), gptq_in(4, 64)),
+    "gptq zeros": WeightFormat(gptq(sym=False), gptq_in(4, 64, symmetric=False)),
+    "gptq v2": WeightFormat(
+        gptq(sym=False, checkpoint_format="gptq_v2"), gptq_in(4, 64, symmetric=False, less=0)
+    ),
+    "gptq int8": WeightFormat(gptq(bits=8, group_size=-1), gptq_in(8, 0)),
+    "awq": WeightFormat(awq(), awq_in(64)),
 }
 
 
@@ -198,6 +258,12 @@ def write_checkpoints(directory: Path, form: WeightFormat) -> tuple[Path, Path]:
         parameter.data += 0.15 * torch.randn(parameter.shape)
     quantized, plain = directory / "quantized", directory / "plain"
     model.save_pretrained(plain)
+    quantize_checkpoint(plain, quantized, form)
+    return quantized, plain
+
+
+def quantize_checkpoint(plain: Path, quantized: Path, form: WeightFormat) -> None:
+    """Writes a quantized copy of a checkpoint, and rounds the checkpoint's own weights to the represented ones."""
     tensors = load_file(plain / "model.safetensors")
     stored = dict(tensors)
     for name, weight in tensors.items():
@@ -209,7 +275,6 @@ def write_checkpoints(directory: Path, form: WeightFormat) -> tuple[Path, Path]:
     quantized.mkdir()
     save_file(stored, quantized / "model.safetensors", metadata={"format": "pt"})
     set_quantization(plain, quantized, form.settings)
-    return quantized, plain
 
 
 def set_quantization(source: Path, target: Path, settings: dict[str, Any]) -> None:

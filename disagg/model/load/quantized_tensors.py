@@ -185,6 +185,91 @@ class _Packed(Packing):
         return found, _unpacked(stored.t(), bits)[:, :n].t().contiguous()
 
 
+class _Gptq(Packing):
+    """Words along the input features, in transposed tensors; zero points are stored `less` than they are."""
+
+    markers: tuple[str, ...] = ("qweight",)
+
+    def __init__(self, less: int) -> None:
+        self._less = less
+
+    def values(
+        self, weights: WeightSource, form: Quantization, layer: LayerPart, place: _Place, device: torch.device
+    ) -> torch.Tensor:
+        """See `Packing.values`."""
+        (n, k), bits = layer.shape, _BITS[form.elements]
+        words = _words(place[1], bits)
+        cut = Cut(1, (place[0],)) if len(place[0]) < n else Cut(0, (words,))
+        stored = _load(weights, f"{layer.name}.qweight", (_count(k, bits), n), torch.int32, device, cut)
+        found = _unpacked(stored.t(), bits)
+        return _biased(found if cut.dim == 1 else _narrow(found, place[1], words, bits), k, form)
+
+    def scales(
+        self, weights: WeightSource, form: Quantization, layer: LayerPart, device: torch.device
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """See `Packing.scales`."""
+        _require_ordered(weights, form, layer)
+        n, groups = scales_shape(layer.shape, form.block_of(layer.shape))
+        found = _load(weights, f"{layer.name}.scales", (groups, n), torch.float32, device).t().contiguous()
+        bits = _BITS[form.elements]
+        stored = _load(weights, f"{layer.name}.qzeros", (groups, _count(n, bits)), torch.int32, device)
+        zeros = (_unpacked(stored, bits)[:, :n].t() + self._less) & ((1 << bits) - 1)
+        middle = 1 << (bits - 1)
+        if not form.zeros and not bool((zeros == middle).all()):
+            raise ConfigError(
+                f"{layer.name}.qzeros has zero points other than {middle}, but the configuration has sym = true"
+            )
+        return found, zeros.contiguous() if form.zeros else None
+
+
+def _require_ordered(weights: WeightSource, form: Quantization, layer: LayerPart) -> None:
+    """Raises UnsupportedModelError unless each group is a range of columns."""
+    k, name = layer.shape[1], f"{layer.name}.g_idx"
+    if weights.shape_of(name, (k,)) is None:
+        return
+    groups = _load(weights, name, (k,), torch.int32, torch.device("cpu"))
+    if not torch.equal(groups, torch.arange(k, dtype=torch.int32) // form.block_of(layer.shape)[1]):
+        raise UnsupportedModelError(
+            f"{name} orders columns by importance (desc_act), which is not supported; quantize with desc_act = false"
+        )
+
+
+class _Awq(Packing):
+    """Words along the output features, in transposed tensors, with values in the order of `_AWQ_PLACES`."""
+
+    markers: tuple[str, ...] = ("qweight",)
+
+    def values(
+        self, weights: WeightSource, form: Quantization, layer: LayerPart, place: _Place, device: torch.device
+    ) -> torch.Tensor:
+        """See `Packing.values`."""
+        n, k = layer.shape
+        words = _words(place[0], 4)
+        cut = Cut(0, (place[1],)) if len(place[1]) < k else Cut(1, (words,))
+        stored = _load(weights, f"{layer.name}.qweight", (k, _count(n, 4)), torch.int32, device, cut)
+        found = _awq_unpacked(stored)
+        return (found if cut.dim == 0 else _narrow(found, place[0], words, 4))[:, :n].t().contiguous()
+
+    def scales(
+        self, weights: WeightSource, form: Quantization, layer: LayerPart, device: torch.device
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """See `Packing.scales`."""
+        n, groups = scales_shape(layer.shape, form.block_of(layer.shape))
+        found = _load(weights, f"{layer.name}.scales", (groups, n), torch.float32, device)
+        zeros = _load(weights, f"{layer.name}.qzeros", (groups, _count(n, 4)), torch.int32, device)
+        return found.t().contiguous(), _awq_unpacked(zeros)[:, :n].t().contiguous()
+
+
+_AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
+"""Place in its word, counted from the lowest bits, of each of eight values."""
+
+
+def _awq_unpacked(words: torch.Tensor) -> torch.Tensor:
+    found = _unpacked(words, 4)
+    places = torch.tensor(_AWQ_PLACES, device=words.device)
+    return found.view(len(found), -1, len(_AWQ_PLACES)).index_select(2, places).view(found.shape)
+
+
 def _count(size: int, bits: int) -> int:
     """Returns the number of words that hold `size` values."""
     return -(-size * bits // 32)
@@ -240,5 +325,11 @@ def _load(
     return found
 
 
-PACKINGS: dict[Storage, Packing] = {"values": _Values(), "packed": _Packed()}
+PACKINGS: dict[Storage, Packing] = {
+    "values": _Values(),
+    "packed": _Packed(),
+    "gptq": _Gptq(1),
+    "gptq_v2": _Gptq(0),
+    "awq": _Awq(),
+}
 """Readers by the storage of `Quantization`."""

@@ -130,8 +130,8 @@ class ModelSource:
         if self.directory is None:
             return {name for name in linear if "." in name}
         names = self.quantized_names(weight_files(self.directory))
-        if not names <= linear:
-            names = {text_name(name) for name in names}
+        if in_text := {name for name in names if text_name(name) != name}:  # a multimodal checkpoint
+            names = {text_name(name) for name in in_text} | (names & linear)
         if others := sorted(names - linear):
             raise UnsupportedModelError(
                 f"{architecture_of(self.config)} is not supported: its {others[0]} is quantized, but is no linear "

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 Elements = Literal["fp8", "int8", "int4"]
-Storage = Literal["values", "packed"]
+Storage = Literal["values", "packed", "gptq", "gptq_v2", "awq"]
 
 SUPPORTED = (
-    "supported are fp8 (e4m3) and compressed-tensors with fp8, int8 or int4 weights, and one scale per tensor, "
-    "channel, group or block"
+    "supported are fp8 (e4m3), GPTQ, AWQ and compressed-tensors with fp8, int8 or int4 weights, and one scale per "
+    "tensor, channel, group or block"
 )
 
 
@@ -95,6 +95,41 @@ def _compressed_block(weights: Mapping[str, Any]) -> tuple[int, int] | None:
     return blocks.get(strategy)
 
 
+def _gptq(settings: Mapping[str, Any]) -> Quantization:
+    bits, symmetric = settings.get("bits"), bool(settings.get("sym", True))
+    form = settings.get("checkpoint_format") or "gptq"
+    exceptions = [key for key in settings.get("dynamic") or {} if not str(key).startswith("-:")]
+    for wrong, why in (
+        (bits not in (4, 8), f"{bits} bits"),
+        (bits == 8 and not symmetric, "8 bits with zero points (sym = false)"),
+        (form not in ("gptq", "gptq_v2"), f"checkpoint_format {form}"),
+        (settings.get("desc_act"), "columns in order of importance (desc_act = true)"),
+        (exceptions, "other settings for some layers (dynamic)"),
+    ):
+        if wrong:
+            raise UnsupportedQuantizationError(
+                f"its weights are GPTQ with {why}; supported are 4 bits, and 8 bits with sym = true, with "
+                f"desc_act = false, in the formats gptq and gptq_v2"
+            )
+    storage: Storage = "gptq" if form == "gptq" else "gptq_v2"
+    return Quantization(storage, "int8" if bits == 8 else "int4", (1, _group(settings)), not symmetric)
+
+
+def _awq(settings: Mapping[str, Any]) -> Quantization:
+    bits, version = settings.get("bits", 4), str(settings.get("version", "gemm")).lower()
+    if bits != 4 or version != "gemm" or not settings.get("zero_point", True):
+        raise UnsupportedQuantizationError(
+            f"its weights are AWQ with {bits} bits, version {version}, zero_point {settings.get('zero_point')}; "
+            "supported are 4 bits, version gemm, with zero points"
+        )
+    return Quantization("awq", "int4", (1, _group(settings)), True)
+
+
+def _group(settings: Mapping[str, Any]) -> int:
+    """Returns the size of groups; 0 for one group per channel, which is -1 in checkpoints."""
+    return max(0, int(settings.get("group_size", 128)))
+
+
 def _block(size: Any) -> tuple[int, int]:
     if not (isinstance(size, list | tuple) and len(size) == 2 and all(isinstance(one, int) for one in size)):
         raise UnsupportedQuantizationError(f"its weights have scales of blocks {size}, not of two sizes")
@@ -109,4 +144,4 @@ _COMPRESSED: dict[tuple[Any, ...], tuple[Storage, Elements]] = {
     ("pack-quantized", "int", 8): ("packed", "int8"),
     ("pack-quantized", "int", 4): ("packed", "int4"),
 }
-_METHODS = {"fp8": _fp8, "compressed-tensors": _compressed_tensors}
+_METHODS = {"fp8": _fp8, "compressed-tensors": _compressed_tensors, "gptq": _gptq, "awq": _awq}

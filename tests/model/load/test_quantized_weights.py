@@ -13,7 +13,7 @@ import torch
 from architectures import SIZES, save
 from model_helpers import load_plain, make_runner, prompts
 from plain_greedy import plain_greedy
-from quantized_checkpoints import FORMATS, compressed, set_quantization, write_checkpoints
+from quantized_checkpoints import FORMATS, awq, compressed, gptq, set_quantization, write_checkpoints
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
 
@@ -96,7 +96,7 @@ def test_quantized_weights_need_less_memory(name: str, checkpoints: Checkpoints)
     layers = [module for module in quantized.model.modules() if isinstance(module, QuantizedLinear)]
     nbytes = sum(layer.values.nbytes + layer.scales.nbytes for layer in layers)
     elements = sum(layer.in_features * layer.out_features for layer in layers)
-    assert nbytes < (0.58 if "int4" in name else 1.03) * elements
+    assert nbytes < (1.03 if "8" in name else 0.58) * elements
 
 
 @pytest.mark.parametrize(
@@ -161,6 +161,13 @@ def test_an_unknown_weight_format_is_refused(name: str) -> None:
             ),
             "group, actorder group",
         ),
+        (gptq(bits=3), "GPTQ with 3 bits"),
+        (gptq(bits=8, sym=False), "GPTQ with 8 bits with zero points"),
+        (gptq(desc_act=True), "order of importance"),
+        (gptq(checkpoint_format="marlin"), "checkpoint_format marlin"),
+        (gptq(dynamic={"+:.*down.*": {"bits": 8}}), "other settings for some layers"),
+        (awq(version="gemv"), "AWQ with 4 bits, version gemv"),
+        (awq(zero_point=False), "zero_point False"),
         (compressed("pack-quantized", num_bits=3, type="int", strategy="channel"), "3 bits"),
         (
             compressed("int-quantized", num_bits=8, type="int", strategy="channel")
@@ -209,6 +216,24 @@ def no_values(tensors: dict[str, torch.Tensor]) -> None:
 
 def small_scale(tensors: dict[str, torch.Tensor]) -> None:
     tensors["model.layers.0.mlp.up_proj.weight_scale_inv"] = torch.ones(2, 2)
+
+
+@pytest.mark.parametrize(
+    ("leaf", "value", "match"),
+    [
+        ("g_idx", 1, r"up_proj.g_idx orders columns by importance"),
+        ("qzeros", 1, r"up_proj.qzeros has zero points other than 8"),
+    ],
+)
+def test_gptq_tensors_must_fit_the_configuration(
+    leaf: str, value: int, match: str, checkpoints: Checkpoints, tmp_path: Path
+) -> None:
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[f"model.layers.0.mlp.up_proj.{leaf}"].fill_(value)
+
+    broken = changed(checkpoints("gptq")[0], tmp_path, change)
+    with pytest.raises((ConfigError, UnsupportedModelError), match=match):
+        make_runner(broken)
 
 
 def no_norm(tensors: dict[str, torch.Tensor]) -> None:
