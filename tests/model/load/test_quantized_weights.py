@@ -17,6 +17,9 @@ from quantized_checkpoints import FORMATS, awq, compressed, gptq, set_quantizati
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
 
+from disagg.core.config.groups import DecodeConfig, PrefillConfig
+from disagg.core.config.model import ModelConfig
+from disagg.core.config.read import Config
 from disagg.core.errors import ConfigError, UnsupportedModelError
 from disagg.core.types import SamplingParams
 from disagg.model.collective.base import ThreadCollective, run_ranks
@@ -28,6 +31,7 @@ from disagg.model.load.build import weights_bytes
 from disagg.model.load.random_quantized import RandomQuantizedWeights
 from disagg.model.load.source import ModelSource
 from disagg.model.unsplit import generate_unsplit
+from disagg.reference.answers import reference_answers
 
 ANSWER_TOKENS = 12
 SMALL_INT4 = pytest.param("small-llama:int4-group", marks=pytest.mark.slow)
@@ -88,6 +92,15 @@ def test_deterministic_mode(checkpoints: Checkpoints) -> None:
     directory, expected = checkpoints("fp8 block")
     runner = make_runner(directory, deterministic=True)
     assert generate_unsplit(runner, prompts()[:3], GREEDY, chunk_tokens=64) == expected
+
+
+def test_the_reference_answers_are_those_of_our_engine(checkpoints: Checkpoints) -> None:
+    directory, expected = checkpoints("awq")
+    model = ModelConfig(path=str(directory))
+    config = Config(model=model, prefill=PrefillConfig(tp=1), decode=DecodeConfig(tp=1))
+    found = reference_answers(config, prompts()[:3], GREEDY, lambda: None)
+    assert found.answers == expected
+    assert found.name.startswith("our engine unsplit")
 
 
 @pytest.mark.parametrize("name", FORMATS)
