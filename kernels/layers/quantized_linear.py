@@ -102,7 +102,7 @@ def tile_of(
         splits *= 2
     stage_bytes = chunk * (columns + rows * dtype.itemsize)
     stages = max(2, min(5, _STAGES_BYTES // stage_bytes))
-    return QuantizedTile(rows, columns, splits, 8 if rows == columns == 128 else 4, stages)
+    return QuantizedTile(rows, columns, splits, 8 if rows * columns >= 8192 else 4, stages)
 
 
 def multiply(
