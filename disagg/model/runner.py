@@ -43,8 +43,9 @@ from disagg.model.graphs import (
     context_limits,
 )
 from disagg.model.head import ModelHead
+from disagg.model.layers.few_rows import FewRowsSwitch, use_few_rows
 from disagg.model.layers.fused import fuse
-from disagg.model.layers.merged import merge_projections
+from disagg.model.layers.merged import gate_few_rows, merge_projections
 from disagg.model.layers.rope import long_tokens, wrap_ropes
 from disagg.model.layers.row_wise import RowWise, use_linear_kernels
 from disagg.model.load.build import build_model
@@ -107,7 +108,7 @@ class ModelRunner:
         self.page_size = options.page_size
         self.pages = whole_pages(options.pool_tokens, options.page_size)
         self.kv_dtype = options.kv_dtype or options.dtype
-        self.deterministic = options.deterministic
+        self.deterministic, self._few_rows = options.deterministic, FewRowsSwitch()
         self.spec = source.spec(self.kv_dtype)
         if options.max_tokens > self.spec.context_tokens:
             raise ConfigError(
@@ -121,7 +122,7 @@ class ModelRunner:
         """Names of the model parts that cannot be split, so that every rank of the group holds them whole."""
         self._classes = self._attention_classes()
         small_layers = fuse(self.model) if options.fused and backend(self.device) == "triton" else None
-        merged = merge_projections(self.model) if small_layers is not None else 0
+        merged = self._merge() if small_layers is not None else 0
         self._row_wise: RowWise | None = None
         self._ropes = wrap_ropes(self.model, self.spec.rope_switch_tokens)
         self._indexers = wrap_indexers(self.model, self.spec.places)
@@ -146,6 +147,14 @@ class ModelRunner:
         """Sampled tokens of the previous step, to which the next step's input may refer."""
         self._graphs: StepGraphs | None = None
         self._pieces: PiecewiseGraphs | None = None
+
+    def _merge(self) -> int:
+        """Merges projections, and lets products of few rows use their kernel; returns the number of merged layers."""
+        merged = merge_projections(self.model)
+        if not self.deterministic:
+            gate_few_rows(self.model, self._few_rows)
+            use_few_rows(self.model, self._few_rows)
+        return merged
 
     def _attention_classes(self) -> list[AttentionClass]:
         """Returns the rank's query and KV heads for each layer class."""
@@ -226,6 +235,7 @@ class ModelRunner:
     ) -> None:
         if sizes and self._agreed(self.recordable):
             trash_row = self.req_to_token.trash_row
+            compute = self._few_rows.wrapped(compute)
             self._graphs = kind(compute, sizes, limits, trash_row, self.spec.vocab_size, self.device)
             self._graphs.record(self._agreed)
 

@@ -22,6 +22,7 @@ from kernels.attention.common import (
     multiprocessors,
     on_device,
     require_triton,
+    shared_bytes,
 )
 from kernels.attention.layer_kv import LayerKV
 from kernels.attention.splits import (
@@ -36,11 +37,14 @@ from kernels.attention.splits import (
 _PROGRAMS_PER_MULTIPROCESSOR = 64
 """Largest number of programs per multiprocessor when contexts are split. The grid fits the longest context, so most
 programs end at once."""
-_LEAST_SPLIT_TOKENS = (64, 1024, 4096)
-"""Minimum tokens of a split for three loads: one sequence; almost enough sequences to fill the device; enough
-sequences."""
-_MANY_PROGRAMS = 6
+_LEAST_SPLIT_TOKENS = ((1.4, 4096), (0.73, 640), (0.36, 128), (0.0, 64))
+"""Minimum tokens of a split, by the number of programs per multiprocessor before any context is split. Measured on an
+H200 with 1 to 128 sequences of 576 and 2,048 tokens."""
+_MANY_PROGRAMS = 6.0
 """Number of programs per multiprocessor from which small tiles are faster, because more programs run in parallel."""
+_SOME_PROGRAMS = (0.73, 2.5)
+"""Numbers of programs per multiprocessor for which large tiles are faster: each multiprocessor runs one or two
+programs, whose loads ahead must keep the memory busy."""
 _MAX_GROUP_ROWS = {torch.float32: 16}
 """Largest number of query heads of one program, by type (64 for 16-bit types). More heads take several programs."""
 
@@ -55,29 +59,35 @@ class DecodeTile:
     """Pipeline stages: loads of one block overlap the arithmetic of another."""
 
 
-def tile_of(dtype: torch.dtype, element_bytes: int, head_dim: int, many: bool = False) -> DecodeTile:
+_LARGE_TILE = DecodeTile(tokens=128)
+
+
+def tile_of(
+    dtype: torch.dtype, element_bytes: int, head_dim: int, load: float = 0.0, room_bytes: int = 0
+) -> DecodeTile:
     """Returns the tile for queries of type `dtype`, pool elements of `element_bytes`, and the head size.
 
-    `many`: whether there are at least `_MANY_PROGRAMS` programs per multiprocessor.
+    `load`: programs per multiprocessor before contexts are split; `room_bytes`: shared memory of a program. The
+    defaults give the tile of the deterministic mode.
     """
     if dtype == torch.float32:  # no tensor cores
         return DecodeTile(tokens=16, stages=2)
-    if many and element_bytes == 2 and head_dim <= 128:
-        return DecodeTile(tokens=32, warps=2, stages=3)
+    if element_bytes == 2 and head_dim <= 128:
+        if load >= _MANY_PROGRAMS:
+            return DecodeTile(tokens=32, warps=2, stages=3)
+        large = 2 * element_bytes * _LARGE_TILE.tokens * head_dim * _LARGE_TILE.stages  # K and V
+        if _SOME_PROGRAMS[0] <= load < _SOME_PROGRAMS[1] and room_bytes >= 1.25 * large:
+            return _LARGE_TILE
     # Quantized values are converted in registers, so copying a stage ahead gains nothing.
     return DecodeTile(tokens=64 if head_dim <= 128 else 32, stages=1 if element_bytes == 1 else 2)
 
 
 def decode_splits_of(programs: int, max_tokens: int, device: torch.device) -> Splits:
-    """Returns the splits for `programs` (before any context is split) and contexts of up to `max_tokens`.
-
-    The fastest splits on an H200 have 64 tokens for 1 sequence of 576 tokens, 192 for 16 x 576, and 512 for
-    8 x 4,096. With 64 x 576 or more, no splits are fastest. The minimum split therefore grows with `programs`.
-    """
-    least, most, enough = _LEAST_SPLIT_TOKENS
-    filling = 2 * multiprocessors(device)
-    least_tokens = enough if programs >= filling else max(most * programs // filling, least)
-    return splits_of(programs, _PROGRAMS_PER_MULTIPROCESSOR * filling // 2, max_tokens, least_tokens)
+    """Returns the splits for `programs` (before any context is split) and contexts of up to `max_tokens`."""
+    load = programs / multiprocessors(device)
+    least_tokens = next(tokens for least, tokens in _LEAST_SPLIT_TOKENS if load >= least)
+    most = _PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(device)
+    return splits_of(programs, most, max_tokens, least_tokens)
 
 
 def decode_attention(
@@ -127,8 +137,9 @@ def decode_attention(
         splits = fixed_splits(seen, window=params.window_tokens is not None)
     programs = n * kv.k.shape[1] * parts
     splits = splits or decode_splits_of(programs, seen, q.device)
-    many = not deterministic and programs >= _MANY_PROGRAMS * multiprocessors(q.device)
-    tile = tile or tile_of(q.dtype, kv.k.element_size(), max(q.shape[2], out.shape[2]), many)
+    load = 0.0 if deterministic else programs / multiprocessors(q.device)
+    head_dim = block_of(max(q.shape[2], out.shape[2]))
+    tile = tile or tile_of(q.dtype, kv.k.element_size(), head_dim, load, shared_bytes(q.device))
     partials = Partials(out, splits, unassigned=False)
     with on_device(q):
         _launch(q, kv, table, rows, lengths, params, out, partials, splits, tile, group, block_rows)

@@ -93,7 +93,13 @@ def silu_mul_kernel(  # type: ignore[no-untyped-def]
     element = block * BLOCK + tl.arange(0, BLOCK)
     mask = element < columns  # vector accesses if Triton knows that 16 divides `columns`
     found = tl.load(gate + row * gate_stride + element, mask=mask, other=0.0)
-    wide = found.to(tl.float32)
-    silu = tl.div_rn(wide, 1.0 + tl.exp(-wide)).to(found.dtype).to(tl.float32)
-    factor = tl.load(up + row * up_stride + element, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out + row * columns + element, (silu * factor).to(found.dtype), mask=mask)
+    factor = tl.load(up + row * up_stride + element, mask=mask, other=0.0)
+    tl.store(out + row * columns + element, gated(found, factor), mask=mask)
+
+
+@triton.jit
+def gated(gate, up):  # type: ignore[no-untyped-def]
+    """Returns `silu(gate) * up` in the type of `gate`; silu is rounded before the product."""
+    wide = gate.to(tl.float32)
+    silu = tl.div_rn(wide, 1.0 + tl.exp(-wide)).to(gate.dtype).to(tl.float32)
+    return (silu * up.to(tl.float32)).to(gate.dtype)

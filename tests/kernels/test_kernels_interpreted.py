@@ -32,6 +32,7 @@ ATTENTION = (
 LAYERS = (
     "kernels/layers/test_small_layers.py",
     "kernels/layers/test_rank_sum.py",
+    "kernels/layers/test_few_rows.py",
     "kernels/layers/test_quantized_linear.py",
 )
 SAMPLING = (

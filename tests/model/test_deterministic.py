@@ -59,6 +59,8 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "layers that choose their tokens": CLASSED["deepseek-3.2"],
     "layers that share a choice": CLASSED["hy-v4"],
 }
+SPARSE = {"layers that choose their tokens", "layers that share a choice"}
+"""Models whose indexers score one sequence at a time, so their steps are slow and are not recorded."""
 SAMPLE = {
     "llama",
     "sinks, windows and experts",
@@ -153,11 +155,11 @@ def compare(runner: ModelRunner, busy: tuple[int, ...]) -> None:
 def test_the_same_bits_beside_others(name: str, device: str, directory: Callable[[str], Path]) -> None:
     rows = 8 if device == "cpu" else 256
     runner = runner_of(directory(name), device, rows)
-    compare(runner, (1, 5) if device == "cpu" else (1, 7, 63, 255))
+    compare(runner, (1, 5) if device == "cpu" else (1, 7) if name in SPARSE else (1, 7, 63, 255))
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", [name for name in CONFIGS if name not in SPARSE])
 @pytest.mark.parametrize("kind", ["decode", "chunks"])
 def test_the_same_bits_recorded(name: str, kind: str, directory: Callable[[str], Path]) -> None:
     launched, recorded = (runner_of(directory(name), "cuda:0", 64) for _ in "12")

@@ -34,6 +34,7 @@ def logits_at(runner: ModelRunner, first_slot: int) -> torch.Tensor:
 def test_the_pool_fills_its_share(role: str, section: type[PrefillConfig | DecodeConfig]) -> None:
     gc.collect()  # what earlier tests have left
     torch.cuda.empty_cache()
+    others = torch.cuda.memory_reserved(DEVICE)  # of earlier tests of this process whose objects still live
     group = section(tp=1, mem_fraction=0.3).sized("cuda")
     runner = make_runner(Config(), group, ModelSource.random_init("llama-3.2-1b"), SingleCollective(), DEVICE)
     torch.cuda.reset_peak_memory_stats(DEVICE)
@@ -43,7 +44,7 @@ def test_the_pool_fills_its_share(role: str, section: type[PrefillConfig | Decod
     assert torch.cuda.memory_allocated(DEVICE) < 0.3 * total
     assert torch.cuda.memory_allocated(DEVICE) > 0.2 * total, "most of it is the pool's"
     measure(runner, Config(), group, role)  # runs the largest steps beside the full pool
-    assert torch.cuda.max_memory_reserved(DEVICE) < 0.3 * total
+    assert torch.cuda.max_memory_reserved(DEVICE) < 0.3 * total + others
     last = runner.pool.slots - 40
     assert last * runner.pool.nbytes // runner.pool.slots > 1 << 34, "beyond what 32 bits could address"
     assert torch.equal(logits_at(runner, last), near)

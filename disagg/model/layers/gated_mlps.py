@@ -13,7 +13,7 @@ from torch import nn
 from transformers.activations import SiLUActivation
 
 from disagg.model.layers.class_names import by_name, class_name
-from disagg.model.layers.merged import projected
+from disagg.model.layers.merged import merged_of, projected
 from disagg.model.layers.quantized import computes_in
 from kernels.layers.rms_norm import DTYPES
 from kernels.layers.silu_mul import silu_mul
@@ -23,6 +23,9 @@ _SILU = (nn.SiLU, SiLUActivation)
 
 
 def _llama(module: Any, x: torch.Tensor) -> Any:
+    merged = merged_of(module)
+    if merged is not None and merged.gated is not None and merged.gated.takes(x):
+        return module.down_proj(merged.gated(x))
     return module.down_proj(silu_mul(*projected(module, _MERGED, x)))
 
 

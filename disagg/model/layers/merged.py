@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from disagg.model.layers.few_rows import FewRowsLayer, FewRowsSwitch, few_rows_layer
 from disagg.model.layers.quantized import Product, QuantizedLinear
 from kernels.layers.quantized_linear import quantized_linear
 from kernels.layers.quantized_weight import QuantizedWeight
@@ -34,6 +35,8 @@ class MergedProjections:
         self.bias = None if layers[0].bias is None else torch.cat([layer.bias.data for layer in layers])
         self.product: Product | None = None
         """Function that computes the product with weight and bias; None: torch or the quantized product."""
+        self.gated: FewRowsLayer | None = None
+        """For gate and up: computes the gated product of few rows in one launch; None: nothing does."""
         self._sizes = [layer.out_features for layer in layers]
         start = 0
         for layer, size in zip(layers, self._sizes, strict=True):
@@ -78,6 +81,19 @@ def merge_projections(model: Any) -> int:
                 _free(next(layers[0].parameters()))
                 merged += 1
     return merged
+
+
+def gate_few_rows(model: Any, switch: FewRowsSwitch) -> int:
+    """Lets the merged gate and up projections of `model` use the kernel for few rows; returns their number."""
+    number = 0
+    for module in model.modules():
+        merged = merged_of(module)
+        if merged is None or isinstance(merged.weight, QuantizedWeight):
+            continue
+        if hasattr(module, "gate_proj"):
+            merged.gated = few_rows_layer(merged.weight, merged.bias, switch, gated=True)
+            number += merged.gated is not None
+    return number
 
 
 def merged_of(module: Any) -> MergedProjections | None:

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels.attention.common import AttentionParams
-from kernels.attention.decode import DecodeTile, decode_attention, decode_splits_of
+from kernels.attention.decode import DecodeTile, decode_attention, decode_splits_of, tile_of
 from kernels.attention.splits import Splits
 from kernels.dispatch import INTERPRETED
 
@@ -160,12 +160,21 @@ def test_splits_fill_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kernels.attention.decode.multiprocessors", lambda device: 132)
     device = torch.device("cuda")
     assert decode_splits_of(64 * 8, 1 << 17, device) == Splits(16, 4096)  # none of them but in long contexts
-    assert decode_splits_of(33 * 8, 4096, device) == Splits(1, 4096)
-    assert decode_splits_of(16 * 8, 4096, device) == Splits(9, 496)
-    assert decode_splits_of(8 * 8, 4096, device) == Splits(17, 248)
+    assert decode_splits_of(24 * 8, 4096, device) == Splits(1, 4096)
+    assert decode_splits_of(16 * 8, 4096, device) == Splits(7, 640)
+    assert decode_splits_of(8 * 8, 4096, device) == Splits(32, 128)
     assert decode_splits_of(8, 1 << 17, device) == Splits(128, 64)
     assert decode_splits_of(8, 512, device) == Splits(8, 64)
     assert decode_splits_of(1024 * 8, 1 << 17, device) == Splits(1, 4096)
+
+
+def test_tiles_by_the_number_of_programs() -> None:
+    hopper, small = 227 << 10, 99 << 10
+    tokens = [tile_of(torch.bfloat16, 2, 128, load, hopper).tokens for load in (0.5, 1.0, 2.4, 4.0, 7.0)]
+    assert tokens == [64, 128, 128, 64, 32]
+    assert tile_of(torch.bfloat16, 2, 128, 1.0, small).tokens == 64, "the large tile does not fit"
+    assert tile_of(torch.bfloat16, 2, 256, 1.0, hopper) == tile_of(torch.bfloat16, 2, 256)
+    assert tile_of(torch.bfloat16, 1, 128, 1.0, hopper) == tile_of(torch.bfloat16, 1, 128)
 
 
 @pytest.mark.parametrize(
