@@ -88,6 +88,18 @@ def test_merged_projections(name: str, row_wise: bool, checkpoints: Checkpoints)
     assert run_ranks(2, answers) == [expected, expected]
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("name", FORMATS)
+def test_greedy_equals_generate_on_a_gpu(name: str, deterministic: bool, checkpoints: Checkpoints) -> None:
+    """With merged projections, and recorded decode steps."""
+    directory, expected = checkpoints(name)
+    runner = make_runner(directory, device="cuda", deterministic=deterministic)
+    runner.record(4)
+    assert runner.recorded
+    assert generate_unsplit(runner, prompts()[:3], GREEDY, chunk_tokens=64) == expected
+
+
 def test_deterministic_mode(checkpoints: Checkpoints) -> None:
     directory, expected = checkpoints("fp8 block")
     runner = make_runner(directory, deterministic=True)
@@ -114,7 +126,7 @@ def test_quantized_weights_need_less_memory(name: str, checkpoints: Checkpoints)
 
 @pytest.mark.parametrize(
     "name",
-    ["tiny-llama:fp8-block", "tiny-llama:fp8-channel", "tiny-llama:int8-channel", SMALL_INT4],
+    ["tiny-llama:fp8-block", "tiny-llama:fp8-channel", "tiny-granite-h:int8-channel", SMALL_INT4],
 )
 def test_random_weights_are_equal_for_any_number_of_ranks(name: str) -> None:
     source = ModelSource.random_init(name)
