@@ -208,6 +208,10 @@ FORMATS: dict[str, WeightFormat] = {
         {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None},
         values_in(FP8, 448, (0, 0), "weight_scale_inv", flat=True),
     ),
+    "fbgemm fp8": WeightFormat(
+        {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0},
+        values_in(FP8, 448, (1, 0), "weight_scale"),
+    ),
     "compressed fp8 tensor": WeightFormat(
         compressed("float-quantized", num_bits=8, type="float", strategy="tensor"),
         values_in(FP8, 448, (0, 0), "weight_scale"),

@@ -55,6 +55,8 @@ class Packing(Protocol):
 
     markers: tuple[str, ...]
     """Names of tensors that only quantized layers have. Each layer has one of them."""
+    scale_names: tuple[str, ...]
+    """Names that the scales may have."""
 
     def values(
         self, weights: WeightSource, form: Quantization, layer: LayerPart, place: _Place, device: torch.device
@@ -64,7 +66,7 @@ class Packing(Protocol):
     def scales(
         self, weights: WeightSource, form: Quantization, layer: LayerPart, device: torch.device
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Returns all scales, as float32 in the shape of `scales_shape`, and their zero points."""
+        """Returns all scales, in the format's type and the shape of `scales_shape`, and their zero points."""
 
 
 def empty_weight(form: Quantization, layer: LayerPart) -> QuantizedWeight:
@@ -82,7 +84,7 @@ def empty_weight(form: Quantization, layer: LayerPart) -> QuantizedWeight:
                 f"quantized {layer.name}, the rank's part [{n}, {k}] is unsupported: {why}"
             )
         values = torch.empty(n, k // 2 if packed else k, dtype=_TYPES[form.elements], device="meta")
-        scales = torch.empty(scales_shape((n, k), own), dtype=torch.float32, device="meta")
+        scales = torch.empty(scales_shape((n, k), own), dtype=getattr(torch, form.scales), device="meta")
         zeros = torch.empty(scales.shape, dtype=torch.uint8, device="meta") if form.zeros else None
         pieces.append(QuantizedWeight(values, scales, own, zeros))
     return pieces[0] if len(pieces) == 1 else QuantizedWeight.stacked(pieces)
@@ -134,6 +136,7 @@ class _Values(Packing):
     """Values in their own type, beside scales of any shape with the right number of elements."""
 
     markers: tuple[str, ...] = ("weight_scale_inv", "weight_scale")
+    scale_names: tuple[str, ...] = markers
 
     def values(
         self, weights: WeightSource, form: Quantization, layer: LayerPart, place: _Place, device: torch.device
@@ -153,13 +156,14 @@ class _Values(Packing):
         self, weights: WeightSource, form: Quantization, layer: LayerPart, device: torch.device
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """See `Packing.scales`."""
-        return _scales(weights, form, layer, device, self.markers), None
+        return _scales(weights, form, layer, device, self.scale_names), None
 
 
 class _Packed(Packing):
     """Values of 4 or 8 bits in words of 32 bits, along the rows, with half of their range added."""
 
     markers: tuple[str, ...] = ("weight_packed",)
+    scale_names: tuple[str, ...] = ("weight_scale",)
 
     def values(
         self, weights: WeightSource, form: Quantization, layer: LayerPart, place: _Place, device: torch.device
@@ -176,7 +180,7 @@ class _Packed(Packing):
         self, weights: WeightSource, form: Quantization, layer: LayerPart, device: torch.device
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """See `Packing.scales`."""
-        found = _scales(weights, form, layer, device, ("weight_scale",))
+        found = _scales(weights, form, layer, device, self.scale_names)
         if not form.zeros:
             return found, None
         n, groups = found.shape
@@ -189,6 +193,7 @@ class _Gptq(Packing):
     """Words along the input features, in transposed tensors; zero points are stored `less` than they are."""
 
     markers: tuple[str, ...] = ("qweight",)
+    scale_names: tuple[str, ...] = ("scales",)
 
     def __init__(self, less: int) -> None:
         self._less = less
@@ -210,7 +215,11 @@ class _Gptq(Packing):
         """See `Packing.scales`."""
         _require_ordered(weights, form, layer)
         n, groups = scales_shape(layer.shape, form.block_of(layer.shape))
-        found = _load(weights, f"{layer.name}.scales", (groups, n), torch.float32, device).t().contiguous()
+        found = (
+            _load(weights, f"{layer.name}.scales", (groups, n), getattr(torch, form.scales), device)
+            .t()
+            .contiguous()
+        )
         bits = _BITS[form.elements]
         stored = _load(weights, f"{layer.name}.qzeros", (groups, _count(n, bits)), torch.int32, device)
         zeros = (_unpacked(stored, bits)[:, :n].t() + self._less) & ((1 << bits) - 1)
@@ -238,6 +247,7 @@ class _Awq(Packing):
     """Words along the output features, in transposed tensors, with values in the order of `_AWQ_PLACES`."""
 
     markers: tuple[str, ...] = ("qweight",)
+    scale_names: tuple[str, ...] = ("scales",)
 
     def values(
         self, weights: WeightSource, form: Quantization, layer: LayerPart, place: _Place, device: torch.device
@@ -255,7 +265,7 @@ class _Awq(Packing):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """See `Packing.scales`."""
         n, groups = scales_shape(layer.shape, form.block_of(layer.shape))
-        found = _load(weights, f"{layer.name}.scales", (groups, n), torch.float32, device)
+        found = _load(weights, f"{layer.name}.scales", (groups, n), getattr(torch, form.scales), device)
         zeros = _load(weights, f"{layer.name}.qzeros", (groups, _count(n, 4)), torch.int32, device)
         return found.t().contiguous(), _awq_unpacked(zeros)[:, :n].t().contiguous()
 
@@ -306,7 +316,7 @@ def _scales(
         stored = weights.shape_of(name, expected)
         if stored is not None:
             count = torch.Size(expected).numel()
-            found = _load(weights, name, stored, torch.float32, device)
+            found = _load(weights, name, stored, getattr(torch, form.scales), device)
             require_shape(name, stored if found.numel() != count else expected, expected)
             return found.view(expected)
     raise ConfigError(f"the checkpoint has no weight named {layer.name}.{names[0]}")

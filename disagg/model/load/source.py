@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ from disagg.model.spec.model_spec import (
     require_supported,
     spec_from_config,
 )
-from disagg.model.spec.quantization import Quantization, quantization_of
+from disagg.model.spec.quantization import Quantization, ScalesName, quantization_of
 
 _VOLATILE = ("transformers_version", "_name_or_path", "dtype", "torch_dtype")  # may differ for the same model
 
@@ -105,19 +105,27 @@ class ModelSource:
 
     @cached_property
     def quantization(self) -> Quantization | None:
-        """Returns the format of quantized weights; None if no weights are quantized."""
-        return quantization_of(self.config)
+        """Returns the format of quantized weights; None if no weights are quantized.
+
+        Many scales, those of 4-bit values, keep their type in the checkpoint if it is one of 16 bits.
+        """
+        form = quantization_of(self.config)
+        if form is None or form.elements != "int4":
+            return form
+        found = {"BF16"}
+        if self.directory is not None:
+            stored = SafetensorsWeights(_safetensors(weight_files(self.directory)))
+            found = stored.dtypes(PACKINGS[form.storage].scale_names)
+        kinds: dict[str, ScalesName] = {"BF16": "bfloat16", "F16": "float16"}
+        scales = kinds.get(found.pop(), "float32") if len(found) == 1 else "float32"
+        return replace(form, scales=scales)
 
     def quantized_names(self, files: list[Path]) -> set[str]:
         """Returns the stored names of the quantized layers in weight files. Raises UnsupportedModelError for files
         of torch's format."""
         form = self.quantization
         assert form is not None
-        if any(file.suffix != ".safetensors" for file in files):
-            raise UnsupportedModelError(
-                f"quantized weights are read from *.safetensors only, not from {files[0]}"
-            )
-        split = (name.rpartition(".") for name in SafetensorsWeights(files).names())
+        split = (name.rpartition(".") for name in SafetensorsWeights(_safetensors(files)).names())
         return {layer for layer, _, leaf in split if leaf in PACKINGS[form.storage].markers}
 
     def quantized_layers(self, linear: set[str]) -> set[str]:
@@ -172,6 +180,15 @@ class ModelSource:
                 )
         model = load_pretrained(self.directory, "auto")
         return StateDictWeights({text_name(name): tensor for name, tensor in model.state_dict().items()})
+
+
+def _safetensors(files: list[Path]) -> list[Path]:
+    """Returns `files`. Raises UnsupportedModelError for files of torch's format."""
+    if any(file.suffix != ".safetensors" for file in files):
+        raise UnsupportedModelError(
+            f"quantized weights are read from *.safetensors only, not from {files[0]}"
+        )
+    return files
 
 
 def _require_plain_experts(config: Any, names: set[str]) -> None:

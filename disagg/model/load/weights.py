@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -94,6 +94,11 @@ class SafetensorsWeights:
     def names(self) -> set[str]:
         """Returns the names of all weights."""
         return set(self._files)
+
+    def dtypes(self, leaves: Collection[str]) -> set[str]:
+        """Returns the types of all weights whose names end with one of `leaves`, as safetensors names them."""
+        chosen = (stored for name, stored in self._files.items() if name.rpartition(".")[2] in leaves)
+        return {str(file.get_slice(stored_name).get_dtype()) for _, file, stored_name in chosen}
 
     def load(
         self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, cut: Cut | None

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 Elements = Literal["fp8", "int8", "int4"]
+ScalesName = Literal["float32", "bfloat16", "float16"]
 Storage = Literal["values", "packed", "gptq", "gptq_v2", "awq"]
 
 SUPPORTED = (
@@ -30,6 +31,8 @@ class Quantization:
     """Output and input features that share a scale; 0 means all."""
     zeros: bool = False
     """Whether each scale has a zero point."""
+    scales: ScalesName = "float32"
+    """Type of the scales in memory."""
 
     def block_of(self, shape: tuple[int, int]) -> tuple[int, int]:
         """Returns the block of a weight of `shape`, with all sizes."""
@@ -58,6 +61,10 @@ def _fp8(settings: Mapping[str, Any]) -> Quantization:
         raise UnsupportedQuantizationError(f"its weights are fp8 of type {form}; {SUPPORTED}")
     size = settings.get("weight_block_size") or (0, 0)
     return Quantization("values", "fp8", _block(size))
+
+
+def _fbgemm_fp8(settings: Mapping[str, Any]) -> Quantization:
+    return Quantization("values", "fp8", (1, 0))
 
 
 def _compressed_tensors(settings: Mapping[str, Any]) -> Quantization:
@@ -144,4 +151,10 @@ _COMPRESSED: dict[tuple[Any, ...], tuple[Storage, Elements]] = {
     ("pack-quantized", "int", 8): ("packed", "int8"),
     ("pack-quantized", "int", 4): ("packed", "int4"),
 }
-_METHODS = {"fp8": _fp8, "compressed-tensors": _compressed_tensors, "gptq": _gptq, "awq": _awq}
+_METHODS = {
+    "fp8": _fp8,
+    "fbgemm_fp8": _fbgemm_fp8,
+    "compressed-tensors": _compressed_tensors,
+    "gptq": _gptq,
+    "awq": _awq,
+}

@@ -89,7 +89,7 @@ def require_near(
 @pytest.mark.parametrize("block", BLOCKS)
 def test_product(block: str, kind: str, device: str) -> None:
     for number, (rows, dtype) in enumerate(zip((1, 5, 19), DTYPES, strict=True)):
-        weight = random_weight(kind, 40, 192, block, device=device, seed=number)
+        weight = random_weight(kind, 40, 192, block, device=device, seed=number, dtype=dtype)
         x = noise(rows, 192, dtype=dtype, device=device)
         bias = noise(40, dtype=dtype, device=device, seed=2) if number else None
         require_near(quantized_linear(x, weight, bias), x, weight, bias)
@@ -168,8 +168,8 @@ def test_stacked_weights_keep_their_elements() -> None:
             parts = [random_weight(kind, n, 128, block, seed=n) for n in (192, 40, 64)]
             stacked = QuantizedWeight.stacked(parts)
             stacked.check()
-            expected = torch.cat([dequantized(part, torch.float32) for part in parts])
-            assert torch.equal(dequantized(stacked, torch.float32), expected)
+            expected = torch.cat([dequantized_reference(part, torch.float32) for part in parts])
+            assert torch.equal(dequantized_reference(stacked, torch.float32), expected)
     whole = QuantizedWeight.stacked([random_weight("fp8", 128, 128, "block", seed=n) for n in (1, 2)])
     assert whole.block == (128, 128)  # blocks that meet are not divided
 
