@@ -140,6 +140,16 @@ GROUP = (
         "storage_failed_pages_total",
         "Pages that a rank could not write to the storage, or for which the rank had no memory",
     ),
+    Series(
+        "disagg_storage_written_states",
+        "storage_written_states_total",
+        "Recurrent states that were written to the storage behind host memory",
+    ),
+    Series(
+        "disagg_storage_fetched_states",
+        "storage_fetched_states_total",
+        "Recurrent states that were fetched from the storage into host memory",
+    ),
     Series("disagg_preemptions", "preemptions_total", "Preempted requests"),
 )
 RANK = (

@@ -135,7 +135,7 @@ class GroupStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     """Recent rate of loads from host memory; 0 before the first measurement."""
     storage_hit_tokens_total: Count = 0
     """Part of `host_loaded_tokens_total` that had been fetched from the storage: first loads after a fetch. This and
-    the next eight fields are 0 without a storage."""
+    the next ten fields are 0 without a storage."""
     storage_writing_pages: Count = 0
     """Pages that are being written to the storage."""
     storage_fetching_pages: Count = 0
@@ -152,6 +152,10 @@ class GroupStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     """Pages whose write or search was skipped because too many storage operations were in flight."""
     storage_failed_pages_total: Count = 0
     """Pages that failed on a rank: the write failed, or host memory was lacking."""
+    storage_written_states_total: Count = 0
+    """Recurrent states that the group has written to its storage; 0 without recurrent layers, like the next field."""
+    storage_fetched_states_total: Count = 0
+    """Recurrent states that the group has fetched from its storage into host memory."""
     steps_total: Count = 0
     step_s_total: Seconds = 0.0
     """Time spent in steps."""

@@ -7,6 +7,7 @@ model. SGLang's hierarchical cache controller copies in the same units.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -44,23 +45,27 @@ class StorageReport(NamedTuple):
     operation: int
     """Number of the `StorageOperation`."""
     rank: int
-    pages: int
-    """Number of leading pages that the rank has found, fetched or stored so far."""
+    items: int
+    """Number of leading items that the rank has found, fetched or stored so far: pages, then recurrent states."""
     done: bool
     """Whether this is the rank's last report of the operation."""
     error: str = ""
     """Error that makes the operation's blocks unusable; empty without an error. Only the last report has an error."""
     seconds: float = 0.0
     """For a fetch: time that the rank has spent on its reads so far."""
+    states: Sequence[int] = ()
+    """For a find: the indices in `[*state_links, *links]` of the pages behind which a whole state is stored, as far
+    as the pages before it are stored."""
 
 
 class StorageOperation(msgspec.Struct, frozen=True, array_like=True):
     """A search, read or write in the third tier of the prefix cache.
 
-    `find` and `fetch` concern consecutive pages of one prompt, `write` any pages.
+    `find` and `fetch` concern consecutive pages of one prompt, `write` any pages. For a hybrid model, an operation
+    also has recurrent states, each behind the page of its link. Its items are the pages, then the states.
 
-    find     counts how many of the leading pages are stored
-    fetch    reads the leading pages into blocks of host memory, until a page is missing
+    find     counts how many of the leading pages are stored, and finds the states behind them
+    fetch    reads the leading items into blocks of host memory, until an item is missing
     write    stores blocks of host memory
     """
 
@@ -73,7 +78,11 @@ class StorageOperation(msgspec.Struct, frozen=True, array_like=True):
     """Host memory block of each page; empty for `find`."""
     limit_s: float
     """Time limit of `find` and `fetch`, from the start on the rank. At the limit, the rank ends the operation and
-    reports the pages that have landed."""
+    reports the items that have landed."""
+    state_links: list[bytes] = []
+    """Links of states. For `find`: links before `links` of pages that memory has, whose states are searched too."""
+    state_blocks: list[int] = []
+    """Host memory block of each state; empty for `find`."""
 
 
 class CacheWork(NamedTuple):

@@ -138,6 +138,7 @@ class HostTier:
         # Page 0 of an allocator is its trash page, so block `i` is page `i + 1`.
         self.blocks = TokenToKVPoolAllocator(pages + 1, allocator.page_size)
         """Allocator of the host memory blocks; only the tier allocates and frees blocks."""
+        self._state_blocks = states
         slots = StateSlots(0, states) if first.needs_state else None
         self.index = RadixCache(self.blocks, eviction, states=slots)
         """Radix tree over the blocks and the state blocks."""
@@ -158,9 +159,16 @@ class HostTier:
         self._load_s, self._load_rate = 0.0, TokenRate()
 
     def add_storage(self, links: Links, group: GroupConfig) -> None:
-        """Adds a third tier; see `StorageTier`. The model must not have recurrent states."""
-        assert not self.index.needs_state, "pages in a storage have no recurrent states"
-        self.storage = StorageTier(self.index, self.blocks, self.alloc, links, ranks=self._ranks, group=group)
+        """Adds a third tier; see `StorageTier`."""
+        self.storage = StorageTier(
+            self.index,
+            self.blocks,
+            self.alloc,
+            links,
+            ranks=self._ranks,
+            group=group,
+            states=self._state_blocks,
+        )
 
     @property
     def kv_events(self) -> dict[Tier, KVEventLog]:
@@ -227,6 +235,8 @@ class HostTier:
                 continue
             block = self.index.alloc_state()
             if block is not None:
+                if self.storage is not None:
+                    self.storage.states.allocated(block)
                 missing.append(_StoredState(node, node.state, node.end * self._page_size, block))
         return missing
 
@@ -409,15 +419,17 @@ class HostTier:
         storing = [one for one in self._under_way.values() if one.load is None]
         states = [state for one in storing for state in one.states]
         owned = [*self.index.pages(), *self._lost, *(block for one in storing for block in one.blocks)]
+        held_states = len(states) + self._lost_states
         if self.storage is not None:
             self.storage.check()
             owned += self.storage.held_blocks()
+            held_states += self.storage.states.held
         pages = [page for one in storing for page in one.pages]
         sound = (
             len(set(owned)) == len(owned) == self.blocks.statistics().used_pages
             and sorted(pages) == sorted(self._storing)
             and sorted(state.slot for state in states) == sorted(self._storing_states)
-            and self.index.statistics().held_states == len(states) + self._lost_states
+            and self.index.statistics().held_states == held_states
             and all(state.node.state == state.slot for state in states)
             and all(self._allocator.readers(page) for page in [*pages, *self.held_pages()])
             and all(one.node.locks for one in self._under_way.values())

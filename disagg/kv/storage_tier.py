@@ -13,6 +13,9 @@ finished.
              enter the second tier at once, while later pages are still being read. Blocks of pages that were not read
              are freed at the end. The path before the fetched pages is locked in the second tier
 
+For a hybrid model, a hit ends at a recurrent state (`disagg.kv.stored_states`). A write therefore includes the states
+of its pages, a find also finds the positions with a state, and a fetch ends with the deepest state that it can reach.
+
 If a request needs pages that another request is fetching, its prefetch joins that fetch, then searches for the
 remaining pages. The pages under way are limited to a share of host memory. Pages beyond the limit are skipped and
 counted: skipped pages of a prefetch are computed, skipped pages of a write are written at their next use.
@@ -30,7 +33,9 @@ from disagg.kv.cache_operations import StorageOperation, StorageOperationKind, S
 from disagg.kv.pages import TokenToKVPoolAllocator
 from disagg.kv.radix import RadixCache
 from disagg.kv.radix_node import Node
+from disagg.kv.radix_values import Match
 from disagg.kv.stored_prefixes import StoredPrefixes
+from disagg.kv.stored_states import StateItem, StoredStates
 from disagg.kv.token_rate import TokenRate
 
 SHARE = 4
@@ -59,6 +64,8 @@ class Prefetch:
     """Link of each page of `prefix`."""
     waits: bool
     """Whether the request waits for the end of the prefetch."""
+    have_pages: int = 0
+    """Number of pages that memory can already load at the start of the prefetch."""
     operation: int | None = None
     """Number of the operation under way; None before the first one, and after the last one."""
     follows: bool = False
@@ -66,6 +73,8 @@ class Prefetch:
     fewer pages than this prefetch needs, so a further operation may follow."""
     rounds: int = 0
     """Number of operations so far."""
+    retried: bool = False
+    """Whether a further operation was planned because a recurrent state did not land."""
 
     @property
     def holds(self) -> bool:
@@ -85,6 +94,10 @@ class StorageTierStatistics:
     """Pages that all ranks have stored, including pages that were stored before."""
     fetched_pages: int
     """Pages that entered the second tier from the storage."""
+    written_states: int
+    """Recurrent states that all ranks have stored, including states that were stored before."""
+    fetched_states: int
+    """Recurrent states that entered the second tier from the storage."""
     skipped_pages: int
     """Pages that were not written, or not searched, because too many pages were under way."""
     failed_pages: int
@@ -107,13 +120,21 @@ class _StorageWork:
     links: Sequence[bytes]
     first: int = 0
     """For find and fetch: index of the first page in `prefix`."""
+    known: int = 0
+    """For a find: number of leading pages that memory has. Only their states are searched."""
     blocks: list[int] = field(default_factory=list)
     """For a fetch: blocks that the operation owns, except the first `inserted`. For a write: blocks of the tree."""
     node: Node | None = None
     """Locked node of the second tier; None for a find."""
     users: list[Prefetch] = field(default_factory=list)
     finished: list[int] = field(default_factory=list)
-    """Number of leading pages that each rank has finished."""
+    """Number of leading items that each rank has finished: pages, then states."""
+    states: list[StateItem] = field(default_factory=list)
+    """For a write or a fetch: recurrent states; at most one for a fetch."""
+    found: set[int] | None = None
+    """For a find: indices in `links` of the pages behind which every rank so far has found a state."""
+    cut: bool = False
+    """For find and fetch: whether the prompt has more pages than an operation covers."""
     missing_ranks: set[int] = field(default_factory=set)
     inserted: int = 0
     """For a fetch: number of leading blocks that have entered the second tier, or were freed because their pages had
@@ -121,6 +142,16 @@ class _StorageWork:
     failed: bool = False
     seconds: float = 0.0
     """For a fetch: the longest time that a rank has reported."""
+
+    @property
+    def items(self) -> int:
+        """Number of items that each rank works on, one after another."""
+        return len(self.links) - self.known + len(self.states)
+
+    @property
+    def sought(self) -> list[bytes]:
+        """Links whose pages or states a find or a fetch covers."""
+        return [*self.links, *(item.link for item in self.states)]
 
 
 class StorageTier:
@@ -135,8 +166,12 @@ class StorageTier:
         *,
         ranks: int,
         group: GroupConfig,
+        states: int = 0,
     ) -> None:
-        """`index`: tree of the second tier, over `blocks`. `group`: configuration with the limits of prefetches."""
+        """`index`: tree of the second tier, over `blocks`. `group`: configuration with the limits of prefetches.
+
+        `states`: number of state blocks of the second tier.
+        """
         self._index, self._blocks, self._alloc, self._links = index, blocks, alloc, links
         self._ranks, self._group, self._page_size = ranks, group, blocks.page_size
         self._most_pages = max(1, (blocks.pages - 1) // SHARE)
@@ -153,6 +188,8 @@ class StorageTier:
         """Blocks whose pages were written to the storage, or came from it."""
         self._unused: set[int] = set()
         """Blocks of the second tier whose pages came from the storage, and were not loaded yet."""
+        self.states = StoredStates(index, states, blocks.page_size)
+        """Recurrent states in the storage."""
         self._lost: list[int] = []
         """Blocks of failed fetches, which are not used again."""
         self._number = self._fetching = self._written = self._fetched = self._skipped = self._failed = 0
@@ -161,7 +198,7 @@ class StorageTier:
     # --- writes
 
     def write(self, prefix: PrefixKey) -> None:
-        """Plans a write of the pages of `prefix` in the second tier that are not stored yet."""
+        """Plans a write of the pages and states of `prefix` in the second tier that are not stored yet."""
         known = self._index.match_kv(prefix)
         waiting = [
             (at, block)
@@ -171,18 +208,21 @@ class StorageTier:
         stored = next(
             (at for at, block in enumerate(known.pages) if block not in self._stored), len(known.pages)
         )
-        self.prefixes.add(prefix.shortened(stored * self._page_size))
+        self.prefixes.add(self.states.usable(prefix, stored))
         room = min(MOST_PAGES, max(0, self._most_pages - len(self._writing)))
         self._skipped += max(0, len(waiting) - room)
-        waiting = waiting[:room]
-        if not waiting:
+        reach = waiting[room][0] if room < len(waiting) else len(known.pages)
+        waiting, nodes = waiting[:room], self.states.lacking(prefix, reach)
+        ends = [at + 1 for at, _ in waiting[-1:]] + [node.end for node in nodes]
+        if not ends:
             return
-        prefix = prefix.shortened((waiting[-1][0] + 1) * self._page_size)
+        prefix = prefix.shortened(max(ends) * self._page_size)
         links = self._links(prefix)
         blocks = [block for _, block in waiting]
         self._index.lock(known.node, state=False)
         self._writing.update(blocks)
         work = _StorageWork("write", prefix, [links[at] for at, _ in waiting], blocks=blocks, node=known.node)
+        work.states = self.states.begin_write(nodes, links)
         self._order(work, LONGEST_S)
 
     def allocated(self, blocks: Sequence[int]) -> None:
@@ -206,7 +246,8 @@ class StorageTier:
         prefix = prefix.shortened(prefix.tokens // self._page_size * self._page_size)
         if prefix.tokens - have_tokens < max(1, self._group.prefetch_min_tokens):
             return None
-        one = Prefetch(prefix, self._links(prefix), self._group.prefetch != "best_effort")
+        waits, have_pages = self._group.prefetch != "best_effort", have_tokens // self._page_size
+        one = Prefetch(prefix, self._links(prefix), waits, have_pages)
         self._begin(one)
         return one if one.operation is not None else None
 
@@ -227,25 +268,37 @@ class StorageTier:
         """
         prefetch.operation = None
         start = len(self._index.match_kv(prefetch.prefix).pages)
-        links = prefetch.links[start : start + MOST_PAGES]
-        if not links or prefetch.rounds == MOST_ROUNDS:
+        first, least = start, start
+        if self.states.needed:
+            least = self._least_pages(prefetch.prefix, [prefetch])
+            first = min(start, least)
+        links = prefetch.links[first : first + MOST_PAGES]
+        if first + len(links) <= least or prefetch.rounds == MOST_ROUNDS:
             return
         prefetch.rounds += 1
-        joined = self._sought.get(links[0])
+        known = min(start - first, len(links))
+        joined = self._sought.get(links[min(known, len(links) - 1)])
         prefetch.follows = joined is not None
         if joined is not None:
             prefetch.operation = joined
             self._under_way[joined].users.append(prefetch)
         elif self._fetching >= self._most_pages:
-            self._skipped += len(links)
+            self._skipped += len(links) - known
         else:
-            prefix = prefetch.prefix.shortened((start + len(links)) * self._page_size)
-            self._seek(_StorageWork("find", prefix, links, start, users=[prefetch]))
+            prefix = prefetch.prefix.shortened((first + len(links)) * self._page_size)
+            work = _StorageWork("find", prefix, links, first, known, users=[prefetch])
+            work.cut = len(links) == MOST_PAGES
+            self._seek(work)
+
+    def _least_pages(self, prefix: PrefixKey, users: Sequence[Prefetch]) -> int:
+        """Returns the number of pages that memory can load already: a fetched state must cover more."""
+        have = min((one.have_pages for one in users), default=0)
+        return max(self.states.cached_pages(prefix), have)
 
     def _seek(self, work: _StorageWork) -> None:
         """Plans a find or a fetch, and sets it as the operation of the prefetches that use it."""
         number = self._order(work, self._limit_s(len(work.links)))
-        self._sought.update(dict.fromkeys(work.links, number))
+        self._sought.update(dict.fromkeys(work.sought, number))
         for one in work.users:
             one.operation = number
 
@@ -273,20 +326,21 @@ class StorageTier:
         work = self._under_way.get(number)
         if work is None or rank not in work.missing_ranks:
             return
-        work.finished[rank] = max(work.finished[rank], min(report.pages, len(work.links)))
+        work.finished[rank] = max(work.finished[rank], min(report.items, work.items))
         work.failed |= bool(report.error)
         work.seconds = max(work.seconds, report.seconds)
         if work.kind == "fetch":
             self._insert(work)
         if report.done:
             work.missing_ranks.remove(rank)
+            work.found = set(report.states) & (work.found if work.found is not None else set(report.states))
         if work.missing_ranks:
             return
         del self._under_way[number]
         if work.kind == "write":
             self._end_write(work)
             return
-        for link in work.links:
+        for link in work.sought:
             if self._sought.get(link) == number:  # an overlapping operation may have replaced the entry
                 del self._sought[link]
         if work.kind == "find":
@@ -299,47 +353,102 @@ class StorageTier:
         work.missing_ranks, work.finished = set(range(self._ranks)), [0] * self._ranks
         self._under_way[self._number] = work
         blocks = [block - 1 for block in work.blocks]  # page 0 of an allocator is its trash page
-        self._planned.append(StorageOperation(self._number, work.kind, list(work.links), blocks, limit_s))
+        state_links = [*work.links[: work.known], *(item.link for item in work.states)]
+        state_blocks = [item.block for item in work.states]
+        links = list(work.links[work.known :])
+        self._planned.append(
+            StorageOperation(self._number, work.kind, links, blocks, limit_s, state_links, state_blocks)
+        )
         return self._number
 
     def _end_write(self, work: _StorageWork) -> None:
         assert work.node is not None, "a write locks its pages"
         self._index.unlock(work.node, state=False)
         self._writing.difference_update(work.blocks)
-        if work.failed or min(work.finished) < len(work.blocks):
+        finished = min(work.finished) if not work.failed else 0
+        if finished < len(work.blocks):
             self._failed += len(work.blocks)  # the next use of the prefix tries again
         else:
             self._stored.update(work.blocks)
             self._written += len(work.blocks)
-            self.prefixes.add(work.prefix)
+        self.states.end_write(work.states, stored=not work.failed and finished == work.items)
+        if finished >= len(work.blocks):
+            self.prefixes.add(self.states.usable(work.prefix, work.prefix.tokens // self._page_size))
 
     def _end_find(self, work: _StorageWork) -> None:
-        """Plans the fetch of the found pages, from the first page that the second tier still lacks."""
+        """Plans the fetch of the found pages, from the first page that the second tier still lacks.
+
+        For a hybrid model, the fetch ends at the deepest state that was found and has room.
+        """
         known = self._index.match_kv(work.prefix)
-        start, stop = len(known.pages), work.first + min(work.finished)
+        start, stop = len(known.pages), work.first + work.known + min(work.finished)
+        ends = self._found_states(work) if self.states.needed else []
+        if self.states.needed:
+            stop = max(ends, default=self._least_pages(work.prefix, work.users))
         self.prefixes.forget(work.prefix, stop * self._page_size)
         room = max(0, self._most_pages - self._fetching)
-        count = stop - start if work.users and not work.failed else 0
+        # Pages before the searched ones may have been evicted since the find; the operation has no links of these.
+        wanted = bool(work.users) and not work.failed and start >= work.first + work.known
+        count = max(0, stop - start) if wanted else 0
         self._skipped += max(0, count - room)
-        # Pages before `work.first` may have been evicted since the find; the operation has no links of these pages.
-        blocks = (
-            self._alloc(min(count, room), known.node) if min(count, room) > 0 and start >= work.first else []
-        )
-        if not blocks:
-            for one in work.users:
-                one.operation = None
+        blocks = self._alloc(min(count, room), known.node) if min(count, room) > 0 else []
+        states: list[StateItem] = []
+        if self.states.needed:
+            blocks, states = self._to_state(work, start, blocks, ends if wanted else [])
+        if blocks or states:
+            self._fetch(work, known, blocks, states)
             return
+        for one in work.users:
+            one.operation = None
+
+    def _found_states(self, work: _StorageWork) -> list[int]:
+        """Returns after how many pages every rank has a state in the storage, beyond what memory can load."""
+        stop = work.known + min(work.finished)
+        ends = [work.first + at + 1 for at in work.found or () if 0 <= at < stop]
+        least = self._least_pages(work.prefix, work.users)
+        return [end for end in ends if end > least]
+
+    def _to_state(
+        self, work: _StorageWork, start: int, blocks: list[int], ends: Sequence[int]
+    ) -> tuple[list[int], list[StateItem]]:
+        """Allocates a block for the deepest state that the blocks of a fetch reach, and frees the blocks behind it.
+
+        `start`: number of pages before `blocks`. Returns the remaining blocks, and the state; both empty without one.
+        """
+        end = max((end for end in ends if end <= start + len(blocks)), default=0)
+        block = self.states.alloc() if end else None
+        keep = max(0, end - start) if block is not None else 0
+        if blocks[keep:]:
+            self._blocks.free(blocks[keep:])
+        if block is None:
+            return [], []
+        return blocks[:keep], [StateItem(end, work.links[end - 1 - work.first], block)]
+
+    def _fetch(self, work: _StorageWork, known: Match, blocks: list[int], states: list[StateItem]) -> None:
+        """Plans the fetch that follows a find. `known`: pages of the second tier before `blocks`."""
+        start = len(known.pages)
         self._index.lock(known.node, state=False)
         self._fetching += len(blocks)
         links = work.links[start - work.first :][: len(blocks)]
         prefix = work.prefix.shortened((start + len(blocks)) * self._page_size)
-        self._seek(_StorageWork("fetch", prefix, links, start, blocks, known.node, work.users))
+        fetch = _StorageWork("fetch", prefix, links, start, blocks=blocks, node=known.node, users=work.users)
+        fetch.states, fetch.cut = states, work.cut and (bool(states) or len(links) == MOST_PAGES)
+        self._seek(fetch)
 
     def _insert(self, work: _StorageWork) -> None:
-        """Inserts into the second tier the pages that every rank has fetched."""
-        count = min(work.finished)
-        if count <= work.inserted or work.failed:
+        """Inserts into the second tier the pages and the state that every rank has fetched."""
+        finished = min(work.finished)
+        count = min(finished, len(work.blocks))
+        if work.failed:
             return
+        if count > work.inserted:
+            self._insert_pages(work, count)
+        for item in work.states:
+            if finished == work.items and not item.attached:
+                self.states.attach(work.prefix, item)
+                self.prefixes.add(work.prefix.shortened(item.end * self._page_size))
+
+    def _insert_pages(self, work: _StorageWork, count: int) -> None:
         assert work.node is not None, "a fetch locks the pages before its own"
         prefix = work.prefix.shortened((work.first + count) * self._page_size)
         known = self._index.match_kv(prefix).pages
@@ -354,7 +463,8 @@ class StorageTier:
         self._fetched += len(added)
         self._stored.update(added)
         self._unused.update(added)
-        self.prefixes.add(prefix)
+        if not self.states.needed:
+            self.prefixes.add(prefix)
         work.inserted = count
 
     def _end_fetch(self, work: _StorageWork) -> None:
@@ -363,18 +473,24 @@ class StorageTier:
         left = work.blocks[work.inserted :]
         self._fetching -= len(left)
         self._fetch_s += work.seconds
-        self._fetch_rate.add(min(work.finished) * self._page_size, work.seconds)
+        self._fetch_rate.add(min(min(work.finished), len(work.links)) * self._page_size, work.seconds)
         if work.failed:
             # A rank could not pin the blocks, and would fail again the next time: the blocks are not used again.
             self._lost.extend(left)
             self._failed += len(left)
         elif left:
             self._blocks.free(left)
-        cut = len(work.links) == MOST_PAGES
+        missed = [item for item in work.states if not item.attached]
+        for item in missed:
+            self.states.release(item, failed=work.failed)
         for one in work.users:
             one.operation = None
+        landed = work.inserted or len(missed) < len(work.states)
         for one in work.users:
-            if work.inserted and (one.follows or cut):
+            # Without the state, the pages are of no use: a further operation fetches a state before the missing item.
+            again = bool(missed) and not work.failed and not one.retried
+            if again or (landed and (one.follows or work.cut)):
+                one.retried |= again
                 self._begin(one)
 
     # --- state
@@ -391,6 +507,8 @@ class StorageTier:
             fetching_pages=self._fetching,
             written_pages=self._written,
             fetched_pages=self._fetched,
+            written_states=self.states.written,
+            fetched_states=self.states.fetched,
             skipped_pages=self._skipped,
             failed_pages=self._failed,
             used_pages=self._used,
@@ -403,6 +521,10 @@ class StorageTier:
         self.prefixes.check()
         self._fetch_rate.check()
         works = self._under_way
+        self.states.check(
+            [item for work in works.values() if work.kind == "write" for item in work.states],
+            [item for work in works.values() if work.kind == "fetch" for item in work.states],
+        )
         cached = set(self._index.pages())
         writing = [block for work in works.values() if work.kind == "write" for block in work.blocks]
         sound = (
@@ -411,7 +533,7 @@ class StorageTier:
             and len(writing) == len(self._writing) <= self._most_pages
             and cached.issuperset(self._writing)
             and self._stored.issuperset(self._unused)
-            and all(link in works[number].links for link, number in self._sought.items())
+            and all(link in works[number].sought for link, number in self._sought.items())
             and all(work.node is None or work.node.locks for work in works.values())
             and all(one.operation == number for number, work in works.items() for one in work.users)
         )

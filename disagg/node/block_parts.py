@@ -1,7 +1,9 @@
-"""Copies between a rank's blocks of host memory and the parts of pages that a storage holds.
+"""Copies between a rank's blocks of host memory and the parts of pages and states that a storage holds.
 
-A block has all heads of the rank (`[layers, planes, page_size, heads, head_bytes]` of each class of layers). A stored
-part has the heads of one unit, so that groups of other tensor-parallel sizes can read it (`disagg.storage.parts`).
+A block of a page has all heads of the rank: `[layers, planes, page_size, heads, head_bytes]` of each class of layers.
+A block of a recurrent state has each tensor of the rank; a tensor may have heads of several classes, one class after
+another (`StateClass.joined`). A stored part has the heads of one unit, so that groups of other tensor-parallel sizes
+can read it (`disagg.storage.parts`).
 """
 
 from __future__ import annotations
@@ -11,17 +13,36 @@ from typing import NamedTuple
 
 import torch
 
-from disagg.core.types import Shard, Span
+from disagg.core.types import Shard, Span, StateClass
 from disagg.storage.parts import PagePart, PartGrid
 
 
-class _PartPlace(NamedTuple):
-    """Location of one part in a rank's block, and in a buffer that holds all parts of one page."""
+class _ClassPlace(NamedTuple):
+    """Location of one class of layers, or of state tensors, in a rank's block."""
 
     first_bytes: int
-    """First byte of the part's class in the block."""
-    shape: tuple[int, ...]
-    """`[layers, planes, page_size, heads, head_bytes]` of the class on this rank."""
+    layers: Span
+    """Global numbers of the rank's layers, or of its state tensors."""
+    heads: Span
+    """Global numbers of the rank's heads."""
+    row_bytes: int
+    """Distance between layers."""
+    columns: Span
+    """Bytes of the class in each layer's row."""
+    shape: tuple[int, int, int, int]
+    """`[planes, tokens, heads, head_bytes]` of a layer's `columns`."""
+
+    def of_block(self, block: torch.Tensor) -> torch.Tensor:
+        """Returns the view `[layers, *shape]` of a block, uint8 `[block_bytes]`."""
+        stop = self.first_bytes + len(self.layers) * self.row_bytes
+        rows = block[self.first_bytes : stop].view(len(self.layers), self.row_bytes)
+        return torch.unflatten(rows[:, self.columns.start : self.columns.stop], 1, self.shape)
+
+
+class _PartPlace(NamedTuple):
+    """Location of one part in a rank's block, and in a buffer that holds all parts of one page or state."""
+
+    whole: _ClassPlace
     layers: Span
     """Layers of the part, local to the rank."""
     heads: Span
@@ -30,31 +51,25 @@ class _PartPlace(NamedTuple):
 
     def of_block(self, block: torch.Tensor) -> torch.Tensor:
         """Returns the part's view of a block, uint8 `[block_bytes]`."""
-        nbytes = torch.Size(self.shape).numel()
-        whole = block[self.first_bytes : self.first_bytes + nbytes].view(self.shape)
+        whole = self.whole.of_block(block)
         return whole[self.layers.start : self.layers.stop, :, :, self.heads.start : self.heads.stop]
 
 
 class BlockParts:
-    """The parts of a page that a rank reads, or writes, in a fixed order."""
+    """The parts of a page, or of a recurrent state, that a rank reads, or writes, in a fixed order."""
 
     def __init__(self, grid: PartGrid, shard: Shard, parts: Sequence[PagePart]) -> None:
-        """`parts`: some or all of `grid.parts_of(shard)`."""
+        """`parts`: some or all of `grid.parts_of(shard)`, or of `grid.states_of(shard)`."""
         self.parts = tuple(parts)
-        firsts, shapes, first_bytes = [], [], 0
-        for mine, one in zip(shard.parts, grid.layout.classes, strict=True):
-            shape = (len(mine.layers), one.planes, grid.page_size, len(mine.heads), one.head_bytes)
-            firsts.append(first_bytes)
-            shapes.append(shape)
-            first_bytes += torch.Size(shape).numel()
+        places = [*_page_places(grid, shard), *_state_places(grid, shard)]
         self._places: list[_PartPlace] = []
         self.nbytes = 0
-        """Size of all parts of a page."""
+        """Size of all parts of a page or state."""
         for part in self.parts:
-            mine, number = shard.parts[part.class_index], part.class_index
+            whole = places[part.class_index]
             content = Span(self.nbytes, self.nbytes + grid.nbytes(part))
-            layers, heads = part.layers.shift(-mine.layers.start), part.heads.shift(-mine.heads.start)
-            self._places.append(_PartPlace(firsts[number], shapes[number], layers, heads, content))
+            layers, heads = part.layers.shift(-whole.layers.start), part.heads.shift(-whole.heads.start)
+            self._places.append(_PartPlace(whole, layers, heads, content))
             self.nbytes = content.stop
 
     def gather(self, block: torch.Tensor, buffer: torch.Tensor) -> None:
@@ -73,3 +88,35 @@ class BlockParts:
         """Returns the memory of each part in `buffer`."""
         memory = buffer.numpy().data
         return [memory[place.content.start : place.content.stop] for place in self._places]
+
+
+def _page_places(grid: PartGrid, shard: Shard) -> list[_ClassPlace]:
+    """Returns the place of each class of layers in a block of a page."""
+    places: list[_ClassPlace] = []
+    first_bytes = 0
+    for mine, one in zip(shard.parts, grid.layout.classes, strict=True):
+        shape = (one.planes, grid.page_size, len(mine.heads), one.head_bytes)
+        row_bytes = torch.Size(shape).numel()
+        places.append(_ClassPlace(first_bytes, mine.layers, mine.heads, row_bytes, Span(0, row_bytes), shape))
+        first_bytes += len(mine.layers) * row_bytes
+    return places
+
+
+def _state_places(grid: PartGrid, shard: Shard) -> list[_ClassPlace]:
+    """Returns the place of each class of state tensors in a block of a state."""
+    tensors: list[list[tuple[Shard, StateClass]]] = []
+    for mine, one in zip(shard.states, grid.layout.states, strict=True):
+        if not one.joined:
+            tensors.append([])
+        tensors[-1].append((mine, one))
+    places: list[_ClassPlace] = []
+    first_bytes = 0
+    for classes in tensors:
+        row_bytes, start = sum(len(mine.heads) * one.head_bytes for mine, one in classes), 0
+        for mine, one in classes:
+            shape = (1, 1, len(mine.heads), one.head_bytes)
+            columns = Span(start, start + len(mine.heads) * one.head_bytes)
+            places.append(_ClassPlace(first_bytes, mine.layers, mine.heads, row_bytes, columns, shape))
+            start = columns.stop
+        first_bytes += len(classes[0][0].layers) * row_bytes
+    return places

@@ -183,6 +183,11 @@ class HybridCacheController:
         with self._reserving:
             return [self.kv.memory.block(number) for number in numbers]
 
+    def state_blocks(self, numbers: Sequence[int]) -> list[torch.Tensor]:
+        """Returns the memory of blocks of recurrent states. Otherwise like `kv_blocks`."""
+        with self._reserving:
+            return [self.states.memory.block(number) for number in numbers]
+
     def stop(self) -> None:
         """Ends the threads after the queued copies. Idempotent."""
         self.storing.shutdown()

@@ -96,5 +96,7 @@ def _host_fields(host: HostTierStatistics, page_size: int) -> dict[str, Any]:
             "storage_fetched_pages_total": storage.fetched_pages,
             "storage_skipped_pages_total": storage.skipped_pages,
             "storage_failed_pages_total": storage.failed_pages,
+            "storage_written_states_total": storage.written_states,
+            "storage_fetched_states_total": storage.fetched_states,
         }
     return found

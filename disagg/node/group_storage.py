@@ -7,6 +7,7 @@ from disagg.core.errors import ConfigError
 from disagg.core.types import GroupInfo
 from disagg.model.spec.model_spec import ModelSpec
 from disagg.node.block_parts import BlockParts
+from disagg.node.stored_items import StoredParts
 from disagg.storage.contract import PageStorage
 from disagg.storage.keys import PageKeys, StoredModel
 from disagg.storage.open import open_storage
@@ -22,25 +23,37 @@ def open_group_storage(group: GroupConfig, spec: ModelSpec) -> PageStorage | Non
     """Opens the storage of a group; None without a storage or a prefix cache. Raises `ConfigError`."""
     if not group.storage or spec.cache_refused:
         return None
-    if spec.has_state:
+    if not spec.has_attention:
         raise ConfigError(
-            f"{group.role}.storage is not available for models with recurrent layers ({spec.architecture}): the "
-            f"storage keeps no recurrent states. Unset {group.role}.storage"
+            f"{group.role}.storage is not available for models without attention ({spec.architecture}): they have no "
+            f"KV, and no second tier. Unset {group.role}.storage"
         )
     grid = part_grid(group, spec)
-    return open_storage(group.storage, group.storage_bytes, max(map(grid.nbytes, grid.kv_parts)))
+    largest_bytes = max(map(grid.nbytes, (*grid.kv_parts, *grid.state_parts)))
+    return open_storage(group.storage, group.storage_bytes, largest_bytes)
 
 
 def page_keys(info: GroupInfo, config: Config, group: GroupConfig, spec: ModelSpec) -> PageKeys:
     """Returns the `PageKeys` of a group. Groups whose pages have the same content get equal keys."""
     settings = ["deterministic"] if config.model.deterministic else []
+    if config.model.deterministic and spec.has_state:  # the bits depend on where prompts are cut into chunks
+        settings.append(f"chunks of {group.chunk_tokens}")
     if spec.layout.quantized:  # otherwise the layout already has the dtype of the computation
         settings.append(f"quantized from {config.model.dtype}")
     return PageKeys(StoredModel(info.fingerprint, part_grid(group, spec), ", ".join(settings)))
 
 
-def rank_parts(info: GroupInfo, rank: int, grid: PartGrid) -> tuple[BlockParts, BlockParts]:
-    """Returns the page parts that a rank reads from the storage, and those that the rank writes."""
+def page_parts(info: GroupInfo, rank: int, grid: PartGrid) -> StoredParts:
+    """Returns the parts of pages that a rank reads from the storage and writes to it."""
     shards = [one.shard for one in info.ranks]
     read, written = grid.parts_of(shards[rank]), grid.parts_to_store(shards, rank)
-    return BlockParts(grid, shards[rank], read), BlockParts(grid, shards[rank], written)
+    return StoredParts(BlockParts(grid, shards[rank], read), BlockParts(grid, shards[rank], written))
+
+
+def state_parts(info: GroupInfo, rank: int, grid: PartGrid) -> StoredParts | None:
+    """Returns the parts of recurrent states that a rank reads and writes; None without states in host memory."""
+    if not all(one.host_states for one in info.ranks):
+        return None
+    shards = [one.shard for one in info.ranks]
+    read, written = grid.states_of(shards[rank]), grid.states_to_store(shards, rank)
+    return StoredParts(BlockParts(grid, shards[rank], read), BlockParts(grid, shards[rank], written))

@@ -451,5 +451,11 @@ class Leader(ABC):
 
 def _storage_report(message: m.StorageMoved) -> StorageReport:
     return StorageReport(
-        message.operation, message.rank, message.pages, message.done, message.error, message.seconds
+        message.operation,
+        message.rank,
+        message.items,
+        message.done,
+        message.error,
+        message.seconds,
+        message.states,
     )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
@@ -34,7 +34,7 @@ from disagg.node.agent import Agent
 from disagg.node.cache_controller import HybridCacheController, LoadedLayers, host_block_counts
 from disagg.node.compute import ComputeThread, PlanQueue, StepExecutor
 from disagg.node.device import device_limit_bytes, memory_bytes
-from disagg.node.group_storage import open_group_storage, page_keys, part_grid, rank_parts
+from disagg.node.group_storage import open_group_storage, page_keys, page_parts, part_grid, state_parts
 from disagg.node.kv_manager import KVManager
 from disagg.node.leader import Leader
 from disagg.node.links import Link
@@ -243,9 +243,10 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
             return
         section, spec = self.group_config, self.runner.spec
         keys = page_keys(group, self.config, section, spec)
-        read, written = rank_parts(group, self.rank, part_grid(section, spec))
+        grid = part_grid(section, spec)
+        pages, states = page_parts(group, self.rank, grid), state_parts(group, self.rank, grid)
         self.storage_controller = StorageController(
-            self._storage, keys, read, written, self.cache_controller, self._storage_moved, self.clock
+            self._storage, keys, pages, states, self.cache_controller, self._storage_moved, self.clock
         )
         if self.kv_manager is not None:
             self.kv_manager.add_storage(keys.links, section)
@@ -253,8 +254,11 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
     def _cache_moved(self, number: int, error: str, seconds: float) -> None:
         self.to_leader(m.CacheMoved(number, self.rank, error, max(0.0, seconds)))
 
-    def _storage_moved(self, number: int, pages: int, done: bool, error: str, seconds: float) -> None:
-        self.to_leader(m.StorageMoved(number, self.rank, pages, done, error, max(0.0, seconds)))
+    def _storage_moved(
+        self, number: int, items: int, done: bool, error: str, seconds: float, states: Sequence[int]
+    ) -> None:
+        seconds = max(0.0, seconds)
+        self.to_leader(m.StorageMoved(number, self.rank, items, done, error, seconds, tuple(states)))
 
     def order_copies(self, plan: StepPlan) -> LoadedLayers:
         """Starts the plan's work between the tiers of the prefix cache; returns the loads for which the step waits.

@@ -1,28 +1,28 @@
 """Executes a rank's reads and writes of the third tier of the prefix cache, as the leader's plans order.
 
 The controller decides nothing: the leader's `StorageTier` decides for all ranks. Each rank stores and reads its own
-heads. A read thread and a write thread call the storage, and copy pages between host memory and buffers of their own.
-A call of the storage blocks for at most a time limit, and each fault counts as a miss.
+heads. A read thread and a write thread call the storage, and copy pages between host memory and buffers of their own
+(`disagg.node.stored_items`). A call of the storage blocks for at most a time limit, and each fault counts as a miss.
 
 Fetches are divided into batches. The read thread does one batch of each fetch in turn, so a long prompt does not
-delay a short one. After each batch, the thread reports how many leading pages have landed.
+delay a short one. After each batch, the thread reports how many leading items have landed: pages, then the state.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
 
 import structlog
 import torch
 
 from disagg.core.ports import Clock
 from disagg.kv.cache_operations import StorageOperation
-from disagg.node.block_parts import BlockParts
+from disagg.node.stored_items import StoredItems, StoredParts
 from disagg.storage.contract import PageStorage, StorageStatistics
 from disagg.storage.keys import PageKeys
 
@@ -33,16 +33,19 @@ BATCH_BYTES = 16 << 20
 CALL_LIMIT_S = 2.0
 """Time limit of one call of the storage. Only a hung disk or server makes a call last this long."""
 
-Moved = Callable[[int, int, bool, str, float], None]
-"""Callback with an operation's number, its finished leading pages, whether it has ended, its error, and the seconds
-that its reads took; see `StorageMoved`."""
+Moved = Callable[[int, int, bool, str, float, Sequence[int]], None]
+"""Callback with an operation's number, its finished leading items, whether it has ended, its error, the seconds that
+its reads took, and the states that a find has found; see `StorageMoved`."""
 
 
 class BlockMemory(Protocol):
-    """Access to the blocks of KV pages in host memory; implemented by `HybridCacheController`."""
+    """Access to the blocks in host memory; implemented by `HybridCacheController`."""
 
     def kv_blocks(self, numbers: Sequence[int]) -> list[torch.Tensor]:
-        """Returns the memory of blocks, uint8 `[block_bytes]` each. Raises `RuntimeError` if pinning fails."""
+        """Returns the memory of blocks of KV pages; see `disagg.node.stored_items.Blocks`."""
+
+    def state_blocks(self, numbers: Sequence[int]) -> list[torch.Tensor]:
+        """Returns the memory of blocks of recurrent states."""
 
 
 @dataclass(slots=True, eq=False)
@@ -52,9 +55,20 @@ class _Fetch:
     operation: StorageOperation
     until_s: float
     landed: int = 0
+    """Number of leading items that have landed, or were found."""
+    states: list[int] = field(default_factory=list)
+    """For a find: see `StorageReport.states`."""
     seconds: float = 0.0
     """Time spent on reads, without the time in the queue."""
     unwanted: bool = False
+
+
+class _Batch(NamedTuple):
+    """Items of one kind in an operation."""
+
+    items: StoredItems
+    links: Sequence[bytes]
+    blocks: Sequence[int]
 
 
 class StorageController:
@@ -64,21 +78,22 @@ class StorageController:
         self,
         storage: PageStorage,
         keys: PageKeys,
-        read: BlockParts,
-        written: BlockParts,
+        pages: StoredParts,
+        states: StoredParts | None,
         memory: BlockMemory,
         moved: Moved,
         clock: Clock,
     ) -> None:
-        """`read`: all parts of this rank.
-
-        `written`: the parts that this rank stores and no other rank of the group stores.
+        """`states`: parts of recurrent states; None if the rank stores none.
 
         `moved` is called on the controller's threads.
         """
-        self._storage, self._keys, self._memory = storage, keys, memory
-        self._read, self._written = read, written
-        self._moved, self._clock = moved, clock
+        self._storage = storage
+        self._pages = StoredItems(storage, keys, pages, memory.kv_blocks, BATCH_BYTES)
+        self._states: StoredItems | None = None
+        if states is not None:
+            self._states = StoredItems(storage, keys, states, memory.state_blocks, BATCH_BYTES)
+        self._memory, self._moved, self._clock = memory, moved, clock
         self.fetching: Executor = ThreadPoolExecutor(1, thread_name_prefix="storage-fetch")
         """Thread of finds and fetches."""
         self.writing: Executor = ThreadPoolExecutor(1, thread_name_prefix="storage-write")
@@ -86,8 +101,6 @@ class StorageController:
         self._under_way: dict[int, _Fetch] = {}
         self._queue: deque[_Fetch] = deque()
         self._stopped = False
-        self._batch_pages = max(1, BATCH_BYTES // read.nbytes)
-        self._read_buffer = self._write_buffer = torch.empty((0, 0), dtype=torch.uint8)
 
     def order(self, operations: Sequence[StorageOperation], unwanted: Sequence[int]) -> None:
         """Starts the operations of a plan, and ends the fetches `unwanted`; never blocks."""
@@ -133,89 +146,58 @@ class StorageController:
         if done:
             del self._under_way[number]
         if done or fetch.landed > before:
-            self._moved(number, fetch.landed, done, error, fetch.seconds)
+            self._moved(number, fetch.landed, done, error, fetch.seconds, fetch.states)
         if not done:
             self._queue.append(fetch)
             self._submit(self.fetching, self._fetch_some)
 
     def _advance(self, fetch: _Fetch) -> bool:
-        """Finds all pages, or fetches a batch; returns whether the fetch has ended."""
+        """Finds all items, or fetches a batch; returns whether the fetch has ended."""
         operation, left_s = fetch.operation, fetch.until_s - self._clock()
         if left_s <= 0 or fetch.unwanted or self._stopped:
             return True
         limit_s = min(left_s, CALL_LIMIT_S)
         if operation.kind == "find":
-            keys = self._keys.keys(operation.links, self._read.parts[:1])
-            fetch.landed = _leading(self._storage.exists(keys, limit_s))
+            fetch.landed = self._pages.leading(operation.links, limit_s)
+            if self._states is not None:
+                at = [*operation.state_links, *operation.links[: fetch.landed]]
+                fetch.states = self._states.find(at, limit_s)
             return True
-        if not fetch.landed:
-            self._memory.kv_blocks(operation.blocks)  # pins the memory of all blocks, or raises
-        start, stop = fetch.landed, fetch.landed + self._batch_pages
-        links, blocks = operation.links[start:stop], self._memory.kv_blocks(operation.blocks[start:stop])
-        buffer = self._read_buffer = _grown(self._read_buffer, len(links), self._read.nbytes)
-        into = [view for page in buffer[: len(links)] for view in self._read.views(page)]
-        found = self._storage.get(self._keys.keys(links, self._read.parts), into, limit_s)
-        landed = _leading(_whole(found, len(self._read.parts)))
-        for page, block in zip(buffer[:landed], blocks, strict=False):
-            self._read.scatter(page, block)
+        if not fetch.landed:  # pins the memory of all blocks, or raises
+            self._memory.kv_blocks(operation.blocks)
+            self._memory.state_blocks(operation.state_blocks)
+        items, links, blocks = next(self._batches(operation, fetch.landed))
+        landed = items.fetch(links, blocks, limit_s)
         fetch.landed += landed
-        return landed < len(links) or fetch.landed == len(operation.links)
+        return landed < len(links) or fetch.landed == len(operation.links) + len(operation.state_links)
+
+    def _batches(self, operation: StorageOperation, first: int = 0) -> Iterator[_Batch]:
+        """Yields the items of an operation in batches, pages and then states, without the first `first` items."""
+        kinds = [_Batch(self._pages, operation.links, operation.blocks)]
+        if self._states is not None:
+            kinds.append(_Batch(self._states, operation.state_links, operation.state_blocks))
+        for items, links, blocks in kinds:
+            for start in range(min(first, len(links)), len(links), items.batch):
+                stop = start + items.batch
+                yield _Batch(items, links[start:stop], blocks[start:stop])
+            first = max(0, first - len(links))
 
     # --- writes
 
     def _write(self, operation: StorageOperation) -> None:
-        """Stores the pages of an operation that are not stored yet. Runs on the write thread.
+        """Stores the items of an operation that are not stored yet. Runs on the write thread.
 
-        After the first page that cannot be stored, later pages are skipped, so that a hung storage does not keep
+        After the first item that cannot be stored, later items are skipped, so that a hung storage does not keep
         blocks locked.
         """
         stored, error = 0, ""
         try:
-            while stored < len(operation.links) and not self._stopped:
-                stop = stored + self._batch_pages
-                links, blocks = operation.links[stored:stop], operation.blocks[stored:stop]
-                count = self._write_batch(links, blocks)
+            for items, links, blocks in self._batches(operation):
+                count = items.store(links, blocks, CALL_LIMIT_S) if not self._stopped else 0
                 stored += count
                 if count < len(links):
                     break
         except Exception as exc:  # any error ends this write only
             error = f"{type(exc).__name__}: {exc}"
             log.exception("storage_write_failed", operation=operation.number, error=error)
-        self._moved(operation.number, stored, True, error, 0.0)
-
-    def _write_batch(self, links: Sequence[bytes], blocks: Sequence[int]) -> int:
-        """Stores the missing pages of a batch; returns how many leading pages of the batch are stored."""
-        parts = self._written
-        count = len(parts.parts)
-        if not count:
-            return len(links)
-        there = _whole(self._storage.exists(self._keys.keys(links, parts.parts), CALL_LIMIT_S), count)
-        lacking = [at for at, stored in enumerate(there) if not stored]
-        if not lacking:
-            return len(links)
-        buffer = self._write_buffer = _grown(self._write_buffer, len(lacking), parts.nbytes)
-        for page, block in zip(buffer, self._memory.kv_blocks([blocks[at] for at in lacking]), strict=False):
-            parts.gather(block, page)
-        keys = self._keys.keys([links[at] for at in lacking], parts.parts)
-        pages = [view for page in buffer[: len(lacking)] for view in parts.views(page)]
-        results = _whole(self._storage.put(keys, pages, CALL_LIMIT_S), count)
-        for at, stored in zip(lacking, results, strict=True):
-            there[at] = stored
-        return _leading(there)
-
-
-def _whole(parts: Sequence[bool], count: int) -> list[bool]:
-    """Returns for each page whether all of its `count` parts are True in `parts`."""
-    return [all(parts[first : first + count]) for first in range(0, len(parts), count)]
-
-
-def _leading(results: Sequence[bool]) -> int:
-    """Returns the number of results before the first False."""
-    return next((at for at, result in enumerate(results) if not result), len(results))
-
-
-def _grown(buffer: torch.Tensor, pages: int, page_bytes: int) -> torch.Tensor:
-    """Returns a buffer of at least `pages` pages: `buffer` itself if it is large enough."""
-    if len(buffer) >= pages:
-        return buffer
-    return torch.empty((pages, page_bytes), dtype=torch.uint8)
+        self._moved(operation.number, stored, True, error, 0.0, ())

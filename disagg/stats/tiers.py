@@ -8,7 +8,15 @@ from itertools import pairwise
 import msgspec
 
 from disagg.core.status import GroupStatus
-from disagg.top.tiers import TierHits, page_bytes, pages_under_way, saved_s, searched_tokens, tier_hits
+from disagg.top.tiers import (
+    TierHits,
+    page_bytes,
+    pages_under_way,
+    saved_s,
+    searched_tokens,
+    state_bytes,
+    tier_hits,
+)
 
 
 class TierUse(msgspec.Struct, frozen=True):
@@ -22,9 +30,9 @@ class TierUse(msgspec.Struct, frozen=True):
     loaded_bytes: int
     """KV loaded from host memory so far."""
     written_bytes: int
-    """KV written to the storage so far."""
+    """KV and recurrent states written to the storage so far."""
     fetched_bytes: int
-    """KV fetched from the storage so far."""
+    """KV and recurrent states fetched from the storage so far."""
     pages_under_way: int
     """Pages that are being copied between two tiers."""
     hits: TierHits
@@ -48,14 +56,14 @@ def tier_use(group: GroupStatus) -> TierUse | None:
     """Returns the use of the lower tiers; None for a group without a second tier."""
     if not group.host_pages:
         return None
-    each = page_bytes(group)
+    each, state = page_bytes(group), state_bytes(group)
     return TierUse(
         host_bytes=group.host_pages * each,
         host_used_bytes=group.host_pages_used * each,
         stored_bytes=group.host_stored_pages_total * each,
         loaded_bytes=group.host_loaded_tokens_total // max(1, group.page_size) * each,
-        written_bytes=group.storage_written_pages_total * each,
-        fetched_bytes=group.storage_fetched_pages_total * each,
+        written_bytes=group.storage_written_pages_total * each + group.storage_written_states_total * state,
+        fetched_bytes=group.storage_fetched_pages_total * each + group.storage_fetched_states_total * state,
         pages_under_way=pages_under_way(group),
         hits=tier_hits(*searched_tokens(group)),
         saved_s=saved_s(group),

@@ -49,12 +49,14 @@ class Appender:
         disk: Disk,
         counters: Counters,
         segment_bytes: int,
-        segments: int,
+        capacity_bytes: int,
         direct: int,
     ) -> None:
-        """`segments`: limit of owned segments, `LEAST_SEGMENTS` or more. `direct`: open flag `O_DIRECT`, or 0."""
+        """`capacity_bytes`: limit of owned segments, `LEAST_SEGMENTS` x `segment_bytes` or more. `direct`: open flag
+        `O_DIRECT`, or 0."""
         self._folder, self._index, self._disk, self._counters = folder, folder.index, disk, counters
-        self._segment_bytes, self._segments, self._direct = segment_bytes, segments, direct
+        self._segment_bytes, self._capacity_bytes, self._direct = segment_bytes, capacity_bytes, direct
+        self._segments = capacity_bytes // segment_bytes
         self._lock = threading.Lock()
         self._live: _Live | None = None
         self._buffers = BounceBuffers()
@@ -85,7 +87,7 @@ class Appender:
     def trim(self) -> None:
         """Evicts adopted segments beyond the limit, the oldest first. Raises `OSError`."""
         with self._lock:
-            while len(self._folder.owned()) >= self._segments:
+            while self._full:
                 self._evict_oldest(into=None)
 
     def close(self) -> None:
@@ -103,10 +105,27 @@ class Appender:
         """Raises `InvariantError` if too many segments are owned, or if the live segment is too long or sealed."""
         with self._lock:
             owned, live = self._folder.owned(), self._live
-            if len(owned) > self._segments:
-                raise InvariantError(f"{len(owned)} segments are owned, the limit is {self._segments}")
+            nbytes = sum(map(self._reserved_bytes, owned))
+            if len(owned) > self._segments or nbytes > self._capacity_bytes:
+                limits = f"{self._segments} and {self._capacity_bytes}"
+                raise InvariantError(
+                    f"{len(owned)} segments of {nbytes} bytes are owned, the limits are {limits}"
+                )
             if live is not None and (live.segment.end_bytes > self._segment_bytes or live.segment.sealed):
                 raise InvariantError(f"the live segment ends at {live.segment.end_bytes}: {live}")
+
+    @property
+    def _full(self) -> bool:
+        """Whether a further segment would exceed the limit.
+
+        Adopted segments of a process with other settings can be longer than `segment_bytes`.
+        """
+        owned = self._folder.owned()
+        nbytes = sum(map(self._reserved_bytes, owned)) + self._segment_bytes
+        return len(owned) >= self._segments or nbytes > self._capacity_bytes
+
+    def _reserved_bytes(self, segment: SegmentFile) -> int:
+        return segment.end_bytes if segment.sealed else max(segment.end_bytes, self._segment_bytes)
 
     def _live_for(self, nbytes: int) -> _Live:
         """Returns the live segment, with room for `nbytes`; creates a new one, and evicts the oldest, if needed."""
@@ -118,7 +137,7 @@ class Appender:
                 return live
             live.full = True
             self._seal_if_done(live)
-        while len(self._folder.owned()) >= self._segments:
+        while self._full:
             self._evict_oldest(into=None)
         try:
             live = self._created()
@@ -129,7 +148,7 @@ class Appender:
             live = self._created()
         self._live = live
         # At the limit, the oldest segment is evicted now, while the new one has room for its used pages.
-        if len(self._folder.owned()) >= self._segments:
+        if self._full:
             self._evict_oldest(into=live)
         return live  # used pages fill at most half of the segment, so the record fits in the other half
 

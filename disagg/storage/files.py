@@ -87,9 +87,13 @@ class FileStorage:
             settings.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             direct = direct_flag(settings.folder) if settings.direct else 0
             self._folder = SegmentFolder(settings.folder, self._disk, self._index, self._counters)
-            segments = settings.capacity_bytes // settings.segment_bytes
             self._appender = Appender(
-                self._folder, self._disk, self._counters, settings.segment_bytes, segments, direct
+                self._folder,
+                self._disk,
+                self._counters,
+                settings.segment_bytes,
+                settings.capacity_bytes,
+                direct,
             )
         except OSError as exc:
             raise self._unusable(exc) from exc

@@ -58,3 +58,9 @@ def pages_under_way(group: GroupStatus) -> int:
 def page_bytes(group: GroupStatus) -> int:
     """Returns the KV bytes of a page on all ranks."""
     return sum(rank.kv_bytes for rank in group.ranks) // max(1, group.pages)
+
+
+def state_bytes(group: GroupStatus) -> int:
+    """Returns the bytes of a recurrent state on all ranks; 0 without recurrent layers."""
+    slots = group.state_slots + group.cached_state_slots + 1  # padding rows of recorded steps use one more
+    return sum(rank.state_bytes for rank in group.ranks) // slots

@@ -19,7 +19,8 @@ from kernels.attention.layer_kv import describe
 from kernels.dispatch import backend
 from kernels.layers.silu_mul import gated, silu_mul_reference
 
-MOST_ROWS = 64
+LEAST_ROWS, MOST_ROWS = 2, 64
+"""Numbers of rows for which the kernel is used. A step of one row is faster with cuBLAS, whose launches overlap."""
 DTYPES = (torch.bfloat16, torch.float16)
 _CAPABILITY = (9, 0)
 """The GPU generation on which the tiles were measured."""
@@ -52,12 +53,8 @@ class FewRowsTile:
 def tile_of(rows: int, gated: bool) -> FewRowsTile:
     """Returns the fastest tile for a product of `rows`, measured on an H200 with weights of an 8B Llama."""
     if gated:
-        return (
-            FewRowsTile(64, 128, stages=4 if rows == 1 else 3)
-            if rows <= 16
-            else FewRowsTile(64, 64, stages=4)
-        )
-    return FewRowsTile(64, 128, splits=4 if rows == 1 else 2, stages=5)
+        return FewRowsTile(64, 128, stages=3) if rows <= 16 else FewRowsTile(64, 64, stages=4)
+    return FewRowsTile(64, 128, splits=2, stages=5)
 
 
 def most_rows_of(weight: torch.Tensor, *, gated: bool = False) -> int:

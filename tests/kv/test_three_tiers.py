@@ -23,8 +23,8 @@ LIFE_STEPS = 500
 CHECK_EVERY = 8
 """A check takes much longer than a step; what is wrong stays wrong."""
 STEPS = ("submit", "start", "abort", "copy", "work", "lose", "compute", "grow", "end")
-PAGES = ("stored", "loaded", "fetched")
-"""Pages that moved between the tiers."""
+PAGES = ("stored", "loaded", "fetched", "written states")
+"""Pages and states that moved between the tiers."""
 ALL_PROMPTS = [prompt(*pages) for pages in itertools.product(range(VALUES), repeat=MOST_PAGES)]
 
 
@@ -82,6 +82,10 @@ class Life:
         self.done["loaded"] += statistics.host.loaded_pages
         self.done["stored"] += statistics.host.stored_pages
         self.done["fetched"] += counts.fetched_pages
+        self.done["states"] += counts.fetched_states
+        self.done["written states"] += counts.written_states
+        assert statistics.cache is not None
+        assert statistics.cache.held_states == 0
 
     def submit(self) -> bool:
         if len(self.queue) == 4:
@@ -142,7 +146,8 @@ class Life:
         table = self._running(computed=False)
         if table is None or table.loading:
             return False
-        self.group.keep(table, self.prompts[table.row])
+        ends = [end for end in range(1, MOST_PAGES + 1) if self.choose.random() < 0.4]
+        self.group.keep(table, self.prompts[table.row], ends)
         self.computed.add(table.row)
         return True
 
@@ -165,7 +170,7 @@ class Life:
 def random_steps(steps: int, seed: int) -> Counter[str]:
     """Runs groups one after another on one storage; returns how often each step was done."""
     choose, done = random.Random(seed), Counter[str]()
-    for _ in range(steps // (4 * LIFE_STEPS)):
+    for number in range(steps // (4 * LIFE_STEPS)):
         group = StoringGroup.of(ranks=choose.randint(1, 2))
         for _ in range(4):
             settings: dict[str, Any] = {
@@ -173,6 +178,7 @@ def random_steps(steps: int, seed: int) -> Counter[str]:
                 "blocks": choose.choice([2, 6, 12, 40]),
                 "write": choose.choice(["through", "second_hit", "back", "back"]),
                 "prefetch": choose.choice(["best_effort", "timeout", "wait"]),
+                "states": choose.choice([2, 6, 12]) if number % 2 else 0,  # of a hybrid model
             }
             group = group.restarted(**settings)
             life = Life(group, choose, done)
@@ -190,3 +196,4 @@ def random_steps(steps: int, seed: int) -> Counter[str]:
 def test_random_steps(steps: int) -> None:
     done = random_steps(steps, seed=steps)
     assert {name: done[name] for name in STEPS + PAGES if done[name] < steps / 500} == {}
+    assert done["states"] > steps / 2000

@@ -25,6 +25,7 @@ from disagg.node import storage_controller
 from disagg.node.block_parts import BlockParts
 from disagg.node.cache_controller import HostBlockCounts, HybridCacheController
 from disagg.node.storage_controller import StorageController
+from disagg.node.stored_items import StoredParts
 from disagg.storage.contract import PageStorage
 from disagg.storage.keys import PageKeys, StoredModel
 from disagg.storage.memory import MemoryStorage
@@ -60,14 +61,19 @@ class StoringRank:
         self.controller = StorageController(
             storage,
             KEYS,
-            BlockParts(GRID, self.shard, GRID.parts_of(self.shard)),
-            BlockParts(GRID, self.shard, GRID.parts_to_store(shards, rank)),
+            StoredParts(
+                BlockParts(GRID, self.shard, GRID.parts_of(self.shard)),
+                BlockParts(GRID, self.shard, GRID.parts_to_store(shards, rank)),
+            ),
+            None,
             self.memory,
             self._moved,
             lambda: self.now_s,
         )
 
-    def _moved(self, number: int, pages: int, done: bool, error: str, seconds: float) -> None:
+    def _moved(
+        self, number: int, pages: int, done: bool, error: str, seconds: float, states: Sequence[int]
+    ) -> None:
         with self.reported:
             self.reports.setdefault(number, []).append((pages, done, error))
             self.seconds[number] = seconds

@@ -17,6 +17,7 @@ from disagg.core.status import GroupStatus, RankStatus, ServiceStatus
 from disagg.stats.draw import KIND_STYLES, draw_memory
 from disagg.stats.memory import KINDS, GroupSeries, Growth, group_memory, memory_now, memory_series
 from disagg.stats.tables import tables
+from disagg.stats.tiers import tier_use
 
 KIB = 1024
 
@@ -128,6 +129,19 @@ def test_tables_show_lower_tiers_of_groups_that_have_them() -> None:
     group = with_tiers(decode_group(), 10.0)
     assert "decode 50% 12% 25% 80 MiB 20 MiB 4.88 MiB 2.93 MiB 400 KiB 140 KiB 10 3.2 s" in shown(group)
     assert not any("Prefix cache" in line for line in shown(decode_group()))
+
+
+def test_bytes_of_the_storage_include_recurrent_states() -> None:
+    """With 40 + 32 slots and one more for padding rows; all slots have 73 KiB on each of two ranks."""
+    group = with_tiers(decode_group(), 10.0)
+    ranks = tuple(replace(rank, state_bytes=73 * KIB) for rank in group.ranks)
+    states = {"storage_written_states_total": 3, "storage_fetched_states_total": 5}
+    group = replace(group, ranks=ranks, state_slots=40, cached_state_slots=32, **states)
+    found, without = tier_use(group), tier_use(with_tiers(decode_group(), 10.0))
+    assert found is not None
+    assert without is not None
+    assert found.written_bytes - without.written_bytes == 3 * 2 * KIB
+    assert found.fetched_bytes - without.fetched_bytes == 5 * 2 * KIB
 
 
 def test_hits_of_tiers_over_time() -> None:

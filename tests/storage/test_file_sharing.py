@@ -186,6 +186,23 @@ def test_a_smaller_limit_evicts_at_the_start(opened: Opened) -> None:
     again.check()
 
 
+def test_adopted_segments_of_another_size_count_by_their_bytes(opened: Opened) -> None:
+    """Another process had longer segments, and has ended; its pages in the newest one are kept."""
+    names = range(4 * 4 * PAGES_EACH)
+    storage = opened(segments=6, segment_bytes=4 * SEGMENT_BYTES)
+    put(storage, names)
+    storage.close()
+    assert disk_bytes(opened) > 8 * SEGMENT_BYTES
+    again = opened(segments=8)
+    again.check()
+    assert 4 * SEGMENT_BYTES <= disk_bytes(opened) <= 7 * SEGMENT_BYTES
+    assert sum(exists(again, names)) == 4 * PAGES_EACH
+    for first in range(10_000, 10_000 + 10 * PAGES_EACH, PAGES_EACH):
+        put(again, range(first, first + PAGES_EACH))
+        again.check()
+        assert disk_bytes(opened) <= 8 * SEGMENT_BYTES
+
+
 def test_two_writers_of_the_same_pages(opened: Opened) -> None:
     first, second = opened(), opened()
     put(first, range(10))

@@ -18,9 +18,14 @@ from disagg.storage.parts import PartGrid
 from staging.shards import layout_shards, make_shards
 
 LAYOUT = KVLayout(4, 8, 64, "bfloat16")
-HYBRID = KVLayout(
-    4, 8, 64, "bfloat16", more=(LayerClass(2, 4, 128),), states=(StateClass(3, 2, 96), StateClass(1, 1, 8))
+STATES = (
+    StateClass(3, 2, 96),
+    StateClass(1, 1, 8),
+    StateClass(5, 8, 32, layer_heads=8, layer_groups=4),
+    StateClass(5, 4, 64, joined=True, layer_heads=8, layer_groups=4),
 )
+"""Two classes of layers that ranks cannot share, and a convolution of 8 heads in 4 groups."""
+HYBRID = KVLayout(4, 8, 64, "bfloat16", more=(LayerClass(2, 4, 128),), states=STATES)
 MODEL = StoredModel("abc", PartGrid(LAYOUT, 4))
 TOKENS = list(range(40))
 
@@ -35,7 +40,7 @@ def keys_of(model: StoredModel, salt: str = "", tokens: list[int] = TOKENS) -> s
 def test_all_parts_of_all_pages_differ() -> None:
     model = StoredModel("abc", PartGrid(HYBRID, 4))
     found = keys_of(model)
-    assert len(found) == 10 * (8 + 4 + 2)
+    assert len(found) == 10 * (8 + 4 + 1 + 1 + 8 + 4)
     assert {len(one) for one in found} == {KEY_BYTES}
 
 
@@ -113,8 +118,21 @@ def test_stages_read_groups_of_layers() -> None:
 
 def test_states_are_parts_of_one_position() -> None:
     grid = PartGrid(HYBRID, 16)
-    assert [grid.nbytes(part) for part in grid.state_parts] == [3 * 2 * 96, 8]
+    assert [grid.nbytes(part) for part in grid.state_parts] == [3 * 2 * 96, 8, *[5 * 32] * 8, *[5 * 64] * 4]
     assert sum(map(grid.nbytes, grid.state_parts)) == HYBRID.state_bytes
+
+
+@pytest.mark.parametrize(("writers", "readers"), [*product((1, 2, 3, 4, 8, 16), repeat=2)])
+def test_a_group_of_any_size_reads_the_states_of_another(writers: int, readers: int) -> None:
+    """Groups of 3 ranks hold the divided layers whole too; with more ranks than groups of heads, ranks share one."""
+    grid = PartGrid(HYBRID, 16)
+    shards = layout_shards(HYBRID, writers)
+    stored = [part for rank in range(writers) for part in grid.states_to_store(shards, rank)]
+    assert sorted(stored) == sorted(grid.state_parts)  # each part once
+    for shard in layout_shards(HYBRID, readers):
+        mine = grid.states_of(shard)
+        assert set(mine) <= set(stored)
+        assert sum(map(grid.nbytes, mine)) == HYBRID.state_bytes_of(readers)
 
 
 @pytest.mark.parametrize(

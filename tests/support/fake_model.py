@@ -262,6 +262,24 @@ class FakeRunner:
         return [(part, pool, layer) for layer in range(most) for part, pool in parts if layer < pool.layers]
 
 
+def state_tensors(tokens: Sequence[int]) -> list[torch.Tensor]:
+    """The state behind `tokens`, for each of `STATE_FORMS`."""
+    number = state_of(tokens)
+    counts = [math.prod(form.shape) for form in STATE_FORMS]
+    return [
+        ((torch.arange(count) * 7 + tensor * 31 + number) % 1009).float().view(form.shape)
+        for tensor, (count, form) in enumerate(zip(counts, STATE_FORMS, strict=True))
+    ]
+
+
+def stored_states(tokens: Sequence[int]) -> list[torch.Tensor]:
+    """The state behind `tokens` as a storage keeps it: bytes `[layers, heads, head_bytes]` of each class."""
+    pool = MambaPool(STATE_FORMS, 1)
+    for (_, state), wanted in zip(pool.states(0), state_tensors(tokens), strict=True):
+        state[0] = wanted
+    return [view[:, 0, 0] for view in pool.class_views()]
+
+
 class FakeStates:
     """Stands in for `RowStates`: every element of a request's state depends on all of its tokens."""
 
@@ -285,9 +303,4 @@ class FakeStates:
             state[0] = wanted
 
     def _wanted(self, row: int, position: int) -> list[torch.Tensor]:
-        number = state_of(self._runner.context(row, position))
-        counts = [math.prod(form.shape) for form in STATE_FORMS]
-        return [
-            ((torch.arange(count) * 7 + tensor * 31 + number) % 1009).float().view(form.shape)
-            for tensor, (count, form) in enumerate(zip(counts, STATE_FORMS, strict=True))
-        ]
+        return state_tensors(self._runner.context(row, position))

@@ -24,11 +24,18 @@ class Opened:
         self.folder, self._stack = folder, stack
         self.disk, self.clock = FaultyDisk(), ManualClock()
 
-    def __call__(self, segments: int = 8, *, direct: bool = True, refresh_s: float = 0) -> FileStorage:
+    def __call__(
+        self,
+        segments: int = 8,
+        *,
+        direct: bool = True,
+        refresh_s: float = 0,
+        segment_bytes: int = SEGMENT_BYTES,
+    ) -> FileStorage:
         settings = FileSettings(
             self.folder,
-            segments * SEGMENT_BYTES,
-            SEGMENT_BYTES,
+            segments * segment_bytes,
+            segment_bytes,
             threads=2,
             direct=direct,
             refresh_s=refresh_s,

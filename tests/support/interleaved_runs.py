@@ -203,7 +203,7 @@ def run(
         config = with_write_back(config)
     decode = msgspec.structs.replace(config.decode, kv_dtype=kv_dtype)
     prefill = msgspec.structs.replace(config.prefill, state_interval_tokens=8)
-    states = seed // 2 % 2 == 1 and "storage" not in what
+    states = seed // 2 % 2 == 1
     more = ((2, 1), (4, 5)) if seed % 3 == 0 and not states else ()
     simulation = Simulation(
         msgspec.structs.replace(config, prefill=prefill, decode=decode),

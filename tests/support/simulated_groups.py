@@ -18,7 +18,16 @@ from typing import Any
 
 import pytest
 import torch
-from fake_model import DIGITS_HEAD_DIM, HEAD_DIM, VOCAB, FakeRunner, FakeSampledTokens, fake_spec, kv_of
+from fake_model import (
+    DIGITS_HEAD_DIM,
+    HEAD_DIM,
+    VOCAB,
+    FakeRunner,
+    FakeSampledTokens,
+    fake_spec,
+    kv_of,
+    stored_states,
+)
 from simulated_constraints import SimulatedConstraints
 from simulated_memory import (
     Device,
@@ -181,7 +190,8 @@ class Simulation:
         self._weights: dict[str, float] = {}
 
     def stock(self, prompts: Sequence[Sequence[int]]) -> None:
-        """Stores the whole pages of `prompts`, as groups with the same model have done before."""
+        """Stores the whole pages of `prompts`, and the state behind every second one, as groups with the same model
+        have done before."""
         for info in self.groups:
             rank = next(rank for rank in self.ranks.values() if rank.role == info.role)
             group, spec = rank.group_config, rank.runner.spec
@@ -193,9 +203,15 @@ class Simulation:
                     for part in grid.kv_parts:
                         kv = kv_of(tokens, positions, Shard(0, part.layers, part.heads)).contiguous()
                         content = kv.view(torch.uint8).numpy().tobytes()
-                        MemoryStorage.put(
-                            self.storage, [keys.part_key(link, part)], [memoryview(content)], 0.0
-                        )
+                        self._stock(keys.part_key(link, part), content)
+                    states = stored_states(prompt[: (number + 1) * group.page_size]) if number % 2 else []
+                    for part in grid.state_parts if states else ():
+                        state = states[part.class_index - len(grid.layout.classes)]
+                        heads = state[:, part.heads.start : part.heads.stop].contiguous()
+                        self._stock(keys.part_key(link, part), heads.numpy().tobytes())
+
+    def _stock(self, key: bytes, content: bytes) -> None:
+        MemoryStorage.put(self.storage, [key], [memoryview(content)], 0.0)
 
     # --- what happens next
 
@@ -352,6 +368,7 @@ class Simulation:
             assert host is None or host.used_blocks == 0, f"{name}: {host}"
             tier = memory.host
             assert tier is None or tier.storing_pages == tier.loading_pages == 0, f"{name}: {tier}"
+            assert tier is None or not tier.cache.held_states, f"{name}: {tier}"
             stored = tier.storage if tier is not None else None
             assert stored is None or stored.writing_pages == stored.fetching_pages == 0, f"{name}: {tier}"
             assert rank.leader.wait_idle(0.0), name

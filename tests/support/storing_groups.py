@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from launched import until
 from local_groups import TIMEOUT_S, LocalGroups, ask, random_prompts
 
 from disagg.core.config.read import Config, ModelConfig
@@ -49,8 +50,29 @@ def serve(groups: LocalGroups, prompts: Sequence[list[int]]) -> list[list[int]]:
     return answers
 
 
-def wait_until_written(ranks: list[Any], pages: int) -> None:
+def serve_one_by_one(groups: LocalGroups, ranks: list[Any], prompts: Sequence[list[int]]) -> list[list[int]]:
+    """Like `serve`; between two requests, stores and writes of `ranks` end."""
+
+    async def work(router: Router) -> list[list[int]]:
+        answers = []
+        for i, prompt in enumerate(prompts):
+            answers.append((await ask(router, f"r{i}", prompt, GREEDY)).tokens)
+            await until(lambda: all_written(ranks))
+        return answers
+
+    answers: list[list[int]] = groups.serve(work)
+    return answers
+
+
+def all_written(ranks: list[Any], pages: int = 0, states: int = 0) -> bool:
+    """Whether so many are written, and no store or write is under way."""
+    host = ranks[0].statistics()["leader"].memory.host
+    enough = host.storage.written_pages >= pages and host.storage.written_states >= states
+    return enough and not (host.storing_pages or host.storage.writing_pages)
+
+
+def wait_until_written(ranks: list[Any], pages: int, states: int = 0) -> None:
     deadline_s = time.monotonic() + TIMEOUT_S
-    while tier_of(ranks).written_pages < pages:
+    while not all_written(ranks, pages, states):
         assert time.monotonic() < deadline_s, tier_of(ranks)
         time.sleep(0.005)

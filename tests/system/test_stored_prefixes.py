@@ -5,14 +5,10 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-import pytest
-from architectures import HYBRIDS, save
-from local_groups import Checkpoints, LocalGroups, colocated_config, local_groups, small_config
+from local_groups import Checkpoints, colocated_config, local_groups, small_config
 from storing_groups import PROMPTS, TOKENS, serve, tier_of, wait_until_written, with_storage
 
-from disagg.core.errors import ConfigError
 from disagg.core.types import SamplingParams
-from disagg.model.load.source import ModelSource
 
 
 def test_a_restarted_group_of_another_size_reads_the_pages(checkpoints: Checkpoints, tmp_path: Path) -> None:
@@ -91,12 +87,3 @@ def test_a_colocated_group_waits_for_its_prefetch(checkpoints: Checkpoints, tmp_
             assert tier.fetched_pages == fetched
             if not fetched:
                 wait_until_written(groups.groups["colocated"], 6 + 5)
-
-
-def test_models_with_states_have_no_storage(tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> None:
-    path = save(HYBRIDS["falcon-h1"](), tmp_path_factory.mktemp("falcon-h1"))
-    config = with_storage(tmp_path, small_config(1, 1), "prefill")
-    with pytest.raises(
-        ConfigError, match=r"prefill.storage is not available for models with recurrent layers"
-    ):
-        LocalGroups(config, ModelSource.from_directory(path))

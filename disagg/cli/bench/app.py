@@ -8,6 +8,7 @@ from disagg.cli.bench.agreement import agreement
 from disagg.cli.bench.chaos import chaos
 from disagg.cli.bench.collective import collective
 from disagg.cli.bench.decode import decode
+from disagg.cli.bench.goodput import goodput
 from disagg.cli.bench.handoff import handoff
 from disagg.cli.bench.kernels import kernels
 from disagg.cli.bench.memory import memory
@@ -38,6 +39,7 @@ for _command in (
     memory,
     agreement,
     serve,
+    goodput,
     overload,
     router,
     chaos,

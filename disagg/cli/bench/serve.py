@@ -122,7 +122,7 @@ def _loads(options: BenchServeOptions) -> list[ServeBench]:
 
 
 def _load(options: BenchServeOptions, rate: float | None, seed: int) -> ServeBench:
-    from disagg.bench.serve.bench import ServeBench, check_url
+    from disagg.bench.serve.bench import ServeBench
     from disagg.bench.serve.summary import Slo
 
     target, load, limits = options.target, options.load, options.limits
@@ -130,7 +130,7 @@ def _load(options: BenchServeOptions, rate: float | None, seed: int) -> ServeBen
     kind = None if arrivals is None else arrivals.kind
     model = target.model if options.systems.compare is None else ""
     return ServeBench(
-        url=check_url(target.url or _URL),
+        url=url_of(target),
         api_key=target.api_key,
         workload=replace(options.prompts.workload(model, target.chat), seed=seed),
         arrivals=arrivals,
@@ -141,6 +141,13 @@ def _load(options: BenchServeOptions, rate: float | None, seed: int) -> ServeBen
         timeout_s=limits.timeout_s,
         settings=_parameters(options) | {"rate": rate, "arrivals": kind, "seed": seed},
     )
+
+
+def url_of(target: TargetFlags) -> str:
+    """Returns the API's base URL. Raises `ConfigError` for a malformed URL."""
+    from disagg.bench.serve.bench import check_url
+
+    return check_url(target.url or _URL)
 
 
 def _parameters(options: BenchServeOptions) -> dict[str, str | float | bool | None]:

@@ -89,7 +89,7 @@ class GroupConfig(Section, frozen=True):
     storage: str = ""
     """Third tier of the prefix cache, behind host memory: a folder, or the URL of a Redis server
     (`redis://HOST:PORT/DB`, `rediss://` for TLS, `unix:///PATH`). Groups of the same model share the stored pages,
-    also after a restart. Needs a second tier; not for models with recurrent layers. Empty: no third tier."""
+    also after a restart. Needs a second tier, and a model with KV. Empty: no third tier."""
     storage_bytes: int = 64 << 30
     """Largest total size of the files that each rank writes to a `storage` folder. A Redis server has its own
     limit."""

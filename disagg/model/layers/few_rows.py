@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from kernels.layers.few_rows import FewRowsProduct, most_rows_of
+from kernels.layers.few_rows import LEAST_ROWS, FewRowsProduct, most_rows_of
 
 
 class FewRowsSwitch:
@@ -50,16 +50,14 @@ class FewRowsLayer:
         self, product: FewRowsProduct, like: torch.Tensor, most_rows: int, switch: FewRowsSwitch
     ) -> None:
         """`like`: the weight, whose type and row size the input must have. `most_rows`: the limit of few rows."""
-        self._product, self._dtype, self._most, self._switch = (
-            product,
-            like.dtype,
-            most_rows * like.shape[1],
-            switch,
-        )
+        self._product, self._dtype, self._switch = product, like.dtype, switch
+        self._sizes = range(LEAST_ROWS * like.shape[1], most_rows * like.shape[1] + 1)
+        """Numbers of elements of inputs with few rows."""
 
     def takes(self, x: torch.Tensor) -> bool:
         """Returns whether the kernel computes the product of `x` now."""
-        return self._switch.on and x.numel() <= self._most and x.is_contiguous() and x.dtype == self._dtype
+        few = self._switch.on and x.numel() in self._sizes
+        return few and x.is_contiguous() and x.dtype == self._dtype
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Returns the product of `x`, which the layer must take."""

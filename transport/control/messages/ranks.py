@@ -114,14 +114,16 @@ class StorageMoved(Message, frozen=True):
 
     operation: Count
     rank: Rank
-    pages: Count
-    """Number of leading pages that the rank has found, fetched or stored so far."""
+    items: Count
+    """Number of leading items that the rank has found, fetched or stored so far: pages, then recurrent states."""
     done: bool
     """Whether the rank has finished the operation."""
     error: str = ""
     """Error after which the operation's blocks cannot be used; only with `done`."""
     seconds: Seconds = 0.0
     """For a fetch: time that the rank has spent on its reads so far."""
+    states: tuple[Count, ...] = ()
+    """For a find: see `disagg.kv.cache_operations.StorageReport.states`."""
 
 
 class RankFailed(Message, frozen=True):

@@ -1,0 +1,105 @@
+"""Reads and writes of one kind of item in a rank's storage: pages of KV, or recurrent states.
+
+An item has several parts in the storage. An item is there only if all parts are there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from disagg.node.block_parts import BlockParts
+from disagg.storage.contract import PageStorage
+from disagg.storage.keys import PageKeys
+
+Blocks = Callable[[Sequence[int]], list[torch.Tensor]]
+"""Returns the host memory of blocks, uint8 `[block_bytes]` each. Raises `RuntimeError` if pinning fails."""
+
+
+class StoredParts(NamedTuple):
+    """The parts of one kind of item on a rank."""
+
+    read: BlockParts
+    """All parts of this rank."""
+    written: BlockParts
+    """The parts that this rank stores and no other rank of the group stores."""
+
+
+class StoredItems:
+    """One kind of item in the storage. One thread may call `find` and `fetch`, another thread `store`."""
+
+    def __init__(
+        self, storage: PageStorage, keys: PageKeys, parts: StoredParts, blocks: Blocks, batch_bytes: int
+    ) -> None:
+        """`batch_bytes`: size of a buffer of items; a single item may be larger."""
+        self._storage, self._keys, self._blocks = storage, keys, blocks
+        self._read, self._written = parts.read, parts.written
+        self.batch = max(1, batch_bytes // parts.read.nbytes)
+        """Largest number of items of one call of `fetch` or `store`."""
+        self._read_buffer = self._write_buffer = torch.empty((0, 0), dtype=torch.uint8)
+
+    def leading(self, links: Sequence[bytes], limit_s: float) -> int:
+        """Returns how many leading items are probably stored: only the first part of each is looked for."""
+        return leading(self._storage.exists(self._keys.keys(links, self._read.parts[:1]), limit_s))
+
+    def find(self, links: Sequence[bytes], limit_s: float) -> list[int]:
+        """Returns the indices of the items of which all parts are stored."""
+        parts = self._read.parts
+        first = self._storage.exists(self._keys.keys(links, parts[:1]), limit_s)
+        found = [at for at, stored in enumerate(first) if stored]
+        stored = self._storage.exists(self._keys.keys([links[at] for at in found], parts), limit_s)
+        return [at for at, whole in zip(found, _whole(stored, len(parts)), strict=True) if whole]
+
+    def reserve(self, blocks: Sequence[int]) -> None:
+        """Pins the memory of blocks. Raises `RuntimeError` if pinning fails."""
+        self._blocks(blocks)
+
+    def fetch(self, links: Sequence[bytes], blocks: Sequence[int], limit_s: float) -> int:
+        """Reads a batch of items into blocks, until an item is missing; returns the number of items that landed."""
+        memory = self._blocks(blocks)
+        buffer = self._read_buffer = _grown(self._read_buffer, len(links), self._read.nbytes)
+        into = [view for item in buffer[: len(links)] for view in self._read.views(item)]
+        found = self._storage.get(self._keys.keys(links, self._read.parts), into, limit_s)
+        landed = leading(_whole(found, len(self._read.parts)))
+        for item, block in zip(buffer[:landed], memory, strict=False):
+            self._read.scatter(item, block)
+        return landed
+
+    def store(self, links: Sequence[bytes], blocks: Sequence[int], limit_s: float) -> int:
+        """Stores the missing items of a batch; returns how many leading items of the batch are stored."""
+        parts = self._written
+        count = len(parts.parts)
+        if not count:
+            return len(links)
+        there = _whole(self._storage.exists(self._keys.keys(links, parts.parts), limit_s), count)
+        lacking = [at for at, stored in enumerate(there) if not stored]
+        if not lacking:
+            return len(links)
+        buffer = self._write_buffer = _grown(self._write_buffer, len(lacking), parts.nbytes)
+        for item, block in zip(buffer, self._blocks([blocks[at] for at in lacking]), strict=False):
+            parts.gather(block, item)
+        keys = self._keys.keys([links[at] for at in lacking], parts.parts)
+        content = [view for item in buffer[: len(lacking)] for view in parts.views(item)]
+        results = _whole(self._storage.put(keys, content, limit_s), count)
+        for at, stored in zip(lacking, results, strict=True):
+            there[at] = stored
+        return leading(there)
+
+
+def leading(results: Sequence[bool]) -> int:
+    """Returns the number of results before the first False."""
+    return next((at for at, result in enumerate(results) if not result), len(results))
+
+
+def _whole(parts: Sequence[bool], count: int) -> list[bool]:
+    """Returns for each item whether all of its `count` parts are True in `parts`."""
+    return [all(parts[first : first + count]) for first in range(0, len(parts), count)]
+
+
+def _grown(buffer: torch.Tensor, items: int, item_bytes: int) -> torch.Tensor:
+    """Returns a buffer of at least `items` items: `buffer` itself if it is large enough."""
+    if len(buffer) >= items:
+        return buffer
+    return torch.empty((items, item_bytes), dtype=torch.uint8)
