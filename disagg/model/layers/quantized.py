@@ -74,7 +74,7 @@ class QuantizedRowParallelLinear(SummedModule, QuantizedLinear):
 class RowWiseProduct:
     """A product with a quantized weight in which a row's bits do not depend on the other rows.
 
-    Each call converts the whole weight to the type of the activations, so a step of few rows takes longer.
+    Each call converts the whole weight to the type of the activations.
     """
 
     def __init__(self, weight: QuantizedWeight, bias: torch.Tensor | None) -> None:

@@ -1,4 +1,4 @@
-"""The compiled products read weights 16 bytes at a time, and convert values without slow instructions."""
+"""The compiled products read weights 16 bytes at a time, and use no conversion instructions."""
 
 from __future__ import annotations
 
