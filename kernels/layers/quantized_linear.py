@@ -1,8 +1,8 @@
 """The product of activations with a quantized weight: `x @ weight.T + bias`. Activations are not quantized.
 
-For few rows, a kernel reads quantized values, converts them in registers, multiplies with float32 sums, and scales the
-sums of each block. For many rows, another kernel converts the whole
-weight to the type of the activations, into memory that is free after the product, and the library multiplies.
+For few rows, a kernel reads quantized values, converts them in registers, multiplies with float32 sums, and scales
+the sums of each block. For many rows, another kernel converts the whole weight to the type of the activations, into
+memory that is free after the product, and the library multiplies.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A quantized weight matrix in memory, and its conversion to floats.
 
-Every format of checkpoints is converted to this one layout when it is loaded. In 16-bit products, the bits of a value
-become a float by integer operations on two values at a time. All conversions are exact: bfloat16 and float16 represent
-all values of the 8-bit types.
+Every format of checkpoints is converted to this one layout when it is loaded. In 16-bit products, the bits of a
+value become a float by integer operations on two values at a time. All conversions are exact: bfloat16 and float16
+represent all values of the 8-bit types.
 """
 
 from __future__ import annotations
