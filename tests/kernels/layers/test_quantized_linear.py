@@ -218,10 +218,12 @@ def test_wrong_arguments_are_refused() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["fp8", "int8", "int4", "int4 zeros"])
-@pytest.mark.parametrize("rows", [1, 16, 17, 64, 100, KERNEL_ROWS, KERNEL_ROWS + 1])
-def test_large_products_on_cuda(rows: int, kind: str) -> None:
-    for block, n, k in (("block", 6144, 4096), ("group", 4096, 14336), ("channel", 28672, 4096)):
+@pytest.mark.parametrize(
+    ("block", "n", "k"), [("block", 6144, 4096), ("group", 4096, 14336), ("channel", 28672, 4096)]
+)
+def test_large_products_on_cuda(block: str, n: int, k: int, kind: str) -> None:
+    weight = random_weight(kind, n, k, block, device="cuda:0")
+    for rows in (1, 16, 17, 64, 100, KERNEL_ROWS, KERNEL_ROWS + 1):
         for dtype in (torch.bfloat16, torch.float16):
-            weight = random_weight(kind, n, k, block, device="cuda:0")
             x = noise(rows, k, dtype=dtype, device="cuda:0")
             require_near(quantized_linear(x, weight), x, weight, None)
