@@ -33,6 +33,7 @@ from disagg.model.batch import (
     require_fits,
 )
 from disagg.model.collective.base import all_agree, least
+from disagg.model.experts.grouped import group_experts
 from disagg.model.graphs import (
     ChunkGraphs,
     Compute,
@@ -121,8 +122,7 @@ class ModelRunner:
         self._whole_attention, self.held_whole = built.sharding.whole_attention, set(built.sharding.whole)
         """Names of the model parts that cannot be split, so that every rank of the group holds them whole."""
         self._classes = self._attention_classes()
-        small_layers = fuse(self.model) if options.fused and backend(self.device) == "triton" else None
-        merged = self._merge() if small_layers is not None else 0
+        replaced = self._use_layer_kernels()
         self._row_wise: RowWise | None = None
         self._ropes = wrap_ropes(self.model, self.spec.rope_switch_tokens)
         self._indexers = wrap_indexers(self.model, self.spec.places)
@@ -137,10 +137,8 @@ class ModelRunner:
         """Whether attention runs in the Triton kernels, not in torch."""
         if self.deterministic:
             self._use_row_wise(options.dtype)
-        if small_layers is not None and collective.rank == 0:
-            log.info(
-                "small_layers_fused", model=self.spec.architecture, merged=merged, **small_layers.summary()
-            )
+        if replaced and collective.rank == 0:
+            log.info("small_layers_fused", model=self.spec.architecture, **replaced)
         self.req_to_token = ReqToTokenPool(self._rows(), options.max_tokens, self.device)
         self.pool, self.states = self._make_pool(), self._make_states()
         self.sampled = SampledTokenBuffer(options.rows, collective, self.device)
@@ -148,13 +146,22 @@ class ModelRunner:
         self._graphs: StepGraphs | None = None
         self._pieces: PiecewiseGraphs | None = None
 
-    def _merge(self) -> int:
-        """Merges projections, and lets products of few rows use their kernel; returns the number of merged layers."""
-        merged = merge_projections(self.model)
+    def _use_layer_kernels(self) -> dict[str, int]:
+        """Puts kernels in place of small layers and of experts, merges projections, and lets products of few rows use
+        their kernel.
+
+        Returns the number of replaced modules by kind; empty without kernels. The deterministic mode keeps
+        transformers' experts, because it needs products with one order of summation.
+        """
+        if not self._options.fused or backend(self.device) != "triton":
+            return {}
+        replaced = fuse(self.model).summary()
+        counts = {"merged": merge_projections(self.model), "experts": 0}
         if not self.deterministic:
+            counts["experts"] = group_experts(self.model)
             gate_few_rows(self.model, self._few_rows)
             use_few_rows(self.model, self._few_rows)
-        return merged
+        return counts | replaced
 
     def _attention_classes(self) -> list[AttentionClass]:
         """Returns the rank's query and KV heads for each layer class."""

@@ -133,7 +133,7 @@ class _Sharder:
 
     def run(self, without: Container[str]) -> Sharding:
         whole: dict[str, str] = {}
-        planned = {parent: plan for parent, plan in self._planned().items() if parent not in without}
+        planned = self._planned(without)
         attention = {parent: plan for parent, plan in planned.items() if self._is_attention(parent)}
         try:
             rows = {parent: self._check_attention(parent, plan) for parent, plan in attention.items()}
@@ -147,13 +147,16 @@ class _Sharder:
             try:
                 columns, row = self._check_mlp(parent, planned[parent])
             except _UnsplittableError as why:
-                whole[_pattern(parent)] = str(why)
+                whole[name_pattern(parent)] = str(why)
             else:
                 self._cut_mlp(parent, columns, row)
         return Sharding(self._cuts, "attention" in whole, whole)
 
-    def _planned(self) -> dict[str, dict[str, str]]:
-        """Returns the plan's style of each module and parameter of the model, by parent name, then by own name."""
+    def _planned(self, without: Container[str]) -> dict[str, dict[str, str]]:
+        """Returns the plan's style of each module and parameter of the model, by parent name, then by own name.
+
+        The modules `without` and their children are omitted.
+        """
         styles = getattr(self._model.config, "base_model_tp_plan", None) or {}
         prefix = self._model.base_model_prefix
         names = [name for name, _ in self._model.named_modules()]
@@ -161,8 +164,9 @@ class _Sharder:
         planned: dict[str, dict[str, str]] = {}
         for pattern, style in styles.items():
             for name in names:
-                if fnmatchcase(name, f"{prefix}.{pattern}"):
-                    parent, _, child = name.rpartition(".")
+                parent, _, child = name.rpartition(".")
+                left_out = name in without or parent in without
+                if not left_out and fnmatchcase(name, f"{prefix}.{pattern}"):
                     planned.setdefault(parent, {})[child] = style
         return planned
 
@@ -304,7 +308,7 @@ def cut_inputs(
     cuts[f"{name}.weight"] = Cut(1, (span,))
 
 
-def _pattern(name: str) -> str:
+def name_pattern(name: str) -> str:
     """Returns `name` with layer numbers replaced: `model.layers.*.mlp` for `model.layers.7.mlp`."""
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
 

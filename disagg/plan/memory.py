@@ -211,7 +211,8 @@ def _host_cache(config: Config, group: GroupConfig, spec: ModelSpec, pool_bytes:
 
 
 def _work_bytes(model: object, spec: ModelSpec, group: GroupConfig, dtype: torch.dtype) -> int:
-    """Estimates the activation bytes of a step: vectors of hidden and MLP size for each token, and the logits.
+    """Estimates the activation bytes of a step: vectors of hidden and MLP size for each token and for each of its
+    experts, and the logits.
 
     Of quantized weights, a step also holds the largest one as floats.
     """
@@ -219,6 +220,8 @@ def _work_bytes(model: object, spec: ModelSpec, group: GroupConfig, dtype: torch
     tokens = group.chunk_tokens + group.decode_batch
     hidden = int(setting(model, "hidden_size") or 0)
     inner = int(setting(model, "intermediate_size") or 4 * hidden)
-    vectors = tokens * (8 * hidden + 3 * inner) * dtype.itemsize
+    of_expert = 3 * int(setting(model, "moe_intermediate_size") or inner) + hidden
+    chosen = int(setting(model, "num_experts_per_tok") or 0) * of_expert
+    vectors = tokens * (8 * hidden + max(3 * inner, chosen)) * dtype.itemsize
     converted = 2 * hidden * inner * dtype.itemsize // group.ranks if quantization_of(model) else 0
     return vectors + converted + (SAMPLER_COPIES + 1) * rows * spec.vocab_size * 4

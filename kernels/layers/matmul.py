@@ -233,7 +233,7 @@ def tma_programs(tile: MatmulTile, m: int, n: int, device: torch.device) -> int:
 
 
 @triton.jit
-def _place(block, m, n, GROUP_M, ROWS, COLUMNS):  # type: ignore[no-untyped-def] # noqa: N803
+def place(block, m, n, GROUP_M, ROWS, COLUMNS):  # type: ignore[no-untyped-def] # noqa: N803
     """Returns the row block and the column block of block number `block`, in an order that favors the L2 cache."""
     row_blocks, column_blocks = tl.cdiv(m, ROWS), tl.cdiv(n, COLUMNS)
     width = GROUP_M * column_blocks
@@ -268,7 +268,7 @@ def _matmul_kernel(  # type: ignore[no-untyped-def]
     COLUMNS: tl.constexpr,  # noqa: N803
     SUMMED: tl.constexpr,  # noqa: N803
 ):
-    row_block, column_block = _place(tl.program_id(0), m, n, GROUP_M, ROWS, COLUMNS)
+    row_block, column_block = place(tl.program_id(0), m, n, GROUP_M, ROWS, COLUMNS)
     batch = tl.program_id(1).to(tl.int64)
     if ends is None:
         left += batch * left_batch_stride
@@ -326,7 +326,7 @@ def _matmul_tma_kernel(  # type: ignore[no-untyped-def]
 ):
     blocks = tl.cdiv(m, ROWS) * tl.cdiv(n, COLUMNS)
     for block in tl.range(tl.program_id(0), blocks, programs, flatten=True):
-        row_block, column_block = _place(block, m, n, GROUP_M, ROWS, COLUMNS)
+        row_block, column_block = place(block, m, n, GROUP_M, ROWS, COLUMNS)
         sums = tl.zeros([ROWS, COLUMNS], tl.float32)
         for first in range(0, k, SUMMED):  # the copies give zeros beyond the ends
             some_x = left.load([row_block * ROWS, first])

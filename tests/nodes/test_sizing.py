@@ -239,6 +239,20 @@ def test_the_plan_of_quantized_weights(name: str, bits: int, each: int) -> None:
         assert quantized.budget.work_bytes == plain.budget.work_bytes + converted
 
 
+def test_the_plan_of_a_mixture_counts_a_rank_s_part_of_the_experts() -> None:
+    config = Config(
+        model=ModelConfig(random_init="qwen3-30b-a3b"), prefill=PrefillConfig(tp=4), decode=DecodeConfig(tp=1)
+    )
+    prefill, decode = plan_memory(config, 80 * GB)
+    whole = 30_532_122_624 * 2  # parameters of Qwen3 30B A3B, in bfloat16
+    experts = 48 * 128 * 3 * 2048 * 768 * 2
+    attention = 48 * 2048 * 128 * (32 + 32) * 2
+    keys_values = 48 * 2048 * 128 * (4 + 4) * 2
+    assert decode.budget.weights_bytes == pytest.approx(whole, abs=1024), "and the rotary table"
+    split = experts + attention + keys_values
+    assert prefill.budget.weights_bytes == pytest.approx(whole - split + split / 4, abs=1024)
+
+
 def test_the_plan_of_host_memory_follows_the_setting() -> None:
     model = ModelConfig(random_init="llama-3.1-8b")
     prefill = PrefillConfig(tp=1, host_cache_bytes=3 << 30)

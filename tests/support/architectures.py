@@ -79,7 +79,7 @@ def save(config: PreTrainedConfig, directory: Path) -> Path:
     auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     model = auto.from_config(config)
     for name, parameter in model.named_parameters():
-        if name.endswith("sinks"):
+        if name.endswith(("sinks", "proj_bias")):
             parameter.data.normal_()
     model.save_pretrained(directory)
     return directory

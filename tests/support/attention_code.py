@@ -9,6 +9,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.language import constexpr
 
 _TYPES = {
     torch.float32: "fp32",
@@ -25,11 +26,11 @@ def compiled(
     kernel: Any, arguments: dict[str, Any], *, num_warps: int, num_stages: int = 3, fp_fusion: bool = True
 ) -> Any:
     """`arguments` by name: a dtype is a 16-byte aligned tensor of it, an int or float a number, what is spelled in
-    upper case or None a constant."""
+    upper case, a `constexpr` or None a constant."""
     names = list(arguments)
     signature, constants, aligned = {}, {}, {}
     for place, (name, value) in enumerate(arguments.items()):
-        if name.isupper() or value is None:
+        if name.isupper() or value is None or isinstance(value, constexpr):
             signature[name], constants[name] = "constexpr", value
         elif isinstance(value, torch.dtype):
             signature[name], aligned[(place,)] = f"*{_TYPES[value]}", [["tt.divisibility", 16]]

@@ -11,6 +11,7 @@ from local_groups import Checkpoints, ask, local_groups, random_prompts, small_c
 from slow_parameters import sampled
 from transformers import (
     DeepseekV3Config,
+    GptOssConfig,
     GraniteMoeHybridConfig,
     MixtralConfig,
     Phi3Config,
@@ -30,6 +31,7 @@ CONFIGS = {
     "granite": lambda: GraniteMoeHybridConfig(
         **RECURRENT, layer_types=["full_attention"] * 4, num_local_experts=4, num_experts_per_tok=2
     ),
+    "gpt-oss": lambda: GptOssConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2, sliding_window=16),
     "phimoe": lambda: PhimoeConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2, sliding_window=256),
 }
 

@@ -1,6 +1,7 @@
 """Measures a decode step of a whole model, relative to the time for reading all weights and all requests' KV once.
 
-Recurrent states count twice, because a step reads and writes them.
+Recurrent states count twice, because a step reads and writes them. Of a mixture, only the experts count that the
+step's tokens choose.
 
 With `deterministic`, the benchmark also measures the cost of `model.deterministic`: decode and prefill steps in both
 modes, in one run. It then checks that a request's logits have the same bits alone and in the batch.
@@ -11,13 +12,14 @@ from __future__ import annotations
 import gc
 import statistics
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
 
 from disagg.bench.common.measure import copy_rate, rounding, seconds_of
 from disagg.bench.common.report import Measurement, Result
+from disagg.bench.engine.experts import ExpertChoices
 from disagg.core.config.model import RecurrentName
 from disagg.core.errors import ConfigError, InvariantError
 from disagg.core.types import Span
@@ -30,6 +32,9 @@ from disagg.model.runner_options import RunnerOptions
 
 COPY_BYTES = 1 << 30
 """Size of the plain copy on a GPU, whose rate is the ceiling. On a CPU, the copy has a sixteenth of this size."""
+_OTHER_EXPERTS = 1.0
+"""Largest relative difference of a request's logits if rounding changes the choice of experts. Logits of another
+request differ by 1.4."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +98,8 @@ def _measure_mode(
     report_progress(f"decode steps{mode}")
     times = {"decode": seconds_of(lambda: runner.forward(batch), bench.device, bench.repeats)}
     check(runner, batch)
-    results = _decode_results(bench, runner, f"{bench.model}{mode}", times["decode"], ceiling)
+    weights_bytes = read_weights_bytes(runner) - unread_expert_bytes(runner, batch)
+    results = _decode_results(bench, runner, f"{bench.model}{mode}", times["decode"], ceiling, weights_bytes)
     if bench.deterministic:
         report_progress(f"prefill steps{mode}")
         chunk = prefill_step(bench, batch)
@@ -103,9 +109,14 @@ def _measure_mode(
 
 
 def _decode_results(
-    bench: DecodeBench, runner: ModelRunner, name: str, seconds: tuple[float, ...], ceiling: Measurement
+    bench: DecodeBench,
+    runner: ModelRunner,
+    name: str,
+    seconds: tuple[float, ...],
+    ceiling: Measurement,
+    weights_bytes: int,
 ) -> list[Result]:
-    weights_bytes, kv_bytes = read_weights_bytes(runner), read_kv_bytes(runner, bench)
+    kv_bytes = read_kv_bytes(runner, bench)
     state_bytes = touched_state_bytes(runner, bench)
     title = f"{name}, batch {bench.batch}, {bench.context_tokens} tokens each"
     labels: dict[str, str | int | float] = {
@@ -222,19 +233,43 @@ def check(runner: ModelRunner, batch: StepBatch) -> None:
     small, because products of another shape use another summation order. Random weights amplify this difference from
     layer to layer. bf16 differs by 5 % from float32 after 32 layers; another request's logits differ by 140 %.
     """
-    with same_states(runner):
-        together = runner.forward(batch).clone()
     layers = runner.model.config.num_hidden_layers
     allowed = 0.0 if runner.deterministic else rounding(runner.pool.dtype, layers)
+    with same_states(runner):
+        together = runner.forward(batch).clone()
+    choices = ExpertChoices(runner.model)
+    if choices and not runner.deterministic:
+        together = _with_choices(runner, batch, choices, together)
     for number in (0, len(batch.sequences) - 1):
-        with same_states(runner):
+        repeated = choices.repeated(number) if choices.known else nullcontext()
+        with same_states(runner), runner.eager() if choices.known else nullcontext(), repeated:
             alone = runner.forward(StepBatch((batch.sequences[number],)))[0]
-        error = float((together[number] - alone).norm() / alone.norm())
-        if not error <= allowed:
-            raise InvariantError(
-                f"request {number} of the batch has other logits than alone: they differ by {error:.2g} of their "
-                f"norm, rounding explains {allowed:.2g}"
-            )
+        _require_close(together[number], alone, allowed, f"request {number} of the batch", "alone")
+
+
+def _with_choices(
+    runner: ModelRunner, batch: StepBatch, choices: ExpertChoices, logits: torch.Tensor
+) -> torch.Tensor:
+    """Returns the logits of an eager step, and records its `choices`. `logits`: those of the same step before.
+
+    The step may choose other experts than the earlier one, because scores of random weights are nearly equal.
+    """
+    with same_states(runner), runner.eager(), choices.recorded():
+        again = runner.forward(batch).clone()
+    for number in range(len(batch.sequences)):
+        _require_close(logits[number], again[number], _OTHER_EXPERTS, f"request {number}", "in an eager step")
+    return again
+
+
+def _require_close(
+    found: torch.Tensor, expected: torch.Tensor, allowed: float, name: str, where: str
+) -> None:
+    error = float((found - expected).norm() / expected.norm())
+    if not error <= allowed:
+        raise InvariantError(
+            f"{name} has other logits than {where}: they differ by {error:.2g} of their norm, rounding explains "
+            f"{allowed:.2g}"
+        )
 
 
 @contextmanager
@@ -254,6 +289,15 @@ def read_weights_bytes(runner: ModelRunner) -> int:
     embedding = model.get_input_embeddings().weight
     tied = model.get_output_embeddings().weight.data_ptr() == embedding.data_ptr()
     return int(sum(p.nbytes for p in model.parameters()) - (0 if tied else embedding.nbytes))
+
+
+def unread_expert_bytes(runner: ModelRunner, batch: StepBatch) -> int:
+    """Returns the bytes of the experts that the step does not choose; 0 for a model without experts."""
+    choices = ExpertChoices(runner.model)
+    if choices:
+        with same_states(runner), runner.eager(), choices.recorded():
+            runner.forward(batch)
+    return choices.unread_bytes()
 
 
 def read_kv_bytes(runner: ModelRunner, bench: DecodeBench) -> int:

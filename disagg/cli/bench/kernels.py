@@ -34,14 +34,22 @@ class KernelOptions:
 
     what: Annotated[
         Literal[
-            "copies", "checksum", "quantize", "page_copy", "host_cache", "attention", "sampling", "quantized"
+            "copies",
+            "checksum",
+            "quantize",
+            "page_copy",
+            "host_cache",
+            "attention",
+            "sampling",
+            "quantized",
+            "experts",
         ],
         typer.Option(
             "--what",
             help="checksum: copies with and without it; quantize: gather to 8 bits; page_copy: pages within a pool; "
             "host_cache: pages to pinned host memory and back; "
             "attention: decode, prefill, writes of K and V (needs a GPU); sampling: a step of 256 requests; "
-            "quantized: products with quantized weights.",
+            "quantized: products with quantized weights; experts: a layer of Qwen3 30B A3B.",
         ),
     ] = "copies"
     rows: Annotated[str, typer.Option("--rows", help="Bytes of a token's head slice, comma-separated.")] = (
@@ -78,7 +86,12 @@ def kernels(options: KernelOptions) -> None:
     from disagg.bench.common.report import without_ceilings
 
     device = device_of(options.device)
-    runs = {"attention": _attention, "sampling": _sampling, "quantized": _quantized}
+    runs = {
+        "attention": _attention,
+        "sampling": _sampling,
+        "quantized": _quantized,
+        "experts": _experts,
+    }
     chosen = runs.get(options.what, _copies)(options, device)
     with progress() as update:
         results = chosen.measure(update)
@@ -113,6 +126,17 @@ def _quantized(options: KernelOptions, device: Any) -> KernelRun:
         bench = products.QuantizedLinearBench(device, options.repeats, ((64, 128),), (1, 4), 1 << 14)
     title = "products with quantized weights"
     return KernelRun(lambda update: products.run(bench, update), "quantized_linear", title)
+
+
+def _experts(options: KernelOptions, device: Any) -> KernelRun:
+    import torch
+
+    from disagg.bench.kernels import experts
+
+    small = experts.ExpertsBench(device, options.repeats, (1, 5), 6, 2, 48, 40, torch.float32)
+    bench = experts.ExpertsBench(device, options.repeats) if device.type == "cuda" else small
+    title = f"{bench.experts} experts, {bench.choices} for each token,"
+    return KernelRun(lambda update: experts.run(bench, update), "experts", title)
 
 
 def _copies(options: KernelOptions, device: Any) -> KernelRun:

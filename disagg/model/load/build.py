@@ -20,6 +20,7 @@ from disagg.core.ports import Collective
 from disagg.model.adapters import adapter_of
 from disagg.model.adapters.base import StepInputs
 from disagg.model.attention.paged import ATTENTION_NAME
+from disagg.model.experts.split import ExpertsSplit, split_experts
 from disagg.model.layers.quantized import QuantizedLinear
 from disagg.model.load.quantized_layers import QuantizedLayers, linear_layers, replace_layers
 from disagg.model.load.source import ModelSource
@@ -55,14 +56,16 @@ def build_model(
     with _BUILD_LOCK:
         model = _empty_model(source, spec, dtype)
         shapes = _stored_shapes(model)
-        sharding, split, quantized = _shard(model, source, spec, collective, shapes)
+        sharding, split, experts, quantized = _shard(model, source, spec, collective, shapes)
         _materialize(model, device)
         _initialize(model)
+        cuts = {**sharding.cuts, **split.cuts, **experts.cuts}
         plain = {name: shape for name, shape in shapes.items() if name not in quantized.weights}
-        weights = source.weights(set(plain))
-        _fill(model, weights, plain, {**sharding.cuts, **split.cuts})
+        weights = source.weights(set(plain), model)
+        _fill(model, weights, plain, cuts)
         quantized.fill(model, weights, device)
         split.finish()
+        experts.finish()
         model.tie_weights()
     if collective.rank == 0:
         for part, why in sharding.whole.items():
@@ -94,16 +97,18 @@ def _shard(
     spec: ModelSpec,
     collective: Collective,
     shapes: dict[str, tuple[int, ...]],
-) -> tuple[Sharding, RecurrentSplit, QuantizedLayers]:
+) -> tuple[Sharding, RecurrentSplit, ExpertsSplit, QuantizedLayers]:
     """Reduces a model on the meta device to the rank's part, and replaces the linear layers that are quantized in
     the source. Small parameters stay whole until `split.finish`."""
     names = source.quantized_layers(linear_layers(model))
     split = split_recurrent(model, collective)
-    sharding = shard_model(model, spec, collective, split.names)
+    experts = split_experts(model, collective)
+    sharding = shard_model(model, spec, collective, split.names | experts.names)
+    sharding.whole.update(experts.whole)
     if split.whole and collective.size > 1:
         sharding.whole["recurrent layers"] = split.whole
     quantized = replace_layers(model, source.quantization, names, shapes, {**sharding.cuts, **split.cuts})
-    return sharding, split, quantized
+    return sharding, split, experts, quantized
 
 
 def _empty_model(source: ModelSource, spec: ModelSpec, dtype: torch.dtype) -> Any:

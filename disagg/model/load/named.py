@@ -126,6 +126,18 @@ _MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3Config",
         {**_QWEN3, **_shape(1024, 3072, 28, 16, 8, 128), "tie_word_embeddings": True},
     ),
+    "qwen3-30b-a3b": (
+        "Qwen3MoeConfig",
+        {
+            **_QWEN3,
+            **_shape(2048, 6144, 48, 32, 4, 128),
+            "moe_intermediate_size": 768,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "norm_topk_prob": True,
+            "tie_word_embeddings": False,
+        },
+    ),
     "mistral-7b": ("MistralConfig", {**_MISTRAL, **_shape(4096, 14336, 32, 32, 8, 128)}),
     "granite-4.0-h-micro": (
         "GraniteMoeHybridConfig",
@@ -159,6 +171,17 @@ _MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "tiny-llama": ("LlamaConfig", {**_TINY, "num_key_value_heads": 4}),
     "tiny-qwen3": ("Qwen3Config", {**_TINY, "num_key_value_heads": 2}),
+    "tiny-qwen3-moe": (
+        "Qwen3MoeConfig",
+        {
+            **_TINY,
+            "num_key_value_heads": 2,
+            "moe_intermediate_size": 40,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "norm_topk_prob": True,
+        },
+    ),
     "tiny-granite-h": (
         "GraniteMoeHybridConfig",
         {

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import structlog
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
@@ -27,6 +28,7 @@ from disagg.model.load.checkpoint_files import (
 from disagg.model.load.composite import auto_class, text_name, text_part
 from disagg.model.load.fingerprint import weights_digest
 from disagg.model.load.hub import checkpoint_folder, folder_label
+from disagg.model.load.merged_weights import merged_weights
 from disagg.model.load.named import named_config
 from disagg.model.load.quantized_tensors import PACKINGS
 from disagg.model.load.random_quantized import RandomQuantizedWeights
@@ -39,6 +41,8 @@ from disagg.model.spec.model_spec import (
     spec_from_config,
 )
 from disagg.model.spec.quantization import Quantization, ScalesName, quantization_of
+
+log = structlog.get_logger(__name__)
 
 _VOLATILE = ("transformers_version", "_name_or_path", "dtype", "torch_dtype")  # may differ for the same model
 
@@ -131,12 +135,13 @@ class ModelSource:
     def quantized_layers(self, linear: set[str]) -> set[str]:
         """Returns the names of the model's quantized layers, given those of its linear layers.
 
-        Of random weights, all but the head are quantized. Raises UnsupportedModelError if another layer is quantized.
+        Of random weights, all but the head and the experts are quantized. Raises UnsupportedModelError if a layer of
+        another kind is quantized.
         """
         if self.quantization is None:
             return set()
         if self.directory is None:
-            return {name for name in linear if "." in name}
+            return {name for name in linear if "." in name and "experts" not in name.split(".")}
         names = self.quantized_names(weight_files(self.directory))
         if in_text := {name for name in names if text_name(name) != name}:  # a multimodal checkpoint
             names = {text_name(name) for name in in_text} | (names & linear)
@@ -153,12 +158,12 @@ class ModelSource:
         ids = _generation_eos_ids(self.directory)
         return spec if ids is None else _with_eos(spec, ids)
 
-    def weights(self, needed: set[str]) -> WeightSource:
-        """Opens the weights; `needed` are the model's parameter names.
+    def weights(self, needed: set[str], model: Any = None) -> WeightSource:
+        """Opens the weights; `needed` are the parameter names of `model`.
 
-        From safetensors files with these parameter names, only the needed slices are read. Checkpoints in another
-        format, or with other names, are read by transformers' own loader. The loader reads the whole model into host
-        memory.
+        From safetensors files with these parameter names, or with a weight for each expert, only the needed slices
+        are read. Checkpoints in another format, or with other names, are read by transformers' own loader. The loader
+        reads the whole model into host memory.
         """
         if self.directory is None:
             std, form = self.config.initializer_range, self.quantization
@@ -173,13 +178,18 @@ class ModelSource:
             stored = SafetensorsWeights(files, text_name)
             if needed <= stored.names():
                 return stored
+            if model is not None and (merged := merged_weights(files, needed, model)) is not None:
+                return merged
             if self.quantization is not None:
                 missing = min(needed - stored.names())
                 raise ConfigError(
                     f"the quantized checkpoint {self.directory} has no weight named {missing}; {AGAIN}"
                 )
-        model = load_pretrained(self.directory, "auto")
-        return StateDictWeights({text_name(name): tensor for name, tensor in model.state_dict().items()})
+            log.info(
+                "checkpoint_read_whole", directory=str(self.directory), why="its weights have other names"
+            )
+        whole = load_pretrained(self.directory, "auto")
+        return StateDictWeights({text_name(name): tensor for name, tensor in whole.state_dict().items()})
 
 
 def _safetensors(files: list[Path]) -> list[Path]:

@@ -128,8 +128,8 @@ def _read(file: Any, name: str, stored: Any, cut: Cut | None) -> torch.Tensor:
     if cut is None:
         part = file.get_tensor(name)
     else:
-        spans = [slice(span.start, span.stop) for span in cut.spans]
-        parts = [stored[span] if cut.dim == 0 else stored[:, span] for span in spans]
+        before = (slice(None),) * cut.dim
+        parts = [stored[(*before, slice(span.start, span.stop))] for span in cut.spans]
         part = parts[0] if len(parts) == 1 else torch.cat(parts, cut.dim)
     assert isinstance(part, torch.Tensor)
     return part

@@ -7,7 +7,15 @@ import json
 import pytest
 import torch
 
-from disagg.bench.engine.decode import DecodeBench, check, prepare, read_kv_bytes, read_weights_bytes
+from disagg.bench.engine.decode import (
+    DecodeBench,
+    check,
+    prepare,
+    read_kv_bytes,
+    read_weights_bytes,
+    unread_expert_bytes,
+)
+from disagg.bench.engine.experts import ExpertChoices
 from disagg.cli import app as cli
 from disagg.core.errors import ConfigError, InvariantError
 
@@ -28,6 +36,30 @@ def test_what_is_read() -> None:
     assert read_weights_bytes(runner) == 4 * (parameters - 259 * 96), "the embedding is looked up, not read"
 
 
+def test_only_chosen_experts_are_read() -> None:
+    runner, batch = prepare(bench("tiny-qwen3-moe", batch=1))
+    expert = 4 * (2 * 40 * 96 + 96 * 40)
+    assert unread_expert_bytes(runner, batch) == 2 * (8 - 2) * expert, "2 of 8 experts in each of 2 layers"
+    assert unread_expert_bytes(*prepare(bench())) == 0
+    many, larger = prepare(bench("tiny-qwen3-moe", batch=40))
+    assert unread_expert_bytes(many, larger) < 2 * 6 * expert
+
+
+def test_a_step_repeats_the_choices_of_another() -> None:
+    runner, batch = prepare(bench("tiny-qwen3-moe"))
+    choices = ExpertChoices(runner.model)
+    with choices.recorded():
+        together = runner.forward(batch).clone()
+    gates = [layer.mlp.gate for layer in runner.model.model.layers]
+    for gate in gates:
+        gate.weight.data.neg_()  # every token now chooses other experts
+    with choices.repeated(1):
+        repeated = runner.forward(type(batch)(batch.sequences[1:2]))[0].clone()
+    alone = runner.forward(type(batch)(batch.sequences[1:2]))[0]
+    assert torch.allclose(repeated, together[1], atol=1e-5)
+    assert not torch.allclose(alone, together[1], atol=1e-5)
+
+
 def test_requests_share_no_page_and_leave_the_trash_page_alone() -> None:
     runner, batch = prepare(bench())
     slots = [runner.req_to_token.table[one.row, :40] for one in batch.sequences]
@@ -36,8 +68,9 @@ def test_requests_share_no_page_and_leave_the_trash_page_alone() -> None:
     assert int(together.min()) >= 16
 
 
-def test_wrong_kv_is_seen() -> None:
-    runner, batch = prepare(bench())
+@pytest.mark.parametrize("model", ["tiny-llama", "tiny-qwen3-moe"])
+def test_wrong_kv_is_seen(model: str) -> None:
+    runner, batch = prepare(bench(model))
     check(runner, batch)
     honest = runner.forward
 

@@ -82,7 +82,11 @@ def test_a_quantized_checkpoint_is_refused(tmp_path: Path) -> None:
 WHOLE: dict[str, tuple[Any, set[str]]] = {
     "fused qkv": (Phi3Config(**SIZES), {"attention", "model.layers.*.mlp"}),
     "norms over all heads": (Olmo2Config(**SIZES), {"attention"}),
-    "experts": (MixtralConfig(**SIZES, num_local_experts=4), {"model.layers.*.mlp.experts"}),
+    "experts": (MixtralConfig(**SIZES, num_local_experts=4), set()),
+    "narrow experts": (
+        MixtralConfig(**SIZES | {"intermediate_size": 12}, num_local_experts=4),
+        {"model.layers.*.mlp.experts"},
+    ),
     "sinks": (GptOssConfig(**SIZES, num_local_experts=4, sliding_window=16), {"attention"}),
     "latent attention": (
         DeepseekV3Config(**SIZES | MLA, n_routed_experts=8, moe_intermediate_size=32),

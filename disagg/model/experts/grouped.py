@@ -1,0 +1,76 @@
+"""Forwards of experts with our kernels: a fixed number of launches, whatever the tokens choose.
+
+A step reads the weights of the chosen experts once. The host makes no decision within a step, so steps can be
+recorded.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.activations import SiLUActivation
+
+from disagg.model.experts.form import DOWN, ExpertsForm, ExpertsFormError, experts_of, form_of, gated
+from kernels.layers.expert_matmul import expert_matmul, expert_tile
+from kernels.layers.expert_rows import expert_rows
+from kernels.layers.expert_sum import expert_sum
+from kernels.layers.matmul import DTYPES
+from kernels.layers.silu_mul import silu_mul
+
+_SILU = (nn.SiLU, SiLUActivation)
+_DEFAULT_GATE = "_default_apply_gate"
+"""Name of transformers' function that computes `act_fn(gate) * up`."""
+
+
+class GroupedExperts:
+    """The forward of a module of experts, in five launches and those of its activation."""
+
+    def __init__(self, module: Any, form: ExpertsForm) -> None:
+        self._module, self._form = module, form
+        up, down = getattr(module, form.up).detach(), getattr(module, DOWN).detach()
+        self._up, self._down = (one.transpose(1, 2) if form.transposed else one for one in (up, down))
+        biases = [f"{name}_bias" for name in (form.up, DOWN)]
+        self._up_bias, self._down_bias = (
+            getattr(module, name).detach() if form.has_bias else None for name in biases
+        )
+        own_gate = getattr(type(module), "_apply_gate", None)
+        is_plain = getattr(own_gate, "__name__", "") == _DEFAULT_GATE
+        self._is_silu = form.has_gate and is_plain and isinstance(module.act_fn, _SILU)
+
+    def __call__(
+        self, hidden_states: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Returns the weighted sum of the chosen experts' results: `[tokens, hidden]`.
+
+        `hidden_states`: `[tokens, hidden]`. `chosen`: numbers of experts, `[tokens, choices]`; larger numbers than
+        those of experts choose none. `weights`: one for each choice.
+        """
+        choices, experts = chosen.shape[1], self._up.shape[0]
+        dtype, chosen = self._up.dtype, chosen.contiguous()
+        tile = expert_tile(chosen.numel(), experts, dtype)
+        rows = expert_rows(chosen, experts, tile.rows)
+        x = expert_matmul(hidden_states.to(dtype), self._up, rows, choices, self._up_bias, tile=tile)
+        x = silu_mul(*x.chunk(2, dim=-1)) if self._is_silu else gated(self._form, self._module, x)
+        x = expert_matmul(x.to(dtype), self._down, rows, 1, self._down_bias, tile=tile)
+        if weights.dtype not in (dtype, torch.float32):
+            weights = weights.float()
+        return expert_sum(x, weights.contiguous(), chosen, experts).to(hidden_states.dtype)
+
+
+def group_experts(model: Any) -> int:
+    """Replaces the `forward` of each module of experts whose form is known; returns the number of these modules.
+
+    Call this after the weights are loaded.
+    """
+    grouped = 0
+    for _, module in experts_of(model):
+        try:
+            form = form_of(module)
+        except ExpertsFormError:
+            continue
+        if "forward" not in vars(module) and getattr(module, DOWN).dtype in DTYPES:
+            module.forward = GroupedExperts(module, form)
+            grouped += 1
+    return grouped

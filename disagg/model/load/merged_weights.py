@@ -1,0 +1,141 @@
+"""Weights of checkpoints with a separate weight for each expert, of which the model has one stacked parameter.
+
+transformers' own table of conversions names the stored weights of each parameter. A rank reads its own slice of each
+expert only. Conversions other than new names and stacked experts are left to transformers' loader.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
+    WeightConverter,
+    apply_renamings,
+    dot_natural_key,
+)
+
+from disagg.core.types import Span
+from disagg.model.load.composite import text_name
+from disagg.model.load.weights import SafetensorsWeights, WeightSource
+from disagg.model.tensor_parallel import Cut
+
+
+@dataclass(frozen=True)
+class _Stacked:
+    """The stored weights of a stacked parameter: those of all experts, for each part of an expert's matrix."""
+
+    parts: tuple[tuple[str, ...], ...]
+
+
+@dataclass
+class _Names:
+    """The stored weights of each parameter, by the parameter's name."""
+
+    plain: dict[str, str] = field(default_factory=dict)
+    stacked: dict[str, _Stacked] = field(default_factory=dict)
+
+    def all(self) -> set[str]:
+        return {*self.plain, *self.stacked}
+
+
+class MergedWeights:
+    """Weights of safetensors files, with the experts of each layer stacked."""
+
+    def __init__(self, stored: SafetensorsWeights, names: _Names) -> None:
+        self._stored, self._names = stored, names
+
+    def load(
+        self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, cut: Cut | None
+    ) -> torch.Tensor | None:
+        """See `WeightSource.load`."""
+        stacked = self._names.stacked.get(name)
+        if stacked is None:
+            return self._stored.load(self._names.plain.get(name, name), shape, dtype, device, cut)
+        experts, rows = len(stacked.parts[0]), shape[1] // len(stacked.parts)
+        size = [experts, *shape[1:]]
+        if cut is not None:
+            size[cut.dim] = len(cut)
+        whole = torch.empty(size, dtype=dtype, device=device)
+        for expert in range(experts):
+            at = 0
+            for number, part in enumerate(stacked.parts):
+                for one in _cuts_of_part(cut, Span(number * rows, (number + 1) * rows)):
+                    found = self._stored.load(part[expert], (rows, *shape[2:]), dtype, device, one)
+                    assert found is not None
+                    whole[expert, at : at + len(found)] = found
+                    at += len(found)
+        return whole
+
+    def shape_of(self, name: str, expected: tuple[int, ...]) -> tuple[int, ...] | None:
+        """See `WeightSource.shape_of`; for weights that are stored as they are."""
+        return self._stored.shape_of(self._names.plain.get(name, name), expected)
+
+
+def merged_weights(files: list[Path], needed: set[str], model: Any) -> WeightSource | None:
+    """Returns the weights `needed` by `model`, from safetensors `files` with a weight for each expert.
+
+    Returns None if the files have other names, or weights that need another conversion.
+    """
+    stored = SafetensorsWeights(files)
+    transforms = get_model_conversion_mapping(model)
+    for rename in (str, text_name):
+        names = _names(stored.names(), transforms, rename)
+        if names is not None and needed <= names.all():
+            return MergedWeights(stored, names)
+    return None
+
+
+def _names(stored: Iterable[str], transforms: list[Any], rename: Callable[[str], str]) -> _Names | None:
+    """Returns the stored weights of each parameter; None if two stored weights have one name."""
+    renamings = [one for one in transforms if not isinstance(one, WeightConverter)]
+    converters = [one for one in transforms if isinstance(one, WeightConverter)]
+    found, grouped = _Names(), dict[str, tuple[Any, dict[str, list[str]]]]()
+    for own_name in sorted(stored, key=dot_natural_key):
+        name = apply_renamings(rename(own_name), renamings)
+        for converter in converters:
+            target, pattern = converter.rename_source_key(name)
+            if pattern is not None:
+                grouped.setdefault(target, (converter, {}))[1].setdefault(pattern, []).append(own_name)
+                break
+        else:
+            if name in found.plain:
+                return None
+            found.plain[name] = own_name
+    for target, (converter, parts) in grouped.items():
+        lists = [tuple(parts[pattern]) for pattern in converter.source_patterns if pattern in parts]
+        complete = len(lists) == len(converter.source_patterns) and len({*map(len, lists)}) == 1
+        if complete and _stacks_experts(converter):
+            found.stacked[target] = _Stacked(tuple(lists))
+    return found
+
+
+def _stacks_experts(converter: WeightConverter) -> bool:
+    """Returns whether a conversion stacks matrices, after joining the rows of an expert's matrices."""
+    kinds = [(type(one), getattr(one, "dim", None)) for one in converter.operations]
+    several = len(converter.source_patterns) > 1
+    return kinds == [(MergeModulelist, 0), *([(Concatenate, 1)] if several else [])]
+
+
+def _cuts_of_part(cut: Cut | None, rows: Span) -> list[Cut | None]:
+    """Returns what to read of an expert's matrix, of which the parameter's matrix has the rows `rows`.
+
+    `cut`: the part of the stacked parameter.
+    """
+    if cut is None:
+        return [None]
+    assert cut.dim in (1, 2), "experts are not divided over ranks"
+    if cut.dim == 2:
+        return [Cut(1, cut.spans)]
+    found: list[Cut | None] = []
+    for span in cut.spans:
+        start, stop = max(span.start, rows.start), min(span.stop, rows.stop)
+        if start < stop:
+            found.append(Cut(0, (Span(start - rows.start, stop - rows.start),)))
+    return found

@@ -1,0 +1,119 @@
+"""Experts with our kernels give what transformers' own forwards give, for each layout of weights.
+
+`test_kernels_interpreted.py` runs this file again with the Triton kernels, in Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from architectures import SIZES
+from torch import nn
+from transformers import (
+    AriaTextConfig,
+    DeepseekV4Config,
+    GptOssConfig,
+    MixtralConfig,
+    NemotronHConfig,
+    PreTrainedConfig,
+    Qwen3MoeConfig,
+)
+from transformers.models.aria.modeling_aria import AriaExperts
+from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Experts
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts
+from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+from disagg.model.collective.base import ThreadCollective, run_ranks
+from disagg.model.experts.grouped import group_experts
+from disagg.model.load.build import build_model
+from disagg.model.load.source import ModelSource
+from kernels.dispatch import INTERPRETED
+
+HIDDEN, INNER, EXPERTS, CHOICES = 24, 40, 6, 3
+_SIZES = SIZES | {"hidden_size": HIDDEN, "intermediate_size": INNER}
+_ROUTED = {"moe_intermediate_size": INNER}
+DEVICES = ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)]
+KINDS: dict[str, tuple[type[Any], PreTrainedConfig]] = {
+    "gate and up": (Qwen3MoeExperts, Qwen3MoeConfig(**_SIZES, **_ROUTED, num_experts=EXPERTS)),
+    "another activation": (
+        MixtralExperts,
+        MixtralConfig(**_SIZES, num_local_experts=EXPERTS, hidden_act="gelu"),
+    ),
+    "transposed, alternating rows, biases": (
+        GptOssExperts,
+        GptOssConfig(**_SIZES, num_local_experts=EXPERTS),
+    ),
+    "transposed": (AriaExperts, AriaTextConfig(**_SIZES, moe_num_experts=EXPERTS)),
+    "a gate of its own": (
+        DeepseekV4Experts,
+        DeepseekV4Config(**_SIZES, **_ROUTED, n_routed_experts=EXPERTS, swiglu_limit=0.5),
+    ),
+    "without a gate": (
+        NemotronHExperts,
+        NemotronHConfig(hidden_size=HIDDEN, moe_intermediate_size=INNER, n_routed_experts=EXPERTS),
+    ),
+}
+
+
+def experts_of_kind(name: str, dtype: torch.dtype, device: str) -> Any:
+    kind, config = KINDS[name]
+    config.update({"_experts_implementation_internal": "eager"})
+    module = kind(config)
+    generator = torch.Generator().manual_seed(0)
+    for parameter in module.parameters():
+        parameter.data = torch.empty(parameter.shape).normal_(0, 0.3, generator=generator)
+    return module.to(device, dtype).requires_grad_(False)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("name", KINDS)
+def test_results_are_those_of_transformers(name: str, dtype: torch.dtype, device: str) -> None:
+    module = experts_of_kind(name, dtype, device)
+    generator = torch.Generator().manual_seed(1)
+    for tokens in (1, 30):
+        x = torch.randn(tokens, HIDDEN, generator=generator).to(device, dtype)
+        scores, chosen = torch.rand(tokens, EXPERTS, generator=generator).to(device).topk(CHOICES)
+        if (
+            name == "gate and up" and not INTERPRETED
+        ):  # its activation warns of rows that no product has written
+            chosen[2::5, 0] = EXPERTS  # no expert; not all classes of transformers know this number
+        expected = module(x, chosen, scores.to(dtype))
+        own = nn.ModuleList([module])
+        assert group_experts(own) == 1
+        found = module(x, chosen, scores.to(dtype))
+        del module.forward
+        tolerance = 1e-5 if dtype == torch.float32 else 1e-2
+        assert found.dtype == dtype
+        assert torch.allclose(found, expected, rtol=tolerance, atol=tolerance * float(expected.abs().max()))
+
+
+def test_experts_with_a_forward_of_their_own_are_not_replaced() -> None:
+    module = experts_of_kind("gate and up", torch.float32, "cpu")
+    assert group_experts(nn.ModuleList([module])) == 1
+    assert group_experts(nn.ModuleList([module])) == 0
+    assert group_experts(nn.ModuleList([experts_of_kind("gate and up", torch.float64, "cpu")])) == 0
+
+
+@pytest.mark.skipif(INTERPRETED, reason="Triton's interpreter runs in one thread")
+def test_ranks_add_the_results_of_their_parts() -> None:
+    source = ModelSource.random_init("tiny-qwen3-moe", std=0.2)
+    x = torch.randn(5, 96, generator=torch.Generator().manual_seed(2))
+    scores, chosen = torch.rand(5, 8, generator=torch.Generator().manual_seed(3)).topk(2)
+
+    def work(collective: ThreadCollective) -> list[torch.Tensor]:
+        spec = source.spec(torch.float32)
+        model = build_model(source, spec, collective, torch.device("cpu"), torch.float32).model
+        experts = model.model.layers[1].mlp.experts
+        own = experts(x, chosen, scores)
+        assert group_experts(model) == 2
+        return [own, experts(x, chosen, scores)]
+
+    [(expected, ours)] = run_ranks(1, work)
+    assert torch.allclose(ours, expected, rtol=1e-5, atol=1e-5)
+    for parts in run_ranks(3, work):
+        assert all(torch.allclose(found, expected, rtol=1e-5, atol=1e-5) for found in parts)
