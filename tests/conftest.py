@@ -14,6 +14,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.internal.conjecture import providers
 
+from disagg.core.collection import collection_paused
+
 if TYPE_CHECKING:
     from scripted_server import ScriptedServer
 
@@ -44,8 +46,15 @@ RAY = (
     "tests/cluster/test_ray_local.py",
 )
 """Tests that start Ray. One worker runs them one after another: two Rays at once would starve two cores."""
+FORKED = (
+    "tests/bench/",
+    "tests/transport/conformance/test_transport_processes.py",
+    "tests/security/test_data_plane_closed.py",
+)
+"""Tests whose processes are forks. On one worker they share one fork server, which imports torch and transformers."""
 LONGEST = (
     *RAY,
+    *FORKED,
     "tests/kernels/test_kernels_interpreted.py",
     "tests/system/test_cluster_simulation.py",
     "tests/system/test_workers_real.py",
@@ -65,7 +74,7 @@ os.environ.setdefault("RAY_AUTH_MODE", "token")
 
 @pytest.hookimpl(optionalhook=True)  # without xdist there is no such hook
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Keeps the files of a folder with an `__init__.py` on one worker, where they share a server; and all of `RAY`.
+    """Keeps files on one worker: those of a folder with an `__init__.py`, which share a server, `RAY` and `FORKED`.
 
     Files go out as `pytest_collection_modifyitems` orders them; xdist would put those with few tests last.
     """
@@ -78,11 +87,25 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
         def _split_scope(self, nodeid: str) -> str:
             if nodeid.startswith(RAY):
                 return "ray"
+            if nodeid.startswith(FORKED):
+                return "forked"
             file: str = super()._split_scope(nodeid)
             folder = Path(file).parent
             return str(folder) if (config.rootpath / folder / "__init__.py").exists() else file
 
     return WithWholeFolders(config, log)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """The imports of all test files create two million objects that live as long as the process.
+
+    Garbage collection during them takes a third of the time, and later collections need not visit the objects.
+    """
+    with collection_paused():
+        result = yield
+    gc.freeze()
+    return result
 
 
 def pytest_unconfigure() -> None:

@@ -22,6 +22,9 @@ SPAWNED = "spawn_main"
 _COMMAND = "disagg"
 """Process kind of every `disagg` command."""
 
+_Entry = tuple[str, tuple[Family, str, int]]
+"""Inode of a socket; its family, host and port."""
+
 
 class ListeningSocket(NamedTuple):
     """One socket that accepts connections or datagrams."""
@@ -60,13 +63,22 @@ class ListeningSocket(NamedTuple):
 
 def listeners(pids: Iterable[int]) -> list[ListeningSocket]:
     """Returns the listening sockets of the processes. A socket that several processes share occurs once for each
-    process. Processes that have ended are skipped."""
+    process. Processes that have ended are skipped.
+
+    The kernel's tables are read once for each network namespace; sockets that appear meanwhile may be missing.
+    """
     found: list[ListeningSocket] = []
+    tables: dict[Path, list[_Entry]] = {}  # by network namespace, which most processes share
     for pid in pids:
         try:
             inodes = _socket_inodes(pid)
             kind = process_kind(_command_line(pid))
-            found += [ListeningSocket(pid, kind, *where) for inode, where in _tables(pid) if inode in inodes]
+            namespace = Path(f"/proc/{pid}/ns/net").readlink()
+            if not tables.get(namespace):  # also after a process that has ended meanwhile
+                tables[namespace] = list(_tables(pid))
+            found += [
+                ListeningSocket(pid, kind, *where) for inode, where in tables[namespace] if inode in inodes
+            ]
         except OSError:  # the process has ended, or belongs to another user
             continue
     return found
@@ -130,7 +142,7 @@ def _socket_inodes(pid: int) -> set[str]:
     return found
 
 
-def _tables(pid: int) -> Iterator[tuple[str, tuple[Family, str, int]]]:
+def _tables(pid: int) -> Iterator[_Entry]:
     """Yields the inode and the address of every listening socket in the network namespace of process `pid`."""
     families: tuple[tuple[Family, str], ...] = (("tcp", _TCP_LISTEN), ("udp", _UDP_BOUND))
     for family, listens in families:

@@ -26,6 +26,8 @@ from disagg.node.rank_records import RankRecord
 from transport.keys.curve import KeySet, make_keys
 from transport.keys.ring import KeyRing
 
+pytestmark = pytest.mark.usefixtures("short_waits")
+
 TIMEOUT_S = 10.0
 
 

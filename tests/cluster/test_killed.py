@@ -12,12 +12,11 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
-from serve_process import Command, Served, command, serve_process
+from serve_process import GONE_S, ONE_RANK, SPLIT, Command, Served, command, serve_process, until_gone
 
 from disagg.model.load.tiny import make_tiny_checkpoint
 
 TIMEOUT_S = 60.0
-GONE_S = 10.0
 START_END_S = 3.0
 STALL_S = 2.0
 """Longest time for which a loaded machine may run none of the processes."""
@@ -31,24 +30,6 @@ def until(condition: Callable[[], bool], timeout_s: float = TIMEOUT_S) -> None:
     while not condition():
         assert time.monotonic() < until_s, "not in time"
         time.sleep(0.02)
-
-
-def until_gone(family: list[psutil.Process], timeout_s: float) -> None:
-    until_s = time.monotonic() + timeout_s
-    while left := alive(family):
-        assert time.monotonic() < until_s, left
-        time.sleep(0.02)
-
-
-def alive(family: list[psutil.Process]) -> list[str]:
-    found = []
-    for process in family:
-        try:
-            if process.status() != psutil.STATUS_ZOMBIE and process.is_running():
-                found.append(f"{process.pid} {process.name()}")
-        except psutil.NoSuchProcess:
-            continue
-    return found
 
 
 def is_named(process: psutil.Process, *names: str) -> bool:
@@ -76,13 +57,14 @@ def answers(served: Served) -> bool:
     return bool(served.client.completions.create(model=model, prompt="hello", max_tokens=3).choices[0].text)
 
 
+@pytest.mark.slow  # `tests/system/test_readme_real.py` kills its server
 def test_a_killed_server_leaves_no_process(tmp_path: Path) -> None:
-    with serve_process(tmp_path, prefill_tp=1) as served:
+    with serve_process(tmp_path, groups=SPLIT) as served:
         family = served.family()
         assert len(family) > 5, "the server, Ray's servers and agents, two ranks"
         served.process.kill()
         served.process.wait()
-        until_gone(family, GONE_S)
+        until_gone(family)
 
 
 def ends_without(command: Command, name: str) -> None:
@@ -91,15 +73,18 @@ def ends_without(command: Command, name: str) -> None:
     [server] = [one for one in family if is_named(one, name)]
     os.kill(server.pid, signal.SIGKILL)
     assert command.process.wait(TIMEOUT_S) == 1
-    until_gone(family, GONE_S)
+    until_gone(family)
     log = command.log.read_text()
     assert log.count(f"Ray's {name} (pid {server.pid}) has ended") == 2, (
         "a log line and the command's last line"
     )
 
 
-def test_without_its_raylet_the_server_ends_with_status_1(tmp_path: Path) -> None:
-    with serve_process(tmp_path, prefill_tp=1) as served:
+@pytest.mark.parametrize(
+    "groups", [ONE_RANK, pytest.param(SPLIT, marks=pytest.mark.slow)], ids=["one_rank", "split"]
+)
+def test_without_its_raylet_the_server_ends_with_status_1(tmp_path: Path, groups: tuple[str, ...]) -> None:
+    with serve_process(tmp_path, groups=groups) as served:
         ends_without(served, "raylet")
 
 
@@ -114,7 +99,7 @@ def test_without_its_gcs_a_launch_ends_with_status_1(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_signal_to_the_process_group_ends_the_server_in_order(tmp_path: Path) -> None:
-    with serve_process(tmp_path, "--workers", "2", prefill_tp=1) as served:
+    with serve_process(tmp_path, "--workers", "2", groups=SPLIT) as served:
         family = served.family()
         groups = {os.getpgid(one.pid) for one in family if is_named(one, "gcs_server", "raylet")}
         assert served.process.pid not in groups, "Ray must not receive the signals of the command's group"
@@ -122,7 +107,7 @@ def test_a_signal_to_the_process_group_ends_the_server_in_order(tmp_path: Path) 
         os.killpg(served.process.pid, signal.SIGTERM)
         assert served.process.wait(TIMEOUT_S) == 0, served.log.read_text()
         assert time.monotonic() - began_s < GONE_S, served.log.read_text()
-        until_gone(family, GONE_S)
+        until_gone(family)
         log = served.log.read_text()
         assert "GCS" not in log, log
         assert "Traceback" not in log, log
@@ -142,7 +127,7 @@ def test_a_signal_while_ray_starts_ends_the_command(tmp_path: Path, number: sign
         began_s = time.monotonic()
         assert starting.process.wait(TIMEOUT_S) == 130, starting.log.read_text()
         assert time.monotonic() - began_s < START_END_S + STALL_S, starting.log.read_text()
-        until_gone(family, GONE_S)
+        until_gone(family)
         log = starting.log.read_text()
         assert log.endswith("disagg: interrupted\n")
         assert "Traceback" not in log

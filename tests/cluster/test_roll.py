@@ -23,6 +23,8 @@ from disagg.core.errors import ConfigError, HandshakeError
 from transport.control import messages as m
 from transport.keys.curve import make_keys
 
+pytestmark = pytest.mark.usefixtures("short_waits")
+
 TIMEOUT_S = 10.0
 BATCH = [m.RollSetting("decode", "max_requests", 7, "flag decode.max_requests")]
 """A changed setting of decode groups alone."""

@@ -15,6 +15,8 @@ from disagg.cluster.supervisor import Supervisor, supervised
 from disagg.core.config.read import ClusterConfig, Config, TransferConfig
 from disagg.core.errors import ConfigError
 
+pytestmark = pytest.mark.usefixtures("short_waits")
+
 TIMEOUT_S = 10.0
 
 

@@ -65,26 +65,33 @@ SWEEPS = (
     "model/recurrent/test_packed_steps.py::test_decode_steps_need_no_host",
     *MODELS,
 )
+SMALL_SWEEPS = (
+    "kernels/copy/test_copy_kernels.py",
+    "kernels/copy/test_layer_pools.py",
+    "kernels/layers/test_small_layers.py",
+)
 
 
 @pytest.mark.parametrize(
     ("tests", "marked"),
     [
         pytest.param(
-            (*COPIES, *LAYERS, *ATTENTION, *SAMPLING, *MODELS, *BENCHMARKS),
+            (*COPIES, *LAYERS, *ATTENTION, *SAMPLING, *RECURRENT, *MODELS, *BENCHMARKS),
             "not slow and not gpu",
             id="all kernels",
         ),
-        pytest.param(RECURRENT, "not slow and not gpu", id="recurrent kernels"),
         pytest.param(RECURRENT_MODELS, "not slow and not gpu", id="recurrent models", marks=pytest.mark.slow),
         pytest.param(SWEEPS, "slow and not gpu", id="rest of the sweeps", marks=pytest.mark.slow),
+        pytest.param(SMALL_SWEEPS, "slow and not gpu", id="rest of the small sweeps", marks=pytest.mark.slow),
     ],
 )
 def test_tests_pass_in_the_interpreter(tests: tuple[str, ...], marked: str) -> None:
     """All in one process, because its imports take longer than most of the tests."""
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "DISAGG_KERNELS": "triton", "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "DISAGG_KERNELS": "triton"}
+    environment["PYTHONPATH"] = f"{ROOT}:{TESTS / 'support'}"
     chosen = ["-m", marked, "-k", "not reference and not cuda"]
-    command = ["-m", "pytest", "-p", "no:cacheprovider", *chosen, *(str(TESTS / name) for name in tests)]
+    plugins = ["-p", "no:cacheprovider", "-p", "interpreted_triton"]
+    command = ["-m", "pytest", *plugins, *chosen, *(str(TESTS / name) for name in tests)]
     done = subprocess.run(
         [sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280
     )

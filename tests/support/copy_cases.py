@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from slow_parameters import sampled, thinned
 
 from disagg.core.types import Span
 
@@ -105,13 +106,11 @@ def _bytes(count: int, device: str, generator: torch.Generator | None) -> torch.
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.uint8]
 
+DIMS = (1, 3, 8, 20)
+SLICES = (Span(0, 1), Span(1, 3), Span(3, 6), Span(0, 4), Span(1, 6), Span(0, 6))
+"""Every width of head slice, at both ends and in the middle of the pool's 6 heads."""
 CASES = [
-    *(  # every width of head slice, at both ends and in the middle of the pool's heads
-        Case(dtype, head_dim, 6, heads)
-        for dtype in DTYPES
-        for head_dim in (1, 3, 8, 20)
-        for heads in (Span(0, 1), Span(1, 3), Span(3, 6), Span(0, 4), Span(1, 6), Span(0, 6))
-    ),
+    *(Case(dtype, head_dim, 6, heads) for dtype in DTYPES for head_dim in DIMS for heads in SLICES),
     *(Case(torch.bfloat16, 16, count, Span(0, count)) for count in range(1, 6)),
     *(  # an address that only narrow words fit
         Case(torch.uint8, 16, 3, Span(1, 3), pool_shift=pool, staged_shift=staged)
@@ -128,3 +127,9 @@ CASES = [
     Case(torch.uint8, 24, 2, Span(1, 2), layers=Span(2, 2)),
     Case(torch.uint8, 24, 2, Span(1, 1)),
 ]
+_SWEEP = {
+    Case(dtype, head_dim, 6, heads): not marks
+    for (dtype, head_dim, heads), marks, _ in thinned(DTYPES, DIMS, SLICES, by=4)
+}
+SAMPLED_CASES = sampled(CASES, lambda case: _SWEEP.get(case, True))
+"""All cases, for `parametrize`: each pair of width and slice of heads is in the sample with one type."""

@@ -86,11 +86,13 @@ def says(text: str) -> Behaviour:
 
 
 @contextlib.asynccontextmanager
-async def listening(app: Any) -> AsyncIterator[str]:
-    """Serves an ASGI application on a free port; yields its URL."""
+async def listening(app: Any, servers: list[uvicorn.Server] | None = None) -> AsyncIterator[str]:
+    """Serves an ASGI application on a free port; yields its URL. Adds the server to `servers`."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         config = uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=1)
         server = uvicorn.Server(config)
+        if servers is not None:
+            servers.append(server)
         serving = asyncio.create_task(server._serve(sockets=[listener]))  # noqa: SLF001 - without signal handlers
         while not server.started:
             await asyncio.sleep(0.005)
@@ -107,10 +109,11 @@ class Deployment:
 
     async def __aenter__(self) -> Deployment:
         self._stack = contextlib.AsyncExitStack()
+        self._servers: list[uvicorn.Server] = []
         for server in (self.prefill, self.decode):
-            server.url = await self._stack.enter_async_context(listening(server.app()))
+            server.url = await self._stack.enter_async_context(listening(server.app(), self._servers))
         proxy = PairingProxy([self.prefill.url], [self.decode.url], self.at_once)
-        url = await self._stack.enter_async_context(listening(proxy.app()))
+        url = await self._stack.enter_async_context(listening(proxy.app(), self._servers))
         transport = httpx.AsyncHTTPTransport()
         self.client = await self._stack.enter_async_context(
             httpx.AsyncClient(base_url=url, transport=transport, timeout=20)
@@ -118,6 +121,10 @@ class Deployment:
         return self
 
     async def __aexit__(self, *error: object) -> None:
+        for (
+            server
+        ) in self._servers:  # all at once: each looks at its flag, and for open connections, each 0.1 s
+            server.should_exit = True
         await self._stack.aclose()
 
     async def ask(self, path: str = "/v1/completions", **body: Any) -> httpx.Response:

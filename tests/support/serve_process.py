@@ -28,17 +28,25 @@ TOKENS = 12
 START_TIMEOUT_S = 240.0
 END_TIMEOUT_S = 60.0
 LOOK_EACH_S = 0.3
+WAIT_EACH_S = 0.05
+GONE_S = 10.0
+"""Longest life of a killed server's processes."""
 ROOT = Path(__file__).parents[2]
+TWO_PREFILL_RANKS = ("--prefill-tp", "2", "--decode-tp", "1")
+SPLIT = ("--prefill-tp", "1", "--decode-tp", "1")
+ONE_RANK = ("--set", "cluster.mode=colocated")
 
 
 @dataclass
 class Command:
-    """A running command, and every socket at which its processes were seen to listen."""
+    """A running command, and the sockets at which its processes were seen to listen."""
 
     process: subprocess.Popen[bytes]
     log: Path
     home: Path
     seen: set[ListeningSocket]
+    watched: bool
+    """Whether `logged` looks at the sockets."""
 
     def look(self) -> list[ListeningSocket]:
         """Returns the listening sockets of all its processes, and adds them to `seen`."""
@@ -47,18 +55,22 @@ class Command:
         return found
 
     def logged(self, pattern: str) -> str:
-        """Waits until the log matches `pattern`, and returns the first group. Looks at the sockets meanwhile."""
+        """Waits until the log matches `pattern`, and returns the first group."""
         until_s = time.monotonic() + START_TIMEOUT_S
         while (match := re.search(pattern, self.log.read_text())) is None:
-            assert not self.ended(), self.log.read_text()
+            ended = self.ended() if self.watched else self._ends(WAIT_EACH_S)
+            assert not ended, self.log.read_text()
             assert time.monotonic() < until_s, self.log.read_text()
         return match[1]
 
     def ended(self) -> bool:
         """Looks at the sockets, then waits `LOOK_EACH_S` for the command to end."""
         self.look()
+        return self._ends(LOOK_EACH_S)
+
+    def _ends(self, timeout_s: float) -> bool:
         try:
-            self.process.wait(LOOK_EACH_S)
+            self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             return False
         return True
@@ -92,12 +104,31 @@ def family_of(pid: int) -> list[psutil.Process]:
     return found
 
 
+def until_gone(family: Sequence[psutil.Process], timeout_s: float = GONE_S) -> None:
+    """Waits until all processes have ended."""
+    until_s = time.monotonic() + timeout_s
+    while left := alive(family):
+        assert time.monotonic() < until_s, left
+        time.sleep(0.02)
+
+
+def alive(family: Sequence[psutil.Process]) -> list[str]:
+    """Process id and name of each process that has not ended; Ray may reap an ended one later."""
+    found = []
+    for process in family:
+        with suppress(psutil.NoSuchProcess):
+            if process.status() != psutil.STATUS_ZOMBIE and process.is_running():
+                found.append(f"{process.pid} {process.name()}")
+    return found
+
+
 @contextmanager
 def command(
     folder: Path,
     arguments: Sequence[str],
     environment: Mapping[str, str] | None = None,
     cwd: Path = ROOT,
+    watched: bool = False,
 ) -> Iterator[Command]:
     """A `disagg` command with an empty home, in the folder `cwd`. The block's end ends it and its processes.
 
@@ -116,7 +147,7 @@ def command(
             env={**inherited, "PYTHONPATH": str(ROOT), "HOME": str(home), **(environment or {})},
         )
     try:
-        yield Command(process, log, home, set())
+        yield Command(process, log, home, set(), watched)
     finally:
         family = family_of(process.pid)
         process.terminate()
@@ -136,27 +167,18 @@ def serve_process(
     *flags: str,
     api_key: str = API_KEY,
     environment: Mapping[str, str] | None = None,
-    prefill_tp: int = 2,
+    groups: Sequence[str] = TWO_PREFILL_RANKS,
+    watched: bool = False,
 ) -> Iterator[Served]:
-    """`disagg serve` with a tiny checkpoint, `prefill_tp` prefill ranks and one decode rank; see `command`."""
+    """`disagg serve` with a tiny checkpoint and `groups`; see `command`."""
     checkpoint = make_tiny_checkpoint(folder / "tiny", layers=3, hidden=96, head_dim=8, mlp=96)
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(checkpoint)
     (folder / "keys").write_text(f"{api_key}\n")
-    arguments = [
-        "serve",
-        "--model",
-        str(checkpoint),
-        "--device",
-        "cpu",
-        "--prefill-tp",
-        str(prefill_tp),
-        "--decode-tp",
-        "1",
-    ]
+    arguments = ["serve", "--model", str(checkpoint), "--device", "cpu", *groups]
     arguments += ["--port", "0", "--api-key-file", str(folder / "keys"), "--set", "log.format=json", *flags]
-    with command(folder, arguments, environment) as one:
+    with command(folder, arguments, environment, watched=watched) as one:
         url = one.logged(r'"url": "([^"]+)"')
         with openai.OpenAI(base_url=f"{url}/v1", api_key=api_key, max_retries=0, timeout=60) as client:
-            yield Served(one.process, one.log, one.home, one.seen, url, checkpoint, client)
+            yield Served(one.process, one.log, one.home, one.seen, watched, url, checkpoint, client)

@@ -25,6 +25,8 @@ from transport.control.reliable import ReliableOptions
 
 SOON = ReliableOptions(peer_timeout_s=1.0, heartbeat_s=0.1)
 TIMEOUT_S = 30.0
+LONG_TOKENS = 150
+"""Of an answer that has not ended when its first tokens are seen and the network breaks."""
 SIDES = {
     "decode": ["decode-0", "decode-1"],
     "prefill": ["prefill-0", "prefill-1"],
@@ -45,7 +47,7 @@ def test_a_stream_goes_on_behind_a_cut(checkpoints: Checkpoints, side: str) -> N
 
         async def work(router: Router) -> None:
             prompt = random_prompts(60)[0]
-            running = asyncio.create_task(ask(router, "r", prompt, SamplingParams(max_tokens=300)))
+            running = asyncio.create_task(ask(router, "r", prompt, SamplingParams(max_tokens=LONG_TOKENS)))
             await _streams(groups)
             groups.hub.part(SIDES[side])
             roles = 2 if side == "router" else 1
@@ -53,7 +55,7 @@ def test_a_stream_goes_on_behind_a_cut(checkpoints: Checkpoints, side: str) -> N
             groups.hub.part([])
             await until(lambda: not router.missing())
             answered = await running
-            assert answered.tokens == checkpoints.greedy(checkpoints.source(), prompt, 300)
+            assert answered.tokens == checkpoints.greedy(checkpoints.source(), prompt, LONG_TOKENS)
             assert answered.report.recoveries == ([] if side == "prefill" else ["decode_lost"])
             await exact_again(router, checkpoints)
 

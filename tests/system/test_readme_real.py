@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from serve_process import Command, command
+from serve_process import Command, command, until_gone
 
 ROOT = Path(__file__).resolve().parents[2]
 README, DEPLOY = ROOT / "README.md", ROOT / "deploy" / "README.md"
@@ -154,12 +154,18 @@ def test_the_demo(place: Place) -> None:
 
 
 def test_serve_curl_and_python(place: Place) -> None:
+    """At the end the server is killed, and leaves no process."""
     keys, serve, *rest = [one for one in runnable(README) if not one.text.endswith("disagg demo")]
     place.run(keys)
     assert serve.text.startswith("disagg serve ")
     arguments = shlex.split(place.printed(serve.text))[1:]
     with command(place.folder, arguments, cwd=place.folder) as started:
         served(place, started, rest)
+        family = started.family()
+        assert len(family) > 6, "the server, Ray's servers and agents, three ranks"
+        started.process.kill()
+        started.process.wait()
+        until_gone(family)
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl")

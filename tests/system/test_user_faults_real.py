@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from broken_checkpoints import AT_BUILD
+from serve_process import ONE_RANK, SPLIT
 
 from disagg.model.load.tiny import make_tiny_checkpoint
 
@@ -40,12 +41,15 @@ def one_line(done: subprocess.CompletedProcess[str], *said: str) -> None:
         assert noise not in done.stderr + done.stdout
 
 
+@pytest.mark.parametrize(
+    "groups", [ONE_RANK, pytest.param(SPLIT, marks=pytest.mark.slow)], ids=["one_rank", "split"]
+)
 @pytest.mark.parametrize("fault", ["another shape", pytest.param("a missing weight", marks=pytest.mark.slow)])
-def test_a_rank_that_cannot_load_its_weights(tmp_path: Path, fault: str) -> None:
+def test_a_rank_that_cannot_load_its_weights(tmp_path: Path, fault: str, groups: tuple[str, ...]) -> None:
     broken, said = AT_BUILD[fault]
     folder = make_tiny_checkpoint(tmp_path / "model", layers=2)
     broken(folder)
-    done = run(tmp_path, "generate", "hello", "--model", str(folder), "--prefill-tp", "1", "--decode-tp", "1")
+    done = run(tmp_path, "generate", "hello", "--model", str(folder), *groups)
     one_line(done, said)
 
 
@@ -54,7 +58,7 @@ def test_a_demo_over_tls_whose_disk_is_full(tmp_path: Path) -> None:
     folder = make_tiny_checkpoint(tmp_path / "model", layers=2)
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "timeline.png").symlink_to("/dev/full")
-    sizes = ["--prefill-tp", "1", "--decode-tp", "1", "--max-tokens", "12"]
+    sizes = [*SPLIT, "--max-tokens", "12"]
     asked = ["--prompt", "The capital of France is " * 4, "--set", "transport.backend=tls"]
     done = run(tmp_path, "demo", *sizes, *asked, "--out", "out", "--model", str(folder))
     one_line(done, "--out out: cannot be written: No space left on device")

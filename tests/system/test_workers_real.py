@@ -13,7 +13,7 @@ import psutil
 import pytest
 from api_server import until
 from prometheus_client.parser import text_string_to_metric_families
-from serve_process import API_KEY, PROMPT, TOKENS, Served, serve_process
+from serve_process import API_KEY, ONE_RANK, PROMPT, TOKENS, Served, serve_process
 
 from disagg.core.config.read import Config, ModelConfig
 from disagg.core.types import SamplingParams
@@ -29,7 +29,7 @@ END_S = 20.0
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("workers")
-    with serve_process(folder, "--workers", "2", "--set", "api.max_queued=33", prefill_tp=1) as served:
+    with serve_process(folder, "--workers", "2", "--set", "api.max_queued=33", groups=ONE_RANK) as served:
         until(lambda: httpx.get(f"{served.url}/ready", trust_env=False).status_code == 200, timeout_s=60)
         yield served
 
@@ -86,7 +86,7 @@ def test_both_workers_answer_and_any_of_them_reports_for_both(served: Served, ex
         assert status["generated_tokens_total"] == REQUESTS * TOKENS
         assert (status["max_running"], status["max_queued"]) == (32, 33), "the parts add up to the limits"
         assert len(status["recent"]) == REQUESTS
-        assert [group["name"] for group in status["groups"]] == ["prefill", "decode"]
+        assert [group["name"] for group in status["groups"]] == ["colocated"]
 
 
 def test_the_sockets_of_workers_are_private(served: Served) -> None:

@@ -20,6 +20,7 @@ import msgspec
 import psutil
 import pytest
 import torch
+from serve_process import ONE_RANK, SPLIT
 from structlog.testing import capture_logs
 
 from disagg.cluster.group import Group
@@ -264,7 +265,12 @@ def heard_sigint() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
-def test_ctrl_c_leaves_nothing_running(checkpoint: Path, tmp_path: Path, heard_sigint: None) -> None:
+@pytest.mark.parametrize(
+    "groups", [ONE_RANK, pytest.param(SPLIT, marks=pytest.mark.slow)], ids=["one_rank", "split"]
+)
+def test_ctrl_c_leaves_nothing_running(
+    checkpoint: Path, tmp_path: Path, heard_sigint: None, groups: tuple[str, ...]
+) -> None:
     log = tmp_path / "stderr"
     command = [
         sys.executable,
@@ -275,8 +281,7 @@ def test_ctrl_c_leaves_nothing_running(checkpoint: Path, tmp_path: Path, heard_s
         str(checkpoint),
         "--device",
         "cpu",
-        "--prefill-tp",
-        "1",
+        *groups,
     ]
     with (
         log.open("wb") as stderr,

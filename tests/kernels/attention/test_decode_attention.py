@@ -6,6 +6,7 @@ same cases and longer ones.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 from attention_cases import DEVICES, Case, Inputs, prepare
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from slow_parameters import sampled
 
 from kernels.attention.common import AttentionParams
 from kernels.attention.decode import DecodeTile, decode_attention, decode_splits_of, tile_of
@@ -42,6 +44,20 @@ CASES = {
     "70 query heads per KV head": Case((19,), kv_heads=1, group=70, sinks=True),
 }
 
+SPLIT_SAMPLE = (
+    "plain",
+    "window of one",
+    "all",
+    "padding row",
+    "only padding",
+    "bfloat16",
+    "float16",
+    "int8",
+    "e5m2",
+    "V larger than K",
+    "70 query heads per KV head",
+)
+
 
 def run(inputs: Inputs, case: Case, **more: object) -> torch.Tensor:
     out = torch.full(inputs.expected.shape, float("nan"), dtype=case.q_dtype, device=inputs.q.device)
@@ -58,8 +74,10 @@ def check(case: Case, device: str, **more: object) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("splits", [1, 4])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "splits"),
+    sampled(itertools.product(CASES, (1, 4)), lambda name, splits: splits == 1 or name in SPLIT_SAMPLE),
+)
 def test_equals_the_definition(name: str, splits: int, device: str, poison_empty: None) -> None:
     check(CASES[name], device, splits=Splits(splits, 16), tile=DecodeTile(tokens=16, stages=2))
 

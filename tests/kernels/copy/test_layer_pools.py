@@ -8,6 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 from layer_pools import LAYOUTS, POISON, Memory
+from slow_parameters import thinned
 
 from disagg.core.types import Span
 from kernels.copy.checksum import Check, Origin, Summer
@@ -38,9 +39,11 @@ def slots_of(memory: Memory, tokens: int, generator: torch.Generator) -> torch.T
     return torch.randperm(memory.pool.shape[2], generator=generator)[:tokens].int()
 
 
-@pytest.mark.parametrize("heads", [Span(0, 4), Span(1, 2), Span(1, 4)], ids=str)
-@pytest.mark.parametrize("block_size", [16, 32])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("layout", "heads", "block_size"),
+    thinned(LAYOUTS, [Span(0, 4), Span(1, 2), Span(1, 4)], [16, 32], by=2),
+    ids=str,
+)
 def test_segments_equal_those_of_a_contiguous_pool(
     layout: str, block_size: int, heads: Span, generator: torch.Generator
 ) -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from slow_parameters import thinned
 
 from kernels.dispatch import INTERPRETED
 from kernels.layers.gated_rms_norm import (
@@ -77,9 +78,10 @@ def test_norm(shape: tuple[int, ...], how: NormWeight, dtype: torch.dtype, devic
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("how", NORM_WEIGHTS)
-@pytest.mark.parametrize("shape", [(7, 96), (1, 3, 1000), (1, 3, 4096), (2, MAX_BLOCK + 24), (0, 96)])
+@pytest.mark.parametrize(
+    ("shape", "how", "dtype"),
+    thinned([(7, 96), (1, 3, 1000), (1, 3, 4096), (2, MAX_BLOCK + 24), (0, 96)], NORM_WEIGHTS, DTYPES, by=3),
+)
 def test_norm_of_a_sum(shape: tuple[int, ...], how: NormWeight, dtype: torch.dtype, device: str) -> None:
     """The bits are those of a sum and of the norm of its result."""
     x, y = (noise(*shape, dtype=dtype, device=device, seed=seed) for seed in (2, 3))
@@ -203,13 +205,21 @@ def projection(
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("wide", [False, True], ids=["", "float32 tables"])
-@pytest.mark.parametrize("dims", [(16, 16), (128, 128), (20, 6), (40, 2)])
-@pytest.mark.parametrize(("batch", "tables", "tokens"), [(1, 1, 4), (2, 1, 3), (2, 2, 3)])
+@pytest.mark.parametrize(
+    ("sizes", "dims", "wide", "dtype"),
+    thinned(
+        [(1, 1, 4), (2, 1, 3), (2, 2, 3)],
+        [(16, 16), (128, 128), (20, 6), (40, 2)],
+        [False, True],
+        DTYPES,
+        by=3,
+    ),
+)
 def test_rotary_is_torchs_to_the_last_bit(
-    batch: int, tables: int, tokens: int, dims: tuple[int, int], dtype: torch.dtype, wide: bool, device: str
+    sizes: tuple[int, int, int], dims: tuple[int, int], wide: bool, dtype: torch.dtype, device: str
 ) -> None:
+    """`sizes`: batch, tables, tokens. `wide`: the tables are in float32."""
+    batch, tables, tokens = sizes
     if INTERPRETED and dtype == torch.bfloat16:
         pytest.skip("Triton's interpreter cuts off where the device rounds; a GPU runs this")
     q, k = (projection(batch, tokens, heads, dims[0], dtype, device) for heads in (6, 1))

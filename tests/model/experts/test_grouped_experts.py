@@ -117,3 +117,30 @@ def test_ranks_add_the_results_of_their_parts() -> None:
     assert torch.allclose(ours, expected, rtol=1e-5, atol=1e-5)
     for parts in run_ranks(3, work):
         assert all(torch.allclose(found, expected, rtol=1e-5, atol=1e-5) for found in parts)
+
+
+def test_experts_for_which_the_kernels_are_wrong_keep_their_forward(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from disagg.model.experts import grouped
+
+    own = grouped.expert_sum
+
+    def one_wrong_row(*arguments: Any) -> torch.Tensor:
+        found = own(*arguments)
+        found[-1] += 0.05 * found[-1].abs().mean()
+        return found
+
+    monkeypatch.setattr(grouped, "expert_sum", one_wrong_row)
+    module = experts_of_kind("gate and up", torch.bfloat16, "cpu")
+    assert group_experts(nn.ModuleList([module])) == 0
+    assert "expert_kernels_disagree" in capsys.readouterr().out
+
+    def broken(*_: Any) -> torch.Tensor:
+        raise RuntimeError("no kernel image")
+
+    monkeypatch.setattr(grouped, "expert_sum", broken)
+    assert group_experts(nn.ModuleList([module])) == 0
+    assert "no kernel image" in capsys.readouterr().out
+    monkeypatch.undo()
+    assert group_experts(nn.ModuleList([module])) == 1

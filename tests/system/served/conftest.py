@@ -29,7 +29,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SearchedServer]:
         arguments = ["--set", f"control.key_file={control}"]
         arguments += ["--set", "log.level=debug", "--set", f"metrics.otlp_endpoint={collector.url}"]
         environment = {"DISAGG_API_KEYS": variable_key}
-        with serve_process(folder, *arguments, api_key=file_key, environment=environment) as served:
+        with serve_process(
+            folder, *arguments, api_key=file_key, environment=environment, watched=True
+        ) as served:
             family = psutil.Process(served.process.pid).children(recursive=True)
             ray_token = (served.home / ".ray" / "auth_token").read_text()
             kept = Secrets(file_key, variable_key, ray_token, [keys])
