@@ -47,7 +47,7 @@ OTHER_SERVERS: Mapping[str, str] = {
     "--enforce-eager": _GRAPHS,
     "--disable-cuda-graph": _GRAPHS,
     "--load-format": "--random-init NAME replaces `--load-format dummy`; checkpoints need no flag",
-    "--quantization": "quantized weights are not supported; --set model.kv_dtype=int8 stores KV in 8 bits",
+    "--quantization": "the checkpoint's config.json names its format; --set model.kv_dtype=int8 stores KV in 8 bits",
     "--trust-remote-code": "code of checkpoints is never run; `disagg models` lists the supported types",
     "--tokenizer": "the tokenizer is read from the model's folder",
     "--chat-template": "the chat template is read from the model's folder (chat_template.jinja)",

@@ -20,6 +20,7 @@ from disagg.model.load.source import ModelSource, make_source
 from disagg.model.recurrent.state import cached_states, state_rows
 from disagg.model.spec.layer_types import setting
 from disagg.model.spec.model_spec import ModelSpec, rank_token_bytes
+from disagg.model.spec.quantization import quantization_of
 from disagg.node.assemble import CACHED_STATES_SHARE, resolve_dtype, resolve_kv_dtype, wanted_states
 from disagg.node.host_memory import AVAILABLE_SHARE, POOL_MULTIPLE
 from disagg.node.prefix_caching import configured_host_cache
@@ -211,7 +212,10 @@ def _host_cache(config: Config, group: GroupConfig, spec: ModelSpec, pool_bytes:
 
 def _work_bytes(model: object, spec: ModelSpec, group: GroupConfig, dtype: torch.dtype) -> int:
     """Estimates the activation bytes of a step: vectors of hidden and MLP size for each token and for each of its
-    experts, and the logits."""
+    experts, and the logits.
+
+    Of quantized weights, a step also holds the largest one as floats.
+    """
     rows = max(1, group.decode_batch)
     tokens = group.chunk_tokens + group.decode_batch
     hidden = int(setting(model, "hidden_size") or 0)
@@ -219,4 +223,5 @@ def _work_bytes(model: object, spec: ModelSpec, group: GroupConfig, dtype: torch
     of_expert = 3 * int(setting(model, "moe_intermediate_size") or inner) + hidden
     chosen = int(setting(model, "num_experts_per_tok") or 0) * of_expert
     vectors = tokens * (8 * hidden + max(3 * inner, chosen)) * dtype.itemsize
-    return vectors + (SAMPLER_COPIES + 1) * rows * spec.vocab_size * 4
+    converted = 2 * hidden * inner * dtype.itemsize // group.ranks if quantization_of(model) else 0
+    return vectors + converted + (SAMPLER_COPIES + 1) * rows * spec.vocab_size * 4

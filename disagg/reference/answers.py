@@ -76,9 +76,9 @@ def reference_answers(
 ) -> Reference:
     """Computes the greedy answers of the configured model in one process.
 
-    Hugging Face's `generate()` runs checkpoints. Our own engine runs random weights and quantized KV, which
-    `generate()` does not support. If only the decode groups quantize, the engine moves the prompt's KV to a second,
-    quantized pool.
+    Hugging Face's `generate()` runs checkpoints. Our own engine runs random or quantized weights, and quantized KV,
+    which `generate()` does not support. If only the decode groups quantize, the engine moves the prompt's KV to a
+    second, quantized pool.
 
     `advance` is called after each prompt. `others`: for each prompt, the log-probabilities of an answer that is to be
     compared with the reference.
@@ -143,4 +143,4 @@ def _kv_dtypes(config: Config, dtype: torch.dtype) -> list[torch.dtype]:
 
 
 def _by_hugging_face(source: ModelSource, kv_dtypes: Sequence[torch.dtype], dtype: torch.dtype) -> bool:
-    return source.directory is not None and kv_dtypes == [dtype, dtype]
+    return source.directory is not None and source.quantization is None and kv_dtypes == [dtype, dtype]

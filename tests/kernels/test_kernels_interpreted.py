@@ -35,6 +35,7 @@ LAYERS = (
     "kernels/layers/test_expert_kernels.py",
     "model/experts/test_grouped_experts.py",
     "kernels/layers/test_few_rows.py",
+    "kernels/layers/test_quantized_linear.py",
 )
 SAMPLING = (
     "kernels/sampling/test_draw.py",

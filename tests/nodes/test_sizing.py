@@ -28,7 +28,7 @@ from disagg.model.batch import StepBatch
 from disagg.model.collective.base import ThreadCollective
 from disagg.node import device, sizing
 from disagg.node.sizing import MemoryBudget, fill_memory
-from disagg.plan.memory import memory_lines, model_layouts, plan_memory
+from disagg.plan.memory import PlannedMemory, memory_lines, model_layouts, plan_memory
 from disagg.plan.transfer import describe_bytes
 
 GB = 10**9
@@ -218,6 +218,25 @@ def test_the_plan_of_a_known_model() -> None:
     assert told[1].startswith("decode, 1 rank: 70.4 GB for this rank: weights 16.1")
     assert "3 requests of 131,072 tokens" in told[1], "the model's context"
     assert "no room for a KV cache" in memory_lines(plan_memory(config, 16 * GB))[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "bits", "each"), [("fp8-block", 8, 128 * 128), ("int8-channel", 8, 4096), ("int4-group", 4, 128)]
+)
+def test_the_plan_of_quantized_weights(name: str, bits: int, each: int) -> None:
+    def planned(form: str) -> list[PlannedMemory]:
+        model = ModelConfig(random_init=f"llama-3.1-8b{form}")
+        return plan_memory(
+            Config(model=model, prefill=PrefillConfig(tp=2), decode=DecodeConfig(tp=1)), 80 * GB
+        )
+
+    linear = 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336)
+    for plain, quantized, ranks in zip(planned(""), planned(f":{name}"), (2, 1), strict=True):
+        saved = plain.budget.weights_bytes - quantized.budget.weights_bytes
+        scales_bytes = linear / each * (4 if bits == 8 else 2)
+        assert saved * ranks == pytest.approx(linear * (2 - bits / 8) - scales_bytes, rel=1e-3)
+        converted = 2 * 4096 * 14336 * 2 // ranks  # the largest weight of the library's product
+        assert quantized.budget.work_bytes == plain.budget.work_bytes + converted
 
 
 def test_the_plan_of_a_mixture_counts_a_rank_s_part_of_the_experts() -> None:

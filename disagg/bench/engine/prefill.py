@@ -17,6 +17,7 @@ from disagg.bench.engine.decode import DecodeBench, prepare
 from disagg.core.config.model import RecurrentName
 from disagg.core.errors import ConfigError, InvariantError
 from disagg.model.batch import SequenceSlice, StepBatch
+from disagg.model.layers.quantized import weight_elements
 from disagg.model.runner import ModelRunner
 
 _PRODUCT = 8192
@@ -92,7 +93,7 @@ def _measure(
 ) -> list[Result]:
     seconds = seconds_of(lambda: runner.forward(step), bench.device, bench.repeats)
     host = tuple(_host_ms(runner, step) for _ in range(bench.repeats))
-    flops = 2.0 * sum(p.numel() for p in runner.model.model.layers.parameters()) * step.tokens
+    flops = 2.0 * weight_elements(runner.model.model.layers) * step.tokens
     labels: dict[str, Label] = {
         "model": bench.model,
         "tokens": step.tokens,

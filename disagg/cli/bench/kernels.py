@@ -34,14 +34,22 @@ class KernelOptions:
 
     what: Annotated[
         Literal[
-            "copies", "checksum", "quantize", "page_copy", "host_cache", "attention", "sampling", "experts"
+            "copies",
+            "checksum",
+            "quantize",
+            "page_copy",
+            "host_cache",
+            "attention",
+            "sampling",
+            "quantized",
+            "experts",
         ],
         typer.Option(
             "--what",
             help="checksum: copies with and without it; quantize: gather to 8 bits; page_copy: pages within a pool; "
             "host_cache: pages to pinned host memory and back; "
             "attention: decode, prefill, writes of K and V (needs a GPU); sampling: a step of 256 requests; "
-            "experts: a layer of Qwen3 30B A3B.",
+            "quantized: products with quantized weights; experts: a layer of Qwen3 30B A3B.",
         ),
     ] = "copies"
     rows: Annotated[str, typer.Option("--rows", help="Bytes of a token's head slice, comma-separated.")] = (
@@ -78,7 +86,12 @@ def kernels(options: KernelOptions) -> None:
     from disagg.bench.common.report import without_ceilings
 
     device = device_of(options.device)
-    runs = {"attention": _attention, "sampling": _sampling, "experts": _experts}
+    runs = {
+        "attention": _attention,
+        "sampling": _sampling,
+        "quantized": _quantized,
+        "experts": _experts,
+    }
     chosen = runs.get(options.what, _copies)(options, device)
     with progress() as update:
         results = chosen.measure(update)
@@ -103,6 +116,16 @@ def _sampling(options: KernelOptions, device: Any) -> KernelRun:
     bench = sampling.SamplingBench(device, *sizes, options.repeats)
     title = f"sampling of {bench.batch} requests, {bench.vocab} tokens in the vocabulary,"
     return KernelRun(lambda update: sampling.run(bench, update), "sampling", title)
+
+
+def _quantized(options: KernelOptions, device: Any) -> KernelRun:
+    from disagg.bench.kernels import quantized_linear as products
+
+    bench = products.QuantizedLinearBench(device, options.repeats)
+    if device.type != "cuda":
+        bench = products.QuantizedLinearBench(device, options.repeats, ((64, 128),), (1, 4), 1 << 14)
+    title = "products with quantized weights"
+    return KernelRun(lambda update: products.run(bench, update), "quantized_linear", title)
 
 
 def _experts(options: KernelOptions, device: Any) -> KernelRun:

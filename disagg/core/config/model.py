@@ -22,7 +22,8 @@ class ModelConfig(Section, frozen=True):
     """Branch, tag or commit of a model on the hub. None: the branch `main`; `disagg serve` and `disagg launch` use
     its commit at their start."""
     random_init: str | None = None
-    """Name of a small architecture with random weights, for demos and tests without a checkpoint."""
+    """Name of an architecture with random weights, for demos and tests without a checkpoint. A colon and a format
+    quantize the weights: `llama-3.1-8b:fp8-block`."""
     dtype: DTypeName = "auto"
     """Type of weights and activations. auto: the checkpoint's type on a GPU, float32 on a CPU."""
     seed: int = 0

@@ -14,6 +14,7 @@ from transformers.activations import SiLUActivation
 
 from disagg.model.layers.class_names import by_name, class_name
 from disagg.model.layers.merged import merged_of, projected
+from disagg.model.layers.quantized import computes_in
 from kernels.layers.rms_norm import DTYPES
 from kernels.layers.silu_mul import silu_mul
 
@@ -82,7 +83,7 @@ def fuse_gated_mlp(module: Any) -> bool:
     if form is None or not isinstance(getattr(module, form.activation), _SILU):
         return False
     layers = [getattr(module, name) for name in form.layers]
-    if not all(isinstance(layer, nn.Linear) and layer.weight.dtype in DTYPES for layer in layers):
+    if not all(computes_in(layer) in DTYPES for layer in layers):
         return False
     module.forward = MethodType(form.forward, module)
     return True

@@ -8,13 +8,16 @@ replaces their weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from disagg.model.layers.few_rows import FewRowsLayer, FewRowsSwitch, few_rows_layer
+from disagg.model.layers.quantized import Product, QuantizedLinear
+from kernels.layers.quantized_linear import quantized_linear
+from kernels.layers.quantized_weight import QuantizedWeight
 
 _ATTRIBUTE = "merged_projections"
 _MERGED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -28,24 +31,38 @@ class MergedProjections:
 
     def __init__(self, layers: Sequence[Any]) -> None:
         """Joins the weights of `layers`. Afterwards, the layers' weights are views of the joined weight."""
-        self.weight = torch.cat([layer.weight.data for layer in layers])
+        self.weight = _joined(layers)
         self.bias = None if layers[0].bias is None else torch.cat([layer.bias.data for layer in layers])
-        self.product: Callable[[torch.Tensor], torch.Tensor] | None = None
-        """Function that computes the product with weight and bias; None: torch computes it."""
+        self.product: Product | None = None
+        """Function that computes the product with weight and bias; None: torch or the quantized product."""
         self.gated: FewRowsLayer | None = None
         """For gate and up: computes the gated product of few rows in one launch; None: nothing does."""
-        self._sizes = [layer.weight.shape[0] for layer in layers]
+        self._sizes = [layer.out_features for layer in layers]
         start = 0
         for layer, size in zip(layers, self._sizes, strict=True):
-            layer.weight.data = self.weight[start : start + size]
+            if isinstance(self.weight, QuantizedWeight):
+                layer.use(self.weight.row_part(start, start + size))
+            else:
+                layer.weight.data = self.weight[start : start + size]
             if self.bias is not None:
                 layer.bias.data = self.bias[start : start + size]
             start += size
 
     def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Returns the outputs of all layers for `x` `[.., inputs]`: views of one tensor."""
-        y = nn.functional.linear(x, self.weight, self.bias) if self.product is None else self.product(x)
+        if self.product is not None:
+            y = self.product(x)
+        elif isinstance(self.weight, QuantizedWeight):
+            y = quantized_linear(x, self.weight, self.bias)
+        else:
+            y = nn.functional.linear(x, self.weight, self.bias)
         return torch.split(y, self._sizes, dim=-1)
+
+
+def _joined(layers: Sequence[Any]) -> torch.Tensor | QuantizedWeight:
+    if isinstance(layers[0], QuantizedLinear):
+        return QuantizedWeight.stacked([layer.weight_parts for layer in layers])
+    return torch.cat([layer.weight.data for layer in layers])
 
 
 def merge_projections(model: Any) -> int:
@@ -61,7 +78,7 @@ def merge_projections(model: Any) -> int:
             # Only the fused forwards of this package, which are instance attributes, call `projected`.
             if "forward" in vars(module) and _fit(layers):
                 setattr(module, _ATTRIBUTE, MergedProjections(layers))
-                _free(layers[0].weight)
+                _free(next(layers[0].parameters()))
                 merged += 1
     return merged
 
@@ -71,7 +88,9 @@ def gate_few_rows(model: Any, switch: FewRowsSwitch) -> int:
     number = 0
     for module in model.modules():
         merged = merged_of(module)
-        if merged is not None and hasattr(module, "gate_proj"):
+        if merged is None or isinstance(merged.weight, QuantizedWeight):
+            continue
+        if hasattr(module, "gate_proj"):
             merged.gated = few_rows_layer(merged.weight, merged.bias, switch, gated=True)
             number += merged.gated is not None
     return number
@@ -90,15 +109,26 @@ def projected(module: Any, names: Sequence[str], x: torch.Tensor) -> tuple[torch
 
 
 def _fit(layers: Sequence[Any]) -> bool:
-    """Returns whether `layers` can be merged: plain linear layers of equal type, device and input size. Either all or
-    none of them have a bias.
+    """Returns whether `layers` can be merged: plain or quantized linear layers of equal type, device and input size.
+    Either all or none of them have a bias.
     """
-    if not all(type(layer) is nn.Linear and "forward" not in vars(layer) for layer in layers):
+    if not all(
+        type(layer) in (nn.Linear, QuantizedLinear) and "forward" not in vars(layer) for layer in layers
+    ):
         return False
     if any(layer._forward_hooks or layer._forward_pre_hooks for layer in layers):
         return False
-    kinds = {(one.weight.dtype, one.weight.device, one.weight.shape[1], one.bias is None) for one in layers}
-    return len(kinds) == 1 and not layers[0].weight.is_meta
+    return len({_kind(layer) for layer in layers}) == 1 and not next(layers[0].parameters()).is_meta
+
+
+def _kind(layer: Any) -> tuple[object, ...]:
+    """Returns the properties that must be equal in layers that are merged."""
+    if isinstance(layer, QuantizedLinear):
+        one = layer.weight_parts
+        own: tuple[object, ...] = (one.values.dtype, one.zeros is None, one.block[1], one.values.device)
+    else:
+        own = (layer.weight.dtype, layer.weight.device)
+    return type(layer), *own, layer.in_features, layer.bias is None
 
 
 def _free(weight: torch.Tensor) -> None:

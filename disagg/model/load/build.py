@@ -21,6 +21,8 @@ from disagg.model.adapters import adapter_of
 from disagg.model.adapters.base import StepInputs
 from disagg.model.attention.paged import ATTENTION_NAME
 from disagg.model.experts.split import ExpertsSplit, split_experts
+from disagg.model.layers.quantized import QuantizedLinear
+from disagg.model.load.quantized_layers import QuantizedLayers, linear_layers, replace_layers
 from disagg.model.load.source import ModelSource
 from disagg.model.load.weights import WeightSource
 from disagg.model.recurrent.split import RecurrentSplit, split_recurrent
@@ -54,11 +56,14 @@ def build_model(
     with _BUILD_LOCK:
         model = _empty_model(source, spec, dtype)
         shapes = _stored_shapes(model)
-        sharding, split, experts = _shard(model, spec, collective)
+        sharding, split, experts, quantized = _shard(model, source, spec, collective, shapes)
         _materialize(model, device)
         _initialize(model)
         cuts = {**sharding.cuts, **split.cuts, **experts.cuts}
-        _fill(model, source.weights(set(shapes), model), shapes, cuts)
+        plain = {name: shape for name, shape in shapes.items() if name not in quantized.weights}
+        weights = source.weights(set(plain), model)
+        _fill(model, weights, plain, cuts)
+        quantized.fill(model, weights, device)
         split.finish()
         experts.finish()
         model.tie_weights()
@@ -75,7 +80,7 @@ def weights_bytes(source: ModelSource, spec: ModelSpec, collective: Collective, 
     """
     with _BUILD_LOCK:
         model = _empty_model(source, spec, dtype)
-        _shard(model, spec, collective)[1].finish()
+        _shard(model, source, spec, collective, _stored_shapes(model))[1].finish()
         model.tie_weights()
     return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
 
@@ -87,21 +92,30 @@ def empty_model(source: ModelSource, spec: ModelSpec, dtype: torch.dtype) -> Any
 
 
 def _shard(
-    model: Any, spec: ModelSpec, collective: Collective
-) -> tuple[Sharding, RecurrentSplit, ExpertsSplit]:
-    """Reduces a model on the meta device to the rank's part. Small parameters stay whole until `split.finish`."""
+    model: Any,
+    source: ModelSource,
+    spec: ModelSpec,
+    collective: Collective,
+    shapes: dict[str, tuple[int, ...]],
+) -> tuple[Sharding, RecurrentSplit, ExpertsSplit, QuantizedLayers]:
+    """Reduces a model on the meta device to the rank's part, and replaces the linear layers that are quantized in
+    the source. Small parameters stay whole until `split.finish`."""
+    names = source.quantized_layers(linear_layers(model))
     split = split_recurrent(model, collective)
     experts = split_experts(model, collective)
     sharding = shard_model(model, spec, collective, split.names | experts.names)
     sharding.whole.update(experts.whole)
     if split.whole and collective.size > 1:
         sharding.whole["recurrent layers"] = split.whole
-    return sharding, split, experts
+    quantized = replace_layers(model, source.quantization, names, shapes, {**sharding.cuts, **split.cuts})
+    return sharding, split, experts, quantized
 
 
 def _empty_model(source: ModelSource, spec: ModelSpec, dtype: torch.dtype) -> Any:
     config = copy.deepcopy(source.config)
     config.use_cache = False
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config  # the model is built of plain layers, which are replaced afterwards
     adapter = adapter_of(config)
     if adapter is not None and (why := adapter.refused(config)):
         raise UnsupportedModelError(f"{spec.architecture} is not supported: it has {why}")
@@ -157,10 +171,13 @@ def _stored_shapes(model: Any) -> dict[str, tuple[int, ...]]:
 
 
 def _materialize(model: Any, device: torch.device) -> None:
-    """Allocates every parameter and buffer, and fills floats with NaN, to detect elements that never get a value."""
+    """Allocates every parameter and buffer, and fills floats with NaN, to detect elements that never get a value.
+
+    Quantized weights stay on the meta device until they are read.
+    """
     for module in model.modules():
         for name, parameter in list(module._parameters.items()):
-            if parameter is not None:
+            if parameter is not None and (name == "bias" or not isinstance(module, QuantizedLinear)):
                 module._parameters[name] = nn.Parameter(_poisoned(parameter, device), requires_grad=False)
         for name, buffer in list(module._buffers.items()):
             if buffer is not None:
@@ -177,7 +194,8 @@ def _initialize(model: Any) -> None:
     owners = dict(_owners(model, model))
     for module in model.modules():
         own = [*module._parameters.values(), *module._buffers.values()]
-        if any(tensor is not None for tensor in own) and not isinstance(module, nn.Linear):
+        loaded = isinstance(module, nn.Linear | QuantizedLinear)
+        if any(tensor is not None for tensor in own) and not loaded:
             _init_weights(owners[module], module)
     # A parent module may set a buffer that no checkpoint holds (the multipliers of Falcon-H1).
     stored = model.state_dict(keep_vars=True)

@@ -73,6 +73,10 @@ class MergedWeights:
                     at += len(found)
         return whole
 
+    def shape_of(self, name: str, expected: tuple[int, ...]) -> tuple[int, ...] | None:
+        """See `WeightSource.shape_of`; for weights that are stored as they are."""
+        return self._stored.shape_of(self._names.plain.get(name, name), expected)
+
 
 def merged_weights(files: list[Path], needed: set[str], model: Any) -> WeightSource | None:
     """Returns the weights `needed` by `model`, from safetensors `files` with a weight for each expert.

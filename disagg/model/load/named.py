@@ -28,6 +28,20 @@ _TINY = {
 }
 
 
+def _compressed(form: str, **weights: Any) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": {"symmetric": True, **weights}}
+    return {"quant_method": "compressed-tensors", "format": form, "config_groups": {"group_0": group}}
+
+
+QUANTIZATIONS: dict[str, dict[str, Any]] = {
+    "fp8-block": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]},
+    "fp8-channel": _compressed("float-quantized", num_bits=8, type="float", strategy="channel"),
+    "int8-channel": _compressed("int-quantized", num_bits=8, type="int", strategy="channel"),
+    "int4-group": _compressed("pack-quantized", num_bits=4, type="int", strategy="group", group_size=128),
+}
+"""`quantization_config` of the formats in which random weights can be drawn, by name."""
+
+
 def _shape(hidden: int, mlp: int, layers: int, q_heads: int, kv_heads: int, head_dim: int) -> dict[str, int]:
     return {
         "hidden_size": hidden,
@@ -187,17 +201,26 @@ NAMES = tuple(_MODELS)
 
 
 def require_named(name: str) -> None:
-    """Raises ConfigError for an unknown architecture, without importing transformers."""
-    if name.lower() not in _MODELS:
-        raise ConfigError(f"unknown architecture {name!r}; choose one of {', '.join(NAMES)}")
+    """Raises ConfigError for an unknown architecture or weight format, without importing transformers."""
+    architecture, colon, form = name.lower().partition(":")
+    if architecture not in _MODELS:
+        raise ConfigError(f"unknown architecture {architecture!r}; choose one of {', '.join(NAMES)}")
+    if colon and form not in QUANTIZATIONS:
+        raise ConfigError(f"unknown weight format {form!r}; choose one of {', '.join(QUANTIZATIONS)}")
 
 
 def named_config(name: str) -> Any:
-    """Returns the transformers configuration of a named architecture. Raises ConfigError for an unknown name."""
+    """Returns the transformers configuration of a named architecture; see `require_named`.
+
+    After a colon, the name may have a format of `QUANTIZATIONS`, in which linear layers are quantized.
+    """
     import transformers
 
     require_named(name)
-    class_name, values = _MODELS[name.lower()]
+    architecture, _, form = name.lower().partition(":")
+    class_name, values = _MODELS[architecture]
     config = getattr(transformers, class_name)(**values)
     config.architectures = [class_name.replace("Config", "ForCausalLM")]
+    if form:
+        config.quantization_config = QUANTIZATIONS[form]
     return config

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -30,8 +30,17 @@ from disagg.model.load.fingerprint import weights_digest
 from disagg.model.load.hub import checkpoint_folder, folder_label
 from disagg.model.load.merged_weights import merged_weights
 from disagg.model.load.named import named_config
+from disagg.model.load.quantized_tensors import PACKINGS
+from disagg.model.load.random_quantized import RandomQuantizedWeights
 from disagg.model.load.weights import RandomWeights, SafetensorsWeights, StateDictWeights, WeightSource
-from disagg.model.spec.model_spec import ModelSpec, eos_ids, require_supported, spec_from_config
+from disagg.model.spec.model_spec import (
+    ModelSpec,
+    architecture_of,
+    eos_ids,
+    require_supported,
+    spec_from_config,
+)
+from disagg.model.spec.quantization import Quantization, ScalesName, quantization_of
 
 log = structlog.get_logger(__name__)
 
@@ -60,8 +69,11 @@ class ModelSource:
         require_config(directory)
         config = _read_config(directory)
         require_supported(config)
-        weight_files(directory)  # raises if weights are missing
-        return cls(str(directory), config, _config_digest(config).hexdigest(), directory, 0)
+        files = weight_files(directory)  # raises if weights are missing
+        source = cls(str(directory), config, _config_digest(config).hexdigest(), directory, 0)
+        if source.quantization is not None:
+            _require_plain_experts(config, source.quantized_names(files))
+        return source
 
     @classmethod
     def random_init(cls, name: str, seed: int = 0, *, std: float | None = None) -> ModelSource:
@@ -95,6 +107,51 @@ class ModelSource:
             weights = weights_digest(weight_files(self.directory), os.environ)
         return hashlib.blake2b(f"{self.identity} {weights}".encode(), digest_size=16).hexdigest()
 
+    @cached_property
+    def quantization(self) -> Quantization | None:
+        """Returns the format of quantized weights; None if no weights are quantized.
+
+        Many scales, those of 4-bit values, keep their type in the checkpoint if it is one of 16 bits.
+        """
+        form = quantization_of(self.config)
+        if form is None or form.elements != "int4":
+            return form
+        found = {"BF16"}
+        if self.directory is not None:
+            stored = SafetensorsWeights(_safetensors(weight_files(self.directory)))
+            found = stored.dtypes(PACKINGS[form.storage].scale_names)
+        kinds: dict[str, ScalesName] = {"BF16": "bfloat16", "F16": "float16"}
+        scales = kinds.get(found.pop(), "float32") if len(found) == 1 else "float32"
+        return replace(form, scales=scales)
+
+    def quantized_names(self, files: list[Path]) -> set[str]:
+        """Returns the stored names of the quantized layers in weight files. Raises UnsupportedModelError for files
+        of torch's format."""
+        form = self.quantization
+        assert form is not None
+        split = (name.rpartition(".") for name in SafetensorsWeights(_safetensors(files)).names())
+        return {layer for layer, _, leaf in split if leaf in PACKINGS[form.storage].markers}
+
+    def quantized_layers(self, linear: set[str]) -> set[str]:
+        """Returns the names of the model's quantized layers, given those of its linear layers.
+
+        Of random weights, all but the head and the experts are quantized. Raises UnsupportedModelError if a layer of
+        another kind is quantized.
+        """
+        if self.quantization is None:
+            return set()
+        if self.directory is None:
+            return {name for name in linear if "." in name and "experts" not in name.split(".")}
+        names = self.quantized_names(weight_files(self.directory))
+        if in_text := {name for name in names if text_name(name) != name}:  # a multimodal checkpoint
+            names = {text_name(name) for name in in_text} | (names & linear)
+        if others := sorted(names - linear):
+            raise UnsupportedModelError(
+                f"{architecture_of(self.config)} is not supported: its {others[0]} is quantized, but is no linear "
+                f"layer of the model; use a checkpoint in which it is not quantized"
+            )
+        return names
+
     def spec(self, kv_dtype: torch.dtype) -> ModelSpec:
         """Returns the model's spec with a KV cache of `kv_dtype`."""
         spec = spec_from_config(self.config, dtype_name(kv_dtype))
@@ -109,7 +166,10 @@ class ModelSource:
         reads the whole model into host memory.
         """
         if self.directory is None:
-            return RandomWeights(self.seed, self.config.initializer_range)
+            std, form = self.config.initializer_range, self.quantization
+            if form is not None:
+                return RandomQuantizedWeights(self.seed, std, form.elements)
+            return RandomWeights(self.seed, std)
         files = weight_files(self.directory)
         if all(file.suffix == ".safetensors" for file in files):
             stored = SafetensorsWeights(files)
@@ -120,11 +180,35 @@ class ModelSource:
                 return stored
             if model is not None and (merged := merged_weights(files, needed, model)) is not None:
                 return merged
+            if self.quantization is not None:
+                missing = min(needed - stored.names())
+                raise ConfigError(
+                    f"the quantized checkpoint {self.directory} has no weight named {missing}; {AGAIN}"
+                )
             log.info(
                 "checkpoint_read_whole", directory=str(self.directory), why="its weights have other names"
             )
         whole = load_pretrained(self.directory, "auto")
         return StateDictWeights({text_name(name): tensor for name, tensor in whole.state_dict().items()})
+
+
+def _safetensors(files: list[Path]) -> list[Path]:
+    """Returns `files`. Raises UnsupportedModelError for files of torch's format."""
+    if any(file.suffix != ".safetensors" for file in files):
+        raise UnsupportedModelError(
+            f"quantized weights are read from *.safetensors only, not from {files[0]}"
+        )
+    return files
+
+
+def _require_plain_experts(config: Any, names: set[str]) -> None:
+    """Raises UnsupportedModelError if quantized layers are experts."""
+    experts = sorted(name for name in names if "experts" in name.split("."))
+    if experts:
+        raise UnsupportedModelError(
+            f"{architecture_of(config)} is not supported: its experts are quantized ({experts[0]}), which is "
+            f"supported for other linear layers only; use a bf16, fp16 or fp32 checkpoint"
+        )
 
 
 def load_pretrained(directory: Path, dtype: torch.dtype | str) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -27,6 +27,10 @@ class WeightSource(Protocol):
         the parameter.
         """
 
+    def shape_of(self, name: str, expected: tuple[int, ...]) -> tuple[int, ...] | None:
+        """Returns the shape of a stored tensor; None if the source lacks it. Random tensors have the expected
+        shape."""
+
 
 class RandomWeights:
     """Random normal weights. Each parameter has its own generator, so the full tensor is equal for any TP size.
@@ -49,6 +53,10 @@ class RandomWeights:
         whole = torch.empty(shape, dtype=dtype, device=device).normal_(0.0, self._std, generator=generator)
         return whole if cut is None else cut.apply(whole).contiguous()
 
+    def shape_of(self, name: str, expected: tuple[int, ...]) -> tuple[int, ...] | None:
+        """See `WeightSource.shape_of`."""
+        return expected
+
 
 class StateDictWeights:
     """Weights of a model that transformers has already loaded into host memory."""
@@ -67,6 +75,10 @@ class StateDictWeights:
         part = whole if cut is None else cut.apply(whole)
         return part.to(device, dtype, copy=True).contiguous()
 
+    def shape_of(self, name: str, expected: tuple[int, ...]) -> tuple[int, ...] | None:
+        """See `WeightSource.shape_of`."""
+        return tuple(self._tensors[name].shape) if name in self._tensors else None
+
 
 class SafetensorsWeights:
     """Weights of a checkpoint directory, read part by part: a rank reads only its own slices."""
@@ -83,6 +95,11 @@ class SafetensorsWeights:
         """Returns the names of all weights."""
         return set(self._files)
 
+    def dtypes(self, leaves: Collection[str]) -> set[str]:
+        """Returns the types of all weights whose names end with one of `leaves`, as safetensors names them."""
+        chosen = (stored for name, stored in self._files.items() if name.rpartition(".")[2] in leaves)
+        return {str(file.get_slice(stored_name).get_dtype()) for _, file, stored_name in chosen}
+
     def load(
         self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, cut: Cut | None
     ) -> torch.Tensor | None:
@@ -94,7 +111,16 @@ class SafetensorsWeights:
             stored = file.get_slice(stored_name)
             require_shape(name, tuple(stored.get_shape()), shape)
             part = _read(file, stored_name, stored, cut)
+        require_float(name, part, dtype)
         return part.to(device, dtype, copy=True).contiguous()
+
+    def shape_of(self, name: str, expected: tuple[int, ...]) -> tuple[int, ...] | None:
+        """See `WeightSource.shape_of`."""
+        if name not in self._files:
+            return None
+        path, file, stored_name = self._files[name]
+        with reading(path):
+            return tuple(file.get_slice(stored_name).get_shape())
 
 
 def _read(file: Any, name: str, stored: Any, cut: Cut | None) -> torch.Tensor:
@@ -113,6 +139,14 @@ def require_shape(name: str, found: tuple[int, ...], expected: tuple[int, ...]) 
     """Raises ConfigError when a weight's shape in the checkpoint differs from the configured shape."""
     if found != expected:
         raise ConfigError(f"the checkpoint's {name} is {found}, but its config.json requires {expected}")
+
+
+def require_float(name: str, stored: torch.Tensor, dtype: torch.dtype) -> None:
+    """Raises ConfigError for a quantized weight, if its layer is to have a weight of floats."""
+    narrow = stored.dtype.itemsize == 1 or not stored.is_floating_point()
+    if name.endswith(".weight") and narrow and stored.dtype != dtype:
+        kind = str(stored.dtype).removeprefix("torch.")
+        raise ConfigError(f"the checkpoint's {name} is {kind}, but the checkpoint has no scales for it")
 
 
 def seed_of(seed: int, name: str) -> int:

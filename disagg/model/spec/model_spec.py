@@ -9,6 +9,7 @@ import msgspec
 from disagg.core.errors import PromptTooLongError, UnsupportedModelError
 from disagg.core.types import QUANTIZED_DTYPES, KVLayout, LayerClass, Shard
 from disagg.model.spec.layer_types import attention_layers, recurrent_layers, setting, unknown_types
+from disagg.model.spec.quantization import UnsupportedQuantizationError, quantization_of
 from disagg.model.spec.shapes import HeadShape, LayerPlace, plan_cache, unknown_indexers
 
 _NO_KV_HEAD_DIM = 8
@@ -194,8 +195,10 @@ def _unsupported(config: Any) -> str | None:
         return "it has an encoder; only decoder-only models are served"
     if config.get_text_config() is not config:
         return "its text part is no causal model that can be served alone"
-    if getattr(config, "quantization_config", None):
-        return "its weights are quantized; use a bf16, fp16 or fp32 checkpoint"
+    try:
+        quantization_of(config)
+    except UnsupportedQuantizationError as exc:
+        return str(exc)
     if getattr(config, "languages", None) and not getattr(config, "default_language", None):
         return "its configuration names no default_language, whose adapters would be used"
     # With "vision", only image tokens attend to later tokens; text stays causal.

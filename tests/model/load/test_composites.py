@@ -11,6 +11,7 @@ from architectures import SIZES
 from model_helpers import load_plain, make_runner, prompts
 from multimodal import MULTIMODAL
 from plain_greedy import plain_greedy
+from quantized_checkpoints import FORMATS, quantize_checkpoint
 from slow_parameters import sampled
 from transformers import (
     AutoModelForCausalLM,
@@ -24,6 +25,7 @@ from transformers import (
 
 from disagg.core.errors import UnsupportedModelError
 from disagg.core.types import SamplingParams
+from disagg.model.layers.quantized import QuantizedLinear
 from disagg.model.load.composite import WRAPPED
 from disagg.model.load.source import ModelSource
 from disagg.model.unsplit import generate_unsplit
@@ -53,6 +55,17 @@ def test_tokens_are_those_of_the_whole_model(
     params = SamplingParams(max_tokens=8, ignore_eos=True)
     assert generate_unsplit(runner, prompts(), params, chunk_tokens=13) == expected
     assert runner.spec.architecture == "Gemma3ForCausalLM"
+
+
+def test_quantized_layers_of_the_text_part(tmp_path: Path) -> None:
+    """Those of other parts are not read."""
+    plain, quantized = tmp_path / "plain", tmp_path / "quantized"
+    quantize_checkpoint(save_gemma3(plain), quantized, FORMATS["fp8 tensor"])
+    expected = [plain_greedy(load_plain(plain), prompt, 8) for prompt in prompts()]
+    runner = make_runner(ModelSource.from_directory(quantized))
+    assert sum(isinstance(module, QuantizedLinear) for module in runner.model.modules()) == 14
+    params = SamplingParams(max_tokens=8, ignore_eos=True)
+    assert generate_unsplit(runner, prompts(), params, chunk_tokens=13) == expected
 
 
 def test_each_wrapped_type_is_compared() -> None:
@@ -89,10 +102,10 @@ def test_a_text_part_that_sees_what_follows_is_refused(tmp_path: Path) -> None:
         ModelSource.from_directory(tmp_path)
 
 
-def test_a_quantized_one_is_refused(tmp_path: Path) -> None:
+def test_an_unsupported_quantization_is_refused(tmp_path: Path) -> None:
     directory = save_gemma3(tmp_path)
     config = Gemma3Config.from_pretrained(directory)
-    config.quantization_config = {"quant_method": "fp8"}
+    config.quantization_config = {"quant_method": "mxfp4"}
     config.save_pretrained(directory)
     with pytest.raises(UnsupportedModelError, match="quantized"):
         ModelSource.from_directory(directory)

@@ -1,0 +1,160 @@
+"""Quantized weights, as the configuration of a checkpoint describes them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Elements = Literal["fp8", "int8", "int4"]
+ScalesName = Literal["float32", "bfloat16", "float16"]
+Storage = Literal["values", "packed", "gptq", "gptq_v2", "awq"]
+
+SUPPORTED = (
+    "supported are fp8 (e4m3), GPTQ, AWQ and compressed-tensors with fp8, int8 or int4 weights, and one scale per "
+    "tensor, channel, group or block"
+)
+
+
+class UnsupportedQuantizationError(ValueError):
+    """The kernels or the readers of checkpoints do not support a format; the message is the reason."""
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """The format of a checkpoint's quantized linear layers. Other layers are not quantized."""
+
+    storage: Storage
+    """How the checkpoint stores values and scales; each has a reader in `disagg.model.load.quantized_tensors`."""
+    elements: Elements
+    block: tuple[int, int]
+    """Output and input features that share a scale; 0 means all."""
+    zeros: bool = False
+    """Whether each scale has a zero point."""
+    scales: ScalesName = "float32"
+    """Type of the scales in memory."""
+
+    def block_of(self, shape: tuple[int, int]) -> tuple[int, int]:
+        """Returns the block of a weight of `shape`, with all sizes."""
+        return self.block[0] or shape[0], self.block[1] or shape[1]
+
+
+def quantization_of(config: Any) -> Quantization | None:
+    """Returns the format of a transformers configuration; None if it names no quantization.
+
+    Raises UnsupportedQuantizationError.
+    """
+    settings = getattr(config, "quantization_config", None)
+    if not settings:
+        return None
+    if not isinstance(settings, Mapping):
+        settings = settings.to_dict()
+    method = str(settings.get("quant_method"))
+    if method not in _METHODS:
+        raise UnsupportedQuantizationError(f"its weights are quantized as {method}; {SUPPORTED}")
+    return _METHODS[method](settings)
+
+
+def _fp8(settings: Mapping[str, Any]) -> Quantization:
+    """Reads the settings of DeepSeek, Qwen and Mistral checkpoints."""
+    if (form := settings.get("fmt") or "e4m3") != "e4m3":
+        raise UnsupportedQuantizationError(f"its weights are fp8 of type {form}; {SUPPORTED}")
+    size = settings.get("weight_block_size") or (0, 0)
+    return Quantization("values", "fp8", _block(size))
+
+
+def _fbgemm_fp8(settings: Mapping[str, Any]) -> Quantization:
+    return Quantization("values", "fp8", (1, 0))
+
+
+def _compressed_tensors(settings: Mapping[str, Any]) -> Quantization:
+    groups = list((settings.get("config_groups") or {}).values())
+    weights = [group.get("weights") or {} for group in groups]
+    if not weights or any(one != weights[0] for one in weights):
+        count = len(weights)
+        raise UnsupportedQuantizationError(
+            f"its compressed-tensors settings describe {count} kinds of quantized weights; one is supported"
+        )
+    formats = {settings.get("format"), *(group.get("format") for group in groups)} - {None, "mixed-precision"}
+    form, one = formats.pop() if len(formats) == 1 else str(sorted(formats)), weights[0]
+    name = f"compressed-tensors {form}, {one.get('num_bits')} bits {one.get('type')}, {one.get('strategy')}"
+    sparse = (settings.get("sparsity_config") or {}).get("format", "dense") != "dense"
+    if sparse or settings.get("transform_config"):
+        raise UnsupportedQuantizationError(f"its weights are {'sparse' if sparse else 'rotated'} ({name})")
+    kind = (form, one.get("type"), one.get("num_bits"))
+    block = _compressed_block(one)
+    if kind not in _COMPRESSED or block is None or one.get("actorder"):
+        order = f", actorder {one['actorder']}" if one.get("actorder") else ""
+        raise UnsupportedQuantizationError(f"its weights are quantized as {name}{order}; {SUPPORTED}")
+    storage, elements = _COMPRESSED[kind]
+    zeros = not one.get("symmetric", True)
+    if zeros and (elements != "int4" or block[0] != 1):
+        raise UnsupportedQuantizationError(f"its {elements} weights have zero points ({name}); {SUPPORTED}")
+    return Quantization(storage, elements, block, zeros)
+
+
+def _compressed_block(weights: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Returns the block of a strategy; None for an unknown strategy."""
+    strategy = weights.get("strategy") or ("group" if weights.get("group_size") else "tensor")
+    if strategy == "block":
+        return _block(weights.get("block_structure") or ())
+    blocks = {"tensor": (0, 0), "channel": (1, 0), "group": (1, weights.get("group_size") or 0)}
+    return blocks.get(strategy)
+
+
+def _gptq(settings: Mapping[str, Any]) -> Quantization:
+    bits, symmetric = settings.get("bits"), bool(settings.get("sym", True))
+    form = settings.get("checkpoint_format") or "gptq"
+    exceptions = [key for key in settings.get("dynamic") or {} if not str(key).startswith("-:")]
+    for wrong, why in (
+        (bits not in (4, 8), f"{bits} bits"),
+        (bits == 8 and not symmetric, "8 bits with zero points (sym = false)"),
+        (form not in ("gptq", "gptq_v2"), f"checkpoint_format {form}"),
+        (settings.get("desc_act"), "columns in order of importance (desc_act = true)"),
+        (exceptions, "other settings for some layers (dynamic)"),
+    ):
+        if wrong:
+            raise UnsupportedQuantizationError(
+                f"its weights are GPTQ with {why}; supported are 4 bits, and 8 bits with sym = true, with "
+                f"desc_act = false, in the formats gptq and gptq_v2"
+            )
+    storage: Storage = "gptq" if form == "gptq" else "gptq_v2"
+    return Quantization(storage, "int8" if bits == 8 else "int4", (1, _group(settings)), not symmetric)
+
+
+def _awq(settings: Mapping[str, Any]) -> Quantization:
+    bits, version = settings.get("bits", 4), str(settings.get("version", "gemm")).lower()
+    if bits != 4 or version != "gemm" or not settings.get("zero_point", True):
+        raise UnsupportedQuantizationError(
+            f"its weights are AWQ with {bits} bits, version {version}, zero_point {settings.get('zero_point')}; "
+            "supported are 4 bits, version gemm, with zero points"
+        )
+    return Quantization("awq", "int4", (1, _group(settings)), True)
+
+
+def _group(settings: Mapping[str, Any]) -> int:
+    """Returns the size of groups; 0 for one group per channel, which is -1 in checkpoints."""
+    return max(0, int(settings.get("group_size", 128)))
+
+
+def _block(size: Any) -> tuple[int, int]:
+    if not (isinstance(size, list | tuple) and len(size) == 2 and all(isinstance(one, int) for one in size)):
+        raise UnsupportedQuantizationError(f"its weights have scales of blocks {size}, not of two sizes")
+    return int(size[0]), int(size[1])
+
+
+_COMPRESSED: dict[tuple[Any, ...], tuple[Storage, Elements]] = {
+    ("float-quantized", "float", 8): ("values", "fp8"),
+    ("naive-quantized", "float", 8): ("values", "fp8"),
+    ("int-quantized", "int", 8): ("values", "int8"),
+    ("naive-quantized", "int", 8): ("values", "int8"),
+    ("pack-quantized", "int", 8): ("packed", "int8"),
+    ("pack-quantized", "int", 4): ("packed", "int4"),
+}
+_METHODS = {
+    "fp8": _fp8,
+    "fbgemm_fp8": _fbgemm_fp8,
+    "compressed-tensors": _compressed_tensors,
+    "gptq": _gptq,
+    "awq": _awq,
+}
