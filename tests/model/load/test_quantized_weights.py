@@ -3,6 +3,7 @@ are refused in one line."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from architectures import SIZES, save
+from mixtures import MIXTURES
 from model_helpers import load_plain, make_runner, prompts
 from plain_greedy import plain_greedy
 from quantized_checkpoints import FORMATS, awq, compressed, gptq, set_quantization, write_checkpoints
@@ -28,6 +30,7 @@ from disagg.model.layers.merged import merge_projections
 from disagg.model.layers.quantized import QuantizedLinear
 from disagg.model.layers.row_wise import use_linear_kernels
 from disagg.model.load.build import weights_bytes
+from disagg.model.load.named import QUANTIZATIONS
 from disagg.model.load.random_quantized import RandomQuantizedWeights
 from disagg.model.load.source import ModelSource
 from disagg.model.unsplit import generate_unsplit
@@ -141,6 +144,26 @@ def test_random_weights_are_equal_for_any_number_of_ranks(name: str) -> None:
     (one,) = run_ranks(1, answers)
     assert run_ranks(2, answers) == [one, one]
     assert one[0] != one[1]
+
+
+@pytest.mark.parametrize("name", ["qwen2-moe", "deepseek-v3"])
+def test_ranks_share_quantized_shared_experts(name: str) -> None:
+    config = MIXTURES[name]()
+    config.initializer_range, config.quantization_config = 0.2, QUANTIZATIONS["int8-channel"]
+    source = dataclasses.replace(ModelSource.random_init("tiny-qwen3-moe"), config=config)
+
+    def answers(collective: ThreadCollective) -> tuple[set[int], list[list[int]]]:
+        runner = make_runner(source, collective)
+        modules = dict(runner.model.named_modules())
+        shared = [modules[one] for one in modules if "shared" in one and one.endswith("gate_proj")]
+        assert all(isinstance(one, QuantizedLinear) for one in shared)
+        params = SamplingParams(max_tokens=4, ignore_eos=True)
+        found = generate_unsplit(runner, prompts()[:2], params, chunk_tokens=29)
+        return {one.out_features for one in shared}, found
+
+    [(sizes, expected)] = run_ranks(1, answers)
+    assert sizes
+    assert run_ranks(2, answers) == [({size // 2 for size in sizes}, expected)] * 2
 
 
 @pytest.mark.parametrize(
