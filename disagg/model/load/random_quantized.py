@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from disagg.model.load.weights import RandomWeights, seed_of
+from disagg.model.load.weights import RandomWeights, own_part, seed_of
 from disagg.model.spec.quantization import Elements
 from disagg.model.tensor_parallel import Cut
 
@@ -38,4 +38,4 @@ class RandomQuantizedWeights(RandomWeights):
             whole = ((noise.round().clamp(-8, 7).long() + 8) << shifts).sum(-1).to(dtype)
         else:
             whole = (noise.round().clamp(-127, 127) if dtype == torch.int8 else noise).to(dtype)
-        return whole if cut is None else cut.apply(whole).contiguous()
+        return whole if cut is None else own_part(cut, whole)

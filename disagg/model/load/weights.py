@@ -51,7 +51,7 @@ class RandomWeights:
             return torch.zeros(size, dtype=dtype, device=device) if name.endswith(".bias") else None
         generator = torch.Generator(device).manual_seed(seed_of(self._seed, name))
         whole = torch.empty(shape, dtype=dtype, device=device).normal_(0.0, self._std, generator=generator)
-        return whole if cut is None else cut.apply(whole).contiguous()
+        return whole if cut is None else own_part(cut, whole)
 
     def shape_of(self, name: str, expected: tuple[int, ...]) -> tuple[int, ...] | None:
         """See `WeightSource.shape_of`."""
@@ -147,6 +147,11 @@ def require_float(name: str, stored: torch.Tensor, dtype: torch.dtype) -> None:
     if name.endswith(".weight") and narrow and stored.dtype != dtype:
         kind = str(stored.dtype).removeprefix("torch.")
         raise ConfigError(f"the checkpoint's {name} is {kind}, but the checkpoint has no scales for it")
+
+
+def own_part(cut: Cut, whole: torch.Tensor) -> torch.Tensor:
+    """Returns a copy of the rank's part of `whole`. A view would keep the memory of the whole tensor."""
+    return cut.apply(whole).clone(memory_format=torch.contiguous_format)
 
 
 def seed_of(seed: int, name: str) -> int:

@@ -100,6 +100,12 @@ def test_random_slices_are_parts_of_the_same_whole(name: str, size: int) -> None
     assert 0.15 < q.std().item() < 0.25
 
 
+@pytest.mark.parametrize("name", ["tiny-llama", "tiny-llama:int8-channel", "tiny-qwen3-moe"])
+def test_random_slices_do_not_keep_the_memory_of_the_whole(name: str) -> None:
+    loaded = weights_of(ModelSource.random_init(name), ThreadCollective.group(2)[1])
+    assert all(one.untyped_storage().nbytes() == one.nbytes for one in loaded.values())
+
+
 @pytest.mark.parametrize("size", [1, 3])
 def test_checkpoint_slices_are_parts_of_the_files(size: int, checkpoint: Checkpoint) -> None:
     stored = load_file(checkpoint("llama") / "model.safetensors")
