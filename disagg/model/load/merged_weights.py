@@ -21,6 +21,7 @@ from transformers.core_model_loading import (
     dot_natural_key,
 )
 
+from disagg.core.errors import ConfigError
 from disagg.core.types import Span
 from disagg.model.load.composite import text_name
 from disagg.model.load.weights import SafetensorsWeights, WeightSource
@@ -58,7 +59,11 @@ class MergedWeights:
         stacked = self._names.stacked.get(name)
         if stacked is None:
             return self._stored.load(self._names.plain.get(name, name), shape, dtype, device, cut)
-        experts, rows = len(stacked.parts[0]), shape[1] // len(stacked.parts)
+        experts, rows = shape[0], shape[1] // len(stacked.parts)
+        if len(stacked.parts[0]) != experts:
+            raise ConfigError(
+                f"the checkpoint's {name} has {len(stacked.parts[0])} experts, but its config.json requires {experts}"
+            )
         size = [experts, *shape[1:]]
         if cut is not None:
             size[cut.dim] = len(cut)

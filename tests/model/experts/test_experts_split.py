@@ -10,9 +10,11 @@ from architectures import save
 from mixtures import INNER, MIXTURES
 from model_helpers import load_plain, make_runner, prompts
 from plain_greedy import plain_greedy
+from safetensors.torch import load_file, save_file
 from slow_parameters import sampled
 from torch import nn
 
+from disagg.core.errors import ConfigError
 from disagg.core.types import SamplingParams, Span
 from disagg.model.collective.base import ThreadCollective, run_ranks
 from disagg.model.experts.form import ExpertsForm, ExpertsFormError, form_of
@@ -103,6 +105,16 @@ def test_separate_weights_of_experts_are_not_read_by_transformers(
     monkeypatch.setattr("disagg.model.load.source.load_pretrained", refuse)
     halves = weights_of(ModelSource.from_directory(directory), 2)
     assert halves[0]["model.layers.1.mlp.experts.down_proj"].shape[1:] == (48, 16)
+
+
+def test_a_checkpoint_with_fewer_experts_is_refused(tmp_path: Path) -> None:
+    directory = save(MIXTURES["qwen3-moe"](), tmp_path)
+    stored = load_file(directory / "model.safetensors")
+    kept = {name: one for name, one in stored.items() if ".experts.4." not in name}
+    assert len(kept) < len(stored)
+    save_file(kept, directory / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=r"experts.* has 4 experts, but its config.json requires 5"):
+        weights_of(ModelSource.from_directory(directory), 1)
 
 
 def test_random_weights_are_the_same_for_any_number_of_ranks() -> None:
