@@ -150,3 +150,8 @@ def error_classes() -> dict[str, type[DisaggError]]:
 def error_from_code(code: str, message: str) -> DisaggError:
     """Returns the exception that a peer reported as `code`; `RequestError` for an unknown code."""
     return error_classes().get(code, RequestError)(message)
+
+
+def first_line(exc: BaseException) -> str:
+    """Returns the first line of an error's message; the name of its type if the message is empty."""
+    return str(exc).strip().partition("\n")[0] or type(exc).__name__

@@ -18,8 +18,10 @@ from typing import Any, ClassVar
 
 import structlog
 import torch
+from triton import TritonError
 
 from disagg.core.collection import collection_paused
+from disagg.core.errors import first_line
 from disagg.model.batch import SequenceSlice, StepBatch
 
 log = structlog.get_logger(__name__)
@@ -81,8 +83,8 @@ def record_each(
         for size in reversed(sizes):
             try:
                 record(size)
-            except (RuntimeError, ValueError) as exc:
-                why = str(exc).splitlines()[0]
+            except (RuntimeError, ValueError, TritonError) as exc:
+                why = first_line(exc)
                 end_recording(stream, device)
             if not agreed(not why):
                 log.warning("steps_not_recorded", why=why or ANOTHER_RANK, then="launched kernel by kernel")

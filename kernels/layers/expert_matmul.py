@@ -27,9 +27,14 @@ _MANY_ROWS = (MatmulTile(64, 128, 64, stages=4), MatmulTile(128, 128, 64, warps=
 _FLOAT32 = (MatmulTile(16, 32, 32, stages=3), MatmulTile(32, 32, 32, stages=3))
 
 
+def expert_tiles(dtype: torch.dtype) -> tuple[MatmulTile, ...]:
+    """Returns the tiles for weights of `dtype`, by ascending number of rows."""
+    return _FLOAT32 if dtype == torch.float32 else (*_FEW_ROWS, *_MANY_ROWS)
+
+
 def expert_tile(pairs: int, experts: int, dtype: torch.dtype) -> MatmulTile:
     """Returns the tile for `pairs` rows of `experts`: blocks of about the mean number of rows of an expert."""
-    tiles = _FLOAT32 if dtype == torch.float32 else (*_FEW_ROWS, *_MANY_ROWS)
+    tiles = expert_tiles(dtype)
     return next((tile for tile in tiles if pairs <= tile.rows * experts), tiles[-1])
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from model_helpers import make_runner
+from triton import OutOfResources
 
 from disagg.model import graphs
 from disagg.model.collective.base import ThreadCollective, all_agree, run_ranks
@@ -19,7 +20,15 @@ from disagg.model.runner import ModelRunner
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("error", [RuntimeError("out of memory"), ValueError("a value is read")])
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("out of memory"),
+        RuntimeError(),
+        ValueError("a value is read"),
+        OutOfResources(200, 100, "shared memory"),
+    ],
+)
 def test_no_rank_records_what_another_one_cannot(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graphs, "end_recording", lambda stream, device: None)
 

@@ -7,25 +7,27 @@ recorded.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import structlog
 import torch
 from torch import nn
 from transformers.activations import SiLUActivation
+from triton import TritonError
 
+from disagg.core.errors import first_line
 from disagg.model.experts.form import DOWN, ExpertsForm, ExpertsFormError, experts_of, form_of, gated
-from kernels.layers.expert_matmul import expert_matmul, expert_tile
+from kernels.layers.expert_matmul import expert_matmul, expert_tile, expert_tiles
 from kernels.layers.expert_rows import expert_rows
 from kernels.layers.expert_sum import expert_sum
 from kernels.layers.matmul import DTYPES
+from kernels.layers.matmul_tiles import MatmulTile
 from kernels.layers.silu_mul import silu_mul
 
 _SILU = (nn.SiLU, SiLUActivation)
 _DEFAULT_GATE = "_default_apply_gate"
 """Name of transformers' function that computes `act_fn(gate) * up`."""
-_PROBED_TOKENS = (3, 600)
+_PROBED_TOKENS, _PROBED_CHOICES = 3, 2
 _ALLOWED = {torch.float32: 1e-4, torch.bfloat16: 4 * 2**-7, torch.float16: 4 * 2**-10}
 """Largest error of a token's result, relative to the norm of the result, that rounding and the order of sums
 explain."""
@@ -33,7 +35,7 @@ log = structlog.get_logger(__name__)
 
 
 class GroupedExperts:
-    """The forward of a module of experts, in five launches and those of its activation."""
+    """The forward of a module of experts, in four launches and those of its activation."""
 
     def __init__(self, module: Any, form: ExpertsForm) -> None:
         self._module, self._form = module, form
@@ -48,16 +50,20 @@ class GroupedExperts:
         self._is_silu = form.has_gate and is_plain and isinstance(module.act_fn, _SILU)
 
     def __call__(
-        self, hidden_states: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
+        self,
+        hidden_states: torch.Tensor,
+        chosen: torch.Tensor,
+        weights: torch.Tensor,
+        tile: MatmulTile | None = None,
     ) -> torch.Tensor:
         """Returns the weighted sum of the chosen experts' results: `[tokens, hidden]`.
 
         `hidden_states`: `[tokens, hidden]`. `chosen`: numbers of experts, `[tokens, choices]`; larger numbers than
-        those of experts choose none. `weights`: one for each choice.
+        those of experts choose none. `weights`: one for each choice. `tile`: derived from the sizes if omitted.
         """
         choices, experts = chosen.shape[1], self._up.shape[0]
         dtype, chosen = self._up.dtype, chosen.contiguous()
-        tile = expert_tile(chosen.numel(), experts, dtype)
+        tile = tile or expert_tile(chosen.numel(), experts, dtype)
         rows = expert_rows(chosen, experts, tile.rows)
         x = expert_matmul(hidden_states.to(dtype), self._up, rows, choices, self._up_bias, tile=tile)
         x = silu_mul(*x.chunk(2, dim=-1)) if self._is_silu else gated(self._form, self._module, x)
@@ -91,27 +97,43 @@ def group_experts(model: Any) -> int:
 
 
 @torch.inference_mode()
-def agrees(module: Any, forward: Callable[..., torch.Tensor], weights: torch.Tensor) -> bool:
+def agrees(module: Any, forward: GroupedExperts, weights: torch.Tensor) -> bool:
     """Returns whether `forward` and the module's own forward give random tokens the same results, but for rounding.
 
-    The tokens are few at first, then enough for larger tiles. Waits for the device. Logs a warning if not.
+    Compares a few tokens of any experts, then each tile with many tokens of a few experts. Waits for the device. Logs
+    a warning if results differ or a forward fails. If the module's own forward fails, there is nothing to compare
+    with, nor to use instead: the result is True.
     """
-    experts = weights.shape[0]
-    choices = min(2, experts)
+    experts, tiles = weights.shape[0], expert_tiles(weights.dtype)
+    # As many choices as in the model's steps, so that steps need no other compiled kernels.
+    choices = min(experts, getattr(module.config, "num_experts_per_tok", None) or _PROBED_CHOICES)
     hidden = getattr(module, DOWN).shape[2 if module.is_transposed else 1]
-    own = torch.Generator().manual_seed(0)  # torch's own generator is not changed
-    for tokens in _PROBED_TOKENS:
+    name, own = (
+        type(module).__name__,
+        torch.Generator().manual_seed(0),
+    )  # torch's own generator is not changed
+    few = min(experts, choices + 2)
+    some = torch.arange(few) * (experts - 1) // max(1, few - 1)  # includes the first and the last one
+    # The mean number of rows of an expert exceeds a block.
+    full = ((tile.rows * few // choices + _PROBED_TOKENS, some, tile) for tile in tiles)
+    probes = [(_PROBED_TOKENS, torch.arange(experts), tiles[0]), *full]
+    for tokens, numbers, tile in probes:
         x = torch.randn(tokens, hidden, generator=own).to(weights.device, weights.dtype)
-        chosen = torch.rand(tokens, experts, generator=own).argsort(1)[:, :choices].to(weights.device)
+        order = torch.rand(tokens, len(numbers), generator=own).argsort(1)[:, :choices]
+        chosen = numbers[order].to(weights.device)
         factors = torch.rand(tokens, choices, generator=own).to(weights.device, weights.dtype)
-        wanted = module.forward(x, chosen, factors).float()
         try:
-            errors = (forward(x, chosen, factors).float() - wanted).norm(dim=1)
+            wanted = module.forward(x, chosen, factors).float()
+        except (RuntimeError, ValueError) as exc:
+            log.warning("expert_kernels_not_compared", module=name, why=first_line(exc), then="used")
+            return True
+        try:
+            errors = (forward(x, chosen, factors, tile).float() - wanted).norm(dim=1)
             error = float((errors / wanted.norm(dim=1).clamp_min(1e-30)).max())
             why = f"a token's result differs by {error:.2g} of its norm"
-        except (RuntimeError, ValueError) as exc:
-            error, why = math.inf, str(exc).splitlines()[0]
+        except (RuntimeError, ValueError, TritonError) as exc:
+            error, why = math.inf, first_line(exc)
         if not error <= _ALLOWED[weights.dtype]:
-            log.warning("expert_kernels_disagree", module=type(module).__name__, why=why, then="not used")
+            log.warning("expert_kernels_disagree", module=name, why=why, then="not used")
             return False
     return True

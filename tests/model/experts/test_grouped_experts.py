@@ -26,12 +26,15 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+from triton import OutOfResources
 
 from disagg.model.collective.base import ThreadCollective, run_ranks
 from disagg.model.experts.grouped import group_experts
 from disagg.model.load.build import build_model
 from disagg.model.load.source import ModelSource
 from kernels.dispatch import INTERPRETED
+from kernels.layers.expert_matmul import expert_tiles
+from kernels.layers.matmul_tiles import MatmulTile
 
 HIDDEN, INNER, EXPERTS, CHOICES = 24, 40, 6, 3
 _SIZES = SIZES | {"hidden_size": HIDDEN, "intermediate_size": INNER}
@@ -144,3 +147,44 @@ def test_experts_for_which_the_kernels_are_wrong_keep_their_forward(
     assert "no kernel image" in capsys.readouterr().out
     monkeypatch.undo()
     assert group_experts(nn.ModuleList([module])) == 1
+
+
+def test_every_tile_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    from disagg.model.experts import grouped
+
+    own = grouped.expert_matmul
+    module = experts_of_kind("gate and up", torch.float16, "cpu")
+    for tile in expert_tiles(torch.float16):
+
+        def wrong(*arguments: Any, tile: MatmulTile, bad: MatmulTile = tile) -> torch.Tensor:
+            return own(*arguments, tile=tile) * (1.5 if tile == bad else 1.0)
+
+        monkeypatch.setattr(grouped, "expert_matmul", wrong)
+        assert group_experts(nn.ModuleList([module])) == 0, tile
+
+
+def test_errors_of_the_compiler_and_of_the_own_forward(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from disagg.model.experts import grouped
+
+    module = experts_of_kind("gate and up", torch.float16, "cpu")
+    for error, why in (
+        (OutOfResources(200, 100, "shared memory"), "Hardware limit"),
+        (RuntimeError(), "RuntimeError"),
+    ):
+
+        def broken(*_: Any, error: Exception = error) -> torch.Tensor:
+            raise error
+
+        with monkeypatch.context() as changed:
+            changed.setattr(grouped, "expert_sum", broken)
+            assert group_experts(nn.ModuleList([module])) == 0
+        assert why in capsys.readouterr().out
+
+    def too_large(*_: Any) -> torch.Tensor:
+        raise torch.OutOfMemoryError("no memory for a copy of the weights")
+
+    monkeypatch.setattr(Qwen3MoeExperts, "forward", too_large)
+    assert group_experts(nn.ModuleList([module])) == 1, "nothing else computes them"
+    assert "no memory for a copy" in capsys.readouterr().out
