@@ -107,12 +107,11 @@ def agrees(module: Any, forward: GroupedExperts, weights: torch.Tensor) -> bool:
     """
     experts, tiles = weights.shape[0], expert_tiles(weights.dtype)
     # As many choices as in the model's steps, so that steps need no other compiled kernels.
-    choices = min(experts, getattr(module.config, "num_experts_per_tok", None) or _PROBED_CHOICES)
+    configured = getattr(module.config, "num_experts_per_tok", None)  # HunYuan: a list, by layer
+    choices = min(experts, max(1, configured) if isinstance(configured, int) else _PROBED_CHOICES)
     hidden = getattr(module, DOWN).shape[2 if module.is_transposed else 1]
-    name, own = (
-        type(module).__name__,
-        torch.Generator().manual_seed(0),
-    )  # torch's own generator is not changed
+    name = type(module).__name__
+    own = torch.Generator().manual_seed(0)  # torch's own generator is not changed
     few = min(experts, choices + 2)
     some = torch.arange(few) * (experts - 1) // max(1, few - 1)  # includes the first and the last one
     # The mean number of rows of an expert exceeds a block.

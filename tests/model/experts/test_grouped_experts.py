@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -190,3 +191,10 @@ def test_errors_of_the_compiler_and_of_the_own_forward(
     monkeypatch.setattr(Qwen3MoeExperts, "forward", too_large)
     assert group_experts(nn.ModuleList([module])) == 1, "nothing else computes them"
     assert "no memory for a copy" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("choices", [None, 0, 2, 100, [1, 2]])
+def test_any_configured_number_of_choices(choices: Any) -> None:
+    module = experts_of_kind("gate and up", torch.float32, "cpu")
+    module.config = SimpleNamespace(num_experts_per_tok=choices, _experts_implementation="eager")
+    assert group_experts(nn.ModuleList([module])) == 1
