@@ -107,9 +107,14 @@ class StoredStates:
         """Returns how many pages of `prefix` the second tier's deepest state covers."""
         return self._index.match(prefix).tokens // self._page_size
 
+    @property
+    def has_room(self) -> bool:
+        """Whether fetches may own a further state block."""
+        return len(self._fetching) < self._most
+
     def alloc(self) -> int | None:
         """Returns a state block for a fetch; None without room."""
-        block = self._index.alloc_state() if len(self._fetching) < self._most else None
+        block = self._index.alloc_state() if self.has_room else None
         if block is not None:
             self.allocated(block)
             self._fetching.add(block)
