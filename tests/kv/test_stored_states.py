@@ -238,6 +238,8 @@ def test_writes_and_fetches_take_a_share_of_the_states(stored: StoringGroup) -> 
     assert [len(one.operation.state_links) for one in group.works] == [2]
     group.end(table)
     group.settle()
+    assert fetched(group.restarted()) == (4, 1, 4 * PAGE), "the deepest one is among them"
+    assert fetched(group.restarted(), prompt(1, 9)) == (1, 1, PAGE)
     group.answer(LONG)
     assert group.counts.written_states == 4
     group = stored.restarted(states=4)
