@@ -107,7 +107,8 @@ def _shard(
     sharding.whole.update(experts.whole)
     if split.whole and collective.size > 1:
         sharding.whole["recurrent layers"] = split.whole
-    quantized = replace_layers(model, source.quantization, names, shapes, {**sharding.cuts, **split.cuts})
+    cuts = {**sharding.cuts, **split.cuts, **experts.cuts}
+    quantized = replace_layers(model, source.quantization, names, shapes, cuts)
     return sharding, split, experts, quantized
 
 

@@ -39,3 +39,7 @@ class RandomQuantizedWeights(RandomWeights):
         else:
             whole = (noise.round().clamp(-127, 127) if dtype == torch.int8 else noise).to(dtype)
         return whole if cut is None else cut.apply(whole).contiguous()
+
+    def shape_of(self, name: str, expected: tuple[int, ...]) -> tuple[int, ...] | None:
+        """See `WeightSource.shape_of`. The columns are in their own order."""
+        return None if name.endswith("g_idx") else super().shape_of(name, expected)
