@@ -63,9 +63,8 @@ def replacement(weight: QuantizedWeight, dtype: torch.dtype, *, has_bias: bool) 
     """Returns None if random rows times `weight` are the same as with torch, but for rounding. Else returns a
     conversion of weights that is right on this device, with a warning in the log."""
     exact = dequantized_reference(weight, torch.float32)
-    least = max(
-        1e-30, torch.finfo(dtype).tiny * weight.shape[1] ** 0.5
-    )  # smaller weights are rounded coarsely
+    # Smaller weights are rounded coarsely.
+    least = max(1e-30, torch.finfo(dtype).tiny * weight.shape[1] ** 0.5)
     norms = exact.norm(dim=1).clamp_min(least)
     own = torch.Generator().manual_seed(0)  # torch's own generator is not changed
     noise = torch.randn(weight.shape[0], generator=own).to(norms.device)

@@ -437,9 +437,9 @@ def test_rounding_is_not_taken_for_an_error(
     """Some rows of a weight may be zero, or near the smallest floats."""
 
     def change(tensors: dict[str, torch.Tensor]) -> None:
-        scales = tensors["model.layers.0.mlp.up_proj.weight_scale"]
+        scales = tensors["model.layers.0.mlp.gate_proj.weight_scale"]
         scales *= torch.logspace(-9, 0, len(scales))[:, None]
-        tensors["model.layers.0.mlp.up_proj.weight"][::7] = 0
+        tensors["model.layers.0.mlp.gate_proj.weight"][::7] = 0
 
     directory = changed(checkpoints("compressed fp8 channel")[0], tmp_path, change)
     for one in (directory, checkpoints("compressed int4 zeros")[0]):
