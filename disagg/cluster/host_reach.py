@@ -6,6 +6,7 @@ control channel succeeds while the network works, and fails while it is cut in e
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import ipaddress
 import math
@@ -54,7 +55,10 @@ class HostReach:
         if self._socket is None:
             if now_s >= self._begun_s + ATTEMPT_S:
                 self._begun_s = now_s
-                self._end(self._begin(), now_s)
+                with contextlib.suppress(
+                    OSError
+                ):  # no free file descriptor here says nothing about the network
+                    self._end(self._begin(), now_s)
             return
         self._end(self._result(), now_s)
 

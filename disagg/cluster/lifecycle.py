@@ -73,6 +73,8 @@ class Cluster:
         self._start_canceled = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="cluster-watch", daemon=True)
         self._pulses = Pulses(ranks, config.cluster.hang_timeout_s, token=self._owner.token)
+        self._linking: frozenset[Group] = frozenset()
+        """Groups that new groups are being linked with. The watcher reads it."""
         self._on_lost: list[Callable[[str], None]] = []
         self._on_group_lost: list[Callable[[Group], None]] = []
         self._on_failed: list[Callable[[], None]] = []
@@ -314,14 +316,29 @@ class Cluster:
     def _bring_up(self, new: Sequence[Group], progress: Progress) -> None:
         start_groups(self._ranks, new, progress)
         self._parked.add(new, self._owner.token)
-        for prefill, decode in itertools.product(self._of("prefill"), self._of("decode")):
-            if prefill in new or decode in new:
-                link_groups(self._ranks, prefill, decode, new)
+        self._link(new)
         for group in new:
             with self._lock:
                 if group.lost:
                     raise DisaggError(f"{group.name} lost rank {min(group.lost)} while it was linked")
                 group.up = True
+
+    def _link(self, new: Sequence[Group]) -> None:
+        """Links new groups with all groups of the other role."""
+        self._linking = frozenset(
+            group for group in self.groups if group not in new and any(one.role != group.role for one in new)
+        )
+        try:
+            # A call to a group that is cut off would fail the start. The group soon replies, or is killed.
+            while any(not group.lost for group in self._linking & self._pulses.cut_off):
+                if self._is_given_up():
+                    break
+                self._stopping.wait(WATCH_S)
+            for prefill, decode in itertools.product(self._of("prefill"), self._of("decode")):
+                if prefill in new or decode in new:
+                    link_groups(self._ranks, prefill, decode, new)
+        finally:
+            self._linking = frozenset()
 
     def _watch(self) -> None:
         while not self._stopping.is_set() and not self.failed:
@@ -357,7 +374,8 @@ class Cluster:
                 return
             if not self._stopping.is_set():
                 self._lost(group, rank, why)
-        for group, rank, why in self._pulses.silent(member for member in members if member[0].up):
+        serving = [member for member in members if member[0].up]
+        for group, rank, why in self._pulses.silent(serving, self._linking):
             self._hangs(group, rank, why)
 
     def _hangs(self, group: Group, rank: int, why: str) -> None:

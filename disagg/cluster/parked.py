@@ -95,9 +95,9 @@ class ParkedCalls:
         """Repeats calls that have lost their connections. If the process is dead, the new call reports the death."""
         now_s = self._clock()
         for member in [member for member, due_s in self._again.items() if now_s >= due_s]:
-            del self._again[member]
             group, rank = member
             self._members[group.actors[rank].park.remote(self._tokens[member])] = member
+            del self._again[member]  # last: a call that cannot be made is tried again
 
     def _why(self, call: Call) -> str | None:
         """Returns the reason for the end of a call: its result, or its exception; None if only its connection is

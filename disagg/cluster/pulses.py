@@ -8,7 +8,8 @@ and gets more time:
 |---|---|
 | works | `hang_timeout_s` |
 | cut | `CUT_TIMEOUTS` times `hang_timeout_s`, because the host may be dead |
-| works again after a cut | `hang_timeout_s`, and the time of the cut again, because TCP repeats late |
+| cut, and another group starts | `hang_timeout_s`, because the new group must be linked with this one |
+| works again after a cut | `hang_timeout_s` and twice the time of the cut, because TCP repeats late |
 
 `disagg.cluster.parked` detects dead ranks.
 """
@@ -16,7 +17,7 @@ and gets more time:
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 
 import structlog
@@ -65,6 +66,8 @@ class Pulses:
         launch that adopts the groups."""
         self._pulses: dict[Member, _Pulse] = {}
         self._hosts: dict[Member, HostReach] = {}
+        self.cut_off: frozenset[Group] = frozenset()
+        """Groups with a rank that does not reply and whose host cannot be reached. Any thread may read it."""
         self._looked_s = self._renewed_s = clock()
 
     def renew(self, starting: Iterable[Group]) -> None:
@@ -77,8 +80,13 @@ class Pulses:
             for actor in group.actors:
                 actor.pulse.remote(self._token, self.counts)
 
-    def silent(self, members: Iterable[Member]) -> list[tuple[Group, int, str]]:
-        """Sends pulses to `members` when due; returns silent members, each with the reason. Never blocks."""
+    def silent(
+        self, members: Iterable[Member], needed: Container[Group] = ()
+    ) -> list[tuple[Group, int, str]]:
+        """Sends pulses to `members` when due; returns silent members, each with the reason. Never blocks.
+
+        `needed`: groups that the start of another group waits for. They get no more time if they are cut off.
+        """
         now_s = self._clock()
         self._pardon(now_s)
         members = dict.fromkeys(members)
@@ -91,7 +99,12 @@ class Pulses:
             ):
                 self._pulses[member] = _Pulse(self._send(member), now_s)
         self._look_at_hosts(now_s)
-        found = ((member, self._why_silent(member, now_s)) for member in self._pulses)
+        self.cut_off = frozenset(
+            member[0]
+            for member, pulse in self._pulses.items()
+            if not (pulse.answered or self._hosts[member].reached)
+        )
+        found = ((member, self._why_silent(member, now_s, member[0] in needed)) for member in self._pulses)
         return [(group, rank, why) for (group, rank), why in found if why]
 
     def _send(self, member: Member) -> Call:
@@ -127,18 +140,22 @@ class Pulses:
                 if host.failed_s is not None and not known:
                     log.warning("rank_unreachable", group=group.name, rank=rank)
 
-    def _why_silent(self, member: Member, now_s: float) -> str:
+    def _why_silent(self, member: Member, now_s: float, needed: bool) -> str:
         """Returns why a rank counts as silent; empty if it does not."""
         pulse, host, timeout_s = self._pulses[member], self._hosts[member], self._hang_timeout_s
         silent_s, what = now_s - pulse.sent_s, f"rank {member[1]}"
         if pulse.answered:
             return ""
         if not host.reached:
-            limit_s, cut = CUT_TIMEOUTS * timeout_s, "cannot be reached"
-            why = f"the host of {what} {cut} for {limit_s:g} s ({CUT_TIMEOUTS} times cluster.hang_timeout_s)"
+            times = 1 if needed else CUT_TIMEOUTS
+            limit_s, limit = times * timeout_s, f"{times} times cluster.hang_timeout_s"
+            if needed:
+                limit = "cluster.hang_timeout_s; a new group waits to be linked with it"
+            why = f"the host of {what} cannot be reached for {limit_s:g} s ({limit})"
             cut_s = silent_s if host.reached_s is None else now_s - host.reached_s
             return why if cut_s > limit_s else ""
         cut_s = host.failed_s - pulse.sent_s if host.failed_s is not None else 0.0
+        cut_s = min(cut_s, CUT_TIMEOUTS * timeout_s)  # on a bad network, attempts can fail again and again
         why = f"{what} has not answered for {timeout_s:g} s (cluster.hang_timeout_s)"
         return why if silent_s > 2 * cut_s + timeout_s else ""
 

@@ -386,20 +386,39 @@ class StorageTier:
         if self.states.needed:
             stop = max(ends, default=self._least_pages(work.prefix, work.users))
         self.prefixes.forget(work.prefix, stop * self._page_size)
-        room = max(0, self._most_pages - self._fetching)
         # Pages before the searched ones may have been evicted since the find; the operation has no links of these.
         wanted = bool(work.users) and not work.failed and start >= work.first + work.known
-        count = max(0, stop - start) if wanted else 0
-        self._skipped += max(0, count - room)
-        blocks = self._alloc(min(count, room), known.node) if min(count, room) > 0 else []
+        ends = ends if wanted else []
+        if not wanted or (self.states.needed and not ends):
+            stop = start
+        blocks = self._fetch_blocks(known, stop, ends)
         states: list[StateItem] = []
         if self.states.needed:
-            blocks, states = self._to_state(work, start, blocks, ends if wanted else [])
+            blocks, states = self._to_state(work, start, blocks, ends)
         if blocks or states:
             self._fetch(work, known, blocks, states)
             return
         for one in work.users:
             one.operation = None
+        for one in work.users:
+            # A state behind pages that only the other prompt has may be stored.
+            if one.follows and self.states.needed and not work.failed and one.links[-1] not in work.links:
+                self._begin(one)
+
+    def _fetch_blocks(self, known: Match, stop: int, ends: Sequence[int]) -> list[int]:
+        """Allocates blocks for the pages from the end of `known` up to page `stop`, as far as there is room.
+
+        For a hybrid model only up to the last of `ends` that is reached: the pages behind it would be of no use.
+        """
+        start = len(known.pages)
+        count, room = max(0, stop - start), max(0, self._most_pages - self._fetching)
+        if not self.states.has_room:
+            room = 0
+        self._skipped += max(0, count - room)
+        count = min(count, room)
+        if self.states.needed:
+            count = max((end - start for end in ends if end - start <= count), default=0)
+        return self._alloc(count, known.node) if count > 0 else []
 
     def _found_states(self, work: _StorageWork) -> list[int]:
         """Returns after how many pages every rank has a state in the storage, beyond what memory can load."""

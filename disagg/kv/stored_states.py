@@ -67,12 +67,16 @@ class StoredStates:
     def lacking(self, prefix: PrefixKey, end: int) -> list[Node]:
         """Returns the nodes within the first `end` pages of `prefix` whose states the storage may lack.
 
-        States without room are written at the next use of the prefix.
+        Without room for all of them, the deepest one and the shortest prefixes are first: the deepest one serves the
+        next turn of a conversation, and short prefixes serve most prompts. The others are written at the next use.
         """
         nodes = self._index.state_nodes(prefix) if self.needed else []
         known = self._stored | self._writing
         room = max(0, self._most - len(self._writing))
-        return [node for node in nodes if node.end <= end and node.state not in known][:room]
+        lacking = [node for node in nodes if node.end <= end and node.state not in known]
+        if len(lacking) <= room or not room:
+            return lacking[:room]
+        return [*lacking[: room - 1], lacking[-1]]
 
     def begin_write(self, nodes: Sequence[Node], links: Sequence[bytes]) -> list[StateItem]:
         """Locks the states of `nodes`. `links`: of the pages of their prefix."""
@@ -107,9 +111,14 @@ class StoredStates:
         """Returns how many pages of `prefix` the second tier's deepest state covers."""
         return self._index.match(prefix).tokens // self._page_size
 
+    @property
+    def has_room(self) -> bool:
+        """Whether fetches may own a further state block."""
+        return len(self._fetching) < self._most
+
     def alloc(self) -> int | None:
         """Returns a state block for a fetch; None without room."""
-        block = self._index.alloc_state() if len(self._fetching) < self._most else None
+        block = self._index.alloc_state() if self.has_room else None
         if block is not None:
             self.allocated(block)
             self._fetching.add(block)

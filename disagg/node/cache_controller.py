@@ -71,6 +71,12 @@ def host_block_counts(pools: TransferPools, page_size: int, nbytes: int) -> Host
     return HostBlockCounts(nbytes // block_bytes(page_bytes(pools.kv_buffers, page_size)), states)
 
 
+def least_host_bytes(pools: TransferPools, page_size: int) -> int:
+    """Returns the least host memory with room for a page and, if the rank caches states, a state."""
+    page = block_bytes(page_bytes(pools.kv_buffers, page_size))
+    return 2 * max(page, block_bytes(page_bytes(pools.state_buffers, 1))) if pools.state_buffers else page
+
+
 class LoadedLayers(NamedTuple):
     """Device events after the loads for which a step waits, one for each group of layers."""
 
@@ -131,6 +137,8 @@ class HybridCacheController:
         self._device, self._layered, self._moved, self._broken = pools.device, layered, moved, broken
         self.counts = counts
         """Numbers of pages and states for which the second tier has room."""
+        self.least_bytes = least_host_bytes(pools, page_size)
+        """Least host memory for a second tier."""
         self.kv = HostPool(pools.kv_buffers, page_size, counts.pages)
         """Memory of KV pages."""
         self._reserving = threading.Lock()

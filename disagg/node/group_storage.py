@@ -10,7 +10,7 @@ from disagg.node.block_parts import BlockParts
 from disagg.node.stored_items import StoredParts
 from disagg.storage.contract import PageStorage
 from disagg.storage.keys import PageKeys, StoredModel
-from disagg.storage.open import open_storage
+from disagg.storage.open import least_capacity, open_storage
 from disagg.storage.parts import PartGrid
 
 
@@ -30,6 +30,11 @@ def open_group_storage(group: GroupConfig, spec: ModelSpec) -> PageStorage | Non
         )
     grid = part_grid(group, spec)
     largest_bytes = max(map(grid.nbytes, (*grid.kv_parts, *grid.state_parts)))
+    if group.storage_bytes < (least_bytes := least_capacity(group.storage, largest_bytes)):
+        raise ConfigError(
+            f"{group.role}.storage_bytes = {group.storage_bytes} is too small for {spec.architecture}, of which the "
+            f"largest stored part has {largest_bytes} bytes: set it to {least_bytes} or more"
+        )
     return open_storage(group.storage, group.storage_bytes, largest_bytes)
 
 

@@ -223,11 +223,7 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
         """Starts the compute thread; call when all ranks of the group have started."""
         self._group = group
         if self.leader is not None:
-            assert self.kv_manager is not None, "rank 0 has the leader and the KV manager"
-            pages = min(rank.host_pages for rank in group.ranks)
-            states = min(rank.host_states for rank in group.ranks)
-            write = self.group_config.host_cache_write
-            self.kv_manager.add_host_tier(pages, states, len(group.ranks), write)
+            self._add_host_tier(group)
         self._join_storage(group)
         if self.leader is not None:
             self.leader.join(group)
@@ -236,6 +232,21 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
             if (self.rank == 0) != (peer.rank == 0):
                 self.control.watch(peer.control_address)
         self.compute_thread.start()
+
+    def _add_host_tier(self, group: GroupInfo) -> None:
+        """Adds the second tier, as far as every rank has room; logs a warning if its size leaves no room at all."""
+        manager, size = self.kv_manager, self.group_config.host_cache_bytes
+        assert manager is not None, "rank 0 has the leader and the KV manager"
+        pages = min(rank.host_pages for rank in group.ranks)
+        states = min(rank.host_states for rank in group.ranks)
+        manager.add_host_tier(pages, states, len(group.ranks), self.group_config.host_cache_write)
+        if size and manager.caches and manager.host is None:
+            setting, least = f"{self.role}.host_cache_bytes", self.cache_controller.least_bytes
+            why = f"{setting} has no room for a {'recurrent state' if pages else 'page of KV'}"
+            if self._storage is not None:
+                why += f", so {self.role}.storage is not used either"
+            how = f"set {setting} to {least} or more"
+            log.warning("no_second_tier", group=self.name, why=why, how=how)
 
     def _join_storage(self, group: GroupInfo) -> None:
         """Begins to use the storage, whose keys need the fingerprint of the model from `group`."""

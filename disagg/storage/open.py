@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from disagg.core.log import get_logger
+from disagg.storage.appender import LEAST_SEGMENTS
 from disagg.storage.bounce import aligned
 from disagg.storage.contract import PageStorage
 from disagg.storage.files import FileSettings, FileStorage
@@ -26,9 +27,19 @@ def open_storage(where: str, capacity_bytes: int, largest_bytes: int) -> PageSto
     """
     if "://" in where:
         return RemoteStorage(RemoteSettings(where))
-    least = 2 * aligned(HEADER_BYTES + largest_bytes)  # a page may fill half of a segment
-    segment_bytes = max(least, min(_SEGMENT_BYTES, aligned(capacity_bytes // _SEGMENTS // 2) * 2))
+    segment_bytes = max(
+        _least_segment(largest_bytes), min(_SEGMENT_BYTES, aligned(capacity_bytes // _SEGMENTS // 2) * 2)
+    )
     storage = FileStorage(FileSettings(Path(where).expanduser(), capacity_bytes, segment_bytes))
     pages = storage.statistics().pages
     log.info("storage_opened", storage=where, pages=pages, direct=storage.direct)
     return storage
+
+
+def least_capacity(where: str, largest_bytes: int) -> int:
+    """Returns the least `capacity_bytes` of `open_storage`; 0 for a server, which has its own limit."""
+    return 0 if "://" in where else LEAST_SEGMENTS * _least_segment(largest_bytes)
+
+
+def _least_segment(largest_bytes: int) -> int:
+    return 2 * aligned(HEADER_BYTES + largest_bytes)  # a page may fill half of a segment

@@ -59,7 +59,7 @@ def test_series_follow_the_groups() -> None:
         assert found["disagg_group_broken", "decode", "decode"] == 1
         assert found["disagg_group_broken", "prefill", "prefill"] == 0
         assert ("disagg_ring_bytes", "0", "prefill", "prefill") not in found
-        assert "decode-2" not in text, "it has told nothing yet"
+        assert "decode-2" not in text, "it has reported nothing yet"
         assert [group.name for group in status(server).groups] == ["prefill", "decode", "decode-2"]
         server.set(statuses=(PREFILL,))
         text = server.client.get("/metrics").text

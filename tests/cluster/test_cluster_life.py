@@ -12,8 +12,10 @@ import pytest
 from api_server import until
 from fake_ranks import FakeCall, FakeRanks
 
+from disagg.cluster import pulses
 from disagg.cluster.adoption import Claimant
 from disagg.cluster.group import Group
+from disagg.cluster.host_reach import HostReach
 from disagg.cluster.lifecycle import Cluster
 from disagg.cluster.placement import choose_placement
 from disagg.cluster.settings import GroupSettings, RolledSettings
@@ -184,6 +186,39 @@ def test_a_rank_that_answers_nothing_is_killed_with_its_group(ranks: FakeRanks) 
         assert (group.name, group.lost) == ("prefill", {1})
         assert group.why_lost == "rank 1 has not answered for 0.5 s (cluster.hang_timeout_s)"
         assert "prefill/0 peer_lost tcp://prefill/1" in ranks.calls
+    finally:
+        cluster.stop()
+
+
+class CutReach(HostReach):
+    """A host that could be reached before, and cannot any more."""
+
+    looked = threading.Event()
+
+    def __init__(self, address: str) -> None:
+        super().__init__(address)
+        self.proven = True
+
+    def look(self, now_s: float) -> None:
+        self.reached, self.failed_s = False, now_s
+        self.looked.set()
+
+
+def test_a_new_group_waits_until_a_group_that_is_cut_off_is_killed(
+    ranks: FakeRanks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A link with that group would fail, and with it the start."""
+    monkeypatch.setattr(pulses, "HostReach", CutReach)
+    monkeypatch.setattr(CutReach, "looked", threading.Event())
+    cluster = cluster_of(ranks, hang_timeout_s=0.5)
+    cluster.start(lambda text: None)
+    try:
+        cluster.prefill.actors[1].stopped = True
+        assert CutReach.looked.wait(TIMEOUT_S)
+        [new] = cluster.add_groups("decode", 1, lambda text: None)
+        assert new.up
+        assert ranks.killed == ["prefill"]
+        assert "a new group waits to be linked with it" in cluster.prefill.why_lost
     finally:
         cluster.stop()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 from collections.abc import Iterator
 from typing import Any
@@ -76,3 +77,18 @@ def test_loopback_and_names_are_not_tried(host: str) -> None:
     for second in range(5):
         reach.prove(100.0 + second)
     assert (reach.proven, reach.reached) == (False, True)
+
+
+def test_no_free_file_descriptor_is_no_cut(listening: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
+    reach = reach_of(listening)
+
+    def refuse(*_: Any) -> socket.socket:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(socket, "socket", refuse)
+        reach.look(100.0)
+    assert (reach.reached, reach.failed_s, reach.proven) == (True, None, False)
+    reach.look(100.0 + ATTEMPT_S)
+    reach.look(100.1 + ATTEMPT_S)
+    assert reach.proven

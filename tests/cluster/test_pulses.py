@@ -60,6 +60,7 @@ class Rig:
     def __init__(self, token: str = "") -> None:
         self.now_s = 100.0
         self.reasons: list[str] = []
+        self.needed: set[Group] = set()
         self.answers = Answers()
         actors = [self.answers.actor("a"), self.answers.actor("b")]
         self.group = Group("decode", "decode", None, actors, None)  # type: ignore[arg-type]
@@ -72,7 +73,7 @@ class Rig:
         found: list[int] = []
         for _ in range(round(2 * seconds)):
             self.now_s += 0.5
-            silent = self.pulses.silent([(self.group, 0), (self.group, 1)])
+            silent = self.pulses.silent([(self.group, 0), (self.group, 1)], self.needed)
             found, self.reasons = [rank for _, rank, _ in silent], [why for _, _, why in silent]
         return found
 
@@ -195,6 +196,26 @@ def test_answers_after_a_cut_end_the_doubt(cut_rig: Rig) -> None:
     cut_rig.answers.silent = {"b"}
     assert cut_rig.look(TIMEOUT_S - 1) == []
     assert cut_rig.look(4) == [1], "an earlier cut gives no more time"
+
+
+def test_a_new_group_waits_no_longer_for_ranks_that_are_cut_off_than_for_a_hang(cut_rig: Rig) -> None:
+    cut_rig.needed = {cut_rig.group}
+    assert cut_rig.look(TIMEOUT_S - 1) == []
+    assert cut_rig.pulses.cut_off == {cut_rig.group}
+    assert cut_rig.look(4) == [0, 1]
+    assert cut_rig.reasons[0] == (
+        "the host of rank 0 cannot be reached for 10 s (cluster.hang_timeout_s; a new group waits to be linked with "
+        "it)"
+    )
+
+
+def test_ranks_that_hang_behind_a_bad_network_are_found(cut_rig: Rig) -> None:
+    """Every second attempt fails, for ever."""
+    found: list[int] = []
+    for _ in range(round((2 * CUT_TIMEOUTS + 2) * TIMEOUT_S)):
+        SwitchedReach.works = not SwitchedReach.works
+        found = found or cut_rig.look(1)
+    assert found == [0, 1]
 
 
 def test_ranks_that_start_get_pulses_of_an_owner_and_no_verdict() -> None:

@@ -75,6 +75,56 @@ def test_kv_without_a_state_is_computed_and_evicts_nothing(stored: StoringGroup)
     assert (group.counts.fetched_pages, group.answer(LONG)) == (0, 0)
 
 
+def test_a_find_without_a_deeper_state_evicts_nothing() -> None:
+    """The first tier has more of the prompt than host memory: fetching these pages would serve nothing."""
+    group = StoringGroup.of(blocks=4, states=8)
+    group.answer(prompt(1, 2, 3))
+    group.answer(prompt(5, 6, 7, 8))
+    assert (host_of(group).used_pages, host_of(group).cache.evicted_pages) == (4, 3)
+    one = group.prefetch(prompt(1, 2, 3, 4, 9))
+    assert one is not None
+    assert one.have_pages == 3
+    skipped = group.counts.skipped_pages
+    group.settle()
+    assert not one.holds
+    assert (host_of(group).cache.evicted_pages, group.counts.skipped_pages) == (3, skipped)
+
+
+def test_a_fetch_without_room_for_its_state_evicts_nothing(stored: StoringGroup) -> None:
+    stored.answer(prompt(6, 7))
+    group = stored.restarted(states=4, blocks=16, pages=40)
+    for first in range(10, 26, 4):
+        group.answer(prompt(*range(first, first + 4)))
+    assert host_of(group).used_pages == 16
+    users = [group.prefetch(prompt(1, 2, 8)), group.prefetch(prompt(6, 7))]
+    for find in list(group.works):
+        group.work(find)
+    assert [len(one.operation.links) for one in group.works] == [2, 2], "one fetch, on two ranks"
+    assert (host_of(group).cache.evicted_pages, group.counts.skipped_pages) == (2, 2)
+    for one in users:
+        group.kv_manager.end_prefetch(one)
+    group.settle()
+
+
+def test_a_request_that_joins_a_find_without_a_state_searches_its_own_pages(stored: StoringGroup) -> None:
+    """The first request's prompt has no stored state; the second one's has one behind its own pages."""
+    group = stored.restarted()
+    first, second, equal = (group.prefetch(one) for one in (prompt(1, 9), LONG, prompt(1, 9)))
+    assert first is not None
+    assert second is not None
+    assert equal is not None
+    assert second.follows
+    for find in list(group.works):
+        group.work(find)
+    assert (first.holds, second.holds, equal.holds) == (False, True, False)
+    group.settle()
+    assert not second.holds
+    assert (group.counts.fetched_pages, group.counts.fetched_states) == (4, 1)
+    for one in (first, second, equal):
+        group.kv_manager.end_prefetch(one)
+    assert group.answer(LONG) == 4 * PAGE
+
+
 def test_a_state_behind_a_missing_page_is_of_no_use(stored: StoringGroup) -> None:
     lose_page(stored, LONG, 2)
     assert fetched(stored.restarted()) == (2, 1, 2 * PAGE)
@@ -188,6 +238,8 @@ def test_writes_and_fetches_take_a_share_of_the_states(stored: StoringGroup) -> 
     assert [len(one.operation.state_links) for one in group.works] == [2]
     group.end(table)
     group.settle()
+    assert fetched(group.restarted()) == (4, 1, 4 * PAGE), "the deepest one is among them"
+    assert fetched(group.restarted(), prompt(1, 9)) == (1, 1, PAGE)
     group.answer(LONG)
     assert group.counts.written_states == 4
     group = stored.restarted(states=4)

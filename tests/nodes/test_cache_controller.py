@@ -25,6 +25,7 @@ from disagg.node.cache_controller import (
     HostBlockCounts,
     HybridCacheController,
     host_block_counts,
+    least_host_bytes,
 )
 from disagg.node.kv_manager import KVManager
 
@@ -141,6 +142,11 @@ def test_room_of_the_host_memory() -> None:
         page_bytes * 2 // 4096,
     )
     assert host_block_counts(TransferPools.of(pool, states), 16, 0) == (0, 0)
+    for pools in (TransferPools.of(pool, None), TransferPools.of(pool, states)):
+        least = least_host_bytes(pools, 16)
+        wanted = [1, 1] if pools.state_buffers else [1]
+        assert list(map(bool, host_block_counts(pools, 16, least)))[: len(wanted)] == wanted
+        assert 0 in host_block_counts(pools, 16, least - 1)[: len(wanted)]
 
 
 def test_a_decode_request_waits_for_its_load() -> None:

@@ -18,11 +18,11 @@ from prefill_node.flows import BusyTime, Flows
 def test_busy_is_the_union_of_what_overlaps(spans: list[tuple[int, int]]) -> None:
     busy = BusyTime()
     events = sorted([(start, 1) for start, _ in spans] + [(start + length, 2) for start, length in spans])
-    told = 0.0
+    before = 0.0
     for moment, event in events:
         (busy.begin if event == 1 else busy.end)(moment)
-        assert busy.total_s(moment) >= told, "a total never falls"
-        told = busy.total_s(moment)
+        assert busy.total_s(moment) >= before, "a total never falls"
+        before = busy.total_s(moment)
     covered = {tick for start, length in spans for tick in range(start, start + length)}
     assert busy.total_s(1000) == len(covered)
 
@@ -40,21 +40,21 @@ def test_flows_are_reported_by_path_and_forgotten_with_their_peer() -> None:
     flows.link("a", "decode r0")
     flows.link("b", "decode r1")
 
-    def told() -> tuple[RouteStatus, ...]:
+    def routes() -> tuple[RouteStatus, ...]:
         return flows.statuses(10.0, lambda peer: paths[peer])  # type: ignore[return-value, arg-type]
 
-    assert told() == (RouteStatus("decode r0", "staged"), RouteStatus("decode r1", "peer"))
+    assert routes() == (RouteStatus("decode r0", "staged"), RouteStatus("decode r1", "peer"))
     paths["a"] = "peer"
-    assert told()[0] == RouteStatus("decode r0", "peer"), "the other path was never taken"
+    assert routes()[0] == RouteStatus("decode r0", "peer"), "the other path was never taken"
     held = flows.of("a", "staged")
     held.nbytes, held.segments = 512, 1
-    assert [route.path for route in told()] == ["peer", "staged", "peer"]
-    assert told()[1].bytes_total == 512
+    assert [route.path for route in routes()] == ["peer", "staged", "peer"]
+    assert routes()[1].bytes_total == 512
     flows.forget("a")
     held.nbytes += 512  # a segment of it that was still under way
-    assert told() == (RouteStatus("decode r1", "peer"),)
+    assert routes() == (RouteStatus("decode r1", "peer"),)
     flows.link("a", "decode r0")
-    assert told()[0].bytes_total == 0, "another rank of the same address begins anew"
+    assert routes()[0].bytes_total == 0, "another rank of the same address begins anew"
 
 
 @dataclass(eq=False)

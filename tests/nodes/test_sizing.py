@@ -214,9 +214,9 @@ def test_the_plan_of_a_known_model() -> None:
     assert prefill.budget.weights_bytes == pytest.approx((whole - ends - norms) / 2 + ends + norms, abs=1024)
     assert (prefill.token_bytes, decode.token_bytes) == (65536, 131072)
     assert decode.pool_tokens * 131072 < 80 * GB * 0.88 - whole
-    told = memory_lines([prefill, decode])
-    assert told[1].startswith("decode, 1 rank: 70.4 GB for this rank: weights 16.1")
-    assert "3 requests of 131,072 tokens" in told[1], "the model's context"
+    lines = memory_lines([prefill, decode])
+    assert lines[1].startswith("decode, 1 rank: 70.4 GB for this rank: weights 16.1")
+    assert "3 requests of 131,072 tokens" in lines[1], "the model's context"
     assert "no room for a KV cache" in memory_lines(plan_memory(config, 16 * GB))[1]
 
 
@@ -257,18 +257,18 @@ def test_the_plan_of_host_memory_follows_the_setting() -> None:
     model = ModelConfig(random_init="llama-3.1-8b")
     prefill = PrefillConfig(tp=1, host_cache_bytes=3 << 30)
     decode = DecodeConfig(tp=1, host_cache_bytes=0)
-    told = memory_lines(plan_memory(Config(model=model, prefill=prefill, decode=decode), 80 * GB))
-    assert told[1] == "prefill, prefix cache in host memory: 3 GiB on each rank (prefill.host_cache_bytes)"
-    assert len(told) == 3
+    lines = memory_lines(plan_memory(Config(model=model, prefill=prefill, decode=decode), 80 * GB))
+    assert lines[1] == "prefill, prefix cache in host memory: 3 GiB on each rank (prefill.host_cache_bytes)"
+    assert len(lines) == 3
 
 
 def test_a_storage_needs_host_memory() -> None:
     model = ModelConfig(random_init="llama-3.1-8b")
     prefill, decode = PrefillConfig(tp=1), DecodeConfig(tp=1, storage="/kv")
     plans = plan_memory(Config(model=model, prefill=prefill, decode=decode), 80 * GB)
-    told = memory_lines(plans)
-    assert len(told) == 3
-    assert told[2] == (
+    lines = memory_lines(plans)
+    assert len(lines) == 3
+    assert lines[2] == (
         "decode, prefix cache in host memory: each rank's share of 1/4 of the host's available memory, at most "
         f"{describe_bytes(4 * plans[1].pool_tokens * 131072)} (decode.host_cache_bytes)"
     )

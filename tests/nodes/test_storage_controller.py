@@ -8,8 +8,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
+from fake_model import fake_spec
 from file_storages import Opened, opened
 from storage_pages import TIMEOUT_S
 
@@ -24,6 +26,7 @@ from disagg.model.spec.model_spec import shard_of
 from disagg.node import storage_controller
 from disagg.node.block_parts import BlockParts
 from disagg.node.cache_controller import HostBlockCounts, HybridCacheController
+from disagg.node.group_storage import open_group_storage
 from disagg.node.storage_controller import StorageController
 from disagg.node.stored_items import StoredParts
 from disagg.storage.contract import PageStorage
@@ -353,3 +356,17 @@ def test_a_folder_is_opened(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="not usable"):
         open_storage(str(tmp_path / "file"), 1 << 20, 1000)
+
+
+def test_a_limit_below_three_segments_is_named(tmp_path: Path) -> None:
+    """A page has 1 Mi float32 numbers in each of K and V."""
+    spec = fake_spec(1, 1, head_dim=1 << 12)
+    group = PrefillConfig(storage=str(tmp_path / "pages"), storage_bytes=1 << 20, page_size=256)
+    with pytest.raises(
+        ConfigError, match=r"prefill\.storage_bytes = 1048576 is too small for Fake"
+    ) as caught:
+        open_group_storage(group, spec)
+    least = int(str(caught.value).split()[-3])
+    storage = open_group_storage(msgspec.structs.replace(group, storage_bytes=least), spec)
+    assert storage is not None
+    storage.close()

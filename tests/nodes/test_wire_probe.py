@@ -124,7 +124,7 @@ def test_a_known_wire_is_not_measured_again(start: Callable[..., LocalGroups], c
     groups = start(calibrate="always")
     sizes = counted(groups, is_probe)
     groups.prefill[0].user_config = config_of(calibrate="auto")
-    assert groups.prefill[0].calibrate(groups.decode_info) is None, "not on a CPU, unless told to"
+    assert groups.prefill[0].calibrate(groups.decode_info) is None, "not on a CPU, unless it must"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Calibrator, "wanted", True)
         found = calibrate(groups)

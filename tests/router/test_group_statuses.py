@@ -36,7 +36,7 @@ def engine(name: str, address: str) -> RoutedGroup:
     return RoutedGroup(GroupInfo(name, name.split("-")[0], 1, "", layout, 16, "inproc", (rank,)))
 
 
-def told(name: str, tokens: int = 0) -> m.GroupReport:
+def report(name: str, tokens: int = 0) -> m.GroupReport:
     return m.GroupReport(GroupStatus(name, "decode", (RankStatus(f"{name} r0", 0),), tokens_total=tokens))
 
 
@@ -52,8 +52,8 @@ def test_groups_in_their_order_with_the_latest_of_each() -> None:
     assert sorted(dispatcher.sent, key=str) == sorted(
         [(e.group.name, m.Watch(2.0)) for e in engines] * 2, key=str
     )
-    dispatcher.listeners["decode"](told("decode", 1))
-    dispatcher.listeners["decode"](told("decode", 5))
+    dispatcher.listeners["decode"](report("decode", 1))
+    dispatcher.listeners["decode"](report("decode", 5))
     dispatcher.listeners["decode"](m.Join())  # logged
     assert statuses.latest()[-1].tokens_total == 5
     assert statuses.latest()[0] == GroupStatus("prefill", "prefill")
@@ -81,7 +81,7 @@ def test_who_is_gone_is_forgotten() -> None:
     statuses = GroupStatuses(dispatcher, lambda: engines)  # type: ignore[arg-type]
     statuses.renew(1.0)
     for address, name in (("a", "decode"), ("b", "decode-2")):
-        dispatcher.listeners[address](told(name))
+        dispatcher.listeners[address](report(name))
     dispatcher.listeners["a"](PeerLostError("lost"))
     assert [bool(group.ranks) for group in statuses.latest()] == [False, True]
     del engines[1]
@@ -98,8 +98,8 @@ def test_another_group_at_the_same_address_is_not_taken_for_it() -> None:
     dispatcher, engines = StatusDispatcher(), [engine("decode", "a")]
     statuses = GroupStatuses(dispatcher, lambda: engines)  # type: ignore[arg-type]
     statuses.renew(1.0)
-    dispatcher.listeners["a"](told("decode", 3))
+    dispatcher.listeners["a"](report("decode", 3))
     engines[0] = engine("decode-2", "a")
     assert statuses.latest() == (GroupStatus("decode-2", "decode"),)
-    dispatcher.listeners["a"](told("decode-2", 1))
+    dispatcher.listeners["a"](report("decode-2", 1))
     assert statuses.latest()[0].tokens_total == 1

@@ -41,7 +41,7 @@ def holds(
     salt: str = "",
     tier: Tier = "device",
 ) -> RoutedGroup:
-    """The engine has told that it has cached the prompts in `tier`."""
+    """The engine has reported that it has cached the prompts in `tier`."""
     kv_events = KVEventLog(unit)
     kv_events.add({mark: None for p in prompts for mark in PrefixKey.of(p, salt, switch).block_hashes(unit)})
     assert engine.held_in(tier).apply(kv_events.digest(), switch)

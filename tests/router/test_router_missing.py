@@ -80,8 +80,8 @@ def test_a_request_id_in_use_is_refused() -> None:
                     pass
             with dispatcher.open(RequestKey("one")):
                 pass
-            told = api_error(caught.value)
-            assert (told.status, told.code, caught.value.exit_code) == (409, "request_in_use", 2)
+            error = api_error(caught.value)
+            assert (error.status, error.code, caught.value.exit_code) == (409, "request_in_use", 2)
         finally:
             dispatcher.close()
 

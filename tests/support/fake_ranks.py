@@ -46,11 +46,13 @@ class FakeActor:
 
     def __getattr__(self, method: str) -> Any:
         def remote(*arguments: Any) -> FakeCall:
-            told = [getattr(one, "name", one) for one in arguments] if method in ("link", "peer_lost") else []
+            names = (
+                [getattr(one, "name", one) for one in arguments] if method in ("link", "peer_lost") else []
+            )
             if method == "update_keys":
                 self._ranks.keys[self.name] = arguments[0]
             if method != "pulse":
-                self._ranks.calls.append(" ".join([self.name, method, *told]))
+                self._ranks.calls.append(" ".join([self.name, method, *names]))
             call = FakeCall(f"{self.name} {method}")
             if method == "park":
                 self.parked = call

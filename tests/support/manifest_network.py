@@ -68,7 +68,7 @@ RAY_PORTS = {
     "min-worker-port": WORKER,
     "max-worker-port": 19999,
 }
-"""`ray start` chooses random ports for these unless told, which routers could reach."""
+"""`ray start` chooses random ports for these unless they are given, which routers could reach."""
 
 
 def check_selectors(rendered: Rendered) -> Iterator[str]:

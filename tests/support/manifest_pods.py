@@ -125,7 +125,7 @@ def check_probes(rendered: Rendered) -> Iterator[str]:
 
 
 def check_scrapes(rendered: Rendered) -> Iterator[str]:
-    """Prometheus is told a port that the pod has."""
+    """Prometheus scrapes a port that the pod has."""
     for one in (*rendered.of("Deployment"), *_ray_groups(rendered)):
         template = one["spec"]["template"] if "spec" in one else one["template"]
         annotations = template["metadata"].get("annotations", {})

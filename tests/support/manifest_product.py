@@ -16,7 +16,7 @@ from disagg.core.config.read import Config, load_config
 RAY_DRAIN_S = 30
 SHARED_END_S = 30
 """Time that routers have for their answers when nodes stop at the same time, with the whole deployment."""
-"""How long a Ray node that is told to stop lets what runs on it finish."""
+"""How long a Ray node that is asked to stop lets what runs on it finish."""
 CONFIG_PATH = "/etc/disagg/disagg.toml"
 
 
@@ -54,7 +54,7 @@ def _places(group: Object) -> int:
 
 
 def check_devices(rendered: Rendered) -> Iterator[str]:
-    """Ranks are told the device that their pods have."""
+    """Ranks get the device that their pods have."""
     for pod in rendered.component("node"):
         device = "cuda" if "nvidia.com/gpu" in pod.main["resources"]["limits"] else "cpu"
         for role in ("prefill", "decode"):
@@ -167,7 +167,7 @@ def _keys(pod: Pod, key_file: str) -> set[str]:
 
 
 def check_times(rendered: Rendered) -> Iterator[str]:
-    """Who is told to stop has the time to finish what it began; a replaced router as long as an answer may take."""
+    """A process that is asked to stop can finish its work; a replaced router has as long as an answer may take."""
     settings = rendered.settings["api"]
     api, transfer = settings["drain_timeout_s"], rendered.settings["transfer"]["drain_timeout_s"]
     [router] = rendered.component("router")
@@ -209,7 +209,7 @@ def check_disruption(rendered: Rendered) -> Iterator[str]:
 
 
 def check_versions(rendered: Rendered, pyproject: str) -> Iterator[str]:
-    """KubeRay is told the Ray that the image holds."""
+    """KubeRay gets the version of Ray that the image holds."""
     [cluster] = rendered.of("RayCluster")
     pinned = re.findall(r'"ray==([\d.]+)"', pyproject)
     if [cluster["spec"]["rayVersion"]] != pinned:

@@ -82,7 +82,7 @@ def test_a_transport_that_raises_breaks_its_group(checkpoints: Checkpoints, role
         noticed = f"{role}-1 is ", f"lost {role} rank {role}-1"
         assert "out of memory" in str(error) or any(words in str(error) for words in noticed)
         assert "out of memory" in getattr(groups, role)[0].broken
-        assert gone.is_set(), "who runs the rank's process is told"
+        assert gone.is_set(), "the owner of the rank's process is informed"
     finally:
         groups.stop()
 

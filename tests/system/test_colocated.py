@@ -230,18 +230,18 @@ def test_pages_of_aborted_requests_are_never_used_again_too_early(checkpoints: C
 
 def test_both_messages_of_a_request_go_to_one_of_the_groups(checkpoints: Checkpoints) -> None:
     source, prompts = checkpoints.source(), random_prompts(30, 50, 20, 70, 40, 60)
-    told: dict[str, list[str]] = {}
+    destinations: dict[str, list[str]] = {}
     with local_groups(colocated_config(1, groups=2), source) as groups:
 
         def observe(origin: str, destination: str, message: m.Message) -> None:
             if isinstance(message, m.Reserve | m.Prefill | m.Release):
-                told.setdefault(message.key.request_id, []).append(destination)
+                destinations.setdefault(message.key.request_id, []).append(destination)
 
         groups.observe(observe)
         answers = groups.answers(prompts, SamplingParams(max_tokens=TOKENS))
     assert [a.tokens for a in answers] == [checkpoints.greedy(source, p, TOKENS) for p in prompts]
-    assert all(len(set(names)) == 1 and len(names) >= 3 for names in told.values()), told
-    assert {names[0] for names in told.values()} == {"colocated-0", "colocated-2-0"}
+    assert all(len(set(names)) == 1 and len(names) >= 3 for names in destinations.values()), destinations
+    assert {names[0] for names in destinations.values()} == {"colocated-0", "colocated-2-0"}
 
 
 def test_requests_of_a_group_that_dies_go_on_with_the_other(checkpoints: Checkpoints) -> None:

@@ -25,9 +25,9 @@ MODELS = list(HYBRIDS)
 
 
 def in_diagonals(source: str, sizes: tuple[tuple[int, int], ...], peer_memory: bool) -> bool:
-    """Chooses for each model one of the sizes, for every second model with peer memory."""
+    """Chooses for each model one of the sizes; a size that several models have, with and without peer memory."""
     turn = MODELS.index(source)
-    return SIZES.index(sizes) == turn % len(SIZES) and peer_memory == bool(turn % 2)
+    return SIZES.index(sizes) == turn % len(SIZES) and peer_memory == bool((turn + turn // len(SIZES)) % 2)
 
 
 @pytest.mark.parametrize(

@@ -80,26 +80,26 @@ def runnable(page: Path) -> list[Example]:
 
 
 @dataclass(frozen=True)
-class Place:
+class ExampleFolder:
     """A folder in which examples run, with `disagg` of this checkout on the path and in `.venv/bin`."""
 
-    folder: Path
+    path: Path
     port: int
 
     @property
     def environment(self) -> dict[str, str]:
         """Without the settings and proxies of the test's own environment."""
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("DISAGG_", "RAY_"))}
-        path = f"{self.folder / '.venv' / 'bin'}:{os.environ['PATH']}"
+        path = f"{self.path / '.venv' / 'bin'}:{os.environ['PATH']}"
         return kept | {
             "PATH": path,
             "PYTHONPATH": str(ROOT),
-            "HOME": str(self.folder),
+            "HOME": str(self.path),
             "NO_PROXY": "127.0.0.1",
         }
 
     def printed(self, text: str) -> str:
-        """Returns the example with the port of this place."""
+        """Returns the example with the port of this folder's server."""
         return text.replace(PRINTED_PORT, str(self.port))
 
     def run(self, example: Example) -> str:
@@ -107,14 +107,14 @@ class Place:
         text = self.printed(example.text)
         started = [sys.executable, "-c", text] if example.language == "python" else ["bash", "-c", text]
         done = subprocess.run(
-            started, cwd=self.folder, env=self.environment, capture_output=True, text=True, timeout=200
+            started, cwd=self.path, env=self.environment, capture_output=True, text=True, timeout=200
         )
         assert done.returncode == 0, done.stderr + done.stdout
         return done.stdout
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Place:
+def folder(tmp_path: Path) -> ExampleFolder:
     programs = tmp_path / ".venv" / "bin"
     programs.mkdir(parents=True)
     script = programs / "disagg"
@@ -123,14 +123,14 @@ def place(tmp_path: Path) -> Place:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    return Place(tmp_path, port)
+    return ExampleFolder(tmp_path, port)
 
 
-def served(place: Place, started: Command, rest: list[Example]) -> None:
+def served(folder: ExampleFolder, started: Command, rest: list[Example]) -> None:
     """Runs the examples that need the server."""
     url = started.logged(r"serving\s.*url=(\S+)")
-    assert url == f"http://127.0.0.1:{place.port}"
-    curl, python = [place.run(example) for example in rest]
+    assert url == f"http://127.0.0.1:{folder.port}"
+    curl, python = [folder.run(example) for example in rest]
     [choice] = json.loads(curl)["choices"]
     assert choice["finish_reason"] == "length"
     assert len(choice["message"]["content"]) == 12
@@ -147,20 +147,20 @@ def test_every_example_runs_or_is_listed() -> None:
 
 
 @pytest.mark.slow
-def test_the_demo(place: Place) -> None:
+def test_the_demo(folder: ExampleFolder) -> None:
     [demo] = [example for example in runnable(README) if example.text.endswith("disagg demo")]
-    assert "every one of 192 tokens equals Hugging Face generate()" in place.run(demo)
-    assert (place.folder / "out" / "timeline.png").is_file()
+    assert "every one of 192 tokens equals Hugging Face generate()" in folder.run(demo)
+    assert (folder.path / "out" / "timeline.png").is_file()
 
 
-def test_serve_curl_and_python(place: Place) -> None:
+def test_serve_curl_and_python(folder: ExampleFolder) -> None:
     """At the end the server is killed, and leaves no process."""
     keys, serve, *rest = [one for one in runnable(README) if not one.text.endswith("disagg demo")]
-    place.run(keys)
+    folder.run(keys)
     assert serve.text.startswith("disagg serve ")
-    arguments = shlex.split(place.printed(serve.text))[1:]
-    with command(place.folder, arguments, cwd=place.folder) as started:
-        served(place, started, rest)
+    arguments = shlex.split(folder.printed(serve.text))[1:]
+    with command(folder.path, arguments, cwd=folder.path) as started:
+        served(folder, started, rest)
         family = started.family()
         assert len(family) > 6, "the server, Ray's servers and agents, three ranks"
         started.process.kill()
@@ -169,9 +169,9 @@ def test_serve_curl_and_python(place: Place) -> None:
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl")
-def test_the_secrets_of_a_deployment(place: Place) -> None:
+def test_the_secrets_of_a_deployment(folder: ExampleFolder) -> None:
     for example in runnable(DEPLOY):
-        place.run(example)
-    assert (place.folder / "control.json").stat().st_mode & 0o777 == 0o600
-    assert re.fullmatch(r"[0-9a-f]{48}\n", (place.folder / "api-keys").read_text())
-    assert re.fullmatch(r"[0-9a-f]{64}", (place.folder / "auth_token").read_text())
+        folder.run(example)
+    assert (folder.path / "control.json").stat().st_mode & 0o777 == 0o600
+    assert re.fullmatch(r"[0-9a-f]{48}\n", (folder.path / "api-keys").read_text())
+    assert re.fullmatch(r"[0-9a-f]{64}", (folder.path / "auth_token").read_text())

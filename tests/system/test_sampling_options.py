@@ -58,8 +58,10 @@ def test_penalties_and_logprobs_beside_requests_without(checkpoints: Checkpoints
     source = checkpoints.source()
     prompts = random_prompts(40, 33, 9, 25, seed=11)
     plain = SamplingParams(max_tokens=TOKENS)
-    told = SamplingParams(max_tokens=TOKENS, logprobs=5)
-    penalised, other, silent, greedy = served(source, prompts, [PENALISED, plain, plain, told], (2, 3))
+    with_logprobs = SamplingParams(max_tokens=TOKENS, logprobs=5)
+    penalised, other, silent, greedy = served(
+        source, prompts, [PENALISED, plain, plain, with_logprobs], (2, 3)
+    )
     for prompt, answer in ((prompts[1], other), (prompts[2], silent), (prompts[3], greedy)):
         assert answer.tokens == checkpoints.greedy(source, prompt, TOKENS)
     assert other.logprobs == silent.logprobs == []

@@ -81,7 +81,7 @@ class PrefillMachine(RuleBasedStateMachine):
         priority=st.integers(-1, 1),
     )
     def submit(self, tokens: int, common: int, wrong: bool, early: bool, priority: int) -> None:
-        """The first `common` tokens are those of all other prompts. `wrong`: its first token cannot be told.
+        """The first `common` tokens are those of all other prompts. `wrong`: its first token cannot be predicted.
 
         `early`: the ticket comes later.
         """
@@ -198,8 +198,8 @@ class PrefillMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def close(self, data: st.DataObject) -> None:
         request = data.draw(st.sampled_from(self.requests()))
-        told = self.scheduler.close(request)
-        assert not told or request.admitted
+        informs = self.scheduler.close(request)
+        assert not informs or request.admitted
         assert not self.scheduler.close(request) or not request.admitted
 
     @precondition(lambda self: any(r.closing for r in self.scheduler.requests.values()))

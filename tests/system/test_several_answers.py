@@ -103,16 +103,16 @@ def test_they_stop_each_at_its_own_end(checkpoints: Checkpoints) -> None:
     assert min(ends) == 1, "one ends with its first token"
     assert max(ends) == TOKENS or len(set(ends)) > 2, "and others go on"
     text = bytes(token % 256 for token in answers[2][6:8]).decode("latin-1")
-    told: list[m.Message] = []
+    messages: list[m.Message] = []
     outputs: list[Output] = []
     with local_groups(small_config(), checkpoints.source()) as groups:
         (found,) = all_at_once(groups, [(prompt, stops)])
         assert found.report.answers == [a[:end] for a, end in zip(answers, ends, strict=True)]
-        groups.observe(lambda source, destination, message: told.append(message))
+        groups.observe(lambda source, destination, message: messages.append(message))
         by_text = msgspec.structs.replace(free, stop=(text,))
         spell = lambda tokens: bytes(token % 256 for token in tokens).decode("latin-1")  # noqa: E731
         (found,) = all_at_once(groups, [(prompt, by_text)], decode=spell, on_output=outputs.append)
-    ended = {message.answer for message in told if isinstance(message, m.EndAnswer)}
+    ended = {message.answer for message in messages if isinstance(message, m.EndAnswer)}
     stopped = {output.answer for output in outputs if output.finish == "stop"}
     assert 2 in ended
     assert ended == stopped

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
 from architectures import hybrid, save
 from local_groups import (
     Checkpoints,
@@ -175,6 +176,26 @@ def test_a_colocated_group_reads_its_states_from_a_server(directory: Path, check
                 assert tier_of(ranks).fetched_states == fetched
                 if not fetched:
                     wait_until_written(ranks, PAGES, STATES)
+
+
+def test_host_memory_without_room_for_a_state_is_named(directory: Path, tmp_path: Path) -> None:
+    source = source_of(directory, "falcon-h1")
+    with (
+        structlog.testing.capture_logs() as lines,
+        local_groups(config_of(tmp_path, host_cache_bytes=32 << 10), source) as groups,
+    ):
+        assert groups.prefill[0].statistics()["leader"].memory.host is None
+    (line,) = [one for one in lines if one["event"] == "no_second_tier"]
+    assert line["log_level"] == "warning"
+    assert "prefill.host_cache_bytes has no room for a recurrent state" in line["why"]
+    assert "prefill.storage is not used" in line["why"]
+    least = int(line["how"].split()[3])
+    with (
+        structlog.testing.capture_logs() as lines,
+        local_groups(config_of(tmp_path, host_cache_bytes=least), source) as groups,
+    ):
+        assert groups.prefill[0].statistics()["leader"].memory.host is not None
+    assert not [one for one in lines if one["event"] == "no_second_tier"]
 
 
 def test_a_model_without_kv_has_no_storage(directory: Path, tmp_path: Path) -> None:

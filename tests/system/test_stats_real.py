@@ -29,12 +29,12 @@ def test_memory_of_a_server_that_has_served(
             reply = server.ask(prompt="a" * 40, max_tokens=8, ignore_eos=True)
             assert reply.status_code == 200, reply.text
 
-            def told() -> bool:
+            def reported() -> bool:
                 now = server.client.get("/status").json()["groups"]
                 cached = [group.get("pages_cached") for group in now]
                 return len(cached) == 2 and all(cached) and not any(g.get("pages_used") for g in now)
 
-            until(told)
+            until(reported)
             plot = tmp_path / "memory.png"
             assert cli.run(["stats", "--url", server.url, *flags, "--json", "--plot", str(plot)]) == 0
     finally:

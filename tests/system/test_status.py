@@ -34,18 +34,18 @@ async def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
             await asyncio.sleep(0.002)
 
 
-def idle(told: tuple[GroupStatus, ...]) -> bool:
-    """Nothing is with any group, and what its ranks did last has been told."""
-    return all(g.ranks and not (g.requests_running or g.requests_closing or g.pages_used) for g in told)
+def idle(statuses: tuple[GroupStatus, ...]) -> bool:
+    """Nothing is with any group, and what its ranks did last has been reported."""
+    return all(g.ranks and not (g.requests_running or g.requests_closing or g.pages_used) for g in statuses)
 
 
 def shown(router: Router) -> set[str]:
-    """Where KV goes, as the prefill ranks tell it."""
+    """Where KV goes, as the prefill ranks report it."""
     return {route.target for group in router.groups() for rank in group.ranks for route in rank.routes}
 
 
 async def served(groups: LocalGroups, router: Router, prompts: list[list[int]]) -> tuple[GroupStatus, ...]:
-    """The statuses after all prompts were answered, when every rank has told of its part."""
+    """The statuses after all prompts were answered, when every rank has reported its part."""
     sampling = SamplingParams(max_tokens=TOKENS, ignore_eos=True)
     await asyncio.gather(*(ask(router, f"r{i}", prompt, sampling) for i, prompt in enumerate(prompts)))
     nbytes = sum(len(prompt) for prompt in prompts) * groups.prefill_info.layout.token_bytes
@@ -67,7 +67,7 @@ async def served(groups: LocalGroups, router: Router, prompts: list[list[int]]) 
     ),
     ids=str,
 )
-def test_what_is_told_is_what_happened(checkpoints: Checkpoints, tp: tuple[int, int], path: str) -> None:
+def test_what_is_reported_is_what_happened(checkpoints: Checkpoints, tp: tuple[int, int], path: str) -> None:
     prompts = random_prompts(30, 50, 20, 70)
     config = small_config(*tp, peer_memory=path == "peer", metrics_interval_s=INTERVAL_S)
     with local_groups(config, checkpoints.source()) as groups:
@@ -195,13 +195,13 @@ def test_several_groups_and_one_that_dies(checkpoints: Checkpoints) -> None:
     targets = {f"{group} r{rank}" for group in ("decode", "decode-2") for rank in range(2)}
 
     async def work(router: Router) -> None:
-        assert [group.name for group in router.groups()] == names, "before they have told anything"
-        told = await served(groups, router, random_prompts(30, 50, 20, 70, 40, 60, 25, 45))
-        assert [group.name for group in told] == names
-        for group in told[:2]:
+        assert [group.name for group in router.groups()] == names, "before they have reported anything"
+        statuses = await served(groups, router, random_prompts(30, 50, 20, 70, 40, 60, 25, 45))
+        assert [group.name for group in statuses] == names
+        for group in statuses[:2]:
             assert {route.target for rank in group.ranks for route in rank.routes} == targets
             assert group.tokens_total > 0
-        groups.kill("decode-2-1")  # not the leader: its group breaks, which the leader itself tells
+        groups.kill("decode-2-1")  # not the leader: its group breaks, which the leader itself reports
         gone = "decode-2 r1"
 
         def noticed() -> bool:
@@ -256,13 +256,13 @@ def test_a_router_that_stops_asking_is_forgotten(
         groups.serve(work)
 
 
-def test_nobody_tells_when_it_is_switched_off(checkpoints: Checkpoints) -> None:
+def test_nothing_is_reported_when_it_is_switched_off(checkpoints: Checkpoints) -> None:
     with local_groups(small_config(2, 1, metrics_interval_s=0.0), checkpoints.source()) as groups:
-        told: list[m.Message] = []
+        reports: list[m.Message] = []
 
         def observe(source: str, destination: str, message: m.Message) -> None:
             if isinstance(message, m.Watch | m.RankReport | m.GroupReport):
-                told.append(message)
+                reports.append(message)
 
         groups.hub.observe(observe)
 
@@ -271,4 +271,4 @@ def test_nobody_tells_when_it_is_switched_off(checkpoints: Checkpoints) -> None:
             assert [group.ranks for group in router.groups()] == [(), ()]
 
         groups.serve(work)
-    assert not told
+    assert not reports

@@ -132,7 +132,7 @@ def test_a_request_that_never_comes() -> None:
     run.network.settle()
     for _ in range(5):
         run.d.step()
-    assert late.recomputed  # told at once, not after another lease
+    assert late.recomputed  # reported at once, not after another lease
     run.end()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import shlex
 import subprocess
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Protocol
 
 from disagg.bench.chaos.schedule import CutWay
@@ -33,22 +34,31 @@ class CutCommand:
     def __init__(self, command: str) -> None:
         """`command`: program and arguments, divided as a shell divides them. Raises `ValueError` for open quotes."""
         self._command, self._cut = shlex.split(command), False
+        self._begun: list[Future[None]] = []
+        """The latest command. It goes on if its caller is cancelled."""
 
     async def cut(self, way: CutWay) -> None:
         """Cuts the network. Raises `DisaggError` when the command fails or takes too long."""
         self._cut = True  # also if the command fails: it may have cut a part
-        await asyncio.to_thread(self._run, way)
+        await self._run_in_thread(way)
 
     async def mend(self) -> None:
         """Ends the cut. Raises `DisaggError` when the command fails or takes too long."""
-        await asyncio.to_thread(self._run, MEND)
+        await self._run_in_thread(MEND)
         self._cut = False
 
     def close(self) -> None:
         """Ends a cut that still lasts. Idempotent."""
         if self._cut:
+            wait(self._begun)  # otherwise a cut whose caller was cancelled could outlast its end
             self._run(MEND)
             self._cut = False
+
+    async def _run_in_thread(self, word: str) -> None:
+        thread = ThreadPoolExecutor(1)
+        self._begun = [thread.submit(self._run, word)]
+        thread.shutdown(wait=False)
+        await asyncio.wrap_future(self._begun[0])
 
     def _run(self, word: str) -> None:
         command = [*self._command, word]

@@ -40,7 +40,7 @@ class RateResult(msgspec.Struct, frozen=True):
     failed: int
     """Requests that were refused, failed, or had a wrong answer."""
     in_time: float
-    """Share of the requests whose first token came in time."""
+    """Share of the requests whose first token came in time after the scheduled send."""
     steady: float
     """Share of the intervals between tokens that were short enough; 1 without intervals."""
     ttft_s: Spread | None
@@ -92,8 +92,13 @@ def rate_result(rate: float, report: Report, target: GoodputTarget) -> RateResul
 
 
 def _in_time(row: RequestResult, limit_s: float) -> bool:
-    first_s = row.latency_s if row.ttft_s is None else row.ttft_s
-    return row.kind == OK and first_s <= limit_s
+    """Returns whether the first token came in time after the request's scheduled send.
+
+    From the actual send, a client that is too slow to send at the rate would make the server look fast.
+    """
+    due_s = row.sent_s if row.due_s is None else row.due_s
+    first_s = row.ended_s if row.first_s is None else row.first_s
+    return row.kind == OK and first_s - due_s <= limit_s
 
 
 def search(

@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 class SearchFlags:
     """Flags for the limits of latency, and for the rates that are tried."""
 
-    ttft_s: Annotated[float, typer.Option("--ttft-s", help="Limit of the time to the first token.")] = 0.2
+    ttft_s: Annotated[
+        float, typer.Option("--ttft-s", help="Limit of the time from the scheduled send to the first token.")
+    ] = 0.2
     itl_s: Annotated[float, typer.Option("--itl-s", help="Limit of the time between two tokens.")] = 0.015
     share: Annotated[
         float, typer.Option("--share", help="Share of requests, and of tokens, that must meet their limit.")

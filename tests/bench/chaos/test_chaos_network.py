@@ -54,3 +54,25 @@ def test_a_command_that_never_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(network, "COMMAND_TIMEOUT_S", 0.05)
     with pytest.raises(DisaggError, match=r"words both has not ended within 0\.05 s"):
         asyncio.run(CutCommand(program(tmp_path, "exec sleep 60")).cut("both"))
+
+
+def test_the_end_waits_for_a_cut_that_was_cancelled(tmp_path: Path) -> None:
+    """Otherwise the network would stay cut after the run."""
+    words, go = tmp_path / "words", tmp_path / "go"
+    slow = f'echo "begin $2" >> "$1"; [ "$2" = mend ] || until [ -e "{go}" ]; do sleep 0.01; done; echo "$2" >> "$1"'
+    one = CutCommand(program(tmp_path, slow))
+
+    async def cut() -> None:
+        cutting = asyncio.create_task(one.cut("both"))
+        while not words.exists():
+            await asyncio.sleep(0.005)
+        cutting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await cutting
+        closing = asyncio.create_task(asyncio.to_thread(one.close))
+        await asyncio.wait([closing], timeout=0.1)
+        go.touch()
+        await closing
+
+    asyncio.run(cut())
+    assert words.read_text().splitlines() == ["begin both", "both", "begin mend", "mend"]

@@ -9,6 +9,7 @@ import pytest
 from api_server import ApiServer
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from disagg.bench.serve.answer import OK, REFUSED, RequestResult
 from disagg.bench.serve.goodput import (
@@ -89,6 +90,12 @@ def test_shares_count_failed_requests_as_late() -> None:
     rows[0] = answer(0, 0.1, [0.02] * 9)
     slow = rate_result(2.0, Report({}, Slo(), summarize(rows, Slo(), 3), rows), TARGET)
     assert (slow.in_time, slow.steady, slow.met) == (0.9, 72 / 81, False)
+
+
+def test_a_client_that_sends_late_does_not_raise_the_goodput() -> None:
+    rows = [structs.replace(answer(index, 0.1, [0.01]), due_s=index - 0.15) for index in range(10)]
+    late = rate_result(2.0, Report({}, Slo(), summarize(rows, Slo(), 3), rows), TARGET)
+    assert (late.in_time, late.met) == (0.0, False)
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
