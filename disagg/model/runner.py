@@ -47,6 +47,7 @@ from disagg.model.head import ModelHead
 from disagg.model.layers.few_rows import FewRowsSwitch, use_few_rows
 from disagg.model.layers.fused import fuse
 from disagg.model.layers.merged import gate_few_rows, merge_projections
+from disagg.model.layers.quantized_check import check_products
 from disagg.model.layers.rope import long_tokens, wrap_ropes
 from disagg.model.layers.row_wise import RowWise, use_linear_kernels
 from disagg.model.load.build import build_model
@@ -123,6 +124,8 @@ class ModelRunner:
         """Names of the model parts that cannot be split, so that every rank of the group holds them whole."""
         self._classes = self._attention_classes()
         replaced = self._use_layer_kernels()
+        if self.device.type == "cuda":
+            check_products(self.model)
         self._row_wise: RowWise | None = None
         self._ropes = wrap_ropes(self.model, self.spec.rope_switch_tokens)
         self._indexers = wrap_indexers(self.model, self.spec.places)

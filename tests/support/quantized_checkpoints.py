@@ -240,7 +240,13 @@ FORMATS: dict[str, WeightFormat] = {
     ),
     "compressed int4 zeros": WeightFormat(
         compressed(
-            "pack-quantized", num_bits=4, type="int", strategy="group", group_size=64, symmetric=False
+            "pack-quantized",
+            num_bits=4,
+            type="int",
+            strategy="group",
+            group_size=64,
+            symmetric=False,
+            actorder="weight",
         ),
         packed_in(4, 64, symmetric=False),
     ),
@@ -266,12 +272,15 @@ def write_checkpoints(directory: Path, form: WeightFormat) -> tuple[Path, Path]:
     return quantized, plain
 
 
-def quantize_checkpoint(plain: Path, quantized: Path, form: WeightFormat) -> None:
-    """Writes a quantized copy of a checkpoint, and rounds the checkpoint's own weights to the represented ones."""
+def quantize_checkpoint(plain: Path, quantized: Path, form: WeightFormat, part: str = "") -> None:
+    """Writes a quantized copy of a checkpoint, and rounds the checkpoint's own weights to the represented ones.
+
+    Only projections with `part` in their names are quantized.
+    """
     tensors = load_file(plain / "model.safetensors")
     stored = dict(tensors)
     for name, weight in tensors.items():
-        if name.endswith("proj.weight"):
+        if name.endswith("proj.weight") and part in name:
             own, tensors[name] = form.quantize(weight)
             del stored[name]
             stored |= {f"{name.removesuffix('weight')}{leaf}": one.contiguous() for leaf, one in own.items()}

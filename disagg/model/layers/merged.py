@@ -31,6 +31,7 @@ class MergedProjections:
 
     def __init__(self, layers: Sequence[Any]) -> None:
         """Joins the weights of `layers`. Afterwards, the layers' weights are views of the joined weight."""
+        self.layers = tuple(layers)
         self.weight = _joined(layers)
         self.bias = None if layers[0].bias is None else torch.cat([layer.bias.data for layer in layers])
         self.product: Product | None = None

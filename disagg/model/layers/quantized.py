@@ -14,6 +14,8 @@ from kernels.layers.quantized_linear import quantized_linear
 from kernels.layers.quantized_weight import QuantizedWeight, dequantized
 
 Product = Callable[[torch.Tensor], torch.Tensor]
+Convert = Callable[[QuantizedWeight, torch.dtype], torch.Tensor]
+"""Function that returns a quantized weight as floats."""
 
 
 class QuantizedLinear(nn.Module):
@@ -71,18 +73,32 @@ class QuantizedRowParallelLinear(SummedModule, QuantizedLinear):
         return y if self.bias is None else y + self.bias
 
 
+class ConvertedProduct:
+    """A product with a quantized weight that is converted to the type of the activations in each call."""
+
+    def __init__(self, weight: QuantizedWeight, bias: torch.Tensor | None, convert: Convert) -> None:
+        self.convert = convert
+        self._weight, self._bias = weight, bias
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns the product with weight and bias."""
+        return nn.functional.linear(x, self.convert(self._weight, x.dtype), self._bias)
+
+
 class RowWiseProduct:
     """A product with a quantized weight in which a row's bits do not depend on the other rows.
 
     Each call converts the whole weight to the type of the activations.
     """
 
-    def __init__(self, weight: QuantizedWeight, bias: torch.Tensor | None) -> None:
-        self._weight, self._bias = weight, bias
+    def __init__(
+        self, weight: QuantizedWeight, bias: torch.Tensor | None, convert: Convert = dequantized
+    ) -> None:
+        self._weight, self._bias, self._convert = weight, bias, convert
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Returns the product with weight and bias."""
-        whole = dequantized(self._weight, x.dtype)
+        whole = self._convert(self._weight, x.dtype)
         found = matmul(x.reshape(1, -1, x.shape[-1]), whole[None].transpose(1, 2), self._bias)
         return found.view(*x.shape[:-1], whole.shape[0])
 

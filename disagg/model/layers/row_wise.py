@@ -19,11 +19,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from disagg.core.errors import UnsupportedModelError
 from disagg.model.layers.merged import merged_of
-from disagg.model.layers.quantized import Product, QuantizedLinear, RowWiseProduct
+from disagg.model.layers.quantized import ConvertedProduct, Product, QuantizedLinear, RowWiseProduct
 from disagg.model.layers.row_wise_operations import ON_CPU, REPLACED
 from disagg.model.tensor_parallel import RowParallelLinear
 from kernels.layers.linear import Linear
-from kernels.layers.quantized_weight import QuantizedWeight
+from kernels.layers.quantized_weight import QuantizedWeight, dequantized
 
 # Operations that move, select, compare or create values, or sum integers. None of these operations rounds a token's
 # values in a way that depends on other tokens.
@@ -86,18 +86,24 @@ def use_linear_kernels(model: Any) -> None:
     """Replaces the products of `model`'s linear layers by `kernels.layers.linear.Linear`. Load the weights first."""
     for module in model.modules():
         if merged := merged_of(module):
-            merged.product = _row_wise(merged.weight, merged.bias)
+            merged.product = _row_wise(merged.weight, merged.bias, merged.product)
         plain = type(module) is nn.Linear and "forward" not in vars(module)
         if plain and module.weight.is_contiguous():
             module.forward = Linear(module.weight.data, None if module.bias is None else module.bias.data)
         elif isinstance(module, RowParallelLinear):
             module.product = Linear(module.weight.data)
         elif isinstance(module, QuantizedLinear):
-            module.product = RowWiseProduct(module.weight_parts, module.own_bias)
+            module.product = _row_wise(module.weight_parts, module.own_bias, module.product)
 
 
-def _row_wise(weight: torch.Tensor | QuantizedWeight, bias: torch.Tensor | None) -> Product:
-    return RowWiseProduct(weight, bias) if isinstance(weight, QuantizedWeight) else Linear(weight, bias)
+def _row_wise(
+    weight: torch.Tensor | QuantizedWeight, bias: torch.Tensor | None, product: Product | None
+) -> Product:
+    """Returns a product for the deterministic mode. It keeps the conversion of the product that it replaces."""
+    if not isinstance(weight, QuantizedWeight):
+        return Linear(weight, bias)
+    convert = product.convert if isinstance(product, ConvertedProduct) else dequantized
+    return RowWiseProduct(weight, bias, convert)
 
 
 def _sums_floats(func: Any, operands: Sequence[Any]) -> bool:

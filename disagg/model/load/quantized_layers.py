@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from disagg.core.errors import UnsupportedModelError
 from disagg.model.layers.quantized import QuantizedLinear, QuantizedRowParallelLinear
 from disagg.model.load.quantized_tensors import LayerPart, empty_weight, read_weight
 from disagg.model.load.weights import WeightSource
@@ -50,13 +51,18 @@ def replace_layers(
     """Replaces the linear layers `names` of a rank's model, on the meta device, by quantized layers.
 
     `shapes` and `cuts`: full shape of each parameter, and the rank's part of it. Raises UnsupportedModelError if the
-    kernels do not support a layer.
+    kernels do not support a layer, or if it shares its weight.
     """
     if form is None:
         return QuantizedLayers()
     parts = []
     for name in sorted(names):
         weight = f"{name}.weight"
+        if weight not in shapes:
+            raise UnsupportedModelError(
+                f"{name} is quantized, but shares its weight with another layer (tie_word_embeddings); use a "
+                f"checkpoint in which it is not quantized"
+            )
         rows, columns = shapes[weight]
         part = LayerPart(name, (rows, columns), cuts.get(weight))
         parent, _, child = name.rpartition(".")
@@ -68,6 +74,7 @@ def replace_layers(
 
 def _quantized(layer: nn.Linear, form: Quantization, part: LayerPart) -> QuantizedLinear:
     weight, dtype = empty_weight(form, part), layer.weight.dtype
+    assert weight.shape == tuple(layer.weight.shape), part.name
     if isinstance(layer, RowParallelLinear):
         return QuantizedRowParallelLinear(weight, layer.bias, dtype, layer.collective)
     return QuantizedLinear(weight, layer.bias, dtype)

@@ -133,7 +133,7 @@ def _cut(whole: torch.Tensor, place: _Place, block: tuple[int, int], own: tuple[
 
 
 class _Values(Packing):
-    """Values in their own type, beside scales of any shape with the right number of elements."""
+    """Values in their own type, beside scales, whose shape may lack dimensions of size 1."""
 
     markers: tuple[str, ...] = ("weight_scale_inv", "weight_scale")
     scale_names: tuple[str, ...] = markers
@@ -180,6 +180,7 @@ class _Packed(Packing):
         self, weights: WeightSource, form: Quantization, layer: LayerPart, device: torch.device
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """See `Packing.scales`."""
+        _require_ordered(weights, form, layer, "weight_g_idx")
         found = _scales(weights, form, layer, device, self.scale_names)
         if not form.zeros:
             return found, None
@@ -213,7 +214,7 @@ class _Gptq(Packing):
         self, weights: WeightSource, form: Quantization, layer: LayerPart, device: torch.device
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """See `Packing.scales`."""
-        _require_ordered(weights, form, layer)
+        _require_ordered(weights, form, layer, "g_idx")
         n, groups = scales_shape(layer.shape, form.block_of(layer.shape))
         found = (
             _load(weights, f"{layer.name}.scales", (groups, n), getattr(torch, form.scales), device)
@@ -231,15 +232,17 @@ class _Gptq(Packing):
         return found, zeros.contiguous() if form.zeros else None
 
 
-def _require_ordered(weights: WeightSource, form: Quantization, layer: LayerPart) -> None:
-    """Raises UnsupportedModelError unless each group is a range of columns."""
-    k, name = layer.shape[1], f"{layer.name}.g_idx"
+def _require_ordered(weights: WeightSource, form: Quantization, layer: LayerPart, leaf: str) -> None:
+    """Raises UnsupportedModelError unless each group is a range of columns. `leaf`: the tensor with the group of each
+    column, which may be missing."""
+    k, name = layer.shape[1], f"{layer.name}.{leaf}"
     if weights.shape_of(name, (k,)) is None:
         return
     groups = _load(weights, name, (k,), torch.int32, torch.device("cpu"))
     if not torch.equal(groups, torch.arange(k, dtype=torch.int32) // form.block_of(layer.shape)[1]):
         raise UnsupportedModelError(
-            f"{name} orders columns by importance (desc_act), which is not supported; quantize with desc_act = false"
+            f"{name} orders columns by importance, which is not supported; quantize with desc_act = false (GPTQ) or "
+            f"actorder = weight (compressed-tensors)"
         )
 
 
@@ -315,11 +318,15 @@ def _scales(
         name = f"{layer.name}.{leaf}"
         stored = weights.shape_of(name, expected)
         if stored is not None:
-            count = torch.Size(expected).numel()
             found = _load(weights, name, stored, getattr(torch, form.scales), device)
-            require_shape(name, stored if found.numel() != count else expected, expected)
+            if _without_ones(stored) != _without_ones(expected):
+                require_shape(name, stored, expected)
             return found.view(expected)
     raise ConfigError(f"the checkpoint has no weight named {layer.name}.{names[0]}")
+
+
+def _without_ones(shape: tuple[int, ...]) -> list[int]:
+    return [size for size in shape if size != 1]
 
 
 def _load(

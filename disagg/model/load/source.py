@@ -130,7 +130,8 @@ class ModelSource:
         form = self.quantization
         assert form is not None
         split = (name.rpartition(".") for name in SafetensorsWeights(_safetensors(files)).names())
-        return {layer for layer, _, leaf in split if leaf in PACKINGS[form.storage].markers}
+        packing = PACKINGS[form.storage]
+        return {layer for layer, _, leaf in split if leaf in (*packing.markers, *packing.scale_names)}
 
     def quantized_layers(self, linear: set[str]) -> set[str]:
         """Returns the names of the model's quantized layers, given those of its linear layers.

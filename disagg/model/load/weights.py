@@ -111,7 +111,7 @@ class SafetensorsWeights:
             stored = file.get_slice(stored_name)
             require_shape(name, tuple(stored.get_shape()), shape)
             part = _read(file, stored_name, stored, cut)
-        require_float(name, part, dtype)
+        require_type(name, part.dtype, dtype)
         return part.to(device, dtype, copy=True).contiguous()
 
     def shape_of(self, name: str, expected: tuple[int, ...]) -> tuple[int, ...] | None:
@@ -141,12 +141,24 @@ def require_shape(name: str, found: tuple[int, ...], expected: tuple[int, ...]) 
         raise ConfigError(f"the checkpoint's {name} is {found}, but its config.json requires {expected}")
 
 
-def require_float(name: str, stored: torch.Tensor, dtype: torch.dtype) -> None:
-    """Raises ConfigError for a quantized weight, if its layer is to have a weight of floats."""
-    narrow = stored.dtype.itemsize == 1 or not stored.is_floating_point()
-    if name.endswith(".weight") and narrow and stored.dtype != dtype:
-        kind = str(stored.dtype).removeprefix("torch.")
-        raise ConfigError(f"the checkpoint's {name} is {kind}, but the checkpoint has no scales for it")
+def require_type(name: str, stored: torch.dtype, dtype: torch.dtype) -> None:
+    """Raises ConfigError if a tensor's type does not fit its use: quantized values where floats are wanted, floats
+    where quantized values are wanted, or quantized values of another type."""
+    if stored == dtype or (dtype.itemsize > 1 and _is_quantized(stored) == _is_quantized(dtype)):
+        return
+    kind, wanted = (str(one).removeprefix("torch.") for one in (stored, dtype))
+    if _is_quantized(dtype):
+        raise ConfigError(
+            f"the checkpoint's {name} is {kind}, but its config.json and its scales require {wanted}"
+        )
+    raise ConfigError(
+        f"the checkpoint's {name} is {kind}, but the checkpoint has no scales for it that can be read"
+    )
+
+
+def _is_quantized(dtype: torch.dtype) -> bool:
+    """Returns whether numbers of `dtype` need a scale. Numbers of float8_e8m0fnu are scales."""
+    return dtype != torch.float8_e8m0fnu and (dtype.itemsize == 1 or not dtype.is_floating_point)
 
 
 def own_part(cut: Cut, whole: torch.Tensor) -> torch.Tensor:

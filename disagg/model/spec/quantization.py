@@ -83,8 +83,9 @@ def _compressed_tensors(settings: Mapping[str, Any]) -> Quantization:
         raise UnsupportedQuantizationError(f"its weights are {'sparse' if sparse else 'rotated'} ({name})")
     kind = (form, one.get("type"), one.get("num_bits"))
     block = _compressed_block(one)
-    if kind not in _COMPRESSED or block is None or one.get("actorder"):
-        order = f", actorder {one['actorder']}" if one.get("actorder") else ""
+    reordered = one.get("actorder") not in (None, False, *_ORDERS)
+    if kind not in _COMPRESSED or block is None or reordered:
+        order = f", actorder {one['actorder']}" if reordered else ""
         raise UnsupportedQuantizationError(f"its weights are quantized as {name}{order}; {SUPPORTED}")
     storage, elements = _COMPRESSED[kind]
     zeros = not one.get("symmetric", True)
@@ -95,16 +96,17 @@ def _compressed_tensors(settings: Mapping[str, Any]) -> Quantization:
 
 def _compressed_block(weights: Mapping[str, Any]) -> tuple[int, int] | None:
     """Returns the block of a strategy; None for an unknown strategy."""
-    strategy = weights.get("strategy") or ("group" if weights.get("group_size") else "tensor")
+    group = int(weights.get("group_size") or 0)  # -1: one group per channel
+    strategy = weights.get("strategy") or ("group" if group else "tensor")
     if strategy == "block":
         return _block(weights.get("block_structure") or ())
-    blocks = {"tensor": (0, 0), "channel": (1, 0), "group": (1, weights.get("group_size") or 0)}
+    blocks = {"tensor": (0, 0), "channel": (1, 0), "group": (1, max(0, group))}
     return blocks.get(strategy)
 
 
 def _gptq(settings: Mapping[str, Any]) -> Quantization:
     bits, symmetric = settings.get("bits"), bool(settings.get("sym", True))
-    form = settings.get("checkpoint_format") or "gptq"
+    form = settings.get("checkpoint_format") or settings.get("format") or "gptq"
     exceptions = [key for key in settings.get("dynamic") or {} if not str(key).startswith("-:")]
     for wrong, why in (
         (bits not in (4, 8), f"{bits} bits"),
@@ -123,7 +125,8 @@ def _gptq(settings: Mapping[str, Any]) -> Quantization:
 
 
 def _awq(settings: Mapping[str, Any]) -> Quantization:
-    bits, version = settings.get("bits", 4), str(settings.get("version", "gemm")).lower()
+    bits = settings.get("bits", 4)
+    version = str(settings.get("version") or settings.get("format") or "gemm").lower()
     if bits != 4 or version != "gemm" or not settings.get("zero_point", True):
         raise UnsupportedQuantizationError(
             f"its weights are AWQ with {bits} bits, version {version}, zero_point {settings.get('zero_point')}; "
@@ -143,6 +146,8 @@ def _block(size: Any) -> tuple[int, int]:
     return int(size[0]), int(size[1])
 
 
+_ORDERS = ("weight", "static")
+"""Orders in which compressed-tensors quantizes columns, and then stores them in their own order."""
 _COMPRESSED: dict[tuple[Any, ...], tuple[Storage, Elements]] = {
     ("float-quantized", "float", 8): ("values", "fp8"),
     ("naive-quantized", "float", 8): ("values", "fp8"),

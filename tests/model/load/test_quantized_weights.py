@@ -7,6 +7,7 @@ import dataclasses
 import functools
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,15 @@ from architectures import SIZES, save
 from mixtures import MIXTURES
 from model_helpers import load_plain, make_runner, prompts
 from plain_greedy import plain_greedy
-from quantized_checkpoints import FORMATS, awq, compressed, gptq, set_quantization, write_checkpoints
+from quantized_checkpoints import (
+    FORMATS,
+    awq,
+    compressed,
+    gptq,
+    quantize_checkpoint,
+    set_quantization,
+    write_checkpoints,
+)
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
 
@@ -27,14 +36,18 @@ from disagg.core.types import SamplingParams
 from disagg.model.collective.base import ThreadCollective, run_ranks
 from disagg.model.layers.fused import fuse
 from disagg.model.layers.merged import merge_projections
-from disagg.model.layers.quantized import QuantizedLinear
+from disagg.model.layers.quantized import ConvertedProduct, QuantizedLinear
+from disagg.model.layers.quantized_check import check_products
 from disagg.model.layers.row_wise import use_linear_kernels
 from disagg.model.load.build import weights_bytes
 from disagg.model.load.named import QUANTIZATIONS
 from disagg.model.load.random_quantized import RandomQuantizedWeights
 from disagg.model.load.source import ModelSource
+from disagg.model.load.weights import SafetensorsWeights
+from disagg.model.spec.quantization import quantization_of
 from disagg.model.unsplit import generate_unsplit
 from disagg.reference.answers import reference_answers
+from kernels.layers.quantized_weight import dequantized, dequantized_reference
 
 ANSWER_TOKENS = 12
 SMALL_INT4 = pytest.param("small-llama:int4-group", marks=pytest.mark.slow)
@@ -98,6 +111,7 @@ def test_greedy_equals_generate_on_a_gpu(name: str, deterministic: bool, checkpo
     """With merged projections, and recorded decode steps."""
     directory, expected = checkpoints(name)
     runner = make_runner(directory, device="cuda", deterministic=deterministic)
+    assert check_products(runner.model) == 0
     runner.record(4)
     assert runner.recorded
     assert generate_unsplit(runner, prompts()[:3], GREEDY, chunk_tokens=64) == expected
@@ -125,6 +139,7 @@ def test_quantized_weights_need_less_memory(name: str, checkpoints: Checkpoints)
     nbytes = sum(layer.values.nbytes + layer.scales.nbytes for layer in layers)
     elements = sum(layer.in_features * layer.out_features for layer in layers)
     assert nbytes < (1.03 if "8" in name else 0.55) * elements
+    assert check_products(quantized.model) == 0
 
 
 @pytest.mark.parametrize(
@@ -214,6 +229,8 @@ def test_an_unknown_weight_format_is_refused(name: str) -> None:
         (gptq(desc_act=True), "order of importance"),
         (gptq(checkpoint_format="marlin"), "checkpoint_format marlin"),
         (gptq(dynamic={"+:.*down.*": {"bits": 8}}), "other settings for some layers"),
+        (gptq(format="marlin"), "checkpoint_format marlin"),
+        (awq(version=None, format="gemv"), "AWQ with 4 bits, version gemv"),
         (awq(version="gemv"), "AWQ with 4 bits, version gemv"),
         (awq(zero_point=False), "zero_point False"),
         (compressed("pack-quantized", num_bits=3, type="int", strategy="channel"), "3 bits"),
@@ -271,6 +288,21 @@ def no_values(tensors: dict[str, torch.Tensor]) -> None:
     del tensors["model.layers.0.mlp.up_proj.weight"]
 
 
+def float_values(tensors: dict[str, torch.Tensor]) -> None:
+    name = "model.layers.0.mlp.up_proj.weight"
+    tensors[name] = tensors[name].bfloat16()
+
+
+def other_fp8(tensors: dict[str, torch.Tensor]) -> None:
+    name = "model.layers.0.mlp.up_proj.weight"
+    tensors[name] = tensors[name].float().to(torch.float8_e5m2)
+
+
+def transposed_scale(tensors: dict[str, torch.Tensor]) -> None:
+    name = "model.layers.0.mlp.up_proj.weight_scale_inv"
+    tensors[name] = tensors[name].t().contiguous()
+
+
 def small_scale(tensors: dict[str, torch.Tensor]) -> None:
     tensors["model.layers.0.mlp.up_proj.weight_scale_inv"] = torch.ones(2, 2)
 
@@ -305,6 +337,9 @@ def no_norm(tensors: dict[str, torch.Tensor]) -> None:
         (no_scale, "up_proj.weight is float8_e4m3fn, but the checkpoint has no scales for it"),
         (no_values, "no weight named model.layers.0.mlp.up_proj.weight"),
         (small_scale, r"up_proj.weight_scale_inv is \(2, 2\), but .* requires \(3, 2\)"),
+        (float_values, "up_proj.weight is bfloat16, but .* scales require float8_e4m3fn"),
+        (other_fp8, "up_proj.weight is float8_e5m2, but .* scales require float8_e4m3fn"),
+        (transposed_scale, r"up_proj.weight_scale_inv is \(2, 3\), but .* requires \(3, 2\)"),
         (no_norm, "no weight named model.norm.weight"),
     ],
 )
@@ -315,3 +350,134 @@ def test_broken_checkpoints_are_refused(
     with pytest.raises((ConfigError, UnsupportedModelError), match=match) as caught:
         make_runner(broken)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "match"),
+    [
+        ("awq", "mlp.act_fn.scales", "its model.layers.0.mlp.act_fn is quantized, but is no linear layer"),
+        ("compressed int4 group", "mlp.up_proj.weight_g_idx", "weight_g_idx orders columns by importance"),
+    ],
+)
+def test_tensors_that_change_the_product_are_refused(
+    name: str, tensor: str, match: str, checkpoints: Checkpoints, tmp_path: Path
+) -> None:
+    """AWQ also divides activations (`act.scales`); compressed-tensors may order columns."""
+
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[f"model.layers.0.{tensor}"] = torch.ones(256, dtype=torch.int32)
+
+    broken = changed(checkpoints(name)[0], tmp_path, change)
+    with pytest.raises(UnsupportedModelError, match=match):
+        make_runner(broken)
+
+
+def test_a_quantized_head_with_the_weight_of_the_embedding_is_refused(tmp_path: Path) -> None:
+    save(LlamaConfig(**SIZES, tie_word_embeddings=True), tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["lm_head.weight_scale_inv"] = torch.ones(1)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    set_quantization(tmp_path, tmp_path, {"quant_method": "fp8"})
+    with pytest.raises(UnsupportedModelError, match="lm_head is quantized, but shares its weight"):
+        make_runner(tmp_path)
+
+
+def test_types_of_stored_tensors(tmp_path: Path) -> None:
+    """Stacked experts have scales of other names, without which their values are wrong."""
+    stored = {
+        "mlp.experts.gate_up_proj": torch.ones(2, 4).to(torch.float8_e4m3fn),
+        "proj.weight_scale_inv": torch.tensor([[2.0, 0.5]]).to(torch.float8_e8m0fnu),
+    }
+    save_file(stored, tmp_path / "model.safetensors")
+    weights, cpu = SafetensorsWeights([tmp_path / "model.safetensors"]), torch.device("cpu")
+    scales = weights.load("proj.weight_scale_inv", (1, 2), torch.float32, cpu, None)
+    assert scales is not None
+    assert scales.tolist() == [[2.0, 0.5]]
+    with pytest.raises(ConfigError, match="gate_up_proj is float8_e4m3fn, but the checkpoint has no scales"):
+        weights.load("mlp.experts.gate_up_proj", (2, 4), torch.bfloat16, cpu, None)
+
+
+def test_settings_under_other_names() -> None:
+    def read(settings: dict[str, Any]) -> Any:
+        return quantization_of(SimpleNamespace(quantization_config=settings))
+
+    assert read(gptq(sym=False, format="gptq_v2")).storage == "gptq_v2"
+    assert read(awq(version=None, format="gemm")).storage == "awq"
+    whole = compressed("pack-quantized", num_bits=4, type="int", strategy=None, group_size=-1)
+    assert read(whole).block == (1, 0)
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["wrong", "fails"])
+def test_wrong_kernels_are_not_used(
+    fails: bool,
+    checkpoints: Checkpoints,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from disagg.model.layers import merged, quantized, quantized_check
+
+    own = quantized_check.quantized_linear
+    calls = []
+
+    def wrong(x: torch.Tensor, *arguments: Any) -> torch.Tensor:
+        calls.append(x.shape)
+        found = own(x, *arguments)
+        found[-1, -1] += 0.05 * found.std()
+        return found
+
+    def broken(*_: Any) -> torch.Tensor:
+        raise TypeError("no such instruction")
+
+    directory, expected = checkpoints("fp8 block")
+    runner = make_runner(directory, fused=False)
+    fuse(runner.model)
+    merge_projections(runner.model)
+    monkeypatch.setattr(quantized_check, "quantized_linear", broken if fails else wrong)
+    if fails:
+        monkeypatch.setattr(quantized_check, "dequantized", broken)
+    assert (
+        check_products(runner.model) == 8
+    )  # of each layer: merged q, k, v; output; merged gate and up; down
+    assert capsys.readouterr().out.count("quantized_kernels_disagree") == 4
+    assert len(calls) == (0 if fails else 4)
+    for module in (merged, quantized):
+        monkeypatch.setattr(module, "quantized_linear", broken)
+    assert generate_unsplit(runner, prompts()[:3], GREEDY, chunk_tokens=64) == expected
+    product = runner.model.model.layers[0].mlp.down_proj.product
+    assert isinstance(product, ConvertedProduct)
+    assert product.convert is (dequantized_reference if fails else dequantized)
+    monkeypatch.setattr("disagg.model.layers.row_wise.dequantized", broken)
+    if fails:
+        use_linear_kernels(runner.model)  # the deterministic mode keeps the conversion
+        assert generate_unsplit(runner, prompts()[:3], GREEDY, chunk_tokens=64) == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rounding_is_not_taken_for_an_error(
+    dtype: torch.dtype, checkpoints: Checkpoints, tmp_path: Path
+) -> None:
+    """Some rows of a weight may be zero, or near the smallest floats."""
+
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        scales = tensors["model.layers.0.mlp.gate_proj.weight_scale"]
+        scales *= torch.logspace(-9, 0, len(scales))[:, None]
+        tensors["model.layers.0.mlp.gate_proj.weight"][::7] = 0
+
+    directory = changed(checkpoints("compressed fp8 channel")[0], tmp_path, change)
+    for one in (directory, checkpoints("compressed int4 zeros")[0]):
+        assert check_products(make_runner(one, dtype=dtype).model) == 0
+
+
+def test_a_quantized_shared_expert_is_split(tmp_path: Path) -> None:
+    """Its layers are in no plan of the model; the routed experts are not quantized."""
+    plain, quantized = save(MIXTURES["qwen2-moe"](), tmp_path / "plain"), tmp_path / "quantized"
+    quantize_checkpoint(plain, quantized, FORMATS["compressed fp8 channel"], ".shared_expert.")
+    model = load_plain(plain)
+    expected = [plain_greedy(model, prompt, ANSWER_TOKENS) for prompt in prompts()[:3]]
+
+    def answers(collective: ThreadCollective) -> list[list[int]]:
+        runner = make_runner(quantized, collective)
+        assert sum(isinstance(module, QuantizedLinear) for module in runner.model.modules()) == 6
+        return generate_unsplit(runner, prompts()[:3], GREEDY, chunk_tokens=29)
+
+    assert run_ranks(2, answers) == [expected, expected]
