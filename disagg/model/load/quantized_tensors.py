@@ -14,6 +14,7 @@ import torch
 
 from disagg.core.errors import ConfigError, UnsupportedModelError
 from disagg.core.types import Span
+from disagg.model.load.packed_words import AWQ_PLACES, PackedMatrix, Place
 from disagg.model.load.weights import WeightSource, require_shape
 from disagg.model.spec.quantization import Elements, Quantization, Storage
 from disagg.model.tensor_parallel import Cut
@@ -25,8 +26,6 @@ _TYPES: dict[Elements, torch.dtype] = {
     "int4": torch.uint8,
 }
 _BITS: dict[Elements, int] = {"fp8": 8, "int8": 8, "int4": 4}
-_Place = tuple[Span, Span]
-"""Rows and columns of a piece of a weight."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +38,7 @@ class LayerPart:
     """Output and input features of the whole layer."""
     cut: Cut | None = None
 
-    def pieces(self) -> list[_Place]:
+    def pieces(self) -> list[Place]:
         """Returns the pieces of the part. The pieces lie below each other."""
         rows, columns = (Span(0, size) for size in self.shape)
         if self.cut is None:
@@ -59,7 +58,7 @@ class Packing(Protocol):
     """Names that the scales may have."""
 
     def values(
-        self, weights: WeightSource, form: Quantization, layer: LayerPart, place: _Place, device: torch.device
+        self, weights: WeightSource, form: Quantization, layer: LayerPart, place: Place, device: torch.device
     ) -> torch.Tensor:
         """Returns the values at `place`; 4-bit values as uint8."""
 
@@ -111,7 +110,7 @@ def read_weight(
     return found
 
 
-def _block_at(place: _Place, shape: tuple[int, int], block: tuple[int, int]) -> tuple[int, int]:
+def _block_at(place: Place, shape: tuple[int, int], block: tuple[int, int]) -> tuple[int, int]:
     """Returns the block of a piece of a weight: the largest that divides the weight's block and begins with the
     piece."""
     rows, columns = (
@@ -121,7 +120,7 @@ def _block_at(place: _Place, shape: tuple[int, int], block: tuple[int, int]) -> 
     return rows, columns
 
 
-def _cut(whole: torch.Tensor, place: _Place, block: tuple[int, int], own: tuple[int, int]) -> torch.Tensor:
+def _cut(whole: torch.Tensor, place: Place, block: tuple[int, int], own: tuple[int, int]) -> torch.Tensor:
     """Returns the scales of a piece, one for each of its own blocks."""
     for dim, (span, each, size) in enumerate(zip(place, block, own, strict=True)):
         if whole.shape[dim] == 1:
@@ -139,7 +138,7 @@ class _Values(Packing):
     scale_names: tuple[str, ...] = markers
 
     def values(
-        self, weights: WeightSource, form: Quantization, layer: LayerPart, place: _Place, device: torch.device
+        self, weights: WeightSource, form: Quantization, layer: LayerPart, place: Place, device: torch.device
     ) -> torch.Tensor:
         """See `Packing.values`."""
         dim = 0 if len(place[0]) < layer.shape[0] else 1
@@ -166,15 +165,11 @@ class _Packed(Packing):
     scale_names: tuple[str, ...] = ("weight_scale",)
 
     def values(
-        self, weights: WeightSource, form: Quantization, layer: LayerPart, place: _Place, device: torch.device
+        self, weights: WeightSource, form: Quantization, layer: LayerPart, place: Place, device: torch.device
     ) -> torch.Tensor:
         """See `Packing.values`."""
-        (n, k), bits = layer.shape, _BITS[form.elements]
-        words = _words(place[1], bits)
-        cut = Cut(0, (place[0],)) if len(place[0]) < n else Cut(1, (words,))
-        stored = _load(weights, f"{layer.name}.weight_packed", (n, _count(k, bits)), torch.int32, device, cut)
-        found = _unpacked(stored, bits)
-        return _biased(found if cut.dim == 0 else _narrow(found, place[1], words, bits), k, form)
+        stored = PackedMatrix(f"{layer.name}.weight_packed", layer.shape, _BITS[form.elements])
+        return _biased(stored.read(weights, device, place), form)
 
     def scales(
         self, weights: WeightSource, form: Quantization, layer: LayerPart, device: torch.device
@@ -186,44 +181,37 @@ class _Packed(Packing):
             return found, None
         n, groups = found.shape
         name, bits = f"{layer.name}.weight_zero_point", _BITS[form.elements]
-        stored = _load(weights, name, (_count(n, bits), groups), torch.int32, device)
-        return found, _unpacked(stored.t(), bits)[:, :n].t().contiguous()
+        zeros = PackedMatrix(name, (groups, n), bits, transposed=True).read(weights, device)
+        return found, zeros.t().contiguous()
 
 
 class _Gptq(Packing):
-    """Words along the input features, in transposed tensors; zero points are stored `less` than they are."""
+    """Words along the input features, in transposed tensors."""
 
     markers: tuple[str, ...] = ("qweight",)
     scale_names: tuple[str, ...] = ("scales",)
 
     def __init__(self, less: int) -> None:
+        """`less`: the number that is subtracted from zero points before they are stored."""
         self._less = less
 
     def values(
-        self, weights: WeightSource, form: Quantization, layer: LayerPart, place: _Place, device: torch.device
+        self, weights: WeightSource, form: Quantization, layer: LayerPart, place: Place, device: torch.device
     ) -> torch.Tensor:
         """See `Packing.values`."""
-        (n, k), bits = layer.shape, _BITS[form.elements]
-        words = _words(place[1], bits)
-        cut = Cut(1, (place[0],)) if len(place[0]) < n else Cut(0, (words,))
-        stored = _load(weights, f"{layer.name}.qweight", (_count(k, bits), n), torch.int32, device, cut)
-        found = _unpacked(stored.t(), bits)
-        return _biased(found if cut.dim == 1 else _narrow(found, place[1], words, bits), k, form)
+        name, bits = f"{layer.name}.qweight", _BITS[form.elements]
+        stored = PackedMatrix(name, layer.shape, bits, transposed=True)
+        return _biased(stored.read(weights, device, place), form)
 
     def scales(
         self, weights: WeightSource, form: Quantization, layer: LayerPart, device: torch.device
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """See `Packing.scales`."""
         _require_ordered(weights, form, layer, "g_idx")
-        n, groups = scales_shape(layer.shape, form.block_of(layer.shape))
-        found = (
-            _load(weights, f"{layer.name}.scales", (groups, n), getattr(torch, form.scales), device)
-            .t()
-            .contiguous()
-        )
-        bits = _BITS[form.elements]
-        stored = _load(weights, f"{layer.name}.qzeros", (groups, _count(n, bits)), torch.int32, device)
-        zeros = (_unpacked(stored, bits)[:, :n].t() + self._less) & ((1 << bits) - 1)
+        found, bits = _transposed_scales(weights, form, layer, device), _BITS[form.elements]
+        n, groups = found.shape
+        stored = PackedMatrix(f"{layer.name}.qzeros", (groups, n), bits).read(weights, device)
+        zeros = (stored.t() + self._less) & ((1 << bits) - 1)
         middle = 1 << (bits - 1)
         if not form.zeros and not bool((zeros == middle).all()):
             raise ConfigError(
@@ -247,66 +235,32 @@ def _require_ordered(weights: WeightSource, form: Quantization, layer: LayerPart
 
 
 class _Awq(Packing):
-    """Words along the output features, in transposed tensors, with values in the order of `_AWQ_PLACES`."""
+    """Words along the output features, in transposed tensors, with values in the order of `AWQ_PLACES`."""
 
     markers: tuple[str, ...] = ("qweight",)
     scale_names: tuple[str, ...] = ("scales",)
 
     def values(
-        self, weights: WeightSource, form: Quantization, layer: LayerPart, place: _Place, device: torch.device
+        self, weights: WeightSource, form: Quantization, layer: LayerPart, place: Place, device: torch.device
     ) -> torch.Tensor:
         """See `Packing.values`."""
-        n, k = layer.shape
-        words = _words(place[0], 4)
-        cut = Cut(0, (place[1],)) if len(place[1]) < k else Cut(1, (words,))
-        stored = _load(weights, f"{layer.name}.qweight", (k, _count(n, 4)), torch.int32, device, cut)
-        found = _awq_unpacked(stored)
-        return (found if cut.dim == 0 else _narrow(found, place[0], words, 4))[:, :n].t().contiguous()
+        (n, k), (rows, columns) = layer.shape, place
+        stored = PackedMatrix(f"{layer.name}.qweight", (k, n), 4, places=AWQ_PLACES)
+        return stored.read(weights, device, (columns, rows)).t().contiguous()
 
     def scales(
         self, weights: WeightSource, form: Quantization, layer: LayerPart, device: torch.device
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """See `Packing.scales`."""
-        n, groups = scales_shape(layer.shape, form.block_of(layer.shape))
-        found = _load(weights, f"{layer.name}.scales", (groups, n), getattr(torch, form.scales), device)
-        zeros = _load(weights, f"{layer.name}.qzeros", (groups, _count(n, 4)), torch.int32, device)
-        return found.t().contiguous(), _awq_unpacked(zeros)[:, :n].t().contiguous()
+        found = _transposed_scales(weights, form, layer, device)
+        n, groups = found.shape
+        zeros = PackedMatrix(f"{layer.name}.qzeros", (groups, n), 4, places=AWQ_PLACES)
+        return found, zeros.read(weights, device).t().contiguous()
 
 
-_AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Place in its word, counted from the lowest bits, of each of eight values."""
-
-
-def _awq_unpacked(words: torch.Tensor) -> torch.Tensor:
-    found = _unpacked(words, 4)
-    places = torch.tensor(_AWQ_PLACES, device=words.device)
-    return found.view(len(found), -1, len(_AWQ_PLACES)).index_select(2, places).view(found.shape)
-
-
-def _count(size: int, bits: int) -> int:
-    """Returns the number of words that hold `size` values."""
-    return -(-size * bits // 32)
-
-
-def _words(span: Span, bits: int) -> Span:
-    """Returns the words that hold a span of values."""
-    return Span(span.start * bits // 32, _count(span.stop, bits))
-
-
-def _narrow(values: torch.Tensor, span: Span, words: Span, bits: int) -> torch.Tensor:
-    """Returns the columns `span` of a weight, given the values of `words`."""
-    return values.narrow(1, span.start - words.start * 32 // bits, len(span))
-
-
-def _unpacked(words: torch.Tensor, bits: int) -> torch.Tensor:
-    """Returns the uint8 values of int32 words, from the lowest bits to the highest, along the last dimension."""
-    found = words.contiguous().view(torch.uint8)
-    return found if bits == 8 else torch.stack((found & 15, found >> 4), -1).flatten(-2)
-
-
-def _biased(values: torch.Tensor, columns: int, form: Quantization) -> torch.Tensor:
-    """Returns unsigned values of `columns` columns at most: 4 bits as they are, 8 bits as int8 around zero."""
-    values = values[:, :columns].contiguous()
+def _biased(values: torch.Tensor, form: Quantization) -> torch.Tensor:
+    """Returns unsigned values of 4 bits as they are, and of 8 bits as int8 around zero."""
+    values = values.contiguous()
     return values if form.elements == "int4" else (values ^ 128).view(torch.int8)
 
 
@@ -323,6 +277,15 @@ def _scales(
                 require_shape(name, stored, expected)
             return found.view(expected)
     raise ConfigError(f"the checkpoint has no weight named {layer.name}.{names[0]}")
+
+
+def _transposed_scales(
+    weights: WeightSource, form: Quantization, layer: LayerPart, device: torch.device
+) -> torch.Tensor:
+    """Returns the scales of a tensor `scales` that is stored as `[groups, out]`."""
+    n, groups = scales_shape(layer.shape, form.block_of(layer.shape))
+    stored = _load(weights, f"{layer.name}.scales", (groups, n), getattr(torch, form.scales), device)
+    return stored.t().contiguous()
 
 
 def _without_ones(shape: tuple[int, ...]) -> list[int]:
