@@ -11,7 +11,7 @@ from disagg.core.ports import Collective
 from disagg.model.tensor_parallel import SummedModule
 from kernels.layers.matmul import matmul
 from kernels.layers.quantized_linear import quantized_linear
-from kernels.layers.quantized_weight import QuantizedWeight, dequantized
+from kernels.layers.quantized_weight import QuantizedWeight
 
 Product = Callable[[torch.Tensor], torch.Tensor]
 Convert = Callable[[QuantizedWeight, torch.dtype], torch.Tensor]
@@ -74,7 +74,7 @@ class QuantizedRowParallelLinear(SummedModule, QuantizedLinear):
 
 
 class ConvertedProduct:
-    """A product with a quantized weight that is converted to the type of the activations in each call."""
+    """A product with a quantized weight. Each call converts the whole weight to the type of the activations."""
 
     def __init__(self, weight: QuantizedWeight, bias: torch.Tensor | None, convert: Convert) -> None:
         self.convert = convert
@@ -82,25 +82,18 @@ class ConvertedProduct:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Returns the product with weight and bias."""
-        return nn.functional.linear(x, self.convert(self._weight, x.dtype), self._bias)
+        return self._multiply(x, self.convert(self._weight, x.dtype), self._bias)
+
+    def _multiply(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return nn.functional.linear(x, weight, bias)
 
 
-class RowWiseProduct:
-    """A product with a quantized weight in which a row's bits do not depend on the other rows.
+class RowWiseProduct(ConvertedProduct):
+    """A product with a quantized weight in which a row's bits do not depend on the other rows."""
 
-    Each call converts the whole weight to the type of the activations.
-    """
-
-    def __init__(
-        self, weight: QuantizedWeight, bias: torch.Tensor | None, convert: Convert = dequantized
-    ) -> None:
-        self._weight, self._bias, self._convert = weight, bias, convert
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns the product with weight and bias."""
-        whole = self._convert(self._weight, x.dtype)
-        found = matmul(x.reshape(1, -1, x.shape[-1]), whole[None].transpose(1, 2), self._bias)
-        return found.view(*x.shape[:-1], whole.shape[0])
+    def _multiply(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        found = matmul(x.reshape(1, -1, x.shape[-1]), weight[None].transpose(1, 2), bias)
+        return found.view(*x.shape[:-1], weight.shape[0])
 
 
 def computes_in(layer: object) -> torch.dtype | None:
