@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from disagg.core.errors import UnsupportedModelError
+from disagg.core.errors import UnsupportedModelError, first_line
 from disagg.kv.upload import upload
 from disagg.model.attention.paged import AttentionContext
 from disagg.model.attention.probe import ShapeProbe
@@ -47,9 +47,9 @@ class TrialSteps:
         except torch.OutOfMemoryError:
             raise
         except (LookupError, AttributeError, TypeError, RuntimeError) as exc:
-            reason = str(exc).strip().partition("\n")[0]
             raise UnsupportedModelError(
-                f"{self._architecture} is not supported: a trial step with the paged attention fails: {reason}"
+                f"{self._architecture} is not supported: a trial step with the paged attention fails: "
+                f"{first_line(exc)}"
             ) from exc
 
     def head_runs_alone(self, head: ModelHead, cache: StateCache | None, whole: torch.Tensor) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import torch
 
-from disagg.core.errors import UnsupportedModelError
+from disagg.core.errors import UnsupportedModelError, first_line
 from disagg.kv.mamba_pool import state_classes
 from disagg.model.attention.probe import ShapeProbe
 from disagg.model.collective.base import SingleCollective
@@ -40,9 +40,8 @@ def with_state(source: ModelSource, spec: ModelSpec, dtype: torch.dtype) -> Mode
         _one_token(model, cache)
         cache.require(spec.architecture, recurrent)
     except (LookupError, AttributeError, TypeError, ValueError, RuntimeError, UnsupportedModelError) as exc:
-        reason = str(exc).strip().partition("\n")[0]
         raise UnsupportedModelError(
-            f"{spec.architecture}: the size of its recurrent state is unknown without weights: {reason}"
+            f"{spec.architecture}: the size of its recurrent state is unknown without weights: {first_line(exc)}"
         ) from exc
     split = split_recurrent(model, SingleCollective())
     states = state_classes(divided(cache.forms(), split.shares))

@@ -9,6 +9,7 @@ from typing import Any
 import structlog
 import torch
 
+from disagg.core.errors import first_line
 from disagg.model.layers.merged import MergedProjections, merged_of
 from disagg.model.layers.quantized import Convert, ConvertedProduct, QuantizedLinear
 from kernels.layers.quantized_linear import KERNEL_ROWS, quantized_linear
@@ -79,8 +80,7 @@ def replacement(weight: QuantizedWeight, dtype: torch.dtype, *, has_bias: bool) 
         except torch.OutOfMemoryError:
             raise
         except Exception as exc:  # noqa: BLE001 - Triton and torch raise many kinds
-            line = str(exc).strip().partition("\n")[0]
-            error, why = math.inf, f"with {rows} rows: {type(exc).__name__}: {line}"
+            error, why = math.inf, f"with {rows} rows: {type(exc).__name__}: {first_line(exc)}"
         if not error <= _ALLOWED[dtype]:
             break
     else:

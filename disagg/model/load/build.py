@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from disagg.core.errors import UnsupportedModelError
+from disagg.core.errors import UnsupportedModelError, first_line
 from disagg.core.ports import Collective
 from disagg.model.adapters import adapter_of
 from disagg.model.adapters.base import StepInputs
@@ -149,8 +149,7 @@ def _empty_model(source: ModelSource, spec: ModelSpec, dtype: torch.dtype) -> An
 def _why_not_built(exc: Exception) -> str:
     if exc.args == (ATTENTION_NAME,):  # the model has its own table of attention functions
         return "its attention cannot be replaced"
-    reason = str(exc).strip().partition("\n")[0]
-    return f"transformers cannot build it: {reason}"
+    return f"transformers cannot build it: {first_line(exc)}"
 
 
 def _stored_shapes(model: Any) -> dict[str, tuple[int, ...]]:
