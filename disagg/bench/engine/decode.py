@@ -244,30 +244,30 @@ def check(runner: ModelRunner, batch: StepBatch) -> None:
         repeated = choices.repeated(number) if choices.known else nullcontext()
         with same_states(runner), runner.eager() if choices.known else nullcontext(), repeated:
             alone = runner.forward(StepBatch((batch.sequences[number],)))[0]
-        _require_close(together[number], alone, allowed, f"request {number} of the batch", "alone")
+        require_close(together[number], alone, allowed, f"request {number} of the batch", "alone")
 
 
 def _with_choices(
     runner: ModelRunner, batch: StepBatch, choices: ExpertChoices, logits: torch.Tensor
 ) -> torch.Tensor:
-    """Returns the logits of an eager step, and records its `choices`. `logits`: those of the same step before.
+    """Returns the logits of an eager step, and records its `choices`. `logits`: those of an earlier run of the step.
 
-    The step may choose other experts than the earlier one, because scores of random weights are nearly equal.
+    The two runs may choose different experts, because scores of random weights are nearly equal.
     """
     with same_states(runner), runner.eager(), choices.recorded():
         again = runner.forward(batch).clone()
     for number in range(len(batch.sequences)):
-        _require_close(logits[number], again[number], _OTHER_EXPERTS, f"request {number}", "in an eager step")
+        require_close(logits[number], again[number], _OTHER_EXPERTS, f"request {number}", "in an eager step")
     return again
 
 
-def _require_close(
-    found: torch.Tensor, expected: torch.Tensor, allowed: float, name: str, where: str
-) -> None:
+def require_close(found: torch.Tensor, expected: torch.Tensor, allowed: float, name: str, other: str) -> None:
+    """Raises `InvariantError` if the logits of `name` differ from those of `other` by more than `allowed` times their
+    norm."""
     error = float((found - expected).norm() / expected.norm())
     if not error <= allowed:
         raise InvariantError(
-            f"{name} has other logits than {where}: they differ by {error:.2g} of their norm, rounding explains "
+            f"{name} has other logits than {other}: they differ by {error:.2g} of their norm, rounding explains "
             f"{allowed:.2g}"
         )
 

@@ -13,9 +13,9 @@ import torch
 
 from disagg.bench.common.measure import rounding, seconds_of
 from disagg.bench.common.report import Label, Measurement, Result
-from disagg.bench.engine.decode import DecodeBench, prepare
+from disagg.bench.engine.decode import DecodeBench, prepare, require_close
 from disagg.core.config.model import RecurrentName
-from disagg.core.errors import ConfigError, InvariantError
+from disagg.core.errors import ConfigError
 from disagg.model.batch import SequenceSlice, StepBatch
 from disagg.model.layers.quantized import weight_elements
 from disagg.model.runner import ModelRunner
@@ -120,13 +120,8 @@ def _host_ms(runner: ModelRunner, step: StepBatch) -> float:
 
 
 def _compare(runner: ModelRunner, tokens: int, wanted: torch.Tensor, found: torch.Tensor) -> None:
-    error = float((found - wanted).norm() / wanted.norm())
     allowed = rounding(runner.pool.dtype, runner.pool.layers)
-    if not error <= allowed:
-        raise InvariantError(
-            f"a recorded step of {tokens} tokens has other logits than a launched one: they differ by {error:.2g} of "
-            f"their norm, rounding explains {allowed:.2g}"
-        )
+    require_close(found, wanted, allowed, f"a recorded step of {tokens} tokens", "a launched one")
 
 
 def _product_rate(bench: PrefillBench) -> Measurement:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -13,7 +14,7 @@ from disagg.bench.common.report import Label, Measurement, Result
 from disagg.core.errors import InvariantError
 from kernels.dispatch import backend
 from kernels.layers.expert_matmul import expert_matmul, expert_matmul_reference, expert_tile
-from kernels.layers.expert_rows import ExpertRows, expert_rows
+from kernels.layers.expert_rows import expert_rows
 from kernels.layers.expert_sum import expert_sum
 from kernels.layers.matmul_tiles import MatmulTile
 from kernels.layers.silu_mul import silu_mul
@@ -142,17 +143,11 @@ def _products(
         expected = expert_matmul_reference(x, weights, rows, choices, tile=tile).float()
         if not (found - expected).norm() <= rounding(bench.dtype) * expected.norm():
             raise InvariantError(f"the {kind} product of experts with the tile {name} is wrong")
-        work = _launch(x, weights, rows, choices, tile)
+        work = partial(expert_matmul, x, weights, rows, choices, tile=tile)
         labels: dict[str, Label] = {"tokens": len(step.x), "tile": name, "chosen": int(chosen)}
         title = f"{len(step.x)} tokens, {kind} product, {name}{' (chosen)' if chosen else ''}"
         nbytes = weights.nbytes * step.read_experts // bench.experts
         yield _rate(bench, title, work, nbytes, ceiling, labels)
-
-
-def _launch(
-    x: torch.Tensor, weights: torch.Tensor, rows: ExpertRows, choices: int, tile: MatmulTile
-) -> Callable[[], object]:
-    return lambda: expert_matmul(x, weights, rows, choices, tile=tile)
 
 
 def _rate(

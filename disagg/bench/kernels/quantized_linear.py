@@ -74,7 +74,7 @@ def run(
             report_progress(f"{kind}, {list(shape)}")
             weight = bench.weight(kind, shape)
             for rows in bench.rows:
-                results.extend(_measure(bench, kind, weight, rows, (plain[rows], ceiling)))
+                results.extend(_measure(bench, kind, weight, rows, plain[rows], ceiling))
     return results
 
 
@@ -95,9 +95,9 @@ def _measure(
     kind: str,
     weight: QuantizedWeight,
     rows: int,
-    compared: tuple[float, Measurement | None],
+    plain_s: float,
+    ceiling: Measurement | None,
 ) -> Iterator[Result]:
-    plain_s, ceiling = compared
     nbytes = weight.values.nbytes + weight.scales.nbytes
     x = _activations(bench, rows, weight.shape[1])
     _check(x, weight)
