@@ -57,5 +57,5 @@ class PackedMatrix:
             found = torch.stack((found & 15, found >> 4), -1).flatten(-2)
         if self.places:
             places = torch.tensor(self.places, device=words.device)
-            found = found.unflatten(1, (-1, len(self.places))).index_select(2, places).flatten(1)
+            found = found.view(len(found), -1, len(self.places)).index_select(2, places).flatten(1)
         return found
