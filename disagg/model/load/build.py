@@ -35,6 +35,17 @@ log = structlog.get_logger(__name__)
 _BUILD_LOCK = threading.Lock()  # transformers changes the process's default dtype while it builds a model
 
 
+class _Parts(NamedTuple):
+    """The parts of a model, each reduced to the rank's part."""
+
+    sharding: Sharding
+    recurrent: RecurrentSplit
+    experts: ExpertsSplit
+    quantized: QuantizedLayers
+    cuts: dict[str, Cut]
+    """The slice of each split parameter, of all parts of the model."""
+
+
 class BuiltModel(NamedTuple):
     """A rank's part of a model."""
 
@@ -56,21 +67,21 @@ def build_model(
     with _BUILD_LOCK:
         model = _empty_model(source, spec, dtype)
         shapes = _stored_shapes(model)
-        sharding, split, experts, quantized = _shard(model, source, spec, collective, shapes)
+        parts = _shard(model, source, spec, collective, shapes)
         _materialize(model, device)
         _initialize(model)
-        cuts = {**sharding.cuts, **split.cuts, **experts.cuts}
-        plain = {name: shape for name, shape in shapes.items() if name not in quantized.weights}
+        quantized = parts.quantized.weights
+        plain = {name: shape for name, shape in shapes.items() if name not in quantized}
         weights = source.weights(set(plain), model)
-        _fill(model, weights, plain, cuts)
-        quantized.fill(model, weights, device)
-        split.finish()
-        experts.finish()
+        _fill(model, weights, plain, parts.cuts)
+        parts.quantized.fill(model, weights, device)
+        parts.recurrent.finish()
+        parts.experts.finish()
         model.tie_weights()
     if collective.rank == 0:
-        for part, why in sharding.whole.items():
+        for part, why in parts.sharding.whole.items():
             log.info("held_whole_by_every_rank", model=spec.architecture, part=part, why=why)
-    return BuiltModel(model.eval(), sharding, split)
+    return BuiltModel(model.eval(), parts.sharding, parts.recurrent)
 
 
 def weights_bytes(source: ModelSource, spec: ModelSpec, collective: Collective, dtype: torch.dtype) -> int:
@@ -80,7 +91,7 @@ def weights_bytes(source: ModelSource, spec: ModelSpec, collective: Collective, 
     """
     with _BUILD_LOCK:
         model = _empty_model(source, spec, dtype)
-        _shard(model, source, spec, collective, _stored_shapes(model))[1].finish()
+        _shard(model, source, spec, collective, _stored_shapes(model)).recurrent.finish()
         model.tie_weights()
     return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
 
@@ -97,19 +108,19 @@ def _shard(
     spec: ModelSpec,
     collective: Collective,
     shapes: dict[str, tuple[int, ...]],
-) -> tuple[Sharding, RecurrentSplit, ExpertsSplit, QuantizedLayers]:
+) -> _Parts:
     """Reduces a model on the meta device to the rank's part, and replaces the linear layers that are quantized in
-    the source. Small parameters stay whole until `split.finish`."""
+    the source. Small parameters stay whole until `recurrent.finish`."""
     names = source.quantized_layers(linear_layers(model))
-    split = split_recurrent(model, collective)
+    recurrent = split_recurrent(model, collective)
     experts = split_experts(model, collective)
-    sharding = shard_model(model, spec, collective, split.names | experts.names)
+    sharding = shard_model(model, spec, collective, recurrent.names | experts.names)
     sharding.whole.update(experts.whole)
-    if split.whole and collective.size > 1:
-        sharding.whole["recurrent layers"] = split.whole
-    cuts = {**sharding.cuts, **split.cuts, **experts.cuts}
+    if recurrent.whole and collective.size > 1:
+        sharding.whole["recurrent layers"] = recurrent.whole
+    cuts = {**sharding.cuts, **recurrent.cuts, **experts.cuts}
     quantized = replace_layers(model, source.quantization, names, shapes, cuts)
-    return sharding, split, experts, quantized
+    return _Parts(sharding, recurrent, experts, quantized, cuts)
 
 
 def _empty_model(source: ModelSource, spec: ModelSpec, dtype: torch.dtype) -> Any:
