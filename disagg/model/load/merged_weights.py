@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -83,12 +82,11 @@ class MergedWeights:
         return self._stored.shape_of(self._names.plain.get(name, name), expected)
 
 
-def merged_weights(files: list[Path], needed: set[str], model: Any) -> WeightSource | None:
-    """Returns the weights `needed` by `model`, from safetensors `files` with a weight for each expert.
+def merged_weights(stored: SafetensorsWeights, needed: set[str], model: Any) -> WeightSource | None:
+    """Returns the weights `needed` by `model`, from stored weights with a tensor for each expert.
 
-    Returns None if the files have other names, or weights that need another conversion.
+    Returns None if the stored weights have other names, or need another conversion.
     """
-    stored = SafetensorsWeights(files)
     transforms = get_model_conversion_mapping(model)
     for rename in (str, text_name):
         names = _names(stored.names(), transforms, rename)
@@ -129,9 +127,9 @@ def _stacks_experts(converter: WeightConverter) -> bool:
 
 
 def _cuts_of_part(cut: Cut | None, rows: Span) -> list[Cut | None]:
-    """Returns what to read of an expert's matrix, of which the parameter's matrix has the rows `rows`.
+    """Returns the slices to read of a stored matrix that is the rows `rows` of an expert in a stacked parameter.
 
-    `cut`: the part of the stacked parameter.
+    `cut`: the rank's slice of the stacked parameter.
     """
     if cut is None:
         return [None]

@@ -69,10 +69,10 @@ class ModelSource:
         require_config(directory)
         config = _read_config(directory)
         require_supported(config)
-        files = weight_files(directory)  # raises if weights are missing
+        weight_files(directory)  # raises if weights are missing
         source = cls(str(directory), config, _config_digest(config).hexdigest(), directory, 0)
         if source.quantization is not None:
-            _require_plain_experts(config, source.quantized_names(files))
+            _require_plain_experts(config, source.quantized_names)
         return source
 
     @classmethod
@@ -111,25 +111,28 @@ class ModelSource:
     def quantization(self) -> Quantization | None:
         """Returns the format of quantized weights; None if no weights are quantized.
 
-        Many scales, those of 4-bit values, keep their type in the checkpoint if it is one of 16 bits.
+        Scales of 4-bit values, which are many, keep a 16-bit type of the checkpoint.
         """
         form = quantization_of(self.config)
         if form is None or form.elements != "int4":
             return form
         found = {"BF16"}
         if self.directory is not None:
-            stored = SafetensorsWeights(_safetensors(weight_files(self.directory)))
-            found = stored.dtypes(PACKINGS[form.storage].scale_names)
+            found = _quantized_weights(self.directory).dtypes(PACKINGS[form.storage].scale_names)
         kinds: dict[str, ScalesName] = {"BF16": "bfloat16", "F16": "float16"}
         scales = kinds.get(found.pop(), "float32") if len(found) == 1 else "float32"
         return replace(form, scales=scales)
 
-    def quantized_names(self, files: list[Path]) -> set[str]:
-        """Returns the stored names of the quantized layers in weight files. Raises UnsupportedModelError for files
-        of torch's format."""
+    @cached_property
+    def quantized_names(self) -> set[str]:
+        """Returns the stored names of the quantized layers of a quantized checkpoint, which callers must not change.
+
+        Raises UnsupportedModelError for files of torch's format.
+        """
         form = self.quantization
         assert form is not None
-        split = (name.rpartition(".") for name in SafetensorsWeights(_safetensors(files)).names())
+        assert self.directory is not None
+        split = (name.rpartition(".") for name in _quantized_weights(self.directory).names())
         packing = PACKINGS[form.storage]
         return {layer for layer, _, leaf in split if leaf in (*packing.markers, *packing.scale_names)}
 
@@ -143,7 +146,7 @@ class ModelSource:
             return set()
         if self.directory is None:
             return {name for name in linear if "." in name and "experts" not in name.split(".")}
-        names = self.quantized_names(weight_files(self.directory))
+        names = self.quantized_names
         if in_text := {name for name in names if text_name(name) != name}:  # a multimodal checkpoint
             names = {text_name(name) for name in in_text} | (names & linear)
         if others := sorted(names - linear):
@@ -174,15 +177,14 @@ class ModelSource:
         files = weight_files(self.directory)
         if all(file.suffix == ".safetensors" for file in files):
             stored = SafetensorsWeights(files)
-            if needed <= stored.names():
-                return stored
-            stored = SafetensorsWeights(files, text_name)
-            if needed <= stored.names():
-                return stored
-            if model is not None and (merged := merged_weights(files, needed, model)) is not None:
+            text = stored.renamed(text_name)
+            for one in (stored, text):
+                if needed <= one.names():
+                    return one
+            if model is not None and (merged := merged_weights(stored, needed, model)) is not None:
                 return merged
             if self.quantization is not None:
-                missing = min(needed - stored.names())
+                missing = min(needed - text.names())
                 raise ConfigError(
                     f"the quantized checkpoint {self.directory} has no weight named {missing}; {AGAIN}"
                 )
@@ -193,13 +195,14 @@ class ModelSource:
         return StateDictWeights({text_name(name): tensor for name, tensor in whole.state_dict().items()})
 
 
-def _safetensors(files: list[Path]) -> list[Path]:
-    """Returns `files`. Raises UnsupportedModelError for files of torch's format."""
+def _quantized_weights(directory: Path) -> SafetensorsWeights:
+    """Opens the weights of a quantized checkpoint. Raises UnsupportedModelError for files of torch's format."""
+    files = weight_files(directory)
     if any(file.suffix != ".safetensors" for file in files):
         raise UnsupportedModelError(
             f"quantized weights are read from *.safetensors only, not from {files[0]}"
         )
-    return files
+    return SafetensorsWeights(files)
 
 
 def _require_plain_experts(config: Any, names: set[str]) -> None:

@@ -83,13 +83,18 @@ class StateDictWeights:
 class SafetensorsWeights:
     """Weights of a checkpoint directory, read part by part: a rank reads only its own slices."""
 
-    def __init__(self, files: list[Path], rename: Callable[[str], str] = lambda name: name) -> None:
-        """`rename` maps each stored name to the parameter's name."""
+    def __init__(self, files: list[Path]) -> None:
         self._files: dict[str, tuple[Path, Any, str]] = {}
         for path in files:
             with reading(path):
                 handle: Any = safe_open(path, framework="pt")
-                self._files.update({rename(name): (path, handle, name) for name in handle.keys()})  # noqa: SIM118
+                self._files.update({name: (path, handle, name) for name in handle.keys()})  # noqa: SIM118
+
+    def renamed(self, rename: Callable[[str], str]) -> SafetensorsWeights:
+        """Returns the same weights under other names, in the same open files. `rename` maps stored names to names."""
+        renamed = SafetensorsWeights([])
+        renamed._files = {rename(name): found for name, found in self._files.items()}
+        return renamed
 
     def names(self) -> set[str]:
         """Returns the names of all weights."""
