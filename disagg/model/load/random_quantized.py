@@ -18,7 +18,7 @@ class RandomQuantizedWeights(RandomWeights):
     def __init__(self, seed: int, std: float, elements: Elements) -> None:
         """`std`: standard deviation of the weights. `elements`: type of quantized values."""
         super().__init__(seed, std)
-        self._seed, self._spread = seed, _SPREAD[elements]
+        self._spread = _SPREAD[elements]
         self._scale = std / self._spread
 
     def shape_of(self, name: str, expected: tuple[int, ...]) -> tuple[int, ...] | None:
