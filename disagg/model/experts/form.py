@@ -7,7 +7,7 @@ transformers stacks the weights of all experts of a layer in parameters of three
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -37,6 +37,11 @@ class ExpertsForm:
     has_bias: bool
     interleaved: bool = False
     """Whether rows of gate and up alternate; otherwise all rows of the gate come first."""
+
+    @property
+    def outputs(self) -> int:
+        """Number of outputs of the first product."""
+        return 2 * self.inner if self.has_gate else self.inner
 
     @property
     def up_dim(self) -> int:
@@ -79,7 +84,7 @@ def form_of(module: Any) -> ExpertsForm:
     form = ExpertsForm(
         up, down.shape[1 if transposed else 2], transposed, bool(module.has_gate), bool(module.has_bias)
     )
-    if weights.shape[form.up_dim] != form.inner * (2 if form.has_gate else 1):
+    if weights.shape[form.up_dim] != form.outputs:
         raise ExpertsFormError(f"its {up} is {tuple(weights.shape)} and its {DOWN} is {tuple(down.shape)}")
     return _with_order(form, module)
 
@@ -93,13 +98,10 @@ def gated(form: ExpertsForm, module: Any, x: torch.Tensor) -> torch.Tensor:
 def _with_order(form: ExpertsForm, module: Any) -> ExpertsForm:
     """Returns `form` with the order of the rows of gate and up, found by the activation of random numbers."""
     half = Span(0, (form.inner + 1) // 2)
-    outputs = form.inner * (2 if form.has_gate else 1)
     own = torch.Generator().manual_seed(0)  # torch's own generator is not changed
-    x = torch.randn(_PROBED_ROWS, outputs, dtype=torch.float64, generator=own)
+    x = torch.randn(_PROBED_ROWS, form.outputs, dtype=torch.float64, generator=own)
     for interleaved in (False, True) if form.has_gate else (False,):
-        candidate = ExpertsForm(
-            form.up, form.inner, form.transposed, form.has_gate, form.has_bias, interleaved
-        )
+        candidate = replace(form, interleaved=interleaved)
         part = torch.cat([x[:, span.start : span.stop] for span in candidate.up_spans(half)], 1)
         try:
             whole, found = gated(form, module, x), gated(form, module, part)
