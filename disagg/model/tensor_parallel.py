@@ -81,7 +81,7 @@ def query_spans(spec: ModelSpec, rank: int, size: int) -> tuple[Span, ...]:
         raise UnsupportedModelError(
             f"{spec.architecture} has {heads} query heads, which {size} ranks cannot share; use {sizes}"
         )
-    return tuple(Span(rank * heads // size, (rank + 1) * heads // size) for heads in counts)
+    return tuple(even_span(rank, size, heads) for heads in counts)
 
 
 def check_tp(spec: ModelSpec, sizes: Mapping[str, int]) -> None:
@@ -230,8 +230,7 @@ class _Sharder:
 
     def _cut_mlp(self, parent: str, columns: list[str], row: str) -> None:
         width = self._linear(parent, row).in_features
-        rank, size = self._collective.rank, self._collective.size
-        span = Span(rank * width // size, (rank + 1) * width // size)
+        span = even_span(self._collective.rank, self._collective.size, width)
         for child in columns:
             self._cut_columns(parent, child, span)
         self._cut_row(parent, row, span)
@@ -280,11 +279,19 @@ def cut_outputs(linear: nn.Linear, name: str, cut: Cut, cuts: dict[str, Cut]) ->
 
     `name`: full name of the layer. Adds the cuts of its parameters to `cuts`.
     """
-    for leaf, parameter in list(linear.named_parameters(recurse=False)):
-        part = torch.empty_like(cut.apply(parameter.detach()))
-        setattr(linear, leaf, nn.Parameter(part, requires_grad=False))
-        cuts[f"{name}.{leaf}"] = cut
+    for leaf, _ in list(linear.named_parameters(recurse=False)):
+        cut_parameter(linear, name, leaf, cut, cuts)
     linear.out_features = len(cut)
+
+
+def cut_parameter(module: nn.Module, name: str, leaf: str, cut: Cut, cuts: dict[str, Cut]) -> None:
+    """Reduces the parameter `leaf` of a module on the meta device to `cut`.
+
+    `name`: full name of the module. Adds the cut to `cuts`.
+    """
+    part = torch.empty_like(cut.apply(getattr(module, leaf).detach()))
+    setattr(module, leaf, nn.Parameter(part, requires_grad=False))
+    cuts[f"{name}.{leaf}"] = cut
 
 
 def cut_inputs(
@@ -306,6 +313,12 @@ def cut_inputs(
     swapped.collective = collective
     setattr(parent, child, swapped)
     cuts[f"{name}.weight"] = Cut(1, (span,))
+
+
+def even_span(rank: int, ranks: int, elements: int) -> Span:
+    """Returns the part of `elements` elements that rank `rank` of `ranks` holds. The sizes of parts differ by at most
+    one."""
+    return Span(rank * elements // ranks, (rank + 1) * elements // ranks)
 
 
 def name_pattern(name: str) -> str:

@@ -21,7 +21,15 @@ from disagg.core.types import Span
 from disagg.model.experts.form import DOWN, ExpertsForm, ExpertsFormError, experts_of, form_of
 from disagg.model.layers.class_names import class_name
 from disagg.model.layers.gated_mlps import GATED_MLPS
-from disagg.model.tensor_parallel import Cut, SummedModule, cut_inputs, cut_outputs, name_pattern
+from disagg.model.tensor_parallel import (
+    Cut,
+    SummedModule,
+    cut_inputs,
+    cut_outputs,
+    cut_parameter,
+    even_span,
+    name_pattern,
+)
 
 BLOCKS = (16, 8)
 """Numbers of inner elements that are not divided, the preferred one first. Our kernels load rows of 16 elements
@@ -94,9 +102,7 @@ def _shrink(module: Any, name: str, form: ExpertsForm, own: Span, cuts: dict[str
     if form.has_bias:
         parts[f"{form.up}_bias"] = Cut(1, form.up_spans(own))
     for leaf, cut in parts.items():
-        part = torch.empty_like(cut.apply(getattr(module, leaf).detach()))
-        setattr(module, leaf, nn.Parameter(part, requires_grad=False))
-        cuts[f"{name}.{leaf}"] = cut
+        cut_parameter(module, name, leaf, cut, cuts)
     if hasattr(module, "intermediate_dim"):
         module.intermediate_dim = len(own)
 
@@ -119,8 +125,7 @@ def _shared_mlps(model: Any, experts: str) -> Iterator[tuple[str, Any]]:
 def _shrink_mlp(mlp: Any, name: str, collective: Collective, cuts: dict[str, Cut]) -> None:
     *columns, row = GATED_MLPS[class_name(mlp)].layers
     width = getattr(mlp, row).in_features
-    rank, size = collective.rank, collective.size
-    own = Span(rank * width // size, (rank + 1) * width // size)
+    own = even_span(collective.rank, collective.size, width)
     for child in columns:
         layer = getattr(mlp, child)
         blocks = layer.out_features // width  # 2 if the layer computes gate and up
