@@ -219,7 +219,7 @@ class FakeRunner:
         for one in batch.sequences if self.states is not None else ():
             self.states.check(one.row, one.start)
         kv = [self._kv_of(one) for one in batch.sequences]
-        for number, (part, pool, layer) in self._layers():
+        for number, part, pool, layer in self._layers():
             for one, computed in zip(batch.sequences, kv, strict=True):
                 slots = self.req_to_token.table[one.row, one.start : one.stop].long()
                 pool.write(layer, slots, *computed[number][layer])
@@ -266,12 +266,12 @@ class FakeRunner:
         parts = zip(self.shard.parts, self.pool.parts, strict=True)
         return [kv_of(tokens, positions, part, pool.head_dim) for part, pool in parts]
 
-    def _layers(self) -> list[tuple[int, tuple[Shard, MHATokenToKVPool, int]]]:
-        """Class, and part, pool and number within it of each layer, as they are computed: all classes in turn."""
+    def _layers(self) -> list[tuple[int, Shard, MHATokenToKVPool, int]]:
+        """Number of its class, part, pool, and number within them, for each layer in the order of computation."""
         parts = list(zip(self.shard.parts, self.pool.parts, strict=True))
         most = max(pool.layers for _, pool in parts)
         return [
-            (number, (part, pool, layer))
+            (number, part, pool, layer)
             for layer in range(most)
             for number, (part, pool) in enumerate(parts)
             if layer < pool.layers
