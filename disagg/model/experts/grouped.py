@@ -59,8 +59,8 @@ class GroupedExperts:
     ) -> torch.Tensor:
         """Returns the weighted sum of the chosen experts' results: `[tokens, hidden]`.
 
-        `hidden_states`: `[tokens, hidden]`. `chosen`: numbers of experts, `[tokens, choices]`; larger numbers than
-        those of experts choose none. `weights`: one for each choice. `tile`: derived from the sizes if omitted.
+        `hidden_states`: `[tokens, hidden]`. `chosen`: numbers of experts, `[tokens, choices]`; a number beyond the
+        last expert chooses none. `weights`: one for each choice. `tile`: derived from the sizes if omitted.
         """
         choices, experts = chosen.shape[1], self._up.shape[0]
         dtype, chosen = self._up.dtype, chosen.contiguous()
