@@ -241,8 +241,8 @@ def check(runner: ModelRunner, batch: StepBatch) -> None:
     if choices and not runner.deterministic:
         together = _with_choices(runner, batch, choices, together)
     for number in (0, len(batch.sequences) - 1):
-        repeated = choices.repeated(number) if choices.known else nullcontext()
-        with same_states(runner), runner.eager() if choices.known else nullcontext(), repeated:
+        eager = runner.eager() if choices.known else nullcontext()
+        with same_states(runner), eager, choices.repeated(number):
             alone = runner.forward(StepBatch((batch.sequences[number],)))[0]
         require_close(together[number], alone, allowed, f"request {number} of the batch", "alone")
 

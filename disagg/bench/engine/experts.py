@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -37,14 +37,14 @@ class ExpertChoices:
         def note(module: Any, args: Arguments) -> None:
             self._chosen[module] = args
 
-        with self._before_each(note):
+        with _before_each(self._modules, note):
             yield
 
     @contextmanager
     def repeated(self, request: int) -> Iterator[None]:
-        """Inside the block, a step of one token has the recorded choices of request number `request`.
+        """Inside the block, a step of one token has the recorded choices of request number `request`, if any.
 
-        Without this, rounding changes which of two experts with nearly equal scores is chosen.
+        Without them, rounding may change which of two experts with nearly equal scores is chosen.
         """
 
         def replace(module: Any, args: Arguments) -> Arguments:
@@ -52,7 +52,7 @@ class ExpertChoices:
             row = slice(request, request + 1)
             return args[0], chosen[row], weights[row]
 
-        with self._before_each(replace):
+        with _before_each(self._chosen, replace):
             yield
 
     def unread_bytes(self) -> int:
@@ -65,11 +65,15 @@ class ExpertChoices:
             unread += sum(one.nbytes for one in parameters) * left // experts
         return unread
 
-    @contextmanager
-    def _before_each(self, work: Callable[[Any, Arguments], Arguments | None]) -> Iterator[None]:
-        hooks = [module.register_forward_pre_hook(work) for module in self._modules]
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
+
+@contextmanager
+def _before_each(
+    modules: Iterable[Any], work: Callable[[Any, Arguments], Arguments | None]
+) -> Iterator[None]:
+    """Inside the block, `work` gets each module and its arguments before the module runs, and may replace them."""
+    hooks = [module.register_forward_pre_hook(work) for module in modules]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
