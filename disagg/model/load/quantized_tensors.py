@@ -142,14 +142,8 @@ class _Values(Packing):
     ) -> torch.Tensor:
         """See `Packing.values`."""
         dim = 0 if len(place[0]) < layer.shape[0] else 1
-        return _load(
-            weights,
-            f"{layer.name}.weight",
-            layer.shape,
-            _TYPES[form.elements],
-            device,
-            Cut(dim, (place[dim],)),
-        )
+        name, dtype = f"{layer.name}.weight", _TYPES[form.elements]
+        return _load(weights, name, layer.shape, dtype, device, Cut(dim, (place[dim],)))
 
     def scales(
         self, weights: WeightSource, form: Quantization, layer: LayerPart, device: torch.device
