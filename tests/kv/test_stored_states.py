@@ -7,6 +7,7 @@ from three_tiers import PAGE, StoringGroup, Tokens, links, prompt, state_key
 
 from disagg.core.prefixes import PrefixKey
 from disagg.kv.host_tier import HostTierStatistics
+from disagg.kv.storage_tier import Prefetch
 
 LONG = prompt(1, 2, 3, 4)
 
@@ -46,6 +47,15 @@ def fetched(group: StoringGroup, tokens: Tokens = LONG) -> tuple[int, int, int]:
     group.kv_manager.end_prefetch(one)
     pages, states = group.counts.fetched_pages, group.counts.fetched_states
     return pages, states, group.answer(tokens)
+
+
+def fetching(stored: StoringGroup) -> tuple[StoringGroup, Prefetch]:
+    """A restarted group that has found `LONG` and planned its fetch, and the prefetch."""
+    group = stored.restarted()
+    one = group.prefetch(LONG)
+    assert one is not None
+    group.work_once()
+    return group, one
 
 
 def test_a_hit_ends_at_the_deepest_state(stored: StoringGroup) -> None:
@@ -97,8 +107,7 @@ def test_a_fetch_without_room_for_its_state_evicts_nothing(stored: StoringGroup)
         group.answer(prompt(*range(first, first + 4)))
     assert host_of(group).used_pages == 16
     users = [group.prefetch(prompt(1, 2, 8)), group.prefetch(prompt(6, 7))]
-    for find in list(group.works):
-        group.work(find)
+    group.work_once()
     assert [len(one.operation.links) for one in group.works] == [2, 2], "one fetch, on two ranks"
     assert (host_of(group).cache.evicted_pages, group.counts.skipped_pages) == (2, 2)
     for one in users:
@@ -114,8 +123,7 @@ def test_a_request_that_joins_a_find_without_a_state_searches_its_own_pages(stor
     assert second is not None
     assert equal is not None
     assert second.follows
-    for find in list(group.works):
-        group.work(find)
+    group.work_once()
     assert (first.holds, second.holds, equal.holds) == (False, True, False)
     group.settle()
     assert not second.holds
@@ -133,11 +141,7 @@ def test_a_state_behind_a_missing_page_is_of_no_use(stored: StoringGroup) -> Non
 @pytest.mark.parametrize(("lost", "pages"), [("state", 4), ("page", 2)])
 def test_an_item_lost_after_the_find(stored: StoringGroup, lost: str, pages: int) -> None:
     """It is corrupt, or the storage has evicted it: the state before it is fetched."""
-    group = stored.restarted()
-    one = group.prefetch(LONG)
-    assert one is not None
-    for find in list(group.works):
-        group.work(find)
+    group, one = fetching(stored)
     if lost == "state":
         lose_state(group, LONG, 4)
     else:
@@ -153,11 +157,7 @@ def test_an_item_lost_after_the_find(stored: StoringGroup, lost: str, pages: int
 
 
 def test_a_landed_state_counts_when_every_rank_has_it(stored: StoringGroup) -> None:
-    group = stored.restarted()
-    one = group.prefetch(LONG)
-    assert one is not None
-    for find in list(group.works):
-        group.work(find)
+    group, _ = fetching(stored)
     first, second = group.works
     group.work(first)
     group.work(second, pages=4)
@@ -173,10 +173,7 @@ def test_a_landed_state_counts_when_every_rank_has_it(stored: StoringGroup) -> N
 
 
 def test_the_end_of_a_request_frees_the_state_of_its_fetch(stored: StoringGroup) -> None:
-    group = stored.restarted()
-    one = group.prefetch(LONG)
-    for find in list(group.works):
-        group.work(find)
+    group, one = fetching(stored)
     assert host_of(group).cache.held_states == 1
     group.kv_manager.end_prefetch(one)
     group.settle()
@@ -201,11 +198,7 @@ def test_pages_of_another_turn_are_fetched_behind_those_in_memory(stored: Storin
 
 
 def test_a_state_that_cannot_be_pinned_is_not_used_again(stored: StoringGroup) -> None:
-    group = stored.restarted()
-    one = group.prefetch(LONG)
-    assert one is not None
-    for find in list(group.works):
-        group.work(find)
+    group, one = fetching(stored)
     first, second = group.works
     group.work(first)
     group.work(second, error="cannot pin")
@@ -244,8 +237,7 @@ def test_writes_and_fetches_take_a_share_of_the_states(stored: StoringGroup) -> 
     assert group.counts.written_states == 4
     group = stored.restarted(states=4)
     first, second = group.prefetch(LONG), group.prefetch(prompt(1, 2, 8))
-    for find in list(group.works):
-        group.work(find)
+    group.work_once()
     assert host_of(group).cache.held_states == 1
     for one in (first, second):
         group.kv_manager.end_prefetch(one)
