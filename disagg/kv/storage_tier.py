@@ -301,7 +301,8 @@ class StorageTier:
             self._insert(work)
         if report.done:
             work.missing_ranks.remove(rank)
-            work.found = set(report.states) & (work.found if work.found is not None else set(report.states))
+            states = set(report.states)
+            work.found = states if work.found is None else work.found & states
         if work.missing_ranks:
             return
         del self._under_way[number]
@@ -340,28 +341,22 @@ class StorageTier:
             self.prefixes.add(self.states.usable(work.prefix, work.prefix.tokens // self._page_size))
 
     def _end_find(self, work: _StorageWork) -> None:
-        """Plans the fetch of the found pages, from the first page that the second tier still lacks.
-
-        For a hybrid model, the fetch ends at the deepest state that was found and has room.
-        """
+        """Plans the fetch of the found pages, from the first page that the second tier still lacks."""
         known = self._index.match_kv(work.prefix)
-        start, stop = len(known.pages), work.first + work.known + min(work.finished)
-        ends = self._found_states(work) if self.states.needed else []
+        stop = work.first + work.known + min(work.finished)
+        ends = [stop]
         if self.states.needed:
-            stop = max(ends, default=self._least_pages(work.prefix, work.users))
+            least = self._least_pages(work.prefix, work.users)
+            ends = [end for end in self._state_ends(work) if end > least]
+            stop = max(ends, default=least)
         self.prefixes.forget(work.prefix, stop * self._page_size)
         # Pages before the searched ones may have been evicted since the find; the operation has no links of these.
-        wanted = bool(work.users) and not work.failed and start >= work.first + work.known
-        ends = ends if wanted else []
-        if not wanted or (self.states.needed and not ends):
-            stop = start
-        blocks = self._fetch_blocks(known, stop, ends)
-        states: list[StateItem] = []
-        if self.states.needed:
-            blocks, states = self._to_state(work, start, blocks, ends)
-        if blocks or states:
-            self._fetch(work, known, blocks, states)
-            return
+        reached = len(known.pages) >= work.first + work.known
+        if ends and reached and work.users and not work.failed:
+            blocks, states = self._room_for(work, known, ends)
+            if blocks or states:
+                self._fetch(work, known, blocks, states)
+                return
         for one in work.users:
             one.operation = None
         for one in work.users:
@@ -369,33 +364,27 @@ class StorageTier:
             if one.follows and self.states.needed and not work.failed and one.links[-1] not in work.links:
                 self._begin(one)
 
-    def _fetch_blocks(self, known: Match, stop: int, ends: Sequence[int]) -> list[int]:
-        """Allocates blocks for the pages from the end of `known` up to page `stop`, as far as there is room.
+    def _state_ends(self, work: _StorageWork) -> list[int]:
+        """Returns after how many pages every rank has found a state, in any order."""
+        stop = work.known + min(work.finished)
+        return [work.first + at + 1 for at in work.found or () if 0 <= at < stop]
 
-        For a hybrid model only up to the last of `ends` that is reached: the pages behind it would be of no use.
+    def _room_for(
+        self, work: _StorageWork, known: Match, ends: Sequence[int]
+    ) -> tuple[list[int], list[StateItem]]:
+        """Allocates blocks for the pages behind `known` up to the last of `ends`, as far as there is room.
+
+        For a hybrid model, the fetch has to end at one of `ends`, with a block for its state. Otherwise the pages
+        would be of no use, and both results are empty.
         """
         start = len(known.pages)
-        count, room = max(0, stop - start), self.pages.room if self.states.has_room else 0
+        count, room = max(0, max(ends) - start), self.pages.room if self.states.has_room else 0
         self.pages.skip(max(0, count - room))
         count = min(count, room)
-        if self.states.needed:
-            count = max((end - start for end in ends if end - start <= count), default=0)
-        return self.pages.alloc(count, known.node)
-
-    def _found_states(self, work: _StorageWork) -> list[int]:
-        """Returns after how many pages every rank has a state in the storage, beyond what memory can load."""
-        stop = work.known + min(work.finished)
-        ends = [work.first + at + 1 for at in work.found or () if 0 <= at < stop]
-        least = self._least_pages(work.prefix, work.users)
-        return [end for end in ends if end > least]
-
-    def _to_state(
-        self, work: _StorageWork, start: int, blocks: list[int], ends: Sequence[int]
-    ) -> tuple[list[int], list[StateItem]]:
-        """Allocates a block for the deepest state that the blocks of a fetch reach, and frees the blocks behind it.
-
-        `start`: number of pages before `blocks`. Returns the remaining blocks, and the state; both empty without one.
-        """
+        if not self.states.needed:
+            return self.pages.alloc(count, known.node), []
+        count = max((end - start for end in ends if end - start <= count), default=0)
+        blocks = self.pages.alloc(count, known.node)
         end = max((end for end in ends if end <= start + len(blocks)), default=0)
         block = self.states.alloc() if end else None
         keep = max(0, end - start) if block is not None else 0
