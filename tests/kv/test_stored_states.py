@@ -58,6 +58,13 @@ def fetching(stored: StoringGroup) -> tuple[StoringGroup, Prefetch]:
     return group, one
 
 
+def fill_host(group: StoringGroup) -> None:
+    """Other prompts fill the 16 blocks of host memory."""
+    for first in range(10, 26, 4):
+        group.answer(prompt(*range(first, first + 4)))
+    assert host_of(group).used_pages == 16
+
+
 def test_a_hit_ends_at_the_deepest_state(stored: StoringGroup) -> None:
     group = stored.restarted()
     assert fetched(group, prompt(1, 2, 3, 4, 5)) == (4, 1, 4 * PAGE)
@@ -100,12 +107,25 @@ def test_a_find_without_a_deeper_state_evicts_nothing() -> None:
     assert (host_of(group).cache.evicted_pages, group.counts.skipped_pages) == (3, skipped)
 
 
+def test_states_before_the_end_of_a_hit_in_memory_are_not_fetched(stored: StoringGroup) -> None:
+    """The first tier has the prompt up to its deepest stored state, and host memory has lost it."""
+    group = stored.restarted(blocks=16, pages=40)
+    group.answer(LONG)
+    fill_host(group)
+    evicted = host_of(group).cache.evicted_pages
+    one = group.prefetch(prompt(1, 2, 3, 4, 9))
+    assert one is not None
+    assert one.have_pages == 4
+    group.settle()
+    assert not one.holds
+    assert (host_of(group).cache.evicted_pages, group.counts.fetched_pages) == (evicted, 0)
+    assert group.counts.fetched_states == 0
+
+
 def test_a_fetch_without_room_for_its_state_evicts_nothing(stored: StoringGroup) -> None:
     stored.answer(prompt(6, 7))
     group = stored.restarted(states=4, blocks=16, pages=40)
-    for first in range(10, 26, 4):
-        group.answer(prompt(*range(first, first + 4)))
-    assert host_of(group).used_pages == 16
+    fill_host(group)
     users = [group.prefetch(prompt(1, 2, 8)), group.prefetch(prompt(6, 7))]
     group.work_once()
     assert [len(one.operation.links) for one in group.works] == [2, 2], "one fetch, on two ranks"
@@ -242,6 +262,21 @@ def test_writes_and_fetches_take_a_share_of_the_states(stored: StoringGroup) -> 
     for one in (first, second):
         group.kv_manager.end_prefetch(one)
     group.settle()
+
+
+def test_a_state_is_written_after_all_pages_before_it() -> None:
+    """With 8 blocks, two pages are written at a time."""
+    group = StoringGroup.of(blocks=8, states=8)
+    table = group.begin(LONG)
+    assert table is not None
+    group.keep(table, LONG, [2, 4])
+    group.copy(group.copies[0])
+    (write,) = group.works
+    assert [len(write.operation.links), write.operation.state_links] == [2, write.operation.links[1:]]
+    group.end(table)
+    group.settle()
+    group.answer(LONG)
+    assert (group.counts.written_pages, group.counts.written_states) == (4, 2)
 
 
 def test_routers_count_only_pages_before_a_stored_state() -> None:
