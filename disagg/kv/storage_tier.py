@@ -237,7 +237,7 @@ class StorageTier:
         prefetch.operation = None
         start = len(self._index.match_kv(prefetch.prefix).pages)
         first, least = start, start
-        if self.states.needed:
+        if self.states.needed:  # the storage may have states of pages that memory has without a state
             least = self._least_pages(prefetch.prefix, [prefetch])
             first = min(start, least)
         links = prefetch.links[first : first + MOST_PAGES]
@@ -245,7 +245,7 @@ class StorageTier:
             return
         prefetch.rounds += 1
         known = min(start - first, len(links))
-        joined = self._sought.get(links[min(known, len(links) - 1)])
+        joined = self._sought.get(links[min(known, len(links) - 1)])  # the last link if memory has all pages
         prefetch.follows = joined is not None
         if joined is not None:
             prefetch.operation = joined
