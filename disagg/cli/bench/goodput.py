@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -125,7 +125,7 @@ def _load(options: GoodputOptions, model: str, rate: float, seed: int) -> ServeB
     return ServeBench(
         url=url_of(options.target),
         api_key=options.target.api_key,
-        workload=replace(options.prompts.workload(model, options.target.chat), seed=seed),
+        workload=options.prompts.workload(model, options.target.chat, seed),
         arrivals=Arrivals("poisson", rate, 1, seed),
         concurrency=None,
         requests=max(1, round(rate * flags.duration_s)),
@@ -138,15 +138,12 @@ def _load(options: GoodputOptions, model: str, rate: float, seed: int) -> ServeB
 
 def _settings(options: GoodputOptions) -> dict[str, str | float | bool | None]:
     """Returns the parameters that the report shows."""
-    prompts = options.prompts
+    target, prompts = options.target, options.prompts
     return {
-        "url": url_of(options.target),
-        "chat": options.target.chat,
+        "url": url_of(target),
+        "chat": target.chat,
         "duration_s": options.searched.duration_s,
         "resolution": options.searched.resolution,
-        "input_tokens": prompts.input_tokens,
-        "output_tokens": prompts.output_tokens,
-        "shared_prefix_tokens": prompts.shared_prefix_tokens,
-        "ignore_eos": prompts.ignore_eos,
+        **prompts.settings(target.chat),
         "seed": prompts.seed,
     }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -132,7 +132,7 @@ def _load(options: BenchServeOptions, rate: float | None, seed: int) -> ServeBen
     return ServeBench(
         url=url_of(target),
         api_key=target.api_key,
-        workload=replace(options.prompts.workload(model, target.chat), seed=seed),
+        workload=options.prompts.workload(model, target.chat, seed),
         arrivals=arrivals,
         concurrency=load.concurrency,
         requests=load.request_count,
@@ -152,7 +152,7 @@ def url_of(target: TargetFlags) -> str:
 
 def _parameters(options: BenchServeOptions) -> dict[str, str | float | bool | None]:
     """Returns the parameters that the report shows for every load."""
-    target, load, prompts = options.target, options.load, options.prompts
+    target, load = options.target, options.load
     return {
         "url": None if options.systems.compare else target.url or _URL,
         "chat": target.chat,
@@ -160,12 +160,7 @@ def _parameters(options: BenchServeOptions) -> dict[str, str | float | bool | No
         "concurrency": load.concurrency,
         "requests": load.request_count,
         "duration_s": load.duration_s,
-        "input_tokens": prompts.input_tokens,
-        "output_tokens": prompts.output_tokens,
-        "shared_prefix_tokens": prompts.shared_prefix_tokens,
-        "shared_prefixes": prompts.shared_prefixes,
-        "token_ids": None if target.chat else prompts.token_ids,
-        "ignore_eos": prompts.ignore_eos,
+        **options.prompts.settings(target.chat),
         "timeout_s": options.limits.timeout_s,
     }
 
