@@ -9,7 +9,7 @@ and gets more time:
 | works | `hang_timeout_s` |
 | cut | `CUT_TIMEOUTS` times `hang_timeout_s`, because the host may be dead |
 | cut, and another group starts | `hang_timeout_s`, because the new group must be linked with this one |
-| works again after a cut | `hang_timeout_s` and twice the time of the cut, because TCP repeats late |
+| works again after a cut | `hang_timeout_s` plus twice the duration of the cut, because TCP repeats late |
 
 `disagg.cluster.parked` detects dead ranks.
 """
