@@ -48,7 +48,7 @@ class FaultRecord:
 
     plan: PlannedFault
     target: TargetRank | None
-    """The victim; None for a cut, which no rank is chosen for."""
+    """The victim; None for a cut, which has none."""
     at_s: float
     touched: list[RequestRecord]
     """Requests that ran in the victim's group; for a cut, all that ran."""
@@ -166,7 +166,10 @@ class _Course:
                         return
 
     async def _inject(self, plan: PlannedFault) -> FaultRecord | None:
-        """Injects a fault into a rank of a serving group; returns None if the limit passes without such a group."""
+        """Cuts the network, or injects a fault into a rank of a serving group.
+
+        Returns None if the limit passes without such a group.
+        """
         if plan.kind == "cut":
             return await self._cut(plan)
         until_s = self.clock() + self.bench.recover_s
