@@ -10,7 +10,7 @@ import typer
 from disagg.cli.bench.common import OutputFlags, Shown, show
 from disagg.cli.bench.compare import progress
 from disagg.cli.bench.load import PromptFlags, check_positive
-from disagg.cli.bench.serve import TargetFlags, allow_open_files, url_of
+from disagg.cli.bench.serve import TargetFlags, allow_open_files
 from disagg.cli.options import with_options
 from disagg.core.errors import ConfigError
 
@@ -123,7 +123,7 @@ def _load(options: GoodputOptions, model: str, rate: float, seed: int) -> ServeB
 
     flags = options.searched
     return ServeBench(
-        url=url_of(options.target),
+        url=options.target.base_url,
         api_key=options.target.api_key,
         workload=options.prompts.workload(model, options.target.chat, seed),
         arrivals=Arrivals("poisson", rate, 1, seed),
@@ -140,7 +140,7 @@ def _settings(options: GoodputOptions) -> dict[str, str | float | bool | None]:
     """Returns the parameters that the report shows."""
     target, prompts = options.target, options.prompts
     return {
-        "url": url_of(target),
+        "url": target.base_url,
         "chat": target.chat,
         "duration_s": options.searched.duration_s,
         "resolution": options.searched.resolution,

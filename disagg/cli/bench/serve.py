@@ -51,6 +51,13 @@ class TargetFlags:
     ] = False
 
     @property
+    def base_url(self) -> str:
+        """The API's base URL. Raises `ConfigError` for a malformed `--url`."""
+        from disagg.bench.serve.bench import check_url
+
+        return check_url(self.url or _URL)
+
+    @property
     def api_key(self) -> str | None:
         """The API key: the first line of the key file; None without a file."""
         return None if self.api_key_file is None else first_key("--api-key-file", self.api_key_file)
@@ -130,7 +137,7 @@ def _load(options: BenchServeOptions, rate: float | None, seed: int) -> ServeBen
     kind = None if arrivals is None else arrivals.kind
     model = target.model if options.systems.compare is None else ""
     return ServeBench(
-        url=url_of(target),
+        url=target.base_url,
         api_key=target.api_key,
         workload=options.prompts.workload(model, target.chat, seed),
         arrivals=arrivals,
@@ -141,13 +148,6 @@ def _load(options: BenchServeOptions, rate: float | None, seed: int) -> ServeBen
         timeout_s=limits.timeout_s,
         settings=_parameters(options) | {"rate": rate, "arrivals": kind, "seed": seed},
     )
-
-
-def url_of(target: TargetFlags) -> str:
-    """Returns the API's base URL. Raises `ConfigError` for a malformed URL."""
-    from disagg.bench.serve.bench import check_url
-
-    return check_url(target.url or _URL)
 
 
 def _parameters(options: BenchServeOptions) -> dict[str, str | float | bool | None]:
