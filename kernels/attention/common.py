@@ -24,6 +24,18 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 MAX_HEAD_DIM = 256
 QUERY_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _WIDEN = tl.constexpr(INTERPRETED)  # the interpreter cannot multiply bfloat16
+INT8_TO_FLOAT16 = tl.constexpr("""{
+.reg .b32 biased, high, less;
+xor.b32 biased, $2, 0x80808080;
+mov.b32 high, 0x64646464;
+mov.b32 less, 0x64806480;
+prmt.b32 $0, biased, high, 0x4140;
+prmt.b32 $1, biased, high, 0x4342;
+sub.f16x2 $0, $0, less;
+sub.f16x2 $1, $1, less;
+}""")
+"""Assembly that converts four int8 values. The float16 number 1024 + (value + 128) needs no arithmetic: its low 8
+bits are the value's bits with the sign bit inverted."""
 _E4M3_CAPABILITY = (8, 9)  # first compute capability with float8_e4m3fn in Triton
 
 
@@ -189,24 +201,8 @@ def halves(quantized):  # type: ignore[no-untyped-def]
     if _WIDEN:
         found = quantized.to(tl.float16)
     elif quantized.dtype == tl.int8:
-        # The float16 number 1024 + (value + 128) needs no arithmetic: its low 8 bits are the value's bits with the
-        # sign bit inverted.
         found = tl.inline_asm_elementwise(
-            """{
-            .reg .b32 biased, high, less;
-            xor.b32 biased, $2, 0x80808080;
-            mov.b32 high, 0x64646464;
-            mov.b32 less, 0x64806480;
-            prmt.b32 $0, biased, high, 0x4140;
-            prmt.b32 $1, biased, high, 0x4342;
-            sub.f16x2 $0, $0, less;
-            sub.f16x2 $1, $1, less;
-            }""",
-            "=&r,=&r,r",
-            [quantized],
-            dtype=tl.float16,
-            is_pure=False,
-            pack=4,
+            INT8_TO_FLOAT16, "=&r,=&r,r", [quantized], dtype=tl.float16, is_pure=False, pack=4
         )
     else:
         found = tl.inline_asm_elementwise(

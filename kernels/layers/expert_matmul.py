@@ -12,11 +12,11 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.attention.common import dot, on_device
+from kernels.attention.common import on_device
 from kernels.attention.layer_kv import describe
 from kernels.dispatch import backend
 from kernels.layers.expert_rows import UNUSED, ExpertRows
-from kernels.layers.matmul import DTYPES, GROUP_M, place
+from kernels.layers.matmul import DTYPES, GROUP_M, place, summed_products
 from kernels.layers.matmul_tiles import MatmulTile
 
 _FEW_ROWS = (
@@ -175,25 +175,13 @@ def expert_matmul_kernel(  # type: ignore[no-untyped-def]
         return
     pair = tl.load(pairs + block * ROWS + tl.arange(0, ROWS))
     column = column_block * COLUMNS + tl.arange(0, COLUMNS)
-    element = tl.arange(0, SUMMED)
     # Padded rows and columns beyond the end load others, so the loop needs no mask; their results are not stored.
     x_row = x + (tl.maximum(pair, 0) // CHOICES).to(tl.int64) * x_row_stride
     w_row = weights + owner.to(tl.int64) * weights_expert_stride
     w_row += (column % n).to(tl.int64) * weights_column_stride
-    left = x_row[:, None] + element[None, :] * x_k_stride
-    right = w_row[:, None] + element[None, :] * weights_k_stride
-    sums = tl.zeros([COLUMNS if TRANSPOSED else ROWS, ROWS if TRANSPOSED else COLUMNS], tl.float32)
-    for first in range(0, k, SUMMED):
-        if WHOLE:
-            some_x, some_w = tl.load(left), tl.load(right)
-        else:  # zeros do not change the sum
-            inside = (first + element < k)[None, :]
-            some_x, some_w = tl.load(left, mask=inside, other=0.0), tl.load(right, mask=inside, other=0.0)
-        sums = dot(some_w, tl.trans(some_x), sums) if TRANSPOSED else dot(some_x, tl.trans(some_w), sums)
-        left += SUMMED * x_k_stride
-        right += SUMMED * weights_k_stride
-    if TRANSPOSED:
-        sums = tl.trans(sums)
+    sums = summed_products(
+        x_row, w_row, k, x_k_stride, weights_k_stride, WHOLE, TRANSPOSED, ROWS, COLUMNS, SUMMED
+    )
     if bias is not None:
         own = bias + owner.to(tl.int64) * n + column
         sums += tl.load(own, mask=column < n, other=0.0).to(tl.float32)[None, :]

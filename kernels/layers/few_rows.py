@@ -146,7 +146,6 @@ class FewRowsProduct:
             COLUMNS=tile.columns,
             SUMMED=tile.summed,
             SPLITS=tile.splits,
-            STAGES=tile.stages,
             num_warps=tile.warps,
             num_stages=tile.stages,
         )
@@ -179,7 +178,6 @@ def few_rows_kernel(  # type: ignore[no-untyped-def]
     COLUMNS: tl.constexpr,  # noqa: N803
     SUMMED: tl.constexpr,  # noqa: N803
     SPLITS: tl.constexpr,  # noqa: N803
-    STAGES: tl.constexpr,  # noqa: N803
 ):
     block, split = tl.program_id(0), tl.program_id(1)
     column = block * COLUMNS + tl.arange(0, COLUMNS)
@@ -193,7 +191,7 @@ def few_rows_kernel(  # type: ignore[no-untyped-def]
     some_weight = weight + (column % columns).to(tl.int64)[:, None] * summed + element[None, :]
     sums = tl.zeros([COLUMNS, ROWS], tl.float32)
     more = tl.zeros([COLUMNS, ROWS], tl.float32)
-    for start in tl.range(first, last, SUMMED, num_stages=STAGES):
+    for start in range(first, last, SUMMED):
         across = tl.trans(tl.load(some_x + start))
         sums = dot(tl.load(some_weight + start), across, sums)
         if GATED:

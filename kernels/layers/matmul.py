@@ -242,6 +242,36 @@ def place(block, m, n, GROUP_M, ROWS, COLUMNS):  # type: ignore[no-untyped-def] 
     return first + block % width % size, block % width // size
 
 
+@triton.jit
+def summed_products(  # type: ignore[no-untyped-def]
+    x_row,  # addresses [ROWS]
+    w_row,  # addresses [COLUMNS]
+    k,
+    x_stride,
+    w_stride,
+    WHOLE: tl.constexpr,  # noqa: N803 - constexpr arguments are upper case throughout Triton; whether SUMMED divides k
+    TRANSPOSED: tl.constexpr,  # noqa: N803
+    ROWS: tl.constexpr,  # noqa: N803
+    COLUMNS: tl.constexpr,  # noqa: N803
+    SUMMED: tl.constexpr,  # noqa: N803
+):
+    """Returns the products of rows of `k` elements, float32 `[ROWS, COLUMNS]`."""
+    element = tl.arange(0, SUMMED)
+    x = x_row[:, None] + element[None, :] * x_stride
+    w = w_row[:, None] + element[None, :] * w_stride
+    sums = tl.zeros([COLUMNS if TRANSPOSED else ROWS, ROWS if TRANSPOSED else COLUMNS], tl.float32)
+    for first in range(0, k, SUMMED):
+        if WHOLE:
+            some_x, some_w = tl.load(x), tl.load(w)
+        else:  # zeros do not change the sum
+            inside = (first + element < k)[None, :]
+            some_x, some_w = tl.load(x, mask=inside, other=0.0), tl.load(w, mask=inside, other=0.0)
+        sums = dot(some_w, tl.trans(some_x), sums) if TRANSPOSED else dot(some_x, tl.trans(some_w), sums)
+        x += SUMMED * x_stride
+        w += SUMMED * w_stride
+    return tl.trans(sums) if TRANSPOSED else sums
+
+
 @triton.jit(do_not_specialize=["m", "n"])  # type: ignore[untyped-decorator]
 def _matmul_kernel(  # type: ignore[no-untyped-def]
     # tensors
@@ -282,24 +312,12 @@ def _matmul_kernel(  # type: ignore[no-untyped-def]
         out += start * n
     row = row_block * ROWS + tl.arange(0, ROWS)
     column = column_block * COLUMNS + tl.arange(0, COLUMNS)
-    element = tl.arange(0, SUMMED)
     # Indices beyond the ends load another row or column, so the loop needs no mask; their results are not stored.
     x_row = left + (row % m).to(tl.int64) * left_row_stride
     w_row = right + batch * right_batch_stride + (column % n).to(tl.int64) * right_column_stride
-    x = x_row[:, None] + element[None, :] * left_k_stride
-    w = w_row[:, None] + element[None, :] * right_k_stride
-    sums = tl.zeros([COLUMNS if TRANSPOSED else ROWS, ROWS if TRANSPOSED else COLUMNS], tl.float32)
-    for first in range(0, k, SUMMED):
-        if WHOLE:
-            some_x, some_w = tl.load(x), tl.load(w)
-        else:  # zeros do not change the sum
-            inside = (first + element < k)[None, :]
-            some_x, some_w = tl.load(x, mask=inside, other=0.0), tl.load(w, mask=inside, other=0.0)
-        sums = dot(some_w, tl.trans(some_x), sums) if TRANSPOSED else dot(some_x, tl.trans(some_w), sums)
-        x += SUMMED * left_k_stride
-        w += SUMMED * right_k_stride
-    if TRANSPOSED:
-        sums = tl.trans(sums)
+    sums = summed_products(
+        x_row, w_row, k, left_k_stride, right_k_stride, WHOLE, TRANSPOSED, ROWS, COLUMNS, SUMMED
+    )
     if bias is not None:
         sums += tl.load(bias + column, mask=column < n, other=0.0).to(tl.float32)[None, :]
     target = out + row[:, None].to(tl.int64) * n + column[None, :]

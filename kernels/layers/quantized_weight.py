@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.attention.common import on_device
+from kernels.attention.common import INT8_TO_FLOAT16, on_device
 from kernels.attention.layer_kv import describe
 from kernels.dispatch import INTERPRETED, backend
 
@@ -226,6 +226,76 @@ def kinds_of(weight: QuantizedWeight) -> dict[str, Any]:
     return {"FP8": weight.values.dtype == torch.float8_e4m3fn, "PACKED": weight.packed}
 
 
+_FP8_TO_BFLOAT16 = tl.constexpr("""{
+    .reg .b32 low, high, rest, factor, none;
+    mov.b32 factor, 0x7b807b80;
+    mov.b32 none, 0x80008000;
+    prmt.b32 low, $2, 0, 0x1404;
+    prmt.b32 high, $2, 0, 0x3424;
+    and.b32 rest, low, 0x7f007f00;
+    shr.b32 rest, rest, 4;
+    lop3.b32 low, low, 0x80008000, rest, 0xea;
+    and.b32 rest, high, 0x7f007f00;
+    shr.b32 rest, rest, 4;
+    lop3.b32 high, high, 0x80008000, rest, 0xea;
+    fma.rn.bf16x2 $0, low, factor, none;
+    fma.rn.bf16x2 $1, high, factor, none;
+    }""")
+_FP8_TO_FLOAT16 = tl.constexpr("""{
+    .reg .b32 low, high, rest, factor;
+    mov.b32 factor, 0x5c005c00;
+    prmt.b32 low, $2, 0, 0x1404;
+    prmt.b32 high, $2, 0, 0x3424;
+    and.b32 rest, low, 0x7f007f00;
+    shr.b32 rest, rest, 1;
+    lop3.b32 low, low, 0x80008000, rest, 0xea;
+    and.b32 rest, high, 0x7f007f00;
+    shr.b32 rest, rest, 1;
+    lop3.b32 high, high, 0x80008000, rest, 0xea;
+    mul.f16x2 $0, low, factor;
+    mul.f16x2 $1, high, factor;
+    }""")
+_INT8_TO_BFLOAT16 = tl.constexpr("""{
+    .reg .b32 low, high, base, less, minus;
+    mov.b32 base, 0x43004300;
+    mov.b32 minus, 0xbf80bf80;
+    prmt.b32 low, $2, 0, 0x4140;
+    prmt.b32 high, $2, 0, 0x4342;
+    lop3.b32 less, low, 0x00800080, base, 0xea;
+    lop3.b32 low, low, 0x007f007f, base, 0xea;
+    fma.rn.bf16x2 $0, less, minus, low;
+    lop3.b32 less, high, 0x00800080, base, 0xea;
+    lop3.b32 high, high, 0x007f007f, base, 0xea;
+    fma.rn.bf16x2 $1, less, minus, high;
+    }""")
+_NIBBLES_TO_BFLOAT16 = tl.constexpr("""{
+    .reg .b32 low, high, base, one, minus;
+    mov.b32 base, 0x43004300;
+    mov.b32 one, 0x3f803f80;
+    mov.b32 minus, 0xc300c300;
+    prmt.b32 low, $2, base, 0x5150;
+    prmt.b32 high, $2, base, 0x5352;
+    fma.rn.bf16x2 $0, low, one, minus;
+    fma.rn.bf16x2 $1, high, one, minus;
+    }""")
+_NIBBLES_TO_FLOAT16 = tl.constexpr("""{
+    .reg .b32 base, less;
+    mov.b32 base, 0x64646464;
+    mov.b32 less, 0x64006400;
+    prmt.b32 $0, $2, base, 0x4140;
+    prmt.b32 $1, $2, base, 0x4342;
+    sub.f16x2 $0, $0, less;
+    sub.f16x2 $1, $1, less;
+    }""")
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _assembled(bits, CODE: tl.constexpr, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: N803
+    """Converts bytes to `DTYPE` by assembly code for four bytes: `$2` has the bytes, `$0` and `$1` get two results
+    each."""
+    return tl.inline_asm_elementwise(CODE, "=&r,=&r,r", [bits], dtype=DTYPE.value, is_pure=True, pack=4)
+
+
 @triton.jit  # type: ignore[untyped-decorator]
 def from_fp8(bits, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: N803
     """Converts bytes of float8_e4m3fn to `DTYPE`, exactly. NaNs become 480.
@@ -238,50 +308,9 @@ def from_fp8(bits, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def] # noqa:
         half = (((wide & 0x80) << 8) | ((wide & 0x7F) << 7)).to(tl.float16, bitcast=True)
         found = half.to(tl.float32) * 256.0
     elif tl.bfloat16 == DTYPE:
-        found = tl.inline_asm_elementwise(
-            """{
-            .reg .b32 low, high, rest, factor, none;
-            mov.b32 factor, 0x7b807b80;
-            mov.b32 none, 0x80008000;
-            prmt.b32 low, $2, 0, 0x1404;
-            prmt.b32 high, $2, 0, 0x3424;
-            and.b32 rest, low, 0x7f007f00;
-            shr.b32 rest, rest, 4;
-            lop3.b32 low, low, 0x80008000, rest, 0xea;
-            and.b32 rest, high, 0x7f007f00;
-            shr.b32 rest, rest, 4;
-            lop3.b32 high, high, 0x80008000, rest, 0xea;
-            fma.rn.bf16x2 $0, low, factor, none;
-            fma.rn.bf16x2 $1, high, factor, none;
-            }""",
-            "=&r,=&r,r",
-            [bits],
-            dtype=tl.bfloat16,
-            is_pure=True,
-            pack=4,
-        )
+        found = _assembled(bits, _FP8_TO_BFLOAT16, DTYPE)
     else:
-        found = tl.inline_asm_elementwise(
-            """{
-            .reg .b32 low, high, rest, factor;
-            mov.b32 factor, 0x5c005c00;
-            prmt.b32 low, $2, 0, 0x1404;
-            prmt.b32 high, $2, 0, 0x3424;
-            and.b32 rest, low, 0x7f007f00;
-            shr.b32 rest, rest, 1;
-            lop3.b32 low, low, 0x80008000, rest, 0xea;
-            and.b32 rest, high, 0x7f007f00;
-            shr.b32 rest, rest, 1;
-            lop3.b32 high, high, 0x80008000, rest, 0xea;
-            mul.f16x2 $0, low, factor;
-            mul.f16x2 $1, high, factor;
-            }""",
-            "=&r,=&r,r",
-            [bits],
-            dtype=tl.float16,
-            is_pure=True,
-            pack=4,
-        )
+        found = _assembled(bits, _FP8_TO_FLOAT16, DTYPE)
     return found
 
 
@@ -295,44 +324,9 @@ def from_int8(bits, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def] # noqa
     if _PLAIN or tl.float32 == DTYPE:
         found = bits.to(tl.int8, bitcast=True).to(tl.float32)
     elif tl.bfloat16 == DTYPE:
-        found = tl.inline_asm_elementwise(
-            """{
-            .reg .b32 low, high, base, less, minus;
-            mov.b32 base, 0x43004300;
-            mov.b32 minus, 0xbf80bf80;
-            prmt.b32 low, $2, 0, 0x4140;
-            prmt.b32 high, $2, 0, 0x4342;
-            lop3.b32 less, low, 0x00800080, base, 0xea;
-            lop3.b32 low, low, 0x007f007f, base, 0xea;
-            fma.rn.bf16x2 $0, less, minus, low;
-            lop3.b32 less, high, 0x00800080, base, 0xea;
-            lop3.b32 high, high, 0x007f007f, base, 0xea;
-            fma.rn.bf16x2 $1, less, minus, high;
-            }""",
-            "=&r,=&r,r",
-            [bits],
-            dtype=tl.bfloat16,
-            is_pure=True,
-            pack=4,
-        )
+        found = _assembled(bits, _INT8_TO_BFLOAT16, DTYPE)
     else:
-        found = tl.inline_asm_elementwise(
-            """{
-            .reg .b32 biased, base, less;
-            xor.b32 biased, $2, 0x80808080;
-            mov.b32 base, 0x64646464;
-            mov.b32 less, 0x64806480;
-            prmt.b32 $0, biased, base, 0x4140;
-            prmt.b32 $1, biased, base, 0x4342;
-            sub.f16x2 $0, $0, less;
-            sub.f16x2 $1, $1, less;
-            }""",
-            "=&r,=&r,r",
-            [bits],
-            dtype=tl.float16,
-            is_pure=True,
-            pack=4,
-        )
+        found = _assembled(bits, INT8_TO_FLOAT16, DTYPE)
     return found
 
 
@@ -342,40 +336,9 @@ def from_nibbles(bits, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def] # n
     if _PLAIN or tl.float32 == DTYPE:
         found = bits.to(tl.float32)
     elif tl.bfloat16 == DTYPE:
-        found = tl.inline_asm_elementwise(
-            """{
-            .reg .b32 low, high, base, one, minus;
-            mov.b32 base, 0x43004300;
-            mov.b32 one, 0x3f803f80;
-            mov.b32 minus, 0xc300c300;
-            prmt.b32 low, $2, base, 0x5150;
-            prmt.b32 high, $2, base, 0x5352;
-            fma.rn.bf16x2 $0, low, one, minus;
-            fma.rn.bf16x2 $1, high, one, minus;
-            }""",
-            "=&r,=&r,r",
-            [bits],
-            dtype=tl.bfloat16,
-            is_pure=True,
-            pack=4,
-        )
+        found = _assembled(bits, _NIBBLES_TO_BFLOAT16, DTYPE)
     else:
-        found = tl.inline_asm_elementwise(
-            """{
-            .reg .b32 base, less;
-            mov.b32 base, 0x64646464;
-            mov.b32 less, 0x64006400;
-            prmt.b32 $0, $2, base, 0x4140;
-            prmt.b32 $1, $2, base, 0x4342;
-            sub.f16x2 $0, $0, less;
-            sub.f16x2 $1, $1, less;
-            }""",
-            "=&r,=&r,r",
-            [bits],
-            dtype=tl.float16,
-            is_pure=True,
-            pack=4,
-        )
+        found = _assembled(bits, _NIBBLES_TO_FLOAT16, DTYPE)
     return found
 
 
