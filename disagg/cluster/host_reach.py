@@ -17,7 +17,8 @@ from urllib.parse import urlsplit
 ATTEMPT_S = 1.0
 """Time after which an attempt has failed, and pause between the starts of two attempts."""
 PROOFS = 3
-"""Number of attempts while the rank replies. If all fail, a firewall drops such connections: no attempt follows."""
+"""Number of attempts while the rank replies. If all fail, the host counts as reachable from then on: a firewall may
+drop such connections."""
 
 
 class HostReach:
@@ -52,15 +53,12 @@ class HostReach:
 
     def look(self, now_s: float) -> None:
         """Continues or starts an attempt. Call repeatedly; the results are in the attributes."""
-        if self._socket is None:
-            if now_s >= self._begun_s + ATTEMPT_S:
-                self._begun_s = now_s
-                with contextlib.suppress(
-                    OSError
-                ):  # no free file descriptor here says nothing about the network
-                    self._end(self._begin(), now_s)
-            return
-        self._end(self._result(), now_s)
+        if self._socket is not None:
+            self._end(self._result(), now_s)
+        elif now_s >= self._begun_s + ATTEMPT_S:
+            self._begun_s = now_s
+            with contextlib.suppress(OSError):  # no free file descriptor: no attempt
+                self._end(self._begin(), now_s)
 
     def reset(self) -> None:
         """Forgets the results of attempts, because the rank has replied."""

@@ -67,7 +67,7 @@ class Cluster:
         self.groups: tuple[Group, ...] = ()
         """All groups placed and not taken down. Changes replace the tuple, so any thread may iterate over it."""
         self._numbers = {role: itertools.count(1) for role in placement.kinds}
-        self._parked = ParkedCalls(ranks)
+        self._parked = ParkedCalls(ranks, self._owner.token)
         self._lock = threading.Lock()  # guards `groups`, and `lost` of each group
         self._stopping, self._no_more_groups = threading.Event(), threading.Event()
         self._start_canceled = threading.Event()
@@ -308,14 +308,14 @@ class Cluster:
         self.settings |= {role: rolled.latest for role, rolled in adopted.counts.settings.items()}
         for group in self.groups:
             group.settings = adopted.rolled.get(group.name, self._base[group.role])
-        self._parked.add(self.groups, self._owner.token)
+        self._parked.add(self.groups)
         for address in adopted.dead:
             inform_of_loss(self.groups, address)
         log.info("adopted", groups=sorted(group.name for group in self.groups), epoch=self._owner.epoch)
 
     def _bring_up(self, new: Sequence[Group], progress: Progress) -> None:
         start_groups(self._ranks, new, progress)
-        self._parked.add(new, self._owner.token)
+        self._parked.add(new)
         self._link(new)
         for group in new:
             with self._lock:

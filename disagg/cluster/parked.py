@@ -30,20 +30,20 @@ class Ended(NamedTuple):
 class ParkedCalls:
     """The pending `park` calls of a cluster's ranks. Thread-safe."""
 
-    def __init__(self, ranks: Ranks, clock: Clock = time.monotonic) -> None:
-        self._ranks, self._lock, self._clock = ranks, threading.Lock(), clock
+    def __init__(self, ranks: Ranks, token: str, clock: Clock = time.monotonic) -> None:
+        """`token`: the token of the ranks' owner."""
+        self._ranks, self._token, self._clock = ranks, token, clock
+        self._lock = threading.Lock()
         self._members: dict[Call, Member] = {}
         self._again: dict[Member, float] = {}
         """Ranks whose call has lost its connection, with the time to repeat the call."""
-        self._tokens: dict[Member, str] = {}
 
-    def add(self, groups: Sequence[Group], token: str) -> None:
-        """Starts a `park` call on every rank of `groups`. `token` is the owner's token."""
+    def add(self, groups: Sequence[Group]) -> None:
+        """Starts a `park` call on every rank of `groups`."""
         with self._lock:
             for group in groups:
-                for rank, actor in enumerate(group.actors):
-                    self._members[actor.park.remote(token)] = group, rank
-                    self._tokens[group, rank] = token
+                for rank in range(len(group.actors)):
+                    self._park((group, rank))
 
     def members(self) -> list[Member]:
         """Returns the ranks that have not ended."""
@@ -57,7 +57,6 @@ class ParkedCalls:
             for call in calls:
                 del self._members[call]
             waited = self._again.pop(member, None) is not None
-            self._tokens.pop(member, None)
         return bool(calls) or waited
 
     def clear(self) -> None:
@@ -65,7 +64,6 @@ class ParkedCalls:
         with self._lock:
             self._members.clear()
             self._again.clear()
-            self._tokens.clear()
 
     def ended(self, timeout_s: float) -> list[Ended] | None:
         """Waits at most `timeout_s` for ranks to end, and returns the ended ranks; None if Ray has stopped."""
@@ -82,21 +80,23 @@ class ParkedCalls:
         for call in ended:
             why = self._why(call)
             with self._lock:
-                member = self._members.pop(call, None)
-                if member is not None and why is None:
+                if (member := self._members.pop(call, None)) is None:
+                    continue  # dropped
+                if why is None:
                     self._again[member] = self._clock() + REPEAT_S
-                elif member is not None:
-                    del self._tokens[member]
-            if member is not None and why is not None:
-                found.append(Ended(*member, why))
+                else:
+                    found.append(Ended(*member, why))
         return found
+
+    def _park(self, member: Member) -> None:
+        group, rank = member
+        self._members[group.actors[rank].park.remote(self._token)] = member
 
     def _repeat(self) -> None:
         """Repeats calls that have lost their connections. If the process is dead, the new call reports the death."""
         now_s = self._clock()
         for member in [member for member, due_s in self._again.items() if now_s >= due_s]:
-            group, rank = member
-            self._members[group.actors[rank].park.remote(self._tokens[member])] = member
+            self._park(member)
             del self._again[member]  # last: a call that cannot be made is tried again
 
     def _why(self, call: Call) -> str | None:

@@ -9,7 +9,7 @@ and gets more time:
 | works | `hang_timeout_s` |
 | cut | `CUT_TIMEOUTS` times `hang_timeout_s`, because the host may be dead |
 | cut, and another group starts | `hang_timeout_s`, because the new group must be linked with this one |
-| works again after a cut | `hang_timeout_s` and twice the time of the cut, because TCP repeats late |
+| works again after a cut | `hang_timeout_s` plus twice the duration of the cut, because TCP repeats late |
 
 `disagg.cluster.parked` detects dead ranks.
 """
@@ -143,21 +143,20 @@ class Pulses:
     def _why_silent(self, member: Member, now_s: float, needed: bool) -> str:
         """Returns why a rank counts as silent; empty if it does not."""
         pulse, host, timeout_s = self._pulses[member], self._hosts[member], self._hang_timeout_s
-        silent_s, what = now_s - pulse.sent_s, f"rank {member[1]}"
+        longest_cut_s = CUT_TIMEOUTS * timeout_s
         if pulse.answered:
             return ""
         if not host.reached:
-            times = 1 if needed else CUT_TIMEOUTS
-            limit_s, limit = times * timeout_s, f"{times} times cluster.hang_timeout_s"
+            limit_s, limit = longest_cut_s, f"{CUT_TIMEOUTS} times cluster.hang_timeout_s"
             if needed:
-                limit = "cluster.hang_timeout_s; a new group waits to be linked with it"
-            why = f"the host of {what} cannot be reached for {limit_s:g} s ({limit})"
-            cut_s = silent_s if host.reached_s is None else now_s - host.reached_s
+                limit_s, limit = timeout_s, "cluster.hang_timeout_s; a new group waits to be linked with it"
+            cut_s = now_s - (pulse.sent_s if host.reached_s is None else host.reached_s)
+            why = f"the host of rank {member[1]} cannot be reached for {limit_s:g} s ({limit})"
             return why if cut_s > limit_s else ""
-        cut_s = host.failed_s - pulse.sent_s if host.failed_s is not None else 0.0
-        cut_s = min(cut_s, CUT_TIMEOUTS * timeout_s)  # on a bad network, attempts can fail again and again
-        why = f"{what} has not answered for {timeout_s:g} s (cluster.hang_timeout_s)"
-        return why if silent_s > 2 * cut_s + timeout_s else ""
+        cut_s = 0.0 if host.failed_s is None else host.failed_s - pulse.sent_s
+        limit_s = timeout_s + 2 * min(cut_s, longest_cut_s)  # on a bad network, attempts fail again and again
+        why = f"rank {member[1]} has not answered for {timeout_s:g} s (cluster.hang_timeout_s)"
+        return why if now_s - pulse.sent_s > limit_s else ""
 
     def close(self) -> None:
         """Ends pending connections. Idempotent."""

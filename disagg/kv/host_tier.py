@@ -252,7 +252,7 @@ class HostTier:
         if count:
             self.blocks.alloc_tokens(0, count * self._page_size, pages)
         if self.storage is not None:
-            self.storage.allocated(pages)
+            self.storage.pages.allocated(pages)
         return pages
 
     def _order_store(
@@ -291,7 +291,7 @@ class HostTier:
         self.index.lock(hit.node, state=hit.state is not None)
         self.index.count(hit)
         if self.storage is not None:
-            self.storage.used(blocks)
+            self.storage.pages.loaded(blocks)
         self._allocator.share(pages)
         load = TierLoad(len(pages), None if slot is None else (hit.tokens, slot))
         self._order(_Operation(list(pages), blocks, hit.node, load=load), store=False)
@@ -422,7 +422,7 @@ class HostTier:
         held_states = len(states) + self._lost_states
         if self.storage is not None:
             self.storage.check()
-            owned += self.storage.held_blocks()
+            owned += self.storage.pages.held
             held_states += self.storage.states.held
         pages = [page for one in storing for page in one.pages]
         sound = (

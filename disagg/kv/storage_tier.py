@@ -34,12 +34,11 @@ from disagg.kv.pages import TokenToKVPoolAllocator
 from disagg.kv.radix import RadixCache
 from disagg.kv.radix_node import Node
 from disagg.kv.radix_values import Match
+from disagg.kv.stored_pages import AllocBlocks, StoredPages
 from disagg.kv.stored_prefixes import StoredPrefixes
 from disagg.kv.stored_states import StateItem, StoredStates
 from disagg.kv.token_rate import TokenRate
 
-SHARE = 4
-"""Divisor of the second tier's blocks: fetches may own at most a quarter of them, and writes may lock as many."""
 MOST_PAGES = 4096
 """Largest number of pages of one operation, because a plan contains their links. A longer prefix takes several
 operations."""
@@ -50,8 +49,6 @@ LONGEST_S = 60.0
 
 Links = Callable[[PrefixKey], Sequence[bytes]]
 """Function that returns the link of each whole page of a prompt."""
-AllocBlocks = Callable[[int, Node], list[int]]
-"""Function like `HostTier.alloc`: allocates up to a number of blocks, without evicting the path of a node."""
 
 
 @dataclass(slots=True, eq=False)
@@ -172,69 +169,40 @@ class StorageTier:
 
         `states`: number of state blocks of the second tier.
         """
-        self._index, self._blocks, self._alloc, self._links = index, blocks, alloc, links
+        self._index, self._links = index, links
         self._ranks, self._group, self._page_size = ranks, group, blocks.page_size
-        self._most_pages = max(1, (blocks.pages - 1) // SHARE)
         self._under_way: dict[int, _StorageWork] = {}
         self._sought: dict[bytes, int] = {}
         """Number of the operation (find or fetch) that covers each link."""
         self._planned: list[StorageOperation] = []
         self._unwanted: list[int] = []
-        self._writing: set[int] = set()
-        """Blocks of the second tier that running writes copy to the storage."""
         self.prefixes = StoredPrefixes(index.kv_events.unit_tokens)
         """Prefixes that the storage probably has, for routers."""
-        self._stored: set[int] = set()
-        """Blocks whose pages were written to the storage, or came from it."""
-        self._unused: set[int] = set()
-        """Blocks of the second tier whose pages came from the storage, and were not loaded yet."""
+        self.pages = StoredPages(blocks, alloc)
+        """Pages in the storage."""
         self.states = StoredStates(index, states, blocks.page_size)
         """Recurrent states in the storage."""
-        self._lost: list[int] = []
-        """Blocks of failed fetches, which are not used again."""
-        self._number = self._fetching = self._written = self._fetched = self._skipped = self._failed = 0
-        self._used, self._fetch_s, self._fetch_rate = 0, 0.0, TokenRate()
+        self._number, self._fetch_s, self._fetch_rate = 0, 0.0, TokenRate()
 
     # --- writes
 
     def write(self, prefix: PrefixKey) -> None:
         """Plans a write of the pages and states of `prefix` in the second tier that are not stored yet."""
         known = self._index.match_kv(prefix)
-        waiting = [
-            (at, block)
-            for at, block in enumerate(known.pages)
-            if block not in self._stored and block not in self._writing
-        ]
-        stored = next(
-            (at for at, block in enumerate(known.pages) if block not in self._stored), len(known.pages)
-        )
-        self.prefixes.add(self.states.usable(prefix, stored))
-        room = min(MOST_PAGES, max(0, self._most_pages - len(self._writing)))
-        self._skipped += max(0, len(waiting) - room)
-        reach = waiting[room][0] if room < len(waiting) else len(known.pages)
-        waiting, nodes = waiting[:room], self.states.lacking(prefix, reach)
-        ends = [at + 1 for at, _ in waiting[-1:]] + [node.end for node in nodes]
+        self.prefixes.add(self.states.usable(prefix, self.pages.leading(known.pages)))
+        waiting, reach = self.pages.lacking(known.pages, MOST_PAGES)
+        nodes = self.states.lacking(prefix, reach)
+        ends = [at + 1 for at in waiting[-1:]] + [node.end for node in nodes]
         if not ends:
             return
         prefix = prefix.shortened(max(ends) * self._page_size)
         links = self._links(prefix)
-        blocks = [block for _, block in waiting]
+        blocks = [known.pages[at] for at in waiting]
         self._index.lock(known.node, state=False)
-        self._writing.update(blocks)
-        work = _StorageWork("write", prefix, [links[at] for at, _ in waiting], blocks=blocks, node=known.node)
+        self.pages.begin_write(blocks)
+        work = _StorageWork("write", prefix, [links[at] for at in waiting], blocks=blocks, node=known.node)
         work.states = self.states.begin_write(nodes, links)
         self._order(work, LONGEST_S)
-
-    def allocated(self, blocks: Sequence[int]) -> None:
-        """Records that `blocks` get new content."""
-        self._stored.difference_update(blocks)
-        self._unused.difference_update(blocks)
-
-    def used(self, blocks: Sequence[int]) -> None:
-        """Records that a request loads `blocks` of the second tier."""
-        found = self._unused.intersection(blocks)
-        self._unused -= found
-        self._used += len(found)
 
     # --- prefetches
 
@@ -269,7 +237,7 @@ class StorageTier:
         prefetch.operation = None
         start = len(self._index.match_kv(prefetch.prefix).pages)
         first, least = start, start
-        if self.states.needed:
+        if self.states.needed:  # the storage may have states of pages that memory has without a state
             least = self._least_pages(prefetch.prefix, [prefetch])
             first = min(start, least)
         links = prefetch.links[first : first + MOST_PAGES]
@@ -277,13 +245,13 @@ class StorageTier:
             return
         prefetch.rounds += 1
         known = min(start - first, len(links))
-        joined = self._sought.get(links[min(known, len(links) - 1)])
+        joined = self._sought.get(links[min(known, len(links) - 1)])  # the last link if memory has all pages
         prefetch.follows = joined is not None
         if joined is not None:
             prefetch.operation = joined
             self._under_way[joined].users.append(prefetch)
-        elif self._fetching >= self._most_pages:
-            self._skipped += len(links) - known
+        elif not self.pages.room:
+            self.pages.skip(len(links) - known)
         else:
             prefix = prefetch.prefix.shortened((first + len(links)) * self._page_size)
             work = _StorageWork("find", prefix, links, first, known, users=[prefetch])
@@ -333,7 +301,8 @@ class StorageTier:
             self._insert(work)
         if report.done:
             work.missing_ranks.remove(rank)
-            work.found = set(report.states) & (work.found if work.found is not None else set(report.states))
+            states = set(report.states)
+            work.found = states if work.found is None else work.found & states
         if work.missing_ranks:
             return
         del self._under_way[number]
@@ -364,40 +333,30 @@ class StorageTier:
     def _end_write(self, work: _StorageWork) -> None:
         assert work.node is not None, "a write locks its pages"
         self._index.unlock(work.node, state=False)
-        self._writing.difference_update(work.blocks)
         finished = min(work.finished) if not work.failed else 0
-        if finished < len(work.blocks):
-            self._failed += len(work.blocks)  # the next use of the prefix tries again
-        else:
-            self._stored.update(work.blocks)
-            self._written += len(work.blocks)
+        stored = finished >= len(work.blocks)
+        self.pages.end_write(work.blocks, stored=stored)
         self.states.end_write(work.states, stored=not work.failed and finished == work.items)
-        if finished >= len(work.blocks):
+        if stored:
             self.prefixes.add(self.states.usable(work.prefix, work.prefix.tokens // self._page_size))
 
     def _end_find(self, work: _StorageWork) -> None:
-        """Plans the fetch of the found pages, from the first page that the second tier still lacks.
-
-        For a hybrid model, the fetch ends at the deepest state that was found and has room.
-        """
+        """Plans the fetch of the found pages, from the first page that the second tier still lacks."""
         known = self._index.match_kv(work.prefix)
-        start, stop = len(known.pages), work.first + work.known + min(work.finished)
-        ends = self._found_states(work) if self.states.needed else []
+        stop = work.first + work.known + min(work.finished)
+        ends = [stop]
         if self.states.needed:
-            stop = max(ends, default=self._least_pages(work.prefix, work.users))
+            least = self._least_pages(work.prefix, work.users)
+            ends = [end for end in self._state_ends(work) if end > least]
+            stop = max(ends, default=least)
         self.prefixes.forget(work.prefix, stop * self._page_size)
         # Pages before the searched ones may have been evicted since the find; the operation has no links of these.
-        wanted = bool(work.users) and not work.failed and start >= work.first + work.known
-        ends = ends if wanted else []
-        if not wanted or (self.states.needed and not ends):
-            stop = start
-        blocks = self._fetch_blocks(known, stop, ends)
-        states: list[StateItem] = []
-        if self.states.needed:
-            blocks, states = self._to_state(work, start, blocks, ends)
-        if blocks or states:
-            self._fetch(work, known, blocks, states)
-            return
+        reached = len(known.pages) >= work.first + work.known
+        if ends and reached and work.users and not work.failed:
+            blocks, states = self._room_for(work, known, ends)
+            if blocks or states:
+                self._fetch(work, known, blocks, states)
+                return
         for one in work.users:
             one.operation = None
         for one in work.users:
@@ -405,40 +364,31 @@ class StorageTier:
             if one.follows and self.states.needed and not work.failed and one.links[-1] not in work.links:
                 self._begin(one)
 
-    def _fetch_blocks(self, known: Match, stop: int, ends: Sequence[int]) -> list[int]:
-        """Allocates blocks for the pages from the end of `known` up to page `stop`, as far as there is room.
+    def _state_ends(self, work: _StorageWork) -> list[int]:
+        """Returns after how many pages every rank has found a state, in any order."""
+        stop = work.known + min(work.finished)
+        return [work.first + at + 1 for at in work.found or () if 0 <= at < stop]
 
-        For a hybrid model only up to the last of `ends` that is reached: the pages behind it would be of no use.
+    def _room_for(
+        self, work: _StorageWork, known: Match, ends: Sequence[int]
+    ) -> tuple[list[int], list[StateItem]]:
+        """Allocates blocks for the pages behind `known` up to the last of `ends`, as far as there is room.
+
+        For a hybrid model, the fetch has to end at one of `ends`, with a block for its state. Otherwise the pages
+        would be of no use, and both results are empty.
         """
         start = len(known.pages)
-        count, room = max(0, stop - start), max(0, self._most_pages - self._fetching)
-        if not self.states.has_room:
-            room = 0
-        self._skipped += max(0, count - room)
+        count, room = max(0, max(ends) - start), self.pages.room if self.states.has_room else 0
+        self.pages.skip(max(0, count - room))
         count = min(count, room)
-        if self.states.needed:
-            count = max((end - start for end in ends if end - start <= count), default=0)
-        return self._alloc(count, known.node) if count > 0 else []
-
-    def _found_states(self, work: _StorageWork) -> list[int]:
-        """Returns after how many pages every rank has a state in the storage, beyond what memory can load."""
-        stop = work.known + min(work.finished)
-        ends = [work.first + at + 1 for at in work.found or () if 0 <= at < stop]
-        least = self._least_pages(work.prefix, work.users)
-        return [end for end in ends if end > least]
-
-    def _to_state(
-        self, work: _StorageWork, start: int, blocks: list[int], ends: Sequence[int]
-    ) -> tuple[list[int], list[StateItem]]:
-        """Allocates a block for the deepest state that the blocks of a fetch reach, and frees the blocks behind it.
-
-        `start`: number of pages before `blocks`. Returns the remaining blocks, and the state; both empty without one.
-        """
+        if not self.states.needed:
+            return self.pages.alloc(count, known.node), []
+        count = max((end - start for end in ends if end - start <= count), default=0)
+        blocks = self.pages.alloc(count, known.node)
         end = max((end for end in ends if end <= start + len(blocks)), default=0)
         block = self.states.alloc() if end else None
         keep = max(0, end - start) if block is not None else 0
-        if blocks[keep:]:
-            self._blocks.free(blocks[keep:])
+        self.pages.release(blocks[keep:], failed=False)
         if block is None:
             return [], []
         return blocks[:keep], [StateItem(end, work.links[end - 1 - work.first], block)]
@@ -447,7 +397,6 @@ class StorageTier:
         """Plans the fetch that follows a find. `known`: pages of the second tier before `blocks`."""
         start = len(known.pages)
         self._index.lock(known.node, state=False)
-        self._fetching += len(blocks)
         links = work.links[start - work.first :][: len(blocks)]
         prefix = work.prefix.shortened((start + len(blocks)) * self._page_size)
         fetch = _StorageWork("fetch", prefix, links, start, blocks=blocks, node=known.node, users=work.users)
@@ -477,11 +426,7 @@ class StorageTier:
         self._index.lock(node, state=False)
         self._index.unlock(work.node, state=False)
         work.node = node
-        self._blocks.free(work.blocks[work.inserted : count])  # blocks in the tree keep the tree's reference
-        self._fetching -= count - work.inserted
-        self._fetched += len(added)
-        self._stored.update(added)
-        self._unused.update(added)
+        self.pages.attach(work.blocks[work.inserted : count], added)
         if not self.states.needed:
             self.prefixes.add(prefix)
         work.inserted = count
@@ -489,16 +434,9 @@ class StorageTier:
     def _end_fetch(self, work: _StorageWork) -> None:
         assert work.node is not None, "a fetch locks the pages before its own"
         self._index.unlock(work.node, state=False)
-        left = work.blocks[work.inserted :]
-        self._fetching -= len(left)
+        self.pages.release(work.blocks[work.inserted :], failed=work.failed)
         self._fetch_s += work.seconds
         self._fetch_rate.add(min(min(work.finished), len(work.links)) * self._page_size, work.seconds)
-        if work.failed:
-            # A rank could not pin the blocks, and would fail again the next time: the blocks are not used again.
-            self._lost.extend(left)
-            self._failed += len(left)
-        elif left:
-            self._blocks.free(left)
         missed = [item for item in work.states if not item.attached]
         for item in missed:
             self.states.release(item, failed=work.failed)
@@ -514,23 +452,18 @@ class StorageTier:
 
     # --- state
 
-    def held_blocks(self) -> list[int]:
-        """Returns the blocks that fetches own."""
-        fetches = (work for work in self._under_way.values() if work.kind == "fetch")
-        return [*self._lost, *(block for work in fetches for block in work.blocks[work.inserted :])]
-
     def statistics(self) -> StorageTierStatistics:
         """Returns the current counts."""
         return StorageTierStatistics(
-            writing_pages=len(self._writing),
-            fetching_pages=self._fetching,
-            written_pages=self._written,
-            fetched_pages=self._fetched,
+            writing_pages=self.pages.writing,
+            fetching_pages=self.pages.fetching,
+            written_pages=self.pages.written,
+            fetched_pages=self.pages.fetched,
             written_states=self.states.written,
             fetched_states=self.states.fetched,
-            skipped_pages=self._skipped,
-            failed_pages=self._failed,
-            used_pages=self._used,
+            skipped_pages=self.pages.skipped,
+            failed_pages=self.pages.failed,
+            used_pages=self.pages.used,
             fetch_s=self._fetch_s,
             fetch_tokens_per_s=self._fetch_rate.tokens_per_s,
         )
@@ -540,19 +473,20 @@ class StorageTier:
         self.prefixes.check()
         self._fetch_rate.check()
         works = self._under_way
-        self.states.check(
-            [item for work in works.values() if work.kind == "write" for item in work.states],
-            [item for work in works.values() if work.kind == "fetch" for item in work.states],
-        )
+        writes = [work for work in works.values() if work.kind == "write"]
+        fetches = [work for work in works.values() if work.kind == "fetch"]
         cached = set(self._index.pages())
-        writing = [block for work in works.values() if work.kind == "write" for block in work.blocks]
+        self.pages.check(
+            [block for work in writes for block in work.blocks],
+            [block for work in fetches for block in work.blocks[work.inserted :]],
+            cached,
+        )
+        self.states.check(
+            [item for work in writes for item in work.states],
+            [item for work in fetches for item in work.states],
+        )
         sound = (
-            len(self.held_blocks()) == self._fetching + len(self._lost)
-            and self._fetching <= self._most_pages
-            and len(writing) == len(self._writing) <= self._most_pages
-            and cached.issuperset(self._writing)
-            and self._stored.issuperset(self._unused)
-            and all(link in works[number].sought for link, number in self._sought.items())
+            all(link in works[number].sought for link, number in self._sought.items())
             and all(work.node is None or work.node.locks for work in works.values())
             and all(one.operation == number for number, work in works.items() for one in work.users)
         )

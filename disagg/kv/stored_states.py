@@ -15,9 +15,7 @@ from disagg.core.errors import InvariantError
 from disagg.core.prefixes import PrefixKey
 from disagg.kv.radix import RadixCache
 from disagg.kv.radix_node import Node
-
-SHARE = 4
-"""Divisor of the state blocks: fetches may own at most a quarter of them, and writes may lock as many."""
+from disagg.kv.stored_pages import SHARE
 
 
 @dataclass(slots=True, eq=False)

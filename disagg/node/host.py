@@ -75,7 +75,8 @@ class RankHost(ABC):
         self._meeting_folder = ""
         self._over, self._broken = False, ""
         self._parks = 0
-        self._changed = threading.Condition()  # guards the two fields above and the owner
+        """Number of calls of `park` by owners."""
+        self._changed = threading.Condition()  # guards the three fields above and the owner
         self._ownership = Ownership(owner, config.cluster.hang_timeout_s, clock)
         self._group: GroupInfo | None = None
         self._started: Started | None = None
@@ -181,10 +182,10 @@ class RankHost(ABC):
             if not self._ownership.is_owner(token):
                 return DISOWNED
             self._parks += 1
-            latest = self._parks
+            number = self._parks
             self._changed.notify_all()
             self._changed.wait_for(
-                lambda: self._over or not self._ownership.is_owner(token) or latest != self._parks
+                lambda: self._over or not self._ownership.is_owner(token) or number < self._parks
             )
             return self._broken if self._ownership.is_owner(token) else DISOWNED
 

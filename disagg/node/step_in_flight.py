@@ -16,7 +16,7 @@ class StepInFlight(Generic[SampledT]):
     def __init__(
         self, steps_ahead: int, commit: Callable[[SampledT], None], timeline: Timeline, name: str, lane: str
     ) -> None:
-        """`steps_ahead`: 0: each step ends at once, before the next one is planned.
+        """`steps_ahead`: 1, or 0 if each step ends at once, before the next one is planned.
 
         `commit`: waits for the device, and passes the results of a step to the leader. `name`, `lane`: of the step's
         span in the timeline. The span begins at the launch, or at the end of the previous step.

@@ -29,7 +29,7 @@ from disagg.storage.keys import PageKeys
 log = structlog.get_logger(__name__)
 
 BATCH_BYTES = 16 << 20
-"""Size of a buffer of pages that one call reads or writes; a single page may be larger."""
+"""Size of a buffer of items that one call reads or writes; a single item may be larger."""
 CALL_LIMIT_S = 2.0
 """Time limit of one call of the storage. Only a hung disk or server makes a call last this long."""
 
@@ -93,7 +93,7 @@ class StorageController:
         self._states: StoredItems | None = None
         if states is not None:
             self._states = StoredItems(storage, keys, states, memory.state_blocks, BATCH_BYTES)
-        self._memory, self._moved, self._clock = memory, moved, clock
+        self._moved, self._clock = moved, clock
         self.fetching: Executor = ThreadPoolExecutor(1, thread_name_prefix="storage-fetch")
         """Thread of finds and fetches."""
         self.writing: Executor = ThreadPoolExecutor(1, thread_name_prefix="storage-write")
@@ -164,8 +164,9 @@ class StorageController:
                 fetch.states = self._states.find(at, limit_s)
             return True
         if not fetch.landed:  # pins the memory of all blocks, or raises
-            self._memory.kv_blocks(operation.blocks)
-            self._memory.state_blocks(operation.state_blocks)
+            self._pages.reserve(operation.blocks)
+            if self._states is not None:
+                self._states.reserve(operation.state_blocks)
         items, links, blocks = next(self._batches(operation, fetch.landed))
         landed = items.fetch(links, blocks, limit_s)
         fetch.landed += landed

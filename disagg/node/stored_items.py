@@ -42,13 +42,12 @@ class StoredItems:
 
     def leading(self, links: Sequence[bytes], limit_s: float) -> int:
         """Returns how many leading items are probably stored: only the first part of each is looked for."""
-        return leading(self._storage.exists(self._keys.keys(links, self._read.parts[:1]), limit_s))
+        return _leading(self._first_parts(links, limit_s))
 
     def find(self, links: Sequence[bytes], limit_s: float) -> list[int]:
         """Returns the indices of the items of which all parts are stored."""
         parts = self._read.parts
-        first = self._storage.exists(self._keys.keys(links, parts[:1]), limit_s)
-        found = [at for at, stored in enumerate(first) if stored]
+        found = [at for at, stored in enumerate(self._first_parts(links, limit_s)) if stored]
         stored = self._storage.exists(self._keys.keys([links[at] for at in found], parts), limit_s)
         return [at for at, whole in zip(found, _whole(stored, len(parts)), strict=True) if whole]
 
@@ -62,7 +61,7 @@ class StoredItems:
         buffer = self._read_buffer = _grown(self._read_buffer, len(links), self._read.nbytes)
         into = [view for item in buffer[: len(links)] for view in self._read.views(item)]
         found = self._storage.get(self._keys.keys(links, self._read.parts), into, limit_s)
-        landed = leading(_whole(found, len(self._read.parts)))
+        landed = _leading(_whole(found, len(self._read.parts)))
         for item, block in zip(buffer[:landed], memory, strict=False):
             self._read.scatter(item, block)
         return landed
@@ -85,10 +84,14 @@ class StoredItems:
         results = _whole(self._storage.put(keys, content, limit_s), count)
         for at, stored in zip(lacking, results, strict=True):
             there[at] = stored
-        return leading(there)
+        return _leading(there)
+
+    def _first_parts(self, links: Sequence[bytes], limit_s: float) -> list[bool]:
+        """Returns for each item whether its first part is stored."""
+        return self._storage.exists(self._keys.keys(links, self._read.parts[:1]), limit_s)
 
 
-def leading(results: Sequence[bool]) -> int:
+def _leading(results: Sequence[bool]) -> int:
     """Returns the number of results before the first False."""
     return next((at for at, result in enumerate(results) if not result), len(results))
 

@@ -74,7 +74,7 @@ def listeners(pids: Iterable[int]) -> list[ListeningSocket]:
             inodes = _socket_inodes(pid)
             kind = process_kind(_command_line(pid))
             namespace = Path(f"/proc/{pid}/ns/net").readlink()
-            if not tables.get(namespace):  # also after a process that has ended meanwhile
+            if not tables.get(namespace):  # empty: a process ended while its tables were read
                 tables[namespace] = list(_tables(pid))
             found += [
                 ListeningSocket(pid, kind, *where) for inode, where in tables[namespace] if inode in inodes

@@ -242,7 +242,7 @@ def place(block, m, n, GROUP_M, ROWS, COLUMNS):  # type: ignore[no-untyped-def] 
     return first + block % width % size, block % width // size
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def summed_products(  # type: ignore[no-untyped-def]
     x_row,  # addresses [ROWS]
     w_row,  # addresses [COLUMNS]

@@ -1,4 +1,4 @@
-"""What the tests of clusters share."""
+"""Fixtures of the cluster tests."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import pytest
 
 @pytest.fixture
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Threads of a cluster look each 0.02 s for changes that nothing signals, instead of each 0.2 s.
+    """A cluster's threads poll every 0.02 s instead of every 0.2 s.
 
-    For clusters of fake ranks: a look costs no call of Ray.
+    For clusters of fake ranks, where polling calls no Ray.
     """
     for name in ("lifecycle.WATCH_S", "start.LOOK_S", "supervisor.WAIT_S", "roll.WAIT_S"):
         monkeypatch.setattr(f"disagg.cluster.{name}", 0.02)

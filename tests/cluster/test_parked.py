@@ -24,8 +24,8 @@ class Calls:
         """Result, or error, of each call that has ended."""
         actor = SimpleNamespace(park=SimpleNamespace(remote=self._park))
         self.group = Group("decode", "decode", None, [actor], None)  # type: ignore[arg-type]
-        self.parked = ParkedCalls(self, lambda: self.now_s)  # type: ignore[arg-type]
-        self.parked.add([self.group], "owner")
+        self.parked = ParkedCalls(self, "owner", lambda: self.now_s)  # type: ignore[arg-type]
+        self.parked.add([self.group])
 
     def _park(self, token: str) -> int:
         self.tokens.append(token)

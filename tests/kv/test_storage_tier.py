@@ -56,8 +56,7 @@ def test_the_rate_of_fetches_is_that_of_the_slowest_rank() -> None:
     group.answer(tokens)
     group = group.restarted(pages=100, blocks=160)
     assert group.prefetch(tokens) is not None
-    for find in list(group.works):
-        group.work(find)
+    group.work_once()
     for seconds, fetch in zip((0.5, 0.125), list(group.works), strict=True):
         group.work(fetch, seconds=seconds)
     assert (group.counts.fetch_s, group.counts.fetch_tokens_per_s) == (0.5, 19 * PAGE / 0.5)
@@ -81,8 +80,7 @@ def test_only_what_every_rank_has_fetched_counts(stored: StoringGroup) -> None:
     del group.storage[1, links(PrefixKey.of(prompt(1, 2, 3), ""))[2]]
     one = group.prefetch(prompt(1, 2, 3))
     assert one is not None
-    for find in list(group.works):
-        group.work(find)
+    group.work_once()
     first, second = group.works
     assert len(first.operation.links) == 2, "the third page is not on every rank"
     group.work(first)
@@ -102,8 +100,7 @@ def test_a_request_uses_what_has_landed_when_its_turn_comes(stored: StoringGroup
     one = group.prefetch(prompt(1, 2, 3))
     assert one is not None
     assert not one.holds
-    for find in list(group.works):
-        group.work(find)
+    group.work_once()
     for fetch in list(group.works):
         group.work(fetch, pages=2)
     assert group.kv_manager.cached_tokens(PrefixKey.of(prompt(1, 2, 3), "")) == 2 * PAGE
@@ -125,8 +122,7 @@ def test_requests_share_a_fetch(stored: StoringGroup) -> None:
     assert first is not None
     assert second is not None
     assert first.operation == second.operation
-    for find in list(group.works):
-        group.work(find)
+    group.work_once()
     group.kv_manager.end_prefetch(first)
     group.take()
     assert not any(work.unwanted for work in group.works)
@@ -159,8 +155,7 @@ def test_writes_and_fetches_take_a_share_of_host_memory(stored: StoringGroup) ->
     group.settle()
     one = group.prefetch(prompt(1, 2, 3))
     assert one is not None
-    for find in list(group.works):
-        group.work(find)
+    group.work_once()
     assert group.counts.fetching_pages == 2
     group.settle()
 
@@ -185,8 +180,7 @@ def test_blocks_that_cannot_be_pinned_are_not_used_again(stored: StoringGroup) -
     group = stored.restarted()
     one = group.prefetch(prompt(1, 2, 3))
     assert one is not None
-    for find in list(group.works):
-        group.work(find)
+    group.work_once()
     first, second = group.works
     group.work(first)
     group.work(second, error="cannot pin")

@@ -7,6 +7,7 @@ from three_tiers import PAGE, StoringGroup, Tokens, links, prompt, state_key
 
 from disagg.core.prefixes import PrefixKey
 from disagg.kv.host_tier import HostTierStatistics
+from disagg.kv.storage_tier import Prefetch
 
 LONG = prompt(1, 2, 3, 4)
 
@@ -46,6 +47,22 @@ def fetched(group: StoringGroup, tokens: Tokens = LONG) -> tuple[int, int, int]:
     group.kv_manager.end_prefetch(one)
     pages, states = group.counts.fetched_pages, group.counts.fetched_states
     return pages, states, group.answer(tokens)
+
+
+def fetching(stored: StoringGroup) -> tuple[StoringGroup, Prefetch]:
+    """A restarted group that has found `LONG` and planned its fetch, and the prefetch."""
+    group = stored.restarted()
+    one = group.prefetch(LONG)
+    assert one is not None
+    group.work_once()
+    return group, one
+
+
+def fill_host(group: StoringGroup) -> None:
+    """Other prompts fill the 16 blocks of host memory."""
+    for first in range(10, 26, 4):
+        group.answer(prompt(*range(first, first + 4)))
+    assert host_of(group).used_pages == 16
 
 
 def test_a_hit_ends_at_the_deepest_state(stored: StoringGroup) -> None:
@@ -90,15 +107,27 @@ def test_a_find_without_a_deeper_state_evicts_nothing() -> None:
     assert (host_of(group).cache.evicted_pages, group.counts.skipped_pages) == (3, skipped)
 
 
+def test_states_before_the_end_of_a_hit_in_memory_are_not_fetched(stored: StoringGroup) -> None:
+    """The first tier has the prompt up to its deepest stored state, and host memory has lost it."""
+    group = stored.restarted(blocks=16, pages=40)
+    group.answer(LONG)
+    fill_host(group)
+    evicted = host_of(group).cache.evicted_pages
+    one = group.prefetch(prompt(1, 2, 3, 4, 9))
+    assert one is not None
+    assert one.have_pages == 4
+    group.settle()
+    assert not one.holds
+    assert (host_of(group).cache.evicted_pages, group.counts.fetched_pages) == (evicted, 0)
+    assert group.counts.fetched_states == 0
+
+
 def test_a_fetch_without_room_for_its_state_evicts_nothing(stored: StoringGroup) -> None:
     stored.answer(prompt(6, 7))
     group = stored.restarted(states=4, blocks=16, pages=40)
-    for first in range(10, 26, 4):
-        group.answer(prompt(*range(first, first + 4)))
-    assert host_of(group).used_pages == 16
+    fill_host(group)
     users = [group.prefetch(prompt(1, 2, 8)), group.prefetch(prompt(6, 7))]
-    for find in list(group.works):
-        group.work(find)
+    group.work_once()
     assert [len(one.operation.links) for one in group.works] == [2, 2], "one fetch, on two ranks"
     assert (host_of(group).cache.evicted_pages, group.counts.skipped_pages) == (2, 2)
     for one in users:
@@ -114,8 +143,7 @@ def test_a_request_that_joins_a_find_without_a_state_searches_its_own_pages(stor
     assert second is not None
     assert equal is not None
     assert second.follows
-    for find in list(group.works):
-        group.work(find)
+    group.work_once()
     assert (first.holds, second.holds, equal.holds) == (False, True, False)
     group.settle()
     assert not second.holds
@@ -133,11 +161,7 @@ def test_a_state_behind_a_missing_page_is_of_no_use(stored: StoringGroup) -> Non
 @pytest.mark.parametrize(("lost", "pages"), [("state", 4), ("page", 2)])
 def test_an_item_lost_after_the_find(stored: StoringGroup, lost: str, pages: int) -> None:
     """It is corrupt, or the storage has evicted it: the state before it is fetched."""
-    group = stored.restarted()
-    one = group.prefetch(LONG)
-    assert one is not None
-    for find in list(group.works):
-        group.work(find)
+    group, one = fetching(stored)
     if lost == "state":
         lose_state(group, LONG, 4)
     else:
@@ -153,11 +177,7 @@ def test_an_item_lost_after_the_find(stored: StoringGroup, lost: str, pages: int
 
 
 def test_a_landed_state_counts_when_every_rank_has_it(stored: StoringGroup) -> None:
-    group = stored.restarted()
-    one = group.prefetch(LONG)
-    assert one is not None
-    for find in list(group.works):
-        group.work(find)
+    group, _ = fetching(stored)
     first, second = group.works
     group.work(first)
     group.work(second, pages=4)
@@ -173,10 +193,7 @@ def test_a_landed_state_counts_when_every_rank_has_it(stored: StoringGroup) -> N
 
 
 def test_the_end_of_a_request_frees_the_state_of_its_fetch(stored: StoringGroup) -> None:
-    group = stored.restarted()
-    one = group.prefetch(LONG)
-    for find in list(group.works):
-        group.work(find)
+    group, one = fetching(stored)
     assert host_of(group).cache.held_states == 1
     group.kv_manager.end_prefetch(one)
     group.settle()
@@ -201,11 +218,7 @@ def test_pages_of_another_turn_are_fetched_behind_those_in_memory(stored: Storin
 
 
 def test_a_state_that_cannot_be_pinned_is_not_used_again(stored: StoringGroup) -> None:
-    group = stored.restarted()
-    one = group.prefetch(LONG)
-    assert one is not None
-    for find in list(group.works):
-        group.work(find)
+    group, one = fetching(stored)
     first, second = group.works
     group.work(first)
     group.work(second, error="cannot pin")
@@ -244,12 +257,26 @@ def test_writes_and_fetches_take_a_share_of_the_states(stored: StoringGroup) -> 
     assert group.counts.written_states == 4
     group = stored.restarted(states=4)
     first, second = group.prefetch(LONG), group.prefetch(prompt(1, 2, 8))
-    for find in list(group.works):
-        group.work(find)
+    group.work_once()
     assert host_of(group).cache.held_states == 1
     for one in (first, second):
         group.kv_manager.end_prefetch(one)
     group.settle()
+
+
+def test_a_state_is_written_after_all_pages_before_it() -> None:
+    """With 8 blocks, two pages are written at a time."""
+    group = StoringGroup.of(blocks=8, states=8)
+    table = group.begin(LONG)
+    assert table is not None
+    group.keep(table, LONG, [2, 4])
+    group.copy(group.copies[0])
+    (write,) = group.works
+    assert [len(write.operation.links), write.operation.state_links] == [2, write.operation.links[1:]]
+    group.end(table)
+    group.settle()
+    group.answer(LONG)
+    assert (group.counts.written_pages, group.counts.written_states) == (4, 2)
 
 
 def test_routers_count_only_pages_before_a_stored_state() -> None:

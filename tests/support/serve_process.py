@@ -113,7 +113,7 @@ def until_gone(family: Sequence[psutil.Process], timeout_s: float = GONE_S) -> N
 
 
 def alive(family: Sequence[psutil.Process]) -> list[str]:
-    """Process id and name of each process that has not ended; Ray may reap an ended one later."""
+    """Returns process id and name of each process that has not ended. A zombie has: Ray may reap it later."""
     found = []
     for process in family:
         with suppress(psutil.NoSuchProcess):

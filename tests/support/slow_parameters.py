@@ -11,11 +11,8 @@ import pytest
 
 def sampled(values: Iterable[Any], in_sample: Callable[..., bool]) -> list[Any]:
     """The `values` for `parametrize`, marked slow unless `in_sample`, which gets a tuple as its arguments."""
-    found = []
-    for value in values:
-        arguments = value if isinstance(value, tuple) else (value,)
-        found.append(pytest.param(*arguments, marks=() if in_sample(*arguments) else pytest.mark.slow))
-    return found
+    cases = [value if isinstance(value, tuple) else (value,) for value in values]
+    return [_parameters(case, in_sample(*case)) for case in cases]
 
 
 def thinned(*axes: Sequence[Any], by: int) -> list[Any]:
@@ -23,6 +20,12 @@ def thinned(*axes: Sequence[Any], by: int) -> list[Any]:
 
     If an axis has at least `by` values, the sample has each combination of values of the other axes.
     """
-    combinations = itertools.product(*(enumerate(axis) for axis in axes))
-    chosen = [(sum(place for place, _ in one) % by == 0, [value for _, value in one]) for one in combinations]
-    return [pytest.param(*values, marks=() if kept else pytest.mark.slow) for kept, values in chosen]
+    places = itertools.product(*(range(len(axis)) for axis in axes))
+    return [
+        _parameters(case, sum(place) % by == 0)
+        for place, case in zip(places, itertools.product(*axes), strict=True)
+    ]
+
+
+def _parameters(case: Sequence[Any], in_sample: bool) -> Any:
+    return pytest.param(*case, marks=() if in_sample else pytest.mark.slow)

@@ -159,14 +159,18 @@ class StoringGroup:
             return []
         return [number for number, link in enumerate(at) if (one.rank, state_key(link)) in self.storage]
 
+    def work_once(self) -> None:
+        """All ranks finish the operations under way, but not those that are planned meanwhile."""
+        for one in list(self.works):
+            self.work(one)
+
     def settle(self) -> None:
         """All copies and all work."""
         self.take()
         while self.copies or self.works:
             for operation in list(self.copies):
                 self.copy(operation)
-            for one in list(self.works):
-                self.work(one)
+            self.work_once()
         self.check()
 
     def begin(self, tokens: Tokens) -> BlockTable | None:

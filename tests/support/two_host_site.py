@@ -56,9 +56,9 @@ class Site:
     hosts: TwoHosts
     folder: Path
     threads: ThreadPoolExecutor
-    """On the first machine."""
+    """Threads on the first machine."""
     environment: Mapping[str, str]
-    """Of every process."""
+    """Environment variables of every process."""
 
     def start(self, host: Host, name: str, *command: str) -> Popen[bytes]:
         """Starts a process whose output is the log `name`."""
@@ -100,7 +100,7 @@ def site(
 ) -> Iterator[Site]:
     """Ray on both machines, the groups, and a router that is ready.
 
-    `cpus`: of each machine, for Ray. `settings`: environment variables, of Ray too.
+    `cpus`: Ray's CPUs on each machine. `settings`: environment variables of all processes, including Ray's.
     """
     make_tiny_checkpoint(folder / "tiny", layers=3, hidden=96, head_dim=8, mlp=96)
     save_keys(make_keys(), folder / "keys.json")

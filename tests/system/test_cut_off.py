@@ -26,7 +26,7 @@ from transport.control.reliable import ReliableOptions
 SOON = ReliableOptions(peer_timeout_s=1.0, heartbeat_s=0.1)
 TIMEOUT_S = 30.0
 LONG_TOKENS = 150
-"""Of an answer that has not ended when its first tokens are seen and the network breaks."""
+"""Length of an answer that still runs when the test has seen its first tokens and cuts the network."""
 SIDES = {
     "decode": ["decode-0", "decode-1"],
     "prefill": ["prefill-0", "prefill-1"],

@@ -19,7 +19,7 @@ class Network(Protocol):
     """A network between hosts of the system that can be cut. One cut at a time."""
 
     async def cut(self, way: CutWay) -> None:
-        """Drops all packets in the given direction."""
+        """Drops all packets in the given direction, or in both."""
 
     async def mend(self) -> None:
         """Ends the cut."""
@@ -35,7 +35,7 @@ class CutCommand:
         """`command`: program and arguments, divided as a shell divides them. Raises `ValueError` for open quotes."""
         self._command, self._cut = shlex.split(command), False
         self._begun: list[Future[None]] = []
-        """The latest command. It goes on if its caller is cancelled."""
+        """The latest command, which continues if its caller is cancelled; empty before the first one."""
 
     async def cut(self, way: CutWay) -> None:
         """Cuts the network. Raises `DisaggError` when the command fails or takes too long."""

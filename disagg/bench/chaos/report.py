@@ -266,7 +266,7 @@ def _fault_line(fault: FaultRecord, result: ChaosResult, last: Mapping[int, int]
         target.rank if target else None,
         target.pid if target else None,
         _ms(fault.at_s - result.begun_s),
-        fault.plan.stop_s if fault.plan.kind in ("stop", "cut") else None,
+        fault.plan.duration_s,
         None if fault.full_s is None else _ms(fault.full_s - fault.at_s),
         fault.forced,
         len(fault.touched),

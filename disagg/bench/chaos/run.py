@@ -48,7 +48,7 @@ class FaultRecord:
 
     plan: PlannedFault
     target: TargetRank | None
-    """The victim; None for a cut, which no rank is chosen for."""
+    """The victim; None for a cut, which has none."""
     at_s: float
     touched: list[RequestRecord]
     """Requests that ran in the victim's group; for a cut, all that ran."""
@@ -166,7 +166,10 @@ class _Course:
                         return
 
     async def _inject(self, plan: PlannedFault) -> FaultRecord | None:
-        """Injects a fault into a rank of a serving group; returns None if the limit passes without such a group."""
+        """Cuts the network, or injects a fault into a rank of a serving group.
+
+        Returns None if the limit passes without such a group.
+        """
         if plan.kind == "cut":
             return await self._cut(plan)
         until_s = self.clock() + self.bench.recover_s
@@ -198,9 +201,9 @@ class _Course:
         return rank.role in self.bench.schedule.roles and rank.group not in self.injector.wounded
 
     async def _recover(self, fault: FaultRecord) -> None:
-        """Ends a stop or a cut after `stop_s`, and waits until the system has its full strength."""
-        if fault.plan.kind in ("stop", "cut"):
-            await asyncio.sleep(fault.plan.stop_s)
+        """Ends a stop or a cut after its duration, and waits until the system has its full strength."""
+        if fault.plan.duration_s is not None:
+            await asyncio.sleep(fault.plan.duration_s)
             await self._end(fault)
         fault.full_s = await self._full_strength()
         if fault.full_s is None and fault.plan.kind == "hang" and fault.target is not None:
@@ -237,7 +240,7 @@ class _Course:
 
     def _words(self, fault: FaultRecord) -> str:
         plan, target = fault.plan, fault.target
-        time_s = f" for {plan.stop_s:g} s" if plan.kind in ("stop", "cut") else ""
+        time_s = "" if plan.duration_s is None else f" for {plan.duration_s:g} s"
         where = plan.way if target is None else f"{target} (pid {target.pid})"
         return (
             f"fault {plan.number} of {self.bench.schedule.count}: {plan.kind} {where}{time_s}, "

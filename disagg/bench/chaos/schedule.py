@@ -38,6 +38,11 @@ class PlannedFault(NamedTuple):
     way: CutWay = "both"
     """Directions of a `cut`."""
 
+    @property
+    def duration_s(self) -> float | None:
+        """Time after which the run ends a `stop` or a `cut`; None for other kinds, which it does not end."""
+        return self.stop_s if self.kind in ("stop", "cut") else None
+
     def victim(self, ranks: Sequence[Victim]) -> Victim:
         """Returns the victim among `ranks`, which must not be empty."""
         return ranks[int(self.share * len(ranks))]

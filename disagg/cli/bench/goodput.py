@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -10,7 +10,7 @@ import typer
 from disagg.cli.bench.common import OutputFlags, Shown, show
 from disagg.cli.bench.compare import progress
 from disagg.cli.bench.load import PromptFlags, check_positive
-from disagg.cli.bench.serve import TargetFlags, allow_open_files, url_of
+from disagg.cli.bench.serve import TargetFlags, allow_open_files
 from disagg.cli.options import with_options
 from disagg.core.errors import ConfigError
 
@@ -123,14 +123,14 @@ def _load(options: GoodputOptions, model: str, rate: float, seed: int) -> ServeB
 
     flags = options.searched
     return ServeBench(
-        url=url_of(options.target),
+        url=options.target.base_url,
         api_key=options.target.api_key,
-        workload=replace(options.prompts.workload(model, options.target.chat), seed=seed),
+        workload=options.prompts.workload(model, options.target.chat, seed),
         arrivals=Arrivals("poisson", rate, 1, seed),
         concurrency=None,
         requests=max(1, round(rate * flags.duration_s)),
         duration_s=None,
-        slo=Slo(flags.ttft_s, flags.itl_s),
+        slo=Slo(),  # `GoodputTarget` judges the report
         timeout_s=flags.timeout_s,
         settings={},
     )
@@ -138,15 +138,12 @@ def _load(options: GoodputOptions, model: str, rate: float, seed: int) -> ServeB
 
 def _settings(options: GoodputOptions) -> dict[str, str | float | bool | None]:
     """Returns the parameters that the report shows."""
-    prompts = options.prompts
+    target, prompts = options.target, options.prompts
     return {
-        "url": url_of(options.target),
-        "chat": options.target.chat,
+        "url": target.base_url,
+        "chat": target.chat,
         "duration_s": options.searched.duration_s,
         "resolution": options.searched.resolution,
-        "input_tokens": prompts.input_tokens,
-        "output_tokens": prompts.output_tokens,
-        "shared_prefix_tokens": prompts.shared_prefix_tokens,
-        "ignore_eos": prompts.ignore_eos,
+        **prompts.settings(target.chat),
         "seed": prompts.seed,
     }

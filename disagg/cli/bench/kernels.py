@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
@@ -123,7 +123,7 @@ def _quantized(options: KernelOptions, device: Any) -> KernelRun:
 
     bench = products.QuantizedLinearBench(device, options.repeats)
     if device.type != "cuda":
-        bench = products.QuantizedLinearBench(device, options.repeats, ((64, 128),), (1, 4), 1 << 14)
+        bench = replace(bench, shapes=((64, 128),), rows=(1, 4), read_bytes=1 << 14)
     title = "products with quantized weights"
     return KernelRun(lambda update: products.run(bench, update), "quantized_linear", title)
 
@@ -133,8 +133,9 @@ def _experts(options: KernelOptions, device: Any) -> KernelRun:
 
     from disagg.bench.kernels import experts
 
-    small = experts.ExpertsBench(device, options.repeats, (1, 5), 6, 2, 48, 40, torch.float32)
-    bench = experts.ExpertsBench(device, options.repeats) if device.type == "cuda" else small
+    bench = experts.ExpertsBench(device, options.repeats)
+    if device.type != "cuda":
+        bench = replace(bench, tokens=(1, 5), experts=6, choices=2, hidden=48, inner=40, dtype=torch.float32)
     title = f"{bench.experts} experts, {bench.choices} for each token,"
     return KernelRun(lambda update: experts.run(bench, update), "experts", title)
 

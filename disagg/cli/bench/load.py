@@ -112,8 +112,22 @@ class PromptFlags:
     ] = False
     seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of arrivals, lengths and prompts.")] = 0
 
-    def workload(self, model: str, chat: bool) -> Workload:
-        """Returns the generator of the requests. Raises `ConfigError` for malformed flags."""
+    def settings(self, chat: bool) -> dict[str, str | float | bool | None]:
+        """Returns the values that a report shows, without the seed."""
+        return {
+            "input_tokens": self.input_tokens,
+            "output_tokens": self.output_tokens,
+            "shared_prefix_tokens": self.shared_prefix_tokens,
+            "shared_prefixes": self.shared_prefixes,
+            "token_ids": None if chat else self.token_ids,
+            "ignore_eos": self.ignore_eos,
+        }
+
+    def workload(self, model: str, chat: bool, seed: int) -> Workload:
+        """Returns the generator of a run's requests; a command with several runs has a `seed` for each of them.
+
+        Raises `ConfigError` for malformed flags.
+        """
         from disagg.bench.serve.lengths import parse_lengths
         from disagg.bench.serve.workload import Workload
 
@@ -126,7 +140,7 @@ class PromptFlags:
             prefixes=self.shared_prefixes,
             token_ids=_token_ids(self.token_ids),
             ignore_eos=self.ignore_eos,
-            seed=self.seed,
+            seed=seed,
         )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -49,6 +49,13 @@ class TargetFlags:
             help="Send text to /chat/completions, one word per input token; otherwise ids to /completions.",
         ),
     ] = False
+
+    @property
+    def base_url(self) -> str:
+        """The API's base URL. Raises `ConfigError` for a malformed `--url`."""
+        from disagg.bench.serve.bench import check_url
+
+        return check_url(self.url or _URL)
 
     @property
     def api_key(self) -> str | None:
@@ -130,9 +137,9 @@ def _load(options: BenchServeOptions, rate: float | None, seed: int) -> ServeBen
     kind = None if arrivals is None else arrivals.kind
     model = target.model if options.systems.compare is None else ""
     return ServeBench(
-        url=url_of(target),
+        url=target.base_url,
         api_key=target.api_key,
-        workload=replace(options.prompts.workload(model, target.chat), seed=seed),
+        workload=options.prompts.workload(model, target.chat, seed),
         arrivals=arrivals,
         concurrency=load.concurrency,
         requests=load.request_count,
@@ -143,16 +150,9 @@ def _load(options: BenchServeOptions, rate: float | None, seed: int) -> ServeBen
     )
 
 
-def url_of(target: TargetFlags) -> str:
-    """Returns the API's base URL. Raises `ConfigError` for a malformed URL."""
-    from disagg.bench.serve.bench import check_url
-
-    return check_url(target.url or _URL)
-
-
 def _parameters(options: BenchServeOptions) -> dict[str, str | float | bool | None]:
     """Returns the parameters that the report shows for every load."""
-    target, load, prompts = options.target, options.load, options.prompts
+    target, load = options.target, options.load
     return {
         "url": None if options.systems.compare else target.url or _URL,
         "chat": target.chat,
@@ -160,12 +160,7 @@ def _parameters(options: BenchServeOptions) -> dict[str, str | float | bool | No
         "concurrency": load.concurrency,
         "requests": load.request_count,
         "duration_s": load.duration_s,
-        "input_tokens": prompts.input_tokens,
-        "output_tokens": prompts.output_tokens,
-        "shared_prefix_tokens": prompts.shared_prefix_tokens,
-        "shared_prefixes": prompts.shared_prefixes,
-        "token_ids": None if target.chat else prompts.token_ids,
-        "ignore_eos": prompts.ignore_eos,
+        **options.prompts.settings(target.chat),
         "timeout_s": options.limits.timeout_s,
     }
 

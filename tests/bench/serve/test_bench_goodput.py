@@ -120,6 +120,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         assert (tmp_path / "bench_goodput.png").stat().st_size > 0
         written = json.loads((tmp_path / "bench_goodput.json").read_text())
         assert (written["goodput"], written["bounded"]) == (40.0, False)
+        assert (written["settings"]["shared_prefixes"], written["settings"]["token_ids"]) == (1, "32-255")
         assert [(one["rate"], one["requests"], one["met"]) for one in written["rates"]] == [
             (20.0, 4, True),
             (40.0, 8, True),
