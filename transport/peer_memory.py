@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from disagg.core.errors import TransportError
+from disagg.core.errors import TransportError, first_line
 from transport.handles import IpcHandle, MemoryHandle
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -98,7 +98,7 @@ def _import(handle: MemoryHandle, ipc: IpcHandle, device: torch.device) -> torch
             ipc.event_sync_required,
         )
     except RuntimeError as exc:
-        raise TransportError(f"CUDA cannot open the memory: {str(exc).splitlines()[0]}") from exc
+        raise TransportError(f"CUDA cannot open the memory: {first_line(exc)}") from exc
     return tensor
 
 

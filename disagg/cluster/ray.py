@@ -30,7 +30,7 @@ from disagg.cluster.ranks import CALL_TIMEOUT_S, Call, NoRoomError, UnavailableE
 from disagg.cluster.settings import GroupSettings
 from disagg.cluster.start import Progress
 from disagg.core.config.read import Config, Role
-from disagg.core.errors import ConfigError, DisaggError
+from disagg.core.errors import ConfigError, DisaggError, first_line
 from disagg.node.ownership import Owner
 from transport.keys.curve import KeySet
 from transport.keys.ring import AnyKeys
@@ -146,9 +146,9 @@ class RayRanks:
             logs = self._private.logs if self._private is not None else None
             raise DisaggError(cause_of_death(str(exc), logs, self._oom_counters)) from exc
         except ray.exceptions.ActorUnavailableError as exc:
-            raise UnavailableError(f"the connection to a rank was lost: {str(exc).splitlines()[0]}") from exc
+            raise UnavailableError(f"the connection to a rank was lost: {first_line(exc)}") from exc
         except ray.exceptions.RayError as exc:
-            raise DisaggError(f"a rank's process died: {str(exc).splitlines()[0]}") from exc
+            raise DisaggError(f"a rank's process died: {first_line(exc)}") from exc
         return results
 
     def ended(self, calls: Sequence[Call], timeout_s: float) -> list[Call] | None:
@@ -306,7 +306,7 @@ def existing_ray(address: str, spans_hosts: bool, namespace: str | None = None) 
             ray.init(address=address, namespace=namespace, **_QUIET)
     except (OSError, ValueError, RuntimeError, ray.exceptions.RayError) as exc:
         raise ConfigError(
-            f"no Ray cluster to join at {address!r}: {str(exc).strip().splitlines()[0]} (cluster.ray, RAY_ADDRESS; "
+            f"no Ray cluster to join at {address!r}: {first_line(exc)} (cluster.ray, RAY_ADDRESS; "
             f"RAY_AUTH_MODE is {os.environ['RAY_AUTH_MODE']})"
         ) from exc
     try:
