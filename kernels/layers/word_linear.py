@@ -118,11 +118,11 @@ def _loaded(  # type: ignore[no-untyped-def]
     """Returns the scales (or zero points) of the groups of values in a step."""
     found = ()
     for group in tl.static_range(COUNT):
-        found = found + (tl.load(numbers + of_row + (column + group * PER * PERIOD) // BLOCK),)  # noqa: RUF005
+        found = found + (tl.load(numbers + of_row + (column + group * PER * PERIOD) // BLOCK),)  # type: ignore[assignment]  # noqa: RUF005
     return found
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _prefetch(addresses):  # type: ignore[no-untyped-def]
     """Moves the cache lines of `addresses` to the L2 cache."""
     tl.inline_asm_elementwise(
