@@ -1,18 +1,23 @@
-"""Quantized values in words of 32 bits, as the kernel of products reads them, and their conversion to floats.
+"""Quantized values in words of 32 bits, and their conversion to floats.
 
-The values of a word belong to columns that are `place_words` apart, so value `i` of adjacent words are adjacent
-columns. A kernel loads words in the layout of a tensor core's operand and converts value `i` of two words to two
-adjacent elements of that operand: no value moves to another thread or another register.
+Columns are divided into periods. A period of `words` words has `words` columns for each value of a word: value `i` of
+word `j` is column `i * words + j`. So value `i` of adjacent words are adjacent columns. A kernel loads words in the
+layout of a tensor core's operand and converts value `i` of two words to two adjacent elements of that operand: no
+value moves to another thread or another register.
+
+All conversions are exact: bfloat16 and float16 represent all values of the 8-bit types. In 16-bit products, the bits
+of a value become a float by integer operations on two values at a time.
 """
 
 from __future__ import annotations
+
+from functools import lru_cache
 
 import torch
 import triton
 import triton.language as tl
 
 from kernels.dispatch import INTERPRETED
-from kernels.layers.quantized_weight import from_bytes
 
 MAX_PERIOD_WORDS = 64
 """Largest number of words that the columns of a period fill."""
@@ -21,43 +26,46 @@ MIN_PERIOD_WORDS = 16
 _PLAIN = tl.constexpr(INTERPRETED)  # the interpreter runs no assembly and cannot multiply bfloat16
 
 
-def period_words(columns: int, block_columns: int, values: int) -> int:
-    """Returns the number of words of a period of columns; 0 if no number fits.
+@lru_cache
+def period_words(columns: int, block_columns: int, bits: int) -> int:
+    """Returns the number of words of a period for values of `bits`, of which `block_columns` share a scale.
 
-    A period of `values` (of a word) times as many columns divides all columns. Columns of value `i` in a period share
-    a scale, and scales either divide a period or are divided by it.
+    Columns of value `i` in a period share a scale, so the words divide `block_columns`, a multiple of
+    `MIN_PERIOD_WORDS`. If no period divides all columns, the last one has words without columns.
     """
-    words = MAX_PERIOD_WORDS
-    while words >= MIN_PERIOD_WORDS:
-        period = words * values
-        blocks = block_columns >= columns or (
-            block_columns % words == 0 and (period % block_columns == 0 or block_columns % period == 0)
-        )
-        if columns % period == 0 and blocks:
+    for words in (MAX_PERIOD_WORDS, MAX_PERIOD_WORDS // 2):
+        if columns % (words * 32 // bits) == 0 and (block_columns >= columns or block_columns % words == 0):
             return words
-        words //= 2
-    return 0
+    return MIN_PERIOD_WORDS
+
+
+def row_words(columns: int, words: int, bits: int) -> int:
+    """Returns the number of words of a row; `words`: those of a period."""
+    return -(-columns // (words * 32 // bits)) * words
 
 
 def pack_words(values: torch.Tensor, words: int, bits: int) -> torch.Tensor:
-    """Packs uint8 `[n, k]` with `bits` (8 or 4) significant bits to int32 `[n, k / values of a word]`.
+    """Packs uint8 `[n, columns]`, of which `bits` (8 or 4) are used, to int32 `[n, row_words]`.
 
-    Value `i` of word `j` in a period is column `i * words + j` of that period.
+    - words: words of a period.
     """
-    n, k = values.shape
-    each = 32 // bits
-    parts = values.view(n, k // (words * each), each, words).to(torch.int64)
-    shifts = torch.arange(0, 32, bits, device=values.device)[:, None]
-    found = (parts << shifts).sum(2)
-    return (found - ((found >> 31) << 32)).to(torch.int32).reshape(n, k // each)
+    n, columns = values.shape
+    count = row_words(columns, words, bits)
+    more = count * 32 // bits - columns
+    whole = torch.nn.functional.pad(values, (0, more)) if more else values
+    if bits == 4:
+        low, high = whole.reshape(n, -1, 4, 2, words).unbind(3)
+        whole = low | (high << 4)
+    return whole.reshape(n, -1, 4, words).transpose(2, 3).contiguous().view(torch.int32).view(n, count)
 
 
-def unpack_words(packed: torch.Tensor, words: int, bits: int) -> torch.Tensor:
+def unpack_words(packed: torch.Tensor, columns: int, words: int, bits: int) -> torch.Tensor:
     """Returns the values given to `pack_words`."""
-    n, count = packed.shape
-    shifts = torch.arange(0, 32, bits, device=packed.device)[:, None]
-    parts = packed.view(n, count // words, 1, words) >> shifts
-    return (parts & ((1 << bits) - 1)).to(torch.uint8).reshape(n, count * (32 // bits))
+    n = packed.shape[0]
+    stored = packed.view(torch.uint8).view(n, -1, words, 4).transpose(2, 3)
+    if bits == 4:
+        stored = torch.stack((stored & 15, stored >> 4), 3)
+    return stored.reshape(n, -1)[:, :columns]
 
 
 def _assembly(registers: str, body: str) -> tl.constexpr:
@@ -168,6 +176,21 @@ def _two_words_and_added(words, added, CODE: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _plainly(bits, FP8: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: N803
+    """Converts 8 bits, in int32, to float32. NaNs become 480.
+
+    Sign, exponent and mantissa are moved to their places in float16. The result has the exponent's bias of the narrow
+    type, subnormal numbers included, and is corrected by one multiplication with a power of two.
+    """
+    if FP8:
+        half = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.uint16).to(tl.float16, bitcast=True)
+        found = half.to(tl.float32) * 256.0
+    else:
+        found = bits.to(tl.int8).to(tl.float32)
+    return found
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def minus_zero(zero, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: N803
     """Returns what `value_of` takes for zero points: the number that is added to a converted 4-bit value.
 
@@ -189,7 +212,7 @@ def value_of(words, added, NUMBER: tl.constexpr, BITS: tl.constexpr, FP8: tl.con
     """
     if _PLAIN or tl.float32 == DTYPE:
         bits = (words >> (NUMBER * BITS)) & ((1 << BITS) - 1)
-        found = bits.to(tl.float32) + added if BITS == 4 else from_bytes(bits.to(tl.uint8), FP8, tl.float32)
+        found = bits.to(tl.float32) + added if BITS == 4 else _plainly(bits, FP8)
     elif BITS == 4:
         if tl.bfloat16 == DTYPE:
             found = _two_words_and_added(words, added, _INT4_BFLOAT16[NUMBER], DTYPE)

@@ -36,7 +36,6 @@ LAYERS = (
     "model/experts/test_grouped_experts.py",
     "kernels/layers/test_few_rows.py",
     "kernels/layers/test_quantized_linear.py",
-    "kernels/layers/test_word_linear.py",
 )
 SAMPLING = (
     "kernels/sampling/test_draw.py",

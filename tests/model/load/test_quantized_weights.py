@@ -136,7 +136,7 @@ def test_the_reference_answers_are_those_of_our_engine(checkpoints: Checkpoints)
 def test_quantized_weights_need_less_memory(name: str, checkpoints: Checkpoints) -> None:
     quantized = make_runner(checkpoints(name)[0])
     layers = [module for module in quantized.model.modules() if isinstance(module, QuantizedLinear)]
-    nbytes = sum(layer.values.nbytes + layer.scales.nbytes for layer in layers)
+    nbytes = sum(layer.words.nbytes + layer.scales.nbytes for layer in layers)
     elements = sum(layer.in_features * layer.out_features for layer in layers)
     assert nbytes < (1.03 if "8" in name else 0.55) * elements
     assert check_products(quantized.model) == 0
