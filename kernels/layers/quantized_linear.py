@@ -186,7 +186,7 @@ def multiply(
     )
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _waited(sums):  # type: ignore[no-untyped-def]
     """Returns `sums`, after the asynchronous product that computes them.
 
