@@ -29,6 +29,7 @@ from disagg.node.host_memory import (
     automatic_host_cache,
     available_bytes,
 )
+from disagg.node.local_prefill import MIN_PREFILL_TOKENS, local_prefill_tokens
 from disagg.node.prefix_caching import configured_host_cache
 from disagg.node.rank import RankNode
 from disagg.node.rank_records import Rendezvous, Started
@@ -131,6 +132,8 @@ def _record(runner: ModelRunner, group: GroupConfig, role: str) -> None:
         runner.record_chunks(group.chunk_tokens)
     if role != "decode":
         runner.record_pieces(group.chunk_tokens, group.decode_batch)
+    elif step_tokens := local_prefill_tokens(group, runner):
+        runner.record_pieces(max(step_tokens, group.decode_batch + MIN_PREFILL_TOKENS), group.decode_batch)
 
 
 def with_host_cache(
