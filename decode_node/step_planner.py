@@ -26,6 +26,7 @@ from decode_node.request import DecodeRequest, Sequence
 from decode_node.scheduler_options import SchedulerOptions
 from disagg.core.types import RequestKey
 from disagg.kv.cache_operations import NO_CACHE_WORK
+from disagg.model.mixed_graphs import CHUNKS, prefill_room
 from disagg.node.kv_manager import KVManager
 from disagg.node.local_prefill import MIN_PREFILL_TOKENS
 from disagg.node.plan import StateCopy, StepPlan, Work
@@ -194,21 +195,22 @@ class StepPlanner:
         The oldest request comes first. Preempted requests get `chunks.chunk_tokens` in all, because younger ones wait
         for their pages. Prompts of new requests get the rest of `local_prefill_tokens`, which the step shares with
         the `running` requests, whose answers would otherwise stall (stall-free batching, Sarathi-Serve, Agrawal et
-        al., OSDI 2024), but at least `MIN_PREFILL_TOKENS`.
+        al., OSDI 2024), but at least `MIN_PREFILL_TOKENS`. A step has at most `CHUNKS` of them, like recorded steps.
         """
         batch: dict[DecodeRequest, list[int]] = {}
-        free, must = self._max_batch, True
+        free, must, prefills = self._max_batch, True, 0
         budgets = {
             False: self._chunks.chunk_tokens,
-            True: max(self._prefill_tokens - running, MIN_PREFILL_TOKENS),
+            True: prefill_room(self._prefill_tokens, MIN_PREFILL_TOKENS, running),
         }
         for request in sorted(computing, key=lambda one: one.order):
-            if len(request.sequences) > free:
-                continue
             kind = request.prefills
+            if len(request.sequences) > free or (kind and prefills == CHUNKS):
+                continue
             counts = self._recomputed(request.sequences, budgets[kind], must=must)
             if any(counts):
                 budgets[kind] -= sum(counts)
+                prefills += kind
                 free -= len(request.sequences)
                 must = False
                 batch[request] = counts
