@@ -152,7 +152,8 @@ class DecodeRank(RankNode[DecodeConfig, DecodeLeader, SegmentReceiver]):
         logits = self._forward(plan)
         if self.leader is not None and self.leader.is_constrained(plan):
             self.end_steps()
-        step = self.leader.sample(plan, logits) if self.leader is not None else None
+        with self.recorder.part("sample"):
+            step = self.leader.sample(plan, logits) if self.leader is not None else None
         if plan.shared:
             tokens = step.shared_tokens() if step is not None else None
             self.runner.sampled.share(tokens, len(plan.work))
@@ -164,7 +165,8 @@ class DecodeRank(RankNode[DecodeConfig, DecodeLeader, SegmentReceiver]):
 
     def _commit(self, step: SampledStep | None) -> None:
         if self.leader is not None and step is not None:
-            self.leader.commit(step)
+            with self.recorder.part("commit"):
+                self.leader.commit(step)
 
     def _swapped(self, swap: Swap, seconds: float, error: str) -> None:
         self.to_leader(m.Swapped(swap.key, swap.ticket, self.rank, seconds, error))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -27,6 +27,7 @@ from disagg.api.tracing import RequestTrace
 from disagg.api.workers import MetricReport, Share, WorkerReport
 from disagg.core.config.read import ApiConfig
 from disagg.core.errors import AbortedError, DisaggError
+from disagg.core.profile.types import ProfileRequest, TraceSummary
 from disagg.core.status import GroupStatus, ServiceStatus
 from disagg.core.types import GroupInfo
 from disagg.router.answers import Emit, Output, RouterRequest
@@ -69,6 +70,9 @@ class Generator(Protocol):
 
     async def run(self, request: RouterRequest, emit: Emit) -> None:
         """Emits the answers; a cancellation aborts the request."""
+
+    def profile(self, request: ProfileRequest) -> AsyncGenerator[int | TraceSummary, None]:
+        """Records some steps of a rank: yields numbers of recorded steps, then the summary."""
 
 
 class Service:
@@ -169,6 +173,10 @@ class Service:
             self._itl.counts(),
             [MetricReport.of(family) for family in self.metrics.registry.collect()],
         )
+
+    def profile(self, request: ProfileRequest) -> AsyncGenerator[int | TraceSummary, None]:
+        """Records some steps of a rank; see `Generator.profile`."""
+        return self._generator.profile(request)
 
     def check_capacity(self) -> None:
         """Called before a body is read. Raises a 503 if requests are refused, `BusyError` if the server is full."""

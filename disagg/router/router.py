@@ -12,6 +12,7 @@ from disagg.core.clock import Clock
 from disagg.core.config.read import RouterConfig
 from disagg.core.errors import BusyError, InvalidRequestError
 from disagg.core.prefixes import PrefixKey
+from disagg.core.profile.types import ProfileRequest, TraceSummary
 from disagg.core.sampling import MAX_SEQUENCES, check_sampling, computes_locally, sequences_that_fit
 from disagg.core.status import GroupStatus
 from disagg.core.tokens import TokenIds, pack_tokens
@@ -19,6 +20,7 @@ from disagg.core.types import GroupInfo, SamplingParams
 from disagg.router.answers import Emit, Output, RouterRequest, SessionReport, new_answers
 from disagg.router.group_table import GroupTable, has_rank_in
 from disagg.router.policy import POLICIES, LocalPrefill, RoutedGroup, RoutingRequest, prefix_aware
+from disagg.router.profiling import record_profile
 from disagg.router.recovery import Branch, RecoveryBudget
 from disagg.router.request_run import Pair, RecoveryOptions, RequestRun, RoutedRequest, RunContext
 from disagg.router.response_dispatcher import ResponseDispatcher
@@ -253,6 +255,10 @@ class Router:
         if self._shunned:
             now_s = self._clock()
             self._shunned = {one: until_s for one, until_s in self._shunned.items() if until_s > now_s}
+
+    def profile(self, request: ProfileRequest) -> AsyncGenerator[int | TraceSummary, None]:
+        """Records some steps of a rank; see `record_profile`."""
+        return record_profile(self._dispatcher, [engine.group for engine in self.engines], request)
 
     async def generate(
         self,
