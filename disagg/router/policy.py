@@ -11,6 +11,7 @@ import xxhash
 
 from disagg.core.config.read import PolicyName, RouterConfig
 from disagg.core.errors import BusyError
+from disagg.core.local_prefill import pauses
 from disagg.core.prefixes import HeldPrefixes, Tier
 from disagg.core.types import GroupInfo
 from disagg.router.load_costs import NOT_MEASURED, LoadCosts
@@ -236,13 +237,16 @@ class LocalPrefill:
         """Returns the decode group that is to compute the whole request; None if `prefill` is to compute the prompt.
 
         The group with the shortest queue of such prompts is compared with the prefill group, as in NVIDIA Dynamo's
-        conditional disaggregation. `prefill` is None while no prefill group is usable.
+        conditional disaggregation. Prompts take longer in a group with many requests, which pauses between steps with
+        prompts (`pauses`). `prefill` is None while no prefill group is usable.
         """
         waiting_tokens = prefill.tokens if prefill is not None else self.queue_tokens
         if not request.may_be_local or waiting_tokens < self.queue_tokens:
             return None
         able = [one for one in decodes if one.group.leader.local_prefill]
-        costs = [one.local_tokens + request.missing_tokens(one) for one in able]
+        costs = [
+            (one.local_tokens + request.missing_tokens(one)) * (1 + pauses(one.requests)) for one in able
+        ]
         if not able:
             return None
         least = min(costs)
