@@ -21,6 +21,7 @@ from disagg.core.types import GroupInfo, RankInfo
 from disagg.node.device import record_event
 from disagg.node.kv_manager import KVManager
 from disagg.node.links import Link, make_link
+from disagg.node.local_prefill import local_prefill_tokens
 from disagg.node.plan import StepPlan, Swap
 from disagg.node.rank import RankNode
 from disagg.node.step_in_flight import StepInFlight
@@ -71,6 +72,7 @@ class DecodeRank(RankNode[DecodeConfig, DecodeLeader, SegmentReceiver]):
             preemption=group.preemption,
             state_interval_tokens=group.state_interval_tokens,
             watermark=group.watermark,
+            local_prefill_tokens=local_prefill_tokens(group, self.runner),
             has_kv=spec.has_attention,
         )
         scheduler = DecodeScheduler(kv_manager, options)

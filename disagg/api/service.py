@@ -18,7 +18,7 @@ from disagg.api.answers import Answers, Sink
 from disagg.api.errors import ApiError, bad, retry_after
 from disagg.api.exchange import Exchange
 from disagg.api.generation_request import EngineRequest, GenerationRequest
-from disagg.api.metrics import Metrics, RecoveryCollector, SuspicionCollector
+from disagg.api.metrics import LocalPrefillCollector, Metrics, RecoveryCollector, SuspicionCollector
 from disagg.api.model import ServedModel
 from disagg.api.pace import Pace
 from disagg.api.quantiles import RollingQuantiles
@@ -41,6 +41,9 @@ class Generator(Protocol):
 
     recoveries: Counter[str]
     """Recoveries of requests since the start, by `disagg.router.session_events.Loss`."""
+
+    local_prefills: Counter[str]
+    """Prompts that decode groups computed since the start: `queue`, `no_prefill_group`."""
 
     @property
     def suspicions(self) -> Counter[str]:
@@ -88,6 +91,7 @@ class Service:
         self._admission = Admission(config.max_running, config.max_queued, self.metrics, pace)
         self.metrics.registry.register(RecoveryCollector(generator.recoveries))
         self.metrics.registry.register(SuspicionCollector(generator.suspicions))
+        self.metrics.registry.register(LocalPrefillCollector(generator.local_prefills))
         self._recent, self._ttft, self._itl = Recent(), RollingQuantiles(), RollingQuantiles()
         self._began_s = time.monotonic()
         self._tasks: dict[asyncio.Task[None], Answers] = {}

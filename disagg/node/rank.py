@@ -219,6 +219,7 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
             if self.runner.states is not None
             else 0,  # without the trash slot
             *self.cache_controller.counts,
+            local_prefill=self.leader is not None and self.leader.local_prefills,
         )
 
     def join(self, group: GroupInfo) -> None:

@@ -49,6 +49,7 @@ class FakeGenerator:
         self.fail_only = ""
         """And only in requests whose id ends like this."""
         self.recoveries: Counter[str] = Counter()
+        self.local_prefills: Counter[str] = Counter()
         self.suspicions: Counter[str] = Counter()
         self.silent: tuple[str, ...] = ()
         self.profiles: list[ProfileRequest] = []
