@@ -29,7 +29,7 @@ import torch
 from disagg.core.config.read import MetricsConfig
 from disagg.core.errors import BusyError, ConfigError, DisaggError, RequestTimeoutError, first_line
 from disagg.core.ports import Clock
-from disagg.core.profile.trace import PREFIX, STEP
+from disagg.core.profile.trace import PREFIX, STEP, WARM_STEPS
 from disagg.core.profile.types import ProfileOptions, TraceSource, TraceSummary
 from disagg.core.types import RequestKey
 from transport.control import messages as m
@@ -40,8 +40,6 @@ PLAIN_STEPS = 100
 """Most steps that are timed before the recording, because the profiler slows steps down."""
 PLAIN_SHARE = 0.25
 """Part of the time limit after which the recording begins, even if fewer steps were timed."""
-WARM_STEPS = 3
-"""Recorded steps before the window of the summary: the first ones pay for the profiler's start."""
 PROGRESS_S = 0.5
 SUMMARY_S = 120.0
 """Time limit of the process that summarizes."""

@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from disagg.core.config.read import MetricsConfig
+from disagg.core.profile.trace import WARM_STEPS
 from disagg.core.profile.types import ProfileOptions
 from disagg.core.types import RequestKey
 from disagg.node.compute import ComputeThread
 from disagg.node.plan import StepPlan, Work
-from disagg.node.step_recorder import WARM_STEPS, StepRecorder
+from disagg.node.step_recorder import StepRecorder
 from disagg.node.step_watch import StepWatch
 from transport.control import messages as m
 
@@ -112,16 +113,30 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     recorder.close()
 
 
-def test_the_limit_stops_the_profiler_with_too_few_steps(tmp_path: Path) -> None:
+def test_the_limit_stops_the_profiler_with_too_few_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running: list[bool] = []
+
+    class Watched(torch.autograd.profiler.profile):
+        def __enter__(self) -> Any:
+            running.append(True)
+            return super().__enter__()
+
+        def __exit__(self, *error: Any) -> Any:
+            running.append(False)
+            return super().__exit__(*error)
+
+    monkeypatch.setattr(torch.autograd.profiler, "profile", Watched)
     time = Time()
     recorder, sent = recorder_in(tmp_path, time)
     request(recorder, 2, 10.0)
     steps(recorder, 3 + WARM_STEPS - 1)
-    assert torch.autograd.profiler._is_profiler_enabled
+    assert running == [True]
     time.now_s = 11.0
     recorder.between(False)
     assert "had 5 steps within 10 s" in sent.wait_for(m.ProfileFailed).error
-    assert not torch.autograd.profiler._is_profiler_enabled
+    assert running == [True, False]
     assert list(tmp_path.iterdir()) == []
     recorder.close()
 
