@@ -28,7 +28,7 @@ from disagg.node.block_parts import BlockParts
 from disagg.node.cache_controller import HostBlockCounts, HybridCacheController
 from disagg.node.group_storage import open_group_storage
 from disagg.node.storage_controller import StorageController
-from disagg.node.stored_items import StoredParts
+from disagg.node.stored_items import ItemStorage, StoredParts
 from disagg.storage.contract import PageStorage
 from disagg.storage.keys import PageKeys, StoredModel
 from disagg.storage.memory import MemoryStorage
@@ -62,7 +62,7 @@ class StoringRank:
         self.reported = threading.Condition()
         self.now_s = 0.0
         self.controller = StorageController(
-            storage,
+            ItemStorage(storage, storage),
             KEYS,
             StoredParts(
                 BlockParts(GRID, self.shard, GRID.parts_of(self.shard)),
