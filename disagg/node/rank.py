@@ -246,12 +246,12 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
 
     def join(self, group: GroupInfo) -> None:
         """Starts the compute thread; call when all ranks of the group have started."""
-        self._group = group
         if self.leader is not None:
             self._add_host_tier(group)
         self._join_storage(group)
         if self.leader is not None:
             self.leader.join(group)
+        self._group = group  # from now on `report` sends to the leader
         for peer in group.ranks:
             # The leader watches all other ranks; each other rank watches the leader.
             if (self.rank == 0) != (peer.rank == 0):

@@ -337,6 +337,10 @@ def test_a_bug_ends_its_operation_only(ranks: list[StoringRank], monkeypatch: py
             r"storage = 'redis://\.\.\.' is not allowed",
         ),
         ({"storage": "s3://bucket"}, "a folder, or a URL that begins with redis://, rediss://, unix://"),
+        (
+            {"host_cache_shared": True, "host_cache_bytes": 0},
+            "host_cache_shared = True is not allowed; it must be false without prefix_cache",
+        ),
         ({"storage_bytes": 1}, "storage_bytes = 1 is not allowed"),
         ({"prefetch": "never"}, "one of best_effort, timeout, wait"),
         ({"prefetch_base_s": -1}, "at least 0"),

@@ -4,18 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 import torch
-from local_groups import Checkpoints, LocalGroups, ask, colocated_config, local_groups, small_config
-from page_peers import until
-from storing_groups import GREEDY, PROMPTS, TOKENS, tier_of, wait_until_written, with_storage
+from architectures import hybrid, save
+from launched import until
+from local_groups import (
+    Checkpoints,
+    LocalGroups,
+    ask,
+    colocated_config,
+    local_groups,
+    random_prompts,
+    small_config,
+)
+from page_peers import until as wait_until
+from storing_groups import GREEDY, PROMPTS, TOKENS, all_written, tier_of, wait_until_written, with_storage
 
 from disagg.core.config.read import Config
 from disagg.core.types import SamplingParams
 from disagg.kv.cache_operations import CacheOperation, PoolTransfer
+from disagg.model.load.source import ModelSource
 from disagg.router.router import Router
 
 PAGES = 6
@@ -101,6 +113,16 @@ def test_ranks_of_groups_of_different_sizes(
         assert served == [2 * 4 // decode_tp] * decode_tp
 
 
+def test_recurrent_states_are_read_too(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    """A hit of a hybrid model ends at a state; without states from the other group nothing would be loaded."""
+    save(hybrid("falcon-h1"), tmp_path)
+    source = ModelSource.from_directory(tmp_path)
+    with local_groups(two_groups(state_interval_tokens=32), source) as groups:
+        assert serve_in_turn(groups) == [checkpoints.greedy(source, PROMPTS[0], TOKENS)] * 2
+        tier = tier_of(groups.groups["colocated-2"])
+        assert (tier.fetched_pages, tier.fetched_states) == (PAGES, 1)
+
+
 def test_other_salts_share_nothing(checkpoints: Checkpoints) -> None:
     source = checkpoints.source()
     with local_groups(two_groups(), source) as groups:
@@ -153,17 +175,37 @@ def test_pages_that_are_evicted_between_search_and_read(checkpoints: Checkpoints
     """The serving group overwrites all of its blocks while the other group reads them."""
     source = checkpoints.source()
     with local_groups(two_groups(), source) as groups:
-        sharing = groups.groups["colocated"][0].sharing
+        (rank,) = groups.groups["colocated"]
         blocks = list(range(PAGES + 2))
+        store = CacheOperation(1 << 20, True, [PoolTransfer("kv", [0] * len(blocks), blocks)])
+        plan: Any = SimpleNamespace(cache_operations=[store], storage_operations=[], unwanted_fetches=[])
 
         def evict(source: str, destination: str, tag: int, data: torch.Tensor) -> None:
             if destination == "colocated-0-pages" and data[0] == 1:  # a read
-                sharing.withdraw([CacheOperation(0, True, [PoolTransfer("kv", blocks, blocks)])], [])
+                rank.order_copies(plan)
 
         groups.fabric.observe(evict)
         assert serve_in_turn(groups) == [checkpoints.greedy(source, PROMPTS[0], TOKENS)] * 2
         assert tier_of(groups.groups["colocated-2"]).fetched_pages == 0
-        assert sharing.served.count == 0
+        assert rank.sharing.served.count == 0
+
+
+def test_blocks_that_have_other_pages_by_now_are_not_read(checkpoints: Checkpoints) -> None:
+    """The first group's memory has room for 8 pages: the second prompt takes blocks of the first one."""
+    source = checkpoints.source()
+    prompts = [PROMPTS[0], PROMPTS[1], random_prompts(90, seed=12)[0], PROMPTS[0]]
+    with local_groups(two_groups(host_cache_bytes=8 * 3 * 2 * 16 * 4 * 8 * 4), source) as groups:
+
+        async def work(router: Router) -> list[list[int]]:
+            tokens = []
+            for number, prompt in enumerate(prompts):  # groups 1, 2, 1, 2
+                tokens.append((await ask(router, f"r{number}", prompt, GREEDY)).tokens)
+                await until(lambda: all(all_written(ranks) for ranks in groups.groups.values()))
+            return tokens
+
+        assert groups.serve(work) == [checkpoints.greedy(source, prompt, TOKENS) for prompt in prompts]
+        assert 0 < tier_of(groups.groups["colocated-2"]).fetched_pages < PAGES
+        assert groups.groups["colocated"][0].statistics()["leader"].memory.host.cache.evicted_pages > 0
 
 
 def test_the_storage_has_what_no_group_has_in_memory(checkpoints: Checkpoints, tmp_path: Path) -> None:
@@ -185,9 +227,9 @@ def test_a_group_that_has_ended_is_forgotten(checkpoints: Checkpoints) -> None:
     source = checkpoints.source()
     with local_groups(two_groups(), source, dead=["colocated-0"]) as groups:
         (rank,) = groups.groups["colocated-2"]
-        until(lambda: rank.statistics()["sharing"].peers == 1, "connected")
+        wait_until(lambda: rank.statistics()["sharing"].peers == 1, "connected")
         groups.kill("colocated-0")
         rank.peer_lost("colocated-0")
-        until(lambda: not rank.statistics()["sharing"].peers, "forgotten")
+        wait_until(lambda: not rank.statistics()["sharing"].peers, "forgotten")
         assert rank.statistics()["sharing"].lost_peers == 0
         rank.know_groups([groups.infos["colocated-2"]])
