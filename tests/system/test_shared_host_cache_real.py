@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -10,16 +11,7 @@ import pytest
 from serve_process import Served, serve_process
 
 PROMPT = "All happy families are alike; every unhappy family is unhappy in its own way. " * 3
-SETTINGS = (
-    "cluster.mode=colocated",
-    "router.policy=round_robin",
-    "colocated.tp=1",
-    "colocated.groups=2",
-    "colocated.host_cache_shared=true",
-    "colocated.prefetch_min_tokens=16",
-    "colocated.prefetch_base_s=5",
-)
-GROUPS = ("colocated", "colocated-2", "colocated-3")
+SETTINGS = ("groups=2", "tp=1", "host_cache_shared=true", "prefetch_min_tokens=16", "prefetch_base_s=5")
 WAIT_S = 60.0
 
 
@@ -30,8 +22,10 @@ def until(condition: Callable[[], bool], what: str) -> None:
         time.sleep(0.05)
 
 
-def total(served: Served, name: str) -> float:
-    labels = [f'{{group="{group}",rank="0",role="colocated"}}' for group in GROUPS]
+def total(served: Served, role: str, name: str) -> float:
+    """The sum over the ranks of all groups of a role, also of a third one that replaces a group."""
+    groups = [role, *(f"{role}-{number}" for number in (2, 3))]
+    labels = [f'{{group="{group}",rank="0",role="{role}"}}' for group in groups]
     return sum(served.metric(f"disagg_shared_cache_{name}{label}") for label in labels)
 
 
@@ -41,20 +35,38 @@ def answer(served: Served, prompt: str) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["ucx", "tls"])
-def test_a_server_whose_groups_share_host_memory(tmp_path: Path, backend: str) -> None:
-    sets = [flag for one in (*SETTINGS, f"transport.backend={backend}") for flag in ("--set", one)]
-    with serve_process(tmp_path, *sets, groups=()) as served:
-        until(lambda: total(served, "peers") == 2, "the groups are connected")
+@pytest.mark.parametrize(
+    ("backend", "role", "fault"),
+    [
+        ("ucx", "prefill", signal.SIGKILL),
+        ("ucx", "colocated", signal.SIGSTOP),
+        ("tls", "prefill", signal.SIGSTOP),
+        ("tls", "colocated", signal.SIGKILL),
+    ],
+)
+def test_a_server_whose_groups_share_host_memory(
+    tmp_path: Path, backend: str, role: str, fault: signal.Signals
+) -> None:
+    """A prefill rank also has a transport for the KV of requests, a colocated rank only the one for shared memory."""
+    sets = [f"{role}.{one}" for one in SETTINGS] + [
+        f"transport.backend={backend}",
+        "router.policy=round_robin",
+    ]
+    sets += ["cluster.hang_timeout_s=5", "control.peer_timeout_s=4", "control.heartbeat_s=1"]
+    sets += ["cluster.mode=colocated"] if role == "colocated" else ["decode.tp=1"]
+    with serve_process(tmp_path, *(flag for one in sets for flag in ("--set", one)), groups=()) as served:
+        until(lambda: total(served, role, "peers") == 2, "the groups are connected")
         first = answer(served, PROMPT)
-        stored = 'disagg_storage_written_pages_total{group="colocated",role="colocated"}'
+        stored = f'disagg_storage_written_pages_total{{group="{role}",role="{role}"}}'
         until(lambda: served.metric(stored) > 10, "the prompt is published")
         assert answer(served, PROMPT) == first, "the other group's answer"
-        until(lambda: total(served, "read_bytes_total") > 0, "the other group has read it")
-        assert total(served, "faults_total") == 0
-        actors = [process for process in served.family() if "ColocatedActor" in " ".join(process.cmdline())]
+        until(lambda: total(served, role, "read_bytes_total") > 0, "the other group has read it")
+        assert total(served, role, "faults_total") == 0
+        kind = f"{role.title()}Actor"
+        actors = [process for process in served.family() if kind in " ".join(process.cmdline())]
         assert len(actors) == 2
-        actors[0].kill()
+        actors[0].send_signal(fault)  # a stopped process counts as hung, and is killed later
         assert {answer(served, PROMPT) for _ in range(4)} == {first}
-        until(lambda: total(served, "peers") == 2, "the new group and the surviving one are connected")
+        until(lambda: total(served, role, "peers") == 2, "the new group and the surviving one are connected")
         assert {answer(served, PROMPT) for _ in range(4)} == {first}
+        assert "tls_refused" not in served.log.read_text()
