@@ -396,6 +396,9 @@ class RankInfo(msgspec.Struct, frozen=True):
     """Number of the prefix cache's recurrent states for which the rank's host memory has room."""
     page_server: PageServer | None = None
     """Endpoint for other groups; None without `GroupConfig.host_cache_shared`."""
+    local_prefill: bool = False
+    """Whether the decode group computes prompts itself on request (`decode.local_prefill_tokens`); set on a leader.
+    """
 
 
 class GroupInfo(msgspec.Struct, frozen=True):
@@ -469,4 +472,4 @@ class Segment(msgspec.Struct, frozen=True):
 
 CHECKSUM_BYTES = 8
 """Size of a segment's checksum; `staging.trailer` defines its position."""
-PROTOCOL_VERSION = 22
+PROTOCOL_VERSION = 23

@@ -51,6 +51,7 @@ from disagg.node.prefix_caching import cache_refusal
 from disagg.node.rank_peers import RankPeers
 from disagg.node.served_items import ServedItems, ServedKind
 from disagg.node.sizing import pool_bytes, state_bytes
+from disagg.node.step_recorder import StepRecorder
 from disagg.node.step_watch import FACTOR as STEP_FACTOR
 from disagg.node.step_watch import StepWatch
 from disagg.node.storage_controller import StorageController
@@ -141,6 +142,7 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
         """Handler of lost and returning peers."""
         self._step_watch = StepWatch(config.cluster.step_floor_s(runner.device.type), clock)
         self._hung = False
+        self.recorder = StepRecorder(self.lane, runner.device, config.metrics, control.send, clock)
         self.transfer_loop = self._make_loop(transport)
         """The transfer thread."""
         self.compute_thread = self._make_compute_thread()
@@ -167,8 +169,8 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
             self.step,
             self.end_steps,
             self._on_broken,
-            self.runner.device,
             self._step_watch,
+            self.recorder,
         )
 
     def _make_cache_controller(self) -> HybridCacheController:
@@ -241,7 +243,8 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
             if self.runner.states is not None
             else 0,  # without the trash slot
             *self.cache_controller.counts,
-            self.sharing.server if self.sharing is not None else None,
+            page_server=self.sharing.server if self.sharing is not None else None,
+            local_prefill=self.leader is not None and self.leader.local_prefills,
         )
 
     def join(self, group: GroupInfo) -> None:
@@ -448,6 +451,8 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
             self.transfer_loop.post(partial(self.peers.mending.on_linked, peer, message))
         elif handler is not None:
             self.transfer_loop.post(handler, wake=not self._is_deferrable(message))
+        elif isinstance(message, m.Profile):
+            self.recorder.request(peer, message)
         elif isinstance(message, m.Plan):
             plan = StepPlan.decode(message.body)
             self._plan_arrived(plan)
@@ -563,7 +568,8 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
         self, plan: StepPlan, on_layer: LayerHook | None = None, scores: PromptScores | None = None
     ) -> torch.Tensor:
         """Returns a step's logits; see `StepExecutor.run`. Runs on the compute thread; benchmarks measure it."""
-        return self.executor.run(plan, on_layer, scores)
+        with self.recorder.part("forward"):
+            return self.executor.run(plan, on_layer, scores)
 
     @abstractmethod
     def _make_leader(self, kv_manager: KVManager) -> LeaderT: ...
