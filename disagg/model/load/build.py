@@ -33,7 +33,13 @@ from disagg.model.tensor_parallel import Cut, Sharding, shard_model
 
 log = structlog.get_logger(__name__)
 
-_DRAWS = (nn.init.kaiming_uniform_, nn.init.uniform_, nn.init.normal_, torch.Tensor.uniform_, torch.Tensor.normal_)
+_DRAWS = (
+    nn.init.kaiming_uniform_,
+    nn.init.uniform_,
+    nn.init.normal_,
+    torch.Tensor.uniform_,
+    torch.Tensor.normal_,
+)
 _BUILD_LOCK = threading.Lock()  # transformers changes the process's default dtype while it builds a model
 
 
@@ -49,7 +55,7 @@ class _Parts(NamedTuple):
 
 
 class _WithoutDraws(TorchFunctionMode):
-    """Skips the random initialization of modules: on the meta device it has no effect, and torch computes it slowly."""
+    """Skips the random initialization of modules, which has no effect on the meta device but takes time there."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
