@@ -25,6 +25,7 @@ from transport.control.messages.groups import (
     Using,
     Watch,
 )
+from transport.control.messages.profiles import Profile, Profiled, ProfileFailed, ProfileProgress
 from transport.control.messages.ranks import (
     CacheMoved,
     CloseTransfer,
@@ -102,6 +103,10 @@ __all__ = [
     "ProbeAnswer",
     "ProbeEnded",
     "ProbeRequest",
+    "Profile",
+    "ProfileFailed",
+    "ProfileProgress",
+    "Profiled",
     "PromptLogprobs",
     "PushCancelled",
     "PushRequest",
