@@ -94,8 +94,13 @@ def quantized_linear_reference(
 
 def kernel_rows(weight: QuantizedWeight, dtype: torch.dtype) -> int:
     """Returns the largest number of rows of `dtype` that the kernel multiplies; 0 for float32, which tensor cores do
-    not multiply exactly."""
-    return 0 if dtype == torch.float32 else KERNEL_ROWS[weight.bits]
+    not multiply exactly.
+
+    0 on CUDA for weights with zero points: on an H200 some of their products had wrong elements, for a reason that is
+    not known yet. The library multiplies the converted weight instead.
+    """
+    unsure = weight.zeros is not None and weight.words.is_cuda
+    return 0 if dtype == torch.float32 or unsure else KERNEL_ROWS[weight.bits]
 
 
 def each_way(weight: QuantizedWeight, dtype: torch.dtype) -> list[int]:
