@@ -396,9 +396,9 @@ class RankInfo(msgspec.Struct, frozen=True):
     """Number of the prefix cache's recurrent states for which the rank's host memory has room."""
     page_server: PageServer | None = None
     """Endpoint for other groups; None without `GroupConfig.host_cache_shared`."""
-    local_prefill: bool = False
-    """Whether the decode group computes prompts itself on request (`decode.local_prefill_tokens`); set on a leader.
-    """
+    local_prefill_tokens: int = 0
+    """Tokens of a step in which the decode group computes prompts itself on request; 0: it never does. Set on a
+    leader."""
 
 
 class GroupInfo(msgspec.Struct, frozen=True):

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 
+from disagg.core.local_prefill import padded_answers, prefill_room
 from disagg.model.batch import SequenceSlice, StepBatch, single_tokens
 from disagg.model.graphs import StepGraphs
 
@@ -19,7 +20,6 @@ MixedCompute = Callable[[torch.Tensor, int, int], torch.Tensor]
 """Function that computes a step's logits, float32 `[sequences, vocab]`, without synchronizing. Arguments: the numbers
 that describe the step, int64; the bucket's number of single tokens; the longest context in tokens."""
 
-_SINGLES = (16, 32, 64, 96, 128, 192)
 CHUNKS = 8
 """Largest number of prompts in a recorded step."""
 
@@ -33,17 +33,10 @@ class MixedSize(NamedTuple):
     """Tokens of all prompts."""
 
 
-def mixed_sizes(step_tokens: int, least_tokens: int, largest_batch: int) -> tuple[MixedSize, ...]:
+def mixed_sizes(step_tokens: int, largest_batch: int) -> tuple[MixedSize, ...]:
     """Returns the buckets, ascending in single tokens; see `prefill_room` for the prompt tokens."""
-    counts = (*(size for size in _SINGLES if size < largest_batch), largest_batch)
-    return tuple(MixedSize(count, prefill_room(step_tokens, least_tokens, count)) for count in counts)
-
-
-def prefill_room(step_tokens: int, least_tokens: int, singles: int) -> int:
-    """Returns the most prompt tokens in a step with `singles` single tokens: as many as the bucket of so many single
-    tokens leaves of `step_tokens`, but at least `least_tokens`."""
-    padded = next((size for size in _SINGLES if singles <= size), singles)
-    return max(step_tokens - padded, least_tokens)
+    counts = sorted({min(padded_answers(count), largest_batch) for count in range(1, largest_batch + 1)})
+    return tuple(MixedSize(count, prefill_room(step_tokens, count)) for count in counts)
 
 
 class MixedGraphs(StepGraphs):
