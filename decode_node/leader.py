@@ -98,7 +98,7 @@ class DecodeLeader(AdmittingLeader):
         wait_for(step.ended)  # the commit may free pages, which a transfer could write at once
         chosen, searched = step.chosen(), step.searched()
         with self._changed, self._one_message_each():
-            prefilled = any(one.request.prefills and not one.samples for one in step.stepped)
+            prefilled = any(one.prefills for one in step.stepped)
             generated = 0
             for (request, sequence, _), token in chosen:
                 generated += self._go_on(request, sequence, token)

@@ -41,7 +41,12 @@ class Stepped(NamedTuple):
     request: DecodeRequest
     sequence: Sequence
     samples: bool
-    """Whether the sequence's next token is sampled; False for a chunk of recomputed tokens."""
+    """Whether the sequence's next token is sampled; False for a chunk of a prompt or of recomputed tokens."""
+
+    @property
+    def prefills(self) -> bool:
+        """Whether the item is a chunk of a new request's prompt."""
+        return self.request.prefills and not self.samples
 
 
 class StepPlanner:
@@ -95,11 +100,8 @@ class StepPlanner:
             return None
         self._step += 1
         if work:
-            self._since_prefill = (
-                0
-                if any(one.request.prefills and not one.samples for one in stepped)
-                else 1 + self._since_prefill
-            )
+            prefilled = any(one.prefills for one in stepped)
+            self._since_prefill = 0 if prefilled else self._since_prefill + 1
             self._in_flight.append(stepped)
             self._state_gifts += self._answer_states.launched()
         shared = self._steps_ahead > 0 and any(one.samples for one in stepped)

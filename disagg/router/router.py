@@ -225,11 +225,10 @@ class Router:
         another one has a usable pair. Raises `BusyError` if no group is usable.
         """
         missing, decodes = self._without_groups(), self._table.usable(self._roles[-1])
+        self._drop_old_shunned()
         if missing == ["prefill"]:
             able = computing_prompts(decodes)
-            preferred = [one for one in able if one.group.name == keep]
-            preferred = preferred or [one for one in able if one.group.name not in full]
-            if (alone := self._alone(None, preferred or able, request)) is not None:
+            if (alone := self._alone(None, _preferred(able, keep, full) or able, request)) is not None:
                 self.local_prefills["no_prefill_group"] += 1
                 return alone, alone
         if missing:
@@ -239,11 +238,9 @@ class Router:
             both = self.choose(tried or decodes, request)
             return both, both
         prefills = self._table.usable("prefill")
-        self._drop_old_shunned()
         paired = self._met(decodes, lambda one: any(self._meet(p, one) for p in prefills))
         if keep or full:
-            kept = [one for one in paired if one.group.name == keep]
-            paired = kept or [one for one in paired if one.group.name not in full]
+            paired = _preferred(paired, keep, full)
         decodes = paired or decodes
         met = self._met(prefills, lambda one: any(self._meet(one, other) for other in decodes))
         prefill = self.choose(met or prefills, request)
@@ -258,7 +255,6 @@ class Router:
     ) -> RoutedGroup | None:
         """Returns the decode group that is to compute the whole request, None if `prefill` is to compute the prompt;
         avoids a group for a while after a failure there, if another one remains."""
-        self._drop_old_shunned()
         met = self._met(decodes, lambda one: self._meet(one, one))
         return self._local.group(prefill, met or decodes, request)
 
@@ -370,6 +366,12 @@ def _packed(prompt: Sequence[int]) -> TokenIds:
         return pack_tokens(prompt)
     except ValueError as exc:
         raise InvalidRequestError(f"the prompt cannot be served: {exc}", param="prompt") from exc
+
+
+def _preferred(decodes: Sequence[RoutedGroup], keep: str, full: Set[str]) -> list[RoutedGroup]:
+    """Returns the group named `keep` if it is among `decodes`, else all groups that are not `full`."""
+    kept = [one for one in decodes if one.group.name == keep]
+    return kept or [one for one in decodes if one.group.name not in full]
 
 
 def _names(prefill: RoutedGroup, decode: RoutedGroup) -> tuple[str, str]:
