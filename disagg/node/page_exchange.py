@@ -6,7 +6,8 @@ no cache memory is registered with the transport. Both ranks have a fixed number
 and the messages under way; further requests wait in a queue.
 
 Each operation and each request has a deadline. A peer that exceeds a deadline is fenced, which frees its buffers, and
-is connected again later. Until then its requests fail.
+is connected again later. Until then its requests fail. A request that exceeds the deadline in the queue fails alone,
+because its own peer may be healthy.
 
     tag:      bit 63: reply | bits 62 .. 32: number of the sender's rank | bits 31 .. 0: number of the request
     request:  1 byte: kind | 32 bytes for each key
@@ -46,8 +47,8 @@ CALLS = 8
 MOST_QUEUED = 1024
 """Largest number of peers' requests that wait; further requests are dropped, and time out."""
 LIMIT_S = 10.0
-"""Time limit of a request, from its start to its reply, and of each send and receive. The callers stop waiting
-earlier (`StorageController`)."""
+"""Time limit of a request in the queue, of its reply, and of each send and receive. The callers stop waiting earlier
+(`StorageController`)."""
 RETRY_S, LONGEST_RETRY_S = 1.0, 60.0
 """Time after which a lost peer is connected again; doubled after each failed attempt."""
 POLL_S = 1.0
@@ -108,6 +109,7 @@ class _Call:
     answer: Answer
     number: int = 0
     until_s: float = 0.0
+    """Deadline in the queue; after the request has left the queue, deadline of the reply."""
 
 
 @dataclass(slots=True, eq=False)
@@ -281,6 +283,7 @@ class RankExchange:
                 self._arrived.append((sender, arrival))
         for call in [call for call in (*self._calls.values(), *self._queue) if call.peer == peer]:
             self._fail(call)
+        self._send_queued()
 
     def _set_connected(self) -> None:
         self._connected = tuple(sorted(self._servers.keys() - self._lost.keys()))
@@ -303,7 +306,8 @@ class RankExchange:
             call = self._queue.popleft()
             self._last_call = call.number = (self._last_call + 1) % (1 << 32)
             self._calls[call.number] = call
-            moving = _Moving(call.peer, buffer, self._requests, self._clock() + LIMIT_S, call=call)
+            call.until_s = self._clock() + LIMIT_S
+            moving = _Moving(call.peer, buffer, self._requests, call.until_s, call=call)
             buffer.numpy().data[: len(call.body)] = call.body
             self._send(moving, self._number << 32 | call.number, len(call.body))
 
@@ -427,8 +431,10 @@ class RankExchange:
     def poll(self, now_s: float) -> float:
         """See `TransferAgent.poll`. Fences peers that exceed a deadline, and connects lost peers again."""
         now_s = self._clock()
+        for call in [call for call in self._queue if call.until_s <= now_s]:
+            self._fail(call)
         slow = {one.peer for one in self._moving if one.until_s <= now_s}
-        slow |= {call.peer for call in (*self._calls.values(), *self._queue) if call.until_s <= now_s}
+        slow |= {call.peer for call in self._calls.values() if call.until_s <= now_s}
         for peer in slow:
             self.on_lost(peer, f"an operation has not ended after {LIMIT_S:g} s")
         for peer, retry in list(self._lost.items()):
