@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from disagg.core.local_prefill import padded_answers, prefill_room
-from disagg.model.batch import SequenceSlice, StepBatch, single_tokens
+from disagg.model.batch import SequenceSlice, StepBatch, last_indices, single_tokens
 from disagg.model.graphs import StepGraphs
 
 MixedCompute = Callable[[torch.Tensor, int, int], torch.Tensor]
@@ -52,10 +52,8 @@ class MixedGraphs(StepGraphs):
         device: torch.device,
     ) -> None:
         """See `StepGraphs`."""
-        super().__init__(
-            lambda numbers, limit: numbers, tuple(range(len(buckets))), limits, trash_row, vocab_size, device
-        )
-        self._mixed, self._buckets = compute, tuple(buckets)
+        super().__init__(compute, tuple(range(len(buckets))), limits, trash_row, vocab_size, device)
+        self._buckets = tuple(buckets)
 
     def takes(self, batch: StepBatch) -> bool:
         """Returns whether a step begins with single tokens, has a few chunks behind them, and fits a bucket."""
@@ -82,33 +80,19 @@ class MixedGraphs(StepGraphs):
         return self._buckets[size].singles + CHUNKS
 
     def _computed(self, size: int, limit: int) -> torch.Tensor:
-        return self._mixed(self._numbers[size], self._buckets[size].singles, limit)
+        return self._compute(self._numbers[size], self._buckets[size].singles, limit)
 
     def step_numbers(self, size: int, sequences: Sequence[SequenceSlice]) -> list[int]:
-        """Returns tokens, positions and rows of the single tokens, each padded, then those of the chunks' tokens.
-
-        Then for all chunks: row, index of the first token among the chunks' tokens, its position, number of tokens.
-        Then for all sequences: index of the last token in the step.
-        """
+        """Returns `_tokens` of the single tokens, `_tokens` and `_chunks` of the chunks, and the index of each
+        sequence's last token."""
         bucket = self._buckets[size]
         singles = single_tokens(sequences)
         chunks = sequences[singles:]
-        fill, ends, end = CHUNKS - len(chunks), [], 0
-        for one in chunks:
-            end += len(one.tokens)
-            ends.append(end)
-        last = [*range(singles), *(bucket.singles + end - 1 for end in ends)]
+        last = [*range(singles), *(bucket.singles + index for index in last_indices(chunks))]
         return [
             *self._tokens(bucket.singles, sequences[:singles]),
             *self._tokens(bucket.chunk_tokens, chunks),
-            *(one.row for one in chunks),
-            *[self._trash_row] * fill,
-            *(end - len(one.tokens) for one, end in zip(chunks, ends, strict=True)),
-            *[0] * fill,
-            *(one.start for one in chunks),
-            *[0] * fill,
-            *(len(one.tokens) for one in chunks),
-            *[0] * fill,
+            *self._chunks(CHUNKS, chunks),
             *last,
             *[0] * (self._rows(size) - len(last)),
         ]
