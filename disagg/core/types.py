@@ -431,6 +431,12 @@ class GroupInfo(msgspec.Struct, frozen=True):
         """Rank 0, which plans the steps and exchanges messages with routers."""
         return self.ranks[0]
 
+    @property
+    def shares_host_cache(self) -> bool:
+        """Whether the group reads the host memory of other groups, and other groups read its host memory
+        (`GroupConfig.host_cache_shared`)."""
+        return any(rank.page_server is not None for rank in self.ranks)
+
 
 class Ticket(msgspec.Struct, frozen=True):
     """A decode group's reservation for one request: a row and all pages of the prompt.

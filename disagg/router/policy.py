@@ -49,11 +49,10 @@ class RoutedGroup:
     load_costs: LoadCosts = NOT_MEASURED
     """Costs of loads from these tiers, from the group's reports."""
     shares: bool = field(init=False)
-    """Whether the group reads the host memory of other groups, and other groups read its host memory
-    (`GroupConfig.host_cache_shared`)."""
+    """Value of `GroupInfo.shares_host_cache`."""
 
     def __post_init__(self) -> None:
-        self.shares = any(rank.page_server is not None for rank in self.group.ranks)
+        self.shares = self.group.shares_host_cache
 
     @property
     def usable(self) -> bool:
