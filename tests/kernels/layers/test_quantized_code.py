@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from attention_code import asynchronous_bytes, compiled
+from tensor_core_code import loops_of, overwritten_operands
 
 from kernels.layers.quantized_linear import quantized_linear_kernel
 from kernels.layers.quantized_weight import dequantize_kernel
@@ -95,6 +96,8 @@ def test_each_step_waits_for_its_products(kind: str, zeros: bool) -> None:
     assert re.search(r"wgmma\.wait_group\.sync\.aligned\s+0;", after)
     assert asynchronous_bytes(ptx) >= {16}
     assert not re.search(CONVERSION, loop)
+    assert not overwritten_operands(ptx)
+    assert overwritten_operands(re.sub(r"wgmma\.wait_group\S*\s+0;", "", ptx)), "without waits they are found"
 
 
 @pytest.mark.parametrize("block", [(128, 128), (1, 128)])
@@ -105,11 +108,6 @@ def test_zero_points_need_no_more_memory(block: tuple[int, int]) -> None:
         for zeros in (True, False)
     )
     assert with_zeros == without <= 227 << 10
-
-
-def loops_of(ptx: str) -> list[str]:
-    """The bodies of the loops: from a label to the branch back to it."""
-    return [found[0] for found in re.finditer(r"(?ms)^(\$L__BB\w+):.*?bra(?:\.uni)?\s+\1;", ptx)]
 
 
 @pytest.mark.parametrize("kind", ["fp8", "int4"])
