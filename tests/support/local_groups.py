@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mappin
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ from disagg.model.load.source import ModelSource
 from disagg.model.load.tiny import make_tiny_checkpoint
 from disagg.node.assemble import make_runner
 from disagg.node.group_storage import shares_host_cache
+from disagg.node.host_cache_sharing import PageEndpoint
 from disagg.node.links import make_link
 from disagg.router.answers import Output, SessionReport
 from disagg.router.response_dispatcher import ResponseDispatcher
@@ -359,7 +361,7 @@ class LocalGroups:
             transport=self.transport(name),
         )
         if shares_host_cache(group, runner.spec):
-            node.share_host_cache(self.transport(f"{name}-pages"), "inproc")
+            node.share_host_cache(PageEndpoint(partial(self.transport, f"{name}-pages"), "inproc"))
         return node
 
     def _control(self, name: str) -> InprocControl:

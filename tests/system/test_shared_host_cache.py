@@ -53,12 +53,27 @@ def serve_in_turn(groups: LocalGroups, salts: Sequence[str] = ("", "")) -> list[
         for number, salt in enumerate(salts):
             if number:
                 wait_until_written(groups.groups["colocated"], PAGES)
+                wait_until_announced(groups.groups["colocated-2"], groups.groups["colocated"])
             outputs = router.generate(f"r{number}", PROMPTS[0], GREEDY, timeout_s=30.0, cache_salt=salt)
             tokens.append([token async for output in outputs for token in output.tokens])
         return tokens
 
     answers: list[list[int]] = groups.serve(work)
     return answers
+
+
+def wait_until_announced(readers: Sequence[Any], owners: Sequence[Any]) -> None:
+    """Each rank of `readers` knows all items of the ranks of `owners` that have parts of the reader."""
+
+    def announced(reader: Any) -> bool:
+        at = {owner: reader.sharing.index.position(owner.control.address) for owner in owners}
+        known = {owner: one for owner, one in at.items() if one.epoch == owner.sharing.served.epoch}
+        return len(known) == reader.statistics()["sharing"].peers > 0 and all(
+            (one.version, one.next_place) == (owner.sharing.served.version, None)
+            for owner, one in known.items()
+        )
+
+    wait_until(lambda: all(map(announced, readers)), "announced")
 
 
 def page_reply(source: str, destination: str, tag: int) -> bool:
@@ -77,6 +92,24 @@ def test_a_group_reads_what_another_group_has_in_memory(checkpoints: Checkpoints
         second[0].report()
         (status,) = second[0].leader.status().ranks
         assert (status.shared_peers, status.shared_hit_bytes_total) == (1, PAGES * 4 * 16 * 8 * 4 * 2 * 3)
+
+
+def test_pages_that_no_group_has_cause_no_message(checkpoints: Checkpoints) -> None:
+    """KV events have said so before the requests come."""
+    source = checkpoints.source()
+    prompts = [PROMPTS[0], PROMPTS[1], random_prompts(90, seed=12)[0]]
+    with local_groups(two_groups(), source) as groups:
+        first, second = groups.groups["colocated"], groups.groups["colocated-2"]
+        wait_until_announced(first, second)
+        wait_until_announced(second, first)
+        messages: list[str] = []
+        groups.fabric.observe(lambda source, destination, tag, data: messages.append(source))
+        answers = groups.answers(prompts, GREEDY)
+        assert [answer.tokens for answer in answers] == [
+            checkpoints.greedy(source, prompt, TOKENS) for prompt in prompts
+        ]
+        assert messages == []
+        assert sum(rank.sharing.served.count for rank in groups.ranks) > 0
 
 
 def test_without_the_setting_nothing_is_shared(checkpoints: Checkpoints) -> None:
@@ -105,6 +138,7 @@ def test_ranks_of_groups_of_different_sizes(
             first = await ask(router, "r0", PROMPTS[0], sampling)
             wait_until_written(groups.prefill, PAGES)
             wait_until_written(groups.decode, (100 + 40 - 1) // 16)
+            wait_until_announced(groups.prefill, groups.decode)
             return [first.tokens, (await ask(router, "r1", turn, GREEDY)).tokens]
 
         assert groups.serve(work) == [answer, checkpoints.greedy(source, turn, TOKENS)]
@@ -201,6 +235,9 @@ def test_blocks_that_have_other_pages_by_now_are_not_read(checkpoints: Checkpoin
             for number, prompt in enumerate(prompts):  # groups 1, 2, 1, 2
                 tokens.append((await ask(router, f"r{number}", prompt, GREEDY)).tokens)
                 await until(lambda: all(all_written(ranks) for ranks in groups.groups.values()))
+                first, second = groups.groups.values()
+                wait_until_announced(first, second)
+                wait_until_announced(second, first)
             return tokens
 
         assert groups.serve(work) == [checkpoints.greedy(source, prompt, TOKENS) for prompt in prompts]
