@@ -428,7 +428,7 @@ class RankExchange:
         elif arrival.tag & _REPLY:
             self._receive_reply(peer, arrival)
         elif (
-            arrival.nbytes > _REQUEST_BYTES
+            not 1 < arrival.nbytes <= _REQUEST_BYTES
             or arrival.nbytes % KEY_BYTES != 1
             or len(self._arrived) == MOST_QUEUED
         ):

@@ -231,6 +231,31 @@ def test_a_lost_message_is_a_gap_that_the_next_one_reveals(network: Network) -> 
     assert network.index.statistics().pieces == pieces, "only the changes are sent again"
 
 
+def test_old_events_and_those_of_an_earlier_start_change_nothing(network: Network) -> None:
+    owner = network.owners["owner"]
+    network.know()
+    network.settle()
+    old: list[m.Message] = []
+    for change in (lambda: owner.publish(1, 7), lambda: owner.withdraw(1), lambda: owner.publish(1, 8)):
+        change()
+        network.announcers["owner"].tick()
+        old.append(network.wire[0][1])
+        network.deliver(0)
+    at, counts = network.index.position("owner"), network.index.statistics()
+    for message in old:
+        network.receive("owner", message)
+    assert (network.index.position("owner"), network.index.statistics()) == (at, counts)
+    network.start("owner")
+    network.watcher.ask_all()
+    while network.wire:
+        network.deliver(0)
+    assert network.known("owner") == set()
+    assert isinstance(old[0], m.HeldItems)
+    network.receive("owner", old[0])
+    assert network.known("owner") == set(), "the changes of the earlier start begin at the same version"
+    network.wire.clear()
+
+
 def test_silent_readers_get_nothing_more(network: Network) -> None:
     network.know()
     network.settle()
