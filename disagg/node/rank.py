@@ -303,7 +303,10 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
             self.sharing.served if self.sharing is not None else None,
         )
         if self.kv_manager is not None:
-            self.kv_manager.add_storage(keys.links, section)
+            layout = spec.layout
+            token_bytes = layout.token_bytes_of(self.runner.shard)
+            state_tokens = layout.state_bytes_of(len(group.ranks)) / token_bytes if states is not None else 0.0
+            self.kv_manager.add_storage(keys.links, section, state_tokens)
 
     def _readable_storage(self) -> PageStorage | None:
         """Returns the storage for reads: other groups' host memory, files or a server, or both; None for none."""

@@ -28,6 +28,7 @@ from disagg.core.config.read import Config
 from disagg.core.types import SamplingParams
 from disagg.kv.cache_operations import CacheOperation, PoolTransfer
 from disagg.model.load.source import ModelSource
+from disagg.node.group_storage import page_parts, part_grid, state_parts
 from disagg.router.router import Router
 
 PAGES = 6
@@ -155,6 +156,12 @@ def test_recurrent_states_are_read_too(checkpoints: Checkpoints, tmp_path: Path)
         assert serve_in_turn(groups) == [checkpoints.greedy(source, PROMPTS[0], TOKENS)] * 2
         tier = tier_of(groups.groups["colocated-2"])
         assert (tier.fetched_pages, tier.fetched_states) == (PAGES, 1)
+        rank = groups.groups["colocated-2"][0]
+        grid, group = part_grid(rank.group_config, rank.runner.spec), groups.infos["colocated-2"]
+        pages, states = page_parts(group, 0, grid), state_parts(group, 0, grid)
+        assert states is not None
+        token_bytes = pages.read.nbytes / group.page_size
+        assert rank.kv_manager.storage.state_tokens == states.read.nbytes / token_bytes
 
 
 def test_other_salts_share_nothing(checkpoints: Checkpoints) -> None:
