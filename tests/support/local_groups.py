@@ -336,6 +336,26 @@ class LocalGroups:
         self.fabric.kill(f"{name}-pages")
         self._collectives[name].close()
 
+    def restart(self, name: str, *, told: bool = True) -> Any:
+        """Another process takes the place and the name of a killed group, a colocated one of one rank; its rank.
+
+        `told`: the others have heard of the death.
+        """
+        (dead,) = self.groups[name]
+        address = dead.control.address
+        dead.stop()
+        for other in [rank for rank in self.ranks if told and rank is not dead]:
+            other.peer_lost(address)
+        self.hub.mend(address)
+        [(number, collective)] = _collectives(dead.group_config)
+        new = self._rank(type(dead), dead.group_config, name, number, collective)
+        self.ranks[self.ranks.index(dead)], self.groups[name] = new, [new]
+        self.infos[name] = self._info(name, [new])
+        new.join(self.infos[name])
+        for rank in self.ranks:
+            rank.know_groups(list(self.infos.values()))
+        return new
+
     def stop(self) -> None:
         """Ends every thread, of all ranks at once, as a cluster does."""
         with ThreadPoolExecutor(len(self.ranks)) as pool:
