@@ -10,6 +10,7 @@ import gc
 import os
 import socket
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any, NamedTuple
 
 import msgspec
@@ -25,6 +26,7 @@ from disagg.model.mixed_graphs import mixed_sizes
 from disagg.model.runner import ModelRunner
 from disagg.node.assemble import make_collective, make_runner, resolve_device
 from disagg.node.group_storage import shares_host_cache
+from disagg.node.host_cache_sharing import PageEndpoint
 from disagg.node.host_memory import (
     HostCacheRoom,
     HostCacheSize,
@@ -191,7 +193,8 @@ def share_pages(node: RankNode[Any, Any, Any], config: Config, keys: KeyRing, pl
     """Opens the endpoint at which the rank shares its host memory with other groups."""
     pages = choose(config.transport, own_host(config.control.host))
     name = f"{place.group}-{place.rank}-pages"
-    node.share_host_cache(_make_transport(pages, config, keys, name, torch.device("cpu")), pages.name)
+    open_pages = partial(_make_transport, pages, config, keys, name, torch.device("cpu"))
+    node.share_host_cache(PageEndpoint(open_pages, pages.name))
     if place.rank == 0:
         log.info("host_cache_shared", group=place.group, transport=pages.name, because=pages.reason)
 

@@ -33,7 +33,7 @@ class ServingRank:
         self.parts = BlockParts(GRID, shard, GRID.parts_of(shard))
         self.memory = torch.zeros((BLOCKS, self.parts.nbytes), dtype=torch.uint8)
         self.while_reading = lambda: None
-        self.items = ServedItems(KEYS, [ServedKind("kv", self.parts, self.blocks)])
+        self.items = ServedItems(KEYS, [ServedKind("kv", BLOCKS, self.parts, self.blocks)])
 
     def blocks(self, numbers: Sequence[int]) -> list[torch.Tensor]:
         self.while_reading()

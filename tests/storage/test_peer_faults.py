@@ -12,7 +12,7 @@ from faulty_disk import ManualClock
 from page_peers import REPLY, ExchangingRank, PageCluster, page_cluster, until
 from storage_pages import TIMEOUT_S, content, exists, get, key, memory, put
 
-from disagg.node.page_exchange import CALLS, LIMIT_S, RETRY_S
+from disagg.node.page_exchange import CALLS, LIMIT_S, MOST_FOR_PEER, RETRY_S
 from disagg.storage.breaker import PauseSettings
 from disagg.storage.layered import LayeredStorage
 from disagg.storage.memory import MemoryStorage
@@ -88,6 +88,7 @@ def test_a_hung_peer_is_left_out(cluster: PageCluster, storage: PeerStorage, clo
     for nth in range(4):
         cluster.fabric.faults.hold(nth=nth, when=reply_of("peer-0"))  # type: ignore[arg-type]
     absent = [key("absent")]
+    cluster.announced.claimed.update(absent)
     with structlog.testing.capture_logs() as logs:
         for _ in range(PAUSE.faults):
             assert storage.exists(absent, SHORT_S) == [False]
@@ -142,7 +143,7 @@ def test_a_peer_without_a_reply_is_fenced_and_connected_again(
     cluster: PageCluster, storage: PeerStorage, clock: ManualClock
 ) -> None:
     put(cluster.stores[0], range(3))
-    for nth in range(CALLS):
+    for nth in range(MOST_FOR_PEER):
         cluster.fabric.faults.hold(nth=nth, when=reply_of("peer-0"))  # type: ignore[arg-type]
     reader = cluster.reader
     for _ in range(CALLS + 2):  # no request to others may wait for ever
@@ -172,7 +173,7 @@ def test_a_peer_without_a_reply_is_fenced_and_connected_again(
 def test_requests_queued_behind_a_hung_peer_do_not_fence_their_own_peer(
     cluster: PageCluster, clock: ManualClock
 ) -> None:
-    for nth in range(CALLS):
+    for nth in range(MOST_FOR_PEER):
         cluster.fabric.faults.hold(nth=nth, when=reply_of("peer-0"))  # type: ignore[arg-type]
     reader, answers = cluster.reader, list[bytes | None]()
 

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mappin
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ from disagg.model.load.source import ModelSource
 from disagg.model.load.tiny import make_tiny_checkpoint
 from disagg.node.assemble import make_runner
 from disagg.node.group_storage import shares_host_cache
+from disagg.node.host_cache_sharing import PageEndpoint
 from disagg.node.links import make_link
 from disagg.router.answers import Output, SessionReport
 from disagg.router.response_dispatcher import ResponseDispatcher
@@ -334,6 +336,26 @@ class LocalGroups:
         self.fabric.kill(f"{name}-pages")
         self._collectives[name].close()
 
+    def restart(self, name: str, *, told: bool = True) -> Any:
+        """Another process takes the place and the name of a killed group, a colocated one of one rank; its rank.
+
+        `told`: the others have heard of the death.
+        """
+        (dead,) = self.groups[name]
+        address = dead.control.address
+        dead.stop()
+        for other in [rank for rank in self.ranks if told and rank is not dead]:
+            other.peer_lost(address)
+        self.hub.mend(address)
+        [(number, collective)] = _collectives(dead.group_config)
+        new = self._rank(type(dead), dead.group_config, name, number, collective)
+        self.ranks[self.ranks.index(dead)], self.groups[name] = new, [new]
+        self.infos[name] = self._info(name, [new])
+        new.join(self.infos[name])
+        for rank in self.ranks:
+            rank.know_groups(list(self.infos.values()))
+        return new
+
     def stop(self) -> None:
         """Ends every thread, of all ranks at once, as a cluster does."""
         with ThreadPoolExecutor(len(self.ranks)) as pool:
@@ -359,7 +381,7 @@ class LocalGroups:
             transport=self.transport(name),
         )
         if shares_host_cache(group, runner.spec):
-            node.share_host_cache(self.transport(f"{name}-pages"), "inproc")
+            node.share_host_cache(PageEndpoint(partial(self.transport, f"{name}-pages"), "inproc"))
         return node
 
     def _control(self, name: str) -> InprocControl:

@@ -13,6 +13,7 @@ from transport.control.messages.groups import (
     CacheDigest,
     GroupReport,
     Groups,
+    HeldItems,
     Join,
     RankReport,
     Roll,
@@ -24,6 +25,7 @@ from transport.control.messages.groups import (
     StopRoll,
     Using,
     Watch,
+    WatchItems,
 )
 from transport.control.messages.profiles import Profile, Profiled, ProfileFailed, ProfileProgress
 from transport.control.messages.ranks import (
@@ -86,6 +88,7 @@ __all__ = [
     "FirstTokens",
     "GroupReport",
     "Groups",
+    "HeldItems",
     "Join",
     "Landed",
     "LeaseGrant",
@@ -139,6 +142,7 @@ __all__ = [
     "Transferred",
     "Using",
     "Watch",
+    "WatchItems",
     "Watermark",
     "decode",
     "encode",

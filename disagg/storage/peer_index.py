@@ -1,0 +1,266 @@
+"""Index of the pages and states that peers have in host memory, by their KV events (`disagg.core.item_events`).
+
+For each peer, the ids are a sorted array of 8 bytes an id, and the latest changes are in two small sets, which are
+merged into the array when they have grown. A search for a key therefore needs no message, and a rank is asked only
+for keys that it has announced. The ids of all peers together are limited; ids beyond the limit are not known, so
+their pages are misses.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from disagg.core.errors import InvariantError
+from disagg.core.item_events import (
+    ID_BYTES,
+    Ids,
+    ItemChanges,
+    ItemEvents,
+    ItemPiece,
+    ItemPosition,
+    item_id,
+    unpack_ids,
+)
+from disagg.storage.contract import ITEM_BYTES, KEY_BYTES
+
+MOST_IDS = 1 << 24
+"""Largest number of ids of all peers: 128 MiB."""
+LEAST_MERGED = 4096
+"""Number of changes below which they are not merged into the array. Above, a sixteenth of the array is merged."""
+_WORDS = KEY_BYTES // ID_BYTES
+_PART_WORD = ITEM_BYTES // ID_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class PeerIndexStatistics:
+    """Current state of a `PeerIndex`, and counts since the start."""
+
+    peers: int
+    """Peers of which all pieces of the content have arrived."""
+    ids: int
+    """Ids of all peers, at most `most_ids`. An id that was announced twice may count twice."""
+    nbytes: int
+    """Bytes of the arrays."""
+    pieces: int
+    """Applied pieces."""
+    changes: int
+    """Applied messages with changes."""
+    gaps: int
+    """Messages with changes that do not continue the known ones: the peer is asked again."""
+    corrected: int
+    """Ids removed because the peer did not have an item that it had announced."""
+    dropped: int
+    """Ids that were not taken, because of the limit."""
+
+
+@dataclass(slots=True, eq=False)
+class _PeerItems:
+    """What one peer has announced."""
+
+    position: ItemPosition = field(default_factory=ItemPosition)
+    parts: Ids = field(default_factory=lambda: np.empty(0, np.uint64))
+    """Names of the parts that the peer has of each item."""
+    ids: Ids = field(default_factory=lambda: np.empty(0, np.uint64))
+    """Sorted ids, without the changes in `added` and `removed`."""
+    added: set[int] = field(default_factory=set)
+    removed: set[int] = field(default_factory=set)
+    truncated: bool = False
+    """Whether ids of the peer were dropped."""
+
+    @property
+    def count(self) -> int:
+        """Upper bound of the number of ids."""
+        return len(self.ids) + len(self.added)
+
+    def merge(self) -> None:
+        """Applies the changes in the sets to the array."""
+        if self.removed:
+            self.ids = self.ids[~_isin(_array(self.removed), self.ids)]
+        if self.added:
+            self.ids = _union(self.ids, _array(self.added))
+        self.added, self.removed = set(), set()
+
+    def holds(self, ids: Ids, parts: Ids) -> Ids:
+        """Returns the indices of the keys, given by ids and names of parts, that the peer should have."""
+        held = _isin(self.ids, ids)
+        if self.added or self.removed:
+            for number, one in enumerate(ids.tolist()):
+                if one in self.added:
+                    held[number] = True
+                elif one in self.removed:
+                    held[number] = False
+        if held.any():
+            held &= _isin(self.parts, parts)
+        return np.flatnonzero(held).astype(np.uint64)
+
+
+class PeerIndex:
+    """The announced items of all peers. Thread-safe; no call blocks."""
+
+    def __init__(self, most_ids: int = MOST_IDS) -> None:
+        """`most_ids`: largest number of ids of all peers."""
+        self._most = most_ids
+        self._lock = threading.Lock()
+        self._peers: dict[str, _PeerItems] = {}
+        self._pieces = self._changes = self._gaps = self._corrected = self._dropped = 0
+
+    def position(self, peer: str) -> ItemPosition:
+        """Returns what is known of a peer's items."""
+        with self._lock:
+            known = self._peers.get(peer)
+            return known.position if known is not None else ItemPosition()
+
+    def apply(self, peer: str, events: ItemEvents) -> bool:
+        """Applies events of a peer; returns whether to send the peer the new `position`, because more events follow,
+        or some are missing.
+
+        Events that were applied before change nothing. Raises `ValueError`, changing nothing, for malformed ids.
+        """
+        with self._lock:
+            known = self._peers.setdefault(peer, _PeerItems())
+            if isinstance(events, ItemPiece):
+                return self._apply_piece(known, events)
+            return self._apply_changes(known, events)
+
+    def holders(self, keys: Sequence[bytes], peers: Iterable[str]) -> dict[str, list[int]]:
+        """Returns the indices of the `keys` that each of `peers` should have, for those that should have any."""
+        words = np.frombuffer(b"".join(keys), dtype="<u8").reshape(-1, _WORDS)
+        ids, parts = np.maximum(words[:, 0], 1).astype(np.uint64), words[:, _PART_WORD].astype(np.uint64)
+        found: dict[str, list[int]] = {}
+        with self._lock:
+            for peer in peers:
+                known = self._peers.get(peer)
+                numbers = known.holds(ids, parts) if known is not None and known.count else ()
+                if len(numbers):
+                    found[peer] = [int(number) for number in numbers]
+        return found
+
+    def correct(self, peer: str, keys: Sequence[bytes], version: int) -> None:
+        """Removes the items of keys that a peer did not have, until the peer announces them again.
+
+        `version`: version of `position` when the peer was asked. If later events have arrived, they count instead of
+        the peer's reply.
+        """
+        with self._lock:
+            known = self._peers.get(peer)
+            if known is None or known.position.version != version:
+                return
+            for one in {item_id(key) for key in keys}:
+                known.added.discard(one)
+                known.removed.add(one)
+                self._corrected += 1
+            self._merge_if_many(known)
+
+    def forget(self, peer: str) -> None:
+        """Removes the ids of a peer. Peers with ids beyond the limit are read again, because there is room now."""
+        with self._lock:
+            if self._peers.pop(peer, None) is None:
+                return
+            for other in [other for other, known in self._peers.items() if known.truncated]:
+                del self._peers[other]
+
+    def statistics(self) -> PeerIndexStatistics:
+        """Returns the current state and counts."""
+        with self._lock:
+            known = list(self._peers.values())
+            return PeerIndexStatistics(
+                peers=sum(one.position.next_place is None for one in known),
+                ids=sum(one.count for one in known),
+                nbytes=sum(one.ids.nbytes for one in known),
+                pieces=self._pieces,
+                changes=self._changes,
+                gaps=self._gaps,
+                corrected=self._corrected,
+                dropped=self._dropped,
+            )
+
+    def check(self) -> None:
+        """Raises `InvariantError` unless arrays are sorted, changes agree, and the limit holds."""
+        with self._lock:
+            for peer, known in self._peers.items():
+                sound = (
+                    bool(np.all(known.ids[:-1] < known.ids[1:]))
+                    and not known.added & known.removed
+                    and len(known.added) + len(known.removed) <= max(LEAST_MERGED, len(known.ids) // 16)
+                    and (known.position.epoch or not known.count)
+                )
+                if not sound:
+                    raise InvariantError(f"peer index: {peer} at {known.position} has {known.count} ids")
+            if (total := sum(known.count for known in self._peers.values())) > self._most:
+                raise InvariantError(f"peer index: {total} ids, more than {self._most}")
+
+    def _apply_piece(self, known: _PeerItems, piece: ItemPiece) -> bool:
+        ids, parts = unpack_ids(piece.ids), unpack_ids(piece.parts)
+        at = known.position
+        if piece.first_place == 0:
+            newer = piece.epoch != at.epoch or piece.version > at.version
+            if not newer and at.next_place != 0:
+                return False  # the piece has arrived before
+            known.ids, known.added, known.removed = np.empty(0, np.uint64), set(), set()
+            known.parts, known.truncated = np.unique(parts), False
+        elif (piece.epoch, piece.version, piece.first_place) != (at.epoch, at.version, at.next_place):
+            return False
+        known.merge()
+        known.ids = _union(known.ids, self._fitting(known, ids))
+        known.position = ItemPosition(piece.epoch, piece.version, piece.next_place)
+        self._pieces += 1
+        return True
+
+    def _apply_changes(self, known: _PeerItems, changes: ItemChanges) -> bool:
+        added, removed = unpack_ids(changes.added), unpack_ids(changes.removed)
+        at = known.position
+        if changes.epoch != at.epoch or at.next_place is not None or changes.since > at.version:
+            self._gaps += 1
+            return True
+        if changes.version <= at.version:
+            return False
+        for one in removed.tolist():
+            known.added.discard(one)
+            known.removed.add(one)
+        fitting = self._fitting(known, added).tolist()
+        known.removed.difference_update(fitting)
+        known.added.update(fitting)
+        self._merge_if_many(known)
+        known.position = ItemPosition(at.epoch, changes.version, None)
+        self._changes += 1
+        return False
+
+    def _fitting(self, known: _PeerItems, ids: Ids) -> Ids:
+        """Returns the ids for which there is room."""
+        room = self._most - sum(one.count for one in self._peers.values())
+        if len(ids) > room:
+            known.truncated = True
+            self._dropped += len(ids) - max(0, room)
+        return ids[: max(0, room)]
+
+    def _merge_if_many(self, known: _PeerItems) -> None:
+        if len(known.added) + len(known.removed) > max(LEAST_MERGED, len(known.ids) // 16):
+            known.merge()
+
+
+def _array(ids: set[int]) -> Ids:
+    """Returns the sorted array of `ids`."""
+    return np.fromiter(sorted(ids), dtype=np.uint64, count=len(ids))
+
+
+def _union(ids: Ids, more: Ids) -> Ids:
+    """Returns the sorted union of sorted `ids` and any `more`."""
+    both = np.concatenate([ids, np.sort(more)])
+    both.sort(kind="stable")  # merges two sorted runs in linear time
+    first = np.ones(len(both), dtype=bool)
+    first[1:] = both[1:] != both[:-1]
+    return both[first]
+
+
+def _isin(ids: Ids, some: Ids) -> NDArray[np.bool_]:
+    """Returns for each of `some` whether it is in the sorted `ids`."""
+    at = np.searchsorted(ids, some)
+    found = np.zeros(len(some), dtype=bool)
+    inside = at < len(ids)
+    found[inside] = ids[at[inside]] == some[inside]
+    return found
