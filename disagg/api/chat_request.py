@@ -93,7 +93,13 @@ async def chat_prompt(body: ChatBody, turns: list[dict[str, Any]], model: Served
 def _grammar(body: ChatBody, plan: AnswerPlan, model: ServedModel) -> Wanted | None:
     """Returns the grammar that the whole answer must follow; None for unconstrained answers. Raises a 400."""
     wanted = wanted_grammar(body)
-    if plan.forced is not None:  # the answer has no content that another grammar could restrict
+    if (
+        plan.forced is not None
+    ):  # no content: a `response_format` applies to later answers of the conversation
+        if wanted is not None and wanted.param != "response_format":
+            raise bad(
+                wanted.param, f"{wanted.param} cannot be combined with a tool_choice that requires a call"
+            )
         if body.use_beam_search:
             raise bad(
                 "use_beam_search", "use_beam_search does not support a tool_choice that requires a call"
