@@ -17,7 +17,7 @@ from disagg.api.parsers.build import AnswerPlan
 from disagg.api.parsers.harmony import HarmonyParser
 from disagg.api.parsers.parts import Call, Content, Part, Reasoning, joined, parse_all
 from disagg.api.parsers.registry import ParserNames
-from disagg.core.grammars import compile_grammar, grammar_tokenizer
+from disagg.core.grammars import FORMATS, compile_grammar, grammar_tokenizer, schema_grammar
 from disagg.model.load.tiny import EOS_ID, VOCAB_SIZE, byte_tokenizer
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -101,6 +101,23 @@ def test_a_schema_nested_too_deeply_is_refused(server: ApiServer) -> None:
         ):
             text = json.dumps(body(CHAT, max_tokens=1, **fields)).replace('"SCHEMA"', schema)
             assert server.client.post(CHAT, content=text).status_code in (200, 400), levels
+
+
+def test_formats(server: ApiServer) -> None:
+    """Those that no grammar knows are annotations; names and values of properties are no formats."""
+    for format_ in FORMATS:
+        assert not accepts(schema_grammar({"type": "string", "format": format_}), b'"?"'), format_
+    for format_ in ("password", "binary", "regex", "uri-reference"):
+        assert accepts(schema_grammar({"anyOf": [{"type": "string", "format": format_}]}), b'"?"'), format_
+    value = {"format": "path", "const": "binary"}
+    schema = {
+        "type": "object",
+        "properties": {"format": {"const": value}, "enum": {"type": "string", "format": "path"}},
+        "required": ["format", "enum"],
+    }
+    grammar = grammar_of(server, response_format=schema_format(schema))
+    assert accepts(grammar, json.dumps({"format": value, "enum": "x"}).encode())
+    assert not accepts(grammar, b'{"format": {"const": "binary"}, "enum": "x"}')
 
 
 def test_a_named_tool(server: ApiServer) -> None:
