@@ -1,4 +1,4 @@
-"""Grammars of chat answers that must call a tool, or that reason before a constrained text.
+"""Grammars of chat answers that must call a tool, or that reason or may call tools instead of a constrained text.
 
 Reasoning is not constrained; the grammar applies to the text after the reasoning.
 """
@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from disagg.api.parsers.build import AnswerPlan
+from disagg.api.parsers.registry import SYNTAXES
 from disagg.api.parsers.thinking import THINK_MARKERS
 from disagg.api.structured import arguments_schema, schema_rule
 from disagg.core.grammars import followed_by, lark_grammar, schema_grammar, text_literal
@@ -21,15 +22,23 @@ _SPACE = r"SPACE: /[ \n]{0,8}/"
 
 
 def answer_grammar(plan: AnswerPlan, grammar: str, marker: Marker) -> str:
-    """Returns the grammar of a whole answer whose content, or calls, follow `grammar`."""
+    """Returns the grammar of a whole answer whose content, or required calls, follow `grammar`.
+
+    An answer that may call tools consists of content that follows `grammar`, or of calls.
+    """
     if plan.names.harmony:
         return _harmony(plan, grammar, marker)
     markers = THINK_MARKERS.get(plan.names.reasoning)
-    if markers is None:
+    calls = _family_calls(plan, marker) if plan.tools and plan.forced is None else []
+    if markers is None and not calls:
         return grammar
+    rules = ["answer: @body | calls" if calls else "answer: @body", *calls]
+    if markers is None:
+        return followed_by("\n".join(("start: answer", *rules)), grammar)
     first, last = map(marker, markers)
     thinks = "think" if plan.thinking else f"({first} think)?"
-    return followed_by("\n".join((f"start: {thinks} @body", *_until(last))), grammar)
+    rules = list(dict.fromkeys((f"start: {thinks} answer", *rules, *_until(last))))
+    return followed_by("\n".join(rules), grammar)
 
 
 def calls_grammar(plan: AnswerPlan) -> str:
@@ -43,6 +52,22 @@ def calls_grammar(plan: AnswerPlan) -> str:
         name = text_literal('{"name": ' + text_literal(tool["function"]["name"]) + ', "parameters": ')
         rules.append(f'call_{number}: {name} {schema_rule(arguments_schema(tool))} "}}"')
     return lark_grammar("\n".join(rules))
+
+
+def _family_calls(plan: AnswerPlan, marker: Marker) -> list[str]:
+    """Returns the rule `calls` of one or more calls in the family's syntax, with the rules that `calls` needs.
+
+    The calls fit the tools' schemas if the syntax has rules; otherwise any tokens may follow the first marker.
+    """
+    syntax = SYNTAXES[plan.names.tools]({})
+    rules = []
+    for number, tool in enumerate(plan.tools):
+        rule = syntax.rule(tool["function"]["name"], schema_rule(arguments_schema(tool)), marker)
+        if not rule:
+            return [f"calls: ({' | '.join(map(marker, syntax.markers))}) <[*]>*"]
+        rules.append(f"call_{number}: {rule}")
+    more = "(SPACE call)*" if plan.parallel else ""
+    return [f"calls: call {more}", "call: " + _either("call", plan.tools), *rules, _SPACE]
 
 
 def _until(last: str) -> tuple[str, ...]:
@@ -61,13 +86,13 @@ def _harmony(plan: AnswerPlan, grammar: str, marker: Marker) -> str:
     channel, message, constrain = map(marker, ("<|channel|>", "<|message|>", "<|constrain|>"))
     end, start = marker("<|end|>"), marker("<|start|>")
     analysis = f'analysis: {channel} "analysis" {message} ANY {end} {start} "assistant"'
-    if plan.forced is None:
-        rules = [f'start: analysis? {channel} "final" {message} @body', analysis, _ANY]
-        return followed_by("\n".join(rules), grammar)
-    tools = [one for one in plan.tools if plan.forced in ("", one["function"]["name"])]
-    rules = [f"start: analysis? {channel} call", "call: " + _either("call", tools), analysis, _ANY]
+    tools = [one for one in plan.tools if plan.forced in (None, "", one["function"]["name"])]
+    ends = [f'"final" {message} @body'] if plan.forced is None else []
+    ends += [_either("call", tools)] if tools else []
+    rules = [f"start: analysis? {channel} ({' | '.join(ends)})", analysis, _ANY]
     for number, tool in enumerate(tools):
         head = text_literal(f"commentary to=functions.{tool['function']['name']} ")
         schema = schema_rule(arguments_schema(tool))
         rules.append(f'call_{number}: {head} {constrain} "json" {message} {schema}')
-    return lark_grammar("\n".join(rules))
+    text = "\n".join(rules)
+    return followed_by(text, grammar) if plan.forced is None else lark_grammar(text)

@@ -93,19 +93,26 @@ async def chat_prompt(body: ChatBody, turns: list[dict[str, Any]], model: Served
 def _grammar(body: ChatBody, plan: AnswerPlan, model: ServedModel) -> Wanted | None:
     """Returns the grammar that the whole answer must follow; None for unconstrained answers. Raises a 400."""
     wanted = wanted_grammar(body)
-    if wanted is not None and plan.tools:
-        raise bad(
-            wanted.param,
-            f"{wanted.param} cannot be combined with tools unless tool_choice is 'none'",
-        )
-    if wanted is None:
-        if plan.forced is None:
-            return None
+    if (
+        plan.forced is not None
+    ):  # no content: a `response_format` applies to later answers of the conversation
+        if wanted is not None and wanted.param != "response_format":
+            raise bad(
+                wanted.param, f"{wanted.param} cannot be combined with a tool_choice that requires a call"
+            )
         if body.use_beam_search:
             raise bad(
                 "use_beam_search", "use_beam_search does not support a tool_choice that requires a call"
             )
         wanted = Wanted("tools", calls_grammar(plan))
+    if wanted is None:
+        return None
+    if plan.mixed:
+        raise bad(
+            wanted.param,
+            f"{wanted.param} cannot be combined with tools for this model, whose calls begin as JSON does "
+            f"(api.tool_parser = {model.parsers.tools}): set tool_choice to 'none' or 'required'",
+        )
     model.require_tokenizer(wanted.param)
     return Wanted(wanted.param, answer_grammar(plan, wanted.grammar, model.marker))
 

@@ -17,7 +17,7 @@ from disagg.api.parsers.build import AnswerPlan
 from disagg.api.parsers.harmony import HarmonyParser
 from disagg.api.parsers.parts import Call, Content, Part, Reasoning, joined, parse_all
 from disagg.api.parsers.registry import ParserNames
-from disagg.core.grammars import compile_grammar, grammar_tokenizer
+from disagg.core.grammars import FORMATS, compile_grammar, grammar_tokenizer, schema_grammar
 from disagg.model.load.tiny import EOS_ID, VOCAB_SIZE, byte_tokenizer
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -103,6 +103,23 @@ def test_a_schema_nested_too_deeply_is_refused(server: ApiServer) -> None:
             assert server.client.post(CHAT, content=text).status_code in (200, 400), levels
 
 
+def test_formats(server: ApiServer) -> None:
+    """Those that no grammar knows are annotations; names and values of properties are no formats."""
+    for format_ in FORMATS:
+        assert not accepts(schema_grammar({"type": "string", "format": format_}), b'"?"'), format_
+    for format_ in ("password", "binary", "regex", "uri-reference"):
+        assert accepts(schema_grammar({"anyOf": [{"type": "string", "format": format_}]}), b'"?"'), format_
+    value = {"format": "path", "const": "binary"}
+    schema = {
+        "type": "object",
+        "properties": {"format": {"const": value}, "enum": {"type": "string", "format": "path"}},
+        "required": ["format", "enum"],
+    }
+    grammar = grammar_of(server, response_format=schema_format(schema))
+    assert accepts(grammar, json.dumps({"format": value, "enum": "x"}).encode())
+    assert not accepts(grammar, b'{"format": {"const": "binary"}, "enum": "x"}')
+
+
 def test_a_named_tool(server: ApiServer) -> None:
     named = {"type": "function", "function": {"name": "f"}}
     grammar = grammar_of(server, CHAT, tools=TOOLS, tool_choice=named)
@@ -132,6 +149,55 @@ def test_required_calls(server: ApiServer) -> None:
     alone = grammar_of(server, CHAT, tools=TOOLS, tool_choice="required", parallel_tool_calls=False)
     assert accepts(alone, b"[" + one + b"]")
     assert not accepts(alone, b"[" + one + b", " + two + b"]")
+
+
+FORMAT = {
+    "type": "json_schema",
+    "json_schema": {"name": "x", "schema": {**SCHEMA, "$defs": {"n": {"const": 7}}}},
+}
+
+
+@pytest.mark.parametrize(
+    ("parser", "calls", "wrong"),
+    [
+        (
+            "hermes",
+            b'<tool_call>\n{"name": "f", "arguments": {"a": 3}}\n</tool_call>',
+            b'<tool_call>{"name": "f", "arguments": {"a": "x"}}</tool_call>',
+        ),
+        ("mistral", b'[TOOL_CALLS]f{"a": 3}', b'f{"a": 3}'),
+    ],
+)
+def test_structured_content_or_calls(parser: str, calls: bytes, wrong: bytes) -> None:
+    """As agents ask: tools, and a format for the last answer of a run."""
+    with ApiServer(tool_parser=parser) as server:
+        grammar = grammar_of(server, CHAT, tools=TOOLS, response_format=FORMAT)
+        assert accepts(grammar, b'{"a": 7}')
+        assert accepts(grammar, calls)
+        for text in (b"free text", b'{"a": 3}', wrong, b'{"a": 7}' + calls):
+            assert not accepts(grammar, text)
+        for answer, field in ((b'{"a": 7}', "content"), (calls, "tool_calls")):
+            server.set(answer=answer)
+            reply = server.ask(CHAT, tools=TOOLS, response_format=FORMAT, max_tokens=100).json()
+            server.set(answer=None)
+            message = reply["choices"][0]["message"]
+            assert (message["content"] is None) == (field == "tool_calls")
+            assert (
+                message[field] == '{"a": 7}'
+                if field == "content"
+                else message[field][0]["function"]["name"] == "f"
+            )
+        required = grammar_of(server, CHAT, tools=TOOLS, response_format=FORMAT, tool_choice="required")
+        assert required == grammar_of(server, CHAT, tools=TOOLS, tool_choice="required")
+
+
+def test_structured_content_beside_calls_that_begin_as_json_do() -> None:
+    with ApiServer(tool_parser="llama3_json") as server:
+        refused = server.ask(CHAT, tools=TOOLS, response_format=FORMAT, max_tokens=4)
+        assert refused.status_code == 400
+        assert "llama3_json" in refused.json()["error"]["message"]
+        assert grammar_of(server, CHAT, tools=TOOLS, response_format=FORMAT, tool_choice="required")
+        assert grammar_of(server, CHAT, tools=TOOLS, response_format=FORMAT, tool_choice="none")
 
 
 def walk(grammar: str, tokenizer: Any, vocab: int, seed: int) -> list[int]:
@@ -185,6 +251,23 @@ def test_reasoning_is_free_before_a_constrained_answer(special: bool, thinking: 
     assert reasoned
 
 
+def test_reasoning_before_structured_content_or_calls() -> None:
+    names = ParserNames("hermes", "think")
+    plan, content = AnswerPlan(names, TOOLS), calls_grammar(AnswerPlan(names, TOOLS, "f"))
+    reasoned, called = 0, 0
+    for seed in range(12):
+        parts = joined(
+            walked(names, ["<think>", "</think>", "<tool_call>", "</tool_call>"], plan, content, seed)
+        )
+        reasoned += isinstance(parts[0], Reasoning)
+        called += isinstance(parts[-1], Call)
+        for part in parts:
+            if isinstance(part, Content):
+                assert 0 <= json.loads(part.text)["a"] <= 9
+    assert 0 < reasoned < 12
+    assert 0 < called < 12
+
+
 def test_a_marker_is_its_special_token_or_a_text() -> None:
     """Also where an unknown token stands for all others."""
     tokenizer = marked_tokenizer("<think>")
@@ -204,6 +287,13 @@ def test_the_channels_of_gpt_oss() -> None:
         calls = [part for parts in found for part in parts if isinstance(part, Call)]
         assert len(calls) == 8
         assert {call.name for call in calls} == wanted
+    plan = AnswerPlan(names, TOOLS)
+    either = [
+        walked(names, markers, plan, calls_grammar(AnswerPlan(names, TOOLS, "f")), seed) for seed in range(12)
+    ]
+    last = [parts[-1] for parts in either]
+    assert {part.name for part in last if isinstance(part, Call)} == {"f", "g"}
+    assert any(0 <= json.loads(part.text)["a"] <= 9 for part in last if isinstance(part, Content))
     plan = AnswerPlan(names)
     for seed in range(4):
         parts = walked(names, markers, plan, calls_grammar(AnswerPlan(names, TOOLS, "f")), seed)

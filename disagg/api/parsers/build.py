@@ -35,6 +35,12 @@ class AnswerPlan:
         return bool(self.tools) or self.names.reasoning != "none"
 
     @property
+    def mixed(self) -> bool:
+        """Whether the first characters of an answer do not show if the answer is content or an optional call."""
+        syntax = SYNTAXES.get(self.names.tools)
+        return bool(self.tools) and self.forced is None and syntax is not None and bool(syntax.first_markers)
+
+    @property
     def short_ids(self) -> bool:
         """Whether the model family requires call ids of nine letters and digits."""
         syntax = SYNTAXES.get(self.names.tools)

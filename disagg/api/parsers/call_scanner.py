@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 from disagg.api.parsers.parts import AnswerParser, Call, Content, Part
@@ -55,6 +55,14 @@ class CallSyntax(ABC):
         schema = self.schemas.get(tool)
         properties = schema.get("properties") if isinstance(schema, dict) else None
         return properties.get(name) if isinstance(properties, dict) else None
+
+    def rule(self, name: str, arguments: str, marker: Callable[[str], str]) -> str:
+        """Returns a call of the tool `name` as an expression of a Lark grammar; empty if the family has no rule.
+
+        `arguments`: expression of the arguments. `marker`: function that returns a marker as an expression. The rule
+        `SPACE` is white space.
+        """
+        return ""
 
     @abstractmethod
     def read(self, text: str, marker: str, last: bool) -> Read:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import ClassVar
 
 from disagg.api.parsers.call_scanner import (
@@ -18,6 +19,7 @@ from disagg.api.parsers.call_scanner import (
 )
 from disagg.api.parsers.parts import Call
 from disagg.api.parsers.texts import json_end, load_json
+from disagg.core.grammars import text_literal
 
 _SPACE = re.compile(r"\s*")
 
@@ -27,6 +29,11 @@ class HermesCalls(CallSyntax):
 
     markers: ClassVar[tuple[str, ...]] = ("<tool_call>",)
     visible: ClassVar[tuple[str, ...]] = ("<tool_call>", "</tool_call>")
+    between: ClassVar[str] = "SPACE"
+
+    def rule(self, name: str, arguments: str, marker: Callable[[str], str]) -> str:
+        head = text_literal('{"name": ' + text_literal(name) + ', "arguments": ')
+        return f'{marker("<tool_call>")} SPACE {head} {arguments} "}}" SPACE {marker("</tool_call>")}'
 
     def read(self, text: str, marker: str, last: bool) -> Read:
         start = _skip_space(text, len(marker))
