@@ -95,10 +95,11 @@ def test_a_prompt_larger_than_the_ring() -> None:
     d.check_empty()
 
 
-def test_kv_is_sent_while_the_prompt_is_computed() -> None:
+@pytest.mark.parametrize("late_loads", [False, True])
+def test_kv_is_sent_while_the_prompt_is_computed(late_loads: bool) -> None:
     """Both engines start at once, with a name for the transfer: first layers arrive before the last is computed."""
     network = EngineNetwork()
-    p, d = FakeEngine(network, "p"), FakeEngine(network, "d")
+    p, d = (FakeEngine(network, name, late_loads=late_loads) for name in ("p", "d"))
     handed_over(network, p, d)  # links the engines
     source = {"remote_engine_id": "p", "remote_request_id": "p2", "remote_host": "p", "remote_port": 5580}
     params = {"do_remote_prefill": True, "transfer_id": "both", **source}
