@@ -171,6 +171,23 @@ def test_a_restarted_prefill_server_is_learned_again() -> None:
     with_loop(check)
 
 
+def test_a_prefill_server_that_died_is_learned_again() -> None:
+    """The decode server gets no request for the engine that is gone."""
+
+    async def check() -> None:
+        async with Deployment(prefilled("p"), says("x")) as one:
+            await one.ask()
+            one.prefill.behaviour = cut
+            assert (await one.ask()).status_code == 502
+            one.prefill.behaviour = prefilled("q")
+            one.decode.bodies.clear()
+            assert (await one.ask()).status_code == 200
+            engines = [body["kv_transfer_params"]["remote_engine_id"] for body in one.decode.bodies]
+            assert engines == ["q"]
+
+    with_loop(check)
+
+
 def test_a_server_without_the_connector() -> None:
     async def check() -> None:
         async with Deployment(says("x"), says("x")) as one:
