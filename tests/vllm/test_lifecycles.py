@@ -9,8 +9,9 @@ from collections import Counter
 import pytest
 from engine_network import EngineNetwork
 from fake_vllm import LEASE_S, FakeEngine, FakeRequest, asks_decode, asks_prefill, small_settings
+from layer_pools import SHARED
 
-LAYOUTS = ("nhd, packed", "hnd, packed", "padded blocks")
+LAYOUTS = ("nhd, packed", "hnd, packed", "padded blocks", *SHARED)
 IN_A_RUN = 60
 MOST_AT_ONCE = 5
 
