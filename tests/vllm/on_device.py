@@ -23,6 +23,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -38,15 +39,17 @@ make_tiny_checkpoint(sys.argv[1], **sizes)
 
 
 def main() -> int:
-    options = parse()
-    end_s = time.monotonic() + options.seconds
-    out = Path(options.out)
-    out.mkdir(parents=True, exist_ok=True)
-    run = Run(options, out, end_s)
+    options = parser(__doc__ or "").parse_args()
+    run = Run(options)
+    return run_to_end(run, run.compare)
+
+
+def run_to_end(run: Run, check: Callable[[], int]) -> int:
+    """Starts the servers, checks, and ends the servers; returns the exit code."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # `timeout`: the servers end too
     try:
         run.start()
-        return run.compare()
+        return check()
     except RunError as exc:
         say(f"FAILED: {exc}")
         run.show_logs()
@@ -55,9 +58,10 @@ def main() -> int:
         run.stop()
 
 
-def parse() -> argparse.Namespace:
+def parser(description: str) -> argparse.ArgumentParser:
+    """Arguments of a run with servers."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--prefill-gpu", default="0", help="CUDA_VISIBLE_DEVICES of the prefill server")
     parser.add_argument("--decode-gpu", default="0")
@@ -76,11 +80,13 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--transport", default="auto", help="transport.backend of DisaggConnector")
     parser.add_argument("--block-size", default="", help="--block-size of the decode server")
+    parser.add_argument("--policy", default="fail", help="kv_load_failure_policy")
+    parser.add_argument("--lease", type=float, default=120.0, help="lease_s of DisaggConnector")
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--seconds", type=float, default=235.0)
     parser.add_argument("--vllm-arg", action="append", default=[], help="for each vLLM server; repeatable")
     parser.add_argument("--out", default=str(Path(os.environ.get("OUT", "/tmp")) / "vllm_on_device"))
-    return parser.parse_args()
+    return parser
 
 
 class RunError(Exception):
@@ -90,8 +96,10 @@ class RunError(Exception):
 class Run:
     """Servers and requests of one run."""
 
-    def __init__(self, options: argparse.Namespace, out: Path, end_s: float) -> None:
-        self.options, self.out, self.end_s = options, out, end_s
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options, self.out = options, Path(options.out)
+        self.out.mkdir(parents=True, exist_ok=True)
+        self.end_s = time.monotonic() + options.seconds
         vllm, ours = os.environ["VLLM_PP"].split(":"), os.environ["DISAGG_PP"].split(":")
         # vLLM's dependencies come before ours; our packages before others of the same name (`kernels`).
         self.vllm_path = ":".join([ours[0], *vllm, *ours[1:]])
@@ -134,7 +142,9 @@ class Run:
             raise RunError(f"{name}: exit code {done.returncode}")
 
     def serve(self, name: str, gpu: str, tp: int, role: str | None, *more: str) -> None:
-        port, options = free_port(), self.options
+        """Starts a server; one that was started before under this name is replaced, at its port."""
+        options = self.options
+        port = int(self.urls[name].rpartition(":")[2]) if name in self.urls else free_port()
         command = [
             *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
             *("--model", str(self.out / "model"), "--served-model-name", "m", "--port", str(port)),
@@ -151,12 +161,13 @@ class Run:
                 "port": free_port(),
                 "control": {"host": "127.0.0.1", "key_file": str(self.out / "keys.json")},
                 "transport": {"backend": options.transport},
+                "lease_s": options.lease,
             }
             transfer = {
                 "kv_connector": "DisaggConnector",
                 "kv_connector_module_path": "disagg.vllm.connector",
                 "kv_role": role,
-                "kv_load_failure_policy": "fail",
+                "kv_load_failure_policy": options.policy,
                 "kv_connector_extra_config": extra,
             }
             command += ["--kv-transfer-config", json.dumps(transfer)]
@@ -184,7 +195,7 @@ class Run:
         )
 
     def launch(self, name: str, command: list[str], more_env: dict[str, str], port: int) -> None:
-        with (self.out / f"{name}.log").open("wb") as log:
+        with (self.out / f"{name}.log").open("ab") as log:
             self.processes[name] = subprocess.Popen(
                 command,
                 env=os.environ | more_env,
@@ -328,21 +339,26 @@ class Run:
             raise RunError(f"{name} has no metric {pattern}")
         return sum(float(value) for value in found)
 
+    def moved(self) -> float:
+        """Prompt tokens that have come to the decode server."""
+        return self.metric("decode", r'vllm:prompt_tokens_by_source_total\S*source="external_kv_transfer"')
+
     def check_moved(self, tokens: int) -> None:
-        moved = self.metric("decode", r'vllm:prompt_tokens_by_source_total\S*source="external_kv_transfer"')
+        moved = self.moved()
         say(f"decode server: {moved:.0f} of {tokens} prompt tokens came from the prefill server")
         if moved < tokens * 0.9:
             raise RunError("the decode server computed prompts itself")
 
-    def check_freed(self) -> None:
-        end_s = time.monotonic() + 15
+    def check_freed(self, *names: str, limit_s: float = 15) -> None:
+        names = names or ("prefill", "decode")
+        end_s = time.monotonic() + limit_s
         while True:
-            used = [self.metric(name, "vllm:kv_cache_usage_perc") for name in ("prefill", "decode")]
-            if used == [0, 0]:
-                say("both servers have freed all blocks")
+            used = {name: self.metric(name, "vllm:kv_cache_usage_perc") for name in names}
+            if not any(used.values()):
+                say(f"all blocks are free: {', '.join(names)}")
                 return
             if time.monotonic() > end_s:
-                raise RunError(f"blocks are still in use, as shares of prefill and decode: {used}")
+                raise RunError(f"blocks are still in use, as shares of the cache: {used}")
             time.sleep(0.5)
 
 
