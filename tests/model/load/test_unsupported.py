@@ -87,7 +87,7 @@ WHOLE: dict[str, tuple[Any, set[str]]] = {
         MixtralConfig(**SIZES | {"intermediate_size": 12}, num_local_experts=4),
         {"model.layers.*.mlp.experts"},
     ),
-    "sinks": (GptOssConfig(**SIZES, num_local_experts=4, sliding_window=16), {"attention"}),
+    "sinks": (GptOssConfig(**SIZES, num_local_experts=4, sliding_window=16), set()),
     "latent attention": (
         DeepseekV3Config(**SIZES | MLA, n_routed_experts=8, moe_intermediate_size=32),
         {"attention"},

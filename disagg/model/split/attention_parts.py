@@ -1,0 +1,140 @@
+"""The parts of attention modules that belong to one head: a registry of transformers' classes.
+
+Ranks share attention by heads. The registry names, for each class, the layers that compute heads, the order of the
+heads in their outputs, and the attributes that depend on the number of heads. A class without an entry is divided by
+the model's own plan, if it has plain projections of queries, keys and values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from disagg.core.types import Span
+from disagg.model.layers.class_names import by_name
+from disagg.model.spec.shapes import HeadShape
+
+Sections = tuple[str, ...]
+"""The outputs of a layer, in order: sections that hold the same number of elements for each of their heads.
+
+`q`, `k` and `v` are queries, keys and values. `head` has any number of elements for each query head.
+"""
+QKV: dict[str, Sections] = {"q_proj": ("q",), "k_proj": ("k",), "v_proj": ("v",)}
+
+
+@dataclass(frozen=True)
+class AttentionParts:
+    """The layers and parameters of an attention module that are divided by heads, by the name within the module."""
+
+    columns: Mapping[str, Sections] = field(default_factory=lambda: QKV)
+    """Linear layers, and the sections of their outputs. A module may lack some of these layers."""
+    row: str = "o_proj"
+    """The linear layer whose inputs are the attention's output: the elements of V for each query head."""
+    vectors: tuple[str, ...] = ()
+    """Parameters with one element for each query head."""
+    whole: tuple[str, ...] = ()
+    """Parts that every rank needs whole. Vectors with the size of one head are whole, too."""
+    sizes: Mapping[str, str] = field(default_factory=dict)
+    """Attributes of the module that depend on the number of heads: `heads`, `groups` (KV heads) or `q` (elements of
+    all queries). A name that starts with `config.` belongs to the module's configuration."""
+
+
+class IndivisibleError(Exception):
+    """Raised for a part of a model that ranks cannot share; the message is the reason."""
+
+
+class HeadsOfRank:
+    """The heads of an attention module that one rank has."""
+
+    def __init__(self, shape: HeadShape, queries: Span, groups: Span) -> None:
+        """`groups`: the rank's KV heads."""
+        self._shape, self._queries, self._groups = shape, queries, groups
+
+    def outputs(self, child: str, sections: Sections, outputs: int) -> tuple[Span, ...]:
+        """Returns the rank's outputs of the layer `child`, of `outputs` outputs. Raises IndivisibleError."""
+        found, start = [], 0
+        for section in sections:
+            count, own, elements = self._section(section, outputs)
+            found.append(Span(start + own.start * elements, start + own.stop * elements))
+            start += count * elements
+        if start != outputs:
+            raise IndivisibleError(f"its {child} has {outputs} out_features instead of {start}")
+        return tuple(found)
+
+    def inputs(self, child: str, inputs: int) -> Span:
+        """Returns the rank's inputs of the layer `child` after the attention. Raises IndivisibleError."""
+        elements = self._shape.v_dim
+        if inputs != self._shape.q_heads * elements:
+            raise IndivisibleError(
+                f"its {child} has {inputs} in_features instead of {self._shape.q_heads * elements}"
+            )
+        return Span(self._queries.start * elements, self._queries.stop * elements)
+
+    def size(self, kind: str) -> int:
+        """Returns the rank's value of an attribute of the kind `kind`; see `AttentionParts.sizes`."""
+        heads = len(self._queries)
+        return {"heads": heads, "groups": len(self._groups), "q": heads * self._shape.k_dim}[kind]
+
+    def _section(self, section: str, outputs: int) -> tuple[int, Span, int]:
+        """Returns the number of heads in a section, the rank's heads, and the elements of a head."""
+        shape = self._shape
+        if section in ("k", "v"):
+            return shape.kv_heads, self._groups, shape.k_dim if section == "k" else shape.v_dim
+        return shape.q_heads, self._queries, shape.k_dim if section == "q" else outputs // shape.q_heads
+
+
+_PLAIN = AttentionParts()
+_OUT = AttentionParts(row="out_proj")
+_SINKS = AttentionParts(vectors=("sinks",))
+_GATE: dict[str, Sections] = {"gate_proj": ("head",)}
+_G: dict[str, Sections] = {"g_proj": ("head",)}
+_OWN_GATE: dict[str, Sections] = {**QKV, "q_proj": ("head",)}  # each head's query, then its gate
+_BERT: dict[str, Sections] = {"self.query": ("q",), "self.key": ("k",), "self.value": ("v",)}
+_BERT_NORMS = ("output.LayerNorm", "LayerNorm", "self_attn_layer_norm", "ln")
+_MOSHI: dict[str, Sections] = {f"{name}.linear": sections for name, sections in QKV.items()}
+
+ATTENTION_PARTS = by_name(
+    (
+        _PLAIN,
+        """
+        bamba.BambaAttention falcon_h1.FalconH1Attention granitemoe.GraniteMoeAttention
+        granitemoehybrid.GraniteMoeHybridAttention granitemoeshared.GraniteMoeSharedAttention
+        hunyuan_v1_dense.HunYuanDenseV1Attention hunyuan_v1_moe.HunYuanMoEV1Attention jamba.JambaAttention
+        minimax_m3_vl.MiniMaxM3VLAttention nemotron_h.NemotronHAttention phimoe.PhimoeAttention
+        """,
+    ),
+    (_OUT, "lfm2.Lfm2Attention lfm2_moe.Lfm2MoeAttention"),
+    (AttentionParts(row="out_proj", sizes={"num_heads": "heads"}), "opt.OPTAttention"),
+    (AttentionParts(row="Wo"), "modernbert_decoder.ModernBertDecoderAttention"),
+    (AttentionParts({"Wq": ("q",), "Wk": ("k",), "Wv": ("v",)}, "dense"), "ctrl.MultiHeadAttention"),
+    (
+        AttentionParts(sizes={"num_heads": "heads", "num_key_value_heads": "groups"}),
+        "stablelm.StableLmAttention",
+    ),
+    (AttentionParts(_MOSHI, "o_proj.linear"), "moshi.MoshiAttention"),
+    (
+        _SINKS,
+        """
+        flint.FlintAttention gpt_oss.GptOssAttention granite_swa.GraniteSWAAttention
+        granitemoe_swa.GraniteMoeSWAAttention mimo_v2_flash.MiMoV2FlashAttention
+        """,
+    ),
+    (
+        AttentionParts(_OWN_GATE),
+        "qwen3_next.Qwen3NextAttention qwen3_5.Qwen3_5Attention qwen3_5_moe.Qwen3_5MoeAttention",
+    ),
+    (AttentionParts(QKV | _GATE), "afmoe.AfmoeAttention"),
+    (AttentionParts(QKV | _GATE, vectors=("gate_bias",)), "beam.BeamAttention"),
+    (AttentionParts(QKV | _G), "laguna.LagunaAttention lfm3.Lfm3Attention"),
+    (
+        AttentionParts(_BERT, "output.dense", whole=_BERT_NORMS),
+        """
+        bert.BertAttention bert_generation.BertGenerationAttention camembert.CamembertAttention
+        data2vec.Data2VecTextAttention electra.ElectraAttention ernie.ErnieAttention
+        megatron_bert.MegatronBertAttention rembert.RemBertAttention roberta.RobertaAttention
+        roberta_prelayernorm.RobertaPreLayerNormAttention roc_bert.RoCBertAttention roformer.RoFormerAttention
+        xlm_roberta.XLMRobertaAttention xlm_roberta_xl.XLMRobertaXLAttention xmod.XmodAttention
+        """,
+    ),
+)
+"""Parts of attention modules by class name."""
