@@ -37,6 +37,8 @@ class Cut:
         return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim)
 
 
+OWN_QUERIES = "own_queries"
+"""Attribute of a divided attention module: the slice of the query heads that the rank has."""
 Misfit = Callable[[str, tuple[int, int], Cut], str]
 """Function of the name of a linear layer, its outputs and inputs, and a slice. Returns the reason why a rank cannot
 hold the slice of the layer; empty if it can."""

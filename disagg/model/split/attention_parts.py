@@ -7,17 +7,19 @@ the model's own plan, if it has plain projections of queries, keys and values.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from disagg.core.types import Span
-from disagg.model.layers.class_names import by_name
+from disagg.model.layers.class_names import by_name, class_name
 from disagg.model.spec.shapes import HeadShape
 
 Sections = tuple[str, ...]
 """The outputs of a layer, in order: sections that hold the same number of elements for each of their heads.
 
-`q`, `k` and `v` are queries, keys and values. `head` has any number of elements for each query head.
+`q`, `k` and `v` are queries, keys and values. `head` has any number of elements for each query head, and `group` for
+each KV head.
 """
 QKV: dict[str, Sections] = {"q_proj": ("q",), "k_proj": ("k",), "v_proj": ("v",)}
 
@@ -35,8 +37,10 @@ class AttentionParts:
     whole: tuple[str, ...] = ()
     """Parts that every rank needs whole. Vectors with the size of one head are whole, too."""
     sizes: Mapping[str, str] = field(default_factory=dict)
-    """Attributes of the module that depend on the number of heads: `heads`, `groups` (KV heads) or `q` (elements of
-    all queries). A name that starts with `config.` belongs to the module's configuration."""
+    """Attributes of the module that depend on the number of heads: `heads`, `groups` (KV heads), `q` (elements of all
+    queries) or `k` (of all keys). A name that starts with `config.` belongs to the module's configuration."""
+    blocks: int = 0
+    """Number of blocks of heads, of which each rank needs whole ones; 0: heads need no blocks."""
 
 
 class IndivisibleError(Exception):
@@ -72,12 +76,14 @@ class HeadsOfRank:
 
     def size(self, kind: str) -> int:
         """Returns the rank's value of an attribute of the kind `kind`; see `AttentionParts.sizes`."""
-        heads = len(self._queries)
-        return {"heads": heads, "groups": len(self._groups), "q": heads * self._shape.k_dim}[kind]
+        heads, groups, dim = len(self._queries), len(self._groups), self._shape.k_dim
+        return {"heads": heads, "groups": groups, "q": heads * dim, "k": groups * dim}[kind]
 
     def _section(self, section: str, outputs: int) -> tuple[int, Span, int]:
         """Returns the number of heads in a section, the rank's heads, and the elements of a head."""
         shape = self._shape
+        if section == "group":
+            return shape.kv_heads, self._groups, outputs // shape.kv_heads
         if section in ("k", "v"):
             return shape.kv_heads, self._groups, shape.k_dim if section == "k" else shape.v_dim
         return shape.q_heads, self._queries, shape.k_dim if section == "q" else outputs // shape.q_heads
@@ -93,7 +99,28 @@ _BERT: dict[str, Sections] = {"self.query": ("q",), "self.key": ("k",), "self.va
 _BERT_NORMS = ("output.LayerNorm", "LayerNorm", "self_attn_layer_norm", "ln")
 _MOSHI: dict[str, Sections] = {f"{name}.linear": sections for name, sections in QKV.items()}
 
-ATTENTION_PARTS = by_name(
+_ALL: Sections = ("q", "k", "v")
+_NEOX: dict[str, Sections] = {"query_key_value": ("head",)}  # query, key and value of a head are adjacent
+_HEADS = {"num_heads": "heads"}
+
+
+def _falcon(module: Any) -> AttentionParts:
+    sections: Sections = _ALL if module.multi_query else ("head",)
+    blocks = 0
+    if module.new_decoder_architecture:  # for each KV head: its queries, key and value
+        sections, blocks = ("group",), module.num_kv_heads
+    sizes = {"num_heads": "heads", "num_kv_heads": "groups"}
+    return AttentionParts({"query_key_value": sections}, "dense", sizes=sizes, blocks=blocks)
+
+
+def _gpt_bigcode(module: Any) -> AttentionParts:
+    sections = _ALL if module.multi_query else ("head",)
+    return AttentionParts(
+        {"c_attn": sections}, "c_proj", sizes={"num_heads": "heads", "embed_dim": "q", "kv_dim": "k"}
+    )
+
+
+_PARTS: dict[str, AttentionParts | Callable[[Any], AttentionParts]] = by_name(
     (
         _PLAIN,
         """
@@ -136,5 +163,33 @@ ATTENTION_PARTS = by_name(
         xlm_roberta.XLMRobertaAttention xlm_roberta_xl.XLMRobertaXLAttention xmod.XmodAttention
         """,
     ),
+    (
+        AttentionParts(
+            {"qkv_proj": _ALL},
+            sizes={"config.num_attention_heads": "heads", "num_key_value_heads": "groups"},
+        ),
+        "phi3.Phi3Attention phi4_multimodal.Phi4MultimodalAttention",
+    ),
+    (
+        AttentionParts(
+            {"Wqkv": _ALL}, "out_proj", sizes={"hidden_size": "q", "num_key_value_heads": "groups"}
+        ),
+        "dbrx.DbrxAttention",
+    ),
+    (AttentionParts({"Wqkv": _ALL}, "out_proj"), "mpt.MptAttention"),
+    (AttentionParts(_NEOX, "dense"), "gpt_neox.GPTNeoXAttention"),
+    (
+        AttentionParts(_NEOX, "dense", whole=("dense_bias",)),
+        "gpt_neox_japanese.GPTNeoXJapaneseAttention",
+    ),
+    (AttentionParts(_NEOX, "dense", sizes=_HEADS), "bloom.BloomAttention persimmon.PersimmonAttention"),
+    (AttentionParts({"qkv_proj": ("head",)}, "out_proj", blocks=4), "codegen.CodeGenAttention"),
+    (_falcon, "falcon.FalconAttention"),
+    (_gpt_bigcode, "gpt_bigcode.GPTBigCodeAttention"),
 )
-"""Parts of attention modules by class name."""
+
+
+def attention_parts(module: Any) -> AttentionParts | None:
+    """Returns the parts of a registered attention module; None for a module of another class."""
+    found = _PARTS.get(class_name(module))
+    return found(module) if callable(found) else found

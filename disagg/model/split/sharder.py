@@ -23,13 +23,15 @@ from disagg.model.layers.class_names import class_name
 from disagg.model.spec.layer_types import attention_layers, recurrent_layers
 from disagg.model.spec.model_spec import ModelSpec
 from disagg.model.split.attention_parts import (
-    ATTENTION_PARTS,
     QKV,
     AttentionParts,
     HeadsOfRank,
     IndivisibleError,
+    attention_parts,
 )
+from disagg.model.split.mlp_parts import MLP_PARTS, MLPParts
 from disagg.model.tensor_parallel import (
+    OWN_QUERIES,
     Cut,
     Misfit,
     cut_inputs,
@@ -87,6 +89,8 @@ class _Slices:
     vectors: dict[str, Cut] = field(default_factory=dict)
     sizes: dict[str, int] = field(default_factory=dict)
     """Values of attributes; see `AttentionParts.sizes`."""
+    queries: Span | None = None
+    """Query heads of an attention module."""
 
 
 class _Sharder:
@@ -117,9 +121,17 @@ class _Sharder:
         else:
             for parent, one in slices.items():
                 self._cut(parent, one)
-        for parent in planned.keys() - attention.keys():
+        mlps: dict[str, MLPParts | dict[str, str]] = {
+            parent: plan for parent, plan in planned.items() if parent not in attention
+        }
+        mlps |= {
+            name: MLP_PARTS[class_name(module)]
+            for name, module in self._model.named_modules()
+            if class_name(module) in MLP_PARTS and name not in without
+        }
+        for parent, found in mlps.items():
             try:
-                own = self._own(parent, partial(self._mlp_slices, parent, planned[parent]))
+                own = self._own(parent, partial(self._mlp_slices, parent, found))
             except IndivisibleError as why:
                 whole[name_pattern(parent)] = str(why)
             else:
@@ -147,8 +159,8 @@ class _Sharder:
     def _registered(self, without: Container[str]) -> Iterator[tuple[str, AttentionParts]]:
         """Yields the parts of the registered attention modules, by name."""
         for name, module in self._model.named_modules():
-            parts = ATTENTION_PARTS.get(class_name(module))
-            if parts is not None and name not in without:
+            parts = None if name in without else attention_parts(module)
+            if parts is not None:
                 yield name, parts
 
     def _is_attention(self, parent: str) -> bool:
@@ -192,7 +204,9 @@ class _Sharder:
         number, size = self._class_of(parent), self._collective.size
         shape, queries = self._spec.shapes[number], query_spans(self._spec, rank, size)[number]
         groups = head_span(rank, size, shape.kv_heads)
-        heads, found = HeadsOfRank(shape, queries, groups), _Slices()
+        if parts.blocks % size:
+            raise IndivisibleError(f"{size} ranks cannot share its {parts.blocks} blocks of heads")
+        heads, found = HeadsOfRank(shape, queries, groups), _Slices(queries=queries)
         self._check_covered(parent, parts, {shape.k_dim, shape.v_dim})
         for child, sections in parts.columns.items():
             if self._has(parent, child):
@@ -234,23 +248,37 @@ class _Sharder:
             found = getattr(found, name, None)
         return found
 
-    def _mlp_slices(self, parent: str, plan: dict[str, str], rank: int) -> _Slices:
-        """Returns a rank's slices of an MLP. Raises IndivisibleError."""
+    def _mlp_slices(self, parent: str, found: MLPParts | dict[str, str], rank: int) -> _Slices:
+        """Returns a rank's slices of an MLP, given its parts or plan. Raises IndivisibleError."""
+        parts = found if isinstance(found, MLPParts) else self._mlp_of_plan(parent, found)
+        width, size = self._linear(parent, parts.row).in_features, self._collective.size
+        own, slices = even_span(rank, size, width), _Slices()
+        if width < size:
+            raise IndivisibleError(f"{size} ranks cannot share {width} inner elements")
+        for child in parts.columns:
+            outputs = self._linear(parent, child).out_features
+            if outputs % width:
+                raise IndivisibleError(f"its {child} has {outputs} out_features instead of {width}")
+            starts = range(0, outputs, width)
+            slices.columns[child] = Cut(0, tuple(Span(at + own.start, at + own.stop) for at in starts))
+        slices.rows[parts.row] = own
+        return slices
+
+    def _mlp_of_plan(self, parent: str, plan: dict[str, str]) -> MLPParts:
         module = self._model.get_submodule(parent)
         if getattr(module, "activation_sparsity", 0.0):
             raise IndivisibleError("the threshold of its sparse activations depends on all activations")
-        columns = sorted(child for child, style in plan.items() if style == "colwise")
+        columns = tuple(sorted(child for child, style in plan.items() if style == "colwise"))
         row = _planned_row(plan, columns)
         for name, parameter in module.named_parameters():
             if name.split(".")[0] not in plan:
                 raise IndivisibleError(f"its {name} {tuple(parameter.shape)} is not split")
         width = self._linear(parent, row).in_features
-        own = even_span(rank, self._collective.size, width)
         for child in columns:
             outputs = self._linear(parent, child).out_features
             if outputs != width:
                 raise IndivisibleError(f"its {child} has {outputs} out_features instead of {width}")
-        return _Slices({child: Cut(0, (own,)) for child in columns}, {row: own})
+        return MLPParts(columns, row)
 
     def _check_fit(self, parent: str, slices: _Slices) -> None:
         """Raises IndivisibleError if the rank cannot hold a slice, because of the format of quantized weights."""
@@ -277,6 +305,8 @@ class _Sharder:
         for leaf, cut in slices.vectors.items():
             cut_parameter(module, parent, leaf, cut, self._cuts)
         _set_sizes(module, slices.sizes)
+        if slices.queries is not None:
+            setattr(module, OWN_QUERIES, slice(slices.queries.start, slices.queries.stop))
 
 
 def _planned_row(plan: Mapping[str, str], columns: Container[str]) -> str:

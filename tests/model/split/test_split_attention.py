@@ -41,13 +41,19 @@ SHARED: dict[str, tuple[int, set[str]]] = {
     "gpt_oss": (4, set()),  # sinks
     "mimo_v2_flash": (2, set()),
     "stablelm": (2, set()),
+    "phi3": (4, set()),  # one projection: all queries, all keys, all values
+    "dbrx": (4, set()),
+    "gpt_neox": (2, set()),  # one projection: query, key and value of each head
+    "gpt_bigcode": (2, set()),  # one KV head
+    "persimmon": (2, set()),
+    "bloom": (2, set()),  # ALiBi
     "opt": (2, set()),
     "moshi": (2, set()),
     "bert": (2, set()),
     "ctrl": (2, set()),
 }
 """By model: the number of ranks, and what every rank still holds whole."""
-FAST = ("qwen3-next/3", "granitemoehybrid", "laguna", "stablelm")
+FAST = ("qwen3-next/3", "stablelm", "phi3", "gpt_bigcode")
 
 
 def prompts() -> list[list[int]]:
