@@ -8,7 +8,7 @@ the model's own plan, if it has plain projections of queries, keys and values.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from disagg.core.types import Span
@@ -36,6 +36,8 @@ class AttentionParts:
     """Parameters with one element for each query head."""
     whole: tuple[str, ...] = ()
     """Parts that every rank needs whole. Vectors with the size of one head are whole, too."""
+    norms: Mapping[str, str] = field(default_factory=dict)
+    """RMS norms over all heads of a section, and the section."""
     sizes: Mapping[str, str] = field(default_factory=dict)
     """Attributes of the module that depend on the number of heads: `heads`, `groups` (KV heads), `q` (elements of all
     queries) or `k` (of all keys). A name that starts with `config.` belongs to the module's configuration."""
@@ -50,9 +52,9 @@ class IndivisibleError(Exception):
 class HeadsOfRank:
     """The heads of an attention module that one rank has."""
 
-    def __init__(self, shape: HeadShape, queries: Span, groups: Span) -> None:
-        """`groups`: the rank's KV heads."""
-        self._shape, self._queries, self._groups = shape, queries, groups
+    def __init__(self, shape: HeadShape, queries: Span, groups: Span, shared: int = 0) -> None:
+        """`groups`: the rank's KV heads; a lower rank has the first `shared` of them too."""
+        self._shape, self._queries, self._groups, self._shared = shape, queries, groups, shared
 
     def outputs(self, child: str, sections: Sections, outputs: int) -> tuple[Span, ...]:
         """Returns the rank's outputs of the layer `child`, of `outputs` outputs. Raises IndivisibleError."""
@@ -64,6 +66,11 @@ class HeadsOfRank:
         if start != outputs:
             raise IndivisibleError(f"its {child} has {outputs} out_features instead of {start}")
         return tuple(found)
+
+    def shared_elements(self, section: str) -> int:
+        """Returns the number of elements, the first ones of the rank in a section `q` or `k`, that a lower rank has
+        too."""
+        return self._shared * self._shape.k_dim if section == "k" else 0
 
     def inputs(self, child: str, inputs: int) -> Span:
         """Returns the rank's inputs of the layer `child` after the attention. Raises IndivisibleError."""
@@ -95,6 +102,19 @@ _SINKS = AttentionParts(vectors=("sinks",))
 _GATE: dict[str, Sections] = {"gate_proj": ("head",)}
 _G: dict[str, Sections] = {"g_proj": ("head",)}
 _OWN_GATE: dict[str, Sections] = {**QKV, "q_proj": ("head",)}  # each head's query, then its gate
+_LATENT = AttentionParts(
+    dict.fromkeys(("q_proj", "q_b_proj", "q_gate_proj", "kv_b_proj", "gate_proj", "g_proj"), ("head",)),
+    whole=(
+        "q_a_proj",
+        "q_a_layernorm",
+        "kv_a_proj_with_mqa",
+        "kv_a_layernorm",
+        "k_rope_only_layernorm",
+        "indexer",
+    ),
+)
+"""Multi-head latent attention. Each rank computes the latents, from which it computes queries, keys and values of its
+heads."""
 _BERT: dict[str, Sections] = {"self.query": ("q",), "self.key": ("k",), "self.value": ("v",)}
 _BERT_NORMS = ("output.LayerNorm", "LayerNorm", "self_attn_layer_norm", "ln")
 _MOSHI: dict[str, Sections] = {f"{name}.linear": sections for name, sections in QKV.items()}
@@ -184,6 +204,23 @@ _PARTS: dict[str, AttentionParts | Callable[[Any], AttentionParts]] = by_name(
     ),
     (AttentionParts(_NEOX, "dense", sizes=_HEADS), "bloom.BloomAttention persimmon.PersimmonAttention"),
     (AttentionParts({"qkv_proj": ("head",)}, "out_proj", blocks=4), "codegen.CodeGenAttention"),
+    (
+        _LATENT,
+        """
+        axk1.AXK1Attention axk2.AXK2Attention bailing_hybrid.BailingHybridAttention deepseek_v2.DeepseekV2Attention
+        deepseek_v3.DeepseekV3Attention deepseek_v32.DeepseekV32Attention dots3_note.Dots3NoteTextAttention
+        glm4_moe_lite.Glm4MoeLiteAttention glm_moe_dsa.GlmMoeDsaAttention kimi_linear.KimiLinearAttention
+        longcat_flash.LongcatFlashMLA minicpm3.MiniCPM3Attention youtu.YoutuAttention
+        """,
+    ),
+    (replace(_LATENT, vectors=("sinks",)), "hy_v4.HYV4Attention"),
+    (
+        AttentionParts(norms={"q_norm": "q", "k_norm": "k"}),
+        """
+        flex_olmo.FlexOlmoAttention minimax_m2.MiniMaxM2Attention olmo2.Olmo2Attention olmo3.Olmo3Attention
+        olmo_hybrid.OlmoHybridAttention olmoe.OlmoeAttention
+        """,
+    ),
     (_falcon, "falcon.FalconAttention"),
     (_gpt_bigcode, "gpt_bigcode.GPTBigCodeAttention"),
 )

@@ -30,6 +30,7 @@ from disagg.model.split.attention_parts import (
     attention_parts,
 )
 from disagg.model.split.mlp_parts import MLP_PARTS, MLPParts
+from disagg.model.split.row_norm import SplitRowRMSNorm
 from disagg.model.tensor_parallel import (
     OWN_QUERIES,
     Cut,
@@ -89,6 +90,8 @@ class _Slices:
     vectors: dict[str, Cut] = field(default_factory=dict)
     sizes: dict[str, int] = field(default_factory=dict)
     """Values of attributes; see `AttentionParts.sizes`."""
+    norms: dict[str, tuple[Span, int]] = field(default_factory=dict)
+    """Elements of norms over all heads, and how many of them a lower rank has too."""
     queries: Span | None = None
     """Query heads of an attention module."""
 
@@ -206,7 +209,8 @@ class _Sharder:
         groups = head_span(rank, size, shape.kv_heads)
         if parts.blocks % size:
             raise IndivisibleError(f"{size} ranks cannot share its {parts.blocks} blocks of heads")
-        heads, found = HeadsOfRank(shape, queries, groups), _Slices(queries=queries)
+        shared = max(0, head_span(rank - 1, size, shape.kv_heads).stop - groups.start) if rank else 0
+        heads, found = HeadsOfRank(shape, queries, groups, shared), _Slices(queries=queries)
         self._check_covered(parent, parts, {shape.k_dim, shape.v_dim})
         for child, sections in parts.columns.items():
             if self._has(parent, child):
@@ -214,6 +218,10 @@ class _Sharder:
                 found.columns[child] = Cut(0, heads.outputs(child, sections, outputs))
         found.rows[parts.row] = heads.inputs(parts.row, self._linear(parent, parts.row).in_features)
         found.vectors = {leaf: Cut(0, (queries,)) for leaf in parts.vectors if self._has(parent, leaf)}
+        for child, section in parts.norms.items():
+            (part,) = heads.outputs(child, (section,), len(self._child(parent, child).weight))
+            found.norms[child] = part, heads.shared_elements(section)
+            SplitRowRMSNorm(self._child(parent, child), *found.norms[child])  # raises if the form is unknown
         found.sizes = {name: heads.size(kind) for name, kind in parts.sizes.items()}
         return found
 
@@ -225,7 +233,7 @@ class _Sharder:
         layers = (*parts.columns, parts.row)
         for name, parameter in self._model.get_submodule(parent).named_parameters():
             owner = name.rpartition(".")[0]
-            known = owner in layers or name in parts.vectors
+            known = owner in layers or owner in parts.norms or name in parts.vectors
             known |= any(f"{name}.".startswith(f"{whole}.") for whole in parts.whole)
             each_head = name.count(".") <= 1 and parameter.dim() == 1 and len(parameter) in head_dims
             if not (known or each_head):
@@ -304,6 +312,11 @@ class _Sharder:
             cut_inputs(owner, f"{parent}.{child}", own, self._collective, self._cuts)
         for leaf, cut in slices.vectors.items():
             cut_parameter(module, parent, leaf, cut, self._cuts)
+        for child, (part, shared) in slices.norms.items():
+            norm = SplitRowRMSNorm(getattr(module, child), part, shared)
+            norm.collective = self._collective
+            setattr(module, child, norm)
+            self._cuts[f"{parent}.{child}.weight"] = Cut(0, (part,))
         _set_sizes(module, slices.sizes)
         if slices.queries is not None:
             setattr(module, OWN_QUERIES, slice(slices.queries.start, slices.queries.stop))

@@ -47,13 +47,26 @@ SHARED: dict[str, tuple[int, set[str]]] = {
     "gpt_bigcode": (2, set()),  # one KV head
     "persimmon": (2, set()),
     "bloom": (2, set()),  # ALiBi
+    "deepseek_v3": (4, set()),  # latent attention
+    "deepseek_v2": (2, set()),
+    "kimi_linear": (2, set()),
+    "bailing_hybrid": (4, set()),
+    "longcat_flash": (2, set()),
+    "minicpm3": (2, set()),
+    "axk2": (2, set()),  # gates beside the queries
+    "hy_v4": (2, set()),  # sinks
+    "dots3_note_text": (2, set()),
+    "olmo2": (4, set()),  # norms over all heads; two ranks share a KV head
+    "olmo_hybrid": (4, set()),
+    "olmoe": (2, set()),
+    "minimax_m2": (2, set()),
     "opt": (2, set()),
     "moshi": (2, set()),
     "bert": (2, set()),
     "ctrl": (2, set()),
 }
 """By model: the number of ranks, and what every rank still holds whole."""
-FAST = ("qwen3-next/3", "stablelm", "phi3", "gpt_bigcode")
+FAST = ("qwen3-next/3", "stablelm", "phi3", "gpt_bigcode", "deepseek_v3", "olmo2")
 
 
 def prompts() -> list[list[int]]:
