@@ -19,6 +19,7 @@ from torch import nn
 from disagg.core.ports import Collective
 from disagg.core.types import Span
 from disagg.model.experts.form import DOWN, ExpertsForm, ExpertsFormError, experts_of, form_of
+from disagg.model.experts.other_forms import OTHER_FORMS
 from disagg.model.layers.class_names import class_name
 from disagg.model.layers.gated_mlps import GATED_MLPS
 from disagg.model.tensor_parallel import (
@@ -63,28 +64,71 @@ def split_experts(model: Any, collective: Collective) -> ExpertsSplit:
     """Shrinks the experts of `model`, on the meta device, to the rank's part."""
     if collective.size == 1:
         return ExpertsSplit()
-    cuts: dict[str, Cut] = {}
-    names: set[str] = set()
-    whole: dict[str, str] = {}
-    cleared: list[Any] = []
-    for name, module in list(experts_of(model)):
-        names.add(name)
-        try:
-            form = form_of(module)
-            own = inner_spans(form.inner, collective.size)[collective.rank]
-        except ExpertsFormError as why:
-            whole[name_pattern(name)] = str(why)
-            continue
-        _shrink(module, name, form, own, cuts)
+    splitter = _Splitter(model, collective)
+    others = [(name, module) for name, module in model.named_modules() if class_name(module) in OTHER_FORMS]
+    for split, modules in ((splitter.split, list(experts_of(model))), (splitter.split_other, others)):
+        for name, module in modules:
+            try:
+                split(name, module)
+            except ExpertsFormError as why:
+                splitter.whole[name_pattern(name)] = str(why)
+    cleared = splitter.cleared if collective.rank else []
+    return ExpertsSplit(splitter.cuts, frozenset(splitter.names), splitter.whole, partial(_clear, cleared))
+
+
+class _Splitter:
+    def __init__(self, model: Any, collective: Collective) -> None:
+        self._model, self._collective = model, collective
+        self.cuts: dict[str, Cut] = {}
+        self.names: set[str] = set()
+        self.whole: dict[str, str] = {}
+        self.cleared: list[tuple[Any, str]] = []
+        """Modules and names of biases that only the first rank adds."""
+
+    def split(self, name: str, module: Any) -> None:
+        """Shrinks a module that transformers' decorator describes, and the shared experts beside it. Raises
+        ExpertsFormError."""
+        self.names.add(name)
+        form = form_of(module)
+        _shrink(module, name, form, self._own(form.inner), self.cuts)
+        self._sum_of(module).register_forward_hook(_sum)
+        if form.has_bias:
+            self.cleared.append((module, f"{DOWN}_bias"))
+        for shared, mlp in _shared_mlps(self._model, name):
+            self.names.add(shared)
+            _shrink_mlp(mlp, shared, self._collective, self.cuts)
+
+    def split_other(self, name: str, module: Any) -> None:
+        """Shrinks a module of `OTHER_FORMS`. Raises ExpertsFormError."""
+        self.names.add(name)
+        form = OTHER_FORMS[class_name(module)]
+        own = self._own(form.inner(module))
+        for path, cut in form.cuts(module, own).items():
+            owner, _, leaf = path.rpartition(".")
+            cut_parameter(module.get_submodule(owner), f"{name}.{owner}".rstrip("."), leaf, cut, self.cuts)
+        for path in form.sizes:
+            owner, _, leaf = path.rpartition(".")
+            setattr(module.get_submodule(owner), leaf, len(own))
+        form.adapt(module, self._collective.rank)
+        if form.bias:
+            self.cleared.append((module, form.bias))
+        if not form.beside:
+            self._sum_of(module).register_forward_hook(_sum)
+            return
+        place = name.rpartition(".")[0]
+        block, shared = self._model.get_submodule(place), f"{place}.{form.beside}"
+        self.names.add(shared)
+        _shrink_unsummed(getattr(block, form.beside), shared, self._collective, self.cuts)
+        self._sum_of(block).register_forward_hook(_sum_first)
+
+    def _own(self, inner: int) -> Span:
+        return inner_spans(inner, self._collective.size)[self._collective.rank]
+
+    def _sum_of(self, module: Any) -> Any:
+        """Gives a module the sum over the ranks as `rank_sum`, and returns the module."""
         module.rank_sum = ExpertsSum()
-        module.rank_sum.collective = collective
-        module.register_forward_hook(_sum)
-        if form.has_bias and collective.rank:
-            cleared.append(module)
-        for shared, mlp in _shared_mlps(model, name):
-            names.add(shared)
-            _shrink_mlp(mlp, shared, collective, cuts)
-    return ExpertsSplit(cuts, frozenset(names), whole, partial(_clear, cleared))
+        module.rank_sum.collective = self._collective
+        return module
 
 
 def inner_spans(inner: int, ranks: int) -> list[Span]:
@@ -112,6 +156,10 @@ def _sum(module: Any, _: Any, out: torch.Tensor) -> torch.Tensor:
     return summed
 
 
+def _sum_first(module: Any, _: Any, out: tuple[torch.Tensor, Any]) -> tuple[torch.Tensor, Any]:
+    return module.rank_sum(out[0]), out[1]
+
+
 def _shared_mlps(model: Any, experts: str) -> Iterator[tuple[str, Any]]:
     """Yields the MLPs beside a module of experts, and beside the block that contains the module, by name."""
     block = experts.rpartition(".")[0]
@@ -134,6 +182,16 @@ def _shrink_mlp(mlp: Any, name: str, collective: Collective, cuts: dict[str, Cut
     cut_inputs(mlp, f"{name}.{row}", own, collective, cuts)
 
 
-def _clear(modules: list[Any]) -> None:
-    for module in modules:
-        getattr(module, f"{DOWN}_bias").data.zero_()
+def _shrink_unsummed(mlp: Any, name: str, collective: Collective, cuts: dict[str, Cut]) -> None:
+    """Shrinks a gated MLP whose result its block sums over the ranks."""
+    row = mlp.down_proj
+    own = even_span(collective.rank, collective.size, row.in_features)
+    for child in ("gate_proj", "up_proj"):
+        cut_outputs(getattr(mlp, child), f"{name}.{child}", Cut(0, (own,)), cuts)
+    cut_parameter(row, f"{name}.down_proj", "weight", Cut(1, (own,)), cuts)
+    row.in_features = len(own)
+
+
+def _clear(biases: list[tuple[Any, str]]) -> None:
+    for module, leaf in biases:
+        getattr(module, leaf).data.zero_()

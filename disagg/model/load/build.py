@@ -23,13 +23,19 @@ from disagg.model.adapters.base import StepInputs
 from disagg.model.attention.paged import ATTENTION_NAME
 from disagg.model.experts.split import ExpertsSplit, split_experts
 from disagg.model.layers.quantized import QuantizedLinear
-from disagg.model.load.quantized_layers import QuantizedLayers, linear_layers, replace_layers
+from disagg.model.load.quantized_layers import (
+    QuantizedLayers,
+    linear_layers,
+    quantized_misfit,
+    replace_layers,
+)
 from disagg.model.load.source import ModelSource
 from disagg.model.load.weights import WeightSource
 from disagg.model.recurrent.split import RecurrentSplit, split_recurrent
 from disagg.model.spec.layer_types import recurrent_layers
 from disagg.model.spec.model_spec import ModelSpec
-from disagg.model.tensor_parallel import Cut, Sharding, shard_model
+from disagg.model.split.sharder import Sharding, shard_model
+from disagg.model.tensor_parallel import Cut
 
 log = structlog.get_logger(__name__)
 
@@ -133,7 +139,8 @@ def _shard(
     names = source.quantized_layers(linear_layers(model))
     recurrent = split_recurrent(model, collective)
     experts = split_experts(model, collective)
-    sharding = shard_model(model, spec, collective, recurrent.names | experts.names)
+    without, misfit = recurrent.names | experts.names, quantized_misfit(source.quantization, names)
+    sharding = shard_model(model, spec, collective, without, misfit)
     sharding.whole.update(experts.whole)
     if recurrent.whole and collective.size > 1:
         sharding.whole["recurrent layers"] = recurrent.whole

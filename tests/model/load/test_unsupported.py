@@ -17,6 +17,7 @@ from transformers import (
     DeepseekV3Config,
     Gemma3TextConfig,
     GitConfig,
+    GPT2Config,
     GptOssConfig,
     LlamaConfig,
     MixtralConfig,
@@ -80,17 +81,21 @@ def test_a_quantized_checkpoint_is_refused(tmp_path: Path) -> None:
 
 
 WHOLE: dict[str, tuple[Any, set[str]]] = {
-    "fused qkv": (Phi3Config(**SIZES), {"attention", "model.layers.*.mlp"}),
-    "norms over all heads": (Olmo2Config(**SIZES), {"attention"}),
+    "fused qkv": (Phi3Config(**SIZES), set()),
+    "norms over all heads": (Olmo2Config(**SIZES), set()),
+    "transposed weights": (
+        GPT2Config(vocab_size=259, n_embd=64, n_layer=2, n_head=4, n_positions=256, initializer_range=0.2),
+        {"attention"},
+    ),
     "experts": (MixtralConfig(**SIZES, num_local_experts=4), set()),
     "narrow experts": (
         MixtralConfig(**SIZES | {"intermediate_size": 12}, num_local_experts=4),
         {"model.layers.*.mlp.experts"},
     ),
-    "sinks": (GptOssConfig(**SIZES, num_local_experts=4, sliding_window=16), {"attention"}),
+    "sinks": (GptOssConfig(**SIZES, num_local_experts=4, sliding_window=16), set()),
     "latent attention": (
         DeepseekV3Config(**SIZES | MLA, n_routed_experts=8, moe_intermediate_size=32),
-        {"attention"},
+        set(),
     ),
     "classes": (CLASSED["gemma4-shared"](), set()),
     "sparsity": (CLASSED["gemma3n"](), {"model.layers.*.mlp"}),
