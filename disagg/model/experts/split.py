@@ -21,6 +21,7 @@ from disagg.core.types import Span
 from disagg.model.experts.form import DOWN, ExpertsForm, ExpertsFormError, experts_of, form_of
 from disagg.model.layers.class_names import class_name
 from disagg.model.layers.gated_mlps import GATED_MLPS
+from disagg.model.spec.quantization import Quantization
 from disagg.model.tensor_parallel import (
     Cut,
     SummedModule,
@@ -34,6 +35,8 @@ from disagg.model.tensor_parallel import (
 BLOCKS = (16, 8)
 """Numbers of inner elements that are not divided, the preferred one first. Our kernels load rows of 16 elements
 faster; torch's grouped products need rows of 16 bytes."""
+_GROUPS = (128, 64, 32, 16)
+"""Numbers of inner elements of quantized experts that share scales, and are not divided if possible."""
 
 
 @dataclass(frozen=True)
@@ -59,8 +62,11 @@ class ExpertsSum(SummedModule):
         return x
 
 
-def split_experts(model: Any, collective: Collective) -> ExpertsSplit:
-    """Shrinks the experts of `model`, on the meta device, to the rank's part."""
+def split_experts(model: Any, collective: Collective, quantized: Quantization | None = None) -> ExpertsSplit:
+    """Shrinks the experts of `model`, on the meta device, to the rank's part.
+
+    `quantized`: the format of the experts, if they are quantized.
+    """
     if collective.size == 1:
         return ExpertsSplit()
     cuts: dict[str, Cut] = {}
@@ -71,7 +77,7 @@ def split_experts(model: Any, collective: Collective) -> ExpertsSplit:
         names.add(name)
         try:
             form = form_of(module)
-            own = inner_spans(form.inner, collective.size)[collective.rank]
+            own = inner_spans(form.inner, collective.size, quantized)[collective.rank]
         except ExpertsFormError as why:
             whole[name_pattern(name)] = str(why)
             continue
@@ -87,14 +93,23 @@ def split_experts(model: Any, collective: Collective) -> ExpertsSplit:
     return ExpertsSplit(cuts, frozenset(names), whole, partial(_clear, cleared))
 
 
-def inner_spans(inner: int, ranks: int) -> list[Span]:
-    """Returns each rank's inner elements, of `inner`. Raises ExpertsFormError if the ranks cannot share them."""
-    for block in BLOCKS:
+def inner_spans(inner: int, ranks: int, quantized: Quantization | None = None) -> list[Span]:
+    """Returns each rank's inner elements, of `inner`. Raises ExpertsFormError if the ranks cannot share them.
+
+    Of quantized experts, parts begin with a scale where all parts can then be equal.
+    """
+    blocks_tried: tuple[int, ...] = BLOCKS
+    if quantized is not None and (least := quantized.least_cut(inner)) > 1:
+        equal = (size for size in _GROUPS if inner % (size * ranks) == 0)
+        blocks_tried = (*(size for size in equal if least <= size <= quantized.block[1]), least)
+    for block in blocks_tried:
         blocks = inner // block
         if inner % block == 0 and blocks >= ranks:
             ends = [rank * blocks // ranks * block for rank in range(ranks + 1)]
             return [Span(*pair) for pair in pairwise(ends)]
-    raise ExpertsFormError(f"{ranks} ranks cannot share {inner} inner elements in blocks of {BLOCKS[-1]}")
+    raise ExpertsFormError(
+        f"{ranks} ranks cannot share {inner} inner elements in blocks of {blocks_tried[-1]}"
+    )
 
 
 def _shrink(module: Any, name: str, form: ExpertsForm, own: Span, cuts: dict[str, Cut]) -> None:
