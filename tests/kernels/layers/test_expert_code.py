@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from attention_code import asynchronous_bytes, compiled
+from tensor_core_code import loops_of, overwritten_operands
 from triton.language import constexpr
 
 from kernels.layers.expert_matmul import expert_matmul_kernel, expert_tile
@@ -107,3 +108,6 @@ def test_quantized_products_convert_in_registers(kind: str, number: int, dtype: 
     assert "mma" in ptx
     assert asynchronous_bytes(ptx) >= {16}
     assert not re.search(r"cvt\.\w*\.?(bf16|f16|f32)\.(s8|u8|s16|u16|s32|u32)|e4m3|e2m1", ptx)
+    assert not overwritten_operands(ptx)
+    (loop,) = [one for one in loops_of(ptx) if "mma" in one]
+    assert "st.shared" not in loop, "converted values stay in registers"
