@@ -299,10 +299,8 @@ def expert_quantized_kernel(  # type: ignore[no-untyped-def]
     line = owner.to(tl.int64) * n + column % n
     w_at = words + line[:, None] * row_words + element[None, :]
     of_column = line // block_rows * scale_stride
-    if SHARED:
-        of_row = (owner.to(tl.int64) * n + column_block * COLUMNS) // block_rows * scale_stride
-    else:
-        of_row = of_column
+    of_block = (owner.to(tl.int64) * n + column_block * COLUMNS) // block_rows * scale_stride
+    of_row = of_block if SHARED else of_column
     sums = summed_words(
         x_at, x_inside, w_at, scales, zeros, of_row, of_column, 0, row_words, k, scale_stride,
         BITS, FLOAT, PERIOD, BLOCK, PER, WHOLE, SHARED, ROWS, COLUMNS, WORDS, SWAPPED, DTYPE,
