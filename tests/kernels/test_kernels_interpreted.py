@@ -33,7 +33,9 @@ LAYERS = (
     "kernels/layers/test_small_layers.py",
     "kernels/layers/test_rank_sum.py",
     "kernels/layers/test_expert_kernels.py",
+    "kernels/layers/test_expert_quantized.py",
     "model/experts/test_grouped_experts.py",
+    "model/experts/test_quantized_forward.py",
     "kernels/layers/test_few_rows.py",
     "kernels/layers/test_quantized_linear.py",
 )

@@ -22,6 +22,7 @@ from disagg.model.experts.form import DOWN, ExpertsForm, ExpertsFormError, exper
 from disagg.model.experts.other_forms import OTHER_FORMS
 from disagg.model.layers.class_names import class_name
 from disagg.model.layers.gated_mlps import GATED_MLPS
+from disagg.model.spec.quantization import Quantization
 from disagg.model.tensor_parallel import (
     Cut,
     SummedModule,
@@ -35,6 +36,8 @@ from disagg.model.tensor_parallel import (
 BLOCKS = (16, 8)
 """Numbers of inner elements that are not divided, the preferred one first. Our kernels load rows of 16 elements
 faster; torch's grouped products need rows of 16 bytes."""
+_GROUPS = (128, 64, 32, 16)
+"""Numbers of inner elements of quantized experts that share scales, and are not divided if possible."""
 
 
 @dataclass(frozen=True)
@@ -60,11 +63,14 @@ class ExpertsSum(SummedModule):
         return x
 
 
-def split_experts(model: Any, collective: Collective) -> ExpertsSplit:
-    """Shrinks the experts of `model`, on the meta device, to the rank's part."""
+def split_experts(model: Any, collective: Collective, quantized: Quantization | None = None) -> ExpertsSplit:
+    """Shrinks the experts of `model`, on the meta device, to the rank's part.
+
+    `quantized`: the format of the experts, if they are quantized.
+    """
     if collective.size == 1:
         return ExpertsSplit()
-    splitter = _Splitter(model, collective)
+    splitter = _Splitter(model, collective, quantized)
     others = [(name, module) for name, module in model.named_modules() if class_name(module) in OTHER_FORMS]
     for split, modules in ((splitter.split, list(experts_of(model))), (splitter.split_other, others)):
         for name, module in modules:
@@ -77,8 +83,8 @@ def split_experts(model: Any, collective: Collective) -> ExpertsSplit:
 
 
 class _Splitter:
-    def __init__(self, model: Any, collective: Collective) -> None:
-        self._model, self._collective = model, collective
+    def __init__(self, model: Any, collective: Collective, quantized: Quantization | None) -> None:
+        self._model, self._collective, self._quantized = model, collective, quantized
         self.cuts: dict[str, Cut] = {}
         self.names: set[str] = set()
         self.whole: dict[str, str] = {}
@@ -122,7 +128,7 @@ class _Splitter:
         self._sum_of(block).register_forward_hook(_sum_first)
 
     def _own(self, inner: int) -> Span:
-        return inner_spans(inner, self._collective.size)[self._collective.rank]
+        return inner_spans(inner, self._collective.size, self._quantized)[self._collective.rank]
 
     def _sum_of(self, module: Any) -> Any:
         """Gives a module the sum over the ranks as `rank_sum`, and returns the module."""
@@ -131,14 +137,23 @@ class _Splitter:
         return module
 
 
-def inner_spans(inner: int, ranks: int) -> list[Span]:
-    """Returns each rank's inner elements, of `inner`. Raises ExpertsFormError if the ranks cannot share them."""
-    for block in BLOCKS:
+def inner_spans(inner: int, ranks: int, quantized: Quantization | None = None) -> list[Span]:
+    """Returns each rank's inner elements, of `inner`. Raises ExpertsFormError if the ranks cannot share them.
+
+    Of quantized experts, parts begin with a scale where all parts can then be equal.
+    """
+    blocks_tried: tuple[int, ...] = BLOCKS
+    if quantized is not None and (least := quantized.least_cut(inner)) > 1:
+        equal = (size for size in _GROUPS if inner % (size * ranks) == 0)
+        blocks_tried = (*(size for size in equal if least <= size <= quantized.block[1]), least)
+    for block in blocks_tried:
         blocks = inner // block
         if inner % block == 0 and blocks >= ranks:
             ends = [rank * blocks // ranks * block for rank in range(ranks + 1)]
             return [Span(*pair) for pair in pairwise(ends)]
-    raise ExpertsFormError(f"{ranks} ranks cannot share {inner} inner elements in blocks of {BLOCKS[-1]}")
+    raise ExpertsFormError(
+        f"{ranks} ranks cannot share {inner} inner elements in blocks of {blocks_tried[-1]}"
+    )
 
 
 def _shrink(module: Any, name: str, form: ExpertsForm, own: Span, cuts: dict[str, Cut]) -> None:

@@ -1,7 +1,8 @@
-"""Linear layers whose weights stay quantized in memory. Activations are not quantized."""
+"""Linear layers, and weights of experts, that stay quantized in memory. Activations are not quantized."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 
 from disagg.core.ports import Collective
 from disagg.model.tensor_parallel import SummedModule
+from kernels.layers.expert_quantized import ConvertedExperts, ExpertWeights
 from kernels.layers.matmul import matmul
 from kernels.layers.quantized_linear import quantized_linear
 from kernels.layers.quantized_weight import QuantizedWeight
@@ -73,6 +75,27 @@ class QuantizedRowParallelLinear(SummedModule, QuantizedLinear):
         return y if self.bias is None else y + self.bias
 
 
+class QuantizedExpertWeights(nn.Module):
+    """The quantized weights of one product of all experts, in place of a stacked parameter."""
+
+    words: nn.Parameter
+    scales: nn.Parameter
+    zeros: nn.Parameter | None
+
+    def __init__(self, weights: ExpertWeights, dtype: torch.dtype) -> None:
+        """`dtype`: type of the activations."""
+        super().__init__()
+        self.dtype = dtype
+        self.use(weights)
+
+    def use(self, weights: ExpertWeights) -> None:
+        """Replaces the weights."""
+        self.parts, self.converted = weights, ConvertedExperts(weights, self.dtype)
+        weight = weights.weight
+        self.words, self.scales = _fixed(weight.words), _fixed(weight.scales)
+        self.zeros = None if weight.zeros is None else _fixed(weight.zeros)
+
+
 class ConvertedProduct:
     """A product with a quantized weight. Each call converts the whole weight to the type of the activations."""
 
@@ -109,6 +132,8 @@ def weight_elements(module: nn.Module) -> int:
     for one in module.modules():
         if isinstance(one, QuantizedLinear):
             count += one.in_features * one.out_features + (0 if one.bias is None else one.bias.numel())
+        elif isinstance(one, QuantizedExpertWeights):
+            count += math.prod(one.parts.weight.shape)
         else:
             count += sum(parameter.numel() for parameter in one.parameters(recurse=False))
     return count

@@ -21,14 +21,11 @@ from disagg.core.ports import Collective
 from disagg.model.adapters import adapter_of
 from disagg.model.adapters.base import StepInputs
 from disagg.model.attention.paged import ATTENTION_NAME
+from disagg.model.experts.quantized import quantized_experts
 from disagg.model.experts.split import ExpertsSplit, split_experts
-from disagg.model.layers.quantized import QuantizedLinear
-from disagg.model.load.quantized_layers import (
-    QuantizedLayers,
-    linear_layers,
-    quantized_misfit,
-    replace_layers,
-)
+from disagg.model.layers.quantized import QuantizedExpertWeights, QuantizedLinear
+from disagg.model.load.quantized_experts import QuantizedExpertLayers, replace_experts
+from disagg.model.load.quantized_layers import QuantizedLayers, quantized_misfit, replace_layers
 from disagg.model.load.source import ModelSource
 from disagg.model.load.weights import WeightSource
 from disagg.model.recurrent.split import RecurrentSplit, split_recurrent
@@ -56,6 +53,7 @@ class _Parts(NamedTuple):
     recurrent: RecurrentSplit
     experts: ExpertsSplit
     quantized: QuantizedLayers
+    quantized_experts: QuantizedExpertLayers
     cuts: dict[str, Cut]
     """The slice of each split parameter, of all parts of the model."""
 
@@ -95,11 +93,13 @@ def build_model(
         parts = _shard(model, source, spec, collective, shapes)
         _materialize(model, device)
         _initialize(model)
-        quantized = parts.quantized.weights
+        quantized = parts.quantized.weights | parts.quantized_experts.weights
         plain = {name: shape for name, shape in shapes.items() if name not in quantized}
         weights = source.weights(set(plain), model)
         _fill(model, weights, plain, parts.cuts)
         parts.quantized.fill(model, weights, device)
+        if parts.quantized_experts.parts:
+            parts.quantized_experts.fill(model, source.stored_weights(), device)
         parts.recurrent.finish()
         parts.experts.finish()
         model.tie_weights()
@@ -134,19 +134,26 @@ def _shard(
     collective: Collective,
     shapes: dict[str, tuple[int, ...]],
 ) -> _Parts:
-    """Reduces a model on the meta device to the rank's part, and replaces the linear layers that are quantized in
-    the source. Small parameters stay whole until `recurrent.finish`."""
-    names = source.quantized_layers(linear_layers(model))
+    """Reduces a model on the meta device to the rank's part, and replaces the linear layers and experts that are
+    quantized in the source. Small parameters stay whole until `recurrent.finish`."""
+    names, form = source.quantized_names(model), source.quantization
     recurrent = split_recurrent(model, collective)
-    experts = split_experts(model, collective)
-    without, misfit = recurrent.names | experts.names, quantized_misfit(source.quantization, names)
+    experts = split_experts(model, collective, form if names.experts else None)
+    without, misfit = recurrent.names | experts.names, quantized_misfit(form, names.linear)
     sharding = shard_model(model, spec, collective, without, misfit)
     sharding.whole.update(experts.whole)
     if recurrent.whole and collective.size > 1:
         sharding.whole["recurrent layers"] = recurrent.whole
     cuts = {**sharding.cuts, **recurrent.cuts, **experts.cuts}
-    quantized = replace_layers(model, source.quantization, names, shapes, cuts)
-    return _Parts(sharding, recurrent, experts, quantized, cuts)
+    quantized = replace_layers(model, form, names.linear, shapes, cuts)
+    return _Parts(
+        sharding,
+        recurrent,
+        experts,
+        quantized,
+        replace_experts(model, form, names.experts, shapes, cuts),
+        cuts,
+    )
 
 
 def _empty_model(source: ModelSource, spec: ModelSpec, dtype: torch.dtype) -> Any:
@@ -214,7 +221,8 @@ def _materialize(model: Any, device: torch.device) -> None:
     """
     for module in model.modules():
         for name, parameter in list(module._parameters.items()):
-            if parameter is not None and (name == "bias" or not isinstance(module, QuantizedLinear)):
+            quantized = isinstance(module, QuantizedLinear | QuantizedExpertWeights) and name != "bias"
+            if parameter is not None and not quantized:
                 module._parameters[name] = nn.Parameter(_poisoned(parameter, device), requires_grad=False)
         for name, buffer in list(module._buffers.items()):
             if buffer is not None:
@@ -231,7 +239,8 @@ def _initialize(model: Any) -> None:
     owners = dict(_owners(model, model))
     for module in model.modules():
         own = [*module._parameters.values(), *module._buffers.values()]
-        loaded = isinstance(module, nn.Linear | QuantizedLinear)
+        loaded = isinstance(module, nn.Linear | QuantizedLinear | QuantizedExpertWeights)
+        loaded = loaded or quantized_experts(module) is not None
         if any(tensor is not None for tensor in own) and not loaded:
             _init_weights(owners[module], module)
     # A parent module may set a buffer that no checkpoint holds (the multipliers of Falcon-H1).

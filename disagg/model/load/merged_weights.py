@@ -6,7 +6,7 @@ expert only. Conversions other than new names and stacked experts are left to tr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -70,7 +70,7 @@ class MergedWeights:
         for expert in range(experts):
             at = 0
             for number, part in enumerate(stacked.parts):
-                for one in _cuts_of_part(cut, Span(number * rows, (number + 1) * rows)):
+                for one in cuts_of_part(cut, Span(number * rows, (number + 1) * rows)):
                     found = self._stored.load(part[expert], (rows, *shape[2:]), dtype, device, one)
                     assert found is not None
                     whole[expert, at : at + len(found)] = found
@@ -95,11 +95,33 @@ def merged_weights(stored: SafetensorsWeights, needed: set[str], model: Any) -> 
     return None
 
 
-def _names(stored: Iterable[str], transforms: list[Any], rename: Callable[[str], str]) -> _Names | None:
-    """Returns the stored weights of each parameter; None if two stored weights have one name."""
+def stacked_experts(names: Iterable[str], model: Any) -> dict[str, tuple[tuple[str, ...], ...]]:
+    """Returns the weights of each stacked parameter of `model`: those of all experts, for each part of an expert's
+    matrix. Some may be missing.
+
+    `names`: weights of a checkpoint. Weights that are stacked for no parameter are in no result.
+    """
+    transforms = get_model_conversion_mapping(model)
+    _, grouped = _grouped(names, transforms, str) or ({}, {})
+    return {
+        target: tuple(tuple(parts.get(pattern, ())) for pattern in converter.source_patterns)
+        for target, (converter, parts) in grouped.items()
+        if _stacks_experts(converter)
+    }
+
+
+_Grouped = Mapping[str, tuple[WeightConverter, dict[str, list[str]]]]
+"""The stored weights of each converted parameter, by the converter's patterns."""
+
+
+def _grouped(
+    stored: Iterable[str], transforms: list[Any], rename: Callable[[str], str]
+) -> tuple[dict[str, str], _Grouped] | None:
+    """Returns the stored weight of each parameter that is stored as it is, and those of converted parameters; None if
+    two stored weights have one name."""
     renamings = [one for one in transforms if not isinstance(one, WeightConverter)]
     converters = [one for one in transforms if isinstance(one, WeightConverter)]
-    found, grouped = _Names(), dict[str, tuple[Any, dict[str, list[str]]]]()
+    plain, grouped = dict[str, str](), dict[str, tuple[Any, dict[str, list[str]]]]()
     for own_name in sorted(stored, key=dot_natural_key):
         name = apply_renamings(rename(own_name), renamings)
         for converter in converters:
@@ -108,10 +130,19 @@ def _names(stored: Iterable[str], transforms: list[Any], rename: Callable[[str],
                 grouped.setdefault(target, (converter, {}))[1].setdefault(pattern, []).append(own_name)
                 break
         else:
-            if name in found.plain:
+            if name in plain:
                 return None
-            found.plain[name] = own_name
-    for target, (converter, parts) in grouped.items():
+            plain[name] = own_name
+    return plain, grouped
+
+
+def _names(stored: Iterable[str], transforms: list[Any], rename: Callable[[str], str]) -> _Names | None:
+    """Returns the stored weights of each parameter; None if two stored weights have one name."""
+    both = _grouped(stored, transforms, rename)
+    if both is None:
+        return None
+    found = _Names(both[0])
+    for target, (converter, parts) in both[1].items():
         lists = [tuple(parts[pattern]) for pattern in converter.source_patterns if pattern in parts]
         complete = len(lists) == len(converter.source_patterns) and len({*map(len, lists)}) == 1
         if complete and _stacks_experts(converter):
@@ -126,7 +157,7 @@ def _stacks_experts(converter: WeightConverter) -> bool:
     return kinds == [(MergeModulelist, 0), *([(Concatenate, 1)] if several else [])]
 
 
-def _cuts_of_part(cut: Cut | None, rows: Span) -> list[Cut | None]:
+def cuts_of_part(cut: Cut | None, rows: Span) -> list[Cut | None]:
     """Returns the slices to read of a stored matrix that is the rows `rows` of an expert in a stacked parameter.
 
     `cut`: the rank's slice of the stacked parameter.

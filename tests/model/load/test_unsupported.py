@@ -74,7 +74,7 @@ def test_architectures_that_do_not_fit_are_refused(config: Any, match: str, tmp_
 def test_a_quantized_checkpoint_is_refused(tmp_path: Path) -> None:
     config = LlamaConfig(**SIZES)
     save(config, tmp_path)
-    config.quantization_config = {"quant_method": "mxfp4"}
+    config.quantization_config = {"quant_method": "bitsandbytes"}
     config.save_pretrained(tmp_path)
     with pytest.raises(UnsupportedModelError, match="quantized"):
         ModelSource.from_directory(tmp_path)
