@@ -71,6 +71,9 @@ SMALL_SWEEPS = (
     "kernels/copy/test_copy_kernels.py",
     "kernels/copy/test_layer_pools.py",
     "kernels/layers/test_small_layers.py",
+    "kernels/layers/test_few_rows.py",
+    "kernels/layers/test_quantized_linear.py",
+    "model/experts/test_grouped_experts.py",
 )
 
 

@@ -97,7 +97,7 @@ def test_a_group_reads_what_another_group_has_in_memory(checkpoints: Checkpoints
         wait_until_written(second, 0)
         second[0].report()
         (status,) = second[0].leader.status().ranks
-        assert (status.shared_peers, status.shared_hit_bytes_total) == (1, PAGES * 4 * 16 * 8 * 4 * 2 * 3)
+        assert (status.shared_peers, status.shared_hit_bytes_total) == (1, PAGES * 4 * 16 * 8 * 4 * 2 * 2)
 
 
 def test_pages_that_no_group_has_cause_no_message(checkpoints: Checkpoints) -> None:
@@ -240,7 +240,7 @@ def test_blocks_that_have_other_pages_by_now_are_not_read(checkpoints: Checkpoin
     """The first group's memory has room for 8 pages: the second prompt takes blocks of the first one."""
     source = checkpoints.source()
     prompts = [PROMPTS[0], PROMPTS[1], random_prompts(90, seed=12)[0], PROMPTS[0]]
-    with local_groups(two_groups(host_cache_bytes=8 * 3 * 2 * 16 * 4 * 8 * 4), source) as groups:
+    with local_groups(two_groups(host_cache_bytes=8 * 2 * 2 * 16 * 4 * 8 * 4), source) as groups:
 
         async def work(router: Router) -> list[list[int]]:
             tokens = []
