@@ -344,13 +344,13 @@ def _needed_servers_only() -> Iterator[None]:
     """Starts no autoscaler, no log monitor and no dashboard server within the block.
 
     A private Ray has one node, and the output of ranks goes to log files only. Ray would start all three servers,
-    even without a dashboard, and `ray.init` would wait for the last one. Ray has no option for this.
+    even without a dashboard, and `ray.init` would wait for the last one. Ray has no option for this. A server that
+    another version of Ray starts by other means runs idly.
     """
     from ray._private.node import Node
 
-    methods = {
-        name: getattr(Node, name) for name in ("start_monitor", "start_log_monitor", "start_api_server")
-    }
+    servers = ("start_monitor", "start_log_monitor", "start_api_server")
+    methods = {name: getattr(Node, name) for name in servers if hasattr(Node, name)}
     for name in methods:
         setattr(Node, name, lambda *_, **__: None)
     try:
