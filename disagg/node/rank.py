@@ -305,7 +305,9 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
         if self.kv_manager is not None:
             layout = spec.layout
             token_bytes = layout.token_bytes_of(self.runner.shard)
-            state_tokens = layout.state_bytes_of(len(group.ranks)) / token_bytes if states is not None else 0.0
+            state_tokens = (
+                layout.state_bytes_of(len(group.ranks)) / token_bytes if states is not None else 0.0
+            )
             self.kv_manager.add_storage(keys.links, section, state_tokens)
 
     def _readable_storage(self) -> PageStorage | None:
