@@ -187,7 +187,7 @@ def test_the_arithmetic_of_the_figures() -> None:
     peer = found["TTFT, hit in another group's host memory"]
     assert peer.ceiling is not None
     assert (peer.ceiling.name, *peer.ceiling.values) == ("pool hit + plain transfer", pytest.approx(150.0))
-    assert peer.share == pytest.approx(0.6)
+    assert peer.share == pytest.approx(250 / 150)
     assert values["plain transfer, messages of 1 MiB"] == 2
     assert found["TTFT, hit in the storage"].share == pytest.approx(1.0)
     assert values["requests, host memory"] == 1.5
