@@ -12,13 +12,10 @@ whether an id is there now, so a change that is applied twice, or is in a piece 
 from __future__ import annotations
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
 from disagg.core.bounds import Count
 
 ID_BYTES = 8
-Ids = NDArray[np.uint64]
 
 
 class ItemPosition(msgspec.Struct, frozen=True, array_like=True):
@@ -62,10 +59,3 @@ ItemEvents = ItemPiece | ItemChanges
 def item_id(item: bytes) -> int:
     """Returns the id of the item whose keys begin with `item`; never 0."""
     return int.from_bytes(item[:ID_BYTES], "little") or 1
-
-
-def unpack_ids(data: bytes) -> Ids:
-    """Returns the ids, or names of parts, in `data`. Raises `ValueError` if `data` ends within an id."""
-    if len(data) % ID_BYTES:
-        raise ValueError(f"ids of items have {ID_BYTES} bytes each, but the message has {len(data)} bytes")
-    return np.frombuffer(data, dtype="<u8").astype(np.uint64, copy=False)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import secrets
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -17,7 +18,7 @@ from typing import NamedTuple
 import structlog
 
 from disagg.core.clock import Clock
-from disagg.core.errors import TransportError
+from disagg.core.errors import DisaggError
 from disagg.core.types import GroupInfo, PageServer, Shard
 from disagg.kv.cache_operations import CacheOperation, StorageOperation
 from disagg.node.item_events import EVENTS_S, ItemAnnouncer, ItemWatcher, Send
@@ -43,7 +44,7 @@ class PageEndpoint(NamedTuple):
     """How a rank opens the transport with which it shares host memory."""
 
     open: Callable[[], Transport]
-    """Makes a transport, which the caller owns. Raises `TransportError`."""
+    """Makes a transport, which the caller owns. Raises `DisaggError` or `OSError`."""
     name: str
     """Name of the transport (`Choice.name`)."""
 
@@ -254,7 +255,7 @@ class HostCacheSharing:
     # --- transports
 
     def _make(self) -> _Open:
-        """Opens a transport. Raises `TransportError`."""
+        """Opens a transport. Raises `DisaggError` or `OSError`."""
         transport = self._endpoint.open()
         server = PageServer(secrets.randbelow(NUMBERS), transport.address, self._endpoint.name)
         exchange = RankExchange(
@@ -278,11 +279,12 @@ class HostCacheSharing:
 
     def _reopen(self) -> None:
         failed, pause_s = self._open, REOPEN_S
-        failed.loop.stop()  # its thread closes the failed transport
+        with suppress(TimeoutError):  # its thread closes the failed transport, which may hang
+            failed.loop.stop()
         while not self._stopping.wait(pause_s):
             try:
                 opened = self._make()
-            except TransportError as exc:
+            except (DisaggError, OSError) as exc:
                 pause_s = min(2 * pause_s, LONGEST_REOPEN_S)
                 log.warning("page_transport_not_opened", lane=self._lane, error=str(exc), again_s=pause_s)
                 continue

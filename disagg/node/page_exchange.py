@@ -7,8 +7,8 @@ and the messages under way; further requests wait in a queue.
 
 Each operation and each request has a deadline. A peer that exceeds a deadline is fenced, which frees its buffers, and
 is connected again later. Until then its requests fail. A request that exceeds the deadline in the queue fails alone,
-because its own peer may be healthy. Each peer has a share of the requests that are served at the same time, so a hung
-peer delays no other one.
+because its own peer may be healthy. Each peer has a share of the own requests under way, and of the requests that are
+served at the same time, so a hung peer delays no other one.
 
     tag:      bit 63: reply | bits 62 .. 32: number of the sender's rank | bits 31 .. 0: number of the request
     request:  1 byte: kind | 32 bytes for each key
@@ -46,7 +46,8 @@ LEAST_REPLY_BYTES = 1 << 20
 CALLS = 8
 """Largest number of own requests under way."""
 MOST_FOR_PEER = 4
-"""Largest number of requests of one peer that are received or answered at the same time."""
+"""Largest number of requests of one peer that are received or answered at the same time, and of own requests to one
+peer under way."""
 MOST_SERVED = 4 * MOST_FOR_PEER
 """Largest number of peers' requests that are received or answered at the same time."""
 MOST_QUEUED = 1024
@@ -323,17 +324,24 @@ class RankExchange:
         self._send_queued()
 
     def _send_queued(self) -> None:
-        while self._queue and len(self._calls) < CALLS:
+        while (call := self._next_call()) is not None:
             buffer = self._requests.take()
             if buffer is None:
                 return
-            call = self._queue.popleft()
+            self._queue.remove(call)
             self._last_call = call.number = (self._last_call + 1) % (1 << 32)
             self._calls[call.number] = call
             call.until_s = self._clock() + LIMIT_S
             moving = _Moving(call.peer, buffer, self._requests, call.until_s, call=call)
             buffer.numpy().data[: len(call.body)] = call.body
             self._send(moving, self._number << 32 | call.number, len(call.body))
+
+    def _next_call(self) -> _Call | None:
+        """Returns the first request in the queue whose peer has room; None without one, or without room at all."""
+        if len(self._calls) >= CALLS:
+            return None
+        under_way = Counter(call.peer for call in self._calls.values())
+        return next((call for call in self._queue if under_way[call.peer] < MOST_FOR_PEER), None)
 
     def _fail(self, call: _Call) -> None:
         """Ends a request without a reply, unless it has ended."""
@@ -534,6 +542,9 @@ class RankExchange:
             and self._serving.total() <= MOST_SERVED
             and all(share <= MOST_FOR_PEER for share in self._serving.values()),
             "requests": len(self._calls) <= CALLS
+            and all(
+                share <= MOST_FOR_PEER for share in Counter(one.peer for one in self._calls.values()).values()
+            )
             and all(call.number == number for number, call in self._calls.items())
             and not (ended and (self._calls or self._queue or posted)),
             "a request to a peer that is not connected": ended

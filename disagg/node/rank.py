@@ -151,7 +151,7 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
     def share_host_cache(self, endpoint: PageEndpoint) -> None:
         """Shares the second tier with other groups, over a transport of the rank's own. Call it before `start`.
 
-        Raises `TransportError` if the transport cannot be opened.
+        Raises `DisaggError` or `OSError` if the transport cannot be opened.
         """
         largest_bytes = largest_part_bytes(self.group_config, self.runner.spec)
         self.sharing = HostCacheSharing(self.lane, endpoint, largest_bytes, self.control.send, self.clock)

@@ -18,13 +18,11 @@ from numpy.typing import NDArray
 from disagg.core.errors import InvariantError
 from disagg.core.item_events import (
     ID_BYTES,
-    Ids,
     ItemChanges,
     ItemEvents,
     ItemPiece,
     ItemPosition,
     item_id,
-    unpack_ids,
 )
 from disagg.storage.contract import ITEM_BYTES, KEY_BYTES
 
@@ -34,6 +32,8 @@ LEAST_MERGED = 4096
 """Number of changes below which they are not merged into the array. Above, a sixteenth of the array is merged."""
 _WORDS = KEY_BYTES // ID_BYTES
 _PART_WORD = ITEM_BYTES // ID_BYTES
+
+Ids = NDArray[np.uint64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +195,7 @@ class PeerIndex:
                 raise InvariantError(f"peer index: {total} ids, more than {self._most}")
 
     def _apply_piece(self, known: _PeerItems, piece: ItemPiece) -> bool:
-        ids, parts = unpack_ids(piece.ids), unpack_ids(piece.parts)
+        ids, parts = _unpack_ids(piece.ids), _unpack_ids(piece.parts)
         at = known.position
         if piece.first_place == 0:
             newer = piece.epoch != at.epoch or piece.version > at.version
@@ -212,7 +212,7 @@ class PeerIndex:
         return True
 
     def _apply_changes(self, known: _PeerItems, changes: ItemChanges) -> bool:
-        added, removed = unpack_ids(changes.added), unpack_ids(changes.removed)
+        added, removed = _unpack_ids(changes.added), _unpack_ids(changes.removed)
         at = known.position
         if changes.epoch != at.epoch or at.next_place is not None or changes.since > at.version:
             self._gaps += 1
@@ -264,3 +264,10 @@ def _isin(ids: Ids, some: Ids) -> NDArray[np.bool_]:
     inside = at < len(ids)
     found[inside] = ids[at[inside]] == some[inside]
     return found
+
+
+def _unpack_ids(data: bytes) -> Ids:
+    """Returns the ids, or names of parts, in `data`. Raises `ValueError` if `data` ends within an id."""
+    if len(data) % ID_BYTES:
+        raise ValueError(f"ids of items have {ID_BYTES} bytes each, but the message has {len(data)} bytes")
+    return np.frombuffer(data, dtype="<u8").astype(np.uint64, copy=False)

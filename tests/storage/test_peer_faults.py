@@ -170,32 +170,63 @@ def test_a_peer_without_a_reply_is_fenced_and_connected_again(
         rank.loop.call(lambda: None)
 
 
-def test_requests_queued_behind_a_hung_peer_do_not_fence_their_own_peer(
-    cluster: PageCluster, clock: ManualClock
-) -> None:
+def test_a_hung_peer_delays_no_requests_to_other_peers(cluster: PageCluster, clock: ManualClock) -> None:
     for nth in range(MOST_FOR_PEER):
         cluster.fabric.faults.hold(nth=nth, when=reply_of("peer-0"))  # type: ignore[arg-type]
-    reader, answers = cluster.reader, list[bytes | None]()
+    reader, answers = cluster.reader, dict[str, list[bytes | None]]()
 
     def ask(peer: str) -> None:
-        reader.exchange.ask(peer, [key("absent")], lambda reply: answers.append(reply and bytes(reply)))
+        got = answers.setdefault(peer, [])
+        reader.exchange.ask(peer, [key("absent")], lambda reply: got.append(reply and bytes(reply)))
         reader.loop.call(lambda: None)
 
-    for _ in range(CALLS):
+    for _ in range(2 * CALLS):
         ask("peer-0")
     until(lambda: cluster.fabric.faults.all_struck, "all replies are held")
-    ask("peer-1")
-    clock.now_s += LIMIT_S / 2
-    ask("peer-1")
-    assert answers == []
-    clock.now_s += LIMIT_S / 2
+    for _ in range(CALLS):
+        ask("peer-1")
+    until(lambda: len(answers["peer-1"]) == CALLS, "the other peer answers")
+    assert answers == {"peer-0": [], "peer-1": [b"\0"] * CALLS}
+    clock.now_s += LIMIT_S
     reader.loop.call(lambda: None)
-    until(lambda: len(answers) == CALLS + 2, "all requests have ended")
-    assert answers == [None] * (CALLS + 1) + [b"\0"]
+    until(lambda: len(answers["peer-0"]) == 2 * CALLS, "all requests have ended")
+    assert answers["peer-0"] == [None] * 2 * CALLS
     assert list(reader.exchange.peers) == ["peer-1"]
     clock.now_s += LIMIT_S  # operations from before the fence end at their own limits
     for rank in cluster.ranks:
         rank.loop.call(lambda: None)
+
+
+def test_requests_queued_behind_hung_peers_do_not_fence_their_own_peer(clock: ManualClock) -> None:
+    with page_cluster(3, clock) as cluster:
+        hung = CALLS // MOST_FOR_PEER
+        for peer in range(hung):
+            for nth in range(MOST_FOR_PEER):
+                cluster.fabric.faults.hold(nth=nth, when=reply_of(f"peer-{peer}"))  # type: ignore[arg-type]
+        reader, answers = cluster.reader, list[bytes | None]()
+
+        def ask(peer: int) -> None:
+            reader.exchange.ask(
+                f"peer-{peer}", [key("absent")], lambda reply: answers.append(reply and bytes(reply))
+            )
+            reader.loop.call(lambda: None)
+
+        for peer in range(hung):
+            for _ in range(MOST_FOR_PEER):
+                ask(peer)
+        until(lambda: cluster.fabric.faults.all_struck, "all replies are held")
+        ask(hung)
+        clock.now_s += LIMIT_S / 2
+        ask(hung)
+        assert answers == []
+        clock.now_s += LIMIT_S / 2
+        reader.loop.call(lambda: None)
+        until(lambda: len(answers) == CALLS + 2, "all requests have ended")
+        assert answers == [None] * (CALLS + 1) + [b"\0"]
+        assert list(reader.exchange.peers) == [f"peer-{hung}"]
+        clock.now_s += LIMIT_S
+        for rank in cluster.ranks:
+            rank.loop.call(lambda: None)
 
 
 def test_messages_of_strangers_and_malformed_requests_are_dropped(cluster: PageCluster) -> None:

@@ -13,6 +13,7 @@ from disagg.bench.tiers.run import TiersMeasurements
 PLACE_NAMES = {
     "device": "TTFT, hit in the KV pool",
     "host": "TTFT, hit in host memory",
+    "peer": "TTFT, hit in another group's host memory",
     "storage": "TTFT, hit in the storage",
     "nowhere": "TTFT, no hit",
 }
@@ -27,6 +28,7 @@ def _ttft(found: TiersMeasurements) -> list[Result]:
     pool_s = statistics.median(found.ttft_s["device"])
     ceilings = {
         "host": _after(found, pool_s, found.plain_copy, "pool hit + plain copy"),
+        "peer": _after(found, pool_s, found.plain_transfer, "pool hit + plain transfer"),
         "storage": _after(found, pool_s, found.plain_read, "pool hit + plain read"),
     }
     return [
@@ -68,6 +70,7 @@ def _plain(found: TiersMeasurements) -> list[Result]:
     size = size_text(found.nbytes)
     return [
         Result(f"plain copy from host memory, {size}", found.plain_copy, None, found.labels),
+        Result("plain transfer, messages of 1 MiB", found.plain_transfer, None, found.labels),
         Result(f"plain read of a file, {size}", found.plain_read, None, found.labels),
     ]
 
