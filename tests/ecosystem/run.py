@@ -29,7 +29,6 @@ from serve_process import ROOT, SPLIT, command
 HERE = Path(__file__).parent
 KEY = "secret"
 MODEL = "tiny-chat"
-SCRIPT_TIMEOUT_S = 3600.0
 
 
 @dataclass(frozen=True)
@@ -81,15 +80,18 @@ def served(folder: Path) -> Iterator[list[str]]:
 
 
 def results(python: Path, script: str, arguments: list[str], out: Path) -> Iterator[dict[str, Any]]:
-    """Runs a script, and yields the result of each of its checks."""
+    """Runs a script, and yields the result of each of its checks when the check ends."""
     out.mkdir(parents=True)
     quiet = {**os.environ, "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HOME": str(out / "hub")}
     quiet.pop("PYTHONPATH", None)
     run = [str(python), str(HERE / "tools" / f"{script}.py"), *arguments, "--out", str(out)]
-    with (out / "stderr").open("wb") as errors:
-        done = subprocess.run(run, stdout=subprocess.PIPE, stderr=errors, env=quiet, timeout=SCRIPT_TIMEOUT_S)
-    yield from (json.loads(line) for line in done.stdout.splitlines() if line.startswith(b'{"tool"'))
-    if done.returncode:
+    with (
+        (out / "stderr").open("wb") as errors,
+        subprocess.Popen(run, stdout=subprocess.PIPE, stderr=errors, env=quiet) as process,
+    ):
+        assert process.stdout is not None
+        yield from (json.loads(line) for line in process.stdout if line.startswith(b'{"tool"'))
+    if process.returncode:
         fault = (out / "stderr").read_text(errors="replace")[-2000:]
         yield {"tool": script, "check": "the script", "result": fault, "passed": False, "seconds": 0.0}
 
@@ -106,6 +108,7 @@ def main() -> int:
     pythons = {name: environment(name, given.environments.absolute()) for name in names}
     table = Table("tool", "check", "passed", "result", "s")
     failed = 0
+    console = Console(width=None if sys.stdout.isatty() else 200, markup=False)
     folder = Path(tempfile.mkdtemp(prefix="disagg-ecosystem-"))
     with served(folder) as arguments:
         for name in names:
@@ -113,8 +116,8 @@ def main() -> int:
                 for one in results(pythons[name], script, arguments, folder / "out" / script):
                     failed += not one["passed"]
                     shown = "yes" if one["passed"] else "NO"
+                    console.print(f"{name}: {one['check']}: {shown}", highlight=False)
                     table.add_row(one["tool"], one["check"], shown, one["result"], f"{one['seconds']:.0f}")
-    console = Console(width=None if sys.stdout.isatty() else 200)
     console.print(table)
     console.print(f"{table.row_count - failed} passed, {failed} failed; files of the tools are in {folder}")
     return 1 if failed else 0
