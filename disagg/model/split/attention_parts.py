@@ -147,7 +147,8 @@ _PARTS: dict[str, AttentionParts | Callable[[Any], AttentionParts]] = by_name(
         bamba.BambaAttention falcon_h1.FalconH1Attention granitemoe.GraniteMoeAttention
         granitemoehybrid.GraniteMoeHybridAttention granitemoeshared.GraniteMoeSharedAttention
         hunyuan_v1_dense.HunYuanDenseV1Attention hunyuan_v1_moe.HunYuanMoEV1Attention jamba.JambaAttention
-        minimax_m3_vl.MiniMaxM3VLAttention nemotron_h.NemotronHAttention phimoe.PhimoeAttention
+        minimax_m3_vl.MiniMaxM3VLAttention nemotron_h.NemotronHAttention phimoe.PhimoeAttention zamba.ZambaAttention
+        zamba2.Zamba2Attention
         """,
     ),
     (_OUT, "lfm2.Lfm2Attention lfm2_moe.Lfm2MoeAttention"),

@@ -6,6 +6,9 @@ A class without an entry is divided by the model's own plan, if it has one.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
 
 from disagg.model.layers.class_names import by_name
 from disagg.model.layers.gated_mlps import GATED_MLPS
@@ -20,6 +23,15 @@ class MLPParts:
     and up."""
     row: str
     """The layer whose inputs are the inner elements."""
+    adapters: str = ""
+    """List of pairs of linear layers, the second of which computes the outputs of a layer in `columns`, too. Other
+    modules of the list are ignored."""
+
+    def layers_of(self, module: Any) -> tuple[str, ...]:
+        """Returns the names of the layers whose outputs are divided, adapters included."""
+        pairs = enumerate(getattr(module, self.adapters, ()) if self.adapters else ())
+        own = (f"{self.adapters}.{n}.1" for n, pair in pairs if isinstance(pair, nn.Sequential))
+        return *self.columns, *own
 
 
 _MLPS = by_name(
@@ -31,6 +43,8 @@ _MLPS = by_name(
     ),
     (MLPParts(("input_linear",), "output_linear"), "granitemoe_swa.GraniteMoeSWAMLP"),
     (MLPParts(("Wi",), "Wo"), "modernbert_decoder.ModernBertDecoderMLP"),
+    (MLPParts(("gate_proj", "up_proj"), "down_proj"), "zamba.ZambaMLP"),
+    (MLPParts(("gate_up_proj",), "down_proj", "gate_up_proj_adapter_list"), "zamba2.Zamba2MLP"),
     (MLPParts(("w1", "w3"), "w2"), "lfm2.Lfm2MLP lfm2_moe.Lfm2MoeMLP lfm3.Lfm3MLP"),
     (MLPParts(("up_proj",), "down_proj"), "nemotron_h.NemotronHMLP"),
     (MLPParts(("dense_h_to_4h",), "dense_4h_to_h"), "persimmon.PersimmonMLP"),

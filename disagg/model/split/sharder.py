@@ -263,7 +263,7 @@ class _Sharder:
         own, slices = even_span(rank, size, width), _Slices()
         if width < size:
             raise IndivisibleError(f"{size} ranks cannot share {width} inner elements")
-        for child in parts.columns:
+        for child in parts.layers_of(self._model.get_submodule(parent)):
             outputs = self._linear(parent, child).out_features
             if outputs % width:
                 raise IndivisibleError(f"its {child} has {outputs} out_features instead of {width}")

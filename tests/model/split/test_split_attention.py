@@ -32,6 +32,8 @@ SHARED: dict[str, tuple[int, set[str]]] = {
     "bamba": (2, set()),
     "falcon_h1": (2, set()),
     "nemotron_h": (2, set()),
+    "zamba": (2, _NO_HEADS),  # layers share their attention
+    "zamba2": (2, set()),
     "jamba": (2, _NO_HEADS),
     "lfm2": (2, _NO_HEADS),
     "lfm3": (2, _NO_HEADS),
@@ -46,7 +48,6 @@ SHARED: dict[str, tuple[int, set[str]]] = {
     "gpt_neox": (2, set()),  # one projection: query, key and value of each head
     "gpt_bigcode": (2, set()),  # one KV head
     "persimmon": (2, set()),
-    "bloom": (2, set()),  # ALiBi
     "deepseek_v3": (4, set()),  # latent attention
     "deepseek_v2": (2, set()),
     "kimi_linear": (2, set()),
