@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from host_waits import no_host_waits
 from mixtures import MIXTURES
 from model_helpers import load_plain, make_runner, prompts
 from plain_greedy import plain_greedy
@@ -21,6 +22,7 @@ from transformers import GptOssConfig
 
 from disagg.core.errors import ConfigError, UnsupportedModelError
 from disagg.core.types import SamplingParams, Span
+from disagg.model.batch import SequenceSlice, StepBatch
 from disagg.model.collective.base import SingleCollective, ThreadCollective, run_ranks
 from disagg.model.experts.form import ExpertsFormError
 from disagg.model.experts.quantized import QuantizedExperts, quantized_experts, use_one_tile
@@ -47,6 +49,7 @@ NAMES = (
     "awq",
     MXFP4,
 )
+SLOW = ("compressed fp8 tensor", "compressed int8 packed", "compressed int4 group")
 Checkpoints = Callable[[str], tuple[Path, list[list[int]]]]
 
 
@@ -71,7 +74,9 @@ def forwards_of(model: Any) -> list[QuantizedExperts]:
     return [found for module in model.modules() if (found := quantized_experts(module))]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(one, marks=[pytest.mark.slow] * (one in SLOW)) for one in NAMES]
+)
 def test_greedy_equals_generate(name: str, checkpoints: Checkpoints) -> None:
     directory, expected = checkpoints(name)
     source = ModelSource.from_directory(directory)
@@ -120,6 +125,27 @@ def test_greedy_equals_generate_on_a_gpu(name: str, deterministic: bool, checkpo
     runner.record(4)
     assert runner.recorded
     assert generate_unsplit(runner, PROMPTS, GREEDY, chunk_tokens=64) == expected
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", NAMES)
+def test_the_kernels_agree_with_torch_on_a_gpu(name: str, checkpoints: Checkpoints) -> None:
+    for dtype in (torch.bfloat16, torch.float16):
+        assert check_experts(make_runner(checkpoints(name)[0], device="cuda", dtype=dtype).model) == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("way", ["kernel", "converted", "one after another"])
+def test_quantized_experts_never_make_the_host_wait(way: str, checkpoints: Checkpoints) -> None:
+    runner = make_runner(checkpoints(MXFP4)[0], device="cuda", dtype=torch.bfloat16)
+    for forward in forwards_of(runner.model):
+        forward.kernel, forward.grouped = way == "kernel", way != "one after another"
+    batch = StepBatch((SequenceSlice(runner.req_to_token.alloc(), 0, (1, 2, 3)),))
+    runner.forward(batch)  # compiles kernels
+    torch.cuda.synchronize()
+    with no_host_waits():
+        found = runner.forward(batch)
+    assert torch.isfinite(found).all()
 
 
 def test_deterministic_mode(checkpoints: Checkpoints) -> None:
