@@ -25,7 +25,12 @@ from disagg.core.types import SamplingParams, Span
 from disagg.model.batch import SequenceSlice, StepBatch
 from disagg.model.collective.base import SingleCollective, ThreadCollective, run_ranks
 from disagg.model.experts.form import ExpertsFormError
-from disagg.model.experts.quantized import QuantizedExperts, quantized_experts, use_one_tile
+from disagg.model.experts.quantized import (
+    QuantizedExperts,
+    computes_by_expert,
+    quantized_experts,
+    use_one_tile,
+)
 from disagg.model.experts.quantized_check import check_experts
 from disagg.model.experts.split import inner_spans
 from disagg.model.layers.quantized import QuantizedExpertWeights, weight_elements
@@ -373,6 +378,7 @@ def test_wrong_kernels_are_not_used(
     (first, second) = forwards_of(runner.model)
     assert first.kernel == second.kernel == False  # noqa: E712
     assert first.grouped == (wrong == "expert_quantized")
+    assert computes_by_expert(runner.model) == (wrong == "expert_sum")
     assert capsys.readouterr().out.count("expert_kernels_disagree") == (1 if first.grouped else 2)
 
 
