@@ -99,6 +99,21 @@ def test_greedy_equals_generate(name: str, checkpoints: Checkpoints) -> None:
         assert run_ranks(size, answers) == [expected] * size
 
 
+@pytest.mark.parametrize("name", ["mixtral", "deepseek-v3", "glm4-moe"])
+def test_other_names_and_shared_experts(name: str, tmp_path: Path) -> None:
+    quantized, plain = write_checkpoints(tmp_path, FORMATS["compressed fp8 channel"], MIXTURES[name]())
+    model = load_plain(plain)
+    expected = [plain_greedy(model, prompt, ANSWER_TOKENS) for prompt in PROMPTS]
+
+    def answers(collective: ThreadCollective) -> list[list[int]]:
+        runner = make_runner(quantized, collective)
+        assert forwards_of(runner.model)
+        assert not any("experts" in part for part in runner.held_whole)
+        return generate_unsplit(runner, PROMPTS, GREEDY, chunk_tokens=29)
+
+    assert run_ranks(2, answers) == [expected, expected]
+
+
 @pytest.mark.parametrize("way", ["kernel", "converted", "one after another"])
 @pytest.mark.parametrize("name", ["fp8 block", MXFP4])
 def test_the_ways_of_a_gpu(
@@ -351,8 +366,12 @@ def test_layers_that_transformers_ignores_are_ignored(
     model = empty_model(source, source.spec(torch.float32), torch.float32)
     with pytest.raises(UnsupportedModelError, match=r"model\.layers\.61"):
         source.quantized_names(model)
-    monkeypatch.setattr(model, "_keys_to_ignore_on_load_unexpected", {r"model\.layers\.61.*"})
-    assert len(source.quantized_names(model).experts) == 4
+    # GLM-4 MoE ignores layers that larger models of the type have.
+    ignored = {r"model\.layers\.61.*", r"model\.layers\.1.*"}
+    monkeypatch.setattr(model, "_keys_to_ignore_on_load_unexpected", ignored)
+    found = source.quantized_names(model)
+    assert len(found.experts) == 4
+    assert len(found.linear) == 8
 
 
 @pytest.mark.parametrize("wrong", ["expert_quantized", "expert_sum"])
