@@ -34,7 +34,7 @@ from disagg.model.batch import (
 )
 from disagg.model.collective.base import all_agree, least
 from disagg.model.experts.grouped import group_experts
-from disagg.model.experts.quantized import use_one_tile
+from disagg.model.experts.quantized import computes_by_expert, use_one_tile
 from disagg.model.experts.quantized_check import check_experts
 from disagg.model.graphs import (
     ChunkGraphs,
@@ -207,6 +207,7 @@ class ModelRunner:
     def recordable(self) -> bool:
         """Whether steps can be recorded as CUDA graphs, because the host makes no decision within a step."""
         fixed = self.attention_kernels and not self._in_parts and not self._ropes
+        fixed = fixed and not computes_by_expert(self.model)
         return fixed and self.device.type == "cuda" and self.collective.recordable
 
     @property

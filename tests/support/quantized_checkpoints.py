@@ -329,12 +329,13 @@ def _mxfp4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def quantize_checkpoint(plain: Path, quantized: Path, form: WeightFormat, part: str = "") -> None:
     """Writes a quantized copy of a checkpoint, and rounds the checkpoint's own weights to the represented ones.
 
-    Only projections with `part` in their names are quantized.
+    Only projections and experts with `part` in their names are quantized.
     """
     tensors = load_file(plain / "model.safetensors")
     stored = dict(tensors)
     for name, weight in tensors.items():
-        if name.endswith("proj.weight") and part in name:
+        quantized_too = name.endswith("proj.weight") or ".experts." in name
+        if quantized_too and part in name:
             own, tensors[name] = form.quantize(weight)
             del stored[name]
             stored |= {f"{name.removesuffix('weight')}{leaf}": one.contiguous() for leaf, one in own.items()}

@@ -149,6 +149,12 @@ def quantized_experts(module: Any) -> QuantizedExperts | None:
     return found if isinstance(found, QuantizedExperts) else None
 
 
+def computes_by_expert(model: Any) -> bool:
+    """Returns whether torch computes some quantized experts one after another, in thousands of launches."""
+    forwards = (quantized_experts(module) for module in model.modules())
+    return any(forward is not None and not forward.grouped for forward in forwards)
+
+
 def use_one_tile(model: Any) -> None:
     """Calls `QuantizedExperts.use_one_tile` of all experts."""
     for module in model.modules():

@@ -49,7 +49,9 @@ def _right_kernels(forward: QuantizedExperts) -> tuple[bool, bool]:
     quantized = [(tile, tile.rows) for tile in quantized_tiles(forward.up.parts, dtype)]
     kernel = not quantized or _agree(forward, quantized, "every step converts the weights")
     converted = [(tile, tile.rows) for tile in expert_tiles(dtype)]
-    grouped = _agree(forward, converted, "torch computes one expert after another")
+    grouped = _agree(
+        forward, converted, "torch computes one expert after another, in steps without recording"
+    )
     return kernel, grouped
 
 

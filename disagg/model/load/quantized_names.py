@@ -45,29 +45,29 @@ def names_in_model(stored: set[str], form: Quantization, model: Any, architectur
     if a layer of another kind is quantized.
     """
     linear = linear_layers(model)
-    ignored = [re.compile(one) for one in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
-    kept = {name for name in stored if not any(one.search(name) for one in ignored)}
-    by_name = {name: name for name in kept}
-    if in_text := {name for name in kept if text_name(name) != name}:  # a multimodal checkpoint
-        by_name = {text_name(name): name for name in in_text} | {name: name for name in kept & linear}
+    by_name = {name: name for name in stored}
+    if in_text := {name for name in stored if text_name(name) != name}:  # a multimodal checkpoint
+        by_name = {text_name(name): name for name in in_text} | {name: name for name in stored & linear}
     rest = {name: own for name, own in by_name.items() if name not in linear}
+    parameters = {f"{name}.{leaf}" for name, module in experts_of(model) for leaf in module._parameters}
+    experts: dict[str, tuple[tuple[str, ...], ...]]
     if form.storage == "mxfp4":
-        parameters = {f"{name}.{leaf}" for name, module in experts_of(model) for leaf in module._parameters}
-        experts: dict[str, tuple[tuple[str, ...], ...]]
         experts = {name: ((own,),) for name, own in rest.items() if name in parameters}
         used = set(experts)
     else:
         weights = {f"{name}.weight": own for name, own in rest.items()}
-        found = stacked_experts(weights, model)
+        found = {name: parts for name, parts in stacked_experts(weights, model).items() if name in parameters}
         experts = {
             name: tuple(tuple(weights[one] for one in part) for part in parts)
             for name, parts in found.items()
         }
         used = {one.removesuffix(".weight") for parts in found.values() for part in parts for one in part}
-    if others := sorted(rest.keys() - used):
+    ignored = [re.compile(one) for one in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
+    others = {name for name in rest.keys() - used if not any(one.search(rest[name]) for one in ignored)}
+    if others:
         kind = "linear layer" if form.storage != "mxfp4" else "weight of experts"
         raise UnsupportedModelError(
-            f"{architecture} is not supported: its {others[0]} is quantized, but is no {kind} of the model; use a "
+            f"{architecture} is not supported: its {min(others)} is quantized, but is no {kind} of the model; use a "
             f"checkpoint in which it is not quantized"
         )
     return QuantizedNames(by_name.keys() & linear, experts)

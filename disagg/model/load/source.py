@@ -127,7 +127,7 @@ class ModelSource:
     def quantized_names(self, model: Any) -> QuantizedNames:
         """Returns the quantized parts of `model`, which is on the meta device and not split yet.
 
-        Raises UnsupportedModelError if a layer that can not be replaced is quantized.
+        Raises UnsupportedModelError if a layer that cannot be replaced is quantized.
         """
         form = self.quantization
         if form is None:

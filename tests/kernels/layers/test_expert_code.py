@@ -95,10 +95,10 @@ def quantized_product(kind: str, dtype: torch.dtype, tile: QuantizedTile) -> Any
     ("kind", "number", "dtype"),
     [
         ("fp8", 0, torch.bfloat16),
-        ("fp8", 1, torch.float16),
+        pytest.param("fp8", 1, torch.float16, marks=pytest.mark.slow),
         ("fp8", 2, torch.bfloat16),
         ("fp4", 0, torch.bfloat16),
-        ("fp4", 1, torch.float16),
+        pytest.param("fp4", 1, torch.float16, marks=pytest.mark.slow),
     ],
 )
 def test_quantized_products_convert_in_registers(kind: str, number: int, dtype: torch.dtype) -> None:

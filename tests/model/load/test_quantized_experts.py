@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from host_waits import no_host_waits
 from mixtures import MIXTURES
 from model_helpers import load_plain, make_runner, prompts
 from plain_greedy import plain_greedy
@@ -21,9 +22,15 @@ from transformers import GptOssConfig
 
 from disagg.core.errors import ConfigError, UnsupportedModelError
 from disagg.core.types import SamplingParams, Span
+from disagg.model.batch import SequenceSlice, StepBatch
 from disagg.model.collective.base import SingleCollective, ThreadCollective, run_ranks
 from disagg.model.experts.form import ExpertsFormError
-from disagg.model.experts.quantized import QuantizedExperts, quantized_experts, use_one_tile
+from disagg.model.experts.quantized import (
+    QuantizedExperts,
+    computes_by_expert,
+    quantized_experts,
+    use_one_tile,
+)
 from disagg.model.experts.quantized_check import check_experts
 from disagg.model.experts.split import inner_spans
 from disagg.model.layers.quantized import QuantizedExpertWeights, weight_elements
@@ -47,6 +54,7 @@ NAMES = (
     "awq",
     MXFP4,
 )
+SLOW = ("compressed fp8 tensor", "compressed int8 packed", "compressed int4 group")
 Checkpoints = Callable[[str], tuple[Path, list[list[int]]]]
 
 
@@ -71,7 +79,9 @@ def forwards_of(model: Any) -> list[QuantizedExperts]:
     return [found for module in model.modules() if (found := quantized_experts(module))]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(one, marks=[pytest.mark.slow] * (one in SLOW)) for one in NAMES]
+)
 def test_greedy_equals_generate(name: str, checkpoints: Checkpoints) -> None:
     directory, expected = checkpoints(name)
     source = ModelSource.from_directory(directory)
@@ -87,6 +97,21 @@ def test_greedy_equals_generate(name: str, checkpoints: Checkpoints) -> None:
     assert expected[0] != expected[1]
     for size in (1, 2, 3) if name in ("fp8 block", MXFP4) else (2,):
         assert run_ranks(size, answers) == [expected] * size
+
+
+@pytest.mark.parametrize("name", ["mixtral", "deepseek-v3", "glm4-moe"])
+def test_other_names_and_shared_experts(name: str, tmp_path: Path) -> None:
+    quantized, plain = write_checkpoints(tmp_path, FORMATS["compressed fp8 channel"], MIXTURES[name]())
+    model = load_plain(plain)
+    expected = [plain_greedy(model, prompt, ANSWER_TOKENS) for prompt in PROMPTS]
+
+    def answers(collective: ThreadCollective) -> list[list[int]]:
+        runner = make_runner(quantized, collective)
+        assert forwards_of(runner.model)
+        assert not any("experts" in part for part in runner.held_whole)
+        return generate_unsplit(runner, PROMPTS, GREEDY, chunk_tokens=29)
+
+    assert run_ranks(2, answers) == [expected, expected]
 
 
 @pytest.mark.parametrize("way", ["kernel", "converted", "one after another"])
@@ -120,6 +145,27 @@ def test_greedy_equals_generate_on_a_gpu(name: str, deterministic: bool, checkpo
     runner.record(4)
     assert runner.recorded
     assert generate_unsplit(runner, PROMPTS, GREEDY, chunk_tokens=64) == expected
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", NAMES)
+def test_the_kernels_agree_with_torch_on_a_gpu(name: str, checkpoints: Checkpoints) -> None:
+    for dtype in (torch.bfloat16, torch.float16):
+        assert check_experts(make_runner(checkpoints(name)[0], device="cuda", dtype=dtype).model) == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("way", ["kernel", "converted", "one after another"])
+def test_quantized_experts_never_make_the_host_wait(way: str, checkpoints: Checkpoints) -> None:
+    runner = make_runner(checkpoints(MXFP4)[0], device="cuda", dtype=torch.bfloat16)
+    for forward in forwards_of(runner.model):
+        forward.kernel, forward.grouped = way == "kernel", way != "one after another"
+    batch = StepBatch((SequenceSlice(runner.req_to_token.alloc(), 0, (1, 2, 3)),))
+    runner.forward(batch)  # compiles kernels
+    torch.cuda.synchronize()
+    with no_host_waits():
+        found = runner.forward(batch)
+    assert torch.isfinite(found).all()
 
 
 def test_deterministic_mode(checkpoints: Checkpoints) -> None:
@@ -320,8 +366,12 @@ def test_layers_that_transformers_ignores_are_ignored(
     model = empty_model(source, source.spec(torch.float32), torch.float32)
     with pytest.raises(UnsupportedModelError, match=r"model\.layers\.61"):
         source.quantized_names(model)
-    monkeypatch.setattr(model, "_keys_to_ignore_on_load_unexpected", {r"model\.layers\.61.*"})
-    assert len(source.quantized_names(model).experts) == 4
+    # GLM-4 MoE ignores layers that larger models of the type have.
+    ignored = {r"model\.layers\.61.*", r"model\.layers\.1.*"}
+    monkeypatch.setattr(model, "_keys_to_ignore_on_load_unexpected", ignored)
+    found = source.quantized_names(model)
+    assert len(found.experts) == 4
+    assert len(found.linear) == 8
 
 
 @pytest.mark.parametrize("wrong", ["expert_quantized", "expert_sum"])
@@ -347,6 +397,7 @@ def test_wrong_kernels_are_not_used(
     (first, second) = forwards_of(runner.model)
     assert first.kernel == second.kernel == False  # noqa: E712
     assert first.grouped == (wrong == "expert_quantized")
+    assert computes_by_expert(runner.model) == (wrong == "expert_sum")
     assert capsys.readouterr().out.count("expert_kernels_disagree") == (1 if first.grouped else 2)
 
 
