@@ -21,7 +21,7 @@ from cluster_simulation.run import Run, simulate
 from cluster_simulation.scale import PEER_TIMEOUT_S, Scale
 from slow_parameters import sampled
 
-SAMPLE, ALL, AT_ONCE = 75, 10_000, 25
+SAMPLE, ALL, AT_ONCE = 50, 10_000, 25
 """Seeds of `make test`, of `make test-slow`, and of one test."""
 STATES_AT_ONCE = 10
 FEATURES_AT_ONCE = 20
