@@ -30,7 +30,7 @@ from disagg.core.config.read import (
     TransferConfig,
     TransportConfig,
 )
-from disagg.core.errors import BusyError, PeerLostError
+from disagg.core.errors import BusyError, PeerLostError, TransportError
 from disagg.core.ports import Clock
 from disagg.core.types import PROTOCOL_VERSION, GroupInfo, SamplingParams, TokenLogprobs
 from disagg.model.collective.base import SingleCollective, ThreadCollective
@@ -191,6 +191,8 @@ class LocalGroups:
         self.device = torch.device(device)
         self.hub = InprocHub()
         self.fabric = InprocFabric()
+        self.closed: set[str] = set()
+        """Names of transports that cannot be opened."""
         self.groups: dict[str, list[Any]] = {}
         for role, group in config.kinds.items():
             self.groups.update(self._groups(RANKS[role], group))
@@ -261,6 +263,8 @@ class LocalGroups:
 
     def transport(self, name: str) -> Transport:
         """The data plane of the rank `name`."""
+        if name in self.closed:
+            raise TransportError(f"{name} cannot be opened")
         return InprocTransport(self.fabric, name)
 
     def serve(self, work: Callable[[Router], Awaitable[Any]]) -> Any:
