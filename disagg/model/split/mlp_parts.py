@@ -46,7 +46,7 @@ _MLPS = by_name(
     (MLPParts(("gate_proj", "up_proj"), "down_proj"), "zamba.ZambaMLP"),
     (MLPParts(("gate_up_proj",), "down_proj", "gate_up_proj_adapter_list"), "zamba2.Zamba2MLP"),
     (MLPParts(("w1", "w3"), "w2"), "lfm2.Lfm2MLP lfm2_moe.Lfm2MoeMLP lfm3.Lfm3MLP"),
-    (MLPParts(("up_proj",), "down_proj"), "nemotron_h.NemotronHMLP"),
+    (MLPParts(("up_proj",), "down_proj"), "apertus.ApertusMLP nemotron_h.NemotronHMLP"),
     (MLPParts(("dense_h_to_4h",), "dense_4h_to_h"), "persimmon.PersimmonMLP"),
     (MLPParts(("c_fc",), "c_proj"), "gpt_bigcode.GPTBigCodeMLP"),
     (MLPParts(("ffn.0",), "ffn.2"), "ctrl.EncoderLayer"),

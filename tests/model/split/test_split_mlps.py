@@ -20,6 +20,7 @@ INNER = {
     "glm4": ({"mlp.gate_up_proj.weight": 2}, {"mlp.down_proj.weight"}),
     "modernbert-decoder": ({"mlp.Wi.weight": 2}, {"mlp.Wo.weight"}),
     "granitemoe_swa": ({"shared_mlp.input_linear.weight": 2}, {"shared_mlp.output_linear.weight"}),
+    "apertus": ({"mlp.up_proj.weight": 1}, {"mlp.down_proj.weight"}),
     "bamba": ({"feed_forward.gate_proj.weight": 1}, {"feed_forward.down_proj.weight"}),
     "lfm2": ({"feed_forward.w1.weight": 1, "feed_forward.w3.weight": 1}, {"feed_forward.w2.weight"}),
     "opt": ({"fc1.weight": 1, "fc1.bias": 1}, {"fc2.weight"}),

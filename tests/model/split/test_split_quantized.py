@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from architectures import HYBRIDS, SIZES, save
+from architectures import HYBRIDS, MLA, SIZES, save
 from mixtures import SHARED
 from model_helpers import load_plain, make_runner, prompts
 from plain_greedy import plain_greedy
 from quantized_checkpoints import FORMATS, WeightFormat, compressed, packed_in, quantize_checkpoint
-from transformers import LlamaConfig, Phi3Config, PreTrainedConfig
+from transformers import DeepseekV3Config, LlamaConfig, Phi3Config, PreTrainedConfig
 
 from disagg.core.types import SamplingParams
 from disagg.model.collective.base import ThreadCollective, run_ranks
@@ -33,6 +33,11 @@ NARROW = WeightFormat(
 )
 MODELS = {
     "qwen3-next": (HYBRIDS["qwen3-next"], ".self_attn.", set()),
+    "latent": (
+        lambda: DeepseekV3Config(**SIZES | MLA, n_routed_experts=4, moe_intermediate_size=32),
+        ".self_attn.",
+        set(),
+    ),
     "phi3": (lambda: Phi3Config(**SIZES), "", set()),
     "narrow": (narrow, ".self_attn.", {"attention"}),
 }
@@ -43,7 +48,8 @@ MODELS = {
     ("name", "form"),
     [
         ("qwen3-next", "compressed int8 channel"),
-        ("qwen3-next", "gptq"),
+        pytest.param("qwen3-next", "gptq", marks=pytest.mark.slow),
+        ("latent", "fp8 block"),
         ("phi3", "fp8 block"),
         ("phi3", "awq"),
         ("narrow", "groups of 16"),
