@@ -5,17 +5,16 @@ Reasoning is not constrained; the grammar applies to the text after the reasonin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from disagg.api.parsers.build import AnswerPlan
+from disagg.api.parsers.call_scanner import Marker
+from disagg.api.parsers.parts import schemas_of
 from disagg.api.parsers.registry import SYNTAXES
 from disagg.api.parsers.thinking import THINK_MARKERS
 from disagg.api.structured import arguments_schema, schema_rule
 from disagg.core.grammars import followed_by, lark_grammar, schema_grammar, text_literal
-
-Marker = Callable[[str], str]
-"""Function that returns a marker as a term of the Lark dialect: a special token, or a text."""
 
 _ANY = r"ANY: /(?s:.*)/"
 _SPACE = r"SPACE: /[ \n]{0,8}/"
@@ -57,17 +56,13 @@ def calls_grammar(plan: AnswerPlan) -> str:
 def _family_calls(plan: AnswerPlan, marker: Marker) -> list[str]:
     """Returns the rule `calls` of one or more calls in the family's syntax, with the rules that `calls` needs.
 
-    The calls fit the tools' schemas if the syntax has rules; otherwise any tokens may follow the first marker.
+    The calls fit the tools' schemas.
     """
-    syntax = SYNTAXES[plan.names.tools]({})
-    rules = []
-    for number, tool in enumerate(plan.tools):
-        rule = syntax.rule(tool["function"]["name"], schema_rule(arguments_schema(tool)), marker)
-        if not rule:
-            return [f"calls: ({' | '.join(map(marker, syntax.markers))}) <[*]>*"]
-        rules.append(f"call_{number}: {rule}")
-    more = "(SPACE call)*" if plan.parallel else ""
-    return [f"calls: call {more}", "call: " + _either("call", plan.tools), *rules, _SPACE]
+    syntax = SYNTAXES[plan.names.tools](schemas_of(plan.tools))
+    tools = {tool["function"]["name"]: f"arguments_{number}" for number, tool in enumerate(plan.tools)}
+    schemas = [schema_rule(arguments_schema(tool)) for tool in plan.tools]
+    rules = [f"{rule}: {schema}" for rule, schema in zip(tools.values(), schemas, strict=True)]
+    return [*syntax.calls(tools, marker, parallel=plan.parallel), *rules, _SPACE]
 
 
 def _until(last: str) -> tuple[str, ...]:

@@ -78,7 +78,12 @@ async def chat_generation(
         model.parsers, tools, _forced(body), rendered.thinking, parallel=body.parallel_tool_calls
     )
     if wanted := _grammar(body, plan, model):
-        request = await with_grammar(request, wanted, model)
+        plan = replace(plan, constrained=True)
+        if tools:  # apart, so that an error names the field with the error
+            await model.check_grammar(wanted.grammar, wanted.param)
+            wanted = wanted._replace(param="tools")
+        whole = answer_grammar(plan, wanted.grammar, model.marker)
+        request = await with_grammar(request, wanted._replace(grammar=whole), model)
     return replace(request, plan=plan, decode=request.decode or model.chat_decode) if plan.parses else request
 
 
@@ -91,7 +96,7 @@ async def chat_prompt(body: ChatBody, turns: list[dict[str, Any]], model: Served
 
 
 def _grammar(body: ChatBody, plan: AnswerPlan, model: ServedModel) -> Wanted | None:
-    """Returns the grammar that the whole answer must follow; None for unconstrained answers. Raises a 400."""
+    """Returns the grammar of the content, or of required calls; None for unconstrained answers. Raises a 400."""
     wanted = wanted_grammar(body)
     if (
         plan.forced is not None
@@ -107,14 +112,14 @@ def _grammar(body: ChatBody, plan: AnswerPlan, model: ServedModel) -> Wanted | N
         wanted = Wanted("tools", calls_grammar(plan))
     if wanted is None:
         return None
-    if plan.mixed:
+    if plan.unruled:
         raise bad(
             wanted.param,
-            f"{wanted.param} cannot be combined with tools for this model, whose calls begin as JSON does "
+            f"{wanted.param} cannot be combined with tools for this model, whose calls have no grammar "
             f"(api.tool_parser = {model.parsers.tools}): set tool_choice to 'none' or 'required'",
         )
     model.require_tokenizer(wanted.param)
-    return Wanted(wanted.param, answer_grammar(plan, wanted.grammar, model.marker))
+    return wanted
 
 
 def _forced(body: ChatBody) -> str | None:

@@ -17,6 +17,7 @@ from disagg.api.parsers.build import AnswerPlan
 from disagg.api.parsers.harmony import HarmonyParser
 from disagg.api.parsers.parts import Call, Content, Part, Reasoning, joined, parse_all
 from disagg.api.parsers.registry import ParserNames
+from disagg.core.config.api import ToolParserName
 from disagg.core.grammars import FORMATS, compile_grammar, grammar_tokenizer, schema_grammar
 from disagg.model.load.tiny import EOS_ID, VOCAB_SIZE, byte_tokenizer
 
@@ -157,45 +158,97 @@ FORMAT = {
 }
 
 
-@pytest.mark.parametrize(
-    ("parser", "calls", "wrong"),
-    [
-        (
-            "hermes",
-            b'<tool_call>\n{"name": "f", "arguments": {"a": 3}}\n</tool_call>',
-            b'<tool_call>{"name": "f", "arguments": {"a": "x"}}</tool_call>',
-        ),
-        ("mistral", b'[TOOL_CALLS]f{"a": 3}', b'f{"a": 3}'),
-    ],
-)
-def test_structured_content_or_calls(parser: str, calls: bytes, wrong: bytes) -> None:
+FULL_FORM = "<｜tool▁call▁begin｜>function<｜tool▁sep｜>%s\n```json\n%s\n```<｜tool▁call▁end｜>"
+SYNTAXES = [
+    ("hermes", '<tool_call>\n{"name": "%s", "arguments": %s}\n</tool_call>', ("", ""), "\n"),
+    ("mistral", "[TOOL_CALLS]%s%s", ("", ""), ""),
+    ("mistral", "[TOOL_CALLS]%s[CALL_ID]abcdefghi[ARGS]%s", ("", ""), ""),
+    ("mistral", '{"name": "%s", "arguments": %s}', ("[TOOL_CALLS] [", "]"), ", "),
+    (
+        "kimi_k2",
+        "<|tool_call_begin|>functions.%s:0<|tool_call_argument_begin|>%s<|tool_call_end|>",
+        ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
+        "",
+    ),
+    ("deepseek", FULL_FORM, ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"), "\n"),
+    (
+        "deepseek",
+        "<｜tool▁call▁begin｜>%s<｜tool▁sep｜>%s<｜tool▁call▁end｜>",
+        ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
+        "",
+    ),
+]
+"""Parser, text of a call, texts around the calls, text between two calls."""
+
+
+@pytest.mark.parametrize(("parser", "call", "around", "between"), SYNTAXES)
+def test_structured_content_or_calls(parser: str, call: str, around: tuple[str, str], between: str) -> None:
     """As agents ask: tools, and a format for the last answer of a run."""
+
+    def written(*calls: tuple[str, str]) -> bytes:
+        return between.join(call % one for one in calls).join(around).encode()
+
+    plan = AnswerPlan(ParserNames(parser), TOOLS, constrained=True)
+    calls, marker = written(("f", '{"a": 3}')), (around[0] or call).partition("%")[0].encode()
+    two = written(("f", '{"a": 3}'), ("g", '{"a": "x"}'))
     with ApiServer(tool_parser=parser) as server:
         grammar = grammar_of(server, CHAT, tools=TOOLS, response_format=FORMAT)
         assert accepts(grammar, b'{"a": 7}')
         assert accepts(grammar, calls)
-        for text in (b"free text", b'{"a": 3}', wrong, b'{"a": 7}' + calls):
-            assert not accepts(grammar, text)
-        for answer, field in ((b'{"a": 7}', "content"), (calls, "tool_calls")):
-            server.set(answer=answer)
-            reply = server.ask(CHAT, tools=TOOLS, response_format=FORMAT, max_tokens=100).json()
-            server.set(answer=None)
-            message = reply["choices"][0]["message"]
-            assert (message["content"] is None) == (field == "tool_calls")
-            assert (
-                message[field] == '{"a": 7}'
-                if field == "content"
-                else message[field][0]["function"]["name"] == "f"
-            )
+        assert accepts(grammar, two)
+        wrong = (written(("f", '{"a": "x"}')), written(("h", "{}")), marker + b" sorry, no idea")
+        for text in (b"free text", b'{"a": 3}', *wrong, b'{"a": 7}' + calls, calls + b" and text"):
+            assert not accepts(grammar, text), text
+        alone = grammar_of(server, CHAT, tools=TOOLS, response_format=FORMAT, parallel_tool_calls=False)
+        assert accepts(alone, calls)
+        assert not accepts(alone, two)
         required = grammar_of(server, CHAT, tools=TOOLS, response_format=FORMAT, tool_choice="required")
         assert required == grammar_of(server, CHAT, tools=TOOLS, tool_choice="required")
+    assert parse_all(plan.parser(), '{"a": 7}') == [Content('{"a": 7}')]
+    assert parse_all(plan.parser(), two.decode()) == [Call("f", '{"a": 3}'), Call("g", '{"a": "x"}')]
 
 
-def test_structured_content_beside_calls_that_begin_as_json_do() -> None:
-    with ApiServer(tool_parser="llama3_json") as server:
+def test_markers_in_structured_content() -> None:
+    """A string of the content may have the text of a call."""
+    text = '{"a": "write [TOOL_CALLS]f{} to call"}'
+    wanted = schema_format({"type": "object", "properties": {"a": {"type": "string"}}})
+    with ApiServer(tool_parser="mistral") as server:
+        assert accepts(grammar_of(server, CHAT, tools=TOOLS, response_format=wanted), text.encode())
+        for answer, finish in ((text, "stop"), ('[TOOL_CALLS]f{"a": 3}', "tool_calls")):
+            server.set(answer=answer.encode())
+            reply = server.ask(CHAT, tools=TOOLS, response_format=wanted, max_tokens=100).json()
+            server.set(answer=None)
+            [choice] = reply["choices"]
+            called = finish == "tool_calls"
+            assert choice["finish_reason"] == finish
+            assert choice["message"]["content"] == (None if called else text)
+            assert bool(choice["message"].get("tool_calls")) == called
+
+
+@pytest.mark.parametrize("parser", ["hermes", "harmony"])
+def test_the_field_of_an_invalid_schema_beside_others(parser: str) -> None:
+    """The error names the tools or the format, whichever has the schema that no grammar describes."""
+    invalid = {"type": "object", "properties": {"a": {"not": {}}}, "required": ["a"]}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": invalid}}]
+    with ApiServer(tool_parser=parser) as server:
+        for name, fields in (
+            ("tools", {"tools": tools, "response_format": FORMAT}),
+            ("response_format", {"tools": TOOLS, "response_format": schema_format(invalid)}),
+            ("response_format", {"tools": tools, "response_format": schema_format(invalid)}),
+        ):
+            refused = server.ask(CHAT, max_tokens=4, **fields)
+            assert refused.status_code == 400
+            assert refused.json()["error"]["param"] == name
+            assert refused.json()["error"]["message"].startswith(f"{name}: ")
+
+
+@pytest.mark.parametrize("parser", ["llama3_json", "qwen3_coder", "glm45"])
+def test_structured_content_beside_calls_without_a_grammar(parser: str) -> None:
+    with ApiServer(tool_parser=parser) as server:
         refused = server.ask(CHAT, tools=TOOLS, response_format=FORMAT, max_tokens=4)
         assert refused.status_code == 400
-        assert "llama3_json" in refused.json()["error"]["message"]
+        assert refused.json()["error"]["param"] == "response_format"
+        assert parser in refused.json()["error"]["message"]
         assert grammar_of(server, CHAT, tools=TOOLS, response_format=FORMAT, tool_choice="required")
         assert grammar_of(server, CHAT, tools=TOOLS, response_format=FORMAT, tool_choice="none")
 
@@ -251,19 +304,23 @@ def test_reasoning_is_free_before_a_constrained_answer(special: bool, thinking: 
     assert reasoned
 
 
-def test_reasoning_before_structured_content_or_calls() -> None:
-    names = ParserNames("hermes", "think")
-    plan, content = AnswerPlan(names, TOOLS), calls_grammar(AnswerPlan(names, TOOLS, "f"))
+@pytest.mark.parametrize("parser", ["hermes", "mistral", "kimi_k2", "deepseek"])
+def test_reasoning_before_structured_content_or_calls(parser: ToolParserName) -> None:
+    """What the grammar accepts, the parser reads: content of the schema alone, or calls alone."""
+    names = ParserNames(parser, "think")
+    plan = AnswerPlan(names, TOOLS, constrained=True)
+    content = calls_grammar(AnswerPlan(names, TOOLS, "f"))
     reasoned, called = 0, 0
     for seed in range(12):
-        parts = joined(
-            walked(names, ["<think>", "</think>", "<tool_call>", "</tool_call>"], plan, content, seed)
-        )
+        parts = joined(walked(names, sorted(names.visible), plan, content, seed))
         reasoned += isinstance(parts[0], Reasoning)
-        called += isinstance(parts[-1], Call)
-        for part in parts:
-            if isinstance(part, Content):
-                assert 0 <= json.loads(part.text)["a"] <= 9
+        rest = [part for part in parts if not isinstance(part, Reasoning)]
+        called += isinstance(rest[-1], Call)
+        if isinstance(rest[0], Content):
+            assert 0 <= json.loads(rest[0].text)["a"] <= 9
+            assert len(rest) == 1
+        for part in rest[1:]:
+            assert isinstance(part, Call)
     assert 0 < reasoned < 12
     assert 0 < called < 12
 

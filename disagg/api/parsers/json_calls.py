@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import ClassVar
 
 from disagg.api.parsers.call_scanner import (
@@ -12,10 +12,12 @@ from disagg.api.parsers.call_scanner import (
     UNFINISHED,
     CallSyntax,
     Found,
+    Marker,
     Read,
     Unfinished,
     call_of,
     calls_of,
+    several,
 )
 from disagg.api.parsers.parts import Call
 from disagg.api.parsers.texts import json_end, load_json
@@ -29,10 +31,10 @@ class HermesCalls(CallSyntax):
 
     markers: ClassVar[tuple[str, ...]] = ("<tool_call>",)
     visible: ClassVar[tuple[str, ...]] = ("<tool_call>", "</tool_call>")
-    between: ClassVar[str] = "SPACE"
+    has_rules: ClassVar[bool] = True
 
-    def rule(self, name: str, arguments: str, marker: Callable[[str], str]) -> str:
-        head = text_literal('{"name": ' + text_literal(name) + ', "arguments": ')
+    def rule(self, name: str, arguments: str, marker: Marker) -> str:
+        head = _object_head(name)
         return f'{marker("<tool_call>")} SPACE {head} {arguments} "}}" SPACE {marker("</tool_call>")}'
 
     def read(self, text: str, marker: str, last: bool) -> Read:
@@ -95,8 +97,21 @@ class MistralCalls(CallSyntax):
     markers: ClassVar[tuple[str, ...]] = ("[TOOL_CALLS]",)
     visible: ClassVar[tuple[str, ...]] = ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")
     short_ids: ClassVar[bool] = True
+    has_rules: ClassVar[bool] = True
 
     _named = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\w*\s*)?(?:\[ARGS\]\s*)?")
+
+    def rule(self, name: str, arguments: str, marker: Marker) -> str:
+        named = f"{text_literal(name)} ({marker('[CALL_ID]')} /[a-zA-Z0-9]{{9}}/)? {marker('[ARGS]')}? {arguments}"
+        return f"{marker('[TOOL_CALLS]')} {named}"
+
+    def calls(self, tools: Mapping[str, str], marker: Marker, *, parallel: bool) -> list[str]:
+        items = [f'{_object_head(name)} {value} "}}"' for name, value in tools.items()]
+        return [
+            f'calls: nameds | {marker("[TOOL_CALLS]")} SPACE "[" items "]"',
+            *several("named", self._rules(tools, marker), "SPACE", parallel=parallel),
+            *several("item", items, '"," SPACE', parallel=parallel),
+        ]
 
     def read(self, text: str, marker: str, last: bool) -> Read:
         start = _skip_space(text, len(marker))
@@ -129,6 +144,11 @@ class ListedCalls(CallSyntax):
             return UNCLOSED
         calls = _calls_in(text[:end])
         return Found(calls, end) if calls is not None else MALFORMED
+
+
+def _object_head(name: str) -> str:
+    """Returns the start of a call's JSON object, up to the arguments, as a literal of the Lark dialect."""
+    return text_literal(f'{{"name": {text_literal(name)}, "arguments": ')
 
 
 def _skip_space(text: str, start: int) -> int:
