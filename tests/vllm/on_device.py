@@ -341,7 +341,11 @@ class Run:
 
     def moved(self) -> float:
         """Prompt tokens that have come to the decode server."""
-        return self.metric("decode", r'vllm:prompt_tokens_by_source_total\S*source="external_kv_transfer"')
+        return self.prompt_tokens("external_kv_transfer")
+
+    def prompt_tokens(self, source: str) -> float:
+        """Prompt tokens of the decode server by source, each prompt counted once its first token is computed."""
+        return self.metric("decode", rf'vllm:prompt_tokens_by_source_total\S*source="{source}"')
 
     def check_moved(self, tokens: int) -> None:
         moved = self.moved()

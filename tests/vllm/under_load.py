@@ -72,10 +72,15 @@ class LoadRun:
     # --- clients that leave
 
     def concurrent(self, title: str, leaving: int) -> None:
-        """Requests at the same time; the prompts must have come from the prefill server."""
+        """Requests at the same time; the prompts must have come from the prefill server.
+
+        The server does not count the clients that leave apart. Its computed tokens are therefore limited too, so that
+        moved prompts of clients that leave do not make up for computed prompts of answers.
+        """
         say(title)
         prompts, left = self.prompts(AT_ONCE), self.prompts(leaving)
         expected, before = self.expected(prompts), self.run.moved()
+        computed_before = self.run.prompt_tokens("local_compute")
         with ThreadPoolExecutor(AT_ONCE + max(leaving, 1)) as pool:
             gone = [pool.submit(self.leave, prompt, i % 3) for i, prompt in enumerate(left)]
             answers = list(pool.map(lambda prompt: self.timed("proxy", prompt), prompts))
@@ -84,8 +89,10 @@ class LoadRun:
         for prompt, known, answer in zip(prompts, expected, answers, strict=True):
             self.compare(prompt, known, answer)
         moved, tokens = self.run.moved() - before, sum(map(len, prompts))
-        say(f"  {moved:.0f} prompt tokens came from the prefill server; {tokens} belong to answers")
-        if moved < 0.9 * tokens:
+        computed = self.run.prompt_tokens("local_compute") - computed_before
+        say(f"  {moved:.0f} prompt tokens came from the prefill server, {computed:.0f} were computed")
+        say(f"  {tokens} prompt tokens belong to answers")
+        if moved < 0.9 * tokens or computed > 0.1 * tokens:
             raise RunError("the decode server computed prompts itself")
         self.run.check_freed(limit_s=self.run.options.lease + 15)
 

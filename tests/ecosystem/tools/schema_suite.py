@@ -32,6 +32,8 @@ DIALECTS = {
     "draft2019-09": "https://json-schema.org/draft/2019-09/schema",
     "draft2020-12": "https://json-schema.org/draft/2020-12/schema",
 }
+MIN_VALID, MAX_TRUNCATED = 500, 50
+"""Bounds of the numbers of answers. Without them, a server that refuses or truncates everything passes."""
 END_ID = 257
 BIAS = {str(ord(character)): 6.0 for character in '"}]'} | {str(END_ID): 12.0}
 """`logit_bias` of the tiny model, whose tokens are bytes."""
@@ -110,7 +112,7 @@ def answered(server: Target) -> list[Asked]:
 
 
 def checked(server: Target) -> str:
-    """Validates each complete answer."""
+    """Validates each complete answer, and the number of answers."""
     counts, faults, lines = Counter[str](), list[str](), list[str]()
     for asked in answered(server):
         try:
@@ -124,7 +126,7 @@ def checked(server: Target) -> str:
             faults.append(f"{fault or asked.text} ({json.dumps(asked.schema)} -> {asked.text[:200]})")
     (server.out / "answers.jsonl").write_text("\n".join(lines))
     shown = ", ".join(f"{number} {kind}" for kind, number in counts.most_common())
-    if faults:
+    if faults or counts["valid"] < MIN_VALID or counts["truncated"] > MAX_TRUNCATED:
         raise AssertionError(f"{shown}; {faults[:3]}")
     return shown
 

@@ -205,4 +205,5 @@ def test_random_lifecycles(make: Make, seed: int, asynchronous: bool) -> None:
     for engine in engines:
         engine.check_empty()
     moved = [name for engine, name in decoded if engine.external.get(name, 0) > 0]
-    assert len(moved) > 5
+    late = asynchronous and share == 1.0  # many leases end before the other engine has blocks
+    assert len(moved) > (5 if late else len(prompts) / 2)
