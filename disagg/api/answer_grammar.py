@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from disagg.api.errors import bad
 from disagg.api.parsers.build import AnswerPlan
-from disagg.api.parsers.call_scanner import Marker
+from disagg.api.parsers.call_scanner import CallSyntax, Marker
 from disagg.api.parsers.parts import schemas_of
 from disagg.api.parsers.registry import SYNTAXES
 from disagg.api.parsers.thinking import THINK_MARKERS
-from disagg.api.structured import arguments_schema, schema_rule
-from disagg.core.grammars import followed_by, lark_grammar, schema_grammar, text_literal
+from disagg.api.structured import arguments_schema
+from disagg.core.grammars import followed_by, lark_grammar, schema_grammar, schema_rule, text_literal
 
 _ANY = r"ANY: /(?s:.*)/"
 _SPACE = r"SPACE: /[ \n]{0,8}/"
@@ -60,9 +61,22 @@ def _family_calls(plan: AnswerPlan, marker: Marker) -> list[str]:
     """
     syntax = SYNTAXES[plan.names.tools](schemas_of(plan.tools))
     tools = {tool["function"]["name"]: f"arguments_{number}" for number, tool in enumerate(plan.tools)}
-    schemas = [schema_rule(arguments_schema(tool)) for tool in plan.tools]
+    schemas = [_arguments(plan, syntax, tool) for tool in plan.tools]
     rules = [f"{rule}: {schema}" for rule, schema in zip(tools.values(), schemas, strict=True)]
     return [*syntax.calls(tools, marker, parallel=plan.parallel), *rules, _SPACE]
+
+
+def _arguments(plan: AnswerPlan, syntax: CallSyntax, tool: dict[str, Any]) -> str:
+    """Returns the arguments of a tool as an expression. Raises a 400 for a schema that the syntax cannot ensure."""
+    try:
+        return syntax.arguments(arguments_schema(tool))
+    except ValueError as exc:
+        raise bad(
+            "tools",
+            f"tools: the schema of {tool['function']['name']} cannot be combined with response_format or another "
+            f"grammar for this model (api.tool_parser = {plan.names.tools}): {exc}",
+            "invalid_grammar",
+        ) from exc
 
 
 def _until(last: str) -> tuple[str, ...]:

@@ -115,7 +115,7 @@ def _grammar(body: ChatBody, plan: AnswerPlan, model: ServedModel) -> Wanted | N
     if plan.unruled:
         raise bad(
             wanted.param,
-            f"{wanted.param} cannot be combined with tools for this model, whose calls have no grammar "
+            f"{wanted.param} cannot be combined with tools for this model, whose calls begin as JSON does "
             f"(api.tool_parser = {model.parsers.tools}): set tool_choice to 'none' or 'required'",
         )
     model.require_tokenizer(wanted.param)

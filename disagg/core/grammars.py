@@ -44,6 +44,11 @@ def schema_grammar(schema: dict[str, Any]) -> str:
         raise InvalidRequestError("a JSON schema is nested too deeply: use fewer levels, or $ref") from exc
 
 
+def schema_rule(schema: dict[str, Any]) -> str:
+    """Returns a JSON schema as a term of llguidance's Lark dialect. `$ref` stays local to the schema."""
+    return "%json " + json.dumps(json.loads(schema_grammar(schema))["grammars"][0]["json_schema"])
+
+
 def _with_known_formats(value: Any, keyword: str = "") -> Any:
     """Returns a part of a schema without formats that llguidance does not know. `keyword`: the key of the part."""
     if isinstance(value, list):

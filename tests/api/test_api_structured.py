@@ -242,7 +242,7 @@ def test_the_field_of_an_invalid_schema_beside_others(parser: str) -> None:
             assert refused.json()["error"]["message"].startswith(f"{name}: ")
 
 
-@pytest.mark.parametrize("parser", ["llama3_json", "qwen3_coder", "glm45"])
+@pytest.mark.parametrize("parser", ["llama3_json"])
 def test_structured_content_beside_calls_without_a_grammar(parser: str) -> None:
     with ApiServer(tool_parser=parser) as server:
         refused = server.ask(CHAT, tools=TOOLS, response_format=FORMAT, max_tokens=4)
@@ -304,7 +304,7 @@ def test_reasoning_is_free_before_a_constrained_answer(special: bool, thinking: 
     assert reasoned
 
 
-@pytest.mark.parametrize("parser", ["hermes", "mistral", "kimi_k2", "deepseek"])
+@pytest.mark.parametrize("parser", ["hermes", "mistral", "kimi_k2", "deepseek", "qwen3_coder", "glm45"])
 def test_reasoning_before_structured_content_or_calls(parser: ToolParserName) -> None:
     """What the grammar accepts, the parser reads: content of the schema alone, or calls alone."""
     names = ParserNames(parser, "think")
@@ -319,10 +319,87 @@ def test_reasoning_before_structured_content_or_calls(parser: ToolParserName) ->
         if isinstance(rest[0], Content):
             assert 0 <= json.loads(rest[0].text)["a"] <= 9
             assert len(rest) == 1
-        for part in rest[1:]:
+        for part in rest if isinstance(rest[-1], Call) else []:
             assert isinstance(part, Call)
+            value = json.loads(part.arguments)["a"]
+            assert value == "x" if part.name == "g" else 0 <= value <= 9
     assert 0 < reasoned < 12
     assert 0 < called < 12
+
+
+TAGGED: dict[ToolParserName, tuple[str, str]] = {
+    "qwen3_coder": (
+        "<tool_call>\n<function=f>\n%s</function>\n</tool_call>",
+        "<parameter=%s>\n%s\n</parameter>\n",
+    ),
+    "glm45": ("<tool_call>f\n%s</tool_call>", "<arg_key>%s</arg_key>\n<arg_value>%s</arg_value>\n"),
+}
+
+
+@pytest.mark.parametrize("parser", TAGGED)
+def test_arguments_between_tags(parser: ToolParserName) -> None:
+    """Strings are any text, or one of `enum`; other values are JSON of the schema."""
+    schema = {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string", "description": "a city"},
+            "unit": {"$ref": "#/$defs/unit"},
+            "note": {"anyOf": [{"type": "string"}, {"type": "null"}, {"type": "array", "items": {}}]},
+            "days": {"type": "array", "items": {"$ref": "#/$defs/day"}},
+        },
+        "required": ["city", "days"],
+        "$defs": {"unit": {"enum": ["C", "F"], "type": "string"}, "day": {"type": "integer", "maximum": 9}},
+    }
+    tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+    call, argument = TAGGED[parser]
+
+    def written(**arguments: str) -> str:
+        return call % "".join(argument % one for one in arguments.items())
+
+    with ApiServer(tool_parser=parser) as server:
+        grammar = grammar_of(server, CHAT, tools=tools, response_format=FORMAT)
+    plan = AnswerPlan(ParserNames(parser), tools, constrained=True)
+    assert accepts(grammar, b'{"a": 7}')
+    for arguments in (
+        {"city": 'Köln "</x>"', "unit": "F", "note": "a\nb", "days": "[1, 2]"},
+        {"city": "", "note": "null", "days": "[]"},
+    ):
+        text = written(**arguments)
+        assert accepts(grammar, text.encode()), text
+        [found] = parse_all(plan.parser(), text)
+        assert isinstance(found, Call)
+        wanted = arguments | {"days": json.loads(arguments["days"])}
+        assert json.loads(found.arguments) == {k: None if v == "null" else v for k, v in wanted.items()}
+    for wrong in ({"city": "x"}, {"city": "x", "days": "[10]"}, {"city": "x", "unit": "K", "days": "[]"}):
+        assert not accepts(grammar, written(**wrong).encode()), wrong
+    assert not accepts(grammar, written(city="x", days="[]").encode() + b" and text")
+
+
+@pytest.mark.parametrize("parser", TAGGED)
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"properties": {"a": {"type": "string", "pattern": "x+"}}},
+        {"properties": {"a": {"anyOf": [{"type": "string", "minLength": 2}, {"type": "null"}]}}},
+        {"properties": {"a": {"enum": ["x", 3]}}},
+        {"properties": {"a": {"const": 3}}},
+        {"properties": {"a<\n": {"type": "string"}}},
+        {"properties": {"a": {"type": "integer", "not": {"const": 3}}}},
+        {"properties": {}, "required": ["b"]},
+        {"properties": [], "anyOf": []},
+        {"properties": {"a": 3}},
+        {"properties": {"a": {"type": "string", "anyOf": [{"pattern": "x"}]}}},
+        {"properties": {"a": {"anyOf": [{"type": "string"}, {"enum": [3]}]}}},
+        {"properties": {"a": {"$ref": "#/$defs/none"}}},
+        {"properties": {"a": {"anyOf": [{"type": ["string", "null"], "pattern": "x"}, {"type": "integer"}]}}},
+        {"properties": {}, "required": [{}]},
+    ],
+)
+def test_arguments_that_tags_cannot_ensure(parser: str, schema: dict[str, Any]) -> None:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", **schema}}}]
+    with ApiServer(tool_parser=parser) as server:
+        refused = server.ask(CHAT, tools=tools, response_format=FORMAT, max_tokens=4)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tools")
 
 
 def test_a_marker_is_its_special_token_or_a_text() -> None:

@@ -7,7 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 from disagg.api.parsers.parts import AnswerParser, Call, Content, Part
+from disagg.api.parsers.schema_values import referred
 from disagg.api.parsers.texts import Trimmer, dump_json, first_marker, load_json, unsure_characters
+from disagg.core.grammars import schema_rule
 
 
 class Found(NamedTuple):
@@ -59,7 +61,12 @@ class CallSyntax(ABC):
         """Returns the JSON schema of a tool's parameter; None for a parameter without a schema."""
         schema = self.schemas.get(tool)
         properties = schema.get("properties") if isinstance(schema, dict) else None
-        return properties.get(name) if isinstance(properties, dict) else None
+        return referred(schema, properties.get(name)) if isinstance(properties, dict) else None
+
+    def arguments(self, schema: dict[str, Any]) -> str:
+        """Returns arguments that fit a JSON schema as an expression. Raises ValueError for a schema whose values the
+        syntax cannot ensure."""
+        return schema_rule(schema)
 
     def rule(self, name: str, arguments: str, marker: Marker) -> str:
         """Returns a call of the tool `name` as an expression of a Lark grammar; only if `has_rules`.

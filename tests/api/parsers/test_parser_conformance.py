@@ -143,7 +143,7 @@ FAMILIES = {
         forced="",
     ),
 }
-CONSTRAINED = ("hermes that thinks", "kimi_k2", "mistral", "deepseek V3")
+CONSTRAINED = ("hermes that thinks", "kimi_k2", "mistral", "deepseek V3", "qwen3_coder", "glm45")
 FAMILIES |= {
     f"{name}, constrained": FAMILIES[name]._replace(constrained=True, mixes=False) for name in CONSTRAINED
 }
