@@ -38,6 +38,7 @@ class Owner:
     def __init__(self) -> None:
         self.log = ServedLog(PLACES, PARTS, kept=KEPT)
         self.items: dict[int, int] = {}
+        self.reads = 0
 
     @property
     def epoch(self) -> int:
@@ -48,7 +49,9 @@ class Owner:
         return self.log.version
 
     def after(self, position: ItemPosition) -> ItemPiece | ItemChanges:
-        return self.log.after(position)
+        self.reads += 1
+        logged = self.log.after(position)
+        return logged if isinstance(logged, ItemPiece) else logged.events()
 
     def withdraw(self, place: int) -> None:
         if self.items.pop(place, None) is not None:
@@ -186,6 +189,22 @@ def test_changes_follow_in_batches_without_being_asked(network: Network) -> None
     network.settle()
     counts = network.announcers["owner"].statistics()
     assert (counts.readers, counts.messages) == (1, sent + 1), "nothing is sent twice, or without a change"
+
+
+def test_readers_with_the_same_position_share_the_work(network: Network) -> None:
+    owner, announcer = network.owners["owner"], network.announcers["owner"]
+    fill(owner, 3)
+    position = ItemPosition(owner.epoch, 0, None)
+    for _ in range(3):
+        announcer.watch("reader", position)
+    assert (owner.reads, len(network.wire)) == (1, 3)
+    owner.publish(5, 9)
+    announcer.watch("reader", position)
+    [*_, (_, last)] = network.wire
+    assert isinstance(last, m.HeldItems)
+    assert isinstance(last.events, ItemChanges)
+    assert (owner.reads, last.events.version) == (2, 4), "the content has changed"
+    network.wire.clear()
 
 
 def test_items_that_move_while_pieces_are_sent_are_not_missed(network: Network) -> None:
