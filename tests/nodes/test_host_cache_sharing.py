@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -79,6 +79,10 @@ class SharingRank:
         self.sharing.lost("nobody")  # wakes the thread
 
 
+def until_shared_again(logs: Sequence[Any]) -> None:
+    until(lambda: any(line["event"] == "host_cache_shared_again" for line in logs), "another transport")
+
+
 @pytest.fixture
 def rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[SharingRank]:
     monkeypatch.setattr(host_cache_sharing, "REOPEN_S", 0.01)
@@ -111,10 +115,9 @@ def test_items_that_are_served_while_a_transport_is_opened(
         return TransferLoop(lane, transport, exchange, *rest, **more)
 
     monkeypatch.setattr(host_cache_sharing, "TransferLoop", make)
-    server = rank.sharing.server
-    with structlog.testing.capture_logs():
+    with structlog.testing.capture_logs() as logs:
         rank.break_transport()
-        until(lambda: rank.sharing.server != server, "another transport")
+        until_shared_again(logs)
     assert [exchange.served for exchange in exchanges] == [items]
 
 
@@ -124,11 +127,9 @@ def test_any_error_while_a_transport_is_opened_is_reported_and_tried_again(rank:
         raise KeyError("a bug")
 
     rank.before_open = fail
-    server = rank.sharing.server
     with structlog.testing.capture_logs() as logs:
         rank.break_transport()
-        until(lambda: rank.sharing.server != server, "another transport")
-        until(lambda: any(line["event"] == "host_cache_shared_again" for line in logs), "shared again")
+        until_shared_again(logs)
     [line] = [line for line in logs if line["event"] == "page_transport_not_opened"]
     assert (line["error"], line["exc_info"]) == ("KeyError: 'a bug'", True)
     assert rank.sharing.faults == 1
