@@ -89,21 +89,16 @@ class _PeerItems:
 
     def missing(self, ids: Ids) -> list[int]:
         """Returns those of `ids` that the peer does not have yet, without duplicates."""
-        ids = np.unique(ids)
-        in_array = _isin(self.ids, ids).tolist()
-        return [
-            one
-            for one, there in zip(ids.tolist(), in_array, strict=True)
-            if (one in self.removed if there else one not in self.added)
-        ]
+        in_array = _isin(self.ids, ids)
+        other = set(ids[~in_array].tolist()) - self.added
+        return [*self.removed.intersection(ids[in_array].tolist()), *other]
 
     def add(self, ids: Iterable[int]) -> None:
         """Adds ids that are `missing`."""
-        for one in ids:
-            if one in self.removed:
-                self.removed.remove(one)
-            else:
-                self.added.add(one)
+        new = set(ids)
+        again = self.removed & new
+        self.removed -= again
+        self.added |= new - again
 
     def remove(self, ids: Ids) -> None:
         """Removes ids; unknown ones have no effect."""
@@ -253,6 +248,7 @@ class PeerIndex:
 
     def _apply_changes(self, known: _PeerItems, changes: ItemChanges) -> bool:
         added, removed = _unpack_ids(changes.added), _unpack_ids(changes.removed)
+        added, removed = np.sort(added), np.sort(removed)  # sorted ids are searched faster
         at = known.position
         if changes.epoch != at.epoch or at.next_place is not None or changes.since > at.version:
             self._gaps += 1
