@@ -285,6 +285,19 @@ def replaced(leaf: str, tensor: torch.Tensor) -> Callable[[dict[str, torch.Tenso
     return change
 
 
+def numbered_otherwise(old: str, new: str) -> Callable[[dict[str, torch.Tensor]], None]:
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in tensors if name.startswith(f"{EXPERTS}.{old}.")]:
+            tensors[name.replace(f"{EXPERTS}.{old}.", f"{EXPERTS}.{new}.")] = tensors.pop(name)
+
+    return change
+
+
+def one_expert_more(tensors: dict[str, torch.Tensor]) -> None:
+    for name in [name for name in tensors if name.startswith(f"{EXPERTS}.4.")]:
+        tensors[name.replace(f"{EXPERTS}.4.", f"{EXPERTS}.5.")] = tensors[name].clone()
+
+
 def no_expert_of_a_layer_is_scaled_down(tensors: dict[str, torch.Tensor]) -> None:
     for number in range(5):
         del tensors[f"{EXPERTS}.{number}.down_proj.weight_scale_inv"]
@@ -296,12 +309,27 @@ def no_expert_of_a_layer_is_scaled_down(tensors: dict[str, torch.Tensor]) -> Non
         (
             "fp8 block",
             without("2.gate_proj.weight_scale_inv"),
-            r"gate_up_proj has scales for 4 experts, but .* requires 5; .*experts.2.gate_proj has none",
+            r"gate_up_proj has scales for 4 experts, but .* requires 5, .*experts.2.gate_proj is missing$",
         ),
         (
             "fp8 block",
             without("4.up_proj.weight", "4.up_proj.weight_scale_inv"),
-            "experts.4.up_proj has none",
+            "experts.4.up_proj is missing$",
+        ),
+        (
+            "fp8 block",
+            numbered_otherwise("2", "5"),
+            r"experts.2.gate_proj is missing, and .*experts.5.gate_proj is none of them$",
+        ),
+        (
+            "fp8 block",
+            numbered_otherwise("2.up_proj", "7.up_proj"),
+            r"for 5 experts, .* requires 5, .*experts.2.up_proj is missing, and .*experts.7.up_proj is none",
+        ),
+        (
+            "fp8 block",
+            one_expert_more,
+            r"gate_up_proj has scales for 6 experts, .* requires 5, numbered from 0: \S*5.gate_proj is none of",
         ),
         (
             "fp8 block",
