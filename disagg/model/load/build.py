@@ -138,9 +138,9 @@ def _shard(
     quantized in the source. Small parameters stay whole until `recurrent.finish`."""
     names, form = source.quantized_names(model), source.quantization
     recurrent = split_recurrent(model, collective)
-    experts = split_experts(model, collective, form if names.experts else None)
-    without, misfit = recurrent.names | experts.names, quantized_misfit(form, names.linear)
-    sharding = shard_model(model, spec, collective, without, misfit)
+    misfit = quantized_misfit(form, names.linear)
+    experts = split_experts(model, collective, form if names.experts else None, misfit)
+    sharding = shard_model(model, spec, collective, recurrent.names | experts.names, misfit)
     sharding.whole.update(experts.whole)
     if recurrent.whole and collective.size > 1:
         sharding.whole["recurrent layers"] = recurrent.whole
