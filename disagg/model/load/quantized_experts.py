@@ -31,6 +31,8 @@ StoredExperts = Mapping[str, tuple[tuple[str, ...], ...]]
 """The stored layers of each stacked parameter, by the parameter's name: those of all experts, for each part of an
 expert's matrix (gate and up). In MXFP4 the parameter's own stored name."""
 _GROUP_BYTES = MXFP4_GROUP // 2
+_NOT_A_NUMBER = 255
+"""Exponent of MXFP4 scales that stands for NaN."""
 
 
 @dataclass(frozen=True)
@@ -218,6 +220,11 @@ def _read_mxfp4(weights: WeightSource, part: ExpertsPart, found: ExpertWeights, 
     scales = weights.load(f"{name}_scales", stored, torch.uint8, device, cut)
     assert blocks is not None
     assert scales is not None
+    if bool((scales == _NOT_A_NUMBER).any()):
+        raise ConfigError(
+            f"the checkpoint's {name}_scales has the exponent {_NOT_A_NUMBER}, which is no number; the checkpoint is "
+            f"damaged"
+        )
     weight, rows = found.weight, found.outputs
     weight.scales.view(torch.uint8).copy_(scales.flatten(0, 1))
     for expert in range(part.experts):

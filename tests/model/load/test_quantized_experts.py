@@ -357,6 +357,11 @@ def no_expert_of_a_layer_is_scaled_down(tensors: dict[str, torch.Tensor]) -> Non
         ),
         (
             MXFP4,
+            replaced("down_proj_scales", torch.full((4, 192, 3), 255, dtype=torch.uint8)),
+            "experts.down_proj_scales has the exponent 255, which is no number",
+        ),
+        (
+            MXFP4,
             replaced("down_proj_scales", torch.ones(4, 192, 3)),
             "down_proj_scales is float32, but .* require uint8",
         ),
