@@ -7,7 +7,7 @@ all experts of a layer. In memory both become one quantized weight, in which the
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd
 from typing import Any
 
@@ -153,7 +153,7 @@ def empty_experts(form: Quantization, part: ExpertsPart) -> ExpertWeights:
     words, scales, zeros = many
     assert words is not None
     assert scales is not None
-    weight = QuantizedWeight(words, one.elements, one.columns, scales, one.block, zeros)
+    weight = QuantizedWeight(words, one.elements, one.columns, scales, one.block, zeros, shares_sums=False)
     return ExpertWeights(weight, part.experts)
 
 
@@ -185,7 +185,7 @@ def _allocated(weights: ExpertWeights, device: torch.device) -> ExpertWeights:
     )
     assert words is not None
     assert scales is not None
-    weight = QuantizedWeight(words, meta.elements, meta.columns, scales, meta.block, zeros)
+    weight = QuantizedWeight(words, meta.elements, meta.columns, scales, meta.block, zeros, shares_sums=False)
     return ExpertWeights(weight, weights.experts)
 
 
@@ -205,7 +205,8 @@ def _empty_mxfp4(form: Quantization, part: ExpertsPart) -> ExpertWeights:
         rows, columns = (len(part.cut) if part.cut.dim == dim else part.shape[dim - 1] for dim in (1, 2))
     scales = torch.empty(part.experts * rows, columns // MXFP4_GROUP, dtype=POWERS, device="meta")
     shape = (part.experts * rows, columns)
-    return ExpertWeights(QuantizedWeight.empty(shape, FP4, scales, (1, MXFP4_GROUP)), part.experts)
+    weight = QuantizedWeight.empty(shape, FP4, scales, (1, MXFP4_GROUP))
+    return ExpertWeights(replace(weight, shares_sums=False), part.experts)
 
 
 def _read_mxfp4(weights: WeightSource, part: ExpertsPart, found: ExpertWeights, device: torch.device) -> None:

@@ -179,6 +179,8 @@ def test_experts_need_less_memory(name: str, bits: float, checkpoints: Checkpoin
     runner = make_runner(checkpoints(name)[0])
     held = [one for one in runner.model.modules() if isinstance(one, QuantizedExpertWeights)]
     assert len(held) == 4
+    assert not any(len(one.parts.weight.arrived) for one in held), "no counters: programs share no sums"
+    assert not any(len(one.parts.part(0, 1).weight.arrived) for one in held)
     nbytes = sum(parameter.nbytes for one in held for parameter in one.parameters())
     elements = sum(weight_elements(one) for one in held)
     config = runner.model.config
