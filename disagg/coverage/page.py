@@ -22,7 +22,8 @@ runs: one batch with chunks of {chunks} tokens, and a split system with two pref
 Encoder types are built as decoders (`is_decoder`).
 
 A checkpoint of an exact type may still be refused for its configuration, such as the format of its weights.
-"Held whole" names the parts that every rank of a group computes in full, because they cannot be split exactly.
+"Held whole" names the parts that every rank of a group computes in full, because ranks cannot share them. It omits
+what every rank always has: embeddings, output head, routers, and the latents of latent attention.
 
 """
 _EXACT = "## Exact\n\n| model type | class | held whole by every rank |\n|---|---|---|\n"

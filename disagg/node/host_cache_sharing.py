@@ -109,6 +109,8 @@ class HostCacheSharing:
         self._watcher = ItemWatcher(self.index, send, lambda: self.server, clock)
         self._lock = threading.Lock()  # guards the fields below
         self._peers: dict[str, _Peer] = {}
+        self._dead: dict[str, PageServer] = {}
+        """Endpoints of dead ranks, as the cluster has described them: a description may arrive after the loss."""
         self._failed: list[_Open] = []
         """Earlier transports, whose buffers peers may still use."""
         self._faults = 0
@@ -132,12 +134,14 @@ class HostCacheSharing:
 
     def serve(self, served: ServedItems) -> None:
         """Begins to serve blocks."""
-        self.served = self._open.exchange.served = self._announcer.source = served
+        with self._lock:  # another transport may be opened at this time
+            self.served = self._open.exchange.served = self._announcer.source = served
 
     def know(self, own: GroupInfo, rank: int, groups: Iterable[GroupInfo], grid: PartGrid) -> None:
         """Replaces the peers by the ranks of `groups` with the same pages and transport that have parts of this rank.
 
-        `own`, `rank`: this rank's group, whose ranks are no peers, and its number there.
+        `own`, `rank`: this rank's group, whose ranks are no peers, and its number there. A dead rank is a peer again
+        when its group is described with another endpoint, or was left out meanwhile.
         """
         wanted = _parts(grid, own.ranks[rank].shard)
         servers: dict[str, PageServer] = {}
@@ -151,6 +155,9 @@ class HostCacheSharing:
                     servers[one.control_address] = server
         with self._lock:
             before = self._peers
+            self._dead = {peer: server for peer, server in self._dead.items() if servers.get(peer) == server}
+            for peer in self._dead:
+                del servers[peer]
             self._peers = {peer: _Peer(server, server) for peer, server in servers.items()}
             for peer, known in before.items():
                 now = self._peers.get(peer)
@@ -161,7 +168,8 @@ class HostCacheSharing:
     def lost(self, peer: str) -> None:
         """Disconnects a dead rank and forgets its pages. `peer`: its control address."""
         with self._lock:
-            self._peers.pop(peer, None)
+            if (known := self._peers.pop(peer, None)) is not None:
+                self._dead[peer] = known.announced
         self._post(self._know_peers)
 
     def on_message(self, peer: str, message: m.WatchItems | m.HeldItems) -> None:
@@ -206,8 +214,10 @@ class HostCacheSharing:
         """Ends the threads and closes the transport. Idempotent."""
         self._stopping.set()
         self.storage.close()
-        if self._reopener is not None:
-            self._reopener.join()
+        with self._lock:
+            reopener = self._reopener
+        if reopener is not None:
+            reopener.join()
         self._open.loop.post(self._open.exchange.end)
         self._open.loop.stop()
 
@@ -273,9 +283,11 @@ class HostCacheSharing:
         last = len(self._failed) == MOST_REOPENED
         why, then = f"{type(error).__name__}: {error}", "never" if last else f"in {REOPEN_S:g} s or later"
         log.error("host_cache_not_shared", lane=self._lane, error=why, again=then)
-        if not last and not self._stopping.is_set():
-            self._reopener = threading.Thread(target=self._reopen, name=f"reopen-{self._lane}", daemon=True)
-            self._reopener.start()
+        with self._lock:  # `stop` joins a thread that has started
+            if not last and not self._stopping.is_set():
+                name = f"reopen-{self._lane}"
+                self._reopener = threading.Thread(target=self._reopen, name=name, daemon=True)
+                self._reopener.start()
 
     def _reopen(self) -> None:
         failed, pause_s = self._open, REOPEN_S
@@ -284,14 +296,24 @@ class HostCacheSharing:
         while not self._stopping.wait(pause_s):
             try:
                 opened = self._make()
-            except (DisaggError, OSError) as exc:
+            except Exception as exc:
                 pause_s = min(2 * pause_s, LONGEST_REOPEN_S)
-                log.warning("page_transport_not_opened", lane=self._lane, error=str(exc), again_s=pause_s)
+                bug = not isinstance(exc, DisaggError | OSError)
+                with self._lock:
+                    self._faults += bug
+                log.warning(
+                    "page_transport_not_opened",
+                    lane=self._lane,
+                    error=f"{type(exc).__name__}: {exc}" if bug else str(exc),
+                    again_s=pause_s,
+                    exc_info=bug,
+                )
                 continue
             with self._lock:
                 self._failed.append(failed)
                 self._faults += failed.loop.faults
-            self._open = opened
+                opened.exchange.served = self.served  # `serve` may have run since
+                self._open = opened
             opened.loop.start()
             opened.loop.post(self._announce_server)
             log.info("host_cache_shared_again", lane=self._lane)

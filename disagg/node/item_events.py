@@ -78,26 +78,28 @@ class ItemAnnouncer:
         """None before the group has started."""
         self._readers: dict[str, _Reader] = {}
         self._messages = self._bytes = 0
+        self._changes: dict[ItemPosition, ItemChanges] = {}
+        """Changes by the position of their readers, while the content does not change further; empty after a tick."""
+        self._changes_at = 0
+        """Version of the source for which `_changes` were made, or an earlier one."""
 
     def watch(self, peer: str, position: ItemPosition) -> None:
         """Sends a reader what it lacks, and from then on changes."""
         if self.source is None:  # the reader asks again
             return
         reader = self._readers[peer] = _Reader(self._clock() + READER_S)
-        self._announce(peer, reader, self.source.after(position))
+        self._announce(peer, reader, self._after(self.source, position))
 
     def tick(self) -> None:
         """Sends changes to the readers that lack them. Removes readers that are silent."""
         source, now_s = self.source, self._clock()
         self._readers = {peer: reader for peer, reader in self._readers.items() if reader.until_s > now_s}
-        events: dict[int, ItemEvents] = {}
         for peer, reader in self._readers.items():
             version = reader.version
             if source is None or version is None or version == source.version:
                 continue
-            if version not in events:
-                events[version] = source.after(ItemPosition(source.epoch, version, None))
-            self._announce(peer, reader, events[version])
+            self._announce(peer, reader, self._after(source, ItemPosition(source.epoch, version, None)))
+        self._changes.clear()
 
     def forget(self, peer: str) -> None:
         """Removes a reader that has left; an unknown name has no effect."""
@@ -112,6 +114,18 @@ class ItemAnnouncer:
         for peer, reader in self._readers.items():
             if self.source is None or (reader.version or 0) > self.source.version:
                 raise InvariantError(f"item announcer: {peer} has version {reader.version}")
+
+    def _after(self, source: ItemSource, position: ItemPosition) -> ItemEvents:
+        """Returns what a reader lacks next. Readers with the same position share the work of long changes."""
+        if source.version != self._changes_at:
+            self._changes.clear()
+            self._changes_at = source.version
+        events: ItemEvents | None = self._changes.get(position)
+        if events is None:
+            events = source.after(position)
+            if isinstance(events, ItemChanges):
+                self._changes[position] = events
+        return events
 
     def _announce(self, peer: str, reader: _Reader, events: ItemEvents) -> None:
         if isinstance(events, ItemChanges):

@@ -296,12 +296,10 @@ class RankExchange:
         for moving in [moving for moving in self._moving if moving.peer == peer]:
             moving.fenced = True
         fence(self._transport, peer)
-        waiting, self._arrived = self._arrived, deque()
-        for sender, arrival in waiting:
-            if sender == peer:
-                self._discard(None, arrival)
-            else:
-                self._arrived.append((sender, arrival))
+        gone = [arrival for sender, arrival in self._arrived if sender == peer]
+        self._arrived = deque(one for one in self._arrived if one[0] != peer)
+        for arrival in gone:
+            self._discard(None, arrival)
         for call in [call for call in (*self._calls.values(), *self._queue) if call.peer == peer]:
             self._fail(call)
         self._send_queued()
@@ -380,17 +378,21 @@ class RankExchange:
         if not self._arrived or self._serving.total() == MOST_SERVED:
             return
         waiting, self._arrived = self._arrived, deque()
-        while waiting:
-            peer, arrival = waiting.popleft()
-            free = self._serving.total() < MOST_SERVED and self._serving[peer] < MOST_FOR_PEER
-            buffer = self._requests.take() if free else None
-            if buffer is None:
-                self._arrived.append((peer, arrival))
-                continue
-            moving = _Moving(peer, buffer, self._requests, self._clock() + LIMIT_S)
-            moving.done = partial(self._serve, arrival.tag & 0xFFFFFFFF)
-            self._serving[peer] += 1
-            self._receive(moving, arrival)
+        try:
+            while waiting:
+                peer, arrival = waiting[0]
+                free = self._serving.total() < MOST_SERVED and self._serving[peer] < MOST_FOR_PEER
+                buffer = self._requests.take() if free else None
+                waiting.popleft()
+                if buffer is None:
+                    self._arrived.append((peer, arrival))
+                    continue
+                moving = _Moving(peer, buffer, self._requests, self._clock() + LIMIT_S)
+                moving.done = partial(self._serve, arrival.tag & 0xFFFFFFFF)
+                self._serving[peer] += 1
+                self._receive(moving, arrival)
+        finally:  # after an exception the others are received later
+            self._arrived.extend(waiting)
 
     def _serve(self, call_number: int, request: _Moving) -> None:
         """Sends the reply to a received request. Without a free buffer the request is dropped, and times out."""
@@ -402,7 +404,11 @@ class RankExchange:
         body = bytes(request.read())
         keys = [body[at : at + KEY_BYTES] for at in range(1, len(body), KEY_BYTES)]
         moving = _Moving(request.peer, buffer, self._replies, self._clock() + LIMIT_S)
-        nbytes = self._reply(body[0], keys, moving)
+        try:
+            nbytes = self._reply(body[0], keys, moving)
+        except Exception:
+            moving.buffers.give(buffer)
+            raise
         self._serving[request.peer] += 1  # until the reply is sent
         self._send(moving, _REPLY | self._number << 32 | call_number, nbytes)
 
@@ -460,13 +466,19 @@ class RankExchange:
             moving.buffers.give(moving.buffer)
             if moving.call is None:
                 self._release_share(moving.peer)
-        if done:
-            self._served_parts += moving.parts
-            self._served_bytes += moving.parts_bytes
-        elif moving.call is not None:
-            self._fail(moving.call)
-        self._receive_requests()
-        self._send_queued()
+            if done:
+                self._served_parts += moving.parts
+                self._served_bytes += moving.parts_bytes
+            elif moving.call is not None:
+                self._fail(moving.call)
+            self._begin_queued()
+
+    def _begin_queued(self) -> None:
+        """Begins the requests that wait for a buffer or a share."""
+        try:
+            self._receive_requests()
+        finally:
+            self._send_queued()
 
     def _release_share(self, peer: str) -> None:
         self._serving[peer] -= 1
@@ -485,6 +497,7 @@ class RankExchange:
         for peer, retry in list(self._lost.items()):
             if retry.at_s <= now_s:
                 self._connect(peer, min(2 * retry.pause_s, LONGEST_RETRY_S))
+        self._begin_queued()  # what an exception has left
         return POLL_S
 
     def _send(self, moving: _Moving, tag: int, nbytes: int) -> None:

@@ -149,8 +149,9 @@ class ServedItems:
 
     def after(self, position: ItemPosition) -> ItemPiece | ItemChanges:
         """Returns what a reader with `position` lacks next; see `ServedLog.after`."""
-        with self._lock:
-            return self._log.after(position)
+        with self._lock:  # for a copy only: the compute thread waits for this lock
+            logged = self._log.after(position)
+        return logged if isinstance(logged, ItemPiece) else logged.events()
 
     def check(self) -> None:
         """Raises `InvariantError` unless blocks, items and log agree."""

@@ -6,6 +6,7 @@ import secrets
 from collections import deque
 from collections.abc import Collection, Iterable
 from itertools import islice
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,6 +17,25 @@ PIECE_PLACES = 1 << 15
 """Places of one piece of the content, so that a message has at most 256 KiB of ids."""
 MOST_CHANGES = 1 << 16
 """Number of stored changes. A reader that lacks older changes gets the whole content again."""
+
+
+class LoggedChanges(NamedTuple):
+    """A copy of the changes from version `since` to `version`, which needs no lock."""
+
+    epoch: int
+    since: int
+    version: int
+    newest_first: list[int]
+    """As in `ServedLog`."""
+
+    def events(self) -> ItemChanges:
+        """Returns the events: the latest change of each id counts. Takes time for each change."""
+        latest: dict[int, bool] = {}
+        for change in self.newest_first:
+            latest.setdefault(change if change >= 0 else ~change, change >= 0)
+        added = [one for one, there in latest.items() if there]
+        removed = [one for one, there in latest.items() if not there]
+        return ItemChanges(self.epoch, self.since, self.version, _packed(added), _packed(removed))
 
 
 class ServedLog:
@@ -55,13 +75,14 @@ class ServedLog:
         """Returns whether the changes since `version` are not stored any more, or never were."""
         return not 0 <= self.version - version <= len(self._changes)
 
-    def after(self, position: ItemPosition) -> ItemPiece | ItemChanges:
+    def after(self, position: ItemPosition) -> ItemPiece | LoggedChanges:
         """Returns what a reader lacks next: the next piece, or the changes after the last piece (possibly none)."""
         if position.epoch != self.epoch or self.lacks(position.version):
             return self._piece(0, self.version)
         if position.next_place is not None:
             return self._piece(position.next_place, position.version)
-        return self._since(position.version)
+        changes = list(islice(reversed(self._changes), self.version - position.version))
+        return LoggedChanges(self.epoch, position.version, self.version, changes)
 
     def check(self, ids: Collection[int]) -> None:
         """Raises `InvariantError` unless exactly `ids` are at places."""
@@ -79,14 +100,6 @@ class ServedLog:
         after = last if last < len(self._ids) else None
         ids = some[some != 0].astype("<u8").tobytes()
         return ItemPiece(self.epoch, version, first, after, ids, self._parts if not first else b"")
-
-    def _since(self, version: int) -> ItemChanges:
-        latest: dict[int, bool] = {}
-        for change in islice(reversed(self._changes), self.version - version):
-            latest.setdefault(change if change >= 0 else ~change, change >= 0)
-        added = [one for one, there in latest.items() if there]
-        removed = [one for one, there in latest.items() if not there]
-        return ItemChanges(self.epoch, version, self.version, _packed(added), _packed(removed))
 
 
 def _packed(ids: list[int]) -> bytes:

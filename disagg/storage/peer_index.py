@@ -30,6 +30,9 @@ MOST_IDS = 1 << 24
 """Largest number of ids of all peers: 128 MiB."""
 LEAST_MERGED = 4096
 """Number of changes below which they are not merged into the array. Above, a sixteenth of the array is merged."""
+LEAST_ROOM = 64
+"""Peers whose ids were dropped are read again when there is room for 1/`LEAST_ROOM` of the limit. A few evictions
+therefore do not cause a whole content to be sent again."""
 _WORDS = KEY_BYTES // ID_BYTES
 _PART_WORD = ITEM_BYTES // ID_BYTES
 
@@ -43,7 +46,7 @@ class PeerIndexStatistics:
     peers: int
     """Peers of which all pieces of the content have arrived."""
     ids: int
-    """Ids of all peers, at most `most_ids`. An id that was announced twice may count twice."""
+    """Ids of all peers, at most `most_ids`."""
     nbytes: int
     """Bytes of the arrays."""
     pieces: int
@@ -68,14 +71,39 @@ class _PeerItems:
     ids: Ids = field(default_factory=lambda: np.empty(0, np.uint64))
     """Sorted ids, without the changes in `added` and `removed`."""
     added: set[int] = field(default_factory=set)
+    """Ids that are not in the array."""
     removed: set[int] = field(default_factory=set)
-    truncated: bool = False
-    """Whether ids of the peer were dropped."""
+    """Ids that are in the array."""
+    dropped: int = 0
+    """Number of the peer's ids that were dropped because of the limit, since its content was last read."""
 
     @property
     def count(self) -> int:
-        """Upper bound of the number of ids."""
-        return len(self.ids) + len(self.added)
+        """Number of ids."""
+        return len(self.ids) + len(self.added) - len(self.removed)
+
+    @property
+    def complete(self) -> bool:
+        """Whether all pieces of the content have arrived."""
+        return self.position.next_place is None
+
+    def missing(self, ids: Ids) -> list[int]:
+        """Returns those of `ids` that the peer does not have yet, without duplicates."""
+        in_array = _isin(self.ids, ids)
+        other = set(ids[~in_array].tolist()) - self.added
+        return [*self.removed.intersection(ids[in_array].tolist()), *other]
+
+    def add(self, ids: Iterable[int]) -> None:
+        """Adds ids that are `missing`."""
+        new = set(ids)
+        again = self.removed & new
+        self.removed -= again
+        self.added |= new - again
+
+    def remove(self, ids: Ids) -> None:
+        """Removes ids; unknown ones have no effect."""
+        self.added.difference_update(ids.tolist())
+        self.removed.update(ids[_isin(self.ids, ids)].tolist())
 
     def merge(self) -> None:
         """Applies the changes in the sets to the array."""
@@ -85,18 +113,20 @@ class _PeerItems:
             self.ids = _union(self.ids, _array(self.added))
         self.added, self.removed = set(), set()
 
-    def holds(self, ids: Ids, parts: Ids) -> Ids:
-        """Returns the indices of the keys, given by ids and names of parts, that the peer should have."""
+    def holds(self, ids: Ids, parts: Ids, wanted: set[int]) -> list[int]:
+        """Returns the indices of the keys, given by ids and names of parts, that the peer should have.
+
+        `wanted`: the set of `ids`. A search has many keys, so no statement here runs once for each of them.
+        """
         held = _isin(self.ids, ids)
-        if self.added or self.removed:
-            for number, one in enumerate(ids.tolist()):
-                if one in self.added:
-                    held[number] = True
-                elif one in self.removed:
-                    held[number] = False
+        if added := self.added & wanted:
+            held |= _isin(_array(added), ids)
+        if removed := self.removed & wanted:
+            held &= ~_isin(_array(removed), ids)
         if held.any():
             held &= _isin(self.parts, parts)
-        return np.flatnonzero(held).astype(np.uint64)
+        numbers: list[int] = np.flatnonzero(held).tolist()
+        return numbers
 
 
 class PeerIndex:
@@ -124,36 +154,39 @@ class PeerIndex:
         with self._lock:
             known = self._peers.setdefault(peer, _PeerItems())
             if isinstance(events, ItemPiece):
-                return self._apply_piece(known, events)
-            return self._apply_changes(known, events)
+                more = self._apply_piece(known, events)
+            else:
+                more = self._apply_changes(known, events)
+            self._read_dropped_again()
+            return more or self._peers[peer] is not known
 
     def holders(self, keys: Sequence[bytes], peers: Iterable[str]) -> dict[str, list[int]]:
         """Returns the indices of the `keys` that each of `peers` should have, for those that should have any."""
         words = np.frombuffer(b"".join(keys), dtype="<u8").reshape(-1, _WORDS)
         ids, parts = np.maximum(words[:, 0], 1).astype(np.uint64), words[:, _PART_WORD].astype(np.uint64)
+        wanted = set(ids.tolist())
         found: dict[str, list[int]] = {}
-        with self._lock:
-            for peer in peers:
+        for peer in peers:
+            with self._lock:  # for one peer at a time, so that events do not wait for a whole search
                 known = self._peers.get(peer)
-                numbers = known.holds(ids, parts) if known is not None and known.count else ()
-                if len(numbers):
-                    found[peer] = [int(number) for number in numbers]
+                numbers = known.holds(ids, parts, wanted) if known is not None and known.count else []
+            if numbers:
+                found[peer] = numbers
         return found
 
-    def correct(self, peer: str, keys: Sequence[bytes], version: int) -> None:
+    def correct(self, peer: str, keys: Sequence[bytes], position: ItemPosition) -> None:
         """Removes the items of keys that a peer did not have, until the peer announces them again.
 
-        `version`: version of `position` when the peer was asked. If later events have arrived, they count instead of
-        the peer's reply.
+        `position`: `position` when the peer was asked. If later events have arrived, they count instead of the
+        peer's reply.
         """
+        gone = {item_id(key) for key in keys}
         with self._lock:
             known = self._peers.get(peer)
-            if known is None or known.position.version != version:
+            if known is None or known.position != position:
                 return
-            for one in {item_id(key) for key in keys}:
-                known.added.discard(one)
-                known.removed.add(one)
-                self._corrected += 1
+            known.remove(_array(gone))
+            self._corrected += len(gone)
             self._merge_if_many(known)
 
     def forget(self, peer: str) -> None:
@@ -161,15 +194,15 @@ class PeerIndex:
         with self._lock:
             if self._peers.pop(peer, None) is None:
                 return
-            for other in [other for other, known in self._peers.items() if known.truncated]:
-                del self._peers[other]
+            for other in [other for other, known in self._peers.items() if known.dropped]:
+                self._peers[other] = _PeerItems()
 
     def statistics(self) -> PeerIndexStatistics:
         """Returns the current state and counts."""
         with self._lock:
             known = list(self._peers.values())
             return PeerIndexStatistics(
-                peers=sum(one.position.next_place is None for one in known),
+                peers=sum(one.complete for one in known),
                 ids=sum(one.count for one in known),
                 nbytes=sum(one.ids.nbytes for one in known),
                 pieces=self._pieces,
@@ -185,7 +218,8 @@ class PeerIndex:
             for peer, known in self._peers.items():
                 sound = (
                     bool(np.all(known.ids[:-1] < known.ids[1:]))
-                    and not known.added & known.removed
+                    and not _isin(known.ids, _array(known.added)).any()
+                    and bool(_isin(known.ids, _array(known.removed)).all())
                     and len(known.added) + len(known.removed) <= max(LEAST_MERGED, len(known.ids) // 16)
                     and (known.position.epoch or not known.count)
                 )
@@ -202,41 +236,56 @@ class PeerIndex:
             if not newer and at.next_place != 0:
                 return False  # the piece has arrived before
             known.ids, known.added, known.removed = np.empty(0, np.uint64), set(), set()
-            known.parts, known.truncated = np.unique(parts), False
+            known.parts, known.dropped = np.unique(parts), 0
         elif (piece.epoch, piece.version, piece.first_place) != (at.epoch, at.version, at.next_place):
             return False
         known.merge()
-        known.ids = _union(known.ids, self._fitting(known, ids))
+        new = np.unique(ids[~_isin(known.ids, ids)])
+        known.ids = _union(known.ids, new[: self._fitting(known, len(new))])
         known.position = ItemPosition(piece.epoch, piece.version, piece.next_place)
         self._pieces += 1
         return True
 
     def _apply_changes(self, known: _PeerItems, changes: ItemChanges) -> bool:
         added, removed = _unpack_ids(changes.added), _unpack_ids(changes.removed)
+        added, removed = np.sort(added), np.sort(removed)  # sorted ids are searched faster
         at = known.position
         if changes.epoch != at.epoch or at.next_place is not None or changes.since > at.version:
             self._gaps += 1
             return True
         if changes.version <= at.version:
             return False
-        for one in removed.tolist():
-            known.added.discard(one)
-            known.removed.add(one)
-        fitting = self._fitting(known, added).tolist()
-        known.removed.difference_update(fitting)
-        known.added.update(fitting)
+        known.remove(removed)
+        missing = known.missing(added)
+        known.add(missing[: self._fitting(known, len(missing))])
         self._merge_if_many(known)
         known.position = ItemPosition(at.epoch, changes.version, None)
         self._changes += 1
         return False
 
-    def _fitting(self, known: _PeerItems, ids: Ids) -> Ids:
-        """Returns the ids for which there is room."""
-        room = self._most - sum(one.count for one in self._peers.values())
-        if len(ids) > room:
-            known.truncated = True
-            self._dropped += len(ids) - max(0, room)
-        return ids[: max(0, room)]
+    def _room(self) -> int:
+        return max(0, self._most - sum(one.count for one in self._peers.values()))
+
+    def _fitting(self, known: _PeerItems, count: int) -> int:
+        """Returns for how many of `count` new ids of a peer there is room; counts the others as dropped."""
+        fitting = min(count, self._room())
+        known.dropped += count - fitting
+        self._dropped += count - fitting
+        return fitting
+
+    def _read_dropped_again(self) -> None:
+        """Forgets peers whose ids were dropped, if there is room for some now, so that they are read again.
+
+        While any content is being read, the room is not known.
+        """
+        dropping = [peer for peer, known in self._peers.items() if known.dropped]
+        if not dropping or not all(known.complete for known in self._peers.values()):
+            return
+        room, least = self._room(), max(1, self._most // LEAST_ROOM)
+        for peer in dropping:
+            if room >= least:
+                room -= self._peers[peer].dropped
+                self._peers[peer] = _PeerItems()
 
     def _merge_if_many(self, known: _PeerItems) -> None:
         if len(known.added) + len(known.removed) > max(LEAST_MERGED, len(known.ids) // 16):

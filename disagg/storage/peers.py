@@ -75,8 +75,8 @@ class PeerItems(Protocol):
     def holders(self, keys: Sequence[bytes], peers: Iterable[str]) -> dict[str, list[int]]:
         """Returns the indices of the keys that each of `peers` should have."""
 
-    def correct(self, peer: str, keys: Sequence[bytes], version: int) -> None:
-        """Removes the items of keys that a peer did not have when its version was `version`."""
+    def correct(self, peer: str, keys: Sequence[bytes], position: ItemPosition) -> None:
+        """Removes the items of keys that a peer did not have when its position was `position`."""
 
 
 class _Search:
@@ -126,8 +126,8 @@ class _Read(NamedTuple):
     numbers: Sequence[int]
     """Indices of the pages in the call."""
     keys: Sequence[bytes]
-    version: int
-    """Version of the peer's events when the pages were requested."""
+    position: ItemPosition
+    """What was known of the peer's items when the pages were requested."""
 
 
 class PeerStorage:
@@ -226,11 +226,11 @@ class PeerStorage:
             if not self._breaker(peer).admit():
                 self._counters.add(skipped=1)
                 continue
-            version = self._index.position(peer).version
+            position = self._index.position(peer)
             for first in range(0, len(numbers), self._exchange.most_keys):
                 some = numbers[first : first + self._exchange.most_keys]
                 search.question(peer, some[0])
-                answer = partial(self._answered, search, peer, some, version)
+                answer = partial(self._answered, search, peer, some, position)
                 self._exchange.ask(peer, [keys[i] for i in some], answer)
         search.asked_all()
         results = search.batch.wait(timeout_s)
@@ -242,7 +242,8 @@ class PeerStorage:
     def _asked(self, keys: Sequence[bytes]) -> dict[str, list[int]]:
         """Returns the peers to ask, with the indices of their keys: at most `MOST_ASKED` peers for each key.
 
-        Each search begins with another peer, so that peers with the same pages share the requests.
+        Paused peers, of which only one that is due for a trial is asked, do not count. Each search begins with
+        another peer, so that peers with the same pages share the requests.
         """
         peers = self._exchange.peers
         if not peers:
@@ -254,12 +255,17 @@ class PeerStorage:
         for peer, numbers in self._index.holders(keys, [*peers[first:], *peers[:first]]).items():
             if some := [i for i in numbers if left[i]]:
                 found[peer] = some
-            for i in some:
+            for i in some if not self._breaker(peer).paused else ():
                 left[i] -= 1
         return found
 
     def _answered(
-        self, search: _Search, peer: str, numbers: Sequence[int], version: int, reply: memoryview | None
+        self,
+        search: _Search,
+        peer: str,
+        numbers: Sequence[int],
+        position: ItemPosition,
+        reply: memoryview | None,
     ) -> None:
         """Handles the answer to one question. Runs on the thread of the exchange."""
         if reply is None or len(reply) != len(numbers):
@@ -270,7 +276,7 @@ class PeerStorage:
                 self._remember(search.keys[i], peer)
                 search.batch.settle(i, landed=True)
             if gone := [search.keys[i] for at, i in enumerate(numbers) if not reply[at]]:
-                self._index.correct(peer, gone, version)
+                self._index.correct(peer, gone, position)
         search.answered(peer, numbers[0])
 
     # --- reads
@@ -282,10 +288,10 @@ class PeerStorage:
             for i in numbers:
                 batch.settle(i, landed=False)
             return
-        version = self._index.position(peer).version
+        position = self._index.position(peer)
         for chunk in self._chunks(numbers, batch.sizes_bytes):
             wanted = [keys[i] for i in chunk]
-            asked = _Read(peer, chunk, wanted, version)
+            asked = _Read(peer, chunk, wanted, position)
             self._exchange.read(peer, wanted, partial(self._landed, batch, asked))
 
     def _chunks(self, numbers: Sequence[int], sizes_bytes: Sequence[int]) -> Iterator[list[int]]:
@@ -320,7 +326,7 @@ class PeerStorage:
         for at, (i, key) in enumerate(zip(asked.numbers, keys, strict=True)):
             if at < len(reply) and not reply[at]:  # evicted since the search
                 self._forget(key)
-                self._index.correct(asked.peer, [key], asked.version)
+                self._index.correct(asked.peer, [key], asked.position)
                 continue
             content = content_of(rest, key)
             if content is None:

@@ -71,12 +71,16 @@ class QuantizedWeight:
     """Rows and columns that share a scale."""
     zeros: torch.Tensor | None = None
     """uint8 with the shape of `scales`, contiguous: zero points of integers of 4 bits. None: all are 8."""
+    shares_sums: bool = True
+    """Whether several programs of a product may share the sums of a tile; False for weights of experts."""
     arrived: torch.Tensor = field(init=False, repr=False, compare=False)
-    """int32: number of programs of each tile that have written their part; all zero between launches."""
+    """int32: number of programs of each tile that have written their part; all zero between launches. Empty if
+    programs share no sums."""
 
     def __post_init__(self) -> None:
         # Allocated once, because recorded launches keep the address.
-        count = min(_MOST_TILES, MOST_ROW_BLOCKS * triton.cdiv(self.words.shape[0], LEAST_COLUMNS))
+        tiles = MOST_ROW_BLOCKS * triton.cdiv(self.words.shape[0], LEAST_COLUMNS)
+        count = min(_MOST_TILES, tiles) if self.shares_sums else 0
         counters = torch.zeros(count, dtype=torch.int32, device=self.words.device)
         object.__setattr__(self, "arrived", counters)
 

@@ -265,7 +265,7 @@ def extends_all(prefix: Prefix, pages: dict[Prefix, int]) -> bool:
 
 
 TestStatesMachine = StatesMachine.TestCase
-TestStatesMachine.settings = settings(max_examples=100, stateful_step_count=40)
+TestStatesMachine.settings = settings(max_examples=150, stateful_step_count=40)
 
 
 @pytest.mark.slow

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +21,7 @@ from disagg.node import served_log
 from disagg.node.item_events import READER_S, SOONEST_S, WATCH_S, ItemAnnouncer, ItemWatcher
 from disagg.node.served_log import ServedLog
 from disagg.storage.contract import KEY_BYTES
-from disagg.storage.peer_index import PeerIndex
+from disagg.storage.peer_index import MOST_IDS, PeerIndex
 from transport.control import messages as m
 
 PLACES, PIECE, KEPT = 24, 5, 12
@@ -35,6 +38,7 @@ class Owner:
     def __init__(self) -> None:
         self.log = ServedLog(PLACES, PARTS, kept=KEPT)
         self.items: dict[int, int] = {}
+        self.reads = 0
 
     @property
     def epoch(self) -> int:
@@ -45,7 +49,9 @@ class Owner:
         return self.log.version
 
     def after(self, position: ItemPosition) -> ItemPiece | ItemChanges:
-        return self.log.after(position)
+        self.reads += 1
+        logged = self.log.after(position)
+        return logged if isinstance(logged, ItemPiece) else logged.events()
 
     def withdraw(self, place: int) -> None:
         if self.items.pop(place, None) is not None:
@@ -68,6 +74,7 @@ class Owner:
 class Network:
     """Two owners and a reader; messages wait until a test delivers, drops or repeats them."""
 
+    most_ids: int = MOST_IDS
     clock: ManualClock = field(default_factory=ManualClock)
     owners: dict[str, Owner] = field(default_factory=dict)
     announcers: dict[str, ItemAnnouncer] = field(default_factory=dict)
@@ -75,7 +82,7 @@ class Network:
     """Messages with the owner that sent them, or gets them."""
 
     def __post_init__(self) -> None:
-        self.index = PeerIndex()
+        self.index = PeerIndex(self.most_ids)
         self.watcher = ItemWatcher(
             self.index,
             lambda peer, message: self.wire.append((peer, message)),
@@ -182,6 +189,22 @@ def test_changes_follow_in_batches_without_being_asked(network: Network) -> None
     network.settle()
     counts = network.announcers["owner"].statistics()
     assert (counts.readers, counts.messages) == (1, sent + 1), "nothing is sent twice, or without a change"
+
+
+def test_readers_with_the_same_position_share_the_work(network: Network) -> None:
+    owner, announcer = network.owners["owner"], network.announcers["owner"]
+    fill(owner, 3)
+    position = ItemPosition(owner.epoch, 0, None)
+    for _ in range(3):
+        announcer.watch("reader", position)
+    assert (owner.reads, len(network.wire)) == (1, 3)
+    owner.publish(5, 9)
+    announcer.watch("reader", position)
+    [*_, (_, last)] = network.wire
+    assert isinstance(last, m.HeldItems)
+    assert isinstance(last.events, ItemChanges)
+    assert (owner.reads, last.events.version) == (2, 4), "the content has changed"
+    network.wire.clear()
 
 
 def test_items_that_move_while_pieces_are_sent_are_not_missed(network: Network) -> None:
@@ -292,12 +315,16 @@ def test_an_entry_that_was_wrong_is_corrected_until_it_is_announced_again(networ
     fill(owner, 3)
     network.know()
     network.settle()
-    version = network.index.position("owner").version
-    network.index.correct("owner", [key(2), key(30)], version)
+    at = network.index.position("owner")
+    network.index.correct("owner", [key(2), key(30)], at)
     assert network.known("owner") == {1, 3}
     owner.publish(9, 2)
     network.settle()
-    network.index.correct("owner", [key(2)], version)  # the reply is older than the events
+    network.index.correct("owner", [key(2)], at)  # the reply is older than the events
+    now = network.index.position("owner")
+    network.index.correct(
+        "owner", [key(2)], ItemPosition(now.epoch + 1, now.version, None)
+    )  # an earlier start
     assert network.known("owner") == {1, 2, 3}
     assert network.index.statistics().corrected == 2
 
@@ -326,14 +353,7 @@ def test_malformed_and_unknown_events_change_nothing(network: Network) -> None:
 
 
 def test_ids_beyond_the_limit_are_misses_until_there_is_room() -> None:
-    network = Network()
-    network.index = PeerIndex(most_ids=10)
-    network.watcher = ItemWatcher(
-        network.index,
-        lambda peer, message: network.wire.append((peer, message)),
-        lambda: PageServer(0, b"", "inproc"),
-        network.clock,
-    )
+    network = Network(most_ids=10)
     for name in ("one", "other"):
         network.start(name)
         fill(network.owners[name], 8)
@@ -348,6 +368,25 @@ def test_ids_beyond_the_limit_are_misses_until_there_is_room() -> None:
     network.settle()
     network.check()
     assert network.known(smaller) == set(range(1, 9))
+
+
+def test_ids_beyond_the_limit_come_back_when_evictions_make_room() -> None:
+    network = Network(most_ids=10)
+    for name in ("one", "other"):
+        network.start(name)
+        fill(network.owners[name], 8)
+    network.know()
+    network.settle()
+    larger, smaller = sorted(network.owners, key=lambda name: -len(network.known(name)))
+    for place in range(6):
+        network.owners[larger].withdraw(place)
+    network.settle()
+    network.check()
+    assert (network.known(larger), network.known(smaller)) == ({7, 8}, set(range(1, 9)))
+    network.owners[smaller].publish(20, 1)  # an id that is known needs no room
+    network.settle()
+    counts = network.index.statistics()
+    assert (counts.ids, counts.dropped) == (10, 6)
 
 
 STEPS = st.lists(
@@ -367,17 +406,21 @@ STEPS = st.lists(
 
 
 @settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(STEPS)
-def test_the_index_ends_with_what_the_owners_have(steps: list[tuple[str, int]]) -> None:
+@given(STEPS, st.sampled_from([MOST_IDS, 8]))
+def test_the_index_ends_with_what_the_owners_have(steps: list[tuple[str, int]], most_ids: int) -> None:
     """In any order: announcements, evictions, lost, late and repeated messages, restarts, leaves, joins under the
-    same name. Afterwards messages arrive again, and the index has exactly the items of the living owners."""
-    network = Network()
+    same name. Afterwards messages arrive again, and the index has exactly the items of the living owners, after
+    these have as few items as fit."""
+    network = Network(most_ids)
     for name in ("one", "other"):
         network.start(name)
     network.know()
     for step, number in steps:
         take(network, step, number)
         network.check()
+    for owner in network.owners.values():
+        for place in sorted(owner.items)[most_ids // 2 :]:
+            owner.withdraw(place)
     network.know()
     network.settle()
     network.check()
@@ -407,9 +450,10 @@ def take(network: Network, step: str, number: int) -> None:
         case "tick":
             network.tick((0.1, WATCH_S)[number % 2])
         case "correct":
-            version = network.index.position(name).version - number % 2
+            at = network.index.position(name)
+            at = ItemPosition(at.epoch, max(0, at.version - number % 2), at.next_place)
             missing = [key(one) for one in range(1, 31) if owner is None or one not in owner.items.values()]
-            network.index.correct(name, missing[:3], version)
+            network.index.correct(name, missing[:3], at)
         case "restart" if owner is not None:  # with or without news of it
             network.start(name)
             if number % 3:
@@ -446,6 +490,33 @@ def test_many_changes_are_merged_into_the_array() -> None:
     counts = index.statistics()
     assert counts.nbytes < 8 * 15_000
     assert counts.changes == 39
+
+
+def test_the_work_of_a_search_does_not_grow_with_its_keys() -> None:
+    """While changes are not merged, a search runs no statement for each key: other threads need the interpreter."""
+    index = PeerIndex()
+    index.apply("owner", ItemPiece(5, 0, 0, None, packed(list(range(1, 1000))), b"".join(PARTS)))
+    index.apply("owner", ItemChanges(5, 0, 1, packed([2000, 2001]), packed([7, 8])))
+
+    def lines(count: int) -> int:
+        keys = [key(one, PARTS[one % 2]) for one in (7, 2000) for _ in range(count)]
+        seen = 0
+
+        def trace(frame: FrameType, event: str, argument: object) -> Any:
+            nonlocal seen
+            seen += event == "line"
+            return trace
+
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            found = index.holders(keys, ["owner"])
+        finally:
+            sys.settrace(before)
+        assert found == {"owner": list(range(count, 2 * count))}
+        return seen
+
+    assert lines(500) == lines(1) > 0
 
 
 def packed(ids: list[int]) -> bytes:

@@ -124,6 +124,76 @@ def test_an_operation_that_the_transport_refuses_has_failed(monkeypatch: pytest.
     assert answers == [b"\0"]
 
 
+def fails_once(
+    monkeypatch: pytest.MonkeyPatch, owner: object, name: str, error: type[Exception] = TransportError
+) -> None:
+    """The next call of a method raises `error`."""
+    method = getattr(owner, name)
+
+    def fail(*_: object) -> object:
+        monkeypatch.setattr(owner, name, method)
+        raise error("once")
+
+    monkeypatch.setattr(owner, name, fail)
+
+
+@pytest.mark.parametrize(("name", "answered"), [("register", 3), ("receive", 2)])
+def test_an_exception_loses_no_request_that_waits(
+    monkeypatch: pytest.MonkeyPatch, name: str, answered: int
+) -> None:
+    """One request was not received, because memory or the transport was refused; the others are answered."""
+    ranks = Turns(random.Random(0))
+    owner = ranks.ranks[1]
+    fails_once(monkeypatch, owner.transport, name)
+    answers = [ranks.ask(0, 1), ranks.ask(0, 1), ranks.ask(2, 1)]
+    with structlog.testing.capture_logs() as logs:
+        ranks.run()
+    assert [line["event"] for line in logs] == ["transfer_fault"]
+    assert answers.count([b"\0"]) == answered
+    ranks.check()
+    assert owner.exchange.statistics().buffers_in_use == 0
+
+
+def test_requests_that_wait_for_a_share_survive_an_exception(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = Turns(random.Random(0))
+    reader, owner = ranks.ranks[0], ranks.ranks[1]
+    for nth in range(MOST_FOR_PEER):
+        ranks.fabric.faults.hold(nth=nth, when=replies_to("rank-0"))
+    for number in range(MOST_FOR_PEER + 3):
+        body = torch.tensor([0, *key("absent")], dtype=torch.uint8)
+        reader.transport.register(body)
+        reader.transport.send("rank-1", reader.server.number << 32 | 1000 + number, body, None)
+    ranks.run()
+    fails_once(monkeypatch, owner.transport, "receive")
+    ranks.fabric.faults.rules.clear()
+    ranks.fabric.release()
+    with structlog.testing.capture_logs():
+        ranks.run()
+    assert reader.exchange.statistics().dropped == MOST_FOR_PEER + 2, "all but one were answered"
+    ranks.check()
+
+
+def test_an_exception_while_a_reply_is_made_or_read_stops_no_other_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ranks = Turns(random.Random(0))
+    owner, served = ranks.ranks[1], ranks.ranks[1].exchange.served
+    fails_once(monkeypatch, served, "has", ValueError)
+
+    def fail(reply: memoryview | None) -> None:
+        raise ValueError("a bug of the caller")
+
+    for _ in range(MOST_FOR_PEER):
+        ranks.ranks[0].exchange.ask("rank-1", [key(1)], fail)
+    answers = ranks.ask(0, 1)
+    with structlog.testing.capture_logs() as logs:
+        ranks.run()
+    assert [line["event"] for line in logs] == ["transfer_fault"] * MOST_FOR_PEER
+    assert answers == [b"\0"]
+    ranks.check()
+    assert owner.exchange.statistics().buffers_in_use == 0
+
+
 def test_a_fence_that_takes_long_does_not_fence_the_next_connection(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -118,4 +118,4 @@ class Ring(RuleBasedStateMachine):
 
 
 TestRing = Ring.TestCase
-TestRing.settings = settings(max_examples=100, stateful_step_count=60, deadline=None)
+TestRing.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 import structlog
 import torch
 from faulty_disk import ManualClock
-from page_peers import REPLY, ExchangingRank, PageCluster, page_cluster, until
+from page_peers import REPLY, ExchangingRank, NoPeers, PageCluster, page_cluster, until
 from storage_pages import TIMEOUT_S, content, exists, get, key, memory, put
 
+from disagg.core.item_events import ID_BYTES, ItemPiece
 from disagg.node.page_exchange import CALLS, LIMIT_S, MOST_FOR_PEER, RETRY_S
 from disagg.storage.breaker import PauseSettings
+from disagg.storage.contract import ITEM_BYTES
 from disagg.storage.layered import LayeredStorage
 from disagg.storage.memory import MemoryStorage
-from disagg.storage.peers import PeerStorage
+from disagg.storage.peer_index import PeerIndex
+from disagg.storage.peers import Answer, PeerStorage
 
 PAUSE = PauseSettings(faults=3, first_s=1.0, longest_s=4.0)
 SHORT_S = 0.05
@@ -284,3 +287,30 @@ def test_a_hung_peer_leaves_time_for_the_storage_behind(cluster: PageCluster, st
     assert layered.get([key(1)], [memory(5000)], SHORT_S) == [True]
     assert layered.statistics().hits == 3
     layered.check()
+
+
+class TwoFailingPeers(NoPeers):
+    """Three peers have all pages; requests to two of them fail."""
+
+    def __init__(self) -> None:
+        self.peers = ("peer-0", "peer-1", "peer-2")
+        self.asked: list[str] = []
+
+    def ask(self, peer: str, keys: Sequence[bytes], answer: Answer) -> None:
+        self.asked.append(peer)
+        answer(memoryview(b"\1" * len(keys)) if peer == "peer-2" else None)
+
+
+def test_paused_peers_do_not_use_up_the_questions_for_a_key(clock: ManualClock) -> None:
+    exchange, index, page = TwoFailingPeers(), PeerIndex(), key(1)
+    for peer in exchange.peers:
+        index.apply(peer, ItemPiece(5, 0, 0, None, page[:ID_BYTES], page[ITEM_BYTES:]))
+    storage = PeerStorage(exchange, index, PAUSE, clock)
+    for _ in range(3 * PAUSE.faults):
+        storage.exists([page], TIMEOUT_S)
+    exchange.asked.clear()
+    assert [storage.exists([page], TIMEOUT_S) for _ in range(6)] == [[True]] * 6
+    assert exchange.asked == ["peer-2"] * 6
+    clock.now_s += PAUSE.first_s
+    assert [storage.exists([page], TIMEOUT_S) for _ in range(3)] == [[True]] * 3
+    assert sorted(exchange.asked[6:]) == ["peer-0", "peer-1", *["peer-2"] * 3], "trials are in addition"

@@ -71,7 +71,7 @@ class AnnouncedStores:
                 found[peer] = numbers
         return found
 
-    def correct(self, peer: str, keys: Sequence[bytes], version: int) -> None:
+    def correct(self, peer: str, keys: Sequence[bytes], position: ItemPosition) -> None:
         self.corrected += [(peer, key) for key in keys]
 
 

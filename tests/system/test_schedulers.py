@@ -33,7 +33,7 @@ from prefill_node.request import PrefillRequest
 from prefill_node.scheduler import PrefillScheduler
 
 RANKS = 2
-STEPS = settings(max_examples=40, stateful_step_count=60, deadline=None)
+STEPS = settings(max_examples=60, stateful_step_count=60, deadline=None)
 
 
 def key_of(number: int) -> RequestKey:

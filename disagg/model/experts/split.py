@@ -25,6 +25,7 @@ from disagg.model.layers.gated_mlps import GATED_MLPS
 from disagg.model.spec.quantization import Quantization
 from disagg.model.tensor_parallel import (
     Cut,
+    Misfit,
     SummedModule,
     cut_inputs,
     cut_outputs,
@@ -38,6 +39,8 @@ BLOCKS = (16, 8)
 faster; torch's grouped products need rows of 16 bytes."""
 _GROUPS = (128, 64, 32, 16)
 """Numbers of inner elements of quantized experts that share scales, and are not divided if possible."""
+_UNSUMMED = ("gate_proj", "up_proj", "down_proj")
+"""Linear layers of an MLP whose result its block sums over the ranks."""
 
 
 @dataclass(frozen=True)
@@ -63,14 +66,20 @@ class ExpertsSum(SummedModule):
         return x
 
 
-def split_experts(model: Any, collective: Collective, quantized: Quantization | None = None) -> ExpertsSplit:
+def split_experts(
+    model: Any,
+    collective: Collective,
+    quantized: Quantization | None = None,
+    misfit: Misfit = lambda *_: "",
+) -> ExpertsSplit:
     """Shrinks the experts of `model`, on the meta device, to the rank's part.
 
-    `quantized`: the format of the experts, if they are quantized.
+    `quantized`: the format of the experts, if they are quantized. Shared experts of which some rank cannot hold its
+    part, by `misfit`, are unchanged; `shard_model` reports them.
     """
     if collective.size == 1:
         return ExpertsSplit()
-    splitter = _Splitter(model, collective, quantized)
+    splitter = _Splitter(model, collective, quantized, misfit)
     others = [(name, module) for name, module in model.named_modules() if class_name(module) in OTHER_FORMS]
     for split, modules in ((splitter.split, list(experts_of(model))), (splitter.split_other, others)):
         for name, module in modules:
@@ -83,8 +92,11 @@ def split_experts(model: Any, collective: Collective, quantized: Quantization | 
 
 
 class _Splitter:
-    def __init__(self, model: Any, collective: Collective, quantized: Quantization | None) -> None:
+    def __init__(
+        self, model: Any, collective: Collective, quantized: Quantization | None, misfit: Misfit
+    ) -> None:
         self._model, self._collective, self._quantized = model, collective, quantized
+        self._misfit = misfit
         self.cuts: dict[str, Cut] = {}
         self.names: set[str] = set()
         self.whole: dict[str, str] = {}
@@ -101,8 +113,9 @@ class _Splitter:
         if form.has_bias:
             self.cleared.append((module, f"{DOWN}_bias"))
         for shared, mlp in _shared_mlps(self._model, name):
-            self.names.add(shared)
-            _shrink_mlp(mlp, shared, self._collective, self.cuts)
+            if self._fits(mlp, shared, GATED_MLPS[class_name(mlp)].layers):
+                self.names.add(shared)
+                _shrink_mlp(mlp, shared, self._collective, self.cuts)
 
     def split_other(self, name: str, module: Any) -> None:
         """Shrinks a module of `OTHER_FORMS`. Raises ExpertsFormError."""
@@ -118,14 +131,23 @@ class _Splitter:
         form.adapt(module, self._collective.rank)
         if form.bias:
             self.cleared.append((module, form.bias))
-        if not form.beside:
-            self._sum_of(module).register_forward_hook(_sum)
-            return
         place = name.rpartition(".")[0]
         block, shared = self._model.get_submodule(place), f"{place}.{form.beside}"
+        if not form.beside or not self._fits(getattr(block, form.beside), shared, _UNSUMMED):
+            self._sum_of(module).register_forward_hook(_sum)
+            return
         self.names.add(shared)
         _shrink_unsummed(getattr(block, form.beside), shared, self._collective, self.cuts)
         self._sum_of(block).register_forward_hook(_sum_first)
+
+    def _fits(self, mlp: Any, name: str, layers: tuple[str, ...]) -> bool:
+        """Returns, on all ranks alike, whether each rank can hold its part of the `layers` of an MLP."""
+        for rank in range(self._collective.size):
+            for child, cut in _mlp_cuts(mlp, layers, rank, self._collective.size).items():
+                layer = getattr(mlp, child)
+                if self._misfit(f"{name}.{child}", (layer.out_features, layer.in_features), cut):
+                    return False
+        return True
 
     def _own(self, inner: int) -> Span:
         return inner_spans(inner, self._collective.size, self._quantized)[self._collective.rank]
@@ -185,26 +207,35 @@ def _shared_mlps(model: Any, experts: str) -> Iterator[tuple[str, Any]]:
                 yield f"{place}.{child}", module
 
 
-def _shrink_mlp(mlp: Any, name: str, collective: Collective, cuts: dict[str, Cut]) -> None:
-    *columns, row = GATED_MLPS[class_name(mlp)].layers
+def _mlp_cuts(mlp: Any, layers: tuple[str, ...], rank: int, size: int) -> dict[str, Cut]:
+    """Returns a rank's slice of each of the `layers` of a gated MLP, the last of which has the inner elements as its
+    inputs."""
+    *columns, row = layers
     width = getattr(mlp, row).in_features
-    own = even_span(collective.rank, collective.size, width)
+    own, cuts = even_span(rank, size, width), dict[str, Cut]()
     for child in columns:
-        layer = getattr(mlp, child)
-        blocks = layer.out_features // width  # 2 if the layer computes gate and up
-        spans = tuple(Span(block * width + own.start, block * width + own.stop) for block in range(blocks))
-        cut_outputs(layer, f"{name}.{child}", Cut(0, spans), cuts)
-    cut_inputs(mlp, f"{name}.{row}", own, collective, cuts)
+        starts = range(0, getattr(mlp, child).out_features, width)  # 2 if the layer computes gate and up
+        cuts[child] = Cut(0, tuple(Span(start + own.start, start + own.stop) for start in starts))
+    return cuts | {row: Cut(1, (own,))}
+
+
+def _shrink_mlp(mlp: Any, name: str, collective: Collective, cuts: dict[str, Cut]) -> None:
+    found = _mlp_cuts(mlp, GATED_MLPS[class_name(mlp)].layers, collective.rank, collective.size)
+    row, inputs = found.popitem()
+    for child, cut in found.items():
+        cut_outputs(getattr(mlp, child), f"{name}.{child}", cut, cuts)
+    cut_inputs(mlp, f"{name}.{row}", inputs.spans[0], collective, cuts)
 
 
 def _shrink_unsummed(mlp: Any, name: str, collective: Collective, cuts: dict[str, Cut]) -> None:
     """Shrinks a gated MLP whose result its block sums over the ranks."""
-    row = mlp.down_proj
-    own = even_span(collective.rank, collective.size, row.in_features)
-    for child in ("gate_proj", "up_proj"):
-        cut_outputs(getattr(mlp, child), f"{name}.{child}", Cut(0, (own,)), cuts)
-    cut_parameter(row, f"{name}.down_proj", "weight", Cut(1, (own,)), cuts)
-    row.in_features = len(own)
+    found = _mlp_cuts(mlp, _UNSUMMED, collective.rank, collective.size)
+    row, inputs = found.popitem()
+    for child, cut in found.items():
+        cut_outputs(getattr(mlp, child), f"{name}.{child}", cut, cuts)
+    layer = getattr(mlp, row)
+    cut_parameter(layer, f"{name}.{row}", "weight", inputs, cuts)
+    layer.in_features = len(inputs)
 
 
 def _clear(biases: list[tuple[Any, str]]) -> None:

@@ -7,23 +7,23 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import structlog
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM
 
 from disagg.core.errors import UnsupportedModelError, first_line
 from disagg.core.ports import Collective
 from disagg.model.adapters import adapter_of
 from disagg.model.adapters.base import StepInputs
 from disagg.model.attention.paged import ATTENTION_NAME
-from disagg.model.experts.quantized import quantized_experts
 from disagg.model.experts.split import ExpertsSplit, split_experts
 from disagg.model.layers.quantized import QuantizedExpertWeights, QuantizedLinear
+from disagg.model.load.initialize import initialize, is_set
 from disagg.model.load.quantized_experts import QuantizedExpertLayers, replace_experts
 from disagg.model.load.quantized_layers import QuantizedLayers, quantized_misfit, replace_layers
 from disagg.model.load.source import ModelSource
@@ -92,7 +92,7 @@ def build_model(
         shapes = _stored_shapes(model)
         parts = _shard(model, source, spec, collective, shapes)
         _materialize(model, device)
-        _initialize(model)
+        initialize(model, source.seed, device, shapes, parts.cuts)
         quantized = parts.quantized.weights | parts.quantized_experts.weights
         plain = {name: shape for name, shape in shapes.items() if name not in quantized}
         weights = source.weights(set(plain), model)
@@ -138,9 +138,9 @@ def _shard(
     quantized in the source. Small parameters stay whole until `recurrent.finish`."""
     names, form = source.quantized_names(model), source.quantization
     recurrent = split_recurrent(model, collective)
-    experts = split_experts(model, collective, form if names.experts else None)
-    without, misfit = recurrent.names | experts.names, quantized_misfit(form, names.linear)
-    sharding = shard_model(model, spec, collective, without, misfit)
+    misfit = quantized_misfit(form, names.linear)
+    experts = split_experts(model, collective, form if names.experts else None, misfit)
+    sharding = shard_model(model, spec, collective, recurrent.names | experts.names, misfit)
     sharding.whole.update(experts.whole)
     if recurrent.whole and collective.size > 1:
         sharding.whole["recurrent layers"] = recurrent.whole
@@ -234,44 +234,6 @@ def _poisoned(like: torch.Tensor, device: torch.device) -> torch.Tensor:
     return empty.fill_(float("nan")) if like.is_floating_point() else empty.zero_()
 
 
-def _initialize(model: Any) -> None:
-    """Initializes the tensors that are not loaded: computed buffers, and norms of models with random weights."""
-    owners = dict(_owners(model, model))
-    for module in model.modules():
-        own = [*module._parameters.values(), *module._buffers.values()]
-        loaded = isinstance(module, nn.Linear | QuantizedLinear | QuantizedExpertWeights)
-        loaded = loaded or quantized_experts(module) is not None
-        if any(tensor is not None for tensor in own) and not loaded:
-            _init_weights(owners[module], module)
-    # A parent module may set a buffer that no checkpoint holds (the multipliers of Falcon-H1).
-    stored = model.state_dict(keep_vars=True)
-    unset = {name for name, buffer in model.named_buffers() if name not in stored and not _is_set(buffer)}
-    for name, module in model.named_modules():
-        if not isinstance(module, nn.ModuleList) and any(buffer.startswith(f"{name}.") for buffer in unset):
-            _init_weights(owners[module], module)
-
-
-def _owners(module: nn.Module, owner: Any) -> Iterator[tuple[nn.Module, Any]]:
-    """Yields each module with the innermost transformers model that contains it, which can initialize the module."""
-    owner = module if isinstance(module, PreTrainedModel) else owner
-    yield module, owner
-    for child in module.children():
-        yield from _owners(child, owner)
-
-
-def _init_weights(model: Any, module: nn.Module) -> None:
-    try:
-        model._init_weights(module)
-    except AttributeError as exc:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} is not supported: its {type(module).__name__} cannot be initialized separately"
-        ) from exc
-
-
-def _is_set(tensor: torch.Tensor) -> bool:
-    return not tensor.is_floating_point() or bool(torch.isfinite(tensor).all())
-
-
 def _fill(
     model: Any, weights: WeightSource, shapes: dict[str, tuple[int, ...]], cuts: dict[str, Cut]
 ) -> None:
@@ -289,7 +251,7 @@ def _fill(
                 f"{type(model).__name__} is not supported: neither weights nor initialization set its {name}"
             )
     for name, buffer in model.named_buffers():
-        if not _is_set(buffer):
+        if not is_set(buffer):
             raise UnsupportedModelError(
                 f"{type(model).__name__} is not supported: its buffer {name} is not initialized"
             )

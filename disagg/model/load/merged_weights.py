@@ -6,7 +6,8 @@ expert only. Conversions other than new names and stacked experts are left to tr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +26,9 @@ from disagg.core.types import Span
 from disagg.model.load.composite import text_name
 from disagg.model.load.weights import SafetensorsWeights, WeightSource
 from disagg.model.tensor_parallel import Cut
+
+_NUMBER = re.compile(r"\.(\d+)\.(?!.*\.\d+\.)")
+"""The last number in a stored name, which is that of the expert."""
 
 
 @dataclass(frozen=True)
@@ -59,17 +63,14 @@ class MergedWeights:
         if stacked is None:
             return self._stored.load(self._names.plain.get(name, name), shape, dtype, device, cut)
         experts, rows = shape[0], shape[1] // len(stacked.parts)
-        if len(stacked.parts[0]) != experts:
-            raise ConfigError(
-                f"the checkpoint's {name} has {len(stacked.parts[0])} experts, but its config.json requires {experts}"
-            )
+        parts = [experts_in_order(name, part, experts) for part in stacked.parts]
         size = [experts, *shape[1:]]
         if cut is not None:
             size[cut.dim] = len(cut)
         whole = torch.empty(size, dtype=dtype, device=device)
         for expert in range(experts):
             at = 0
-            for number, part in enumerate(stacked.parts):
+            for number, part in enumerate(parts):
                 for one in cuts_of_part(cut, Span(number * rows, (number + 1) * rows)):
                     found = self._stored.load(part[expert], (rows, *shape[2:]), dtype, device, one)
                     assert found is not None
@@ -93,6 +94,32 @@ def merged_weights(stored: SafetensorsWeights, needed: set[str], model: Any) -> 
         if names is not None and needed <= names.all():
             return MergedWeights(stored, names)
     return None
+
+
+def experts_in_order(parameter: str, names: Sequence[str], experts: int, what: str = "") -> tuple[str, ...]:
+    """Returns the stored `names` of a part of a stacked parameter, one for each expert, by the expert's number.
+
+    Raises ConfigError unless the numbers are those from 0 to `experts` - 1. `what`: the content of the named tensors.
+    """
+    by_number, surplus = dict[int, str](), list[str]()
+    for name in names:
+        found = _NUMBER.search(f"{name}.")
+        number = int(found[1]) if found else -1
+        if number in range(experts) and number not in by_number:
+            by_number[number] = name
+        else:
+            surplus.append(name)
+    missing = next((number for number in range(experts) if number not in by_number), None)
+    if missing is None and not surplus:
+        return tuple(by_number[number] for number in range(experts))
+    wrong = [f"{surplus[0]} is none of them"] if surplus else []
+    if missing is not None:
+        absent = _NUMBER.sub(f".{missing}.", f"{names[0]}.").removesuffix(".") if names else "a part of each"
+        wrong.insert(0, f"{absent} is missing")
+    raise ConfigError(
+        f"the checkpoint's {parameter} has {what}{len(names)} experts, but its config.json requires {experts}, "
+        f"numbered from 0: {', and '.join(wrong)}"
+    )
 
 
 def stacked_experts(names: Iterable[str], model: Any) -> dict[str, tuple[tuple[str, ...], ...]]:

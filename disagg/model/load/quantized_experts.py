@@ -6,9 +6,8 @@ all experts of a layer. In memory both become one quantized weight, in which the
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd
 from typing import Any
 
@@ -19,7 +18,7 @@ from disagg.core.types import Span
 from disagg.model.experts.form import DOWN, ExpertsFormError, form_of
 from disagg.model.experts.quantized import DOWN_WEIGHTS, UP_WEIGHTS, QuantizedExperts
 from disagg.model.layers.quantized import QuantizedExpertWeights
-from disagg.model.load.merged_weights import cuts_of_part
+from disagg.model.load.merged_weights import cuts_of_part, experts_in_order
 from disagg.model.load.quantized_tensors import LayerPart, empty_weight, read_weight
 from disagg.model.load.weights import WeightSource
 from disagg.model.spec.quantization import MXFP4_GROUP, Quantization
@@ -32,8 +31,8 @@ StoredExperts = Mapping[str, tuple[tuple[str, ...], ...]]
 """The stored layers of each stacked parameter, by the parameter's name: those of all experts, for each part of an
 expert's matrix (gate and up). In MXFP4 the parameter's own stored name."""
 _GROUP_BYTES = MXFP4_GROUP // 2
-_NUMBER = re.compile(r"\.(\d+)\.(?!.*\.\d+\.)")
-"""The last number in a stored name, which is that of the expert."""
+_NOT_A_NUMBER = 255
+"""Exponent of MXFP4 scales that stands for NaN."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +89,7 @@ def replace_experts(
     """Replaces the stacked weights `stored` of a rank's model, on the meta device, by quantized ones.
 
     `shapes` and `cuts`: full shape of each parameter, and the rank's part of it. Raises UnsupportedModelError if the
-    kernels do not support the experts, and ConfigError if the checkpoint lacks some of them.
+    kernels do not support the experts, and ConfigError if the checkpoint lacks some of them or has more.
     """
     if form is None or not stored:
         return QuantizedExpertLayers()
@@ -109,11 +108,10 @@ def replace_experts(
                 raise ConfigError(
                     f"the checkpoint has no scales for {parameter}, but for other weights of {name}"
                 )
-            part = _part(
-                parameter, shapes[parameter], cuts.get(parameter), stored[parameter], layout.transposed
-            )
+            names, shape = stored[parameter], shapes[parameter]
             if form.storage != "mxfp4":
-                _require_complete(part)
+                names = tuple(experts_in_order(parameter, one, shape[0], "scales for ") for one in names)
+            part = _part(parameter, shape, cuts.get(parameter), names, layout.transposed)
             weights = QuantizedExpertWeights(empty_experts(form, part), getattr(module, leaf).dtype)
             delattr(module, leaf)
             setattr(module, own, weights)
@@ -136,22 +134,6 @@ def _part(
     return ExpertsPart(name, experts, (rows, columns), cut, stored)
 
 
-def _require_complete(part: ExpertsPart) -> None:
-    """Raises ConfigError unless the checkpoint has scales for every expert."""
-    for names in part.stored:
-        if len(names) == part.experts:
-            continue
-        known = {int(found[1]) for name in names if (found := _NUMBER.search(f"{name}."))}
-        missing = next((number for number in range(part.experts) if number not in known), None)
-        example = names[0] if names else f"{part.name} (a part of it)"
-        if missing is not None and names:
-            example = _NUMBER.sub(f".{missing}.", f"{names[0]}.").removesuffix(".")
-        raise ConfigError(
-            f"the checkpoint's {part.name} has scales for {len(names)} experts, but its config.json requires "
-            f"{part.experts}; {example} has none"
-        )
-
-
 def empty_experts(form: Quantization, part: ExpertsPart) -> ExpertWeights:
     """Returns weights with the shapes and types of the part, on the meta device.
 
@@ -171,7 +153,7 @@ def empty_experts(form: Quantization, part: ExpertsPart) -> ExpertWeights:
     words, scales, zeros = many
     assert words is not None
     assert scales is not None
-    weight = QuantizedWeight(words, one.elements, one.columns, scales, one.block, zeros)
+    weight = QuantizedWeight(words, one.elements, one.columns, scales, one.block, zeros, shares_sums=False)
     return ExpertWeights(weight, part.experts)
 
 
@@ -203,7 +185,7 @@ def _allocated(weights: ExpertWeights, device: torch.device) -> ExpertWeights:
     )
     assert words is not None
     assert scales is not None
-    weight = QuantizedWeight(words, meta.elements, meta.columns, scales, meta.block, zeros)
+    weight = QuantizedWeight(words, meta.elements, meta.columns, scales, meta.block, zeros, shares_sums=False)
     return ExpertWeights(weight, weights.experts)
 
 
@@ -223,7 +205,8 @@ def _empty_mxfp4(form: Quantization, part: ExpertsPart) -> ExpertWeights:
         rows, columns = (len(part.cut) if part.cut.dim == dim else part.shape[dim - 1] for dim in (1, 2))
     scales = torch.empty(part.experts * rows, columns // MXFP4_GROUP, dtype=POWERS, device="meta")
     shape = (part.experts * rows, columns)
-    return ExpertWeights(QuantizedWeight.empty(shape, FP4, scales, (1, MXFP4_GROUP)), part.experts)
+    weight = QuantizedWeight.empty(shape, FP4, scales, (1, MXFP4_GROUP))
+    return ExpertWeights(replace(weight, shares_sums=False), part.experts)
 
 
 def _read_mxfp4(weights: WeightSource, part: ExpertsPart, found: ExpertWeights, device: torch.device) -> None:
@@ -238,6 +221,11 @@ def _read_mxfp4(weights: WeightSource, part: ExpertsPart, found: ExpertWeights, 
     scales = weights.load(f"{name}_scales", stored, torch.uint8, device, cut)
     assert blocks is not None
     assert scales is not None
+    if bool((scales == _NOT_A_NUMBER).any()):
+        raise ConfigError(
+            f"the checkpoint's {name}_scales has the exponent {_NOT_A_NUMBER}, which is no number; the checkpoint is "
+            f"damaged"
+        )
     weight, rows = found.weight, found.outputs
     weight.scales.view(torch.uint8).copy_(scales.flatten(0, 1))
     for expert in range(part.experts):

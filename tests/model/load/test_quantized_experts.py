@@ -179,6 +179,8 @@ def test_experts_need_less_memory(name: str, bits: float, checkpoints: Checkpoin
     runner = make_runner(checkpoints(name)[0])
     held = [one for one in runner.model.modules() if isinstance(one, QuantizedExpertWeights)]
     assert len(held) == 4
+    assert not any(len(one.parts.weight.arrived) for one in held), "no counters: programs share no sums"
+    assert not any(len(one.parts.part(0, 1).weight.arrived) for one in held)
     nbytes = sum(parameter.nbytes for one in held for parameter in one.parameters())
     elements = sum(weight_elements(one) for one in held)
     config = runner.model.config
@@ -285,6 +287,19 @@ def replaced(leaf: str, tensor: torch.Tensor) -> Callable[[dict[str, torch.Tenso
     return change
 
 
+def numbered_otherwise(old: str, new: str) -> Callable[[dict[str, torch.Tensor]], None]:
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in tensors if name.startswith(f"{EXPERTS}.{old}.")]:
+            tensors[name.replace(f"{EXPERTS}.{old}.", f"{EXPERTS}.{new}.")] = tensors.pop(name)
+
+    return change
+
+
+def one_expert_more(tensors: dict[str, torch.Tensor]) -> None:
+    for name in [name for name in tensors if name.startswith(f"{EXPERTS}.4.")]:
+        tensors[name.replace(f"{EXPERTS}.4.", f"{EXPERTS}.5.")] = tensors[name].clone()
+
+
 def no_expert_of_a_layer_is_scaled_down(tensors: dict[str, torch.Tensor]) -> None:
     for number in range(5):
         del tensors[f"{EXPERTS}.{number}.down_proj.weight_scale_inv"]
@@ -296,12 +311,27 @@ def no_expert_of_a_layer_is_scaled_down(tensors: dict[str, torch.Tensor]) -> Non
         (
             "fp8 block",
             without("2.gate_proj.weight_scale_inv"),
-            r"gate_up_proj has scales for 4 experts, but .* requires 5; .*experts.2.gate_proj has none",
+            r"gate_up_proj has scales for 4 experts, but .* requires 5, .*experts.2.gate_proj is missing$",
         ),
         (
             "fp8 block",
             without("4.up_proj.weight", "4.up_proj.weight_scale_inv"),
-            "experts.4.up_proj has none",
+            "experts.4.up_proj is missing$",
+        ),
+        (
+            "fp8 block",
+            numbered_otherwise("2", "5"),
+            r"experts.2.gate_proj is missing, and .*experts.5.gate_proj is none of them$",
+        ),
+        (
+            "fp8 block",
+            numbered_otherwise("2.up_proj", "7.up_proj"),
+            r"for 5 experts, .* requires 5, .*experts.2.up_proj is missing, and .*experts.7.up_proj is none",
+        ),
+        (
+            "fp8 block",
+            one_expert_more,
+            r"gate_up_proj has scales for 6 experts, .* requires 5, numbered from 0: \S*5.gate_proj is none of",
         ),
         (
             "fp8 block",
@@ -326,6 +356,11 @@ def no_expert_of_a_layer_is_scaled_down(tensors: dict[str, torch.Tensor]) -> Non
             MXFP4,
             replaced("down_proj_scales", torch.ones(4, 192, 6, dtype=torch.uint8)),
             r"down_proj_scales is \(4, 192, 6\), but .* requires \(4, 192, 3\)",
+        ),
+        (
+            MXFP4,
+            replaced("down_proj_scales", torch.full((4, 192, 3), 255, dtype=torch.uint8)),
+            "experts.down_proj_scales has the exponent 255, which is no number",
         ),
         (
             MXFP4,

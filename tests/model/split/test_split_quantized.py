@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 from architectures import HYBRIDS, MLA, SIZES, save
-from mixtures import SHARED
+from mixtures import OTHER_MIXTURES, SHARED
 from model_helpers import load_plain, make_runner, prompts
 from plain_greedy import plain_greedy
 from quantized_checkpoints import FORMATS, WeightFormat, compressed, packed_in, quantize_checkpoint
-from transformers import DeepseekV3Config, LlamaConfig, Phi3Config, PreTrainedConfig
+from transformers import DeepseekV3Config, Glm4MoeConfig, LlamaConfig, Phi3Config, PreTrainedConfig
 
 from disagg.core.types import SamplingParams
 from disagg.model.collective.base import ThreadCollective, run_ranks
@@ -28,6 +28,19 @@ def narrow() -> PreTrainedConfig:
     return LlamaConfig(**SHARED)
 
 
+def glm4_moe() -> PreTrainedConfig:
+    """Two ranks share the 48 inner elements of the shared experts, too: only the second cuts a group of 16."""
+    sizes = {"moe_intermediate_size": 48, "n_routed_experts": 4, "first_k_dense_replace": 1}
+    return Glm4MoeConfig(**SHARED, **sizes, num_experts_per_tok=2)
+
+
+def llama4() -> PreTrainedConfig:
+    """As `glm4_moe`; the block of experts adds the result of the shared expert."""
+    config = OTHER_MIXTURES["llama4"]()
+    config.intermediate_size = 48
+    return config
+
+
 NARROW = WeightFormat(
     compressed("pack-quantized", num_bits=4, type="int", strategy="group", group_size=16), packed_in(4, 16)
 )
@@ -40,6 +53,8 @@ MODELS = {
     ),
     "phi3": (lambda: Phi3Config(**SIZES), "", set()),
     "narrow": (narrow, ".self_attn.", {"attention"}),
+    "glm4-moe": (glm4_moe, ".shared_experts.", {"model.layers.*.mlp.shared_experts"}),
+    "llama4": (llama4, ".shared_expert.", {"model.layers.*.feed_forward.shared_expert"}),
 }
 """A model, which of its projections are quantized, and what every rank holds whole."""
 
@@ -53,6 +68,8 @@ MODELS = {
         ("phi3", "fp8 block"),
         ("phi3", "awq"),
         ("narrow", "groups of 16"),
+        ("glm4-moe", "groups of 16"),
+        ("llama4", "groups of 16"),
     ],
 )
 def test_greedy_equals_generate(name: str, form: str, tmp_path: Path) -> None:
