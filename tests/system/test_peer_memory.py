@@ -6,6 +6,7 @@ import itertools
 import math
 
 import pytest
+from api_server import until
 from local_groups import (
     Checkpoints,
     LocalGroups,
@@ -34,6 +35,12 @@ def written(groups: LocalGroups) -> int:
 
 def sent(groups: LocalGroups) -> int:
     return sum(rank.statistics()["transfer"].segments_sent for rank in groups.prefill)
+
+
+def pools_open(groups: LocalGroups) -> bool:
+    """Whether each prefill rank has opened the pools of all decode ranks; until then, segments are staged."""
+    wanted = len(groups.decode)
+    return all(rank.statistics()["transfer"].open_pools == wanted for rank in groups.prefill)
 
 
 def in_sample(tp: tuple[int, int]) -> bool:
@@ -105,6 +112,7 @@ def test_there_is_a_notice_for_each_group_and_chunk_and_no_message(
     prompt = random_prompts(50, seed=7)[0]
     config = small_config(2, 1, chunk_tokens=chunk_tokens, layer_groups=layer_groups, peer_memory=True)
     with local_groups(config, source) as groups:
+        until(lambda: pools_open(groups))
         answer = groups.answers([prompt], SamplingParams(max_tokens=2))[0]
     chunks, pairs = math.ceil(len(prompt) / chunk_tokens), 2
     assert answer.report.segments == chunks * layer_groups * pairs
