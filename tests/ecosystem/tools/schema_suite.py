@@ -1,13 +1,16 @@
 """1,000 JSON schemas of the JSON Schema Test Suite: each complete answer is valid; other schemas are refused (400).
 
-The suite is part of the source distribution of `jsonschema`, which pip downloads. The model is random, and a bias
-toward quotes, brackets and the end makes its answers short. `answers.jsonl` in the output folder has all answers.
+The suite is part of the source distribution of `jsonschema`, which pip downloads. With SCHEMAS_FOLDER in the
+environment, the schemas are the JSON files below that folder instead, such as `data` of JSONSchemaBench
+(github.com/guidance-ai/jsonschemabench, by the authors of llguidance). The model is random, and a bias toward quotes,
+brackets and the end makes its answers short. `answers.jsonl` in the output folder has all answers.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
 import random
 import re
 import subprocess
@@ -48,6 +51,12 @@ class Asked(NamedTuple):
     """The answer, or the reason of the refusal."""
     whole: bool
     """Whether the answer is not truncated."""
+
+
+def schemas_in(folder: Path) -> list[dict[str, Any]]:
+    """Returns the schemas below a folder, one in each JSON file."""
+    found = (json.loads(path.read_text()) for path in sorted(folder.rglob("*.json")))
+    return [schema for schema in found if isinstance(schema, dict)]
 
 
 def suite(out: Path) -> list[dict[str, Any]]:
@@ -106,7 +115,8 @@ def kind_of(asked: Asked, fault: str) -> str:
 
 def answered(server: Target) -> list[Asked]:
     """Asks for `SCHEMAS` random schemas of the suite, some at once."""
-    schemas = random.Random(SEED).sample(suite(server.out), SCHEMAS)
+    folder = os.environ.get("SCHEMAS_FOLDER")
+    schemas = random.Random(SEED).sample(schemas_in(Path(folder)) if folder else suite(server.out), SCHEMAS)
     with ThreadPoolExecutor(AT_ONCE) as pool:
         return list(pool.map(lambda pair: ask(server, pair[1], pair[0]), enumerate(schemas)))
 
