@@ -86,27 +86,36 @@ def _codes(bits: int, registers: str, body: str, *, upper: bool = False) -> tl.c
     return tl.constexpr(tuple(tl.constexpr(code(number)) for number in range(32 // bits)))
 
 
-_FP8_BFLOAT16 = _codes(
-    8,
-    "v, s, factor, none",
-    """mov.b32 factor, 0x7b807b80;
-    mov.b32 none, 0x80008000;
-    and.b32 s, v, 0x7f007f00;
-    shr.b32 s, s, 4;
+def _float_codes(bits: int, *, bfloat16: bool, magnitude: int, shift: int, factor: int) -> tl.constexpr:
+    """Returns assembly code for floats of `bits`, converted to bfloat16 or float16.
+
+    Each half of a register has the sign in the highest bit. Exponent and mantissa move to their places in the 16-bit
+    type, and one multiplication corrects the exponent's bias.
+
+    - magnitude: bits of exponent and mantissa in a half.
+    - shift: distance by which they move.
+    - factor: bits of the factor, a power of two, in the 16-bit type.
+    """
+    twice = 0x10001
+    registers, none, multiply = "v, s, factor", "", "mul.f16x2 $0, v, factor;\n"
+    if bfloat16:  # before Hopper, GPUs multiply pairs of bfloat16 only with a sum, here with -0
+        registers, none, multiply = (
+            f"{registers}, none",
+            "mov.b32 none, 0x80008000;\n",
+            "fma.rn.bf16x2 $0, v, factor, none;\n",
+        )
+    body = f"""mov.b32 factor, {factor * twice:#010x};
+    {none}and.b32 s, v, {magnitude * twice:#010x};
+    shr.b32 s, s, {shift};
     lop3.b32 v, v, 0x80008000, s, 0xea;
-    fma.rn.bf16x2 $0, v, factor, none;
-    """,
-)
-_FP8_FLOAT16 = _codes(
-    8,
-    "v, s, factor",
-    """mov.b32 factor, 0x5c005c00;
-    and.b32 s, v, 0x7f007f00;
-    shr.b32 s, s, 1;
-    lop3.b32 v, v, 0x80008000, s, 0xea;
-    mul.f16x2 $0, v, factor;
-    """,
-)
+    {multiply}"""
+    return _codes(bits, registers, body, upper=True)
+
+
+_FP8_BFLOAT16 = _float_codes(8, bfloat16=True, magnitude=0x7F00, shift=4, factor=0x7B80)
+_FP8_FLOAT16 = _float_codes(8, bfloat16=False, magnitude=0x7F00, shift=1, factor=0x5C00)
+_FP4_BFLOAT16 = _float_codes(4, bfloat16=True, magnitude=0x7000, shift=6, factor=0x7E80)
+_FP4_FLOAT16 = _float_codes(4, bfloat16=False, magnitude=0x7000, shift=3, factor=0x7400)
 _INT8_BFLOAT16 = _codes(
     8,
     "v, less, base, minus",
@@ -141,29 +150,6 @@ _INT4_FLOAT16 = _codes(
     lop3.b32 v, v, 0x000f000f, base, 0xea;
     add.f16x2 $0, v, $3;
     """,
-)
-_FP4_BFLOAT16 = _codes(
-    4,
-    "v, s, factor, none",
-    """mov.b32 factor, 0x7e807e80;
-    mov.b32 none, 0x80008000;
-    and.b32 s, v, 0x70007000;
-    shr.b32 s, s, 6;
-    lop3.b32 v, v, 0x80008000, s, 0xea;
-    fma.rn.bf16x2 $0, v, factor, none;
-    """,
-    upper=True,
-)
-_FP4_FLOAT16 = _codes(
-    4,
-    "v, s, factor",
-    """mov.b32 factor, 0x74007400;
-    and.b32 s, v, 0x70007000;
-    shr.b32 s, s, 3;
-    lop3.b32 v, v, 0x80008000, s, 0xea;
-    mul.f16x2 $0, v, factor;
-    """,
-    upper=True,
 )
 
 
