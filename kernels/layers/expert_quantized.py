@@ -7,21 +7,21 @@ activations, and `expert_matmul` multiplies. No launch needs the host's decision
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from kernels.attention.common import on_device, shared_bytes
+from kernels.attention.common import on_device
 from kernels.attention.layer_kv import describe
 from kernels.dispatch import backend
 from kernels.layers.expert_matmul import expert_matmul, expert_tile
 from kernels.layers.expert_rows import UNUSED, ExpertRows, expert_rows
 from kernels.layers.matmul import GROUP_M, place
 from kernels.layers.matmul_tiles import MatmulTile
-from kernels.layers.quantized_linear import QuantizedTile, summed_words
+from kernels.layers.quantized_linear import QuantizedTile, fitted, kernel_rows, summed_words
 from kernels.layers.quantized_weight import (
     FLOATS,
     QuantizedWeight,
@@ -84,8 +84,7 @@ def quantized_tiles(weights: ExpertWeights, dtype: torch.dtype) -> tuple[Quantiz
     Empty for float32, and on CUDA for weights with zero points; see `quantized_linear.kernel_rows`.
     """
     weight = weights.weight
-    unsure = weight.zeros is not None and weight.words.is_cuda
-    return () if dtype == torch.float32 or unsure else TILES[weight.bits]
+    return TILES[weight.bits] if kernel_rows(weight, dtype) else ()
 
 
 def quantized_tile(weights: ExpertWeights, pairs: int, dtype: torch.dtype) -> QuantizedTile | None:
@@ -151,7 +150,7 @@ class ConvertedExperts:
 
     def __init__(self, weights: ExpertWeights, dtype: torch.dtype) -> None:
         """`dtype`: type of the activations."""
-        self._dtype = dtype
+        self._weights, self._dtype = weights, dtype
         expert_bytes = weights.outputs * weights.inputs * dtype.itemsize
         self.each = min(weights.experts, max(1, CONVERTED_BYTES // expert_bytes))
         """Number of experts that are converted at a time."""
@@ -159,7 +158,6 @@ class ConvertedExperts:
         self._parts = [
             (start, weights.part(start, min(weights.experts, start + self.each))) for start in starts
         ]
-        self._pairs_of = weights.experts
 
     def __call__(
         self,
@@ -176,9 +174,9 @@ class ConvertedExperts:
         - bias: `[experts, n]` of the same type, contiguous, or None.
         - tile: derived from the sizes if omitted.
         """
-        outputs = self._parts[0][1].outputs
+        outputs = self._weights.outputs
         out = torch.empty(chosen.numel(), outputs, dtype=self._dtype, device=x.device)
-        tile = tile or expert_tile(chosen.numel(), self._pairs_of, self._dtype)
+        tile = tile or expert_tile(chosen.numel(), self._weights.experts, self._dtype)
         for start, part in self._parts:
             inside = (chosen >= start) & (chosen < start + part.experts)
             rows = expert_rows(torch.where(inside, chosen - start, part.experts), part.experts, tile.rows)
@@ -204,12 +202,6 @@ def _check(
     shape = (weights.experts, weights.outputs)
     if bias is not None and (bias.shape != shape or bias.dtype != x.dtype or not bias.is_contiguous()):
         raise ValueError(f"bias must be contiguous {x.dtype} {list(shape)}; got {describe(bias)}")
-
-
-def fitted(tile: QuantizedTile, bits: int, device: torch.device) -> QuantizedTile:
-    """Returns `tile` with as many stages as the shared memory has room for."""
-    stage_bytes = tile.words * (4 * tile.columns + 32 // bits * 2 * tile.rows)
-    return replace(tile, stages=min(tile.stages, 1 + shared_bytes(device) // stage_bytes))
 
 
 def run(

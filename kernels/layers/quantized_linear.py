@@ -125,8 +125,16 @@ def tile_of(
     blocks, splits = -(-m // tile.rows) * -(-n // tile.columns), 1
     while 2 * splits * blocks <= programs * processors and k >= 2 * splits * _MIN_COLUMNS:
         splits *= 2
+    return fitted(replace(tile, splits=splits), bits, device)
+
+
+def fitted(tile: QuantizedTile, bits: int, device: torch.device) -> QuantizedTile:
+    """Returns `tile` with as many of its stages as the shared memory of `device` has room for.
+
+    - bits: bits of a value.
+    """
     stage_bytes = tile.words * (4 * tile.columns + 32 // bits * 2 * tile.rows)
-    return replace(tile, splits=splits, stages=min(tile.stages, 1 + shared_bytes(device) // stage_bytes))
+    return replace(tile, stages=min(tile.stages, 1 + shared_bytes(device) // stage_bytes))
 
 
 def _tile_of_rows(m: int, wide: bool, bits: int, has_blocks: bool) -> tuple[QuantizedTile, int]:
