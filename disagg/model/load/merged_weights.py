@@ -24,7 +24,7 @@ from transformers.core_model_loading import (
 from disagg.core.errors import ConfigError
 from disagg.core.types import Span
 from disagg.model.load.composite import text_name
-from disagg.model.load.weights import SafetensorsWeights, WeightSource
+from disagg.model.load.weights import SafetensorsWeights, WeightSource, part_shape
 from disagg.model.tensor_parallel import Cut
 
 _NUMBER = re.compile(r"\.(\d+)\.(?!.*\.\d+\.)")
@@ -64,10 +64,7 @@ class MergedWeights:
             return self._stored.load(self._names.plain.get(name, name), shape, dtype, device, cut)
         experts, rows = shape[0], shape[1] // len(stacked.parts)
         parts = [experts_in_order(name, part, experts) for part in stacked.parts]
-        size = [experts, *shape[1:]]
-        if cut is not None:
-            size[cut.dim] = len(cut)
-        whole = torch.empty(size, dtype=dtype, device=device)
+        whole = torch.empty(part_shape(shape, cut), dtype=dtype, device=device)
         for expert in range(experts):
             at = 0
             for number, part in enumerate(parts):

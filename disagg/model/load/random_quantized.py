@@ -6,7 +6,7 @@ from math import log2
 
 import torch
 
-from disagg.model.load.weights import RandomWeights, own_part, seed_of
+from disagg.model.load.weights import RandomWeights, own_part, part_shape, seed_of
 from disagg.model.spec.quantization import Elements
 from disagg.model.tensor_parallel import Cut
 
@@ -33,8 +33,8 @@ class RandomQuantizedWeights(RandomWeights):
     ) -> torch.Tensor | None:
         """See `WeightSource.load`. All scales are equal; those of MXFP4 are the nearest power of two."""
         if name.endswith("_scales") and dtype == torch.uint8:
-            size = shape if cut is None else (*shape[: cut.dim], len(cut), *shape[cut.dim + 1 :])
-            return torch.full(size, _E8M0_BIAS + round(log2(self._scale)), dtype=dtype, device=device)
+            exponent = _E8M0_BIAS + round(log2(self._scale))
+            return torch.full(part_shape(shape, cut), exponent, dtype=dtype, device=device)
         if name.endswith(("weight_scale", "weight_scale_inv")):
             return torch.full(shape, self._scale, dtype=dtype, device=device)
         if dtype in (torch.float32, torch.bfloat16, torch.float16):
