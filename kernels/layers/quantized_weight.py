@@ -163,11 +163,14 @@ class QuantizedWeight:
 
     @classmethod
     def stacked(cls, parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
-        """Returns the rows of `parts`, one after another. All parts have the same columns and types of values.
+        """Returns the rows of `parts`, one after another; a single part is returned itself. All parts have the same
+        columns and types of values.
 
         If the parts' blocks of rows do not meet at their ends, the result has smaller blocks with repeated scales.
         """
         first = parts[0]
+        if len(parts) == 1:
+            return first
         rows = 0
         step = 0
         for part in parts:

@@ -7,7 +7,7 @@ all experts of a layer. In memory both become one quantized weight, in which the
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import gcd
 from typing import Any
 
@@ -20,7 +20,7 @@ from disagg.model.experts.quantized import DOWN_WEIGHTS, UP_WEIGHTS, QuantizedEx
 from disagg.model.layers.quantized import QuantizedExpertWeights
 from disagg.model.load.merged_weights import cuts_of_part, experts_in_order
 from disagg.model.load.quantized_tensors import LayerPart, empty_weight, read_weight
-from disagg.model.load.weights import WeightSource
+from disagg.model.load.weights import WeightSource, part_shape
 from disagg.model.spec.quantization import MXFP4_GROUP, Quantization
 from disagg.model.tensor_parallel import Cut
 from kernels.layers.expert_quantized import ExpertWeights
@@ -112,7 +112,8 @@ def replace_experts(
             if form.storage != "mxfp4":
                 names = tuple(experts_in_order(parameter, one, shape[0], "scales for ") for one in names)
             part = _part(parameter, shape, cuts.get(parameter), names, layout.transposed)
-            weights = QuantizedExpertWeights(empty_experts(form, part), getattr(module, leaf).dtype)
+            empty = empty_experts(form, part, torch.device("meta"))
+            weights = QuantizedExpertWeights(empty, getattr(module, leaf).dtype)
             delattr(module, leaf)
             setattr(module, own, weights)
             parts.append((part, f"{name}.{own}"))
@@ -134,23 +135,22 @@ def _part(
     return ExpertsPart(name, experts, (rows, columns), cut, stored)
 
 
-def empty_experts(form: Quantization, part: ExpertsPart) -> ExpertWeights:
-    """Returns weights with the shapes and types of the part, on the meta device.
+def empty_experts(form: Quantization, part: ExpertsPart, device: torch.device) -> ExpertWeights:
+    """Returns uninitialized weights with the shapes and types of the part, on `device`.
 
     Raises UnsupportedModelError if the kernels do not support its shape.
     """
     if form.storage == "mxfp4":
-        return _empty_mxfp4(form, part)
-    pieces = [empty_weight(form, layer) for layer in part.layers(0)]
-    one = pieces[0] if len(pieces) == 1 else QuantizedWeight.stacked(pieces)
-    one = one.with_block_rows(_common_rows(one))
-    many = [
+        one = _empty_mxfp4(part)
+    else:
+        one = QuantizedWeight.stacked([empty_weight(form, layer) for layer in part.layers(0)])
+        one = one.with_block_rows(_common_rows(one))
+    words, scales, zeros = (
         None
         if tensor is None
-        else torch.empty(part.experts * len(tensor), *tensor.shape[1:], dtype=tensor.dtype, device="meta")
+        else torch.empty(part.experts * len(tensor), *tensor.shape[1:], dtype=tensor.dtype, device=device)
         for tensor in (one.words, one.scales, one.zeros)
-    ]
-    words, scales, zeros = many
+    )
     assert words is not None
     assert scales is not None
     weight = QuantizedWeight(words, one.elements, one.columns, scales, one.block, zeros, shares_sums=False)
@@ -161,32 +161,19 @@ def read_experts(
     weights: WeightSource, form: Quantization, part: ExpertsPart, device: torch.device
 ) -> ExpertWeights:
     """Reads the part to `device`. Raises ConfigError for missing tensors and other shapes."""
-    found = _allocated(empty_experts(form, part), device)
+    found = empty_experts(form, part, device)
     if form.storage == "mxfp4":
         _read_mxfp4(weights, part, found, device)
     else:
-        own, block = found.weight, found.weight.block
+        own = found.weight
         for expert in range(part.experts):
             pieces = [read_weight(weights, form, layer, device) for layer in part.layers(expert)]
-            one = pieces[0] if len(pieces) == 1 else QuantizedWeight.stacked(pieces)
-            one = one.with_block_rows(block[0])
+            one = QuantizedWeight.stacked(pieces).with_block_rows(own.block[0])
             for whole, piece in ((own.words, one.words), (own.scales, one.scales), (own.zeros, one.zeros)):
                 if whole is not None and piece is not None:
                     whole[expert * len(piece) : (expert + 1) * len(piece)] = piece
     found.check()
     return found
-
-
-def _allocated(weights: ExpertWeights, device: torch.device) -> ExpertWeights:
-    meta = weights.weight
-    words, scales, zeros = (
-        None if one is None else torch.empty(one.shape, dtype=one.dtype, device=device)
-        for one in (meta.words, meta.scales, meta.zeros)
-    )
-    assert words is not None
-    assert scales is not None
-    weight = QuantizedWeight(words, meta.elements, meta.columns, scales, meta.block, zeros, shares_sums=False)
-    return ExpertWeights(weight, weights.experts)
 
 
 def _common_rows(weight: QuantizedWeight) -> int:
@@ -195,18 +182,15 @@ def _common_rows(weight: QuantizedWeight) -> int:
     return gcd(min(weight.block[0], rows), rows)
 
 
-def _empty_mxfp4(form: Quantization, part: ExpertsPart) -> ExpertWeights:
-    rows, columns = part.shape
-    if columns % MXFP4_GROUP:
+def _empty_mxfp4(part: ExpertsPart) -> QuantizedWeight:
+    """Returns the weight of one expert, on the meta device."""
+    if part.shape[1] % MXFP4_GROUP:
         raise UnsupportedModelError(
-            f"the quantized {part.name} has {columns} inputs; MXFP4 needs a multiple of {MXFP4_GROUP}"
+            f"the quantized {part.name} has {part.shape[1]} inputs; MXFP4 needs a multiple of {MXFP4_GROUP}"
         )
-    if part.cut is not None:
-        rows, columns = (len(part.cut) if part.cut.dim == dim else part.shape[dim - 1] for dim in (1, 2))
-    scales = torch.empty(part.experts * rows, columns // MXFP4_GROUP, dtype=POWERS, device="meta")
-    shape = (part.experts * rows, columns)
-    weight = QuantizedWeight.empty(shape, FP4, scales, (1, MXFP4_GROUP))
-    return ExpertWeights(replace(weight, shares_sums=False), part.experts)
+    _, rows, columns = part_shape((part.experts, *part.shape), part.cut)
+    scales = torch.empty(rows, columns // MXFP4_GROUP, dtype=POWERS, device="meta")
+    return QuantizedWeight.empty((rows, columns), FP4, scales, (1, MXFP4_GROUP))
 
 
 def _read_mxfp4(weights: WeightSource, part: ExpertsPart, found: ExpertWeights, device: torch.device) -> None:
