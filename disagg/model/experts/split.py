@@ -113,9 +113,7 @@ class _Splitter:
         if form.has_bias:
             self.cleared.append((module, f"{DOWN}_bias"))
         for shared, mlp in _shared_mlps(self._model, name):
-            if self._fits(mlp, shared, GATED_MLPS[class_name(mlp)].layers):
-                self.names.add(shared)
-                _shrink_mlp(mlp, shared, self._collective, self.cuts)
+            self._split_shared(shared, mlp, GATED_MLPS[class_name(mlp)].layers)
 
     def split_other(self, name: str, module: Any) -> None:
         """Shrinks a module of `OTHER_FORMS`. Raises ExpertsFormError."""
@@ -133,12 +131,30 @@ class _Splitter:
             self.cleared.append((module, form.bias))
         place = name.rpartition(".")[0]
         block, shared = self._model.get_submodule(place), f"{place}.{form.beside}"
-        if not form.beside or not self._fits(getattr(block, form.beside), shared, _UNSUMMED):
+        if form.beside and self._split_shared(shared, getattr(block, form.beside), _UNSUMMED, summed=False):
+            self._sum_of(block).register_forward_hook(_sum_first)
+        else:
             self._sum_of(module).register_forward_hook(_sum)
-            return
-        self.names.add(shared)
-        _shrink_unsummed(getattr(block, form.beside), shared, self._collective, self.cuts)
-        self._sum_of(block).register_forward_hook(_sum_first)
+
+    def _split_shared(self, name: str, mlp: Any, layers: tuple[str, ...], *, summed: bool = True) -> bool:
+        """Shrinks the `layers` of shared experts, if each rank can hold its part of them; returns whether it can.
+
+        - summed: whether the MLP itself sums its result over the ranks.
+        """
+        if not self._fits(mlp, name, layers):
+            return False
+        self.names.add(name)
+        own = _mlp_cuts(mlp, layers, self._collective.rank, self._collective.size)
+        row, inputs = own.popitem()
+        for child, cut in own.items():
+            cut_outputs(getattr(mlp, child), f"{name}.{child}", cut, self.cuts)
+        if summed:
+            cut_inputs(mlp, f"{name}.{row}", inputs.spans[0], self._collective, self.cuts)
+        else:
+            layer = getattr(mlp, row)
+            cut_parameter(layer, f"{name}.{row}", "weight", inputs, self.cuts)
+            layer.in_features = len(inputs)
+        return True
 
     def _fits(self, mlp: Any, name: str, layers: tuple[str, ...]) -> bool:
         """Returns, on all ranks alike, whether each rank can hold its part of the `layers` of an MLP."""
@@ -217,25 +233,6 @@ def _mlp_cuts(mlp: Any, layers: tuple[str, ...], rank: int, size: int) -> dict[s
         starts = range(0, getattr(mlp, child).out_features, width)  # 2 if the layer computes gate and up
         cuts[child] = Cut(0, tuple(Span(start + own.start, start + own.stop) for start in starts))
     return cuts | {row: Cut(1, (own,))}
-
-
-def _shrink_mlp(mlp: Any, name: str, collective: Collective, cuts: dict[str, Cut]) -> None:
-    found = _mlp_cuts(mlp, GATED_MLPS[class_name(mlp)].layers, collective.rank, collective.size)
-    row, inputs = found.popitem()
-    for child, cut in found.items():
-        cut_outputs(getattr(mlp, child), f"{name}.{child}", cut, cuts)
-    cut_inputs(mlp, f"{name}.{row}", inputs.spans[0], collective, cuts)
-
-
-def _shrink_unsummed(mlp: Any, name: str, collective: Collective, cuts: dict[str, Cut]) -> None:
-    """Shrinks a gated MLP whose result its block sums over the ranks."""
-    found = _mlp_cuts(mlp, _UNSUMMED, collective.rank, collective.size)
-    row, inputs = found.popitem()
-    for child, cut in found.items():
-        cut_outputs(getattr(mlp, child), f"{name}.{child}", cut, cuts)
-    layer = getattr(mlp, row)
-    cut_parameter(layer, f"{name}.{row}", "weight", inputs, cuts)
-    layer.in_features = len(inputs)
 
 
 def _clear(biases: list[tuple[Any, str]]) -> None:
