@@ -24,8 +24,9 @@ from kernels.layers.expert_rows import expert_rows
 from kernels.layers.expert_sum import expert_sum
 from kernels.layers.matmul import DTYPES
 from kernels.layers.matmul_tiles import MatmulTile
+from kernels.layers.quantized_linear import QuantizedTile
 
-Tile = TypeVar("Tile")
+Tile = TypeVar("Tile", bound=MatmulTile | QuantizedTile)
 _PROBED_TOKENS, _PROBED_CHOICES = 3, 2
 _ALLOWED = {torch.float32: 1e-4, torch.bfloat16: 4 * 2**-7, torch.float16: 4 * 2**-10}
 """Largest error of a token's result, relative to the norm of the result, that rounding and the order of sums
@@ -101,12 +102,12 @@ class ProbedStep(NamedTuple):
 
 
 def probed_steps(
-    module: Any, experts: int, hidden: int, like: torch.Tensor, tiles: Sequence[tuple[Tile, int]]
+    module: Any, experts: int, hidden: int, like: torch.Tensor, tiles: Sequence[Tile]
 ) -> Iterator[tuple[ProbedStep, Tile]]:
     """Yields random steps and the tile for each: a few tokens of any experts, then, for each tile, many tokens of a
     few experts.
 
-    `like`: a tensor of the type and device of the activations. `tiles`: each with its number of rows.
+    `like`: a tensor of the type and device of the activations.
     """
     # As many choices as in the model's steps, so that steps need no other compiled kernels.
     configured = getattr(module.config, "num_experts_per_tok", None)  # HunYuan: a list, by layer
@@ -115,8 +116,8 @@ def probed_steps(
     few = min(experts, choices + 2)
     some = torch.arange(few) * (experts - 1) // max(1, few - 1)  # includes the first and the last one
     # The mean number of rows of an expert exceeds a block.
-    full = ((rows * few // choices + _PROBED_TOKENS, some, tile) for tile, rows in tiles)
-    probes = [(_PROBED_TOKENS, torch.arange(experts), tiles[0][0]), *full]
+    full = ((tile.rows * few // choices + _PROBED_TOKENS, some, tile) for tile in tiles)
+    probes = [(_PROBED_TOKENS, torch.arange(experts), tiles[0]), *full]
     for tokens, numbers, tile in probes[:1] if INTERPRETED else probes:  # many tokens would take minutes
         x = torch.randn(tokens, hidden, generator=own).to(like.device, like.dtype)
         order = torch.rand(tokens, len(numbers), generator=own).argsort(1)[:, :choices]
@@ -144,7 +145,7 @@ def agrees(module: Any, forward: GroupedExperts, weights: torch.Tensor) -> bool:
     forward fails. If the module's own forward fails, there is nothing to compare with, nor to use instead: the result
     is True.
     """
-    tiles = [(tile, tile.rows) for tile in expert_tiles(weights.dtype)]
+    tiles = expert_tiles(weights.dtype)
     hidden = getattr(module, DOWN).shape[2 if module.is_transposed else 1]
     name = type(module).__name__
     for step, tile in probed_steps(module, weights.shape[0], hidden, weights, tiles):

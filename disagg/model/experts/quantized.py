@@ -7,6 +7,7 @@ chosen experts are converted one after another.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -149,14 +150,19 @@ def quantized_experts(module: Any) -> QuantizedExperts | None:
     return found if isinstance(found, QuantizedExperts) else None
 
 
+def quantized_forwards(model: Any) -> Iterator[QuantizedExperts]:
+    """Yields the forwards of all modules of quantized experts."""
+    for module in model.modules():
+        if (forward := quantized_experts(module)) is not None:
+            yield forward
+
+
 def computes_by_expert(model: Any) -> bool:
     """Returns whether torch computes some quantized experts one after another, in thousands of launches."""
-    forwards = (quantized_experts(module) for module in model.modules())
-    return any(forward is not None and not forward.grouped for forward in forwards)
+    return any(not forward.grouped for forward in quantized_forwards(model))
 
 
 def use_one_tile(model: Any) -> None:
     """Calls `QuantizedExperts.use_one_tile` of all experts."""
-    for module in model.modules():
-        if (forward := quantized_experts(module)) is not None:
-            forward.use_one_tile()
+    for forward in quantized_forwards(model):
+        forward.use_one_tile()

@@ -10,7 +10,7 @@ import structlog
 import torch
 
 from disagg.model.experts.grouped import difference, probed_steps
-from disagg.model.experts.quantized import QuantizedExperts, quantized_experts
+from disagg.model.experts.quantized import QuantizedExperts, quantized_forwards
 from kernels.layers.expert_matmul import expert_tiles
 from kernels.layers.expert_quantized import quantized_tiles
 from kernels.layers.matmul_tiles import MatmulTile
@@ -27,12 +27,10 @@ def check_experts(model: Any) -> int:
     Returns the number of modules for which some kernel is wrong. Waits for the device.
     """
     found, wrong = dict[tuple[object, ...], tuple[bool, bool]](), 0
-    for module in model.modules():
-        if (forward := quantized_experts(module)) is None:
-            continue
+    for forward in quantized_forwards(model):
         weights = [one.parts.weight for one in (forward.up, forward.down)]
         forms = [(one.elements, one.shape, one.block, one.scales.dtype, one.zeros is None) for one in weights]
-        kind = (type(module), *forms, forward.up.dtype, weights[0].words.device)
+        kind = (type(forward.module), *forms, forward.up.dtype, weights[0].words.device)
         if kind not in found:
             found[kind] = _right_kernels(forward)
         forward.kernel, forward.grouped = found[kind]
@@ -46,20 +44,16 @@ def check_experts(model: Any) -> int:
 def _right_kernels(forward: QuantizedExperts) -> tuple[bool, bool]:
     """Returns whether the kernel of quantized weights, and the kernels of converted weights, agree with torch."""
     dtype = forward.up.dtype
-    quantized = [(tile, tile.rows) for tile in quantized_tiles(forward.up.parts, dtype)]
-    kernel = not quantized or _agree(forward, quantized, "every step converts the weights")
-    converted = [(tile, tile.rows) for tile in expert_tiles(dtype)]
-    grouped = _agree(
-        forward, converted, "torch computes one expert after another, in steps without recording"
-    )
+    tiles = quantized_tiles(forward.up.parts, dtype)
+    kernel = not tiles or _agree(forward, tiles, "every step converts the weights")
+    otherwise = "torch computes one expert after another, in steps without recording"
+    grouped = _agree(forward, expert_tiles(dtype), otherwise)
     return kernel, grouped
 
 
-def _agree(
-    forward: QuantizedExperts,
-    tiles: Sequence[tuple[QuantizedTile | MatmulTile, int]],
-    otherwise: str,
-) -> bool:
+def _agree(forward: QuantizedExperts, tiles: Sequence[QuantizedTile | MatmulTile], otherwise: str) -> bool:
+    """Returns whether the forward agrees with torch, with each of `tiles`. `otherwise`: what follows if not, for the
+    log."""
     down, like = forward.down.parts, forward.up.scales.new_empty(0, dtype=forward.up.dtype)
     for step, tile in probed_steps(forward.module, forward.experts, down.outputs, like, tiles):
         wanted = forward.of_chosen(*step).float()
