@@ -36,8 +36,8 @@ def initialize(
     owners = dict(_owners(model, model))
     for name, module in model.named_modules():
         own = [*module._parameters.values(), *module._buffers.values()]
-        loaded = isinstance(module, nn.Linear | QuantizedLinear | QuantizedExpertWeights)
-        loaded = loaded or quantized_experts(module) is not None
+        is_weights = isinstance(module, nn.Linear | QuantizedLinear | QuantizedExpertWeights)
+        loaded = is_weights or quantized_experts(module) is not None
         if any(tensor is not None for tensor in own) and not loaded:
             with _seeded(seed_of(seed, name), device), _whole_vectors(module, name, shapes, cuts):
                 _init_weights(owners[module], module)
@@ -51,7 +51,7 @@ def initialize(
 
 
 def is_set(tensor: torch.Tensor) -> bool:
-    """Returns whether a tensor has no element that is not finite, as tensors have before they are initialized."""
+    """Returns whether all elements of a tensor are finite; floats are NaN until they are initialized or loaded."""
     return not tensor.is_floating_point() or bool(torch.isfinite(tensor).all())
 
 

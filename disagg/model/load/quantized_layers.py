@@ -42,8 +42,8 @@ def linear_layers(model: Any) -> set[str]:
 
 
 def quantized_misfit(form: Quantization | None, names: Set[str]) -> Misfit:
-    """Returns a function that tells why a rank cannot hold a slice of a linear layer, of which those in `names` are
-    quantized. Empty: the rank can."""
+    """Returns the `Misfit` of a model whose linear layers `names` are quantized. Ranks can hold any slice of other
+    layers."""
 
     def misfit(name: str, shape: tuple[int, int], cut: Cut) -> str:
         if form is None or name not in names:

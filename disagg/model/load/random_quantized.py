@@ -11,7 +11,7 @@ from disagg.model.spec.quantization import Elements
 from disagg.model.tensor_parallel import Cut
 
 _SPREAD: dict[Elements, float] = {"fp8": 64.0, "int8": 32.0, "int4": 2.5, "fp4": 2.93}
-"""Standard deviation of random values by their type; of 4-bit floats with random bits."""
+"""Standard deviation of random values by their type. Of 4-bit floats all codes are drawn, with equal probability."""
 _E8M0_BIAS = 127
 
 

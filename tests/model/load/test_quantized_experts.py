@@ -28,7 +28,7 @@ from disagg.model.experts.form import ExpertsFormError
 from disagg.model.experts.quantized import (
     QuantizedExperts,
     computes_by_expert,
-    quantized_experts,
+    quantized_forwards,
     use_one_tile,
 )
 from disagg.model.experts.quantized_check import check_experts
@@ -76,7 +76,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
 
 
 def forwards_of(model: Any) -> list[QuantizedExperts]:
-    return [found for module in model.modules() if (found := quantized_experts(module))]
+    return list(quantized_forwards(model))
 
 
 @pytest.mark.parametrize(
