@@ -20,12 +20,21 @@ Convert = Callable[[QuantizedWeight, torch.dtype], torch.Tensor]
 """Function that returns a quantized weight as floats."""
 
 
-class QuantizedLinear(nn.Module):
-    """A linear layer with a quantized weight, in place of an `nn.Linear`."""
+class QuantizedModule(nn.Module):
+    """A module whose parameters, but for a bias, are the tensors of a quantized weight."""
 
     words: nn.Parameter
     scales: nn.Parameter
     zeros: nn.Parameter | None
+
+    def _hold(self, weight: QuantizedWeight) -> None:
+        """Makes the tensors of `weight` the module's parameters."""
+        self.words, self.scales = _fixed(weight.words), _fixed(weight.scales)
+        self.zeros = None if weight.zeros is None else _fixed(weight.zeros)
+
+
+class QuantizedLinear(QuantizedModule):
+    """A linear layer with a quantized weight, in place of an `nn.Linear`."""
 
     def __init__(self, weight: QuantizedWeight, bias: nn.Parameter | None, dtype: torch.dtype) -> None:
         """`dtype`: the type of activations and bias."""
@@ -39,8 +48,7 @@ class QuantizedLinear(nn.Module):
     def use(self, weight: QuantizedWeight) -> None:
         """Replaces the weight."""
         self.weight_parts = weight
-        self.words, self.scales = _fixed(weight.words), _fixed(weight.scales)
-        self.zeros = None if weight.zeros is None else _fixed(weight.zeros)
+        self._hold(weight)
 
     @property
     def own_bias(self) -> torch.Tensor | None:
@@ -75,12 +83,8 @@ class QuantizedRowParallelLinear(SummedModule, QuantizedLinear):
         return y if self.bias is None else y + self.bias
 
 
-class QuantizedExpertWeights(nn.Module):
+class QuantizedExpertWeights(QuantizedModule):
     """The quantized weights of one product of all experts, in place of a stacked parameter."""
-
-    words: nn.Parameter
-    scales: nn.Parameter
-    zeros: nn.Parameter | None
 
     def __init__(self, weights: ExpertWeights, dtype: torch.dtype) -> None:
         """`dtype`: type of the activations."""
@@ -91,9 +95,7 @@ class QuantizedExpertWeights(nn.Module):
     def use(self, weights: ExpertWeights) -> None:
         """Replaces the weights."""
         self.parts, self.converted = weights, ConvertedExperts(weights, self.dtype)
-        weight = weights.weight
-        self.words, self.scales = _fixed(weight.words), _fixed(weight.scales)
-        self.zeros = None if weight.zeros is None else _fixed(weight.zeros)
+        self._hold(weights.weight)
 
 
 class ConvertedProduct:

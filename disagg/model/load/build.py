@@ -22,7 +22,7 @@ from disagg.model.adapters import adapter_of
 from disagg.model.adapters.base import StepInputs
 from disagg.model.attention.paged import ATTENTION_NAME
 from disagg.model.experts.split import ExpertsSplit, split_experts
-from disagg.model.layers.quantized import QuantizedExpertWeights, QuantizedLinear
+from disagg.model.layers.quantized import QuantizedModule
 from disagg.model.load.initialize import initialize, is_set
 from disagg.model.load.quantized_experts import QuantizedExpertLayers, replace_experts
 from disagg.model.load.quantized_layers import QuantizedLayers, quantized_misfit, replace_layers
@@ -221,7 +221,7 @@ def _materialize(model: Any, device: torch.device) -> None:
     """
     for module in model.modules():
         for name, parameter in list(module._parameters.items()):
-            quantized = isinstance(module, QuantizedLinear | QuantizedExpertWeights) and name != "bias"
+            quantized = isinstance(module, QuantizedModule) and name != "bias"
             if parameter is not None and not quantized:
                 module._parameters[name] = nn.Parameter(_poisoned(parameter, device), requires_grad=False)
         for name, buffer in list(module._buffers.items()):

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from disagg.core.errors import UnsupportedModelError
 from disagg.model.experts.quantized import quantized_experts
-from disagg.model.layers.quantized import QuantizedExpertWeights, QuantizedLinear
+from disagg.model.layers.quantized import QuantizedModule
 from disagg.model.load.weights import own_part, seed_of
 from disagg.model.tensor_parallel import Cut
 
@@ -36,8 +36,7 @@ def initialize(
     owners = dict(_owners(model, model))
     for name, module in model.named_modules():
         own = [*module._parameters.values(), *module._buffers.values()]
-        is_weights = isinstance(module, nn.Linear | QuantizedLinear | QuantizedExpertWeights)
-        loaded = is_weights or quantized_experts(module) is not None
+        loaded = isinstance(module, nn.Linear | QuantizedModule) or quantized_experts(module) is not None
         if any(tensor is not None for tensor in own) and not loaded:
             with _seeded(seed_of(seed, name), device), _whole_vectors(module, name, shapes, cuts):
                 _init_weights(owners[module], module)
