@@ -79,9 +79,7 @@ class ItemAnnouncer:
         self._readers: dict[str, _Reader] = {}
         self._messages = self._bytes = 0
         self._changes: dict[ItemPosition, ItemChanges] = {}
-        """Changes by the position of their readers, while the content does not change further; empty after a tick."""
-        self._changes_at = 0
-        """Version of the source for which `_changes` were made, or an earlier one."""
+        """Latest changes by the position of their readers; empty after a tick."""
 
     def watch(self, peer: str, position: ItemPosition) -> None:
         """Sends a reader what it lacks, and from then on changes."""
@@ -117,14 +115,12 @@ class ItemAnnouncer:
 
     def _after(self, source: ItemSource, position: ItemPosition) -> ItemEvents:
         """Returns what a reader lacks next. Readers with the same position share the work of long changes."""
-        if source.version != self._changes_at:
-            self._changes.clear()
-            self._changes_at = source.version
-        events: ItemEvents | None = self._changes.get(position)
-        if events is None:
-            events = source.after(position)
-            if isinstance(events, ItemChanges):
-                self._changes[position] = events
+        known = self._changes.get(position)
+        if known is not None and known.version == source.version:
+            return known
+        events = source.after(position)
+        if isinstance(events, ItemChanges):
+            self._changes[position] = events
         return events
 
     def _announce(self, peer: str, reader: _Reader, events: ItemEvents) -> None:
