@@ -88,9 +88,10 @@ class _Peer:
     """The endpoint of a rank of another group."""
 
     announced: PageServer
-    """As the cluster has described the group."""
-    present: PageServer
-    """As the rank has described itself since: it opens another endpoint after a fault of its transport."""
+    """The endpoint in the cluster's description of the group."""
+    present: PageServer | None
+    """The endpoint that the rank has sent since, if it has opened another one after a fault of its transport. None if
+    the rank is dead: a description of its group may arrive after the loss."""
 
 
 class HostCacheSharing:
@@ -109,8 +110,6 @@ class HostCacheSharing:
         self._watcher = ItemWatcher(self.index, send, lambda: self.server, clock)
         self._lock = threading.Lock()  # guards the fields below
         self._peers: dict[str, _Peer] = {}
-        self._dead: dict[str, PageServer] = {}
-        """Endpoints of dead ranks, as the cluster has described them: a description may arrive after the loss."""
         self._failed: list[_Open] = []
         """Earlier transports, whose buffers peers may still use."""
         self._faults = 0
@@ -155,9 +154,6 @@ class HostCacheSharing:
                     servers[one.control_address] = server
         with self._lock:
             before = self._peers
-            self._dead = {peer: server for peer, server in self._dead.items() if servers.get(peer) == server}
-            for peer in self._dead:
-                del servers[peer]
             self._peers = {peer: _Peer(server, server) for peer, server in servers.items()}
             for peer, known in before.items():
                 now = self._peers.get(peer)
@@ -168,8 +164,8 @@ class HostCacheSharing:
     def lost(self, peer: str) -> None:
         """Disconnects a dead rank and forgets its pages. `peer`: its control address."""
         with self._lock:
-            if (known := self._peers.pop(peer, None)) is not None:
-                self._dead[peer] = known.announced
+            if (known := self._peers.get(peer)) is not None:
+                known.present = None
         self._post(self._know_peers)
 
     def on_message(self, peer: str, message: m.WatchItems | m.HeldItems) -> None:
@@ -236,7 +232,7 @@ class HostCacheSharing:
     def _know_peers(self) -> None:
         """Connects the present peers, and forgets all others."""
         with self._lock:
-            servers = {peer: known.present for peer, known in self._peers.items()}
+            servers = {peer: one.present for peer, one in self._peers.items() if one.present is not None}
         for peer in [peer for peer in self._watcher.peers if peer not in servers]:
             self._announcer.forget(peer)
             self.storage.forget_peer(peer)
@@ -244,15 +240,18 @@ class HostCacheSharing:
         self._open.exchange.know(servers)
 
     def _on_message(self, peer: str, message: m.WatchItems | m.HeldItems) -> None:
-        with self._lock:
-            known = self._peers.get(peer)
-        if known is None:  # a group that is not announced yet: it asks again
-            return
         if isinstance(message, m.HeldItems):
             self._watcher.on_events(peer, message.events)
             return
-        if message.server != known.present and message.server.transport == self._endpoint.name:
-            known.present = message.server
+        server = message.server
+        with self._lock:
+            known = self._peers.get(peer)
+            if known is None or known.present is None:  # its group is not described yet: the peer asks again
+                return
+            moved = server != known.present and server.transport == self._endpoint.name
+            if moved:
+                known.present = server
+        if moved:
             self.storage.forget_peer(peer)
             self._know_peers()
         self._announcer.watch(peer, message.position)
