@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from disagg.core.errors import InvariantError
-from disagg.core.item_events import ID_BYTES, ItemChanges, ItemPiece, ItemPosition
+from disagg.core.item_events import ItemChanges, ItemPiece, ItemPosition
 from disagg.kv.event_log import net_changes
 
 PIECE_PLACES = 1 << 15
@@ -100,6 +100,4 @@ class ServedLog:
 
 
 def _packed(ids: list[int]) -> bytes:
-    packed = np.array(ids, dtype="<u8").tobytes()
-    assert len(packed) == ID_BYTES * len(ids)
-    return packed
+    return np.array(ids, dtype="<u8").tobytes()
