@@ -4,7 +4,7 @@ reader -- WatchItems --> owner    repeated every `WATCH_S`, at once after a piec
 reader <- HeldItems -- owner      the next piece of the content in reply, or changes; further changes every `EVENTS_S`
 
 The reader states what it knows, and the owner replies with what follows, so neither side needs to know which
-messages were lost. The owner stores nothing for a reader but its latest position. A piece is sent only in reply, so
+messages were lost. The owner stores only the latest position of each reader. A piece is sent only in reply, so
 at most one piece is on its way to a reader.
 """
 
@@ -54,6 +54,7 @@ class ItemSource(Protocol):
 @dataclass(slots=True)
 class _Reader:
     until_s: float
+    """Time at which the reader is removed unless it sends `WatchItems` again."""
     version: int | None = None
     """Version of the changes that were sent to the reader; None while the reader lacks pieces."""
 
@@ -164,7 +165,7 @@ class ItemWatcher:
             self._index.forget(peer)
 
     def restarted(self, peer: str) -> None:
-        """Asks a peer that watches this rank, if nothing is known of the peer: one of both may have started later."""
+        """Asks a peer that watches this rank, if no events of the peer have arrived: it may have started later."""
         asked_s = self._asked_s.get(peer)
         if asked_s is None or self._index.position(peer).epoch:
             return

@@ -137,7 +137,7 @@ class _Moving:
     parts_bytes: int = 0
     """Number and bytes of the parts in a reply to a peer."""
     fenced: bool = False
-    """Whether the peer was fenced since the operation began; its end says nothing of the new connection."""
+    """Whether the peer was fenced since the operation began. A late end is then no fault of the new connection."""
 
     def read(self) -> memoryview:
         """Returns the received bytes."""
@@ -333,7 +333,7 @@ class RankExchange:
             self._send(moving, self._number << 32 | call.number, len(call.body))
 
     def _next_call(self) -> _Call | None:
-        """Returns the first request in the queue whose peer has room; None without one, or without room at all."""
+        """Returns the first request in the queue that the limits of its peer and of all peers allow; else None."""
         if len(self._calls) >= CALLS:
             return None
         under_way = Counter(call.peer for call in self._calls.values())
@@ -384,7 +384,7 @@ class RankExchange:
             self._receive(moving, arrival)
 
     def _next_arrived(self) -> tuple[str, Arrival] | None:
-        """Returns the first queued request of a peer whose share is not used up, if there is one."""
+        """Returns the first queued request that the limits of its peer and of all peers allow; else None."""
         if not self._arrived:
             return None
         shares = self._shares()
@@ -491,7 +491,7 @@ class RankExchange:
         for peer, retry in list(self._lost.items()):
             if retry.at_s <= now_s:
                 self._connect(peer, min(2 * retry.pause_s, LONGEST_RETRY_S))
-        self._begin_queued()  # what an exception has left
+        self._begin_queued()  # requests that an exception has left in the queues
         return POLL_S
 
     def _send(self, moving: _Moving, tag: int, nbytes: int) -> None:
