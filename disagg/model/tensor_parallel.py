@@ -137,6 +137,12 @@ def even_span(rank: int, ranks: int, elements: int) -> Span:
     return Span(rank * elements // ranks, (rank + 1) * elements // ranks)
 
 
+def section_spans(own: Span, section: int, elements: int) -> tuple[Span, ...]:
+    """Returns the part `own` of each section of `elements` elements. A section has `section` elements; gate and up of
+    an MLP are two sections."""
+    return tuple(Span(start + own.start, start + own.stop) for start in range(0, elements, section))
+
+
 def name_pattern(name: str) -> str:
     """Returns `name` with layer numbers replaced: `model.layers.*.mlp` for `model.layers.7.mlp`."""
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)

@@ -41,6 +41,7 @@ from disagg.model.tensor_parallel import (
     even_span,
     name_pattern,
     query_spans,
+    section_spans,
 )
 
 _PER_HEAD = (
@@ -256,8 +257,7 @@ class _Sharder:
             outputs = self._linear(parent, child).out_features
             if outputs % width:
                 raise IndivisibleError(f"its {child} has {outputs} out_features instead of {width}")
-            starts = range(0, outputs, width)
-            slices.columns[child] = Cut(0, tuple(Span(at + own.start, at + own.stop) for at in starts))
+            slices.columns[child] = Cut(0, section_spans(own, width, outputs))
         slices.rows[parts.row] = own
         return slices
 
