@@ -131,6 +131,13 @@ def cut_inputs(
     cuts[f"{name}.weight"] = Cut(1, (span,))
 
 
+def set_sizes(module: nn.Module, sizes: Mapping[str, int]) -> None:
+    """Sets attributes of a module and of modules within it, by name."""
+    for name, size in sizes.items():
+        owner, _, leaf = name.rpartition(".")
+        setattr(module.get_submodule(owner), leaf, size)
+
+
 def even_span(rank: int, ranks: int, elements: int) -> Span:
     """Returns the part of `elements` elements that rank `rank` of `ranks` holds. The sizes of parts differ by at most
     one."""

@@ -30,6 +30,7 @@ from disagg.model.tensor_parallel import (
     cut_parameter,
     even_span,
     name_pattern,
+    set_sizes,
 )
 
 BLOCKS = (16, 8)
@@ -116,9 +117,7 @@ class _Splitter:
         for path, cut in form.cuts(module, own).items():
             owner, _, leaf = path.rpartition(".")
             cut_parameter(module.get_submodule(owner), f"{name}.{owner}".rstrip("."), leaf, cut, self.cuts)
-        for path in form.sizes:
-            owner, _, leaf = path.rpartition(".")
-            setattr(module.get_submodule(owner), leaf, len(own))
+        set_sizes(module, dict.fromkeys(form.sizes, len(own)))
         form.adapt(module, self._collective.rank)
         if form.bias:
             self.cleared.append((module, form.bias))
