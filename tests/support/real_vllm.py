@@ -137,10 +137,7 @@ class RealEngine:
         cached = output.scheduled_cached_reqs
         starts |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         for layer, name in enumerate(NAMES):
-            for check in (
-                False,
-                True,
-            ):  # as in an attention kernel, KV of all requests is written before it is read
+            for check in (False, True):  # attention writes KV of all requests before it reads any
                 for request_id, start in starts.items():
                     self._compute(request_id, layer, start, start + counts[request_id], check)
             if counts:

@@ -37,9 +37,7 @@ def _instructions(loop: str) -> list[str]:
 def _overwriting(instructions: list[str]) -> list[str]:
     """Returns those of `instructions`, which follow each other, that write to an operand in flight."""
     found = []
-    groups: list[set[str]] = [
-        set()
-    ]  # operands of the products of each group; those of the last are not committed
+    groups: list[set[str]] = [set()]  # operands of each group's products; the last group is not committed
     for instruction in instructions:
         operation, _, operands = instruction.partition(" ")
         lists = re.findall(r"\{([^}]*)\}", operands)

@@ -1,6 +1,6 @@
 """Modules of experts that transformers does not mark with `use_experts_implementation`: a registry of their classes.
 
-Each entry tells which elements of the module's parameters belong to a range of the experts' inner elements.
+An entry maps a range of the experts' inner elements to the elements of the module's parameters that belong to it.
 """
 
 from __future__ import annotations
