@@ -5,12 +5,11 @@ Reasoning is not constrained; the grammar applies to the text after the reasonin
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from disagg.api.errors import bad
 from disagg.api.parsers.build import AnswerPlan
-from disagg.api.parsers.call_scanner import CallSyntax, Marker
+from disagg.api.parsers.call_scanner import CallSyntax, Marker, json_call, several
 from disagg.api.parsers.parts import schemas_of
 from disagg.api.parsers.registry import SYNTAXES
 from disagg.api.parsers.thinking import THINK_MARKERS
@@ -46,12 +45,12 @@ def calls_grammar(plan: AnswerPlan) -> str:
     if plan.forced:
         [tool] = [one for one in plan.tools if one["function"]["name"] == plan.forced]
         return schema_grammar(arguments_schema(tool))
-    more = '("," SPACE call)*' if plan.parallel else ""
-    rules = [f'start: "[" call {more} "]"', "call: " + _either("call", plan.tools), _SPACE]
-    for number, tool in enumerate(plan.tools):
-        name = text_literal('{"name": ' + text_literal(tool["function"]["name"]) + ', "parameters": ')
-        rules.append(f'call_{number}: {name} {schema_rule(arguments_schema(tool))} "}}"')
-    return lark_grammar("\n".join(rules))
+    kinds = [
+        json_call(tool["function"]["name"], "parameters", schema_rule(arguments_schema(tool)))
+        for tool in plan.tools
+    ]
+    calls = several("call", kinds, '"," SPACE', parallel=plan.parallel)
+    return lark_grammar("\n".join(('start: "[" calls "]"', *calls, _SPACE)))
 
 
 def _family_calls(plan: AnswerPlan, marker: Marker) -> list[str]:
@@ -86,10 +85,6 @@ def _until(last: str) -> tuple[str, ...]:
     return ("think: text SPACE", f"text[suffix={last}]: /(?s:.*)/", _SPACE)
 
 
-def _either(rule: str, tools: Sequence[Any]) -> str:
-    return " | ".join(f"{rule}_{number}" for number in range(len(tools)))
-
-
 def _harmony(plan: AnswerPlan, grammar: str, marker: Marker) -> str:
     """Returns the grammar of gpt-oss's channels: analysis, then a final message or one call."""
     channel, message, constrain = map(marker, ("<|channel|>", "<|message|>", "<|constrain|>"))
@@ -97,11 +92,8 @@ def _harmony(plan: AnswerPlan, grammar: str, marker: Marker) -> str:
     analysis = f'analysis: {channel} "analysis" {message} ANY {end} {start} "assistant"'
     tools = [one for one in plan.tools if plan.forced in (None, "", one["function"]["name"])]
     ends = [f'"final" {message} @body'] if plan.forced is None else []
-    ends += [_either("call", tools)] if tools else []
-    rules = [f"start: analysis? {channel} ({' | '.join(ends)})", analysis, _ANY]
-    for number, tool in enumerate(tools):
+    for tool in tools:
         head = text_literal(f"commentary to=functions.{tool['function']['name']} ")
-        schema = schema_rule(arguments_schema(tool))
-        rules.append(f'call_{number}: {head} {constrain} "json" {message} {schema}')
-    text = "\n".join(rules)
+        ends.append(f'{head} {constrain} "json" {message} {schema_rule(arguments_schema(tool))}')
+    text = "\n".join((f"start: analysis? {channel} ({' | '.join(ends)})", analysis, _ANY))
     return followed_by(text, grammar) if plan.forced is None else lark_grammar(text)

@@ -79,7 +79,8 @@ async def chat_generation(
     )
     if wanted := _grammar(body, plan, model):
         plan = replace(plan, constrained=True)
-        if tools:  # apart, so that an error names the field with the error
+        if tools:
+            # The grammar of the content is checked alone first, so that an error of it names the content's field.
             await model.check_grammar(wanted.grammar, wanted.param)
             wanted = wanted._replace(param="tools")
         whole = answer_grammar(plan, wanted.grammar, model.marker)
@@ -98,9 +99,8 @@ async def chat_prompt(body: ChatBody, turns: list[dict[str, Any]], model: Served
 def _grammar(body: ChatBody, plan: AnswerPlan, model: ServedModel) -> Wanted | None:
     """Returns the grammar of the content, or of required calls; None for unconstrained answers. Raises a 400."""
     wanted = wanted_grammar(body)
-    if (
-        plan.forced is not None
-    ):  # no content: a `response_format` applies to later answers of the conversation
+    if plan.forced is not None:
+        # The answer has no content: a `response_format` applies to later answers of the conversation.
         if wanted is not None and wanted.param != "response_format":
             raise bad(
                 wanted.param, f"{wanted.param} cannot be combined with a tool_choice that requires a call"

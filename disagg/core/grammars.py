@@ -37,16 +37,23 @@ def schema_grammar(schema: dict[str, Any]) -> str:
     Of `format`, only `FORMATS` restrict a text; others are annotations, as JSON Schema allows. Raises
     `InvalidRequestError` for a schema that is nested more deeply than Python's recursion limit allows.
     """
-    try:
-        known = _with_known_formats(schema)
-        return json.dumps({"grammars": [{"json_schema": {"x-guidance": _JSON_OPTIONS} | known}]})
-    except RecursionError as exc:
-        raise InvalidRequestError("a JSON schema is nested too deeply: use fewer levels, or $ref") from exc
+    return f'{{"grammars": [{{"json_schema": {_schema_text(schema)}}}]}}'
 
 
 def schema_rule(schema: dict[str, Any]) -> str:
-    """Returns a JSON schema as a term of llguidance's Lark dialect. `$ref` stays local to the schema."""
-    return "%json " + json.dumps(json.loads(schema_grammar(schema))["grammars"][0]["json_schema"])
+    """Returns a JSON schema as a term of llguidance's Lark dialect. `$ref` stays local to the schema.
+
+    `format` and errors: as of `schema_grammar`.
+    """
+    return f"%json {_schema_text(schema)}"
+
+
+def _schema_text(schema: dict[str, Any]) -> str:
+    """Returns the JSON text of a schema as llguidance reads it: with options, without unknown formats."""
+    try:
+        return json.dumps({"x-guidance": _JSON_OPTIONS} | _with_known_formats(schema))
+    except RecursionError as exc:
+        raise InvalidRequestError("a JSON schema is nested too deeply: use fewer levels, or $ref") from exc
 
 
 def _with_known_formats(value: Any, keyword: str = "") -> Any:

@@ -19,10 +19,10 @@ ID_BYTES = 8
 
 
 class ItemPosition(msgspec.Struct, frozen=True, array_like=True):
-    """What a reader knows of a rank's items."""
+    """How far a reader has read a rank's items."""
 
     epoch: Count = 0
-    """Random number of the rank's log, which changes when the rank restarts; 0 if the reader knows nothing."""
+    """Random number of the rank's log, which changes when the rank restarts; 0 for a reader without any events."""
     version: Count = 0
     next_place: Count | None = 0
     """Place at which the next piece of the content begins; None if the reader has all pieces."""

@@ -4,7 +4,7 @@ reader -- WatchItems --> owner    repeated every `WATCH_S`, at once after a piec
 reader <- HeldItems -- owner      the next piece of the content in reply, or changes; further changes every `EVENTS_S`
 
 The reader states what it knows, and the owner replies with what follows, so neither side needs to know which
-messages were lost. The owner stores nothing for a reader but its latest position. A piece is sent only in reply, so
+messages were lost. The owner stores only the latest position of each reader. A piece is sent only in reply, so
 at most one piece is on its way to a reader.
 """
 
@@ -54,6 +54,7 @@ class ItemSource(Protocol):
 @dataclass(slots=True)
 class _Reader:
     until_s: float
+    """Time at which the reader is removed unless it sends `WatchItems` again."""
     version: int | None = None
     """Version of the changes that were sent to the reader; None while the reader lacks pieces."""
 
@@ -79,9 +80,7 @@ class ItemAnnouncer:
         self._readers: dict[str, _Reader] = {}
         self._messages = self._bytes = 0
         self._changes: dict[ItemPosition, ItemChanges] = {}
-        """Changes by the position of their readers, while the content does not change further; empty after a tick."""
-        self._changes_at = 0
-        """Version of the source for which `_changes` were made, or an earlier one."""
+        """Latest changes by the position of their readers; empty after a tick."""
 
     def watch(self, peer: str, position: ItemPosition) -> None:
         """Sends a reader what it lacks, and from then on changes."""
@@ -117,14 +116,12 @@ class ItemAnnouncer:
 
     def _after(self, source: ItemSource, position: ItemPosition) -> ItemEvents:
         """Returns what a reader lacks next. Readers with the same position share the work of long changes."""
-        if source.version != self._changes_at:
-            self._changes.clear()
-            self._changes_at = source.version
-        events: ItemEvents | None = self._changes.get(position)
-        if events is None:
-            events = source.after(position)
-            if isinstance(events, ItemChanges):
-                self._changes[position] = events
+        known = self._changes.get(position)
+        if known is not None and known.version == source.version:
+            return known
+        events = source.after(position)
+        if isinstance(events, ItemChanges):
+            self._changes[position] = events
         return events
 
     def _announce(self, peer: str, reader: _Reader, events: ItemEvents) -> None:
@@ -168,7 +165,7 @@ class ItemWatcher:
             self._index.forget(peer)
 
     def restarted(self, peer: str) -> None:
-        """Asks a peer that watches this rank, if nothing is known of the peer: one of both may have started later."""
+        """Asks a peer that watches this rank, if no events of the peer have arrived: it may have started later."""
         asked_s = self._asked_s.get(peer)
         if asked_s is None or self._index.position(peer).epoch:
             return

@@ -137,7 +137,7 @@ class _Moving:
     parts_bytes: int = 0
     """Number and bytes of the parts in a reply to a peer."""
     fenced: bool = False
-    """Whether the peer was fenced since the operation began; its end says nothing of the new connection."""
+    """Whether the peer was fenced since the operation began. A late end is then no fault of the new connection."""
 
     def read(self) -> memoryview:
         """Returns the received bytes."""
@@ -206,8 +206,6 @@ class RankExchange:
         self._arrived: deque[tuple[str, Arrival]] = deque()
         """Requests of peers that are not received yet."""
         self._moving: set[_Moving] = set()
-        self._serving: Counter[str] = Counter()
-        """Number of each peer's requests that are being received, or whose replies are being sent."""
         self._lock = threading.Lock()  # guards the two fields below
         self._ended = False
         self._posted: set[_Call] = set()
@@ -335,7 +333,7 @@ class RankExchange:
             self._send(moving, self._number << 32 | call.number, len(call.body))
 
     def _next_call(self) -> _Call | None:
-        """Returns the first request in the queue whose peer has room; None without one, or without room at all."""
+        """Returns the first request in the queue that the limits of its peer and of all peers allow; else None."""
         if len(self._calls) >= CALLS:
             return None
         under_way = Counter(call.peer for call in self._calls.values())
@@ -375,24 +373,28 @@ class RankExchange:
 
     def _receive_requests(self) -> None:
         """Receives queued requests of peers, as far as buffers are free and shares are not used up."""
-        if not self._arrived or self._serving.total() == MOST_SERVED:
-            return
-        waiting, self._arrived = self._arrived, deque()
-        try:
-            while waiting:
-                peer, arrival = waiting[0]
-                free = self._serving.total() < MOST_SERVED and self._serving[peer] < MOST_FOR_PEER
-                buffer = self._requests.take() if free else None
-                waiting.popleft()
-                if buffer is None:
-                    self._arrived.append((peer, arrival))
-                    continue
-                moving = _Moving(peer, buffer, self._requests, self._clock() + LIMIT_S)
-                moving.done = partial(self._serve, arrival.tag & 0xFFFFFFFF)
-                self._serving[peer] += 1
-                self._receive(moving, arrival)
-        finally:  # after an exception the others are received later
-            self._arrived.extend(waiting)
+        while (queued := self._next_arrived()) is not None:
+            buffer = self._requests.take()
+            if buffer is None:
+                return
+            self._arrived.remove(queued)
+            peer, arrival = queued
+            moving = _Moving(peer, buffer, self._requests, self._clock() + LIMIT_S)
+            moving.done = partial(self._serve, arrival.tag & 0xFFFFFFFF)
+            self._receive(moving, arrival)
+
+    def _next_arrived(self) -> tuple[str, Arrival] | None:
+        """Returns the first queued request that the limits of its peer and of all peers allow; else None."""
+        if not self._arrived:
+            return None
+        shares = self._shares()
+        if shares.total() >= MOST_SERVED:
+            return None
+        return next((queued for queued in self._arrived if shares[queued[0]] < MOST_FOR_PEER), None)
+
+    def _shares(self) -> Counter[str]:
+        """Returns the number of each peer's requests that are being received, or whose replies are being sent."""
+        return Counter(moving.peer for moving in self._moving if moving.call is None)
 
     def _serve(self, call_number: int, request: _Moving) -> None:
         """Sends the reply to a received request. Without a free buffer the request is dropped, and times out."""
@@ -409,7 +411,6 @@ class RankExchange:
         except Exception:
             moving.buffers.give(buffer)
             raise
-        self._serving[request.peer] += 1  # until the reply is sent
         self._send(moving, _REPLY | self._number << 32 | call_number, nbytes)
 
     def _reply(self, kind: int, keys: Sequence[bytes], moving: _Moving) -> int:
@@ -464,8 +465,6 @@ class RankExchange:
                 moving.done(moving)
         finally:
             moving.buffers.give(moving.buffer)
-            if moving.call is None:
-                self._release_share(moving.peer)
             if done:
                 self._served_parts += moving.parts
                 self._served_bytes += moving.parts_bytes
@@ -480,11 +479,6 @@ class RankExchange:
         finally:
             self._send_queued()
 
-    def _release_share(self, peer: str) -> None:
-        self._serving[peer] -= 1
-        if not self._serving[peer]:
-            del self._serving[peer]
-
     def poll(self, now_s: float) -> float:
         """See `TransferAgent.poll`. Fences peers that exceed a deadline, and connects lost peers again."""
         now_s = self._clock()
@@ -497,7 +491,7 @@ class RankExchange:
         for peer, retry in list(self._lost.items()):
             if retry.at_s <= now_s:
                 self._connect(peer, min(2 * retry.pause_s, LONGEST_RETRY_S))
-        self._begin_queued()  # what an exception has left
+        self._begin_queued()  # requests that an exception has left in the queues
         return POLL_S
 
     def _send(self, moving: _Moving, tag: int, nbytes: int) -> None:
@@ -517,9 +511,7 @@ class RankExchange:
         except Exception:
             self._moving.discard(moving)
             moving.buffers.give(moving.buffer)
-            if moving.call is None:
-                self._release_share(moving.peer)
-            else:
+            if moving.call is not None:
                 self._fail(moving.call)
             raise
 
@@ -544,16 +536,15 @@ class RankExchange:
     def check(self) -> None:
         """Raises `InvariantError` if requests, buffers, peers and shares do not agree. Runs on the thread, between
         events, or after the thread has ended."""
-        moving = self._moving
+        moving, shares = self._moving, self._shares()
         with self._lock:
             ended, posted = self._ended, len(self._posted)
         sound = {
             "a buffer is not in use by one operation": len(moving)
             == self._requests.in_use + self._replies.in_use
             == len({id(one.buffer) for one in moving}),
-            "shares": Counter(one.peer for one in moving if one.call is None) == self._serving
-            and self._serving.total() <= MOST_SERVED
-            and all(share <= MOST_FOR_PEER for share in self._serving.values()),
+            "shares": shares.total() <= MOST_SERVED
+            and all(share <= MOST_FOR_PEER for share in shares.values()),
             "requests": len(self._calls) <= CALLS
             and all(
                 share <= MOST_FOR_PEER for share in Counter(one.peer for one in self._calls.values()).values()

@@ -42,13 +42,14 @@ from disagg.node.group_storage import (
     part_grid,
     state_parts,
 )
-from disagg.node.host_cache_sharing import HostCacheSharing, PageEndpoint
+from disagg.node.host_cache_sharing import HostCacheSharing
 from disagg.node.kv_manager import KVManager
 from disagg.node.leader import Leader
 from disagg.node.links import Link
 from disagg.node.plan import StepPlan
 from disagg.node.prefix_caching import cache_refusal
 from disagg.node.rank_peers import RankPeers
+from disagg.node.renewed_exchange import PageEndpoint
 from disagg.node.served_items import ServedItems, ServedKind
 from disagg.node.sizing import pool_bytes, state_bytes
 from disagg.node.step_recorder import StepRecorder

@@ -26,7 +26,6 @@ from disagg.model.mixed_graphs import mixed_sizes
 from disagg.model.runner import ModelRunner
 from disagg.node.assemble import make_collective, make_runner, resolve_device
 from disagg.node.group_storage import shares_host_cache
-from disagg.node.host_cache_sharing import PageEndpoint
 from disagg.node.host_memory import (
     HostCacheRoom,
     HostCacheSize,
@@ -37,6 +36,7 @@ from disagg.node.local_prefill import local_prefill_tokens
 from disagg.node.prefix_caching import configured_host_cache
 from disagg.node.rank import RankNode
 from disagg.node.rank_records import Rendezvous, Started
+from disagg.node.renewed_exchange import PageEndpoint
 from disagg.node.sizing import (
     describe,
     describe_pool,

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 
 from disagg.core.errors import InvariantError
-from disagg.core.item_events import ItemChanges, ItemPiece, ItemPosition, item_id
+from disagg.core.item_events import ItemEvents, ItemPiece, ItemPosition, item_id
 from disagg.kv.cache_operations import CacheOperation, PoolName, StorageOperation
 from disagg.node.block_parts import BlockParts
 from disagg.node.served_log import ServedLog
@@ -147,7 +147,7 @@ class ServedItems:
         with self._lock:  # no overwrite began before this check, so the copy is whole
             return found.blocks.withdrawals[found.block] == found.withdrawals
 
-    def after(self, position: ItemPosition) -> ItemPiece | ItemChanges:
+    def after(self, position: ItemPosition) -> ItemEvents:
         """Returns what a reader with `position` lacks next; see `ServedLog.after`."""
         with self._lock:  # for a copy only: the compute thread waits for this lock
             logged = self._log.after(position)
@@ -173,8 +173,9 @@ class ServedItems:
 
     def _overwrite(self, pool: PoolName, blocks: Sequence[int]) -> None:
         known = self._pools.get(pool)
-        for block in blocks if known is not None else ():
-            assert known is not None
+        if known is None:  # other groups may not read items of this kind
+            return
+        for block in blocks:
             self._take(known, block)
             known.withdrawals[block] += 1
 

@@ -11,7 +11,8 @@ from typing import NamedTuple
 import numpy as np
 
 from disagg.core.errors import InvariantError
-from disagg.core.item_events import ID_BYTES, ItemChanges, ItemPiece, ItemPosition
+from disagg.core.item_events import ItemChanges, ItemPiece, ItemPosition
+from disagg.kv.event_log import net_changes
 
 PIECE_PLACES = 1 << 15
 """Places of one piece of the content, so that a message has at most 256 KiB of ids."""
@@ -26,15 +27,11 @@ class LoggedChanges(NamedTuple):
     since: int
     version: int
     newest_first: list[int]
-    """As in `ServedLog`."""
+    """Changes, as `net_changes` reads them."""
 
     def events(self) -> ItemChanges:
         """Returns the events: the latest change of each id counts. Takes time for each change."""
-        latest: dict[int, bool] = {}
-        for change in self.newest_first:
-            latest.setdefault(change if change >= 0 else ~change, change >= 0)
-        added = [one for one, there in latest.items() if there]
-        removed = [one for one, there in latest.items() if not there]
+        added, removed = net_changes(self.newest_first)
         return ItemChanges(self.epoch, self.since, self.version, _packed(added), _packed(removed))
 
 
@@ -103,6 +100,4 @@ class ServedLog:
 
 
 def _packed(ids: list[int]) -> bytes:
-    packed = np.array(ids, dtype="<u8").tobytes()
-    assert len(packed) == ID_BYTES * len(ids)
-    return packed
+    return np.array(ids, dtype="<u8").tobytes()

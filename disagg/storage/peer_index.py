@@ -298,12 +298,10 @@ def _array(ids: set[int]) -> Ids:
 
 
 def _union(ids: Ids, more: Ids) -> Ids:
-    """Returns the sorted union of sorted `ids` and any `more`."""
-    both = np.concatenate([ids, np.sort(more)])
+    """Returns the sorted union of two sorted arrays that have no id in common."""
+    both = np.concatenate([ids, more])
     both.sort(kind="stable")  # merges two sorted runs in linear time
-    first = np.ones(len(both), dtype=bool)
-    first[1:] = both[1:] != both[:-1]
-    return both[first]
+    return both
 
 
 def _isin(ids: Ids, some: Ids) -> NDArray[np.bool_]:

@@ -15,10 +15,11 @@ from disagg.core.errors import TransportError
 from disagg.core.prefixes import PrefixKey
 from disagg.core.types import GroupInfo, KVLayout, PageServer, RankInfo
 from disagg.model.spec.model_spec import shard_of
-from disagg.node import host_cache_sharing
+from disagg.node import renewed_exchange
 from disagg.node.block_parts import BlockParts
-from disagg.node.host_cache_sharing import HostCacheSharing, PageEndpoint
+from disagg.node.host_cache_sharing import HostCacheSharing
 from disagg.node.page_exchange import RankExchange
+from disagg.node.renewed_exchange import PageEndpoint
 from disagg.node.served_items import ServedItems, ServedKind
 from disagg.node.transfer_loop import TransferLoop
 from disagg.storage.keys import PageKeys, StoredModel
@@ -85,7 +86,7 @@ def until_shared_again(logs: Sequence[Any]) -> None:
 
 @pytest.fixture
 def rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[SharingRank]:
-    monkeypatch.setattr(host_cache_sharing, "REOPEN_S", 0.01)
+    monkeypatch.setattr(renewed_exchange, "REOPEN_S", 0.01)
     rank = SharingRank()
     yield rank
     rank.sharing.stop()
@@ -114,7 +115,7 @@ def test_items_that_are_served_while_a_transport_is_opened(
         rank.sharing.serve(items)
         return TransferLoop(lane, transport, exchange, *rest, **more)
 
-    monkeypatch.setattr(host_cache_sharing, "TransferLoop", make)
+    monkeypatch.setattr(renewed_exchange, "TransferLoop", make)
     with structlog.testing.capture_logs() as logs:
         rank.break_transport()
         until_shared_again(logs)

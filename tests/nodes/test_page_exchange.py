@@ -264,17 +264,12 @@ def test_a_request_without_keys_is_dropped() -> None:
     ranks.check()
 
 
-class TurningRank(ExchangingRank):
-    """A rank whose thread never starts: a test runs its turns."""
-
-
 class Turns:
-    """Three ranks in one thread; each serves one page."""
+    """Three ranks whose threads never start: a test runs their turns. Each serves one page."""
 
     def __init__(self, draw: random.Random) -> None:
         self.draw, self.clock, self.fabric = draw, ManualClock(), InprocFabric()
-        self.ranks = [TurningRank(self.fabric, f"rank-{i}", i, self.clock) for i in range(3)]
-        self.asked = 0
+        self.ranks = [ExchangingRank(self.fabric, f"rank-{i}", i, self.clock) for i in range(3)]
         self.all: list[list[bytes | None]] = []
         """The answers to each request: one."""
         for number, rank in enumerate(self.ranks):
@@ -293,7 +288,7 @@ class Turns:
         call(f"rank-{owner}", [key(name)], lambda reply: answers.append(reply and bytes(reply[:1])))
         return answers
 
-    def turn(self, rank: TurningRank) -> bool:
+    def turn(self, rank: ExchangingRank) -> bool:
         busy = rank.loop.turn()
         rank.loop.run_timers(self.clock.now_s)
         return busy

@@ -47,6 +47,13 @@ def reply_of(peer: str, tag_bits: int = REPLY) -> object:
     return lambda source, destination, tag: source == peer and bool(tag & tag_bits)
 
 
+def end_old_operations(cluster: PageCluster, clock: ManualClock) -> None:
+    """Sends and receives from before a fence end at their own limits."""
+    clock.now_s += LIMIT_S
+    for rank in cluster.ranks:
+        rank.loop.call(lambda: None)
+
+
 def test_pages_of_several_peers(cluster: PageCluster, storage: PeerStorage) -> None:
     put(cluster.stores[0], range(0, 40, 2))
     put(cluster.stores[1], range(1, 40, 2))
@@ -168,9 +175,7 @@ def test_a_peer_without_a_reply_is_fenced_and_connected_again(
         return storage.get([key(0)], [memory(5000)], SHORT_S) == [True]
 
     until(read_again, "its pages are read again")
-    clock.now_s += LIMIT_S  # a receive from before the fence ends at its own limit
-    for rank in cluster.ranks:
-        rank.loop.call(lambda: None)
+    end_old_operations(cluster, clock)
 
 
 def test_a_hung_peer_delays_no_requests_to_other_peers(cluster: PageCluster, clock: ManualClock) -> None:
@@ -195,9 +200,7 @@ def test_a_hung_peer_delays_no_requests_to_other_peers(cluster: PageCluster, clo
     until(lambda: len(answers["peer-0"]) == 2 * CALLS, "all requests have ended")
     assert answers["peer-0"] == [None] * 2 * CALLS
     assert list(reader.exchange.peers) == ["peer-1"]
-    clock.now_s += LIMIT_S  # operations from before the fence end at their own limits
-    for rank in cluster.ranks:
-        rank.loop.call(lambda: None)
+    end_old_operations(cluster, clock)
 
 
 def test_requests_queued_behind_hung_peers_do_not_fence_their_own_peer(clock: ManualClock) -> None:
@@ -227,9 +230,7 @@ def test_requests_queued_behind_hung_peers_do_not_fence_their_own_peer(clock: Ma
         until(lambda: len(answers) == CALLS + 2, "all requests have ended")
         assert answers == [None] * (CALLS + 1) + [b"\0"]
         assert list(reader.exchange.peers) == [f"peer-{hung}"]
-        clock.now_s += LIMIT_S
-        for rank in cluster.ranks:
-            rank.loop.call(lambda: None)
+        end_old_operations(cluster, clock)
 
 
 def test_messages_of_strangers_and_malformed_requests_are_dropped(cluster: PageCluster) -> None:

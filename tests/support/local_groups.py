@@ -38,8 +38,8 @@ from disagg.model.load.source import ModelSource
 from disagg.model.load.tiny import make_tiny_checkpoint
 from disagg.node.assemble import make_runner
 from disagg.node.group_storage import shares_host_cache
-from disagg.node.host_cache_sharing import PageEndpoint
 from disagg.node.links import make_link
+from disagg.node.renewed_exchange import PageEndpoint
 from disagg.router.answers import Output, SessionReport
 from disagg.router.response_dispatcher import ResponseDispatcher
 from disagg.router.router import Router

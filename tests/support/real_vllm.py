@@ -137,7 +137,8 @@ class RealEngine:
         cached = output.scheduled_cached_reqs
         starts |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         for layer, name in enumerate(NAMES):
-            for check in (False, True):  # attention writes KV of all requests before it reads any
+            # As in an attention kernel, KV of all requests is written before it is read.
+            for check in (False, True):
                 for request_id, start in starts.items():
                     self._compute(request_id, layer, start, start + counts[request_id], check)
             if counts:

@@ -32,7 +32,7 @@ from disagg.core.prefixes import PrefixKey
 from disagg.core.types import SamplingParams
 from disagg.kv.cache_operations import CacheOperation, PoolTransfer
 from disagg.model.load.source import ModelSource
-from disagg.node import host_cache_sharing
+from disagg.node import renewed_exchange
 from disagg.node.group_storage import page_keys, page_parts, part_grid, state_parts
 from disagg.router.router import Router
 from transport.base import Operation
@@ -322,7 +322,7 @@ def test_a_transport_that_fails_is_replaced(
     checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch, broken: str
 ) -> None:
     """Of the group that serves, or that reads. Meanwhile reads are misses, afterwards pages are read again."""
-    monkeypatch.setattr(host_cache_sharing, "REOPEN_S", 0.2)
+    monkeypatch.setattr(renewed_exchange, "REOPEN_S", 0.2)
     source = checkpoints.source()
     expected = checkpoints.greedy(source, PROMPTS[0], TOKENS)
     with local_groups(two_groups(), source) as groups:

@@ -256,8 +256,7 @@ class Run:
         wrong = 0
         say("one at a time:")
         for prompt, expected in zip(prompts, plain, strict=True):
-            began_s = time.monotonic()
-            wrong += self.differs(prompt, expected, self.answer("proxy", prompt), time.monotonic() - began_s)
+            wrong += self.differs(prompt, expected, self.answer("proxy", prompt))
         self.check_moved(sum(len(prompt) for prompt in prompts))
         say("at the same time, with streams, other prompts:")
         others = [
@@ -265,11 +264,9 @@ class Run:
         ]
         with ThreadPoolExecutor(len(others)) as pool:
             expected_answers = list(pool.map(lambda one: self.answer("plain", one), others))
-            began_s = time.monotonic()
             answers = list(pool.map(lambda one: self.answer("proxy", one, stream=True), others))
-        took_s = time.monotonic() - began_s
         for prompt, expected, answer in zip(others, expected_answers, answers, strict=True):
-            wrong += self.differs(prompt, expected, answer, took_s)
+            wrong += self.differs(prompt, expected, answer)
         self.check_moved(sum(len(prompt) for prompt in prompts + others))
         self.check_freed()
         if wrong:
@@ -278,6 +275,8 @@ class Run:
         return 0
 
     def answer(self, name: str, prompt: list[int], stream: bool = False) -> dict[str, Any]:
+        """Returns the tokens, their likeliest alternatives, and the time that the answer took."""
+        began_s = time.monotonic()
         body = {
             **{"model": "m", "prompt": prompt, "max_tokens": self.options.tokens, "temperature": 0},
             **{"ignore_eos": True, "return_token_ids": True, "logprobs": 2, "stream": stream},
@@ -290,6 +289,7 @@ class Run:
         try:
             with urllib.request.urlopen(request, timeout=max(1, self.end_s - 15 - time.monotonic())) as reply:
                 text = reply.read().decode()
+                took_s = time.monotonic() - began_s
         except urllib.error.HTTPError as exc:
             raise RunError(f"{name} answered {exc.code}: {exc.read()[:500]!r}") from exc
         except OSError as exc:
@@ -306,15 +306,12 @@ class Run:
             choices = [chunk["choices"][0] for chunk in chunks if chunk["choices"]]
         tokens = [token for choice in choices for token in choice.get("token_ids") or ()]
         tops = [top for choice in choices for top in (choice.get("logprobs") or {}).get("top_logprobs") or ()]
-        return {"tokens": tokens, "tops": tops}
+        return {"tokens": tokens, "tops": tops, "took_s": took_s}
 
-    def differs(
-        self, prompt: list[int], expected: dict[str, Any], answer: dict[str, Any], took_s: float
-    ) -> int:
+    def differs(self, prompt: list[int], expected: dict[str, Any], answer: dict[str, Any]) -> int:
         """Returns 1 for an answer that differs where the reference has a clear choice."""
-        say(
-            f"  prompt of {len(prompt)} tokens: {len(answer['tokens'])} tokens, {took_s * 1e3:.0f} ms", end=""
-        )
+        took_ms = answer["took_s"] * 1e3
+        say(f"  prompt of {len(prompt)} tokens: {len(answer['tokens'])} tokens, {took_ms:.0f} ms", end="")
         if expected["tokens"] == answer["tokens"]:
             say(", equal")
             return 0

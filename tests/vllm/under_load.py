@@ -20,7 +20,6 @@ import random
 import signal
 import sys
 import threading
-import time
 import urllib.parse
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -62,12 +61,10 @@ class LoadRun:
             return list(pool.map(lambda prompt: self.run.answer("plain", prompt), prompts))
 
     def compare(self, prompt: list[int], expected: dict[str, Any], answer: dict[str, Any]) -> None:
-        self.wrong += self.run.differs(prompt, expected, answer, answer["took_s"])
+        self.wrong += self.run.differs(prompt, expected, answer)
 
-    def timed(self, name: str, prompt: list[int]) -> dict[str, Any]:
-        began_s = time.monotonic()
-        answer = self.run.answer(name, prompt, stream=True)
-        return answer | {"took_s": time.monotonic() - began_s}
+    def streamed(self, name: str, prompt: list[int]) -> dict[str, Any]:
+        return self.run.answer(name, prompt, stream=True)
 
     # --- clients that leave
 
@@ -83,7 +80,7 @@ class LoadRun:
         computed_before = self.run.prompt_tokens("local_compute")
         with ThreadPoolExecutor(AT_ONCE + max(leaving, 1)) as pool:
             gone = [pool.submit(self.leave, prompt, i % 3) for i, prompt in enumerate(left)]
-            answers = list(pool.map(lambda prompt: self.timed("proxy", prompt), prompts))
+            answers = list(pool.map(lambda prompt: self.streamed("proxy", prompt), prompts))
             for one in gone:
                 one.result()
         for prompt, known, answer in zip(prompts, expected, answers, strict=True):
@@ -120,7 +117,7 @@ class LoadRun:
         def client(number: int) -> dict[str, Any] | None:
             name = ("proxy", "decode")[number % 2]
             try:
-                answer = self.timed(name, prompts[number])
+                answer = self.streamed(name, prompts[number])
             except RunError as exc:
                 if name == "decode" or not kill.is_set():
                     raise
@@ -143,7 +140,7 @@ class LoadRun:
             if answer is not None:
                 self.compare(prompt, known, answer)
         for prompt, known in zip(prompts[:4], expected[:4], strict=True):
-            self.compare(prompt, known, self.timed("decode", prompt))
+            self.compare(prompt, known, self.streamed("decode", prompt))
         self.run.check_freed("decode", limit_s=self.run.options.lease + 15)
         self.run.serve("prefill", self.run.options.prefill_gpu, self.run.options.prefill_tp, "kv_producer")
         self.run.wait_ready("prefill", "/health")

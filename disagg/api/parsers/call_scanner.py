@@ -9,7 +9,7 @@ from typing import Any, ClassVar, NamedTuple
 from disagg.api.parsers.parts import AnswerParser, Call, Content, Part
 from disagg.api.parsers.schema_values import referred
 from disagg.api.parsers.texts import Trimmer, dump_json, first_marker, load_json, unsure_characters
-from disagg.core.grammars import schema_rule
+from disagg.core.grammars import schema_rule, text_literal
 
 
 class Found(NamedTuple):
@@ -187,6 +187,12 @@ def several(name: str, kinds: Sequence[str], between: str, *, parallel: bool) ->
     numbered = [f"{name}_{number}" for number in range(len(kinds))]
     rules = [f"{one}: {kind}" for one, kind in zip(numbered, kinds, strict=True)]
     return [f"{name}s: {name} {more}", f"{name}: {' | '.join(numbered)}", *rules]
+
+
+def json_call(name: str, key: str, arguments: str) -> str:
+    """Returns the JSON object of a call as an expression. `key`: key of the arguments."""
+    head = f'{{"name": {dump_json(name)}, "{key}": '
+    return f'{text_literal(head)} {arguments} "}}"'
 
 
 def call_of(name: object, arguments: object) -> Call | None:

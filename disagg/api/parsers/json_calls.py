@@ -17,6 +17,7 @@ from disagg.api.parsers.call_scanner import (
     Unfinished,
     call_of,
     calls_of,
+    json_call,
     several,
 )
 from disagg.api.parsers.parts import Call
@@ -34,8 +35,8 @@ class HermesCalls(CallSyntax):
     has_rules: ClassVar[bool] = True
 
     def rule(self, name: str, arguments: str, marker: Marker) -> str:
-        head = _object_head(name)
-        return f'{marker("<tool_call>")} SPACE {head} {arguments} "}}" SPACE {marker("</tool_call>")}'
+        call = json_call(name, "arguments", arguments)
+        return f"{marker('<tool_call>')} SPACE {call} SPACE {marker('</tool_call>')}"
 
     def read(self, text: str, marker: str, last: bool) -> Read:
         start = _skip_space(text, len(marker))
@@ -106,7 +107,7 @@ class MistralCalls(CallSyntax):
         return f"{marker('[TOOL_CALLS]')} {named}"
 
     def calls(self, tools: Mapping[str, str], marker: Marker, *, parallel: bool) -> list[str]:
-        items = [f'{_object_head(name)} {value} "}}"' for name, value in tools.items()]
+        items = [json_call(name, "arguments", value) for name, value in tools.items()]
         return [
             f'calls: nameds | {marker("[TOOL_CALLS]")} SPACE "[" items "]"',
             *several("named", self._rules(tools, marker), "SPACE", parallel=parallel),
@@ -144,11 +145,6 @@ class ListedCalls(CallSyntax):
             return UNCLOSED
         calls = _calls_in(text[:end])
         return Found(calls, end) if calls is not None else MALFORMED
-
-
-def _object_head(name: str) -> str:
-    """Returns the start of a call's JSON object, up to the arguments, as a literal of the Lark dialect."""
-    return text_literal(f'{{"name": {text_literal(name)}, "arguments": ')
 
 
 def _skip_space(text: str, start: int) -> int:

@@ -37,13 +37,7 @@ def types_of(schema: object) -> set[str]:
     if not isinstance(schema, dict):
         return set()
     given = schema.get("type")
-    types = (
-        {given}
-        if isinstance(given, str)
-        else {one for one in given if isinstance(one, str)}
-        if isinstance(given, list)
-        else set()
-    )
+    types = {one for one in (given if isinstance(given, list) else [given]) if isinstance(one, str)}
     for name in ("anyOf", "oneOf"):
         given = schema.get(name)
         for one in given if isinstance(given, list) else ():

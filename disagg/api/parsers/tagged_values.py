@@ -1,9 +1,11 @@
-"""Grammars of arguments between tags, where strings have no quotation marks (Qwen 3 Coder, GLM 4.5)."""
+"""Calls with arguments between tags, where strings have no quotation marks (Qwen 3 Coder, GLM 4.5): the grammar."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any, ClassVar, NamedTuple
 
+from disagg.api.parsers.call_scanner import CallSyntax, Marker
 from disagg.api.parsers.schema_values import referred, types_of
 from disagg.core.grammars import schema_rule, text_literal
 
@@ -30,10 +32,15 @@ class Tags(NamedTuple):
     forbidden: str
     """Characters that a name cannot have."""
 
-    def arguments(self, schema: dict[str, Any], texts: str) -> str:
+    @property
+    def texts(self) -> str:
+        """The rule `texts`, of any text and the end of a value. `arguments` and `_value` refer to the rule."""
+        return f"texts[suffix={text_literal(self.end.strip())}]: /(?s:.*)/"
+
+    def arguments(self, schema: dict[str, Any]) -> str:
         """Returns the arguments as an expression of the Lark dialect, in the order of the schema's properties.
 
-        `texts`: rule of any text and the end of a value. Raises ValueError for a schema that no expression ensures.
+        Raises ValueError for a schema that no expression ensures.
         """
         _require(schema, _OBJECT)
         properties, required = schema.get("properties") or {}, schema.get("required") or []
@@ -48,11 +55,11 @@ class Tags(NamedTuple):
             if name != name.strip() or set(name) & set(self.forbidden):
                 raise ValueError(f"the name {name!r} has characters that a call cannot have")
             head = text_literal(f"{self.name}{name}{self.value}")
-            argument = f"{head} {self._value(schema, one, texts)} SPACE"
+            argument = f"{head} {self._value(schema, one)} SPACE"
             found.append(argument if name in required else f"({argument})?")
         return " ".join(found) or '""'
 
-    def _value(self, root: dict[str, Any], given: object, texts: str) -> str:
+    def _value(self, root: dict[str, Any], given: object) -> str:
         """Returns a value and its end. The value has the form that `typed_value` reads."""
         if isinstance(given, dict) and "$ref" in given:
             _require(given, _NOTES | {"$ref"})
@@ -74,7 +81,20 @@ class Tags(NamedTuple):
         for one in schema[keyword] if keyword != "type" else ():
             if not (types := types_of(one)) or "string" in types:
                 _require(one, _NOTES | {"type"})
-        return texts
+        return "texts"
+
+
+class TaggedCalls(CallSyntax):
+    """Calls with arguments between tags."""
+
+    tags: ClassVar[Tags]
+    has_rules: ClassVar[bool] = True
+
+    def arguments(self, schema: dict[str, Any]) -> str:
+        return self.tags.arguments(schema)
+
+    def calls(self, tools: Mapping[str, str], marker: Marker, *, parallel: bool) -> list[str]:
+        return [*super().calls(tools, marker, parallel=parallel), self.tags.texts]
 
 
 def _require(schema: object, known: frozenset[str]) -> None:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from disagg.api.parsers.call_scanner import (
     MALFORMED,
     UNFINISHED,
-    CallSyntax,
     Found,
     Marker,
     Read,
@@ -17,17 +15,16 @@ from disagg.api.parsers.call_scanner import (
     call_of,
 )
 from disagg.api.parsers.schema_values import typed_value
-from disagg.api.parsers.tagged_values import Tags
+from disagg.api.parsers.tagged_values import TaggedCalls, Tags
 from disagg.core.grammars import text_literal
 
 _END = "</function>"
 _HEAD = re.compile(r"(?:<tool_call>\s*)?<function=([^>\n]+)>\s*")
 _PARAMETER = re.compile(r"<parameter=([^>\n]+)>(.*?)</parameter>\s*(?=<parameter=|</function>)", re.DOTALL)
-_TAGS = Tags("<parameter=", ">\n", "\n</parameter>", ">\n")
 _BEGINNINGS = ("<tool_call>", "<function=")
 
 
-class QwenCoderCalls(CallSyntax):
+class QwenCoderCalls(TaggedCalls):
     """Calls such as `<tool_call><function=F><parameter=P>value</parameter></function></tool_call>`.
 
     The schema of the tool's parameter determines whether a value is a text or JSON.
@@ -35,18 +32,11 @@ class QwenCoderCalls(CallSyntax):
 
     markers: ClassVar[tuple[str, ...]] = _BEGINNINGS
     visible: ClassVar[tuple[str, ...]] = ("<tool_call>", "</tool_call>")
-    has_rules: ClassVar[bool] = True
-
-    def arguments(self, schema: dict[str, Any]) -> str:
-        return _TAGS.arguments(schema, "texts")
+    tags: ClassVar[Tags] = Tags("<parameter=", ">\n", "\n</parameter>", ">\n")
 
     def rule(self, name: str, arguments: str, marker: Marker) -> str:
         head = f"{marker('<tool_call>')} SPACE {text_literal(f'<function={name}>')} SPACE"
         return f"{head} {arguments} {text_literal(_END)} SPACE {marker('</tool_call>')}"
-
-    def calls(self, tools: Mapping[str, str], marker: Marker, *, parallel: bool) -> list[str]:
-        text = 'texts[suffix="</parameter>"]: /(?s:.*)/'
-        return [*super().calls(tools, marker, parallel=parallel), text]
 
     def read(self, text: str, marker: str, last: bool) -> Read:
         body = text[len(marker) :].lstrip() if marker == "<tool_call>" else text

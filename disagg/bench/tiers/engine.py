@@ -17,9 +17,10 @@ from disagg.core.types import PROTOCOL_VERSION, GroupInfo, SamplingParams
 from disagg.kv.host_tier import HostTierStatistics
 from disagg.kv.pages import pages_for
 from disagg.model.runner import ModelRunner
-from disagg.node.host_cache_sharing import HostCacheSharing, PageEndpoint
+from disagg.node.host_cache_sharing import HostCacheSharing
 from disagg.node.kv_manager import KVManagerStatistics
 from disagg.node.rank_start import RankModel
+from disagg.node.renewed_exchange import PageEndpoint
 from disagg.router.answers import SessionReport
 from disagg.router.response_dispatcher import ResponseDispatcher
 from disagg.router.router import Router

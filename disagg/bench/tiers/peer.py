@@ -11,8 +11,8 @@ from disagg.bench.tiers.engine import TiersEngine
 from disagg.bench.tiers.ttft import MOST_FILLERS, TtftSizes
 from disagg.bench.transfer.wire import Backend, WireBench, measured_rates
 from disagg.core.errors import InvariantError
-from disagg.node.host_cache_sharing import PageEndpoint
 from disagg.node.page_exchange import LEAST_REPLY_BYTES
+from disagg.node.renewed_exchange import PageEndpoint
 from transport.keys.curve import make_keys
 from transport.keys.ring import KeyRing
 from transport.reach import Choice

@@ -6,7 +6,7 @@ from typing import Any
 
 import anthropic
 from anthropic import Anthropic, beta_tool
-from common import Checks, equal, target
+from common import Checks, equal, refusal, target
 from pydantic import BaseModel
 
 MESSAGES: Any = [{"role": "user", "content": "Hello"}]
@@ -110,19 +110,12 @@ class Client:
         return f"{count} tokens"
 
     def errors(self) -> str:
-        found = []
-        for kind, fields in (
-            (anthropic.NotFoundError, {"model": "another"}),
-            (anthropic.BadRequestError, {"max_tokens": -1}),
-        ):
-            try:
-                self.client.messages.create(**self.fields | fields)
-            except kind as refused:
-                found.append(refused.status_code)
-        try:
-            self.client.with_options(api_key="wrong").messages.create(**self.fields)
-        except anthropic.AuthenticationError as refused:
-            found.append(refused.status_code)
+        create, stranger = self.client.messages.create, self.client.with_options(api_key="wrong")
+        found = [
+            refusal(anthropic.NotFoundError, create, **self.fields | {"model": "another"}),
+            refusal(anthropic.BadRequestError, create, **self.fields | {"max_tokens": -1}),
+            refusal(anthropic.AuthenticationError, stranger.messages.create, **self.fields),
+        ]
         equal(found, [404, 400, 401])
         return ", ".join(map(str, found))
 

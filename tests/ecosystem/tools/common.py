@@ -91,6 +91,16 @@ def equal(found: Any, expected: Any) -> None:
         raise AssertionError(f"{found!r} is not {expected!r}")
 
 
+def refusal(kind: type[Any], ask: Callable[..., object], **fields: Any) -> int:
+    """Returns the HTTP status of the refusal of a request. `kind`: the error that the client must raise for it."""
+    try:
+        ask(**fields)
+    except kind as refused:
+        status: int = refused.status_code
+        return status
+    raise AssertionError(f"no {kind.__name__}")
+
+
 def command(name: str, *arguments: str, log: Path, environment: Mapping[str, str] | None = None) -> None:
     """Runs a command of this script's environment. An error has the end of the command's output."""
     path = Path(sys.executable).parent / name

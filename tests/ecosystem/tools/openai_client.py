@@ -7,7 +7,7 @@ import json
 from typing import Any, Literal
 
 import openai
-from common import Checks, equal, target
+from common import Checks, equal, refusal, target
 from pydantic import BaseModel, Field
 
 MESSAGES: Any = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
@@ -151,22 +151,15 @@ class Client:
         return f"{call.name}({call.arguments}), then {after.output_parsed!r}"
 
     def errors(self) -> str:
-        found = []
-        for kind, fields in (
-            (openai.NotFoundError, {"model": "another"}),
-            (openai.BadRequestError, {"max_tokens": -1}),
-            (openai.BadRequestError, {"extra_body": {"no_such_field": 1}}),
-        ):
-            try:
-                self.client.chat.completions.create(**self.fields | fields)
-            except kind as refused:
-                found.append(f"{refused.status_code}")
-        try:
-            self.client.with_options(api_key="wrong").models.list()
-        except openai.AuthenticationError as refused:
-            found.append(f"{refused.status_code}")
-        equal(found, ["404", "400", "400", "401"])
-        return ", ".join(found)
+        create, stranger = self.client.chat.completions.create, self.client.with_options(api_key="wrong")
+        found = [
+            refusal(openai.NotFoundError, create, **self.fields | {"model": "another"}),
+            refusal(openai.BadRequestError, create, **self.fields | {"max_tokens": -1}),
+            refusal(openai.BadRequestError, create, **self.fields | {"extra_body": {"no_such_field": 1}}),
+            refusal(openai.AuthenticationError, stranger.models.list),
+        ]
+        equal(found, [404, 400, 400, 401])
+        return ", ".join(map(str, found))
 
 
 async def concurrent(url: str, key: str, fields: Any) -> str:

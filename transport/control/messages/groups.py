@@ -8,7 +8,7 @@ import msgspec
 
 from disagg.core.bounds import Count, Label
 from disagg.core.config.read import Role
-from disagg.core.item_events import ItemChanges, ItemPiece, ItemPosition
+from disagg.core.item_events import ItemEvents, ItemPosition
 from disagg.core.prefixes import Digest, Tier
 from disagg.core.status import GroupStatus, RankStatus
 from disagg.core.types import GroupInfo, PageServer
@@ -49,7 +49,7 @@ class WatchItems(Message, frozen=True):
 class HeldItems(Message, frozen=True):
     """Rank -> rank of another group that watches items: some of the items, or changes."""
 
-    events: ItemPiece | ItemChanges
+    events: ItemEvents
 
 
 class GroupReport(Message, frozen=True):
