@@ -131,10 +131,23 @@ def cut_inputs(
     cuts[f"{name}.weight"] = Cut(1, (span,))
 
 
+def set_sizes(module: nn.Module, sizes: Mapping[str, int]) -> None:
+    """Sets attributes of a module and of modules within it, by name."""
+    for name, size in sizes.items():
+        owner, _, leaf = name.rpartition(".")
+        setattr(module.get_submodule(owner), leaf, size)
+
+
 def even_span(rank: int, ranks: int, elements: int) -> Span:
     """Returns the part of `elements` elements that rank `rank` of `ranks` holds. The sizes of parts differ by at most
     one."""
     return Span(rank * elements // ranks, (rank + 1) * elements // ranks)
+
+
+def section_spans(own: Span, section: int, elements: int) -> tuple[Span, ...]:
+    """Returns the part `own` of each section of `elements` elements. A section has `section` elements; gate and up of
+    an MLP are two sections."""
+    return tuple(Span(start + own.start, start + own.stop) for start in range(0, elements, section))
 
 
 def name_pattern(name: str) -> str:

@@ -340,15 +340,15 @@ class LocalGroups:
         self.fabric.kill(f"{name}-pages")
         self._collectives[name].close()
 
-    def restart(self, name: str, *, told: bool = True) -> Any:
-        """Another process takes the place and the name of a killed group, a colocated one of one rank; its rank.
+    def restart(self, name: str, *, loss_known: bool = True) -> Any:
+        """Replaces a killed group, a colocated one of one rank, by another of the same name. Returns the new rank.
 
-        `told`: the others have heard of the death.
+        `loss_known`: whether the other ranks have noticed the loss before.
         """
         (dead,) = self.groups[name]
         address = dead.control.address
         dead.stop()
-        for other in [rank for rank in self.ranks if told and rank is not dead]:
+        for other in [rank for rank in self.ranks if loss_known and rank is not dead]:
             other.peer_lost(address)
         self.hub.mend(address)
         [(number, collective)] = _collectives(dead.group_config)

@@ -285,8 +285,8 @@ def test_a_group_that_has_ended_is_forgotten(checkpoints: Checkpoints) -> None:
         rank.know_groups([groups.infos["colocated-2"]])
 
 
-@pytest.mark.parametrize("told", [pytest.param(True, marks=pytest.mark.slow), False])
-def test_a_group_that_starts_again_under_the_same_name(checkpoints: Checkpoints, told: bool) -> None:
+@pytest.mark.parametrize("loss_known", [pytest.param(True, marks=pytest.mark.slow), False])
+def test_a_group_that_starts_again_under_the_same_name(checkpoints: Checkpoints, loss_known: bool) -> None:
     """Nothing of its earlier memory is known afterwards; both groups read from each other again."""
     source = checkpoints.source()
     other = random_prompts(90, seed=12)[0]
@@ -296,7 +296,7 @@ def test_a_group_that_starts_again_under_the_same_name(checkpoints: Checkpoints,
         (second,) = groups.groups["colocated-2"]
         epoch = groups.groups["colocated"][0].sharing.served.epoch
         groups.kill("colocated-0")
-        first = groups.restart("colocated", told=told)
+        first = groups.restart("colocated", loss_known=loss_known)
         assert first.sharing.served.epoch != epoch
         wait_until(
             lambda: second.sharing.index.position("colocated-0").epoch != epoch, "the old index is gone"

@@ -9,6 +9,7 @@ from disagg.bench.common.ceilings import size_text
 from disagg.bench.common.report import Measurement, Result
 from disagg.bench.handoff.figures import percentile
 from disagg.bench.tiers.run import TiersMeasurements
+from disagg.node.page_exchange import LEAST_REPLY_BYTES
 
 PLACE_NAMES = {
     "device": "TTFT, hit in the KV pool",
@@ -67,10 +68,10 @@ def _load_costs(found: TiersMeasurements) -> list[Result]:
 
 
 def _plain(found: TiersMeasurements) -> list[Result]:
-    size = size_text(found.nbytes)
+    size, message = size_text(found.nbytes), size_text(LEAST_REPLY_BYTES)
     return [
         Result(f"plain copy from host memory, {size}", found.plain_copy, None, found.labels),
-        Result("plain transfer, messages of 1 MiB", found.plain_transfer, None, found.labels),
+        Result(f"plain transfer, messages of {message}", found.plain_transfer, None, found.labels),
         Result(f"plain read of a file, {size}", found.plain_read, None, found.labels),
     ]
 

@@ -147,9 +147,10 @@ class _TiersRun:
         self._ttft_group = self._with_tiers(
             HOST_PREFIXES * prefix_tokens, STORED_PREFIXES * prefix_tokens, "ttft"
         )
-        self._peer_group = self._with_tiers(HOST_PREFIXES * prefix_tokens, 0, "")
-        backend = TransportConfig(backend=options.transport)
-        self._choice = choose(backend, LOOPBACK)
+        self._peer_group = msgspec.structs.replace(
+            self._with_tiers(HOST_PREFIXES * prefix_tokens, 0, ""), host_cache_shared=True
+        )
+        self._choice = choose(TransportConfig(backend=options.transport), LOOPBACK)
         self._conversations = -(-WORKING_SET * self._group.pool_tokens // options.history_tokens)
         self._turns_groups = self._groups_by_tiers()
         self._check_disk()
@@ -181,7 +182,7 @@ class _TiersRun:
         """Returns TTFTs of hits in the host memory of a second group, which has weights of its own."""
         self._progress("loading the model of another group")
         owner_runner = load_runner(self._model, SingleCollective(), 0, "colocated")[0]
-        group = msgspec.structs.replace(self._peer_group, host_cache_shared=True)
+        group = self._peer_group
         config = msgspec.structs.replace(self._config, colocated=group)
         endpoint, hub = page_endpoint(self._choice), InprocHub()
         reader_at = EnginePlace(hub, "colocated", endpoint())

@@ -1,6 +1,6 @@
 """Modules of experts that transformers does not mark with `use_experts_implementation`: a registry of their classes.
 
-Each entry maps a range of the experts' inner elements to the elements of the module's parameters that belong to it.
+An entry maps a range of the experts' inner elements to the elements of the module's parameters that belong to it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import nn
 
 from disagg.core.types import Span
 from disagg.model.layers.class_names import by_name
-from disagg.model.tensor_parallel import Cut
+from disagg.model.tensor_parallel import Cut, section_spans
 
 
 @dataclass(frozen=True)
@@ -44,18 +44,14 @@ class NoResult(nn.Module):
         return torch.zeros_like(x)
 
 
-def _gate_up(inner: int, own: Span) -> tuple[Span, Span]:
-    return own, Span(inner + own.start, inner + own.stop)
-
-
 def _llama4_cuts(module: Any, own: Span) -> dict[str, Cut]:
     inner = module.down_proj.shape[1]
-    return {"gate_up_proj": Cut(2, _gate_up(inner, own)), "down_proj": Cut(1, (own,))}
+    return {"gate_up_proj": Cut(2, section_spans(own, inner, 2 * inner)), "down_proj": Cut(1, (own,))}
 
 
 def _longcat_cuts(module: Any, own: Span) -> dict[str, Cut]:
     inner = module.down_proj.shape[2]
-    return {"gate_up_proj": Cut(1, _gate_up(inner, own)), "down_proj": Cut(2, (own,))}
+    return {"gate_up_proj": Cut(1, section_spans(own, inner, 2 * inner)), "down_proj": Cut(2, (own,))}
 
 
 def _longcat_identity(module: Any, rank: int) -> None:
@@ -66,14 +62,14 @@ def _longcat_identity(module: Any, rank: int) -> None:
 
 def _dbrx_cuts(module: Any, own: Span) -> dict[str, Cut]:
     """The experts' weights lie below each other, those of the second product transposed."""
-    starts = range(0, len(module.mlp.w1), module.ffn_hidden_size)
-    spans = tuple(Span(start + own.start, start + own.stop) for start in starts)
+    spans = section_spans(own, module.ffn_hidden_size, len(module.mlp.w1))
     return {f"mlp.{name}": Cut(0, spans) for name in ("w1", "v1", "w2")}
 
 
 def _jetmoe_cuts(module: Any, own: Span) -> dict[str, Cut]:
     inner = module.output_linear.weight.shape[2]
-    return {"input_linear.weight": Cut(1, _gate_up(inner, own)), "output_linear.weight": Cut(2, (own,))}
+    gate_up = Cut(1, section_spans(own, inner, 2 * inner))
+    return {"input_linear.weight": gate_up, "output_linear.weight": Cut(2, (own,))}
 
 
 OTHER_FORMS = by_name(

@@ -2,36 +2,35 @@
 
 The inner elements of every expert are divided over the ranks, so ranks have equal work for any routing. The router
 stays whole: all ranks choose the same experts. Weighted results of experts are summed over the ranks.
-An MLP that all tokens use (a shared expert) is split too, even if the model's own plan does not name the MLP.
+`disagg.model.split` splits MLPs that all tokens use (shared experts). Only an MLP whose result is added to that of
+the experts before the sum over the ranks (Llama 4) is split here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import nn
 
 from disagg.core.ports import Collective
 from disagg.core.types import Span
 from disagg.model.experts.form import DOWN, ExpertsForm, ExpertsFormError, experts_of, form_of
 from disagg.model.experts.other_forms import OTHER_FORMS
 from disagg.model.layers.class_names import class_name
-from disagg.model.layers.gated_mlps import GATED_MLPS
 from disagg.model.spec.quantization import Quantization
 from disagg.model.tensor_parallel import (
     Cut,
     Misfit,
     SummedModule,
-    cut_inputs,
     cut_outputs,
     cut_parameter,
     even_span,
     name_pattern,
+    set_sizes,
 )
 
 BLOCKS = (16, 8)
@@ -39,8 +38,6 @@ BLOCKS = (16, 8)
 faster; torch's grouped products need rows of 16 bytes."""
 _GROUPS = (128, 64, 32, 16)
 """Numbers of inner elements of quantized experts that share scales, and are not divided if possible."""
-_UNSUMMED = ("gate_proj", "up_proj", "down_proj")
-"""Linear layers of an MLP whose result its block sums over the ranks."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +47,7 @@ class ExpertsSplit:
     cuts: Mapping[str, Cut] = field(default_factory=dict)
     """The slice of each split parameter that the rank holds, by parameter name, as in `Sharding`."""
     names: frozenset[str] = frozenset()
-    """Names of the modules of experts, and of shared experts that are split."""
+    """Names of the modules of experts, and of the MLPs that are split with them."""
     whole: Mapping[str, str] = field(default_factory=dict)
     """The reason, by name, for experts that every rank holds whole."""
     finish: Callable[[], None] = lambda: None
@@ -74,8 +71,8 @@ def split_experts(
 ) -> ExpertsSplit:
     """Shrinks the experts of `model`, on the meta device, to the rank's part.
 
-    `quantized`: the format of the experts, if they are quantized. Shared experts of which some rank cannot hold its
-    part, by `misfit`, are unchanged; `shard_model` reports them.
+    `quantized`: the format of the experts, if they are quantized. An MLP in `OtherForm.beside` is unchanged if some
+    rank cannot hold its part, by `misfit`; `shard_model` reports it.
     """
     if collective.size == 1:
         return ExpertsSplit()
@@ -104,16 +101,13 @@ class _Splitter:
         """Modules and names of biases that only the first rank adds."""
 
     def split(self, name: str, module: Any) -> None:
-        """Shrinks a module that transformers' decorator describes, and the shared experts beside it. Raises
-        ExpertsFormError."""
+        """Shrinks a module that transformers' decorator describes. Raises ExpertsFormError."""
         self.names.add(name)
         form = form_of(module)
         _shrink(module, name, form, self._own(form.inner), self.cuts)
         self._sum_of(module).register_forward_hook(_sum)
         if form.has_bias:
             self.cleared.append((module, f"{DOWN}_bias"))
-        for shared, mlp in _shared_mlps(self._model, name):
-            self._split_shared(shared, mlp, GATED_MLPS[class_name(mlp)].layers)
 
     def split_other(self, name: str, module: Any) -> None:
         """Shrinks a module of `OTHER_FORMS`. Raises ExpertsFormError."""
@@ -123,43 +117,23 @@ class _Splitter:
         for path, cut in form.cuts(module, own).items():
             owner, _, leaf = path.rpartition(".")
             cut_parameter(module.get_submodule(owner), f"{name}.{owner}".rstrip("."), leaf, cut, self.cuts)
-        for path in form.sizes:
-            owner, _, leaf = path.rpartition(".")
-            setattr(module.get_submodule(owner), leaf, len(own))
+        set_sizes(module, dict.fromkeys(form.sizes, len(own)))
         form.adapt(module, self._collective.rank)
         if form.bias:
             self.cleared.append((module, form.bias))
         place = name.rpartition(".")[0]
         block, shared = self._model.get_submodule(place), f"{place}.{form.beside}"
-        if form.beside and self._split_shared(shared, getattr(block, form.beside), _UNSUMMED, summed=False):
-            self._sum_of(block).register_forward_hook(_sum_first)
-        else:
+        if not form.beside or not self._fits(getattr(block, form.beside), shared):
             self._sum_of(module).register_forward_hook(_sum)
+            return
+        self.names.add(shared)
+        _shrink_mlp(getattr(block, form.beside), shared, self._collective, self.cuts)
+        self._sum_of(block).register_forward_hook(_sum_first)
 
-    def _split_shared(self, name: str, mlp: Any, layers: tuple[str, ...], *, summed: bool = True) -> bool:
-        """Shrinks the `layers` of shared experts, if each rank can hold its part of them; returns whether it can.
-
-        - summed: whether the MLP itself sums its result over the ranks.
-        """
-        if not self._fits(mlp, name, layers):
-            return False
-        self.names.add(name)
-        own = _mlp_cuts(mlp, layers, self._collective.rank, self._collective.size)
-        row, inputs = own.popitem()
-        for child, cut in own.items():
-            cut_outputs(getattr(mlp, child), f"{name}.{child}", cut, self.cuts)
-        if summed:
-            cut_inputs(mlp, f"{name}.{row}", inputs.spans[0], self._collective, self.cuts)
-        else:
-            layer = getattr(mlp, row)
-            cut_parameter(layer, f"{name}.{row}", "weight", inputs, self.cuts)
-            layer.in_features = len(inputs)
-        return True
-
-    def _fits(self, mlp: Any, name: str, layers: tuple[str, ...]) -> bool:
-        """Returns, on all ranks alike, whether each rank can hold its part of the `layers` of an MLP."""
+    def _fits(self, mlp: Any, name: str) -> bool:
+        """Returns, on all ranks alike, whether each rank can hold its part of an MLP."""
         for rank in range(self._collective.size):
-            for child, cut in _mlp_cuts(mlp, layers, rank, self._collective.size).items():
+            for child, cut in _mlp_cuts(mlp, rank, self._collective.size).items():
                 layer = getattr(mlp, child)
                 if self._misfit(f"{name}.{child}", (layer.out_features, layer.in_features), cut):
                     return False
@@ -213,26 +187,19 @@ def _sum_first(module: Any, _: Any, out: tuple[torch.Tensor, Any]) -> tuple[torc
     return module.rank_sum(out[0]), out[1]
 
 
-def _shared_mlps(model: Any, experts: str) -> Iterator[tuple[str, Any]]:
-    """Yields the MLPs beside a module of experts, and beside the block that contains the module, by name."""
-    block = experts.rpartition(".")[0]
-    for place in (block, block.rpartition(".")[0]):
-        for child, module in model.get_submodule(place).named_children():
-            form = GATED_MLPS.get(class_name(module))
-            if form is not None and all(type(getattr(module, layer)) is nn.Linear for layer in form.layers):
-                yield f"{place}.{child}", module
+def _mlp_cuts(mlp: Any, rank: int, size: int) -> dict[str, Cut]:
+    """Returns a rank's slice of each linear layer of a gated MLP."""
+    own = even_span(rank, size, mlp.down_proj.in_features)
+    return {"gate_proj": Cut(0, (own,)), "up_proj": Cut(0, (own,)), "down_proj": Cut(1, (own,))}
 
 
-def _mlp_cuts(mlp: Any, layers: tuple[str, ...], rank: int, size: int) -> dict[str, Cut]:
-    """Returns a rank's slice of each of the `layers` of a gated MLP, the last of which has the inner elements as its
-    inputs."""
-    *columns, row = layers
-    width = getattr(mlp, row).in_features
-    own, cuts = even_span(rank, size, width), dict[str, Cut]()
-    for child in columns:
-        starts = range(0, getattr(mlp, child).out_features, width)  # 2 if the layer computes gate and up
-        cuts[child] = Cut(0, tuple(Span(start + own.start, start + own.stop) for start in starts))
-    return cuts | {row: Cut(1, (own,))}
+def _shrink_mlp(mlp: Any, name: str, collective: Collective, cuts: dict[str, Cut]) -> None:
+    """Shrinks a gated MLP whose result its block sums over the ranks."""
+    own = _mlp_cuts(mlp, collective.rank, collective.size)
+    for child in ("gate_proj", "up_proj"):
+        cut_outputs(getattr(mlp, child), f"{name}.{child}", own[child], cuts)
+    cut_parameter(mlp.down_proj, f"{name}.down_proj", "weight", own["down_proj"], cuts)
+    mlp.down_proj.in_features = len(own["down_proj"])
 
 
 def _clear(biases: list[tuple[Any, str]]) -> None:

@@ -41,6 +41,7 @@ from disagg.model.tensor_parallel import (
     even_span,
     name_pattern,
     query_spans,
+    section_spans,
 )
 
 _PER_HEAD = (
@@ -90,8 +91,8 @@ class _Slices:
     vectors: dict[str, Cut] = field(default_factory=dict)
     sizes: dict[str, int] = field(default_factory=dict)
     """Values of attributes; see `AttentionParts.sizes`."""
-    norms: dict[str, tuple[Span, int]] = field(default_factory=dict)
-    """Elements of norms over all heads, and how many of them a lower rank has too."""
+    norms: dict[str, tuple[Span, SplitRowRMSNorm]] = field(default_factory=dict)
+    """Elements of norms over all heads, and the norms over these elements."""
     queries: Span | None = None
     """Query heads of an attention module."""
 
@@ -109,13 +110,13 @@ class _Sharder:
     def run(self, without: Container[str]) -> Sharding:
         whole: dict[str, str] = {}
         planned = self._planned(without)
-        attention = {
-            parent: self._of_plan(plan) for parent, plan in planned.items() if self._is_attention(parent)
+        attention: dict[str, AttentionParts | dict[str, str]] = {
+            parent: plan for parent, plan in planned.items() if self._is_attention(parent)
         }
-        attention |= {name: (parts, "") for name, parts in self._registered(without)}
+        attention |= self._registered(without)
         try:
             slices = {
-                parent: self._own(parent, partial(self._attention_slices, parent, *found))
+                parent: self._own(parent, partial(self._attention_slices, parent, found))
                 for parent, found in attention.items()
             }
             self._check_layers(len(attention))
@@ -180,15 +181,6 @@ class _Sharder:
         if count != layers:
             raise IndivisibleError(f"the heads of {count} of {layers} attention layers are known")
 
-    def _of_plan(self, plan: dict[str, str]) -> tuple[AttentionParts, str]:
-        """Returns the parts that a plan names. If they cannot be divided, the second element is the reason."""
-        try:
-            row = _planned_row(plan, QKV)
-        except IndivisibleError as why:
-            return AttentionParts(), str(why)
-        whole = tuple(child for child, style in plan.items() if style == _PER_HEAD)
-        return AttentionParts({child: QKV[child] for child in plan if child in QKV}, row, whole=whole), ""
-
     def _own(self, parent: str, slices: Callable[[int], _Slices]) -> _Slices:
         """Returns the rank's slices of a module. `slices`: the function of a rank's number.
 
@@ -199,31 +191,29 @@ class _Sharder:
             self._check_fit(parent, one)
         return each[self._collective.rank]
 
-    def _attention_slices(self, parent: str, parts: AttentionParts, why: str, rank: int) -> _Slices:
-        """Returns a rank's slices of an attention module. Raises IndivisibleError. `why`: the reason, if it is
-        already known."""
-        if why:
-            raise IndivisibleError(why)
+    def _attention_slices(self, parent: str, found: AttentionParts | dict[str, str], rank: int) -> _Slices:
+        """Returns a rank's slices of an attention module, given its parts or plan. Raises IndivisibleError."""
+        parts = found if isinstance(found, AttentionParts) else _attention_of_plan(found)
         number, size = self._class_of(parent), self._collective.size
         shape, queries = self._spec.shapes[number], query_spans(self._spec, rank, size)[number]
         groups = head_span(rank, size, shape.kv_heads)
         if parts.blocks % size:
             raise IndivisibleError(f"{size} ranks cannot share its {parts.blocks} blocks of heads")
         shared = max(0, head_span(rank - 1, size, shape.kv_heads).stop - groups.start) if rank else 0
-        heads, found = HeadsOfRank(shape, queries, groups, shared), _Slices(queries=queries)
+        heads, slices = HeadsOfRank(shape, queries, groups, shared), _Slices(queries=queries)
         self._check_covered(parent, parts, {shape.k_dim, shape.v_dim})
         for child, sections in parts.columns.items():
             if self._has(parent, child):
                 outputs = self._linear(parent, child).out_features
-                found.columns[child] = Cut(0, heads.outputs(child, sections, outputs))
-        found.rows[parts.row] = heads.inputs(parts.row, self._linear(parent, parts.row).in_features)
-        found.vectors = {leaf: Cut(0, (queries,)) for leaf in parts.vectors if self._has(parent, leaf)}
+                slices.columns[child] = Cut(0, heads.outputs(child, sections, outputs))
+        slices.rows[parts.row] = heads.inputs(parts.row, self._linear(parent, parts.row).in_features)
+        slices.vectors = {leaf: Cut(0, (queries,)) for leaf in parts.vectors if self._has(parent, leaf)}
         for child, section in parts.norms.items():
             (part,) = heads.outputs(child, (section,), len(self._child(parent, child).weight))
-            found.norms[child] = part, heads.shared_elements(section)
-            SplitRowRMSNorm(self._child(parent, child), *found.norms[child])  # raises if the form is unknown
-        found.sizes = {name: heads.size(kind) for name, kind in parts.sizes.items()}
-        return found
+            norm = SplitRowRMSNorm(self._child(parent, child), part, heads.shared_elements(section))
+            slices.norms[child] = part, norm
+        slices.sizes = {name: heads.size(kind) for name, kind in parts.sizes.items()}
+        return slices
 
     def _check_covered(self, parent: str, parts: AttentionParts, head_dims: Container[int]) -> None:
         """Raises IndivisibleError unless each parameter is divided, whole on each rank, or as large as a head.
@@ -267,8 +257,7 @@ class _Sharder:
             outputs = self._linear(parent, child).out_features
             if outputs % width:
                 raise IndivisibleError(f"its {child} has {outputs} out_features instead of {width}")
-            starts = range(0, outputs, width)
-            slices.columns[child] = Cut(0, tuple(Span(at + own.start, at + own.stop) for at in starts))
+            slices.columns[child] = Cut(0, section_spans(own, width, outputs))
         slices.rows[parts.row] = own
         return slices
 
@@ -312,14 +301,20 @@ class _Sharder:
             cut_inputs(owner, f"{parent}.{child}", own, self._collective, self._cuts)
         for leaf, cut in slices.vectors.items():
             cut_parameter(module, parent, leaf, cut, self._cuts)
-        for child, (part, shared) in slices.norms.items():
-            norm = SplitRowRMSNorm(getattr(module, child), part, shared)
+        for child, (part, norm) in slices.norms.items():
             norm.collective = self._collective
             setattr(module, child, norm)
             self._cuts[f"{parent}.{child}.weight"] = Cut(0, (part,))
         _set_sizes(module, slices.sizes)
         if slices.queries is not None:
             setattr(module, OWN_QUERIES, slice(slices.queries.start, slices.queries.stop))
+
+
+def _attention_of_plan(plan: dict[str, str]) -> AttentionParts:
+    """Returns the parts that the plan of an attention module names. Raises IndivisibleError."""
+    row = _planned_row(plan, QKV)
+    whole = tuple(child for child, style in plan.items() if style == _PER_HEAD)
+    return AttentionParts({child: QKV[child] for child in plan if child in QKV}, row, whole=whole)
 
 
 def _planned_row(plan: Mapping[str, str], columns: Container[str]) -> str:
