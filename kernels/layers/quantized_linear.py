@@ -96,13 +96,8 @@ def quantized_linear_reference(
 def kernel_rows(weight: QuantizedWeight, dtype: torch.dtype) -> int:
     """Returns the largest number of rows of `dtype` that the kernel multiplies; 0 for float32, which tensor cores do
     not multiply exactly.
-
-    0 on CUDA for weights with zero points: on an H200 some of their products had wrong elements, and others did not
-    start because they needed more shared memory than it has. Both causes are mended, but no GPU has shown it yet. The
-    library multiplies the converted weight instead.
     """
-    unsure = weight.zeros is not None and weight.words.is_cuda
-    return 0 if dtype == torch.float32 or unsure else KERNEL_ROWS[weight.bits]
+    return 0 if dtype == torch.float32 else KERNEL_ROWS[weight.bits]
 
 
 def each_way(weight: QuantizedWeight, dtype: torch.dtype) -> list[int]:

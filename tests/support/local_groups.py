@@ -95,7 +95,12 @@ def small_config(
             **shared,
         ).sized("cpu"),
         decode=DecodeConfig(
-            tp=decode_tp, page_size=decode_page, groups=groups[1], async_steps=async_steps, **shared
+            tp=decode_tp,
+            page_size=decode_page,
+            groups=groups[1],
+            async_steps=async_steps,
+            local_prefill_tokens=0,  # on a GPU too, every prompt takes the way over a prefill group
+            **shared,
         ).sized("cpu"),
         transfer=TransferConfig(
             ring_bytes=ring_bytes,
