@@ -44,6 +44,8 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 GREEDY = SamplingParams(max_tokens=40)
+PACE_S = 0.2
+"""Pause between requests of a stream, which would otherwise take a core while a launch starts on the other."""
 LOST_S = 15.0
 """Longest time until a client learns that a rank hangs; `cluster.hang_timeout_s` is 3 s."""
 
@@ -78,6 +80,7 @@ class Stream:
         while True:
             assert await answer(self._router, f"r{self.answered}", GREEDY) == self._expected
             self.answered += 1
+            await asyncio.sleep(PACE_S)
 
     async def more(self, count: int) -> None:
         """Waits for `count` more answers."""
