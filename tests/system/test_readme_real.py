@@ -154,12 +154,12 @@ def test_the_demo(folder: ExampleFolder) -> None:
 
 
 def test_serve_curl_and_python(folder: ExampleFolder) -> None:
-    """With one prefill rank instead of two. At the end Ray's raylet is killed, and so the server ends."""
+    """With one colocated rank instead of three ranks. At the end Ray's raylet is killed, and so the server ends."""
     keys, serve, *rest = [one for one in runnable(README) if not one.text.endswith("disagg demo")]
     folder.run(keys)
     assert serve.text.startswith("disagg serve ")
     arguments = shlex.split(folder.printed(serve.text))[1:]
-    with command(folder.path, arguments, {"DISAGG_PREFILL__TP": "1"}, cwd=folder.path) as started:
+    with command(folder.path, arguments, {"DISAGG_CLUSTER__MODE": "colocated"}, cwd=folder.path) as started:
         served(folder, started, rest)
         ends_without(started, "raylet")
 
