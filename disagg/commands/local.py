@@ -103,9 +103,11 @@ def started_ray(config: Config, progress: Progress, growth: int = 1) -> Iterator
     if placement is None:
         yield None
         return
-    threading.Thread(target=_import_packages, args=(config,), name="imports", daemon=True).start()
+    imports = threading.Thread(target=_import_packages, args=(config,), name="imports", daemon=True)
+    imports.start()
     progress("starting Ray")
     with local_ray(growth * placement.ranks) as private:
+        imports.join()  # the caller needs the packages next; transformers is not imported on two threads at once
         yield private
 
 
