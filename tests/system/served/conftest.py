@@ -41,7 +41,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SearchedServer]:
         arguments += ["--set", "log.level=debug", "--set", f"metrics.otlp_endpoint={collector.url}"]
         for setting in SMALL:
             arguments += ["--set", setting]
-        environment = {"DISAGG_API_KEYS": variable_key}
+        environment = {"DISAGG_API_KEYS": variable_key, "XDG_CACHE_HOME": str(folder / "home" / ".cache")}
         with serve_process(
             folder, *arguments, api_key=file_key, environment=environment, watched=True
         ) as served:
