@@ -73,11 +73,11 @@ class Stream:
 
     def __init__(self, router: Router, expected: list[int]) -> None:
         self._router, self._expected = router, expected
-        self.answered = 0
+        self.answered, self._closed = 0, False
         self._task = asyncio.create_task(self._run())
 
     async def _run(self) -> None:
-        while True:
+        while not self._closed:
             assert await answer(self._router, f"r{self.answered}", GREEDY) == self._expected
             self.answered += 1
             await asyncio.sleep(PACE_S)
@@ -90,8 +90,9 @@ class Stream:
             self._task.result()
 
     async def close(self) -> None:
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
+        """Waits for the end of the last request."""
+        self._closed = True
+        await self._task
 
 
 def check_ranks() -> None:
