@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import pytest
 import torch
+from copied_runners import copied_runner
 from transformers import AutoModelForCausalLM
 
 from decode_node.rank import DecodeRank
@@ -378,7 +380,9 @@ class LocalGroups:
         return {n: [self._rank(cls, group, n, r, c) for r, c in _collectives(group)] for n in names}
 
     def _rank(self, cls: type[Any], group: GroupConfig, group_name: str, rank: int, collective: Any) -> Any:
-        runner = make_runner(self.config, group, self.source, collective, self.device)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("disagg.node.assemble.ModelRunner", copied_runner)
+            runner = make_runner(self.config, group, self.source, collective, self.device)
         runner.pool.poison()  # unwritten KV that is read turns the answer into NaN
         name = f"{group_name}-{rank}"
         self._collectives[name] = collective
@@ -450,6 +454,7 @@ class Checkpoints:
         self._directory = directory
         self._models: dict[str, Any] = {}
         self._answers: dict[tuple[str, tuple[int, ...], int], list[int]] = {}
+        self._beams: dict[tuple[str, tuple[int, ...], SamplingParams], list[list[int]]] = {}
 
     def source(self, architecture: str = "llama", kv_heads: int = 4, layers: int = 2) -> ModelSource:
         """A model with 12 query heads; Mistral's and Gemma2's window is 20 tokens.
@@ -508,6 +513,14 @@ class Checkpoints:
 
     def beams(self, source: ModelSource, prompt: Sequence[int], sampling: SamplingParams) -> list[list[int]]:
         """The reference's best answers by beam search."""
+        key = (source.name, tuple(prompt), sampling)
+        if key not in self._beams:
+            self._beams[key] = self._searched(source, prompt, sampling)
+        return self._beams[key]
+
+    def _searched(
+        self, source: ModelSource, prompt: Sequence[int], sampling: SamplingParams
+    ) -> list[list[int]]:
         ids = torch.tensor([list(prompt)])
         eos = [*source.spec(torch.float32).eos_ids, *sampling.stop_token_ids]
         output = self._model(source).generate(
