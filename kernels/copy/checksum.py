@@ -230,7 +230,7 @@ def _sum(units: torch.Tensor, mask: int, row: torch.Tensor, column: torch.Tensor
     core's cache, which is five times as fast.
     """
     step = max(1, _CACHED_UNITS // units.shape[1])
-    parts = zip(units.split(step), row.split(step), strict=True)
+    parts = zip(torch.split(units, step), torch.split(row, step), strict=True)
     sums = [part.long().bitwise_and_(mask).mul_(key[:, None] ^ column).sum() for part, key in parts]
     return torch.stack(sums).sum(dim=0, keepdim=True)
 
