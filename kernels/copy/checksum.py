@@ -235,9 +235,21 @@ def _sum(units: torch.Tensor, mask: int, row: torch.Tensor, column: torch.Tensor
     return torch.stack(sums).sum(dim=0, keepdim=True)
 
 
-@functools.lru_cache(maxsize=64)
 def _columns(first_unit: int, units: int, device: torch.device) -> torch.Tensor:
-    """Returns the keys of a row's units, int64 `[units]`. A pool has few different rows."""
+    """Returns the keys of a row's units, int64 `[units]`. A pool has few different rows, so short ones are kept.
+
+    Not on a GPU: another stream could read them before they are written.
+    """
+    kept = device.type == "cpu" and units <= _CACHED_UNITS
+    return _kept_columns(first_unit, units) if kept else _computed_columns(first_unit, units, device)
+
+
+@functools.lru_cache(maxsize=64)
+def _kept_columns(first_unit: int, units: int) -> torch.Tensor:
+    return _computed_columns(first_unit, units, torch.device("cpu"))
+
+
+def _computed_columns(first_unit: int, units: int, device: torch.device) -> torch.Tensor:
     places = torch.arange(first_unit, first_unit + units, device=device)
     return _mixed(places * _SIGNED_COLUMN) | 1
 

@@ -147,7 +147,7 @@ def name_of(device: Any) -> str:
 def progress() -> Iterator[Callable[[str], None]]:
     """Shows the current measurement in a line on stderr. The yielded function sets the text of the line.
 
-    Without a terminal, prints a line for a new text at most every `_PROGRESS_INTERVAL_S`.
+    Without a terminal, prints a line at most every `_PROGRESS_INTERVAL_S`.
     """
     from rich.console import Console
 

@@ -244,7 +244,11 @@ def test_a_launch_whose_rank_cannot_load_its_weights_leaves_nothing(
         assert launch.process.wait(START_TIMEOUT_S) == 2
         log = launch.log.read_text()
         assert reservations() == []
-        until_gone([psutil.Process(pid) for pid, name in ray_processes().items() if "Actor" in name])
+        actors = []
+        for pid in (pid for pid, name in ray_processes().items() if "Actor" in name):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                actors.append(psutil.Process(pid))
+        until_gone(actors)
     last = log.splitlines()[-1]
     assert last.startswith("disagg: ")
     assert said in last
