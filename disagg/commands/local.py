@@ -129,9 +129,8 @@ def _import_packages(config: Config) -> None:
         import disagg.model.load.tokenizer  # noqa: F401
         from disagg.model.load.source import make_source
 
-        make_source(
-            config
-        )  # transformers imports a model's configuration, some with torch._dynamo, when it is read
+        # transformers imports the configuration of a model's type when it reads one, some of them with torch._dynamo.
+        make_source(config)
 
 
 @contextlib.contextmanager

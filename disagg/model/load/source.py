@@ -119,7 +119,7 @@ class ModelSource:
             return form
         found = {"BF16"}
         if self.directory is not None:
-            from disagg.model.load.quantized_tensors import PACKINGS  # imports triton
+            from disagg.model.load.quantized_tensors import PACKINGS  # imports Triton
 
             found = _quantized_weights(self.directory).dtypes(PACKINGS[form.storage].scale_names)
         kinds: dict[str, ScalesName] = {"BF16": "bfloat16", "F16": "float16"}
@@ -187,9 +187,8 @@ class ModelSource:
                 if needed <= one.names():
                     return one
             if model is not None:
-                from disagg.model.load.merged_weights import (
-                    merged_weights,
-                )  # imports torch.distributed.tensor
+                # Imports torch.distributed.tensor.
+                from disagg.model.load.merged_weights import merged_weights
 
                 if (merged := merged_weights(stored, needed, model)) is not None:
                     return merged
