@@ -146,6 +146,14 @@ def pytest_collection() -> Iterator[None]:
     return result
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _tests_freeze_nothing() -> Iterator[None]:
+    """Commands and ranks exclude all objects of their process from garbage collection: here, those of other tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gc, "freeze", lambda: None)
+        yield
+
+
 def pytest_unconfigure() -> None:
     """The process ends without a last collection of torch and transformers, as a command does."""
     gc.freeze()

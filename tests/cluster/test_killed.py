@@ -60,17 +60,19 @@ def answers(served: Served) -> bool:
     return bool(served.client.completions.create(model=model, prompt="hello", max_tokens=3).choices[0].text)
 
 
-@pytest.mark.slow  # `tests/system/test_workers_real.py` kills its server
-def test_a_killed_server_leaves_no_process(tmp_path: Path) -> None:
-    with serve_process(tmp_path, groups=SPLIT) as served:
+@pytest.mark.parametrize(
+    "groups", [ONE_RANK, pytest.param(SPLIT, marks=pytest.mark.slow)], ids=["one_rank", "split"]
+)
+def test_a_killed_server_leaves_no_process(tmp_path: Path, groups: tuple[str, ...]) -> None:
+    with serve_process(tmp_path, "--workers", "2", groups=groups) as served:
         family = served.family()
-        assert len(family) > 5, "the server, Ray's servers and agents, two ranks"
+        assert len(family) > 6, "the server, two workers, Ray's servers and agents, a rank"
         served.process.kill()
         served.process.wait()
         until_gone(family)
 
 
-@pytest.mark.slow  # `tests/system/test_readme_real.py` ends its server so
+@pytest.mark.slow  # `tests/system/test_readme_real.py` ends a server without its raylet
 @pytest.mark.parametrize("groups", [ONE_RANK, SPLIT], ids=["one_rank", "split"])
 def test_without_its_raylet_the_server_ends_with_status_1(tmp_path: Path, groups: tuple[str, ...]) -> None:
     with serve_process(tmp_path, groups=groups) as served:

@@ -87,7 +87,7 @@ def test_a_port_in_use_is_refused_before_workers_start(tmp_path: Path, running: 
 
 
 def test_a_signal_ends_all_workers(running: Command) -> None:
-    """`tests/system/test_workers_real.py` has workers whose parent is killed."""
+    """`tests/cluster/test_killed.py` tests workers whose parent is killed."""
     running.logged(r'"url": "([^"]+)"')
     family, began_s = running.family(), time.monotonic()
     assert len(family) > 2, "the parent and two workers"

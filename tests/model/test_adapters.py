@@ -33,7 +33,7 @@ from disagg.model.load.source import ModelSource
 from disagg.model.spec.model_spec import spec_from_config
 from disagg.model.unsplit import generate_unsplit
 
-TOKENS = 8
+TOKENS = 12
 PARAMS = SamplingParams(max_tokens=TOKENS, ignore_eos=True)
 
 

@@ -7,7 +7,7 @@ Directory, supervisor, router and ranks are real, with real sockets; the ranks a
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -35,11 +35,8 @@ def on_threads(config: Config, keys: ControlKeys, devices: int) -> Iterator[Clus
     ("devices", "groups"), [(3, (1, 1)), (4, (2, 2))], ids=["free_device", "no_free_device"]
 )
 def test_no_request_fails_while_all_groups_are_replaced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, devices: int, groups: tuple[int, int]
+    tmp_path: Path, devices: int, groups: tuple[int, int]
 ) -> None:
-    # This process runs other tests too: it freezes no objects.
-    monkeypatch.setattr("disagg.node.rank_start.freeze_objects", lambda: None)
-    monkeypatch.setattr("disagg.node.host.imports_frozen", nullcontext)
     config, keys = config_for_roll(tmp_path, groups, "tls"), make_keys()
     settings = read_settings(None, {}, {"prefill.max_requests": "7", "decode.max_requests": "5"})
     found = roll_under_load(config, keys, on_threads(config, keys, devices), settings)

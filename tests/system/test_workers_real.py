@@ -1,9 +1,11 @@
-"""`disagg serve --workers 2` as a process: both workers answer, a killed one comes back, the server is killed."""
+"""`disagg serve --workers 2` as a process: both workers answer, one is killed and comes back, a signal ends all."""
 
 from __future__ import annotations
 
 import json
 import re
+import signal
+import time
 from collections.abc import Iterator
 
 import httpx
@@ -11,7 +13,7 @@ import psutil
 import pytest
 from api_server import until
 from prometheus_client.parser import text_string_to_metric_families
-from serve_process import API_KEY, ONE_RANK, PROMPT, TOKENS, Served, serve_process, until_gone
+from serve_process import API_KEY, ONE_RANK, PROMPT, TOKENS, Served, serve_process
 
 from disagg.core.config.read import Config, ModelConfig
 from disagg.core.types import SamplingParams
@@ -21,6 +23,7 @@ from disagg.sockets.processes import process_kind
 
 REQUESTS = 32
 """Each on a connection of its own: that all reach one worker of two has a chance of 1 to 2^31."""
+END_S = 20.0
 
 
 @pytest.fixture(scope="module")
@@ -109,13 +112,15 @@ def test_a_killed_worker_comes_back_while_the_other_serves(served: Served, expec
     assert totals(served, "disagg_generated_tokens_total")["0"] > served_by_new
 
 
-def test_a_killed_server_leaves_no_process(served: Served) -> None:
+def test_a_signal_ends_all_workers(served: Served) -> None:
     """The last test of this file."""
-    family = served.family()
-    assert len(family) > 6, "the server, two workers, Ray's servers and agents, a rank"
-    served.process.kill()
-    served.process.wait()
-    until_gone(family)
+    family, began_s = served.family(), time.monotonic()
+    served.process.send_signal(signal.SIGTERM)
+    assert served.process.wait(END_S) == 0, served.log.read_text()
+    psutil.wait_procs(family, timeout=END_S)
+    assert not [one for one in family if one.is_running()]
+    assert time.monotonic() - began_s < END_S
+    assert len(re.findall('"event": "stopping"', served.log.read_text())) == 2, "each worker has drained"
 
 
 def lines(served: Served) -> list[str]:

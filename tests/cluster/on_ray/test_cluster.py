@@ -126,7 +126,8 @@ def check_exact(config: Config, cluster: Cluster) -> None:
 def test_every_token_equals_hugging_face(
     ray_session: None, checkpoint: Path, prefill_tp: int, decode_tp: int, backend: str | None
 ) -> None:
-    """In `make test`, `tests/system/served` has two prefill ranks, and the demo of `test_user_faults_real.py` TLS."""
+    """`make test` covers two prefill ranks in `tests/system/served`, and TLS in the demo of
+    `tests/system/test_user_faults_real.py`."""
     config = config_for(checkpoint, prefill_tp, decode_tp)
     if backend is not None:
         config = msgspec.structs.replace(config, transport=TransportConfig(backend=backend))
@@ -134,7 +135,7 @@ def test_every_token_equals_hugging_face(
         check_exact(config, cluster)
 
 
-@pytest.mark.slow  # `test_adoption.py` has an error, too
+@pytest.mark.slow  # `test_adoption.py` tests the error of a request whose group dies
 def test_a_dead_prefill_rank_ends_requests_with_a_clear_error(ray_session: None, checkpoint: Path) -> None:
     with running(config_for(checkpoint, 1, 1)) as cluster:
         # Stopped, so that the request cannot be over before the kill.
@@ -144,7 +145,7 @@ def test_a_dead_prefill_rank_ends_requests_with_a_clear_error(ray_session: None,
     assert not any(runs(pid) for pid in pids), "the survivors were stopped with the cluster"
 
 
-@pytest.mark.slow  # `test_adoption.py` has an error, too
+@pytest.mark.slow  # `test_adoption.py` tests the error of a request whose group dies
 def test_a_dead_decode_rank_ends_requests_with_a_clear_error(ray_session: None, checkpoint: Path) -> None:
     with running(config_for(checkpoint, 1, 1)) as cluster:
         ends_requests(cluster, cluster.decode)
@@ -220,7 +221,8 @@ def other_weights(folder: Path) -> tuple[Config, str]:
 def test_what_is_refused_at_start_leaves_nothing(
     ray_session: None, tmp_path: Path, of: Callable[[Path], tuple[Config, str]]
 ) -> None:
-    """In `make test`, a launch has other weights, below, and `tests/system/test_small_rings.py` the ring."""
+    """`make test` covers other weights in the test of a launch below, and the ring in
+    `tests/system/test_small_rings.py`."""
     config, said = of(tmp_path)
     before = set(ray_processes())
     with (
@@ -256,7 +258,7 @@ def test_a_launch_whose_rank_cannot_load_its_weights_leaves_nothing(
         assert noise not in log
 
 
-@pytest.mark.slow  # the launch above has it for a whole command
+@pytest.mark.slow  # the test above covers this for a whole command
 def test_a_rank_that_fails_to_start_is_reported_as_itself(ray_session: None, checkpoint: Path) -> None:
     config = msgspec.structs.replace(
         config_for(checkpoint, 1, 1), model=ModelConfig(path=str(checkpoint / "nowhere"))

@@ -50,7 +50,7 @@ from disagg.model.unsplit import generate_unsplit
 from disagg.reference.answers import reference_answers
 from kernels.layers.quantized_weight import dequantized, dequantized_reference
 
-ANSWER_TOKENS = 8
+ANSWER_TOKENS = 12
 SMALL_INT4 = pytest.param("small-llama:int4-group", marks=pytest.mark.slow)
 GREEDY = SamplingParams(max_tokens=ANSWER_TOKENS, ignore_eos=True)
 Checkpoints = Callable[[str], tuple[Path, list[list[int]]]]

@@ -25,7 +25,7 @@ from kernels.copy.gather import gather
 from kernels.copy.scatter import scatter
 from staging.routes import Route, plan_routes
 
-TOKENS = 8
+TOKENS = 12
 PROMPTS = [*prompts(), prompts()[2][:40]]
 """With chunks of 13 the last one leaves a token over."""
 ALL: dict[str, Callable[[], PreTrainedConfig]] = HYBRIDS | MORE_HYBRIDS
