@@ -71,7 +71,9 @@ class Served:
         ranks = [rank for group in status.groups for rank in group.ranks]
         sent = sum(route.bytes_total for rank in ranks for route in rank.routes)
         landed = sum(rank.landed_bytes_total for rank in ranks)
-        busy = any(group.requests_running or group.requests_closing for group in status.groups)
+        busy = status.requests_running or any(
+            group.requests_running or group.requests_closing for group in status.groups
+        )
         truth = {role: [rank.statistics()["transfer"] for rank in self._ranks(role)] for role in ROLES}
         return (
             not busy
