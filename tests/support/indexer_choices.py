@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from disagg.model.runner import ModelRunner
 from disagg.model.unsplit import forced_logits
@@ -21,26 +21,40 @@ Chosen = dict[int, list[frozenset[int]]]
 """By layer, then by position of the reading token: the visible positions that the token reads."""
 
 
-class FirstOfEqual(TorchDispatchMode):  # type: ignore[no-untyped-call]
+@contextmanager
+def _topk(replace: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    """Replaces `torch.topk`. A mode of torch's dispatcher would double the time of every operation."""
+    with pytest.MonkeyPatch.context() as patch:
+        for owner in (torch, torch.Tensor):
+            patch.setattr(owner, "topk", replace(owner.topk))
+        yield
+
+
+def choosing_first_of_equal() -> AbstractContextManager[None]:
     """Makes `torch.topk` choose the first ones of equal values, as `model.deterministic` does."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.overloadpacket.__name__ != "topk":
-            return func(*args, **(kwargs or {}))
-        values, k = args[:2]  # along the last dimension, the largest ones
+    def topk(values: torch.Tensor, k: int, dim: int = -1, sorted: bool = True) -> Any:  # noqa: A002
+        assert dim == -1
         order = torch.argsort(-values, dim=-1, stable=True)[..., :k]
-        return values.gather(-1, order), order
+        return torch.return_types.topk((values.gather(-1, order), order))
+
+    return _topk(lambda _: topk)
 
 
-class Ranked(TorchDispatchMode):  # type: ignore[no-untyped-call]
+@contextmanager
+def _ranked() -> Iterator[list[torch.Tensor]]:
     """Keeps the values that the latest `torch.topk` ranked."""
+    latest: list[torch.Tensor] = []
 
-    values: torch.Tensor
+    def keeping(topk: Callable[..., Any]) -> Callable[..., Any]:
+        def keep(values: torch.Tensor, *rest: Any, **named: Any) -> Any:
+            latest[:] = [values.clone()]
+            return topk(values, *rest, **named)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.overloadpacket.__name__ == "topk":
-            self.values = args[0].clone()
-        return func(*args, **(kwargs or {}))
+        return keep
+
+    with _topk(keeping):
+        yield latest
 
 
 @dataclass(frozen=True)
@@ -66,19 +80,23 @@ class Reference:
 
 
 def reference_of(model: Any, prompt: list[int], tokens: int, *, first_of_equal: bool) -> Reference:
-    """The answer of `tokens` tokens. With `first_of_equal`, `topk` chooses like `FirstOfEqual`."""
+    """The answer of `tokens` tokens. With `first_of_equal`, `topk` chooses the first ones of equal values."""
     found: Chosen = defaultdict(list)
     scores: dict[int, list[torch.Tensor]] = defaultdict(list)
 
     def hook(indexer: Any, inputs: Any, chosen: torch.Tensor) -> None:
         start = len(found[indexer.layer_idx])
         _add(found[indexer.layer_idx], start, chosen)
-        scores[indexer.layer_idx] += [row[: start + i + 1] for i, row in enumerate(ranked.values[0])]
+        scores[indexer.layer_idx] += [row[: start + i + 1] for i, row in enumerate(ranked[0][0])]
 
     ids = torch.tensor([prompt])
     limits = {"min_new_tokens": tokens, "max_new_tokens": tokens}
     outputs = {"return_dict_in_generate": True, "output_logits": True}
-    with _hooked(model, hook), FirstOfEqual() if first_of_equal else nullcontext(), Ranked() as ranked:
+    with (
+        _hooked(model, hook),
+        choosing_first_of_equal() if first_of_equal else nullcontext(),
+        _ranked() as ranked,
+    ):
         output = model.generate(
             ids, attention_mask=torch.ones_like(ids), do_sample=False, **limits, **outputs
         )
