@@ -30,14 +30,21 @@ _PARTS = 256
 """Number of partial sums, which spread the atomic additions of a launch."""
 _COLUMN, _TOKEN, _PLANE = 0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9
 _COLUMN_KEY, _TOKEN_KEY, _PLANE_KEY = tl.constexpr(_COLUMN), tl.constexpr(_TOKEN), tl.constexpr(_PLANE)
-_SIGNED_COLUMN, _SIGNED_TOKEN, _SIGNED_PLANE = (
-    key - (1 << 64) if key >> 63 else key for key in (_COLUMN, _TOKEN, _PLANE)
-)
+
+
+def _signed(key: int) -> int:
+    """Returns the lower 64 bits as a number that torch's int64 holds."""
+    return (key + (1 << 63)) % (1 << 64) - (1 << 63)
+
+
+_SIGNED_COLUMN, _SIGNED_TOKEN, _SIGNED_PLANE = map(_signed, (_COLUMN, _TOKEN, _PLANE))
 _PART_COUNT = tl.constexpr(_PARTS)
 _LOW = 0xFFFFFFFF
 _INT32_MAX = 2**31 - 1
 _WORD_SHAPE = torch.Size((1,))
 _CACHED_UNITS = 1 << 15
+_KEPT_ROWS = 1 << 12
+"""Largest number of rows whose keys are kept."""
 _LOW_BITS = tl.constexpr(_LOW)
 _EVEN = tl.constexpr(0xFFFFFFFFFFFFFFFE)
 
@@ -123,12 +130,10 @@ class Check:
         unit = unit_bytes(head_bytes)
         first_plane, first_token, first_unit = self.sizes(planes, head_bytes)
         units = _units(words.flatten(0, 2).view(torch.uint8), unit)
-        count = functools.partial(torch.arange, device=words.device)
-        plane = first_plane + 2 // planes * count(layers * planes)
-        token = first_token + count(tokens)
-        row = _mixed(token * _SIGNED_TOKEN + plane[:, None] * _SIGNED_PLANE) & ~1
+        places = _row_places(layers * planes, 2 // planes, tokens, words.device)
+        row = _mixed(places + _signed(first_token * _TOKEN + first_plane * _PLANE)) & ~1
         column = _columns(first_unit, units.shape[1], words.device)
-        found = _sum(units, (1 << 8 * unit) - 1, row.flatten(), column) + self.seed
+        found = _sum(units, (1 << 8 * unit) - 1, row, column) + self.seed
         self.total.copy_(found if self.less is None else found - self.less)
 
 
@@ -230,9 +235,32 @@ def _sum(units: torch.Tensor, mask: int, row: torch.Tensor, column: torch.Tensor
     core's cache, which is five times as fast.
     """
     step = max(1, _CACHED_UNITS // units.shape[1])
+    if len(units) <= step:
+        return _part_sum(units, mask, row, column)[None]
     parts = zip(torch.split(units, step), torch.split(row, step), strict=True)
-    sums = [part.long().bitwise_and_(mask).mul_(key[:, None] ^ column).sum() for part, key in parts]
+    sums = [_part_sum(part, mask, key, column) for part, key in parts]
     return torch.stack(sums).sum(dim=0, keepdim=True)
+
+
+def _part_sum(units: torch.Tensor, mask: int, row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
+    return units.long().bitwise_and_(mask).mul_(row[:, None] ^ column).sum()
+
+
+def _row_places(planes: int, step: int, tokens: int, device: torch.device) -> torch.Tensor:
+    """Returns the keys, before they are mixed, of the rows of plane 0 and token 0 on, int64 `[planes * tokens]`.
+
+    Plane numbers increase by `step`. Few are kept, on a CPU only; see `_columns`.
+    """
+    kept = device.type == "cpu" and planes * tokens <= _KEPT_ROWS
+    return (_kept_places if kept else _computed_places)(planes, step, tokens, device)
+
+
+def _computed_places(planes: int, step: int, tokens: int, device: torch.device) -> torch.Tensor:
+    plane = torch.arange(planes, device=device)[:, None] * _signed(step * _PLANE)
+    return (plane + torch.arange(tokens, device=device) * _SIGNED_TOKEN).flatten()
+
+
+_kept_places = functools.lru_cache(maxsize=64)(_computed_places)
 
 
 def _columns(first_unit: int, units: int, device: torch.device) -> torch.Tensor:
