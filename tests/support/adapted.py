@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from plain_greedy import plain_greedy
+from plain_greedy import confirmed_greedy
 from transformers import (
     AutoModelForCausalLM,
     BioGptConfig,
@@ -133,8 +133,11 @@ def save_adapted(config: PreTrainedConfig, directory: Path) -> Path:
     return directory
 
 
-def greedy(directory: Path, prompts: Sequence[Sequence[int]], tokens: int) -> list[list[int]]:
-    """What transformers answers, with the attention that it chooses by itself."""
+def greedy(
+    directory: Path, prompts: Sequence[Sequence[int]], drafts: Sequence[Sequence[int]], tokens: int
+) -> list[list[int]]:
+    """What transformers answers, with the attention that it chooses by itself; see `confirmed_greedy`."""
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     model.generation_config.eos_token_id = None  # answers end by length
-    return [plain_greedy(model, prompt, tokens) for prompt in prompts]
+    both = zip(prompts, drafts, strict=True)
+    return [confirmed_greedy(model, prompt, draft, tokens) for prompt, draft in both]

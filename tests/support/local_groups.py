@@ -16,6 +16,7 @@ import msgspec
 import pytest
 import torch
 from copied_runners import copied_runner
+from plain_greedy import clearly_largest
 from transformers import AutoModelForCausalLM
 
 from decode_node.rank import DecodeRank
@@ -55,8 +56,6 @@ from transport.inproc import InprocFabric, InprocTransport
 from transport.tags import is_active_message
 
 TIMEOUT_S = 30.0
-CLEAR = 1e-4
-"""Distance of the largest logit from the next one, as a share of it, that no order of summation changes."""
 RANKS: dict[str, type[Any]] = {"prefill": PrefillRank, "decode": DecodeRank, "colocated": ColocatedRank}
 
 
@@ -507,9 +506,8 @@ class Checkpoints:
         whole = bool(draft) and (len(draft) == max_tokens or draft[-1] in ends)
         if not whole or any(token in ends for token in draft[:-1]):
             return False
-        best = self.logits(source, [*prompt, *draft[:-1]])[len(prompt) - 1 :].topk(2)
-        clear = (best.values[:, 0] - best.values[:, 1]) > CLEAR * best.values[:, 0].abs()
-        return bool(clear.all()) and best.indices[:, 0].tolist() == list(draft)
+        logits = self.logits(source, [*prompt, *draft[:-1]])
+        return clearly_largest(logits[len(prompt) - 1 :]) == list(draft)
 
     def beams(self, source: ModelSource, prompt: Sequence[int], sampling: SamplingParams) -> list[list[int]]:
         """The reference's best answers by beam search."""

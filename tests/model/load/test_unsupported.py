@@ -10,7 +10,7 @@ import pytest
 import torch
 from architectures import CLASSED, ENCODER, MLA, RECURRENT, SIZES, save
 from model_helpers import load_plain, make_runner, prompts
-from plain_greedy import plain_greedy
+from plain_greedy import confirmed_greedy
 from slow_parameters import sampled
 from transformers import (
     BertConfig,
@@ -41,6 +41,8 @@ from disagg.model.load.source import ModelSource
 from disagg.model.unsplit import generate_unsplit
 from kernels.attention.common import AttentionParams
 
+SMALL_VISION = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+
 
 @pytest.mark.parametrize(
     ("config", "match"),
@@ -55,7 +57,7 @@ from kernels.attention.common import AttentionParams
         ),
         (BertConfig(**ENCODER), "is_causal=False"),
         (Gemma3TextConfig(**SIZES, use_bidirectional_attention=True), "bidirectional"),
-        (GitConfig(**ENCODER), "its attention cannot be replaced"),
+        (GitConfig(**ENCODER, vision_config=SMALL_VISION), "its attention cannot be replaced"),
         (
             PhimoeConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2, sliding_window=255),
             "its attention call does not pass the configured sliding window",
@@ -121,7 +123,8 @@ def test_what_cannot_be_split_is_held_whole(name: str, size: int, tmp_path: Path
 
     found = run_ranks(size, work)
     plain = load_plain(directory)
-    expected = [plain_greedy(plain, prompt, 8) for prompt in prompts()]
+    drafts = zip(prompts(), found[0][1], strict=True)
+    expected = [confirmed_greedy(plain, prompt, draft, 8) for prompt, draft in drafts]
     assert all(answers == expected for _, answers in found)
     assert all(whole <= parts if size > 1 else not parts for parts, _ in found)
     assert all(("attention" in parts) == ("attention" in whole) for parts, _ in found if size > 1)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from architectures import HYBRIDS, MORE_HYBRIDS, RECURRENT, hybrid, save
 from model_helpers import load_plain, make_runner, prompts
-from plain_greedy import plain_greedy
+from plain_greedy import confirmed_greedy
 from slow_parameters import sampled
 from transformers import GraniteMoeHybridConfig, PreTrainedConfig
 
@@ -66,10 +66,11 @@ def test_chunked_and_split_answers_are_those_of_generate(name: str, tmp_path: Pa
         assert (slot_bytes == layout.state_bytes) == ("recurrent layers" in runner.held_whole)
         return runner.spec.any_chunks, "recurrent layers" in runner.held_whole, answers
 
-    plain = load_plain(directory)
-    expected = [plain_greedy(plain, prompt, TOKENS) for prompt in PROMPTS]
+    plain, found = load_plain(directory), run_ranks(2, work)
+    drafts = zip(PROMPTS, found[0][2], strict=False)
+    expected = [confirmed_greedy(plain, prompt, draft, TOKENS) for prompt, draft in drafts]
     assert len({token for answer in expected for token in answer}) > TOKENS, "a model that says something"
-    for any_chunks, held_whole, answers in run_ranks(2, work):
+    for any_chunks, held_whole, answers in found:
         assert answers == expected + expected[:2]
         assert held_whole == (name in NO_HEADS)
         assert any_chunks == (name not in OF_TRANSFORMERS)
