@@ -80,6 +80,12 @@ class ColocatedLeader(ReservingLeader):
         found = scores.result()
         with self._changed, self._one_message_each():
             self._send_prompt_logprobs(plan, requests, found)
+            answered = [
+                (one, chosen) for one, chosen in zip(answering, tokens, strict=True) if not one.closing
+            ]
+            self.constraints.advance(
+                [(one.constraint, chosen.token) for one, chosen in answered if isinstance(chosen, Chosen)]
+            )
             generated = sum(
                 self._answer(request, chosen) for request, chosen in zip(answering, tokens, strict=True)
             )

@@ -96,6 +96,36 @@ def test_tokens_of_an_answer_rebuild_its_mask(constraints: Constraints) -> None:
     assert allowed(stepwise, list(b"{")) == allowed(made(constraints, SCHEMA), list(b"{")), "another answer"
 
 
+def test_the_masks_of_several_answers_at_once(constraints: Constraints) -> None:
+    """Each is the mask that the answer has alone; answers begin, end and fail beside others."""
+    grammars = [SCHEMA, choice_grammar(["yes", "no"]), regex_grammar("[ab]{3}"), SCHEMA, regex_grammar("x*")]
+    draw, answers = random.Random(0), [list[int]() for _ in grammars]
+    each = [made(constraints, grammar) for grammar in grammars]
+    for step in range(24):
+        going = [i for i in range(len(each)) if step % 4 or i % 2]  # now all, now some
+        tokens = [draw.choice(sorted(allowed(each[i], answers[i]))) for i in going]
+        constraints.advance([(each[i], token) for i, token in zip(going, tokens, strict=True)] + [(None, 7)])
+        for i, token in zip(going, tokens, strict=True):
+            answers[i].append(token)
+        for grammar, constraint, answer in zip(grammars, each, answers, strict=True):
+            assert allowed(constraint, answer) == allowed(made(constraints, grammar, b""), answer)
+    assert [answer[-1] for answer in answers[:3]] == [EOS_ID] * 3
+
+
+def test_a_failure_beside_other_answers(constraints: Constraints) -> None:
+    good, bad = (made(constraints, choice_grammar(["yes"])) for _ in range(2))
+    for constraint in (good, bad):
+        constraint.mask([])
+    constraints.advance([(bad, ord("n")), (good, ord("y"))])
+    assert isinstance(bad.mask([ord("n")]), RequestError)
+    assert allowed(good, [ord("y")]) == {ord("e")}
+    constraints.advance([(good, ord("e")), (bad, ord("o"))])
+    assert isinstance(bad.mask(list(b"no")), RequestError), "a failure lasts"
+    assert allowed(good, list(b"ye")) == {ord("s")}
+    assert allowed(good, list(b"y")) == {ord("e")}, "another answer"
+    assert allowed(bad, []) == {ord("y")}, "another answer"
+
+
 def test_a_body_after_free_text(constraints: Constraints) -> None:
     rules = 'start: think @body\nthink[suffix="</think>"]: /(?s:.*)/'
     constraint = made(constraints, followed_by(rules, choice_grammar(["yes"])))
