@@ -46,6 +46,11 @@ class Chunks:
         self.early = EarlyChunks()
         """Chunks whose tickets have not arrived."""
 
+    @property
+    def uncomputed(self) -> bool:
+        """True while layers of a planned segment are not computed."""
+        return bool(self._uncomputed)
+
     def plan(self, chunk: PlannedChunk) -> None:
         """Cuts a chunk into segments, and requests leases or prepares direct writes for the segments.
 

@@ -30,6 +30,7 @@ from prefill_node.send_state import (
     TransferAction,
 )
 from staging.allocator import Lease
+from transport.completion_words import WordReport
 
 
 @dataclass(slots=True, eq=False)
@@ -56,6 +57,8 @@ class OutgoingSegment:
     """Region of this rank's staging, freed by `OutgoingTickets.end`; None without a region."""
     copied: DeviceEvent = None
     """Event at the end of the gather, or of the write into the destination's pool."""
+    report: WordReport | None = None
+    """Report of the latest direct write by a completion word; None if the write has a notification."""
     started_s: float | None = None
     """Time at which the device reached the copy; None before."""
     word: Word | None = None

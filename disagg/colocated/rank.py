@@ -50,6 +50,10 @@ class NoTransfers:
         """Returns the idle interval in seconds: the agent has nothing to poll."""
         return IDLE_WAIT_S
 
+    def may_block(self) -> bool:
+        """Returns True: the agent has no work."""
+        return True
+
     def adopt_thread(self) -> None:
         """Does nothing: the agent has no device queue."""
 
