@@ -114,10 +114,14 @@ class Chunks:
 
     def _move(self, part: StepPart, computed: ReadyLayers) -> None:
         layers, event = computed
-        waiting: list[OutgoingSegment] = []
-        ready: list[OutgoingSegment] = []
-        for item in self._uncomputed.pop(part, []):
-            (ready if layers.covers(item.segment.layers) else waiting).append(item)
+        items = self._uncomputed.get(part, ())
+        ready = [item for item in items if layers.covers(item.segment.layers)]
+        if not ready:
+            return
+        if len(ready) == len(items):
+            del self._uncomputed[part]
+        else:
+            self._uncomputed[part] = [item for item in items if not layers.covers(item.segment.layers)]
         for item in ready:
             item.computed, item.after = True, event
             item.outgoing.uncomputed -= 1
@@ -127,8 +131,6 @@ class Chunks:
                 self._leases.computed(item)
             elif item.state is SendState.PLANNED:
                 self._mover.launch(item)
-        if waiting:
-            self._uncomputed[part] = waiting
         self._mover.pump()
 
     def _cut(self, outgoing: OutgoingTransfer, tokens: Span) -> Sequence[Segment]:
