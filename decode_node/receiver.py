@@ -232,6 +232,10 @@ class SegmentReceiver:
 
     # --- TransferAgent
 
+    def begin_turn(self) -> None:
+        """Lets the active messages of the turn wait until `poll`, to share messages of the transport."""
+        self._messages.collect()
+
     def on_arrival(self, arrival: Arrival) -> None:
         """Receives data into its lease, or a completion notification. Discards data that is not expected."""
         if self._messages.arrived(arrival) or self._probes.arrived(arrival):
@@ -264,6 +268,7 @@ class SegmentReceiver:
 
         Returns the seconds until the next call.
         """
+        self._messages.flush()
         self._writes.look()
         if self._landing.scattering or self._verifier.under_way:
             self._landing.poll()

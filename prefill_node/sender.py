@@ -276,6 +276,10 @@ class SegmentSender:
 
     # --- TransferAgent
 
+    def begin_turn(self) -> None:
+        """Lets the active messages of the turn wait until `poll`, to share messages of the transport."""
+        self._active_messages.collect()
+
     def on_operation(self, operation: Operation) -> None:
         """Handles the end of a send: of a segment, a completion notification, an active message or a probe."""
         if isinstance(operation.context, OutgoingSegment):
@@ -291,6 +295,7 @@ class SegmentSender:
 
     def poll(self, now_s: float) -> float:
         """Sends segments whose copy is done, and handles timeouts. Returns the seconds until the next call."""
+        self._active_messages.flush()
         self._exposed.poll(now_s)
         if self._mover.copying:
             self._mover.poll(now_s)

@@ -40,6 +40,9 @@ class NoTransfers:
     def __init__(self, rank: int, lane: str, device: torch.device) -> None:
         self._status = RankStatus(lane, rank, device_name(device))
 
+    def begin_turn(self) -> None:
+        """Does nothing: the agent sends no messages."""
+
     def on_operation(self, operation: Operation) -> None:
         """Never called: the agent starts no operation."""
 

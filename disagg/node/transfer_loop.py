@@ -47,6 +47,9 @@ Result = TypeVar("Result")
 class TransferAgent(Protocol):
     """Handler of the loop's events. All methods run on the transfer thread."""
 
+    def begin_turn(self) -> None:
+        """Prepares for posted work, operations and arrivals; `poll` follows, and ends the turn."""
+
     def on_operation(self, operation: Operation) -> None:
         """Handles the end of an operation of this rank."""
 
@@ -201,6 +204,7 @@ class TransferLoop:
         The thread repeats `turn` and `run_timers`; a simulation without the thread calls both.
         """
         busy = False
+        self._guarded(self._agent.begin_turn, None)
         for _ in range(len(self._inbox)):
             busy = self.run_posted()
         for operation in self._transport.progress():

@@ -42,6 +42,8 @@ class Idle:
     def poll(self, now_s: float) -> float:
         return 3600.0
 
+    def begin_turn(self) -> None: ...
+
     def may_block(self) -> bool:
         return True
 

@@ -252,7 +252,8 @@ class LocalGroups:
 
         def active(source: str, destination: str, tag: int, data: torch.Tensor) -> None:
             if is_active_message(tag):
-                callback(source, destination, m.decode(data.numpy().tobytes()))
+                for message in m.decode_frame(data.numpy().tobytes()):
+                    callback(source, destination, message)
 
         self.hub.observe(control)
         self.fabric.observe(active)

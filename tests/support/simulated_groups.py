@@ -391,6 +391,7 @@ class Simulation:
 
     def _wire(self, rank: Any) -> None:
         """The transfer thread looks at its transport and its device, in the order in which it does so."""
+        rank.agent.begin_turn()
         for operation in rank.transport.progress():
             rank.agent.on_operation(operation)
         for arrival in rank.transport.arrivals():
@@ -436,7 +437,7 @@ class Simulation:
 
     def _on_wire(self, source: str, destination: str, tag: int, data: torch.Tensor) -> None:
         if is_active_message(tag):
-            self.seen.append(m.decode(data.numpy().tobytes()))
+            self.seen += m.decode_frame(data.numpy().tobytes())
 
     # --- building
 
