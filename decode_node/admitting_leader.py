@@ -8,9 +8,15 @@ from typing import NamedTuple
 
 from decode_node.request import DecodeRequest, Resumption
 from decode_node.scheduler import DecodeScheduler
-from disagg.core.errors import BusyError, DisaggError, NotLinkedError, PeerLostError
+from disagg.core.errors import (
+    BusyError,
+    DisaggError,
+    InvalidRequestError,
+    NotLinkedError,
+    PeerLostError,
+)
 from disagg.core.ports import Clock
-from disagg.core.sampling import ending_tokens
+from disagg.core.sampling import computes_locally, ending_tokens
 from disagg.core.types import GroupInfo, RequestKey
 from disagg.model.sampling.beam_search import BeamSearch
 from disagg.model.sampling.penalties import history_of
@@ -200,15 +206,36 @@ class AdmittingLeader(ReservingLeader):
         for sequence in request.sequences:
             sequence.history = history_of(message.prompt, message.sampling)
             sequence.constraint = self.constraints.answer(message.sampling.grammar, message.answered)
+        if self._is_local(message):
+            self._scheduler.prefill_here(request)
+            self._send(one.router, m.Reserved(request.key, request.ticket))
+            return
         pages = request.sequences[0].block_table.pages
         self._to_ranks(m.OpenReceive(request.ticket, pages, message.prefill_group))
+
+    def _is_local(self, message: m.Reserve) -> bool:
+        """Returns whether this group is to compute the request's prompt: the router names it as prefill group too."""
+        return self._group is not None and message.prefill_group == self._group.name
+
+    def _require_local(self, message: m.Reserve) -> None:
+        """Raises `InvalidRequestError` for a prompt that only a prefill group can compute."""
+        if not self._scheduler.local_prefills:
+            raise InvalidRequestError(
+                f"the decode group {message.prefill_group} computes no prompts (decode.local_prefill_tokens)"
+            )
+        if not computes_locally(message.sampling):
+            raise InvalidRequestError(
+                "several answers, beams, a grammar and prompt_logprobs need a prefill group for the prompt"
+            )
 
     def _require_admissible(self, known: DecodeRequest | None, message: m.Reserve) -> None:
         if known is not None:
             raise BusyError(f"request {message.key} is still being released from its last use")
         if self.broken:
             raise PeerLostError(self.broken)
-        if message.prefill_group not in self._prefill_leaders:
+        if self._is_local(message):
+            self._require_local(message)
+        elif message.prefill_group not in self._prefill_leaders:
             raise NotLinkedError(
                 f"prefill group {message.prefill_group!r} is not linked to this decode group"
             )

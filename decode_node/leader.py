@@ -71,6 +71,11 @@ class DecodeLeader(AdmittingLeader):
         """Largest number of sequences of one request."""
         return min(self._scheduler.max_sequences, MAX_SEQUENCES)
 
+    @property
+    def local_prefills(self) -> bool:
+        """Whether the group computes prompts of new requests itself."""
+        return self._scheduler.local_prefills
+
     def sample(self, plan: StepPlan, logits: torch.Tensor) -> SampledStep:
         """Launches the sampling of the latest plan's next tokens on the device; `commit` reads these tokens.
 
@@ -299,7 +304,15 @@ class DecodeLeader(AdmittingLeader):
         logprobs: list[TokenLogprobs],
     ) -> None:
         finish = finish_reason(sequence.tokens, request.sampling, self._eos_ids)
-        self._send(request.router, m.Tokens(request.key, index, tokens, finish, logprobs, sequence.number))
+        if request.prefills:  # the first token, which a prefill group sends otherwise
+            request.first_sent = True
+            cached = sequence.block_table.cached_tokens
+            self._send(request.router, m.Prefilled(request.key, tokens, logprobs, cached))
+            index, tokens, logprobs = index + 1, [], []
+        if tokens or finish is not None:
+            self._send(
+                request.router, m.Tokens(request.key, index, tokens, finish, logprobs, sequence.number)
+            )
         if finish is not None and self._scheduler.end(request, sequence):
             self._close(request.key, finish)
 

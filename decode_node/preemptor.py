@@ -184,12 +184,12 @@ class Preemptor:
 
     def _growing(self, request: DecodeRequest) -> list[BlockTable]:
         """Returns the request's block tables that lack a slot for the next token."""
-        if not self._options.has_kv or request.again:  # recomputed tokens already have slots
+        if not self._options.has_kv or request.in_chunks:  # these tokens already have slots
             return []
         return [
             one.block_table
             for one in request.sequences
-            if one.block_table.sequence.tokens <= one.computed_tokens + one.ahead_tokens
+            if one.block_table.sequence.tokens <= one.planned_tokens + one.ahead_tokens
             and (one.may_go_on or not request.in_step)
         ]
 

@@ -21,6 +21,7 @@ from disagg.core.types import GroupInfo, RankInfo
 from disagg.node.device import record_event
 from disagg.node.kv_manager import KVManager
 from disagg.node.links import Link, make_link
+from disagg.node.local_prefill import local_prefill_tokens
 from disagg.node.plan import StepPlan, Swap
 from disagg.node.rank import RankNode
 from disagg.node.step_in_flight import StepInFlight
@@ -71,6 +72,7 @@ class DecodeRank(RankNode[DecodeConfig, DecodeLeader, SegmentReceiver]):
             preemption=group.preemption,
             state_interval_tokens=group.state_interval_tokens,
             watermark=group.watermark,
+            local_prefill_tokens=local_prefill_tokens(group, self.runner),
             has_kv=spec.has_attention,
         )
         scheduler = DecodeScheduler(kv_manager, options)
@@ -150,7 +152,8 @@ class DecodeRank(RankNode[DecodeConfig, DecodeLeader, SegmentReceiver]):
         logits = self._forward(plan)
         if self.leader is not None and self.leader.is_constrained(plan):
             self.end_steps()
-        step = self.leader.sample(plan, logits) if self.leader is not None else None
+        with self.recorder.part("sample"):
+            step = self.leader.sample(plan, logits) if self.leader is not None else None
         if plan.shared:
             tokens = step.shared_tokens() if step is not None else None
             self.runner.sampled.share(tokens, len(plan.work))
@@ -162,7 +165,8 @@ class DecodeRank(RankNode[DecodeConfig, DecodeLeader, SegmentReceiver]):
 
     def _commit(self, step: SampledStep | None) -> None:
         if self.leader is not None and step is not None:
-            self.leader.commit(step)
+            with self.recorder.part("commit"):
+                self.leader.commit(step)
 
     def _swapped(self, swap: Swap, seconds: float, error: str) -> None:
         self.to_leader(m.Swapped(swap.key, swap.ticket, self.rank, seconds, error))

@@ -63,7 +63,9 @@ class Sequence:
     ended: bool = False
     """True when no further step computes the sequence; its pages are freed once no step uses them."""
     ahead_tokens: int = 0
-    """Number of tokens that steps in flight compute after `computed_tokens`, and sample after `tokens`."""
+    """Number of tokens that steps in flight compute after `planned_tokens`, and sample after `tokens`."""
+    chunk_ahead_tokens: int = 0
+    """Number of prompt tokens that steps in flight compute after `computed_tokens`, without sampling a token."""
     work_index: int = 0
     """Index of the sequence's work item in the plan of the latest step that computes the sequence."""
     state_source: int = -1
@@ -86,6 +88,11 @@ class Sequence:
         return len(self.prompt) + len(self.tokens) - self.computed_tokens
 
     @property
+    def planned_tokens(self) -> int:
+        """Number of positions whose KV is computed, or is computed by chunks in flight."""
+        return self.computed_tokens + self.chunk_ahead_tokens
+
+    @property
     def may_go_on(self) -> bool:
         """Whether the sequence can get another token: False if ended, or if steps in flight reach the limit."""
         return not self.ended and len(self.tokens) + self.ahead_tokens < self.sampling.max_tokens
@@ -101,11 +108,13 @@ class Sequence:
 
         Not used during recomputation.
         """
-        return token_of(self.work_index) if self.ahead_tokens else self.tokens[-1]
+        if self.ahead_tokens:
+            return token_of(self.work_index)
+        return self.tokens[-1] if self.tokens else self.prompt[-1]
 
     def next_tokens(self, count: int) -> list[int]:
-        """Returns the first `count` tokens whose KV is not computed."""
-        start = self.computed_tokens
+        """Returns the first `count` tokens whose KV is neither computed nor planned."""
+        start = self.planned_tokens
         return tokens_at(self.prompt, self.tokens, start, start + count)
 
     def begin_like(self, other: Sequence) -> bool:
@@ -173,9 +182,13 @@ class DecodeRequest:
     search: BeamSearch | None = None
     """State of the beam search; None if the request is no beam search."""
     begun: bool = False
-    """True once the first tokens have arrived from the prefill group."""
+    """True once the first tokens have arrived from the prefill group; from the start with `local`."""
+    local: bool = False
+    """Whether this group computes the prompt itself, so that no KV is transferred."""
+    first_sent: bool = False
+    """With `local`: whether the router has the first token of this attempt."""
     again: bool = False
-    """True during recomputation, in which no new token is sampled."""
+    """True during recomputation, or computation of the prompt with `local`, in which no new token is sampled."""
     some_ended: bool = False
     """True while an ended sequence holds pages."""
     residency: Residency = Residency.RESIDENT
@@ -226,7 +239,17 @@ class DecodeRequest:
     def step_decides(self) -> bool:
         """True when the request's next step can be planned only after the commit of its step in flight."""
         drawn_on_host = self.sampling.beams > 0 or self.sequences[0].history is not None
-        return drawn_on_host or self.again
+        return drawn_on_host or (self.again and not self.local)
+
+    @property
+    def in_chunks(self) -> bool:
+        """Whether the next step computes a chunk of prompt or answer, after which no token is sampled."""
+        return self.again and any(one.known_tokens - one.planned_tokens > 1 for one in self.sequences)
+
+    @property
+    def prefills(self) -> bool:
+        """Whether the group computes the prompt of a new request, not that of a preempted one."""
+        return self.local and not self.first_sent
 
     @property
     def left_tokens(self) -> int:

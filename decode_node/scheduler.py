@@ -116,6 +116,26 @@ class DecodeScheduler:
         """Largest number of sequences of one request."""
         return self._admission.max_sequences
 
+    @property
+    def local_prefills(self) -> bool:
+        """Whether the group computes prompts of new requests itself (`reserve` with the group's own name)."""
+        return self._options.local_prefill_tokens > 0
+
+    def prefill_here(self, request: DecodeRequest) -> None:
+        """Starts an admitted request whose prompt this group computes, in chunks beside the running requests.
+
+        As in a recomputation, the chunks end before the last known token; the step of that token samples the first
+        new token. Nothing is transferred, so the ranks need not open or close a transfer.
+        """
+        ranks = range(self._options.ranks)
+        request.local = request.begun = True
+        request.opened_ranks.update(ranks)
+        request.landed_ranks.update(ranks)
+        request.landed_tokens = dict.fromkeys(ranks, 0)
+        for sequence in request.sequences:
+            sequence.computed_tokens = request.ticket.tokens.start
+        request.again = request.left_tokens > 0
+
     def rank_opened(self, request: DecodeRequest, rank: int) -> bool:
         """Records that a rank can receive the request's segments.
 
@@ -168,11 +188,15 @@ class DecodeScheduler:
     # --- ends
 
     def close(self, request: DecodeRequest) -> bool:
-        """Begins to close a request. Returns True the first time; the caller then sends `CloseTransfer`."""
+        """Begins to close a request. Returns True the first time if the ranks have a transfer of the request; the
+        caller then sends `CloseTransfer`."""
         if request.closing:
             return False
         request.closing = True
-        return True
+        if request.local:
+            request.closed_ranks.update(range(self._options.ranks))
+            self._settle(request)
+        return not request.local
 
     def rank_closed(self, request: DecodeRequest, rank: int, landed_tokens: int = 0) -> None:
         """Records that on this rank no further KV can land in the request's pages.

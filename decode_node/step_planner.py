@@ -26,7 +26,9 @@ from decode_node.request import DecodeRequest, Sequence
 from decode_node.scheduler_options import SchedulerOptions
 from disagg.core.types import RequestKey
 from disagg.kv.cache_operations import NO_CACHE_WORK
+from disagg.model.mixed_graphs import CHUNKS, prefill_room
 from disagg.node.kv_manager import KVManager
+from disagg.node.local_prefill import MIN_PREFILL_TOKENS
 from disagg.node.plan import StateCopy, StepPlan, Work
 
 _ONE = [1]
@@ -56,6 +58,7 @@ class StepPlanner:
         self._kv_manager, self._requests = kv_manager, requests
         self._preemptor, self._forks = preemptor, forks
         self._max_batch, self._chunks = options.max_batch, options.chunks
+        self._prefill_tokens = options.local_prefill_tokens
         self._answer_states = AnswerStates(kv_manager, options.chunks, options.state_interval_tokens)
         self._steps_ahead = options.steps_ahead
         self._step = 0
@@ -107,7 +110,10 @@ class StepPlanner:
         stepped = self._in_flight.popleft()
         for work, (_, sequence, samples) in zip(plan.work, stepped, strict=True):
             sequence.computed_tokens = work.span.stop
-            sequence.ahead_tokens -= samples
+            if samples:
+                sequence.ahead_tokens -= 1
+            else:
+                sequence.chunk_ahead_tokens -= len(work.tokens)
         self._answer_states.commit()
         for request in dict.fromkeys(one.request for one in stepped):
             request.steps -= 1
@@ -151,18 +157,25 @@ class StepPlanner:
     def _batch(self) -> dict[DecodeRequest, list[int]]:
         """Returns the candidates of the next step, with a token count for each of their sequences.
 
-        The candidates have at most `max_batch` sequences and at most `chunks.chunk_tokens` recomputed tokens. While a
-        step is in flight, a sequence whose next token depends on the step's outcome is no candidate.
+        The candidates have at most `max_batch` sequences; see `_chunks_of` for chunks. While a step is in flight, a
+        sequence whose next token depends on the step's outcome is no candidate.
         """
-        batch: dict[DecodeRequest, list[int]] = {}
-        free, budget_tokens, must = self._max_batch, self._chunks.chunk_tokens, True
         undecided = any(one.request.step_decides for one in self._in_flight[-1]) if self._in_flight else False
-        for request in self._requests.values():
+        ready = [
+            request
+            for request in self._requests.values()
+            if self._preemptor.runs(request) and not (undecided and request.step_decides)
+        ]
+        computing = [request for request in ready if request.in_chunks]
+        chunks = self._chunks_of(computing, len(ready) - len(computing)) if computing else {}
+        batch: dict[DecodeRequest, list[int]] = {}
+        free = self._max_batch - sum(len(request.sequences) for request in chunks)
+        for request in ready:
             if free == 0:
                 break
-            if not self._preemptor.runs(request) or (undecided and request.step_decides):
+            if request.in_chunks:
                 continue
-            if request.some_ended and not request.again:
+            if request.some_ended:
                 self._forks.prune(request)
             count = len(request.sequences)
             if count > free:
@@ -172,14 +185,35 @@ class StepPlanner:
                 counts = [int(one.may_go_on) for one in request.sequences]
                 if not any(counts):
                     continue
-            if request.again:
-                counts = self._recomputed(request.sequences, budget_tokens, must=must)
-                budget_tokens -= sum(counts)
-                if not any(counts):
-                    continue
-                must = False
             batch[request] = counts
             free -= count
+        return batch | chunks
+
+    def _chunks_of(self, computing: Iterable[DecodeRequest], running: int) -> dict[DecodeRequest, list[int]]:
+        """Returns the requests whose chunks the next step computes, with a token count for each sequence.
+
+        The oldest request comes first. Preempted requests get `chunks.chunk_tokens` in all, because younger ones wait
+        for their pages. Prompts of new requests get the rest of `local_prefill_tokens`, which the step shares with
+        the `running` requests, whose answers would otherwise stall (stall-free batching, Sarathi-Serve, Agrawal et
+        al., OSDI 2024), but at least `MIN_PREFILL_TOKENS`. A step has at most `CHUNKS` of them, like recorded steps.
+        """
+        batch: dict[DecodeRequest, list[int]] = {}
+        free, must, prefills = self._max_batch, True, 0
+        budgets = {
+            False: self._chunks.chunk_tokens,
+            True: prefill_room(self._prefill_tokens, MIN_PREFILL_TOKENS, running),
+        }
+        for request in sorted(computing, key=lambda one: one.order):
+            kind = request.prefills
+            if len(request.sequences) > free or (kind and prefills == CHUNKS):
+                continue
+            counts = self._recomputed(request.sequences, budgets[kind], must=must)
+            if any(counts):
+                budgets[kind] -= sum(counts)
+                prefills += kind
+                free -= len(request.sequences)
+                must = False
+                batch[request] = counts
         return batch
 
     def _recomputed(self, sequences: Iterable[Sequence], budget_tokens: int, *, must: bool) -> list[int]:
@@ -192,8 +226,9 @@ class StepPlanner:
         """
         counts: list[int] = []
         for sequence in sequences:
-            left = 0 if sequence.awaits_state else sequence.left_tokens - 1
-            start, stop = sequence.computed_tokens, sequence.computed_tokens + left
+            start = sequence.planned_tokens
+            left = 0 if sequence.awaits_state else sequence.known_tokens - 1 - start
+            stop = start + left
             if sequence.state_heirs:
                 stop = min(stop, sequence.state_heirs[0][0])
             prompt = min(len(sequence.prompt), stop)
@@ -208,19 +243,20 @@ class StepPlanner:
         self, request: DecodeRequest, counts: list[int], stepped: list[Stepped], works: list[Work]
     ) -> None:
         request.steps += 1
+        samples = not request.in_chunks
         for sequence, count in zip(request.sequences, counts, strict=True):
             if count == 0:
                 continue
             like = request.sequences[0].block_table.row if sequence.begin_like(request.sequences[0]) else -1
             first, pages = sequence.publish_pages()
-            start = sequence.computed_tokens + sequence.ahead_tokens
+            start = sequence.planned_tokens + sequence.ahead_tokens
             works.append(
                 Work(
                     request.key,
                     request.ticket.number,
                     sequence.block_table.row,
                     start,
-                    sequence.next_tokens(count) if request.again else [sequence.last_token()],
+                    [sequence.last_token()] if samples else sequence.next_tokens(count),
                     request.prompt_tokens,
                     pages,
                     first,
@@ -230,8 +266,11 @@ class StepPlanner:
             )
             self._move_states(sequence, sequence.computed_tokens + count)
             sequence.work_index = len(stepped)
-            sequence.ahead_tokens += not request.again
-            stepped.append(Stepped(request, sequence, not request.again))
+            if samples:
+                sequence.ahead_tokens += 1
+            else:
+                sequence.chunk_ahead_tokens += count
+            stepped.append(Stepped(request, sequence, samples))
 
     def _move_states(self, sequence: Sequence, stop: int) -> None:
         """Plans the copies of recurrent states before and after the step that computes `sequence` up to `stop`."""

@@ -154,7 +154,9 @@ class PrefillRank(RankNode[PrefillConfig, PrefillLeader, SegmentSender]):
         if self.leader is None:
             self.timeline.record("compute", self.lane, "", began_s, self.timeline.now())
             return
-        self._in_flight.launched(self.leader.sample(plan, logits, scores), began_s)
+        with self.recorder.part("sample"):
+            sampled = self.leader.sample(plan, logits, scores)
+        self._in_flight.launched(sampled, began_s)
 
     def end_steps(self) -> None:
         """Ends the step in flight, if there is one."""
@@ -162,7 +164,8 @@ class PrefillRank(RankNode[PrefillConfig, PrefillLeader, SegmentSender]):
 
     def _commit(self, step: SampledChunks) -> None:
         assert self.leader is not None, "only rank 0 has steps in flight"
-        self.leader.commit(step)
+        with self.recorder.part("commit"):
+            self.leader.commit(step)
 
     def _send_cached(self, plan: StepPlan, loaded: DeviceEvent) -> None:
         """Sends the cached positions of the plan's prompts, once earlier steps and the plan's loads are done.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -11,6 +11,7 @@ import msgspec
 from fastapi import FastAPI, Request, Response
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
+from starlette.responses import StreamingResponse
 from starlette.types import ASGIApp
 
 from disagg import __version__
@@ -22,7 +23,7 @@ from disagg.api.chat_writer import ChatWriter
 from disagg.api.edge import Edge
 from disagg.api.errors import ApiError, api_error, bad
 from disagg.api.exchange import exchange_of, read_body
-from disagg.api.fields import DetokenizeBody, TokenizeBody
+from disagg.api.fields import DetokenizeBody, ProfileBody, TokenizeBody
 from disagg.api.generation_request import GenerationRequest, check_model, parse_completion
 from disagg.api.group_metrics import GroupCollector
 from disagg.api.metrics import exposition
@@ -36,6 +37,7 @@ from disagg.api.tracing import Tracing
 from disagg.api.workers import Share, Siblings, WorkerReport, merged_groups, merged_metrics, merged_status
 from disagg.api.writers import AnswerWriter, CompletionWriter
 from disagg.core.errors import DisaggError
+from disagg.core.profile.types import TraceSummary
 
 MakeWriter = Callable[[ServedModel, str], AnswerWriter]
 """Function that returns the writer of a request; the text is the request's id."""
@@ -76,6 +78,7 @@ def _routes(service: Service, siblings: Siblings) -> list[tuple[str, str, Any]]:
         ("/ready", "GET", routes.ready),
         ("/metrics", "GET", routes.metrics),
         ("/status", "GET", routes.status),
+        ("/profile", "POST", routes.profile),
     ]
 
 
@@ -167,6 +170,13 @@ class _Routes:
         """Returns the status of all workers and their groups, with the latest answers."""
         return _json(merged_status(await self._reports()))
 
+    async def profile(self, request: Request) -> Response:
+        """Records some steps of a rank. Streams a JSON object per line: `steps` so far, then `summary` or `error`."""
+        body = to_struct(decode_object(await self._body(request)), ProfileBody, {})
+        replies = self._service.profile(body.request())
+        first = await anext(replies)  # a refusal gets an error status
+        return StreamingResponse(_profile_lines(first, replies), media_type="application/x-ndjson")
+
     async def _reports(self) -> list[WorkerReport]:
         """Returns the reports of all workers, this worker first."""
         others = await self._siblings.reports()
@@ -194,6 +204,24 @@ class _Routes:
             "owned_by": "disagg",
             "max_model_len": model.context_tokens,
         }
+
+
+async def _profile_lines(
+    first: int | TraceSummary, replies: AsyncGenerator[int | TraceSummary, None]
+) -> AsyncGenerator[bytes, None]:
+    try:
+        yield _profile_line(first)
+        async for reply in replies:
+            yield _profile_line(reply)
+    except DisaggError as exc:
+        yield api_error(exc).body() + b"\n"
+    finally:
+        await replies.aclose()
+
+
+def _profile_line(reply: int | TraceSummary) -> bytes:
+    line = {"steps": reply} if isinstance(reply, int) else {"summary": reply}
+    return msgspec.json.encode(line) + b"\n"
 
 
 def _json(value: object, status: int = 200) -> Response:

@@ -6,6 +6,9 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from disagg.core.config.groups import Role
+from disagg.core.profile.types import LimitS, ProfileOptions, ProfileRequest, Steps
+
 
 class Body(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Base of request bodies; unknown fields are rejected."""
@@ -245,3 +248,17 @@ MESSAGE_OFF: dict[str, tuple[Any, ...]] = {
     "refusal": ("",),
 }
 """Unsupported fields of messages, and their accepted values: clients send earlier replies back unchanged."""
+
+
+class ProfileBody(Body, frozen=True, kw_only=True):
+    """Body of `/profile`. See `disagg.core.profile.types`."""
+
+    role: Role | None = None
+    group: str | None = None
+    rank: int = 0
+    steps: Steps = 100
+    limit_s: LimitS = 60.0
+
+    def request(self) -> ProfileRequest:
+        """Returns the request to the router."""
+        return ProfileRequest(ProfileOptions(self.steps, self.limit_s), self.role, self.group, self.rank)

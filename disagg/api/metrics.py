@@ -51,6 +51,22 @@ class SuspicionCollector(Collector):
         yield family
 
 
+class LocalPrefillCollector(Collector):
+    """The series `disagg_local_prefills_total`, read from a router at each scrape."""
+
+    def __init__(self, local_prefills: Mapping[str, int]) -> None:
+        """`local_prefills`: a router's live counts of prompts that decode groups compute, by reason."""
+        self._local_prefills = local_prefills
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        """Yields the family with a sample per reason."""
+        text = "Prompts that a decode group computed itself, by reason"
+        family = CounterMetricFamily("disagg_local_prefills", text, labels=["reason"])
+        for reason in ("queue", "no_prefill_group"):
+            family.add_metric([reason], self._local_prefills.get(reason, 0))
+        yield family
+
+
 class Metrics:
     """Prometheus metrics of one server. In the help texts, an *answer* is one choice of a reply."""
 

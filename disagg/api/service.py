@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -18,7 +18,7 @@ from disagg.api.answers import Answers, Sink
 from disagg.api.errors import ApiError, bad, retry_after
 from disagg.api.exchange import Exchange
 from disagg.api.generation_request import EngineRequest, GenerationRequest
-from disagg.api.metrics import Metrics, RecoveryCollector, SuspicionCollector
+from disagg.api.metrics import LocalPrefillCollector, Metrics, RecoveryCollector, SuspicionCollector
 from disagg.api.model import ServedModel
 from disagg.api.pace import Pace
 from disagg.api.quantiles import RollingQuantiles
@@ -27,6 +27,7 @@ from disagg.api.tracing import RequestTrace
 from disagg.api.workers import MetricReport, Share, WorkerReport
 from disagg.core.config.read import ApiConfig
 from disagg.core.errors import AbortedError, DisaggError
+from disagg.core.profile.types import ProfileRequest, TraceSummary
 from disagg.core.status import GroupStatus, ServiceStatus
 from disagg.core.types import GroupInfo
 from disagg.router.answers import Emit, Output, RouterRequest
@@ -40,6 +41,9 @@ class Generator(Protocol):
 
     recoveries: Counter[str]
     """Recoveries of requests since the start, by `disagg.router.session_events.Loss`."""
+
+    local_prefills: Counter[str]
+    """Prompts that decode groups computed since the start: `queue`, `no_prefill_group`."""
 
     @property
     def suspicions(self) -> Counter[str]:
@@ -67,6 +71,9 @@ class Generator(Protocol):
     async def run(self, request: RouterRequest, emit: Emit) -> None:
         """Emits the answers; a cancellation aborts the request."""
 
+    def profile(self, request: ProfileRequest) -> AsyncGenerator[int | TraceSummary, None]:
+        """Records some steps of a rank: yields numbers of recorded steps, then the summary."""
+
 
 class Service:
     """Runs generation requests for the routes, and reports the server's status. All methods run on one event loop."""
@@ -84,6 +91,7 @@ class Service:
         self._admission = Admission(config.max_running, config.max_queued, self.metrics, pace)
         self.metrics.registry.register(RecoveryCollector(generator.recoveries))
         self.metrics.registry.register(SuspicionCollector(generator.suspicions))
+        self.metrics.registry.register(LocalPrefillCollector(generator.local_prefills))
         self._recent, self._ttft, self._itl = Recent(), RollingQuantiles(), RollingQuantiles()
         self._began_s = time.monotonic()
         self._tasks: dict[asyncio.Task[None], Answers] = {}
@@ -165,6 +173,10 @@ class Service:
             self._itl.counts(),
             [MetricReport.of(family) for family in self.metrics.registry.collect()],
         )
+
+    def profile(self, request: ProfileRequest) -> AsyncGenerator[int | TraceSummary, None]:
+        """Records some steps of a rank; see `Generator.profile`."""
+        return self._generator.profile(request)
 
     def check_capacity(self) -> None:
         """Called before a body is read. Raises a 503 if requests are refused, `BusyError` if the server is full."""

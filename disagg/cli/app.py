@@ -20,6 +20,7 @@ import typer
 
 from disagg.cli import launch as cli_launch
 from disagg.cli import models as cli_models
+from disagg.cli import profile as cli_profile
 from disagg.cli import roll as cli_roll
 from disagg.cli import run as cli_run
 from disagg.cli import serve as cli_serve
@@ -50,6 +51,7 @@ app.command("scale")(cli_launch.scale)
 app.command("roll")(cli_roll.roll)
 app.command("top")(cli_top.top)
 app.command("stats", cls=cli_stats.StatsCommand)(cli_stats.stats)
+app.command("profile")(cli_profile.profile)
 app.command("doctor")(cli_tools.doctor)
 app.command("plan")(cli_tools.plan)
 app.command("models")(cli_models.models)

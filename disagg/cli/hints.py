@@ -43,6 +43,7 @@ OTHER_SERVERS: Mapping[str, str] = {
     "--enable-prefix-caching": "prefix caching is on by default",
     "--no-enable-prefix-caching": "--set prefill.prefix_cache=false --set decode.prefix_cache=false turn it off",
     "--swap-space": "--set decode.swap_bytes=4GiB sets the host memory for preempted requests",
+    "--profiler-config": "--set metrics.profile_folder=/DIR lets `disagg profile` record traces of running ranks",
     "--seed": "--set model.seed=N sets the seed of random weights; requests have the field seed",
     "--enforce-eager": _GRAPHS,
     "--disable-cuda-graph": _GRAPHS,

@@ -123,4 +123,5 @@ class ColocatedRank(RankNode[ColocatedConfig, ColocatedLeader, NoTransfers]):
             scores = PromptScores()
             logits = self._forward(plan, None, scores)
             if self.leader is not None:
-                self.leader.commit(plan, logits, scores)
+                with self.recorder.part("sample and commit"):
+                    self.leader.commit(plan, logits, scores)

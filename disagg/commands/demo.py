@@ -106,11 +106,12 @@ def _exact(config: Config) -> Config:
     `model.dtype` to float32 unless a type is configured.
 
     Two different engines generate equal tokens only in float32. The prefix cache is off because the reference
-    computes each prompt from its start.
+    computes each prompt from its start. Every prompt is handed over: no decode group computes one.
     """
     prefill, decode = (
         msgspec.structs.replace(group, prefix_cache=False) for group in (config.prefill, config.decode)
     )
+    decode = msgspec.structs.replace(decode, local_prefill_tokens=0)
     config = msgspec.structs.replace(config, prefill=prefill, decode=decode)
     if config.model.path is None or config.model.dtype != "auto":
         return config

@@ -383,6 +383,9 @@ class RankInfo(msgspec.Struct, frozen=True):
     """Number of prefix cache pages for which the rank's host memory has room; see `GroupConfig.host_cache_bytes`."""
     host_states: int = 0
     """Number of the prefix cache's recurrent states for which the rank's host memory has room."""
+    local_prefill: bool = False
+    """Whether the decode group computes prompts itself on request (`decode.local_prefill_tokens`); set on a leader.
+    """
 
 
 class GroupInfo(msgspec.Struct, frozen=True):
@@ -456,4 +459,4 @@ class Segment(msgspec.Struct, frozen=True):
 
 CHECKSUM_BYTES = 8
 """Size of a segment's checksum; `staging.trailer` defines its position."""
-PROTOCOL_VERSION = 22
+PROTOCOL_VERSION = 23

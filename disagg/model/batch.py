@@ -5,6 +5,7 @@ The tensors are built once per step and copied to the device without synchroniza
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -140,7 +141,7 @@ def build_index(
     positions = [p for sequence in batch.sequences for p in range(sequence.start, sequence.stop)]
     rows = [sequence.row for sequence in batch.sequences for _ in sequence.tokens]
     last = [first + len(s.tokens) - 1 for first, s in zip(firsts, batch.sequences, strict=True)]
-    singles = _single_tokens(batch) if kernels else 0
+    singles = single_tokens(batch.sequences) if kernels else 0
     packed = upload(
         [*ids, *positions, *rows, *last, *(_kernel_numbers(batch, firsts, singles) if kernels else [])],
         device,
@@ -174,10 +175,14 @@ def index_of_chunks(queries: PackedQueries) -> KernelIndex:
     return KernelIndex(nothing, nothing, queries)
 
 
-def one_token_each(rows: torch.Tensor, positions: torch.Tensor) -> KernelIndex:
-    """Returns the index of a step with one token per request, without synchronization. Arguments are int64 `[n]`."""
+def one_token_each(
+    rows: torch.Tensor, positions: torch.Tensor, chunks: PackedQueries | None = None
+) -> KernelIndex:
+    """Returns the index of a step with one token per request, without synchronization. `rows`, `positions`: int64
+    `[n]`. `chunks`: further sequences, whose queries follow."""
     nothing = rows[:0]
-    return KernelIndex(rows, positions + 1, PackedQueries(nothing, nothing, nothing, nothing, 0))
+    chunks = chunks or PackedQueries(nothing, nothing, nothing, nothing, 0)
+    return KernelIndex(rows, positions + 1, chunks)
 
 
 def first_indices(batch: StepBatch) -> list[int]:
@@ -207,10 +212,9 @@ def _kernel_index(batch: StepBatch, numbers: torch.Tensor, n: int) -> KernelInde
     return KernelIndex(rows[:n], lengths[:n], chunks)
 
 
-def _single_tokens(batch: StepBatch) -> int:
-    """Returns the number of one-token sequences at the start of the step."""
-    sizes = (len(sequence.tokens) for sequence in batch.sequences)
-    return next((i for i, size in enumerate(sizes) if size > 1), len(batch.sequences))
+def single_tokens(sequences: Sequence[SequenceSlice]) -> int:
+    """Returns the number of one-token sequences at the start of a step."""
+    return next((at for at, one in enumerate(sequences) if len(one.tokens) > 1), len(sequences))
 
 
 def _decode_groups(

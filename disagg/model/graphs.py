@@ -149,12 +149,20 @@ class StepGraphs(ABC):
 
         No context may be longer than the largest limit; the caller checks this by `require_fits`.
         """
-        size = self._sizes[bisect_left(self._sizes, batch.tokens)]
+        size = self._size_of(batch)
         host = torch.tensor(self.step_numbers(size, batch.sequences), dtype=torch.int64).pin_memory()
         self._numbers[size].copy_(host, non_blocking=True)
         longest = max(one.stop for one in batch.sequences)
         self._graphs[size, self._limits[bisect_left(self._limits, longest)]].replay()
         return self._logits[: len(batch.sequences)]
+
+    def _size_of(self, batch: StepBatch) -> int:
+        """Returns the smallest bucket that the step fits."""
+        return self._sizes[bisect_left(self._sizes, batch.tokens)]
+
+    def _computed(self, size: int, limit: int) -> torch.Tensor:
+        """Returns the logits of the step that `_numbers` describes."""
+        return self._compute(self._numbers[size], limit)
 
     @abstractmethod
     def _rows(self, size: int) -> int:
@@ -177,15 +185,15 @@ class StepGraphs(ABC):
         ]
 
     def _record(self, size: int, limit: int, pool: Any, stream: Any) -> Any:
-        numbers, rows = self._numbers[size], self._rows(size)
+        rows = self._rows(size)
         stream.wait_stream(cuda.current_stream(self._device))
         with cuda.stream(stream):  # kernels compile and libraries load before the recording
             for _ in range(_WARM_UPS):
-                self._logits[:rows].copy_(self._compute(numbers, limit))
+                self._logits[:rows].copy_(self._computed(size, limit))
         graph = cuda.CUDAGraph()
         # Transfer threads of this process may call CUDA during the recording: only this thread's calls are checked.
         with cuda.graph(graph, pool=pool, stream=stream, capture_error_mode=CAPTURE_MODE):
-            self._logits[:rows].copy_(self._compute(numbers, limit))
+            self._logits[:rows].copy_(self._computed(size, limit))
         return graph
 
 

@@ -52,6 +52,7 @@ from disagg.model.layers.rope import long_tokens, wrap_ropes
 from disagg.model.layers.row_wise import RowWise, use_linear_kernels
 from disagg.model.load.build import build_model
 from disagg.model.load.source import ModelSource
+from disagg.model.mixed_graphs import MixedGraphs, MixedNumbers, MixedSize
 from disagg.model.page_copies import copy_in_order
 from disagg.model.piecewise import SEQUENCES, PiecewiseGraphs, piece_sizes
 from disagg.model.recurrent.heads import divided
@@ -147,6 +148,7 @@ class ModelRunner:
         self.sampled = SampledTokenBuffer(options.rows, collective, self.device)
         """Sampled tokens of the previous step, to which the next step's input may refer."""
         self._graphs: StepGraphs | None = None
+        self._mixed: MixedGraphs | None = None
         self._pieces: PiecewiseGraphs | None = None
 
     def _use_layer_kernels(self) -> dict[str, int]:
@@ -211,7 +213,7 @@ class ModelRunner:
     @property
     def recorded(self) -> bool:
         """Whether steps run as CUDA graphs."""
-        return any(kind is not None and kind.recorded for kind in (self._graphs, self._pieces))
+        return any(kind is not None and kind.recorded for kind in (self._graphs, self._mixed, self._pieces))
 
     def record(self, largest: int) -> None:
         """Records decode steps of up to `largest` requests if `recordable`, on all ranks of a group together."""
@@ -240,6 +242,15 @@ class ModelRunner:
             self._pieces = PiecewiseGraphs(compute, sizes, sequences, self.spec.vocab_size, self.device)
             self._pieces.record(self._agreed)
 
+    def record_mixed(self, sizes: Sequence[MixedSize]) -> None:
+        """Records decode steps with chunks of prompts for each bucket, if `recordable`, on all ranks together. Does
+        nothing for models with recurrent layers."""
+        if sizes and self._agreed(self.recordable and self.states is None):
+            trash_row, limits = self.req_to_token.trash_row, context_limits(self.req_to_token.max_tokens)
+            compute = self._few_rows.wrapped(self._decode_and_chunks)
+            self._mixed = MixedGraphs(compute, sizes, limits, trash_row, self.spec.vocab_size, self.device)
+            self._mixed.record(self._agreed)
+
     def _record(
         self, kind: type[StepGraphs], compute: Compute, sizes: tuple[int, ...], limits: tuple[int, ...]
     ) -> None:
@@ -252,12 +263,12 @@ class ModelRunner:
     @contextmanager
     def eager(self) -> Iterator[None]:
         """Inside the block, no step uses CUDA graphs."""
-        recorded = self._graphs, self._pieces
-        self._graphs = self._pieces = None
+        recorded = self._graphs, self._mixed, self._pieces
+        self._graphs = self._mixed = self._pieces = None
         try:
             yield
         finally:
-            self._graphs, self._pieces = recorded
+            self._graphs, self._mixed, self._pieces = recorded
 
     def resize(self, pool_tokens: int) -> None:
         """Frees the KV pool and allocates one of `pool_tokens` slots. Call this before any request has a row.
@@ -374,9 +385,11 @@ class ModelRunner:
     def _graphs_of(self, batch: StepBatch) -> StepGraphs | None:
         """Returns the recorded steps if one of them can run the batch. With recurrent layers, they can run only
         batches of answer tokens."""
-        graphs = self._graphs
-        if graphs is None or batch.scores or not graphs.takes(batch):
+        if batch.scores:
             return None
+        graphs = next(
+            (one for one in (self._graphs, self._mixed) if one is not None and one.takes(batch)), None
+        )
         return graphs if self.states is None or all(map(is_answer, batch.sequences)) else None
 
     def _one_by_one(
@@ -453,6 +466,17 @@ class ModelRunner:
         context = self._kernel_step(one_token_each(rows, positions), slots, max_tokens=max_tokens)
         step = decode_step(rows) if self._packed is not None else None
         return self._run(self.sampled.resolve(ids)[None], positions[None], 0, context, None, step)
+
+    def _decode_and_chunks(self, numbers: torch.Tensor, singles: int, max_tokens: int) -> torch.Tensor:
+        """Runs a step of single tokens and chunks, with inputs on the device only; see `MixedGraphs`."""
+        found = MixedNumbers.of(numbers, singles)
+        slots = self.req_to_token.table[found.rows, found.positions].long()
+        of_chunks = found.chunk_rows, found.firsts, found.starts, found.counts
+        chunks = PackedQueries(*of_chunks, len(found.ids) - singles)
+        index = one_token_each(found.rows[:singles], found.positions[:singles], chunks)
+        context = self._kernel_step(index, slots, max_tokens=max_tokens)
+        ids = self.sampled.resolve(found.ids)
+        return self._run(ids[None], found.positions[None], found.last, context, None)
 
     def _chunk(self, numbers: torch.Tensor, _: int) -> torch.Tensor:
         """Runs a step of several tokens per request, with inputs on the device only; see `graphs.ChunkGraphs`."""

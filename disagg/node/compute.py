@@ -17,6 +17,7 @@ from disagg.model.batch import SequenceSlice, StepBatch
 from disagg.model.sampling.prompt_scores import PromptScores
 from disagg.node.device import use_device
 from disagg.node.plan import StateCopy, StepPlan, Work
+from disagg.node.step_recorder import StepRecorder
 from disagg.node.step_watch import StepWatch
 
 if TYPE_CHECKING:
@@ -131,13 +132,16 @@ class ComputeThread:
         step: Callable[[StepPlan], None],
         end_steps: Callable[[], None],
         broken: Callable[[Exception], None],
-        device: torch.device,
         watch: StepWatch,
+        recorder: StepRecorder,
     ) -> None:
-        """`step` may return while the step is in flight; `end_steps` completes it. `watch` times each step."""
+        """`step` may return while the step is in flight; `end_steps` completes it. `watch` times each step.
+
+        `recorder` starts and stops profiles between two steps, which `watch` does not count.
+        """
         self._next_plan, self._step, self._end_steps = next_plan, step, end_steps
-        self._broken, self._device = broken, device
-        self._watch = watch
+        self._broken, self._device = broken, recorder.device
+        self._watch, self._recorder = watch, recorder
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"compute-{name}", daemon=True)
 
@@ -156,11 +160,14 @@ class ComputeThread:
 
     def _run(self) -> None:
         use_device(self._device)
-        plan = None
+        plan, recorder = None, self._recorder
         try:
             while not self._stopping.is_set():
-                plan = self._next_plan()
-                with self._watch.watched():
+                with recorder.part("plan"):
+                    plan = self._next_plan()
+                works = plan is not None and bool(plan.work)
+                recorder.between(works)
+                with self._watch.watched(), recorder.step(works):
                     if plan is not None:
                         self._step(plan)
                     else:
@@ -171,3 +178,5 @@ class ComputeThread:
             if not self._stopping.is_set():
                 log.exception("step_failed", thread=self._thread.name, step=plan.step if plan else None)
             self._broken(exc)
+        finally:
+            recorder.close()

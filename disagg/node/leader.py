@@ -235,6 +235,11 @@ class Leader(ABC):
         """Largest number of answers or beams of one request."""
         return 1
 
+    @property
+    def local_prefills(self) -> bool:
+        """Whether a decode group computes prompts of new requests itself."""
+        return False
+
     @abstractmethod
     def link(self, other: GroupInfo) -> None:
         """Links this group with `other`, so that requests can move from one group to the other."""

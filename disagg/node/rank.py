@@ -42,6 +42,7 @@ from disagg.node.plan import StepPlan
 from disagg.node.prefix_caching import cache_refusal
 from disagg.node.rank_peers import RankPeers
 from disagg.node.sizing import pool_bytes, state_bytes
+from disagg.node.step_recorder import StepRecorder
 from disagg.node.step_watch import FACTOR as STEP_FACTOR
 from disagg.node.step_watch import StepWatch
 from disagg.node.storage_controller import StorageController
@@ -127,6 +128,7 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
         """Handler of lost and returning peers."""
         self._step_watch = StepWatch(config.cluster.step_floor_s(runner.device.type), clock)
         self._hung = False
+        self.recorder = StepRecorder(self.lane, runner.device, config.metrics, control.send, clock)
         self.transfer_loop = self._make_loop(transport)
         """The transfer thread."""
         self.compute_thread = self._make_compute_thread()
@@ -145,8 +147,8 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
             self.step,
             self.end_steps,
             self._on_broken,
-            self.runner.device,
             self._step_watch,
+            self.recorder,
         )
 
     def _make_cache_controller(self) -> HybridCacheController:
@@ -217,6 +219,7 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
             if self.runner.states is not None
             else 0,  # without the trash slot
             *self.cache_controller.counts,
+            local_prefill=self.leader is not None and self.leader.local_prefills,
         )
 
     def join(self, group: GroupInfo) -> None:
@@ -387,6 +390,8 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
             self.transfer_loop.post(partial(self.peers.mending.on_linked, peer, message))
         elif handler is not None:
             self.transfer_loop.post(handler, wake=not self._is_deferrable(message))
+        elif isinstance(message, m.Profile):
+            self.recorder.request(peer, message)
         elif isinstance(message, m.Plan):
             plan = StepPlan.decode(message.body)
             self._plan_arrived(plan)
@@ -500,7 +505,8 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
         self, plan: StepPlan, on_layer: LayerHook | None = None, scores: PromptScores | None = None
     ) -> torch.Tensor:
         """Returns a step's logits; see `StepExecutor.run`. Runs on the compute thread; benchmarks measure it."""
-        return self.executor.run(plan, on_layer, scores)
+        with self.recorder.part("forward"):
+            return self.executor.run(plan, on_layer, scores)
 
     @abstractmethod
     def _make_leader(self, kv_manager: KVManager) -> LeaderT: ...

@@ -21,6 +21,7 @@ from disagg.core.errors import ConfigError
 from disagg.core.ports import Collective
 from disagg.core.types import RankInfo
 from disagg.model.load.source import ModelSource, make_source
+from disagg.model.mixed_graphs import mixed_sizes
 from disagg.model.runner import ModelRunner
 from disagg.node.assemble import make_collective, make_runner, resolve_device
 from disagg.node.host_memory import (
@@ -29,6 +30,7 @@ from disagg.node.host_memory import (
     automatic_host_cache,
     available_bytes,
 )
+from disagg.node.local_prefill import MIN_PREFILL_TOKENS, local_prefill_tokens
 from disagg.node.prefix_caching import configured_host_cache
 from disagg.node.rank import RankNode
 from disagg.node.rank_records import Rendezvous, Started
@@ -131,6 +133,8 @@ def _record(runner: ModelRunner, group: GroupConfig, role: str) -> None:
         runner.record_chunks(group.chunk_tokens)
     if role != "decode":
         runner.record_pieces(group.chunk_tokens, group.decode_batch)
+    elif step_tokens := local_prefill_tokens(group, runner):
+        runner.record_mixed(mixed_sizes(step_tokens, MIN_PREFILL_TOKENS, group.decode_batch))
 
 
 def with_host_cache(

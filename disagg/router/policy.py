@@ -32,6 +32,8 @@ class RoutedGroup:
     tokens: int = 0
     """Prompt tokens of the running requests, minus prefix cache hits. A prefill group counts only prompts not
     computed yet, so the number approximates its queue."""
+    local_tokens: int = 0
+    """In a decode group, the part of `tokens` that the group computes itself and has not computed yet."""
     served: int = 0
     """Requests ever sent to the group."""
     lost: bool = False
@@ -72,6 +74,8 @@ class SessionLoad:
     """Number of sequences of the request; each sequence counts as one of the decode group's `requests`."""
     tokens: dict[RoutedGroup, int]
     """Prompt tokens that each group has to compute or receive."""
+    _local_tokens: int = 0
+    """Share of the request in `decode.local_tokens`."""
 
     def begin(self) -> None:
         """Adds the request to both groups' counts."""
@@ -79,16 +83,30 @@ class SessionLoad:
             engine.requests += self._requests(engine)
             engine.served += 1
             engine.tokens += tokens
+        if self.is_local:
+            self._local_tokens = self.tokens[self.decode]
+            self.decode.local_tokens += self._local_tokens
+
+    @property
+    def is_local(self) -> bool:
+        """Whether a decode group computes the prompt too."""
+        return self.prefill is self.decode and self.decode.group.role == "decode"
 
     def prompt_computed(self) -> None:
-        """Subtracts the prompt from a prefill group's tokens. A colocated group counts the prompt until the request
-        ends."""
+        """Subtracts the prompt from a prefill group's tokens. A group that also decodes counts the prompt until the
+        request ends."""
         if self.prefill is not self.decode:
             self.prefill.tokens -= self.tokens[self.prefill]
             self.tokens[self.prefill] = 0
+        self._end_local()
+
+    def _end_local(self) -> None:
+        self.decode.local_tokens -= self._local_tokens
+        self._local_tokens = 0
 
     def end(self) -> None:
         """Subtracts the request from both groups' counts."""
+        self._end_local()
         for engine, tokens in self.tokens.items():
             engine.requests -= self._requests(engine)
             engine.tokens -= tokens
@@ -120,6 +138,8 @@ class RoutingRequest:
     storage_load_cost: float = DEFAULTS.storage_load_cost
     """Times to load a token from host memory and from the storage, each divided by the time to compute it, for groups
     that have not measured them; see `LoadCosts`."""
+    may_be_local: bool = False
+    """Whether a decode group may compute the prompt too; see `computes_locally`."""
 
     def missing_tokens(self, engine: RoutedGroup) -> int:
         """Returns the prompt tokens minus the group's prefix cache hit, plus the cost of loading a part of the hit.
@@ -199,6 +219,36 @@ def _costs(engines: Sequence[RoutedGroup], request: RoutingRequest) -> list[Prom
         request.cost(engine) if engine.lower or firsts.get((held := engine.held).kind) in held.held else whole
         for engine in engines
     ]
+
+
+@dataclass(frozen=True, slots=True)
+class LocalPrefill:
+    """Rule by which decode groups compute prompts themselves."""
+
+    queue_tokens: int
+    """See `RouterConfig.local_prefill_queue_tokens`."""
+    cost: float
+    """See `RouterConfig.local_prefill_cost`."""
+
+    def group(
+        self, prefill: RoutedGroup | None, decodes: Sequence[RoutedGroup], request: RoutingRequest
+    ) -> RoutedGroup | None:
+        """Returns the decode group that is to compute the whole request; None if `prefill` is to compute the prompt.
+
+        The group with the shortest queue of such prompts is compared with the prefill group, as in NVIDIA Dynamo's
+        conditional disaggregation. `prefill` is None while no prefill group is usable.
+        """
+        waiting_tokens = prefill.tokens if prefill is not None else self.queue_tokens
+        if not request.may_be_local or waiting_tokens < self.queue_tokens:
+            return None
+        able = [one for one in decodes if one.group.leader.local_prefill]
+        costs = [one.local_tokens + request.missing_tokens(one) for one in able]
+        if not able:
+            return None
+        least = min(costs)
+        if prefill is not None and self.cost * least >= prefill.tokens + request.missing_tokens(prefill):
+            return None
+        return able[costs.index(least)]
 
 
 POLICIES: dict[PolicyName, Policy] = {

@@ -12,13 +12,15 @@ from disagg.core.clock import Clock
 from disagg.core.config.read import RouterConfig
 from disagg.core.errors import BusyError, InvalidRequestError
 from disagg.core.prefixes import PrefixKey
-from disagg.core.sampling import MAX_SEQUENCES, check_sampling, sequences_that_fit
+from disagg.core.profile.types import ProfileRequest, TraceSummary
+from disagg.core.sampling import MAX_SEQUENCES, check_sampling, computes_locally, sequences_that_fit
 from disagg.core.status import GroupStatus
 from disagg.core.tokens import TokenIds, pack_tokens
 from disagg.core.types import GroupInfo, SamplingParams
 from disagg.router.answers import Emit, Output, RouterRequest, SessionReport, new_answers
 from disagg.router.group_table import GroupTable, has_rank_in
-from disagg.router.policy import POLICIES, RoutedGroup, RoutingRequest, prefix_aware
+from disagg.router.policy import POLICIES, LocalPrefill, RoutedGroup, RoutingRequest, prefix_aware
+from disagg.router.profiling import record_profile
 from disagg.router.recovery import Branch, RecoveryBudget
 from disagg.router.request_run import Pair, RecoveryOptions, RequestRun, RoutedRequest, RunContext
 from disagg.router.response_dispatcher import ResponseDispatcher
@@ -53,6 +55,10 @@ class Router:
         self._dispatcher, self.choose = dispatcher, POLICIES[config.policy]
         self._clock = clock
         self._load_costs = config.host_load_cost, config.storage_load_cost
+        self._local = LocalPrefill(config.local_prefill_queue_tokens, config.local_prefill_cost)
+        self.local_prefills: Counter[str] = Counter()
+        """Sessions whose prompts decode groups compute, since the start: `queue` if a prefill group would take
+        longer, `no_prefill_group` if none is usable."""
         self._table = GroupTable(dispatcher, lambda: self.choose is prefix_aware)
         self._suspicions = Suspicions(dispatcher, self._table)
         budget = RecoveryBudget(config.recoveries_per_s, clock)
@@ -176,16 +182,22 @@ class Router:
         exists, requests are refused; before, requests wait for a group."""
         missing, now_s = self.missing(), self._clock()
         longest_s = self._context.options.group_wait_s
+        if missing == ["prefill"] and any(
+            one.group.leader.local_prefill for one in self._table.usable("decode")
+        ):
+            return []
         return [role for role in missing if now_s - self._missing_since_s[role] >= longest_s]
 
-    def _routing_request(self, prompt: TokenIds, cache_salt: str, session: str) -> RoutingRequest:
+    def _routing_request(
+        self, prompt: TokenIds, cache_salt: str, session: str, *, may_be_local: bool = False
+    ) -> RoutingRequest:
         """Returns the properties of the request that the policy compares; hashes the prompt only if the policy
         compares cached prefixes."""
         block_hashes = {
             (unit, switch): PrefixKey.of(prompt, cache_salt, switch).block_hashes(unit)
             for unit, switch in self._table.hash_kinds()
         }
-        return RoutingRequest(len(prompt), session, block_hashes, *self._load_costs)
+        return RoutingRequest(len(prompt), session, block_hashes, *self._load_costs, may_be_local)
 
     def _decode_groups(self) -> int:
         """Returns the number of usable groups that decode."""
@@ -197,9 +209,15 @@ class Router:
         `keep`: name of the decode group to choose if it has a usable pair. `full`: names of decode groups to avoid if
         another one has a usable pair. Raises `BusyError` if no group is usable.
         """
-        if missing := self.missing():
+        missing, decodes = self.missing(), self._table.usable(self._roles[-1])
+        if missing == ["prefill"]:
+            preferred = [one for one in decodes if one.group.name == keep]
+            preferred = preferred or [one for one in decodes if one.group.name not in full]
+            if (alone := self._local.group(None, preferred or decodes, request)) is not None:
+                self.local_prefills["no_prefill_group"] += 1
+                return alone, alone
+        if missing:
             raise BusyError(f"no {' and no '.join(missing)} group is up", retry_after_s=1.0)
-        decodes = self._table.usable(self._roles[-1])
         if len(self._roles) == 1:
             tried = [one for one in decodes if one.group.name not in full]
             both = self.choose(tried or decodes, request)
@@ -213,6 +231,9 @@ class Router:
         decodes = paired or decodes
         met = self._met(prefills, lambda one: any(self._meet(one, other) for other in decodes))
         prefill = self.choose(met or prefills, request)
+        if (alone := self._local.group(prefill, decodes, request)) is not None:
+            self.local_prefills["queue"] += 1
+            return alone, alone
         met = self._met(decodes, lambda other: self._meet(prefill, other))
         return prefill, self.choose(met or decodes, request)
 
@@ -234,6 +255,10 @@ class Router:
         if self._shunned:
             now_s = self._clock()
             self._shunned = {one: until_s for one, until_s in self._shunned.items() if until_s > now_s}
+
+    def profile(self, request: ProfileRequest) -> AsyncGenerator[int | TraceSummary, None]:
+        """Records some steps of a rank; see `record_profile`."""
+        return record_profile(self._dispatcher, [engine.group for engine in self.engines], request)
 
     async def generate(
         self,
@@ -286,7 +311,10 @@ class Router:
         routed = RoutedRequest(
             request.request_id, tokens, request.cache_salt, now_s, deadline_s, report, request.priority
         )
-        routing = self._routing_request(tokens, request.cache_salt, request.session)
+        may_be_local = computes_locally(sampling)
+        routing = self._routing_request(
+            tokens, request.cache_salt, request.session, may_be_local=may_be_local
+        )
         choose = partial(self._pair, routing)
         await RequestRun(self._context, routed, choose, routing.missing_tokens, emit).run(branch)
 

@@ -49,7 +49,8 @@ class SessionHandlers(ABC):
 
     prefill: GroupInfo
     decode: GroupInfo
-    """The decode group; equal to `prefill` if colocated."""
+    """The decode group; equal to `prefill` if the group computes the prompt too: a colocated group, or a decode group
+    on request (`RouterConfig.local_prefill_queue_tokens`)."""
     key: RequestKey
     prompt: TokenIds
     sampling: SamplingParams
@@ -176,6 +177,8 @@ class SessionHandlers(ABC):
 
     def send_ticket(self, ticket: Ticket) -> list[SessionAction]:
         self.report.reserved_s = self.report.reserved_s or self._elapsed_s()
+        if self._is_colocated and self.decode.role == "decode":
+            return []  # the group computes the prompt from `Reserve`
         has_prompt = self.prefill.leader.control_address in self.involved and not self._is_colocated
         sent = self._send(self.prefill, m.Reserved(self.key, ticket) if has_prompt else self._prefill(ticket))
         self._ticketed = True

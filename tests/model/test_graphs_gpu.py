@@ -13,6 +13,7 @@ from model_helpers import make_runner, prompts
 from disagg.model import piecewise
 from disagg.model.batch import SequenceSlice, StepBatch
 from disagg.model.graphs import ChunkGraphs, batch_sizes, chunk_sizes, context_limits
+from disagg.model.mixed_graphs import CHUNKS, MixedGraphs, MixedNumbers, MixedSize, mixed_sizes
 from disagg.model.piecewise import piece_sizes
 from disagg.model.runner import ModelRunner
 from disagg.model.sampled_tokens import token_of
@@ -59,6 +60,60 @@ def test_the_numbers_of_a_step_smaller_than_its_bucket() -> None:
     assert tokens[:, 4:].unique(dim=1).tolist() == [[0], [0], [9]]
     assert sequences[:, :3].tolist() == [[3, 1, 9], [0, 2, 0], [7, 0, 0], [2, 1, 0], [1, 2, 0]]
     assert sequences[:, 3:].unique(dim=1).tolist() == [[9], [0], [0], [0], [0]]
+
+
+@pytest.mark.parametrize("largest", [1, 32, 33, 200, 256])
+def test_sizes_of_steps_with_chunks(largest: int) -> None:
+    sizes = mixed_sizes(256, 64, largest)
+    assert sizes[0] == (min(32, largest), 256)
+    assert sizes[-1].singles == largest
+    for smaller, size in pairwise(sizes):
+        assert size.singles > smaller.singles
+        assert size.chunk_tokens == max(64, 256 - smaller.singles)
+
+
+def test_the_numbers_of_a_step_with_chunks() -> None:
+    buckets = (MixedSize(2, 8), MixedSize(4, 6))
+    graphs = MixedGraphs(lambda numbers, *_: numbers, buckets, (100,), 9, 5, torch.device("cpu"))
+    ones = [SequenceSlice(row, 5 + row, (30 + row,)) for row in range(3)]
+    chunks = [SequenceSlice(7, 0, (50, 51, 52)), SequenceSlice(8, 20, (60, 61))]
+    found = MixedNumbers.of(torch.tensor(graphs.step_numbers(1, (*ones, *chunks))), 4)
+    assert found.ids.tolist() == [30, 31, 32, 0, 50, 51, 52, 60, 61, 0]
+    assert found.positions.tolist() == [5, 6, 7, 0, 0, 1, 2, 20, 21, 0]
+    assert found.rows.tolist() == [0, 1, 2, 9, 7, 7, 7, 8, 8, 9]
+    fill = [0] * (CHUNKS - 2)
+    assert found.chunk_rows.tolist() == [7, 8, *[9] * (CHUNKS - 2)]
+    assert found.firsts.tolist() == [0, 3, *fill]
+    assert found.starts.tolist() == [0, 20, *fill]
+    assert found.counts.tolist() == [3, 2, *fill]
+    assert found.last.tolist() == [0, 1, 2, 4 + 2, 4 + 4, *[0] * (4 + CHUNKS - 5)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_recorded_steps_with_chunks_equal_launched_ones(
+    name: str, dtype: torch.dtype, checkpoint: Callable[[str], Path]
+) -> None:
+    """Steps of every bucket, filled up or not; then one that fits none."""
+    texts = [text[:50] for text in prompts()[:4]]
+    launched, recorded = (
+        make_runner(checkpoint(name), device="cuda", dtype=dtype, pages=40) for _ in range(2)
+    )
+    recorded.record_mixed((MixedSize(1, 24), MixedSize(3, 16)))
+    found = []
+    for runner in (launched, recorded):
+        rows, logits = prefilled(runner, texts), []
+        for singles, *counts in ((0, 24), (1, 9, 15), (1, 2), (2, 16), (3, 5, 1), (2, 17), (3, 4)):
+            ones = [SequenceSlice(rows[i], len(texts[i]) - 1, (texts[i][-1],)) for i in range(singles)]
+            chunks = [SequenceSlice(rows[3 - i], 0, tuple(texts[3 - i][:n])) for i, n in enumerate(counts)]
+            batch = StepBatch((*ones, *chunks) if singles < 3 else (*ones, chunks[0]))
+            logits.append(runner.forward(batch).clone())
+        found.append(logits)
+    assert recorded.recorded
+    for a, b in zip(*found, strict=True):
+        assert torch.isfinite(b).all()
+        assert torch.allclose(a, b, atol=(2e-5 if dtype == torch.float32 else 3e-2) * float(a.abs().max()))
 
 
 def prefilled(runner: ModelRunner, texts: list[list[int]]) -> list[int]:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from host_waits import no_host_waits
 from model_helpers import ANSWER_TOKENS, load_plain, make_runner, prompts
 from plain_greedy import plain_greedy
 
@@ -36,13 +37,6 @@ def _exact_float32() -> Iterator[None]:
     torch.set_float32_matmul_precision(before)
 
 
-@pytest.fixture
-def no_synchronization() -> Iterator[None]:
-    """Any call that makes the host wait for the device raises."""
-    yield
-    torch.cuda.set_sync_debug_mode("default")
-
-
 @pytest.mark.parametrize("attention", ["torch", "triton"])
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_greedy_equals_generate_on_the_gpu(name: str, attention: str, checkpoint: Checkpoint) -> None:
@@ -66,8 +60,7 @@ def test_tensor_parallel_ranks_on_one_gpu_answer_alike(name: str, size: int, che
     assert run_ranks(size, work) == [expected] * size
 
 
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
-def test_a_step_never_makes_the_host_wait(checkpoint: Checkpoint, no_synchronization: None) -> None:
+def test_a_step_never_makes_the_host_wait(checkpoint: Checkpoint) -> None:
     runner, layers = make_runner(checkpoint("gemma2"), device="cuda"), []
     rows = [runner.req_to_token.alloc() for _ in range(3)]
     for row in rows:
@@ -75,9 +68,8 @@ def test_a_step_never_makes_the_host_wait(checkpoint: Checkpoint, no_synchroniza
     step = StepBatch(tuple(SequenceSlice(row, 0, tuple(range(row + 1))) for row in rows))
     runner.forward(step)
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    logits = runner.forward(step, layers.append)
-    torch.cuda.set_sync_debug_mode("default")
+    with no_host_waits():
+        logits = runner.forward(step, layers.append)
     assert layers == [0, 1, 2]
     assert bool(logits.isfinite().all())
 

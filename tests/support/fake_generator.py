@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 import msgspec
 
+from disagg.core.profile.types import ProfileRequest, TraceSummary
 from disagg.core.status import GroupStatus
 from disagg.core.types import SamplingParams, TokenLogprobs
 from disagg.router.answers import Emit, Output, RouterRequest
@@ -48,8 +49,12 @@ class FakeGenerator:
         self.fail_only = ""
         """And only in requests whose id ends like this."""
         self.recoveries: Counter[str] = Counter()
+        self.local_prefills: Counter[str] = Counter()
         self.suspicions: Counter[str] = Counter()
         self.silent: tuple[str, ...] = ()
+        self.profiles: list[ProfileRequest] = []
+        self.profiled: Sequence[int | TraceSummary | Exception] = ()
+        """What a profile yields; an error is raised."""
         self.hold_release = False
         """Wait for `go` after the last output, as a session does whose groups are slow to release."""
 
@@ -70,6 +75,14 @@ class FakeGenerator:
 
     def suspected(self) -> tuple[str, ...]:
         return self.silent
+
+    async def profile(self, request: ProfileRequest) -> AsyncGenerator[int | TraceSummary, None]:
+        """Yields or raises `profiled`, one after another."""
+        self.profiles.append(request)
+        for reply in self.profiled:
+            if isinstance(reply, Exception):
+                raise reply
+            yield reply
 
     async def run(self, request: RouterRequest, emit: Emit) -> None:
         request_id, sampling, decode, report = (

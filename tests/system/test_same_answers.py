@@ -13,7 +13,7 @@ import pytest
 import torch
 from local_groups import Answered, Checkpoints, ask, local_groups, random_prompts, small_config
 
-from disagg.core.config.read import Config, ModelConfig
+from disagg.core.config.read import Config, ModelConfig, RouterConfig
 from disagg.core.types import SamplingParams
 from disagg.model.collective.base import SingleCollective
 from disagg.model.unsplit import generate_unsplit
@@ -132,3 +132,18 @@ def test_forks(checkpoints: Checkpoints, device: str) -> None:
         one_by_one = [groups.answers([prompt], together)[0] for prompt in PROMPTS]
     for a, b in zip(busy, one_by_one, strict=True):
         assert sorted(map(str, a.logprobs)) == sorted(map(str, b.logprobs))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "drawn"])
+def test_prompts_of_decode_groups(checkpoints: Checkpoints, sampling: SamplingParams, device: str) -> None:
+    """Their chunks share steps with answers, and the first token is sampled in a decode step."""
+    source, config = checkpoints.source("qwen3", 2), config_of((1, 1))
+    expected = alone(config, source, device, sampling)
+    decode = msgspec.structs.replace(config.decode, local_prefill_tokens=5)
+    router = RouterConfig(local_prefill_queue_tokens=0, local_prefill_cost=0.0)
+    config = uncached(msgspec.structs.replace(config, decode=decode, router=router))
+    with local_groups(config, source, device=device) as groups:
+        answers = groups.answers(PROMPTS, sampling)
+    assert [one.report.prefill for one in answers] == ["decode"] * len(PROMPTS)
+    assert [bits(answer) for answer in answers] == expected

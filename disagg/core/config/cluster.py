@@ -124,6 +124,12 @@ class RouterConfig(Section, frozen=True):
     the request fails."""
     recoveries_per_s: float = 100.0
     """Rate limit of recoveries per router, with a burst of one second's worth; further recoveries are delayed."""
+    local_prefill_queue_tokens: int = 4096
+    """Number of prompt tokens that wait in the prefill group from which a request may go to its decode group alone,
+    which then computes the prompt beside its answers (`decode.local_prefill_tokens`), if that is expected to take
+    less time. Without a usable prefill group, all requests that decode groups can compute go there."""
+    local_prefill_cost: float = 2.0
+    """Time to compute a prompt's token in a decode group, divided by the time in a prefill group."""
     group_wait_s: float = 60.0
     """Longest wait of a request while no group of a required role is up, within the request's time limit."""
 
@@ -131,3 +137,4 @@ class RouterConfig(Section, frozen=True):
         self._one_of("policy", PolicyName)
         self._positive("request_timeout_s", "reserve_wait_s", "recoveries_per_s")
         self._at_least(0, "max_recoveries", "group_wait_s", "host_load_cost", "storage_load_cost")
+        self._at_least(0, "local_prefill_queue_tokens", "local_prefill_cost")

@@ -250,10 +250,16 @@ class DecodeConfig(BatchingConfig, frozen=True):
     for the host. None: on a GPU only. On a CPU the launch of a step computes the whole step, so this option would
     only delay its tokens by one step."""
 
+    local_prefill_tokens: int | None = None
+    """Tokens of a step in which the group also computes prompts, one of each running answer included; at least 64
+    tokens of prompts. Routers send the group whole requests while the prefill groups are busy
+    (`router.local_prefill_queue_tokens`) or down. 0: prefill groups compute all prompts. None: 256 on a GPU, 0 on a
+    CPU, for models with recurrent layers, and with a `kv_dtype` of the group's own."""
+
     def __post_init__(self) -> None:
         super().__post_init__()
         self._one_of("preemption", Preemption)
-        self._at_least(0, "swap_bytes")
+        self._at_least(0, "swap_bytes", "local_prefill_tokens")
         self._needs(0 <= self.watermark < 1, "watermark", "at least 0 and less than 1")
 
     def steps_ahead(self, device: str) -> int:

@@ -19,6 +19,9 @@ class MetricsConfig(Section, frozen=True):
     otlp_endpoint: str | None = None
     """URL of a collector (OTLP over HTTP), such as http://localhost:4318. `serve` sends it a trace span per
     request."""
+    profile_folder: str | None = None
+    """Folder on the host of each rank for traces of `disagg profile`: an absolute path, or one that begins with ~/.
+    None: ranks refuse to record. With a folder, every holder of an API key may record."""
 
     def __post_init__(self) -> None:
         # A shorter interval would load ranks and leaders with reports.
@@ -27,6 +30,8 @@ class MetricsConfig(Section, frozen=True):
         )
         http = self.otlp_endpoint is None or self.otlp_endpoint.startswith(("http://", "https://"))
         self._needs(http, "otlp_endpoint", "a URL that begins with http:// or https://")
+        absolute = self.profile_folder is None or self.profile_folder.startswith(("/", "~/"))
+        self._needs(absolute, "profile_folder", "an absolute path, or one that begins with ~/")
 
 
 class LogConfig(Section, frozen=True):

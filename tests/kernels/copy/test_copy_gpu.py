@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from copy_cases import CASES, POISON, Case, as_bytes
+from host_waits import no_host_waits
 
 from disagg.core.types import Span
 from kernels.copy.gather import gather
@@ -65,7 +66,6 @@ def test_offsets_beyond_two_to_the_31(
     assert torch.equal(out, staged)
 
 
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_runs_on_the_current_stream_and_never_waits(generator: torch.Generator) -> None:
     case = Case(torch.bfloat16, 128, 4, Span(1, 3), pool_slots=64, tokens=40)
     slots = case.slots(DEVICE, generator)
@@ -77,19 +77,13 @@ def test_runs_on_the_current_stream_and_never_waits(generator: torch.Generator) 
     scatter(out, copy, slots, case.layers, case.heads)
     torch.cuda.synchronize()
     stream = torch.cuda.Stream(DEVICE)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        with torch.cuda.stream(stream):
-            torch.cuda._sleep(
-                2_000_000_000
-            )  # about a second: what runs elsewhere runs before the pool is filled
-            pool.copy_(content)
-            gather(pool, slots, case.layers, case.heads, out)
-            scatter(out, copy, slots, case.layers, case.heads)
-            done = stream.record_event()
-            assert not done.query(), "the launches waited for the stream"
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    with no_host_waits(), torch.cuda.stream(stream):
+        torch.cuda._sleep(2_000_000_000)  # about a second: what runs elsewhere runs before the pool is filled
+        pool.copy_(content)
+        gather(pool, slots, case.layers, case.heads, out)
+        scatter(out, copy, slots, case.layers, case.heads)
+        done = stream.record_event()
+        assert not done.query(), "the launches waited for the stream"
     stream.synchronize()
     layers, heads = slice(case.layers.start, case.layers.stop), slice(case.heads.start, case.heads.stop)
     got, expected = (x[layers, :, slots.long(), heads] for x in (copy, content))

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
+from host_waits import no_host_waits
 
 from kernels.copy.page_copy import copy_pages, copy_pages_reference
 
@@ -140,7 +141,6 @@ def test_offsets_beyond_two_to_the_31(device: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_runs_on_the_current_stream_and_never_waits() -> None:
     case = Case(torch.bfloat16, 128, 4, 16, copies=4)
     memory, pool = case.pool("cuda:0")
@@ -150,18 +150,12 @@ def test_runs_on_the_current_stream_and_never_waits() -> None:
     memory.zero_()
     torch.cuda.synchronize()
     stream = torch.cuda.Stream("cuda:0")
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        with torch.cuda.stream(stream):
-            torch.cuda._sleep(
-                2_000_000_000
-            )  # about a second: what runs elsewhere runs before the pool is filled
-            memory.copy_(content)
-            copy_pages(pool, *lists, case.page_size)
-            done = stream.record_event()
-            assert not done.query(), "the launch waited for the stream"
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    with no_host_waits(), torch.cuda.stream(stream):
+        torch.cuda._sleep(2_000_000_000)  # about a second: what runs elsewhere runs before the pool is filled
+        memory.copy_(content)
+        copy_pages(pool, *lists, case.page_size)
+        done = stream.record_event()
+        assert not done.query(), "the launch waited for the stream"
     stream.synchronize()
     assert (memory.cpu().numpy() == expected).all()
 

@@ -29,7 +29,13 @@ class RouterProcess(Process):
         policy: PolicyName = self.choose.choice(sorted(POLICIES))
         self.control = SimulatedControl(self, world.network, world.options)
         self.dispatcher = ResponseDispatcher(self.control, self.loop)
-        self.router = Router(self.dispatcher, config=RouterConfig(policy=policy), clock=self.loop.time)
+        local = world.config.router
+        config = RouterConfig(
+            policy,
+            local_prefill_queue_tokens=local.local_prefill_queue_tokens,
+            local_prefill_cost=local.local_prefill_cost,
+        )
+        self.router = Router(self.dispatcher, config=config, clock=self.loop.time)
         if choose is not None:
             self.router.choose = choose
         self._tasks: dict[asyncio.Task[None], ClientRequest] = {}

@@ -95,6 +95,18 @@ def with_write_back(config: Config, choose: random.Random) -> Config:
     return config
 
 
+def with_local_prefill(config: Config, choose: random.Random) -> Config:
+    """In half of the simulations decode groups compute some prompts, or all of them, or those without a prefill
+    group."""
+    decode = msgspec.structs.replace(config.decode, local_prefill_tokens=choose.choice([0, 0, 2, 80]))
+    router = msgspec.structs.replace(
+        config.router,
+        local_prefill_queue_tokens=choose.choice([0, 20, 1 << 30]),
+        local_prefill_cost=choose.choice([0.0, 1.0]),
+    )
+    return msgspec.structs.replace(config, decode=decode, router=router)
+
+
 def with_ranks(config: Config, role: str, ranks: int) -> Config:
     """The settings of one group."""
     section = msgspec.structs.replace(getattr(config, role), tp=ranks)

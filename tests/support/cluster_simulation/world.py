@@ -25,6 +25,7 @@ from cluster_simulation.scale import (
     SUSPECT_AFTER_S,
     Scale,
     draw_config,
+    with_local_prefill,
     with_ranks,
     with_write_back,
 )
@@ -54,6 +55,8 @@ class World:
         if scale.states:
             prefill = msgspec.structs.replace(self.config.prefill, state_interval_tokens=8)
             self.config = msgspec.structs.replace(self.config, prefill=prefill)
+        else:
+            self.config = with_local_prefill(self.config, random.Random(f"{seed} local"))
         if scale.features:
             self.config = with_write_back(self.config, random.Random(f"{seed} tiers"))
         self.metrics_s = self.config.metrics.interval_s

@@ -12,6 +12,7 @@ import pytest
 
 from disagg.core.errors import ProtocolError
 from disagg.core.types import RequestKey
+from transport.control import reliable
 from transport.control.base import ControlChannel
 from transport.control.inproc import InprocControl, InprocHub
 from transport.control.messages import MAX_MESSAGE_BYTES, FirstTokens, Message, Plan, Release, Released
@@ -308,8 +309,13 @@ def test_close_with_a_linger_time_waits_for_acknowledgements(net: Net) -> None:
     a.channel.close()
 
 
-def test_close_with_a_linger_time_acknowledges_the_last_message(net: Net) -> None:
+def test_close_with_a_linger_time_acknowledges_the_last_message(
+    net: Net, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Otherwise the peer would report the loss of a process that has only ended."""
+    monkeypatch.setattr(
+        reliable, "FIRST_RESEND_S", 60.0
+    )  # so that only closing sends an acknowledgement in time
     a, b = net.station().start(), net.station().start()
     a.channel.send(b.address, token(1))
     b.next()

@@ -8,11 +8,13 @@ from contextlib import nullcontext
 
 import msgspec
 import pytest
+from drawn_profiles import SUMMARY
 from hypothesis import given
 from hypothesis import strategies as st
 
 from disagg.core.errors import HandshakeError, ProtocolError
 from disagg.core.prefixes import Digest
+from disagg.core.profile.types import ProfileOptions
 from disagg.core.status import GroupStatus, RankStatus, RouteStatus
 from disagg.core.tokens import pack_tokens
 from disagg.core.types import (
@@ -126,6 +128,10 @@ EXAMPLES: list[Message] = [
         2,
         allow_pause=True,
     ),
+    messages.Profile(KEY, ProfileOptions(7, 1.5)),
+    messages.ProfileProgress(KEY, 3),
+    messages.Profiled(KEY, SUMMARY),
+    messages.ProfileFailed(KEY, "busy", "another one runs"),
     messages.StopRoll(),
     messages.RollStep("decode: starting a group"),
     messages.Rolled("it did not start", ("decode-2",), ("decode",)),

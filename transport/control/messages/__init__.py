@@ -32,6 +32,7 @@ from transport.control.messages.groups import (
     Using,
     Watch,
 )
+from transport.control.messages.profiles import Profile, Profiled, ProfileFailed, ProfileProgress
 from transport.control.messages.ranks import (
     CacheMoved,
     CloseTransfer,
@@ -109,6 +110,10 @@ __all__ = [
     "ProbeAnswer",
     "ProbeEnded",
     "ProbeRequest",
+    "Profile",
+    "ProfileFailed",
+    "ProfileProgress",
+    "Profiled",
     "PromptLogprobs",
     "PushCancelled",
     "PushRequest",

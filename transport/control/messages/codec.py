@@ -10,7 +10,7 @@ import msgspec
 
 from disagg.core.errors import ProtocolError
 from disagg.core.tokens import TokenIds, unpack_tokens
-from transport.control.messages import engines, groups, ranks, requests, transfer
+from transport.control.messages import engines, groups, profiles, ranks, requests, transfer
 from transport.control.messages.base import Message
 
 _FRAME = 0x90
@@ -70,7 +70,7 @@ def _unpacked(kind: type, value: Any) -> TokenIds:
 
 MESSAGE_TYPES: tuple[type[Message], ...] = tuple(
     kind
-    for file in (requests, groups, ranks, transfer, engines)
+    for file in (requests, groups, ranks, transfer, engines, profiles)
     for kind in vars(file).values()
     if isinstance(kind, type) and issubclass(kind, Message) and kind is not Message
 )

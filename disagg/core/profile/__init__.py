@@ -1,0 +1,1 @@
+"""Profiles of running ranks: options, and the summary of a recorded trace. `python -m disagg.core.profile`."""

@@ -1,0 +1,147 @@
+"""CUDA graphs of decode steps that also compute chunks of prompts: one launch per step.
+
+A bucket has a number of single tokens and a number of prompt tokens. Single tokens come first, and are padded with
+the trash row; the prompts' tokens follow. With more single tokens a bucket has fewer prompt tokens, because a step of
+up to about 256 tokens takes as long as reading the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+
+from disagg.model.batch import SequenceSlice, StepBatch, single_tokens
+from disagg.model.graphs import StepGraphs
+
+MixedCompute = Callable[[torch.Tensor, int, int], torch.Tensor]
+"""Function that computes a step's logits, float32 `[sequences, vocab]`, without synchronizing. Arguments: the numbers
+that describe the step, int64; the bucket's number of single tokens; the longest context in tokens."""
+
+CHUNKS = 8
+"""Largest number of prompts in a recorded step."""
+
+
+class MixedSize(NamedTuple):
+    """A padding bucket."""
+
+    singles: int
+    """Sequences of one token."""
+    chunk_tokens: int
+    """Tokens of all prompts."""
+
+
+def mixed_sizes(step_tokens: int, least_tokens: int, largest_batch: int) -> tuple[MixedSize, ...]:
+    """Returns the buckets, ascending in single tokens. A step has about `step_tokens` tokens, at least `least_tokens`
+    of them of prompts, and at most `largest_batch` single tokens."""
+    borders = [size for size in (32, 64, 96, 128, 192) if size < largest_batch]
+    counts = [0, *borders, largest_batch]
+    return tuple(
+        MixedSize(most, prefill_room(step_tokens, least_tokens, least)) for least, most in pairwise(counts)
+    )
+
+
+def prefill_room(step_tokens: int, least_tokens: int, singles: int) -> int:
+    """Returns the most prompt tokens in a step with at least `singles` single tokens."""
+    return max(step_tokens - singles, least_tokens)
+
+
+class MixedGraphs(StepGraphs):
+    """Graphs of steps with single tokens of many sequences and chunks of a few. Sizes are indices of the buckets."""
+
+    def __init__(
+        self,
+        compute: MixedCompute,
+        buckets: Sequence[MixedSize],
+        limits: tuple[int, ...],
+        trash_row: int,
+        vocab_size: int,
+        device: torch.device,
+    ) -> None:
+        """See `StepGraphs`."""
+        super().__init__(
+            lambda numbers, limit: numbers, tuple(range(len(buckets))), limits, trash_row, vocab_size, device
+        )
+        self._mixed, self._buckets = compute, tuple(buckets)
+
+    def takes(self, batch: StepBatch) -> bool:
+        """Returns whether a step begins with single tokens, has a few chunks behind them, and fits a bucket."""
+        return self.recorded and self._bucket(batch) is not None
+
+    def _bucket(self, batch: StepBatch) -> int | None:
+        singles = single_tokens(batch.sequences)
+        chunks, tokens = len(batch.sequences) - singles, batch.tokens - singles
+        if not 0 < chunks <= CHUNKS:
+            return None
+        fitting = (
+            index
+            for index, bucket in enumerate(self._buckets)
+            if singles <= bucket.singles and tokens <= bucket.chunk_tokens
+        )
+        return next(fitting, None)
+
+    def _size_of(self, batch: StepBatch) -> int:
+        found = self._bucket(batch)
+        assert found is not None, "the step fits a bucket"
+        return found
+
+    def _rows(self, size: int) -> int:
+        return self._buckets[size].singles + CHUNKS
+
+    def _computed(self, size: int, limit: int) -> torch.Tensor:
+        return self._mixed(self._numbers[size], self._buckets[size].singles, limit)
+
+    def step_numbers(self, size: int, sequences: Sequence[SequenceSlice]) -> list[int]:
+        """Returns tokens, positions and rows of the single tokens, each padded, then those of the chunks' tokens.
+
+        Then for all chunks: row, index of the first token among the chunks' tokens, its position, number of tokens.
+        Then for all sequences: index of the last token in the step.
+        """
+        bucket = self._buckets[size]
+        singles = single_tokens(sequences)
+        chunks = sequences[singles:]
+        fill, ends, end = CHUNKS - len(chunks), [], 0
+        for one in chunks:
+            end += len(one.tokens)
+            ends.append(end)
+        last = [*range(singles), *(bucket.singles + end - 1 for end in ends)]
+        return [
+            *self._tokens(bucket.singles, sequences[:singles]),
+            *self._tokens(bucket.chunk_tokens, chunks),
+            *(one.row for one in chunks),
+            *[self._trash_row] * fill,
+            *(end - len(one.tokens) for one, end in zip(chunks, ends, strict=True)),
+            *[0] * fill,
+            *(one.start for one in chunks),
+            *[0] * fill,
+            *(len(one.tokens) for one in chunks),
+            *[0] * fill,
+            *last,
+            *[0] * (self._rows(size) - len(last)),
+        ]
+
+
+class MixedNumbers(NamedTuple):
+    """The parts of a step's numbers, all int64; see `MixedGraphs.step_numbers`."""
+
+    ids: torch.Tensor
+    positions: torch.Tensor
+    rows: torch.Tensor
+    chunk_rows: torch.Tensor
+    firsts: torch.Tensor
+    starts: torch.Tensor
+    counts: torch.Tensor
+    last: torch.Tensor
+
+    @staticmethod
+    def of(numbers: torch.Tensor, singles: int) -> MixedNumbers:
+        """Splits the numbers of a step of a bucket with `singles` single tokens."""
+        rows = singles + CHUNKS
+        tokens = (len(numbers) - 3 * singles - 4 * CHUNKS - rows) // 3
+        parts = torch.split(numbers, [3 * singles, 3 * tokens, 4 * CHUNKS, rows])
+        ones, chunks, of_chunks, last = parts
+        ids, positions, table_rows = torch.cat((ones.view(3, -1), chunks.view(3, -1)), 1)
+        chunk_rows, firsts, starts, counts = of_chunks.view(4, -1)
+        return MixedNumbers(ids, positions, table_rows, chunk_rows, firsts, starts, counts, last)

@@ -1,0 +1,169 @@
+"""Chunks of the prompts that a decode group computes itself: their sizes and order, ahead of the step in flight."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from fake_model import fake_spec
+
+from decode_node.costs import CostEstimates
+from decode_node.leader import DecodeLeader
+from decode_node.request import DecodeRequest
+from decode_node.scheduler import DecodeScheduler
+from decode_node.scheduler_options import SchedulerOptions
+from disagg.core.tokens import pack_tokens
+from disagg.core.types import RequestKey, SamplingParams
+from disagg.model.chunks import PromptChunks
+from disagg.model.sampled_tokens import token_of
+from disagg.node.kv_manager import KVManager
+from disagg.node.local_prefill import MIN_PREFILL_TOKENS
+from disagg.node.plan import StepPlan
+from transport.control import messages as m
+
+STEP_TOKENS = 100
+ANSWER = SamplingParams(max_tokens=100)
+
+
+def scheduler_of(*, steps_ahead: int = 1, step_tokens: int = STEP_TOKENS, ranks: int = 1) -> DecodeScheduler:
+    kv_manager = KVManager(pool_tokens=4096, page_size=16, rows=64, eviction=None)
+    options = SchedulerOptions(
+        group="decode",
+        ranks=ranks,
+        max_batch=64,
+        max_context_tokens=4096,
+        first_ticket=0,
+        chunks=PromptChunks(500),
+        rates=CostEstimates(1e3, 1e3),
+        steps_ahead=steps_ahead,
+        local_prefill_tokens=step_tokens,
+    )
+    return DecodeScheduler(kv_manager, options)
+
+
+def begin(scheduler: DecodeScheduler, name: str, tokens: int, priority: int = 0) -> DecodeRequest:
+    prompt = pack_tokens(range(tokens))
+    request = scheduler.reserve(
+        RequestKey(name), prompt, ANSWER, router="r", prefill_group="decode", deadline_s=1.0
+    )
+    request.priority = priority
+    scheduler.prefill_here(request)
+    return request
+
+
+def step(scheduler: DecodeScheduler) -> dict[str, tuple[int, int]]:
+    """Plans, computes and commits a step; returns its spans."""
+    plan = planned(scheduler)
+    for request, sequence, samples in scheduler.stepped(plan):
+        if samples:
+            sequence.add(7)
+            request.first_sent = True
+    scheduler.commit(plan)
+    return spans(plan)
+
+
+def planned(scheduler: DecodeScheduler) -> StepPlan:
+    plan = scheduler.next_step()
+    assert plan is not None
+    scheduler.check()
+    return plan
+
+
+def spans(plan: StepPlan) -> dict[str, tuple[int, int]]:
+    return {work.key.request_id: (work.start, work.start + len(work.tokens)) for work in plan.work}
+
+
+def test_chunks_and_the_first_token_are_planned_ahead() -> None:
+    scheduler = scheduler_of()
+    begin(scheduler, "a", 230)
+    first, second = planned(scheduler), planned(scheduler)
+    assert (spans(first), spans(second)) == ({"a": (0, 100)}, {"a": (100, 200)})
+    assert scheduler.next_step() is None, "two steps are in flight"
+    scheduler.commit(first)
+    last = planned(scheduler)
+    assert spans(last) == {"a": (200, 229)}
+    scheduler.commit(second)
+    samples = planned(scheduler)
+    assert (samples.work[0].start, samples.work[0].tokens) == (229, [229])
+    assert [one.samples for one in scheduler.stepped(samples)] == [True]
+    scheduler.commit(last)
+    after = planned(scheduler)
+    assert after.work[0].tokens == [token_of(0)], "the token that the step before samples"
+    scheduler.commit(samples)
+    scheduler.commit(after)
+
+
+def test_answers_leave_the_rest_of_a_step_and_at_least_a_minimum() -> None:
+    scheduler = scheduler_of(steps_ahead=0)
+    for number in range(10):
+        begin(scheduler, f"running-{number}", 1)
+    begin(scheduler, "new", 1000)
+    found = step(scheduler)
+    assert found["new"] == (0, STEP_TOKENS - 10)
+    assert list(found)[-1] == "new", "answers come first"
+    for number in range(40):
+        begin(scheduler, f"more-{number}", 1)
+    assert step(scheduler)["new"] == (90, 90 + MIN_PREFILL_TOKENS)
+
+
+def test_the_oldest_prompt_is_first_unless_a_lower_number_comes() -> None:
+    scheduler = scheduler_of(steps_ahead=0)
+    begin(scheduler, "a", 151)
+    begin(scheduler, "b", 151)
+    assert step(scheduler) == {"a": (0, 100)}
+    begin(scheduler, "urgent", 61, priority=-1)
+    assert step(scheduler) == {"urgent": (0, 60), "a": (100, 140)}
+    # The first token of the urgent request is sampled.
+    assert step(scheduler) == {"urgent": (60, 61), "a": (140, 150), "b": (0, 89)}
+
+
+@pytest.mark.parametrize("steps_ahead", [0, 1])
+def test_a_closed_request_frees_its_pages_after_its_steps(steps_ahead: int) -> None:
+    scheduler = scheduler_of(steps_ahead=steps_ahead, ranks=2)
+    request = begin(scheduler, "a", 400)
+    plans = [planned(scheduler) for _ in range(1 + steps_ahead)]
+    assert not scheduler.close(request), "no rank has a transfer to close"
+    assert RequestKey("a") in scheduler.requests
+    for plan in plans:
+        scheduler.commit(plan)
+    assert not scheduler.requests
+    scheduler.check()
+    assert scheduler.kv_manager.free_pages == scheduler.kv_manager.pages
+
+
+class Refusals:
+    """A decode leader, and the errors that it sent."""
+
+    def __init__(self, step_tokens: int) -> None:
+        self.sent: list[Any] = []
+        spec, send = fake_spec(layers=1, kv_heads=1), lambda peer, message: self.sent.append(message)
+        scheduler = scheduler_of(step_tokens=step_tokens)
+        self.leader = DecodeLeader(scheduler, (), spec, send, lambda message: None, lambda: 0.0, 4)
+        rank: Any = SimpleNamespace(control_address="rank-0", swap_blocks=0)
+        group: Any = SimpleNamespace(ranks=(rank,), role="decode", name="decode", leader=rank)
+        self.leader.join(group)
+
+    def reserve(self, sampling: SamplingParams, group: str = "decode") -> Any:
+        message = m.Reserve(RequestKey("a"), pack_tokens([1, 2, 3]), sampling, 60.0, group, wait_s=60.0)
+        self.leader.handle("r", message)
+        self.leader.check()
+        return self.sent[-1]
+
+
+def test_a_request_for_one_group_gets_its_ticket_at_once() -> None:
+    assert isinstance(Refusals(STEP_TOKENS).reserve(ANSWER), m.Reserved)
+
+
+@pytest.mark.parametrize(
+    ("step_tokens", "sampling", "text"),
+    [
+        (0, ANSWER, "computes no prompts (decode.local_prefill_tokens)"),
+        (STEP_TOKENS, SamplingParams(max_tokens=4, n=2, temperature=1.0), "need a prefill group"),
+        (STEP_TOKENS, SamplingParams(max_tokens=4, prompt_logprobs=1), "need a prefill group"),
+    ],
+)
+def test_other_requests_are_refused(step_tokens: int, sampling: SamplingParams, text: str) -> None:
+    refused = Refusals(step_tokens).reserve(sampling)
+    assert isinstance(refused, m.Failed)
+    assert (refused.code, text in refused.message) == ("invalid_request", True), refused

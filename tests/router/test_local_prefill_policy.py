@@ -1,0 +1,92 @@
+"""Which requests a decode group computes alone, and how its queue of prompts is counted; pure functions."""
+
+from __future__ import annotations
+
+import pytest
+
+from disagg.core.sampling import computes_locally
+from disagg.core.types import PROTOCOL_VERSION, GroupInfo, KVLayout, RankInfo, SamplingParams, Shard, Span
+from disagg.router.policy import LocalPrefill, RoutedGroup, RoutingRequest, SessionLoad
+
+RULE = LocalPrefill(queue_tokens=100, cost=2.0)
+ASKED = RoutingRequest(50, may_be_local=True)
+
+
+def group(name: str, role: str, *, able: bool = True, tokens: int = 0, local_tokens: int = 0) -> RoutedGroup:
+    rank = RankInfo(0, Shard(0, Span(0, 1), Span(0, 1)), name, b"", local_prefill=able)
+    layout = KVLayout(1, 1, 8, "float32")
+    info = GroupInfo(name, role, PROTOCOL_VERSION, "", layout, 16, "inproc", (rank,))
+    return RoutedGroup(info, tokens=tokens, local_tokens=local_tokens)
+
+
+@pytest.mark.parametrize(
+    ("waiting", "local", "expected"),
+    [
+        (99, 0, None),  # the prefill group's queue is short
+        (100, 0, "d"),  # 2 x 50 tokens here, 100 + 50 there
+        (100, 25, None),  # 2 x 75 here
+        (101, 25, "d"),
+    ],
+)
+def test_the_shorter_queue_wins(waiting: int, local: int, expected: str | None) -> None:
+    prefill, decode = group("p", "prefill", tokens=waiting), group("d", "decode", local_tokens=local)
+    found = RULE.group(prefill, [decode], ASKED)
+    assert (found.group.name if found is not None else None) == expected
+
+
+def test_the_decode_group_with_the_shortest_queue_is_compared() -> None:
+    prefill = group("p", "prefill", tokens=1000)
+    decodes = [
+        group("full", "decode", local_tokens=30),
+        group("unable", "decode", able=False),
+        group("short", "decode", tokens=900, local_tokens=10),
+    ]
+    found = RULE.group(prefill, decodes, ASKED)
+    assert found is decodes[2]
+    assert RULE.group(prefill, decodes[1:2], ASKED) is None
+
+
+def test_without_a_prefill_group_any_queue_will_do() -> None:
+    decode = group("d", "decode", local_tokens=10**9)
+    assert RULE.group(None, [decode], ASKED) is decode
+    assert RULE.group(None, [decode], RoutingRequest(50)) is None
+    assert RULE.group(None, [group("d", "decode", able=False)], ASKED) is None
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        SamplingParams(n=2, temperature=1.0),
+        SamplingParams(beams=2),
+        SamplingParams(prompt_logprobs=0),
+        SamplingParams(grammar="{}"),
+    ],
+)
+def test_some_requests_need_a_prefill_group(sampling: SamplingParams) -> None:
+    assert computes_locally(SamplingParams())
+    assert not computes_locally(sampling)
+
+
+def test_a_prompt_counts_in_the_queue_until_it_is_computed() -> None:
+    decode = group("d", "decode")
+    loads = [SessionLoad(decode, decode, 1, {decode: tokens}) for tokens in (50, 7)]
+    for load in loads:
+        load.begin()
+    assert (decode.requests, decode.tokens, decode.local_tokens) == (2, 57, 57)
+    loads[0].prompt_computed()
+    assert (decode.requests, decode.tokens, decode.local_tokens) == (2, 57, 7)
+    loads[0].prompt_computed()
+    for load in loads:
+        load.end()
+    assert (decode.requests, decode.tokens, decode.local_tokens) == (0, 0, 0)
+
+
+@pytest.mark.parametrize(("prefill", "decode"), [("prefill", "decode"), ("colocated", "colocated")])
+def test_other_requests_are_no_part_of_that_queue(prefill: str, decode: str) -> None:
+    there = group("d", decode)
+    here = there if prefill == decode else group("p", prefill)
+    load = SessionLoad(here, there, 1, {here: 5, there: 5})
+    load.begin()
+    assert (here.local_tokens, there.local_tokens) == (0, 0)
+    load.end()
+    assert (here.local_tokens, there.local_tokens) == (0, 0)
