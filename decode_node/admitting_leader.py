@@ -15,8 +15,9 @@ from disagg.core.errors import (
     NotLinkedError,
     PeerLostError,
 )
+from disagg.core.local_prefill import computes_locally
 from disagg.core.ports import Clock
-from disagg.core.sampling import computes_locally, ending_tokens
+from disagg.core.sampling import ending_tokens
 from disagg.core.types import GroupInfo, RequestKey
 from disagg.model.sampling.beam_search import BeamSearch
 from disagg.model.sampling.penalties import history_of

@@ -24,6 +24,7 @@ from decode_node.forks import Forks
 from decode_node.preemptor import Preemptor
 from decode_node.request import DecodeRequest, Sequence
 from decode_node.scheduler_options import SchedulerOptions
+from disagg.core.local_prefill import pauses
 from disagg.core.types import RequestKey
 from disagg.kv.cache_operations import NO_CACHE_WORK
 from disagg.model.mixed_graphs import CHUNKS, prefill_room
@@ -62,6 +63,8 @@ class StepPlanner:
         self._answer_states = AnswerStates(kv_manager, options.chunks, options.state_interval_tokens)
         self._steps_ahead = options.steps_ahead
         self._step = 0
+        self._since_prefill = 0
+        """Steps since the last one with prompts of new requests."""
         self._state_copies: list[StateCopy] = []
         """Copies of recurrent states to forks before the step, in the plan under construction."""
         self._state_gifts: list[StateCopy] = []
@@ -93,6 +96,11 @@ class StepPlanner:
             return None
         self._step += 1
         if work:
+            self._since_prefill = (
+                0
+                if any(one.request.prefills and not one.samples for one in stepped)
+                else 1 + self._since_prefill
+            )
             self._in_flight.append(stepped)
             self._state_gifts += self._answer_states.launched()
         shared = self._steps_ahead > 0 and any(one.samples for one in stepped)
@@ -196,16 +204,18 @@ class StepPlanner:
         for their pages. Prompts of new requests get the rest of `local_prefill_tokens`, which the step shares with
         the `running` requests, whose answers would otherwise stall (stall-free batching, Sarathi-Serve, Agrawal et
         al., OSDI 2024), but at least `MIN_PREFILL_TOKENS`. A step has at most `CHUNKS` of them, like recorded steps.
+        Such a step delays every running request, so the more of them run, the more steps without prompts follow it.
         """
         batch: dict[DecodeRequest, list[int]] = {}
         free, must, prefills = self._max_batch, True, 0
+        waits = self._since_prefill < pauses(running)
         budgets = {
             False: self._chunks.chunk_tokens,
             True: prefill_room(self._prefill_tokens, MIN_PREFILL_TOKENS, running),
         }
         for request in sorted(computing, key=lambda one: one.order):
             kind = request.prefills
-            if len(request.sequences) > free or (kind and prefills == CHUNKS):
+            if len(request.sequences) > free or (kind and (waits or prefills == CHUNKS)):
                 continue
             counts = self._recomputed(request.sequences, budgets[kind], must=must)
             if any(counts):

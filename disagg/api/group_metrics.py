@@ -192,6 +192,26 @@ RANK = (
         "Stored pages that failed verification and were dropped",
     ),
     Series("disagg_storage_paused", "storage_paused", "1 while the storage is skipped after faults, else 0"),
+    Series(
+        "disagg_shared_cache_peers",
+        "shared_peers",
+        "Ranks of other groups whose host memory a rank can read",
+    ),
+    Series(
+        "disagg_shared_cache_read_bytes",
+        "shared_hit_bytes_total",
+        "Bytes read from the host memory of other groups",
+    ),
+    Series(
+        "disagg_shared_cache_served_bytes",
+        "shared_served_bytes_total",
+        "Bytes of host memory sent to other groups",
+    ),
+    Series(
+        "disagg_shared_cache_faults",
+        "shared_faults_total",
+        "Failed reads and searches of other groups' host memory: errors, late replies, corrupt pages",
+    ),
     Series("disagg_rank_faults", "faults_total", "Errors that ended a single request or task, not the rank"),
 )
 ROUTE = (

@@ -6,12 +6,15 @@ import shutil
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from disagg.cli.flags import ApiKeyFlag
+from disagg.cli.options import with_options
+from disagg.core.config.read import Role
 from disagg.core.errors import ConfigError
 from disagg.core.key_file import first_key
 from disagg.core.profile.types import MAX_LIMIT_S, MAX_STEPS
@@ -22,40 +25,66 @@ if TYPE_CHECKING:
 SUMMARY, PICTURE = "summary.json", "profile.png"
 
 
-def profile(
-    url: Annotated[str, typer.Option("--url", help="Base URL of the server.")] = "http://127.0.0.1:8000",
-    api_key_file: ApiKeyFlag = None,
+@dataclass(frozen=True, kw_only=True)
+class ProfileFlags:
+    """Flags of `disagg profile`."""
+
+    url: Annotated[str, typer.Option("--url", help="Base URL of the server.")] = "http://127.0.0.1:8000"
+    api_key_file: ApiKeyFlag = None
     role: Annotated[
-        Literal["prefill", "decode", "colocated"] | None,
+        Role | None,
         typer.Option("--role", help="Record a group of this role [decode or colocated]."),
-    ] = None,
+    ] = None
     group: Annotated[
         str | None, typer.Option("--group", metavar="NAME", help="Record this group, such as decode-2.")
-    ] = None,
-    rank: Annotated[int, typer.Option("--rank", help="Rank of the group.")] = 0,
-    steps: Annotated[int, typer.Option("--steps", help="Steps to record.")] = 100,
-    limit_s: Annotated[
-        float, typer.Option("--limit-s", help="Time within which the steps must come.")
-    ] = 60.0,
+    ] = None
+    rank: Annotated[int, typer.Option("--rank", help="Rank of the group.")] = 0
+    steps: Annotated[int, typer.Option("--steps", help="Steps to record.")] = 100
+    limit_s: Annotated[float, typer.Option("--limit-s", help="Time within which the steps must come.")] = 60.0
+    trace: Annotated[
+        Path | None,
+        typer.Option("--trace", metavar="FILE", help="Summarize this trace instead; needs no server."),
+    ] = None
     out: Annotated[
         Path, typer.Option("--out", metavar="DIR", help="Folder for summary, picture and trace.")
-    ] = Path("profile"),
-) -> None:
+    ] = Path("profile")
+
+    def check(self) -> None:
+        """Raises `ConfigError` for values that no server accepts."""
+        if not 1 <= self.steps <= MAX_STEPS:
+            raise ConfigError(f"--steps {self.steps}: give 1 to {MAX_STEPS}")
+        if not 0 < self.limit_s <= MAX_LIMIT_S:
+            raise ConfigError(f"--limit-s {self.limit_s:g}: give up to {MAX_LIMIT_S:g} seconds")
+        if self.role is not None and self.group is not None:
+            raise ConfigError("--role and --group: give one of them")
+
+
+@with_options(ProfileFlags)
+def profile(options: ProfileFlags) -> None:
     """Record some steps of a running rank: how busy its GPU is, and what the host does in its pauses."""
-    if not 1 <= steps <= MAX_STEPS:
-        raise ConfigError(f"--steps {steps}: give 1 to {MAX_STEPS}")
-    if not 0 < limit_s <= MAX_LIMIT_S:
-        raise ConfigError(f"--limit-s {limit_s:g}: give up to {MAX_LIMIT_S:g} seconds")
-    if role is not None and group is not None:
-        raise ConfigError("--role and --group: give one of them")
+    options.check()
     from disagg.core.folders import make_folder
+
+    make_folder(options.out)
+    if options.trace is None:
+        _show(_recorded(options), options.out)
+        return
+    from disagg.core.profile.summary import summarize_file
+
+    _show(summarize_file(options.trace), options.out)
+
+
+def _recorded(options: ProfileFlags) -> TraceSummary:
     from disagg.top.client import StatusClient
 
-    make_folder(out)
-    api_key = None if api_key_file is None else first_key("--api-key-file", api_key_file)
-    body: dict[str, Any] = {"role": role, "group": group, "rank": rank, "steps": steps, "limit_s": limit_s}
-    with StatusClient(url, api_key) as client, _steps_bar(steps) as recorded:
-        summary = client.profile(body, recorded)
+    key_file = options.api_key_file
+    api_key = None if key_file is None else first_key("--api-key-file", key_file)
+    body = {name: getattr(options, name) for name in ("role", "group", "rank", "steps", "limit_s")}
+    with StatusClient(options.url, api_key) as client, _steps_bar(options.steps) as recorded:
+        return client.profile(body, recorded)
+
+
+def _show(summary: TraceSummary, out: Path) -> None:
     from disagg.top.profile_table import profile_tables
     from disagg.top.watch import console
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from disagg.cluster.group import Group
 from disagg.cluster.ranks import CALL_TIMEOUT_S, Ranks
+from disagg.core.types import GroupInfo
 from disagg.node.ownership import Owner
 from transport.keys.curve import KeySet
 from transport.keys.ring import KeyRing
@@ -39,6 +40,27 @@ def inform_of_loss(groups: Iterable[Group], address: str) -> None:
     for group in groups:
         for actor in alive(group) if group.info is not None else ():
             actor.peer_lost.remote(address)
+
+
+def inform_of_groups(groups: Iterable[Group]) -> None:
+    """Sends the descriptions of all running groups to the groups that share their host memory. Never blocks.
+
+    Ranks remove a group when `inform_of_loss` reports its ranks as dead.
+    """
+    sharing = [
+        group
+        for group in groups
+        if group.up and not group.lost and group.info is not None and shares(group.info)
+    ]
+    infos = [group.info for group in sharing]
+    for group in sharing if len(sharing) > 1 else ():
+        for actor in alive(group):
+            actor.know_groups.remote(infos)
+
+
+def shares(group: GroupInfo) -> bool:
+    """Returns whether the group shares its host memory with other groups."""
+    return any(rank.page_server is not None for rank in group.ranks)
 
 
 def another_owns(ranks: Ranks, groups: Iterable[Group], owner: Owner) -> bool:

@@ -17,7 +17,14 @@ import structlog
 
 from disagg.cluster.adoption import Claimant, Expected, adopt
 from disagg.cluster.group import Group, group_name, group_order, wait_for_exit
-from disagg.cluster.group_calls import SentKeys, another_owns, call_all, inform_of_loss, stop_all
+from disagg.cluster.group_calls import (
+    SentKeys,
+    another_owns,
+    call_all,
+    inform_of_groups,
+    inform_of_loss,
+    stop_all,
+)
 from disagg.cluster.parked import ParkedCalls
 from disagg.cluster.placement import Placement
 from disagg.cluster.pulses import Pulses
@@ -322,6 +329,7 @@ class Cluster:
                 if group.lost:
                     raise DisaggError(f"{group.name} lost rank {min(group.lost)} while it was linked")
                 group.up = True
+        inform_of_groups(self.groups)
 
     def _link(self, new: Sequence[Group]) -> None:
         """Links new groups with all groups of the other role."""

@@ -124,12 +124,6 @@ def ending_tokens(sampling: SamplingParams, eos_ids: Sequence[int]) -> tuple[int
     return sampling.stop_token_ids if sampling.ignore_eos else (*sampling.stop_token_ids, *eos_ids)
 
 
-def computes_locally(sampling: SamplingParams) -> bool:
-    """Returns whether a decode group may compute the request's prompt itself: one answer, sampled on its own."""
-    plain = sampling.sequences == 1 and not sampling.beams and not sampling.grammar
-    return plain and sampling.prompt_logprobs is None
-
-
 def _check_beams(sampling: SamplingParams) -> None:
     """Raises `InvalidRequestError` for a parameter that beam search does not support."""
     plain = SamplingParams()

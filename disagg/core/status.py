@@ -74,6 +74,15 @@ class RankStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     """Number of stored pages that failed verification and were dropped."""
     storage_paused: Count = 0
     """1 while the rank does not use the storage because of faults, else 0."""
+    shared_peers: Count = 0
+    """Number of ranks of other groups whose host memory this rank can read; see `GroupConfig.host_cache_shared`. The
+    fields `storage_faults_total`, `storage_corrupt_total` and `storage_paused` include reads of this memory."""
+    shared_hit_bytes_total: Count = 0
+    """Bytes that were read from the host memory of other groups."""
+    shared_served_bytes_total: Count = 0
+    """Bytes of this rank's host memory that were sent to other groups."""
+    shared_faults_total: Count = 0
+    """Number of reads and searches of other groups' memory that failed: errors, timeouts, corrupt pages."""
 
 
 class GroupStatus(msgspec.Struct, frozen=True, omit_defaults=True):

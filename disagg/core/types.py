@@ -360,6 +360,17 @@ class RequestKey(msgspec.Struct, frozen=True, order=True, array_like=True):
         return f"{self.request_id}#{self.epoch}"
 
 
+class PageServer(msgspec.Struct, frozen=True):
+    """Endpoint at which a rank serves the pages in its host memory to other groups."""
+
+    number: int
+    """Random number of the rank, which its messages carry."""
+    address: bytes
+    """Address of the endpoint's transport; opaque to other code."""
+    transport: str
+    """Name of the endpoint's transport (`Choice.name`). Ranks with different transports share no pages."""
+
+
 class RankInfo(msgspec.Struct, frozen=True):
     """Description of one rank for peers that exchange KV with the rank."""
 
@@ -383,6 +394,8 @@ class RankInfo(msgspec.Struct, frozen=True):
     """Number of prefix cache pages for which the rank's host memory has room; see `GroupConfig.host_cache_bytes`."""
     host_states: int = 0
     """Number of the prefix cache's recurrent states for which the rank's host memory has room."""
+    page_server: PageServer | None = None
+    """Endpoint for other groups; None without `GroupConfig.host_cache_shared`."""
     local_prefill: bool = False
     """Whether the decode group computes prompts itself on request (`decode.local_prefill_tokens`); set on a leader.
     """

@@ -30,6 +30,7 @@ from disagg.core.config.groups import GroupConfig
 from disagg.core.errors import InvariantError
 from disagg.core.prefixes import PrefixKey
 from disagg.kv.cache_operations import StorageOperation, StorageOperationKind, StorageReport
+from disagg.kv.event_log import MAX_BLOCK_HASHES
 from disagg.kv.pages import TokenToKVPoolAllocator
 from disagg.kv.radix import RadixCache
 from disagg.kv.radix_node import Node
@@ -176,8 +177,10 @@ class StorageTier:
         """Number of the operation (find or fetch) that covers each link."""
         self._planned: list[StorageOperation] = []
         self._unwanted: list[int] = []
-        self.prefixes = StoredPrefixes(index.kv_events.unit_tokens)
-        """Prefixes that the storage probably has, for routers."""
+        most = MAX_BLOCK_HASHES if group.storage else 0
+        self.prefixes = StoredPrefixes(index.kv_events.unit_tokens, most)
+        """Prefixes that the storage probably has, for routers; empty if the third tier is other groups' memory only,
+        because they send events of their own."""
         self.pages = StoredPages(blocks, alloc)
         """Pages in the storage."""
         self.states = StoredStates(index, states, blocks.page_size)

@@ -1,14 +1,13 @@
 """CUDA graphs of decode steps that also compute chunks of prompts: one launch per step.
 
 A bucket has a number of single tokens and a number of prompt tokens. Single tokens come first, and are padded with
-the trash row; the prompts' tokens follow. With more single tokens a bucket has fewer prompt tokens, because a step of
-up to about 256 tokens takes as long as reading the weights.
+the trash row; the prompts' tokens follow. Both numbers together are the same in all buckets, if the single tokens
+leave enough room: products compute tiles of 128 rows, so a step of 288 tokens takes as long as one of 384.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -20,6 +19,7 @@ MixedCompute = Callable[[torch.Tensor, int, int], torch.Tensor]
 """Function that computes a step's logits, float32 `[sequences, vocab]`, without synchronizing. Arguments: the numbers
 that describe the step, int64; the bucket's number of single tokens; the longest context in tokens."""
 
+_SINGLES = (16, 32, 64, 96, 128, 192)
 CHUNKS = 8
 """Largest number of prompts in a recorded step."""
 
@@ -34,18 +34,16 @@ class MixedSize(NamedTuple):
 
 
 def mixed_sizes(step_tokens: int, least_tokens: int, largest_batch: int) -> tuple[MixedSize, ...]:
-    """Returns the buckets, ascending in single tokens. A step has about `step_tokens` tokens, at least `least_tokens`
-    of them of prompts, and at most `largest_batch` single tokens."""
-    borders = [size for size in (32, 64, 96, 128, 192) if size < largest_batch]
-    counts = [0, *borders, largest_batch]
-    return tuple(
-        MixedSize(most, prefill_room(step_tokens, least_tokens, least)) for least, most in pairwise(counts)
-    )
+    """Returns the buckets, ascending in single tokens; see `prefill_room` for the prompt tokens."""
+    counts = (*(size for size in _SINGLES if size < largest_batch), largest_batch)
+    return tuple(MixedSize(count, prefill_room(step_tokens, least_tokens, count)) for count in counts)
 
 
 def prefill_room(step_tokens: int, least_tokens: int, singles: int) -> int:
-    """Returns the most prompt tokens in a step with at least `singles` single tokens."""
-    return max(step_tokens - singles, least_tokens)
+    """Returns the most prompt tokens in a step with `singles` single tokens: as many as the bucket of so many single
+    tokens leaves of `step_tokens`, but at least `least_tokens`."""
+    padded = next((size for size in _SINGLES if singles <= size), singles)
+    return max(step_tokens - padded, least_tokens)
 
 
 class MixedGraphs(StepGraphs):

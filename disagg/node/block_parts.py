@@ -78,6 +78,15 @@ class BlockParts:
             source = place.of_block(block)
             buffer[place.content.start : place.content.stop].view(source.shape).copy_(source)
 
+    def part_bytes(self, index: int) -> int:
+        """Returns the size of a part in bytes, by its index in `parts`."""
+        return len(self._places[index].content)
+
+    def gather_part(self, index: int, block: torch.Tensor, into: torch.Tensor) -> None:
+        """Copies one part of a block to `into`, uint8 `[part_bytes(index)]`."""
+        source = self._places[index].of_block(block)
+        into.view(source.shape).copy_(source)
+
     def scatter(self, buffer: torch.Tensor, block: torch.Tensor) -> None:
         """Copies the parts in `buffer` to a block; reverts `gather`."""
         for place in self._places:

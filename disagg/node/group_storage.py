@@ -19,23 +19,40 @@ def part_grid(group: GroupConfig, spec: ModelSpec) -> PartGrid:
     return PartGrid(spec.layout, group.page_size)
 
 
+def largest_part_bytes(group: GroupConfig, spec: ModelSpec) -> int:
+    """Returns the size of the largest part of a page or a recurrent state."""
+    grid = part_grid(group, spec)
+    return max(map(grid.nbytes, (*grid.kv_parts, *grid.state_parts)))
+
+
+def shares_host_cache(group: GroupConfig, spec: ModelSpec) -> bool:
+    """Returns whether the group shares its second tier with other groups. Raises `ConfigError`."""
+    if not group.host_cache_shared or spec.cache_refused:
+        return False
+    _need_kv("host_cache_shared", group, spec)
+    return True
+
+
 def open_group_storage(group: GroupConfig, spec: ModelSpec) -> PageStorage | None:
     """Opens the storage of a group; None without a storage or a prefix cache. Raises `ConfigError`."""
     if not group.storage or spec.cache_refused:
         return None
-    if not spec.has_attention:
-        raise ConfigError(
-            f"{group.role}.storage is not available for models without attention ({spec.architecture}): they have no "
-            f"KV, and no second tier. Unset {group.role}.storage"
-        )
-    grid = part_grid(group, spec)
-    largest_bytes = max(map(grid.nbytes, (*grid.kv_parts, *grid.state_parts)))
+    _need_kv("storage", group, spec)
+    largest_bytes = largest_part_bytes(group, spec)
     if group.storage_bytes < (least_bytes := least_capacity(group.storage, largest_bytes)):
         raise ConfigError(
             f"{group.role}.storage_bytes = {group.storage_bytes} is too small for {spec.architecture}, of which the "
             f"largest stored part has {largest_bytes} bytes: set it to {least_bytes} or more"
         )
     return open_storage(group.storage, group.storage_bytes, largest_bytes)
+
+
+def _need_kv(setting: str, group: GroupConfig, spec: ModelSpec) -> None:
+    if not spec.has_attention:
+        raise ConfigError(
+            f"{group.role}.{setting} is not available for models without attention ({spec.architecture}): they have "
+            f"no KV, and no second tier. Unset {group.role}.{setting}"
+        )
 
 
 def page_keys(info: GroupInfo, config: Config, group: GroupConfig, spec: ModelSpec) -> PageKeys:

@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import structlog
@@ -145,6 +145,10 @@ class RankHost(ABC):
         """Connects to a group of the other role."""
         self._running().link(other)
         self._linked = (*self._linked, other)
+
+    def know_groups(self, groups: Sequence[GroupInfo]) -> None:
+        """Replaces the groups with which the rank shares host memory (`GroupConfig.host_cache_shared`)."""
+        self._running().know_groups(groups)
 
     def update_keys(self, keys: KeySet) -> None:
         """Replaces the keys of the rank's channels."""

@@ -19,9 +19,9 @@ def cache_refusal(spec: ModelSpec, role: str, deterministic: bool) -> str:
 def configured_host_cache(group: GroupConfig, spec: ModelSpec, deterministic: bool) -> HostCacheSize | None:
     """Returns the size of the second tier on each rank that settings and model determine.
 
-    None if each rank chooses the size (`automatic_host_cache`), because the group has a storage, which needs a second
-    tier. Other groups get none by default: pinning memory while requests run may delay them, and this has not been
-    measured on a GPU.
+    None if each rank chooses the size (`automatic_host_cache`), because the group has a third tier, which needs a
+    second one. Other groups get none by default: pinning memory while requests run may delay them, and this has not
+    been measured on a GPU.
     """
     refused = cache_refusal(spec, group.role, deterministic)
     if refused or not group.prefix_cache:
@@ -30,4 +30,5 @@ def configured_host_cache(group: GroupConfig, spec: ModelSpec, deterministic: bo
         return HostCacheSize(0, "the model has no KV")
     if group.host_cache_bytes is not None:
         return HostCacheSize(group.host_cache_bytes, "set")
-    return None if group.storage else HostCacheSize(0, "automatic: none without a storage")
+    third = group.storage or group.host_cache_shared
+    return None if third else HostCacheSize(0, "automatic: none without a storage")

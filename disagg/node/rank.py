@@ -34,19 +34,31 @@ from disagg.node.agent import Agent
 from disagg.node.cache_controller import HybridCacheController, LoadedLayers, host_block_counts
 from disagg.node.compute import ComputeThread, PlanQueue, StepExecutor
 from disagg.node.device import device_limit_bytes, memory_bytes
-from disagg.node.group_storage import open_group_storage, page_keys, page_parts, part_grid, state_parts
+from disagg.node.group_storage import (
+    largest_part_bytes,
+    open_group_storage,
+    page_keys,
+    page_parts,
+    part_grid,
+    state_parts,
+)
+from disagg.node.host_cache_sharing import HostCacheSharing
 from disagg.node.kv_manager import KVManager
 from disagg.node.leader import Leader
 from disagg.node.links import Link
 from disagg.node.plan import StepPlan
 from disagg.node.prefix_caching import cache_refusal
 from disagg.node.rank_peers import RankPeers
+from disagg.node.served_items import ServedItems, ServedKind
 from disagg.node.sizing import pool_bytes, state_bytes
 from disagg.node.step_recorder import StepRecorder
 from disagg.node.step_watch import FACTOR as STEP_FACTOR
 from disagg.node.step_watch import StepWatch
 from disagg.node.storage_controller import StorageController
+from disagg.node.stored_items import ItemStorage
 from disagg.node.transfer_loop import LoopCallbacks, TransferLoop
+from disagg.storage.contract import PageStorage
+from disagg.storage.layered import LayeredStorage
 from staging.allocator import ALIGNMENT_BYTES
 from transport.base import Transport
 from transport.control import messages as m
@@ -72,6 +84,8 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
     """Base class of the ranks of each role. Call order: constructor, `start`, `join`, `link`, `stop`."""
 
     role: ClassVar[str]
+    sharing: HostCacheSharing | None = None
+    """Exchange of host memory with other groups; None without `share_host_cache`."""
 
     def __init__(
         self,
@@ -133,6 +147,14 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
         """The transfer thread."""
         self.compute_thread = self._make_compute_thread()
         """The compute thread."""
+
+    def share_host_cache(self, transport: Transport, name: str) -> None:
+        """Shares the second tier with other groups, over a transport that the rank then owns. Call it before `start`.
+
+        `name`: name of the transport (`Choice.name`).
+        """
+        largest_bytes = largest_part_bytes(self.group_config, self.runner.spec)
+        self.sharing = HostCacheSharing(self.lane, transport, name, largest_bytes)
 
     def _vocabulary(self) -> Any:
         """Loads the vocabulary for grammars of answers. Raises `ConfigError`."""
@@ -198,6 +220,8 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
         """Starts control and transfer threads; returns the rank's description for peers."""
         self.control.start(self.on_message, self.peers.silent, self.peers.met, self.peers.suspected)
         self.transfer_loop.start()
+        if self.sharing is not None:
+            self.sharing.start()
         if self.runner.device.type == "cuda":
             self.transfer_loop.call(partial(torch.cuda.set_device, self.runner.device))
             self.transfer_loop.call(self.agent.adopt_thread)
@@ -219,17 +243,18 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
             if self.runner.states is not None
             else 0,  # without the trash slot
             *self.cache_controller.counts,
+            page_server=self.sharing.server if self.sharing is not None else None,
             local_prefill=self.leader is not None and self.leader.local_prefills,
         )
 
     def join(self, group: GroupInfo) -> None:
         """Starts the compute thread; call when all ranks of the group have started."""
-        self._group = group
         if self.leader is not None:
             self._add_host_tier(group)
         self._join_storage(group)
         if self.leader is not None:
             self.leader.join(group)
+        self._group = group  # from now on `report` sends to the leader
         for peer in group.ranks:
             # The leader watches all other ranks; each other rank watches the leader.
             if (self.rank == 0) != (peer.rank == 0):
@@ -246,24 +271,48 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
         if size and manager.caches and manager.host is None:
             setting, least = f"{self.role}.host_cache_bytes", self.cache_controller.least_bytes
             why = f"{setting} has no room for a {'recurrent state' if pages else 'page of KV'}"
-            if self._storage is not None:
-                why += f", so {self.role}.storage is not used either"
+            for third in ("storage", "host_cache_shared"):
+                if getattr(self.group_config, third):
+                    why += f", so {self.role}.{third} is not used either"
             how = f"set {setting} to {least} or more"
             log.warning("no_second_tier", group=self.name, why=why, how=how)
 
     def _join_storage(self, group: GroupInfo) -> None:
         """Begins to use the storage, whose keys need the fingerprint of the model from `group`."""
-        if self._storage is None:
+        reads = self._readable_storage()
+        if reads is None:
             return
-        section, spec = self.group_config, self.runner.spec
+        section, spec, memory = self.group_config, self.runner.spec, self.cache_controller
         keys = page_keys(group, self.config, section, spec)
         grid = part_grid(section, spec)
         pages, states = page_parts(group, self.rank, grid), state_parts(group, self.rank, grid)
+        if self.sharing is not None:
+            kinds = [ServedKind("kv", pages.read, memory.kv_blocks)]
+            kinds += [ServedKind("state", states.read, memory.state_blocks)] if states is not None else []
+            self.sharing.serve(ServedItems(keys, kinds))
         self.storage_controller = StorageController(
-            self._storage, keys, pages, states, self.cache_controller, self._storage_moved, self.clock
+            ItemStorage(reads, self._storage),
+            keys,
+            pages,
+            states,
+            memory,
+            self._storage_moved,
+            self.clock,
+            self.sharing.served if self.sharing is not None else None,
         )
         if self.kv_manager is not None:
             self.kv_manager.add_storage(keys.links, section)
+
+    def _readable_storage(self) -> PageStorage | None:
+        """Returns the storage for reads: other groups' host memory, files or a server, or both; None for none."""
+        if self.sharing is None or self._storage is None:
+            return self._storage if self.sharing is None else self.sharing.storage
+        return LayeredStorage(self.sharing.storage, self._storage)
+
+    def know_groups(self, groups: Sequence[GroupInfo]) -> None:
+        """Replaces the groups with which this rank shares host memory. No effect if the rank shares none."""
+        if self.sharing is not None:
+            self.sharing.know(self.group, groups)
 
     def _cache_moved(self, number: int, error: str, seconds: float) -> None:
         self.to_leader(m.CacheMoved(number, self.rank, error, max(0.0, seconds)))
@@ -279,6 +328,8 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
 
         Runs on the compute thread; never blocks.
         """
+        if self.sharing is not None:
+            self.sharing.withdraw(plan.cache_operations, plan.storage_operations)
         if self.storage_controller is not None:
             self.storage_controller.order(plan.storage_operations, plan.unwanted_fetches)
         return self.cache_controller.order(plan.cache_operations)
@@ -321,6 +372,8 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
             self.storage_controller.stop()
         elif self._storage is not None:
             self._storage.close()
+        if self.sharing is not None:
+            self.sharing.stop()
 
     # --- inspection
 
@@ -341,6 +394,8 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
             self.leader.check()
         self.transfer_loop.call(self.agent.check)
         self.transfer_loop.call(self.transport.check)
+        if self.sharing is not None:
+            self.sharing.check()
         self.control.check()
 
     def statistics(self) -> dict[str, Any]:
@@ -351,6 +406,9 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
         )
         if self.leader is not None:
             statistics["leader"] = self.leader.statistics()
+        if self.sharing is not None:
+            statistics["sharing"] = self.sharing.statistics()
+            statistics["faults"] += self.sharing.faults
         return statistics
 
     def report(self) -> None:
@@ -364,11 +422,14 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
             self.to_leader(m.RankReport(status))
 
     def _storage_status(self) -> dict[str, int]:
-        """Returns the fields of the rank's status that describe its storage; empty without a storage."""
-        if self._storage is None:
+        """Returns the fields of the rank's status that describe its third tier; empty without one."""
+        controller = self.storage_controller
+        if controller is None:
             return {}
-        counts = self._storage.statistics()
+        counts = controller.statistics()
+        shared = self.sharing.status() if self.sharing is not None else {}
         return {
+            **shared,
             "storage_bytes": counts.stored_bytes,
             "storage_faults_total": counts.errors + counts.late + counts.full,
             "storage_corrupt_total": counts.corrupt,
@@ -424,6 +485,8 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
     def peer_lost(self, peer: str) -> None:
         """Ends all work with a dead peer. Thread-safe and idempotent."""
         self.peers.lost(peer)
+        if self.sharing is not None:
+            self.sharing.lost(peer)
 
     def _link_again(self, other: GroupInfo) -> bool:
         try:

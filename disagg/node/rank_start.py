@@ -24,6 +24,7 @@ from disagg.model.load.source import ModelSource, make_source
 from disagg.model.mixed_graphs import mixed_sizes
 from disagg.model.runner import ModelRunner
 from disagg.node.assemble import make_collective, make_runner, resolve_device
+from disagg.node.group_storage import shares_host_cache
 from disagg.node.host_memory import (
     HostCacheRoom,
     HostCacheSize,
@@ -153,8 +154,9 @@ def with_host_cache(
         size = automatic_host_cache(HostCacheRoom(available_bytes(), host_ranks, pool, swap))
         if not size.nbytes:
             lower = f", or lower {group.role}.swap_bytes" if swap else ""
+            setting = "storage" if group.storage else "host_cache_shared"
             raise ConfigError(
-                f"{group.role}.storage needs host memory, and none is left ({size.reason}): set "
+                f"{group.role}.{setting} needs host memory, and none is left ({size.reason}): set "
                 f"{group.role}.host_cache_bytes{lower}"
             )
     resolved = msgspec.structs.replace(group, host_cache_bytes=size.nbytes)
@@ -180,7 +182,18 @@ def make_node(
         control=make_control(config.control, keys),
         transport=_make_transport(choice, config, keys, place.group, model.device),
     )
+    if shares_host_cache(model.group, runner.spec):
+        share_pages(node, config, keys, place)
     return node, choice
+
+
+def share_pages(node: RankNode[Any, Any, Any], config: Config, keys: KeyRing, place: RankPlace) -> None:
+    """Opens the endpoint at which the rank shares its host memory with other groups."""
+    pages = choose(config.transport, own_host(config.control.host))
+    name = f"{place.group}-{place.rank}-pages"
+    node.share_host_cache(_make_transport(pages, config, keys, name, torch.device("cpu")), pages.name)
+    if place.rank == 0:
+        log.info("host_cache_shared", group=place.group, transport=pages.name, because=pages.reason)
 
 
 def started_rank(

@@ -29,19 +29,17 @@ import torch
 from disagg.core.config.read import MetricsConfig
 from disagg.core.errors import BusyError, ConfigError, DisaggError, RequestTimeoutError, first_line
 from disagg.core.ports import Clock
-from disagg.core.profile.trace import PREFIX, STEP
+from disagg.core.profile.trace import PREFIX, STEP, WARM_STEPS
 from disagg.core.profile.types import ProfileOptions, TraceSource, TraceSummary
 from disagg.core.types import RequestKey
 from transport.control import messages as m
 
 log = structlog.get_logger(__name__)
 
-PLAIN_STEPS = 20
-"""Steps that are timed before the recording, because the profiler slows steps down."""
+PLAIN_STEPS = 100
+"""Most steps that are timed before the recording, because the profiler slows steps down."""
 PLAIN_SHARE = 0.25
 """Part of the time limit after which the recording begins, even if fewer steps were timed."""
-WARM_STEPS = 3
-"""Recorded steps before the window of the summary: the first ones pay for the profiler's start."""
 PROGRESS_S = 0.5
 SUMMARY_S = 120.0
 """Time limit of the process that summarizes."""
@@ -142,6 +140,8 @@ class StepRecorder:
             return
         try:
             self._advance(recording, works, self._clock())
+        except DisaggError as exc:
+            self._abandon(recording, exc)
         except Exception as exc:  # noqa: BLE001 - a fault of the profiler must not end the rank
             self._abandon(recording, DisaggError(f"{self._lane}: the profiler failed: {first_line(exc)}"))
 
@@ -165,17 +165,22 @@ class StepRecorder:
             self._finish(recording)
         elif now_s > recording.deadline_s:
             self._abandon(recording, self._late(recording))
-        elif works:
-            if recording.profiler is None:
-                recording.plain_s.append(now_s)
-                if not recording.is_timed(now_s):
-                    return
-                self._start(recording)
-            recording.begun += 1
+        else:
             self._report(recording, now_s)
+            if works:
+                self._begin_step(recording, now_s)
+
+    def _begin_step(self, recording: _StepRecording, now_s: float) -> None:
+        if recording.profiler is None:
+            recording.plain_s.append(now_s)
+            if not recording.is_timed(now_s):
+                return
+            self._start(recording)
+        recording.begun += 1
 
     def _late(self, recording: _StepRecording) -> DisaggError:
-        limit_s, steps = recording.options.limit_s, len(recording.plain_s) + recording.begun
+        limit_s = recording.options.limit_s
+        steps = len(recording.plain_s) + max(0, recording.begun - 1)  # the first recorded step is in both
         return RequestTimeoutError(
             f"{self._lane} had {steps} steps within {limit_s:g} s, too few for a profile: send requests while it "
             f"records, or raise --limit-s"
@@ -188,6 +193,7 @@ class StepRecorder:
             self._send(peer, m.ProfileProgress(key, recording.recorded))
 
     def _start(self, recording: _StepRecording) -> None:
+        self._make_folder()
         began_s = self._clock()
         device = "cuda" if self.device.type == "cuda" else None
         if device is not None:
@@ -200,6 +206,18 @@ class StepRecorder:
         self._marking = True
         recording.start_s = self._clock() - began_s
 
+    def _make_folder(self) -> Path:
+        assert self._folder is not None, "`request` has refused the recording"
+        folder = Path(self._folder).expanduser()
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as exc:
+            why = exc.strerror or str(exc)
+            raise ConfigError(f"{self._lane}: {SETTING} = {folder} cannot be made: {why}") from exc
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise ConfigError(f"{self._lane}: {SETTING} = {folder} is not writable")
+        return folder
+
     def _stop(self, recording: _StepRecording) -> None:
         self._marking = False
         if recording.runs:
@@ -208,10 +226,7 @@ class StepRecorder:
 
     def _finish(self, recording: _StepRecording) -> None:
         """Stops the profiler, writes the trace, and has it summarized by another process."""
-        assert self._folder is not None, "`request` has refused the recording"
-        began_s = self._clock()
-        folder = Path(self._folder).expanduser()
-        folder.mkdir(parents=True, exist_ok=True)
+        began_s, folder = self._clock(), self._make_folder()
         name = f"{self._lane.replace(' ', '-')}-{datetime.now(UTC):%Y%m%d-%H%M%S}"
         raw = folder / f"{name}.raw.json"
         self._stop(recording)

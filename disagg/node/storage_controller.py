@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import structlog
@@ -22,8 +23,9 @@ import torch
 
 from disagg.core.ports import Clock
 from disagg.kv.cache_operations import StorageOperation
-from disagg.node.stored_items import StoredItems, StoredParts
-from disagg.storage.contract import PageStorage, StorageStatistics
+from disagg.node.served_items import ServedItems
+from disagg.node.stored_items import ItemStorage, StoredItems, StoredParts
+from disagg.storage.contract import StorageStatistics
 from disagg.storage.keys import PageKeys
 
 log = structlog.get_logger(__name__)
@@ -76,23 +78,25 @@ class StorageController:
 
     def __init__(
         self,
-        storage: PageStorage,
+        storage: ItemStorage,
         keys: PageKeys,
         pages: StoredParts,
         states: StoredParts | None,
         memory: BlockMemory,
         moved: Moved,
         clock: Clock,
+        served: ServedItems | None = None,
     ) -> None:
-        """`states`: parts of recurrent states; None if the rank stores none.
-
-        `moved` is called on the controller's threads.
+        """`states`: parts of recurrent states; None if the rank stores none. `moved` is called on the controller's
+        threads. `served`: index in which items are published for other groups; None if they are not shared.
         """
-        self._storage = storage
-        self._pages = StoredItems(storage, keys, pages, memory.kv_blocks, BATCH_BYTES)
+        self._storage = storage.reads
+        published = partial(served.publish, "kv") if served is not None else _publish_nothing
+        self._pages = StoredItems(storage, keys, pages, memory.kv_blocks, BATCH_BYTES, published)
         self._states: StoredItems | None = None
         if states is not None:
-            self._states = StoredItems(storage, keys, states, memory.state_blocks, BATCH_BYTES)
+            published = partial(served.publish, "state") if served is not None else _publish_nothing
+            self._states = StoredItems(storage, keys, states, memory.state_blocks, BATCH_BYTES, published)
         self._moved, self._clock = moved, clock
         self.fetching: Executor = ThreadPoolExecutor(1, thread_name_prefix="storage-fetch")
         """Thread of finds and fetches."""
@@ -202,3 +206,7 @@ class StorageController:
             error = f"{type(exc).__name__}: {exc}"
             log.exception("storage_write_failed", operation=operation.number, error=error)
         self._moved(operation.number, stored, True, error, 0.0, ())
+
+
+def _publish_nothing(links: Sequence[bytes], blocks: Sequence[int]) -> None:
+    """Publishes no block, because the group shares none."""

@@ -16,6 +16,8 @@ from disagg.storage.keys import PageKeys
 
 Blocks = Callable[[Sequence[int]], list[torch.Tensor]]
 """Returns the host memory of blocks, uint8 `[block_bytes]` each. Raises `RuntimeError` if pinning fails."""
+Publish = Callable[[Sequence[bytes], Sequence[int]], None]
+"""Callback with the links of items, and the block that has each item."""
 
 
 class StoredParts(NamedTuple):
@@ -27,14 +29,33 @@ class StoredParts(NamedTuple):
     """The parts that this rank stores and no other rank of the group stores."""
 
 
+class ItemStorage(NamedTuple):
+    """Where a rank reads and writes its items."""
+
+    reads: PageStorage
+    writes: PageStorage | None
+    """None if the items are only published."""
+
+
 class StoredItems:
     """One kind of item in the storage. One thread may call `find` and `fetch`, another thread `store`."""
 
     def __init__(
-        self, storage: PageStorage, keys: PageKeys, parts: StoredParts, blocks: Blocks, batch_bytes: int
+        self,
+        storage: ItemStorage,
+        keys: PageKeys,
+        parts: StoredParts,
+        blocks: Blocks,
+        batch_bytes: int,
+        publish: Publish,
     ) -> None:
-        """`batch_bytes`: size of a buffer of items; a single item may be larger."""
-        self._storage, self._keys, self._blocks = storage, keys, blocks
+        """`batch_bytes`: size of a buffer of items; a single item may be larger.
+
+        `publish` is called with the items whose content a block has: those that are to be stored, and those that
+        have landed.
+        """
+        self._reads, self._writes, self._keys, self._blocks = storage.reads, storage.writes, keys, blocks
+        self._publish = publish
         self._read, self._written = parts.read, parts.written
         self.batch = max(1, batch_bytes // parts.read.nbytes)
         """Largest number of items of one call of `fetch` or `store`."""
@@ -48,7 +69,7 @@ class StoredItems:
         """Returns the indices of the items of which all parts are stored."""
         parts = self._read.parts
         found = [at for at, stored in enumerate(self._first_parts(links, limit_s)) if stored]
-        stored = self._storage.exists(self._keys.keys([links[at] for at in found], parts), limit_s)
+        stored = self._reads.exists(self._keys.keys([links[at] for at in found], parts), limit_s)
         return [at for at, whole in zip(found, _whole(stored, len(parts)), strict=True) if whole]
 
     def reserve(self, blocks: Sequence[int]) -> None:
@@ -60,19 +81,21 @@ class StoredItems:
         memory = self._blocks(blocks)
         buffer = self._read_buffer = _grown(self._read_buffer, len(links), self._read.nbytes)
         into = [view for item in buffer[: len(links)] for view in self._read.views(item)]
-        found = self._storage.get(self._keys.keys(links, self._read.parts), into, limit_s)
+        found = self._reads.get(self._keys.keys(links, self._read.parts), into, limit_s)
         landed = _leading(_whole(found, len(self._read.parts)))
         for item, block in zip(buffer[:landed], memory, strict=False):
             self._read.scatter(item, block)
+        self._publish(links[:landed], blocks[:landed])
         return landed
 
     def store(self, links: Sequence[bytes], blocks: Sequence[int], limit_s: float) -> int:
-        """Stores the missing items of a batch; returns how many leading items of the batch are stored."""
-        parts = self._written
+        """Publishes a batch, and stores its missing items; returns how many leading items of the batch are stored."""
+        self._publish(links, blocks)
+        parts, storage = self._written, self._writes
         count = len(parts.parts)
-        if not count:
+        if not count or storage is None:
             return len(links)
-        there = _whole(self._storage.exists(self._keys.keys(links, parts.parts), limit_s), count)
+        there = _whole(storage.exists(self._keys.keys(links, parts.parts), limit_s), count)
         lacking = [at for at, stored in enumerate(there) if not stored]
         if not lacking:
             return len(links)
@@ -81,14 +104,14 @@ class StoredItems:
             parts.gather(block, item)
         keys = self._keys.keys([links[at] for at in lacking], parts.parts)
         content = [view for item in buffer[: len(lacking)] for view in parts.views(item)]
-        results = _whole(self._storage.put(keys, content, limit_s), count)
+        results = _whole(storage.put(keys, content, limit_s), count)
         for at, stored in zip(lacking, results, strict=True):
             there[at] = stored
         return _leading(there)
 
     def _first_parts(self, links: Sequence[bytes], limit_s: float) -> list[bool]:
         """Returns for each item whether its first part is stored."""
-        return self._storage.exists(self._keys.keys(links, self._read.parts[:1]), limit_s)
+        return self._reads.exists(self._keys.keys(links, self._read.parts[:1]), limit_s)
 
 
 def _leading(results: Sequence[bool]) -> int:

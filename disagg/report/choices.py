@@ -39,7 +39,10 @@ def choices(
         for role, group in running.kinds.items()
         for choice in _of_kind(role, given.kinds[role], group, [info for info in groups if info.role == role])
     ]
-    found += [_host_cache(role, host_caches[role]) for role in running.kinds]
+    for role, group in running.kinds.items():
+        found.append(_host_cache(role, host_caches[role]))
+        if group.host_cache_shared:
+            found.append(_sharing(role, [info for info in groups if info.role == role]))
     if any(info.role != "colocated" for info in groups):
         found += _of_transfer(given, groups)
     limit = min(info.context_tokens for info in groups)
@@ -89,6 +92,13 @@ def _of_kind(
 def _host_cache(role: Role, size: HostCacheSize) -> ChosenSetting:
     value = f"{describe_bytes(size.nbytes)} on each rank" if size.nbytes else "0"
     return ChosenSetting(f"{role}.host_cache_bytes", value, size.reason)
+
+
+def _sharing(role: Role, infos: Sequence[GroupInfo]) -> ChosenSetting:
+    """Returns the row of groups that read each other's host memory."""
+    servers = [rank.page_server for info in infos for rank in info.ranks if rank.page_server is not None]
+    value = f"true, over {servers[0].transport}" if servers else "false: the model has no prefix cache"
+    return ChosenSetting(f"{role}.host_cache_shared", value, "set")
 
 
 def _of_states(role: str, info: GroupInfo) -> list[ChosenSetting]:

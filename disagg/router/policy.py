@@ -11,6 +11,7 @@ import xxhash
 
 from disagg.core.config.read import PolicyName, RouterConfig
 from disagg.core.errors import BusyError
+from disagg.core.local_prefill import pauses
 from disagg.core.prefixes import HeldPrefixes, Tier
 from disagg.core.types import GroupInfo
 from disagg.router.load_costs import NOT_MEASURED, LoadCosts
@@ -47,6 +48,12 @@ class RoutedGroup:
     """Prefixes in the tiers below the KV pool, from KV events; empty for a group without these tiers."""
     load_costs: LoadCosts = NOT_MEASURED
     """Costs of loads from these tiers, from the group's reports."""
+    shares: bool = field(init=False)
+    """Whether the group reads the host memory of other groups, and other groups read its host memory
+    (`GroupConfig.host_cache_shared`)."""
+
+    def __post_init__(self) -> None:
+        self.shares = any(rank.page_server is not None for rank in self.group.ranks)
 
     @property
     def usable(self) -> bool:
@@ -148,17 +155,24 @@ class RoutingRequest:
         """
         return sum(self.cost(engine))
 
-    def cost(self, engine: RoutedGroup) -> PromptCost:
+    def cost(self, engine: RoutedGroup, shared: int = 0) -> PromptCost:
         """Returns the group's work for this prompt: the longest hit of a tier counts as far as it exceeds the hits of
-        the faster tiers."""
+        the faster tiers.
+
+        `shared`: tokens that a group has in the host memory that it shares, which count like stored ones.
+        """
         hit = self._hit(engine.held)
-        if not engine.lower:
+        if not (engine.lower or (shared and engine.shares)):
             return PromptCost(max(1, self.tokens - hit), 0)
         in_host = max(hit, self._hit_in(engine, "host"))
-        stored = max(in_host, self._hit_in(engine, "storage"))
+        stored = max(in_host, self._hit_in(engine, "storage"), shared if engine.shares else 0)
         host, storage = engine.load_costs.or_settings(self.host_load_cost, self.storage_load_cost)
         loading = host * (in_host - hit) + storage * (stored - in_host)
         return PromptCost(max(1, self.tokens - stored), math.ceil(loading))
+
+    def shared_tokens(self, engines: Sequence[RoutedGroup]) -> int:
+        """Returns the longest hit in host memory that a group shares."""
+        return max((self._hit_in(engine, "host") for engine in engines if engine.shares), default=0)
 
     def _hit_in(self, engine: RoutedGroup, tier: Tier) -> int:
         return self._hit(engine.lower[tier]) if tier in engine.lower else 0
@@ -215,8 +229,11 @@ def _costs(engines: Sequence[RoutedGroup], request: RoutingRequest) -> list[Prom
     firsts = {kind: block_hashes[0] for kind, block_hashes in request.block_hashes.items() if block_hashes}
     if not firsts:
         return [whole] * len(engines)
+    shared = request.shared_tokens(engines)
     return [
-        request.cost(engine) if engine.lower or firsts.get((held := engine.held).kind) in held.held else whole
+        request.cost(engine, shared)
+        if engine.lower or (shared and engine.shares) or firsts.get((held := engine.held).kind) in held.held
+        else whole
         for engine in engines
     ]
 
@@ -236,13 +253,16 @@ class LocalPrefill:
         """Returns the decode group that is to compute the whole request; None if `prefill` is to compute the prompt.
 
         The group with the shortest queue of such prompts is compared with the prefill group, as in NVIDIA Dynamo's
-        conditional disaggregation. `prefill` is None while no prefill group is usable.
+        conditional disaggregation. Prompts take longer in a group with many requests, which pauses between steps with
+        prompts (`pauses`). `prefill` is None while no prefill group is usable.
         """
         waiting_tokens = prefill.tokens if prefill is not None else self.queue_tokens
         if not request.may_be_local or waiting_tokens < self.queue_tokens:
             return None
         able = [one for one in decodes if one.group.leader.local_prefill]
-        costs = [one.local_tokens + request.missing_tokens(one) for one in able]
+        costs = [
+            (one.local_tokens + request.missing_tokens(one)) * (1 + pauses(one.requests)) for one in able
+        ]
         if not able:
             return None
         least = min(costs)

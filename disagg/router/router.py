@@ -11,9 +11,10 @@ from functools import partial
 from disagg.core.clock import Clock
 from disagg.core.config.read import RouterConfig
 from disagg.core.errors import BusyError, InvalidRequestError
+from disagg.core.local_prefill import computes_locally
 from disagg.core.prefixes import PrefixKey
 from disagg.core.profile.types import ProfileRequest, TraceSummary
-from disagg.core.sampling import MAX_SEQUENCES, check_sampling, computes_locally, sequences_that_fit
+from disagg.core.sampling import MAX_SEQUENCES, check_sampling, sequences_that_fit
 from disagg.core.status import GroupStatus
 from disagg.core.tokens import TokenIds, pack_tokens
 from disagg.core.types import GroupInfo, SamplingParams

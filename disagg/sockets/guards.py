@@ -97,11 +97,17 @@ def tls_ports(ranks: Iterable[RankInfo]) -> Known:
     A rank with a TLS transport accepts only peers with a key of the cluster, so its port needs no probe.
     """
     found: dict[tuple[str, int], ProbeReply] = {}
-    for rank in ranks:
+    addresses = [
+        address
+        for rank in ranks
+        for address in (rank.transport_address, rank.page_server and rank.page_server.address)
+        if address
+    ]
+    for address in addresses:
         with contextlib.suppress(
             TransportError, OSError
         ):  # another transport's address, or an unknown host name
-            host, port, _ = parse_address("a rank", rank.transport_address)
+            host, port, _ = parse_address("a rank", address)
             where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4]
             found[str(where[0]), port] = ProbeReply("tls", guarded=True)
     return found

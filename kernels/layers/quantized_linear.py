@@ -1,41 +1,42 @@
 """The product of activations with a quantized weight: `x @ weight.T + bias`. Activations are not quantized.
 
 For few rows, a kernel reads quantized values, converts them in registers, multiplies with float32 sums, and scales
-the sums of each block. For many rows, another kernel converts the whole weight to the type of the activations, into
-memory that is free after the product, and the library multiplies.
+the sums of each block. With too few tiles to fill the GPU, several programs share the sums of a tile; the last one
+adds the parts, always in the same order. For many rows, another kernel converts the whole weight to the type of the
+activations, into memory that is free after the product, and the library multiplies.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
 import triton
 import triton.language as tl
 
-from kernels.attention.common import dot, multiprocessors, on_device
+from kernels.attention.common import dot, multiprocessors, on_device, shared_bytes
 from kernels.attention.layer_kv import describe
-from kernels.dispatch import backend
+from kernels.dispatch import INTERPRETED, backend
 from kernels.layers.quantized_weight import (
     FLOATS,
+    LEAST_COLUMNS,
+    MOST_ROW_BLOCKS,
     QuantizedWeight,
-    bits_of,
+    constants_of,
     dequantized,
-    from_bytes,
-    from_nibbles,
-    kinds_of,
+    numbers_of,
 )
+from kernels.layers.quantized_words import minus_zero, value_of
 
-KERNEL_ROWS = 256
-"""Largest number of rows that the kernel multiplies; more rows are multiplied by the library."""
-_FLOAT32_KERNEL_ROWS = 32
-"""As `KERNEL_ROWS`, for float32, which tensor cores do not multiply exactly."""
-_STAGES_BYTES = 96 << 10
-"""Shared memory for loads in flight; two programs fit on a multiprocessor of an H100, one on that of any GPU."""
-_MIN_STEPS = 4
-"""Smallest number of chunks that a program sums."""
-_SUM_BLOCK = 1024
+KERNEL_ROWS = {8: 256, 4: 128}
+"""Largest number of rows that the kernel multiplies, by the bits of a value. More rows are multiplied by the library,
+which was measured to be as fast."""
+_MIN_COLUMNS = 1024
+"""Smallest number of columns of a weight that a program sums."""
+_WIDE = 128
+"""Rows of the weight of a wide tile."""
+_PLAIN = tl.constexpr(INTERPRETED)  # the interpreter runs no assembly
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +47,14 @@ class QuantizedTile:
     """Rows of the activations."""
     columns: int
     """Rows of the weight, which are columns of the result."""
-    splits: int
+    words: int
+    """Words of a weight's row in a step, at most those of a period."""
+    splits: int = 1
     """Number of programs that share the sums of a tile."""
     warps: int = 4
     stages: int = 4
+    swapped: bool = False
+    """Whether rows of the activations, not of the weight, are the rows of a tensor core instruction."""
 
 
 def quantized_linear(
@@ -60,7 +65,7 @@ def quantized_linear(
     - x: float32, bfloat16 or float16 `[..., k]`.
     - bias: contiguous `[n]` of the same type, or None.
 
-    On CUDA: one to three launches on the current stream, no synchronization. Raises ValueError (arguments) and
+    On CUDA: one or two launches on the current stream, no synchronization. Raises ValueError (arguments) and
     ConfigError (`DISAGG_KERNELS`).
     """
     n, k = weight.shape
@@ -69,12 +74,11 @@ def quantized_linear(
     if bias is not None and (bias.shape != (n,) or bias.dtype != x.dtype or not bias.is_contiguous()):
         raise ValueError(f"bias must be contiguous {x.dtype} [{n}]; got {describe(bias)}")
     rows = x.numel() // k
-    most = _FLOAT32_KERNEL_ROWS if x.dtype == torch.float32 else KERNEL_ROWS
-    if rows > most or backend(x.device) != "triton":
+    if rows > kernel_rows(weight, x.dtype) or backend(x.device) != "triton":
         return torch.nn.functional.linear(x, dequantized(weight, x.dtype), bias)
     out = torch.empty(rows, n, dtype=x.dtype, device=x.device)
     if out.numel():
-        tile = tile_of(rows, n, -(-k // weight.chunk), weight.chunk, x.dtype, x.device)
+        tile = tile_of(rows, (n, k), weight.bits, weight.has_blocks, x.device)
         with on_device(x):
             multiply(x.reshape(rows, k).contiguous(), weight, bias, out, tile)
     return out.view(*x.shape[:-1], n)
@@ -88,21 +92,56 @@ def quantized_linear_reference(
     return torch.nn.functional.linear(x.double(), wide, None if bias is None else bias.double())
 
 
+def kernel_rows(weight: QuantizedWeight, dtype: torch.dtype) -> int:
+    """Returns the largest number of rows of `dtype` that the kernel multiplies; 0 for float32, which tensor cores do
+    not multiply exactly."""
+    return 0 if dtype == torch.float32 else KERNEL_ROWS[weight.bits]
+
+
+def each_way(weight: QuantizedWeight, dtype: torch.dtype) -> list[int]:
+    """Returns numbers of rows of `dtype`: one for each tile and number of splits, and one for the library."""
+    most = kernel_rows(weight, dtype)
+    return [*(rows for rows in (3, 50, 100, 200) if rows <= most), most + 1]
+
+
 @lru_cache(maxsize=4096)
 def tile_of(
-    m: int, n: int, steps: int, chunk: int, dtype: torch.dtype, device: torch.device
+    m: int, shape: tuple[int, int], bits: int, has_blocks: bool, device: torch.device
 ) -> QuantizedTile:
-    """Returns the tile for `m` rows of activations and `n` rows of a weight with `steps` chunks of columns."""
-    rows = next(size for size in (16, 32, 64, 128) if m <= size or size == 128)
-    programs, row_blocks = multiprocessors(device), -(-m // rows)
-    wide = rows >= 64 and row_blocks * -(-n // 128) >= programs
-    columns = 32 if dtype == torch.float32 else 128 if wide else 64
-    blocks, splits = row_blocks * -(-n // columns), 1
-    while blocks * splits < programs and steps >= 2 * splits * _MIN_STEPS:
+    """Returns the tile for `m` rows of activations and a weight of `shape`, the fastest on an H200 with the weights
+    of an 8B Llama.
+
+    - has_blocks: whether a row of the weight has several scales.
+    """
+    (n, k), processors = shape, multiprocessors(device)
+    tile, programs = _tile_of_rows(m, -(-n // _WIDE) >= processors, bits, has_blocks)
+    blocks, splits = -(-m // tile.rows) * -(-n // tile.columns), 1
+    while 2 * splits * blocks <= programs * processors and k >= 2 * splits * _MIN_COLUMNS:
         splits *= 2
-    stage_bytes = chunk * (columns + rows * dtype.itemsize)
-    stages = max(2, min(5, _STAGES_BYTES // stage_bytes))
-    return QuantizedTile(rows, columns, splits, 8 if rows * columns >= 8192 else 4, stages)
+    stage_bytes = tile.words * (4 * tile.columns + 32 // bits * 2 * tile.rows)
+    return replace(tile, splits=splits, stages=min(tile.stages, 1 + shared_bytes(device) // stage_bytes))
+
+
+def _tile_of_rows(m: int, wide: bool, bits: int, has_blocks: bool) -> tuple[QuantizedTile, int]:
+    """Returns a tile, without splits, and the largest number of programs on a multiprocessor with splits.
+
+    - wide: whether the weight has enough rows to fill the device with wide tiles.
+    """
+    if m <= 16 and bits == 4:
+        found = QuantizedTile(16, 64, 64), 2
+    elif m <= 16:
+        found = QuantizedTile(16, 64, 64, stages=3, swapped=True), 4
+    elif m > 64 and bits == 8:
+        found = QuantizedTile(128, 64, 32, stages=3), 2
+    elif has_blocks and bits == 8:
+        found = QuantizedTile(64, _WIDE, 64, warps=8, stages=3), 1
+    elif wide:
+        found = QuantizedTile(64, _WIDE, 32, warps=8), 1
+    elif bits == 4:
+        found = QuantizedTile(64, 64, 64, stages=3), 1
+    else:
+        found = QuantizedTile(64, 64, 32), 2
+    return found
 
 
 def multiply(
@@ -114,130 +153,167 @@ def multiply(
 ) -> None:
     """Computes `out`, `[m, n]`, from contiguous `rows`, `[m, k]`, with the kernel, without checking arguments."""
     (m, k), n, splits = rows.shape, out.shape[1], tile.splits
-    parts = out if splits == 1 else torch.empty(splits, m, n, dtype=torch.float32, device=out.device)
-    (block_rows, block_columns), chunk = weight.block, weight.chunk
     grid = (-(-m // tile.rows), -(-n // tile.columns), splits)
+    parts = None
+    if splits > 1:
+        assert grid[0] <= MOST_ROW_BLOCKS, tile
+        assert tile.columns >= LEAST_COLUMNS, tile
+        parts = torch.empty(splits, m, n, dtype=torch.float32, device=out.device)
     quantized_linear_kernel[grid](
         rows,
-        bits_of(weight),
+        weight.words,
         weight.scales,
         weight.zeros,
-        bias if splits == 1 else None,
+        bias,
+        out,
         parts,
+        weight.arrived,
         m,
         n,
         k,
-        block_rows,
-        block_columns,
+        weight.words.shape[1],
+        weight.block[0],
         weight.scales.shape[1],
-        **kinds_of(weight),
-        WHOLE=k % chunk == 0,
-        BLOCKS=block_columns < k,
+        **constants_of(weight),
+        SHARED=weight.block[0] >= n or weight.block[0] % tile.columns == 0,
         SPLITS=splits,
         ROWS=tile.rows,
         COLUMNS=tile.columns,
-        CHUNK=chunk,
+        WORDS=min(tile.words, weight.period),
+        SWAPPED=tile.swapped,
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
-    if splits > 1:
-        sum_parts_kernel[(-(-m * n // _SUM_BLOCK),)](
-            parts, bias, out, m * n, n, SPLITS=splits, BLOCK=_SUM_BLOCK
+
+
+@triton.jit
+def _waited(sums):  # type: ignore[no-untyped-def]
+    """Returns `sums`, after the asynchronous product that computes them.
+
+    Without a use of the sums, Triton lets the last product of a step run while the next step writes other values to
+    the registers that this product still reads.
+    """
+    if _PLAIN:
+        found = sums
+    else:
+        found = tl.inline_asm_elementwise(
+            "mov.f32 $0, $1;", "=f,f", [sums], dtype=tl.float32, is_pure=True, pack=1
         )
+    return found
 
 
 @triton.jit(do_not_specialize=["m"])  # type: ignore[untyped-decorator]
 def quantized_linear_kernel(  # type: ignore[no-untyped-def]
     # tensors
     x,  # [m, k]
-    values,  # uint8 [n, k] or [n, k / 2]
+    words,  # int32 [n, row_words]
     scales,
     zeros,  # uint8 or None
     bias,  # [n] or None
-    out,  # [m, n], or float32 [SPLITS, m, n]
+    out,  # [m, n]
+    parts,  # float32 [SPLITS, m, n], or None without splits
+    arrived,  # int32, one for each block of rows and columns, zero; zero again afterwards
     # sizes
     m,
     n,
     k,
+    row_words,
     block_rows,
-    block_columns,
     scale_stride,
     # meta
-    FP8: tl.constexpr,  # noqa: N803 - constexpr arguments are upper case throughout Triton
-    PACKED: tl.constexpr,  # noqa: N803
-    WHOLE: tl.constexpr,  # noqa: N803 - whether chunks divide k
-    BLOCKS: tl.constexpr,  # noqa: N803 - whether a row has several scales
+    BITS: tl.constexpr,  # noqa: N803 - constexpr arguments are upper case throughout Triton
+    FP8: tl.constexpr,  # noqa: N803
+    PERIOD: tl.constexpr,  # noqa: N803 - words of a period of columns
+    BLOCK: tl.constexpr,  # noqa: N803 - columns that share a scale; 0: all
+    PER: tl.constexpr,  # noqa: N803 - values of a word that share a scale
+    WHOLE: tl.constexpr,  # noqa: N803 - whether each value has a column
+    SHARED: tl.constexpr,  # noqa: N803 - whether all columns of a program share scales
     SPLITS: tl.constexpr,  # noqa: N803
     ROWS: tl.constexpr,  # noqa: N803
     COLUMNS: tl.constexpr,  # noqa: N803
-    CHUNK: tl.constexpr,  # noqa: N803
+    WORDS: tl.constexpr,  # noqa: N803 - words of a step
+    SWAPPED: tl.constexpr,  # noqa: N803
 ):
     DTYPE: tl.constexpr = x.dtype.element_ty  # noqa: N806
-    BYTES: tl.constexpr = CHUNK // 2 if PACKED else CHUNK  # noqa: N806
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    split = tl.program_id(2)
-    element = tl.arange(0, BYTES)
-    # Indices beyond the ends load another row or column, so the loop needs no mask; their results are not stored.
-    x_row = x + (row % m).to(tl.int64) * k
-    w_row = values + (column % n).to(tl.int64) * (k // 2 if PACKED else k)
-    of_row = (column % n) // block_rows * scale_stride
-    each = tl.cdiv(tl.cdiv(k, CHUNK), SPLITS) * CHUNK
-    start = split * each
-    stop = tl.minimum(start + each, k)
-    sums = tl.zeros([COLUMNS, ROWS], tl.float32)
-    for first in range(start, stop, CHUNK):
-        before = tl.zeros([COLUMNS, ROWS], tl.float32) if BLOCKS else sums
-        if PACKED:
-            bits = tl.load(w_row[:, None] + first // 2 + element[None, :])
-            x_at = x_row[:, None] + first + element[None, :]
-            low, high = from_nibbles(bits & 15, DTYPE), from_nibbles(bits >> 4, DTYPE)
-            if zeros is None:
-                low, high = low - 8.0, high - 8.0
+    VALUES: tl.constexpr = 32 // BITS  # noqa: N806
+    row_block, column_block, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    row = row_block * ROWS + tl.arange(0, ROWS)
+    column = column_block * COLUMNS + tl.arange(0, COLUMNS)
+    element = tl.arange(0, WORDS)
+    x_inside = (row < m)[:, None]
+    x_at = x + row.to(tl.int64)[:, None] * k + element[None, :]
+    # Indices beyond the end load another column; its results are not stored.
+    w_at = words + (column % n).to(tl.int64)[:, None] * row_words + element[None, :]
+    if SHARED:
+        of_row = column_block * COLUMNS // block_rows * scale_stride
+    else:
+        of_row = (column % n) // block_rows * scale_stride
+    steps = tl.cdiv(row_words // WORDS, SPLITS)
+    first = split * steps * WORDS
+    last = tl.minimum(first + steps * WORDS, row_words)
+    sums = tl.zeros([ROWS if SWAPPED else COLUMNS, COLUMNS if SWAPPED else ROWS], tl.float32)
+    for word in range(first, last, WORDS):
+        if PERIOD == WORDS:
+            place = word * VALUES
+        else:
+            place = tl.multiple_of(word // PERIOD * (PERIOD * VALUES) + word % PERIOD, 16)
+        if BLOCK > 0:
+            some_scales = numbers_of(scales, of_row, place, scale_stride, VALUES, PERIOD, BLOCK, PER, WHOLE)
+        if zeros is not None:
+            some_zeros = numbers_of(zeros, of_row, place, scale_stride, VALUES, PERIOD, BLOCK, PER, WHOLE)
+        some_words = tl.load(w_at + word)
+        part = sums
+        for number in tl.static_range(VALUES):
+            if BITS == 4:
+                if zeros is None:
+                    zero = tl.full([COLUMNS, 1], 8, tl.int32)
+                elif SHARED:
+                    zero = tl.zeros([COLUMNS, 1], tl.int32) + some_zeros[number // PER].to(tl.int32)
+                else:
+                    zero = some_zeros[number // PER].to(tl.int32)[:, None]
+                added = minus_zero(zero, DTYPE).broadcast_to([COLUMNS, WORDS])
             else:
-                zero = from_nibbles(tl.load(zeros + of_row + first // block_columns), tl.float32)
-                low, high = low - zero.to(low.dtype)[:, None], high - zero.to(low.dtype)[:, None]
-            part = dot(low, tl.trans(tl.load(x_at)), before)
-            part = dot(high, tl.trans(tl.load(x_at + BYTES)), part)
-        else:
-            if WHOLE:
-                bits = tl.load(w_row[:, None] + first + element[None, :])
-                some_x = tl.load(x_row[:, None] + first + element[None, :])
-            else:  # zeros do not change the sum
-                inside = (first + element < k)[None, :]
-                bits = tl.load(w_row[:, None] + first + element[None, :], mask=inside, other=0)
-                some_x = tl.load(x_row[:, None] + first + element[None, :], mask=inside, other=0.0)
-            some_w = from_bytes(bits, FP8, DTYPE)
-            part = dot(some_w, tl.trans(some_x), before)
-        if BLOCKS:
-            scale = tl.load(scales + of_row + first // block_columns).to(tl.float32)
-            sums += part * scale[:, None]
-        else:
-            sums = part
-    if not BLOCKS:
-        sums *= tl.load(scales + of_row).to(tl.float32)[:, None]
-    sums = tl.trans(sums)
-    if bias is not None:
-        sums += tl.load(bias + column, mask=column < n, other=0.0).to(tl.float32)[None, :]
-    target = out + (split.to(tl.int64) * m + row[:, None]) * n + column[None, :]
-    tl.store(target, sums.to(out.dtype.element_ty), mask=(row < m)[:, None] & (column < n)[None, :])
-
-
-@triton.jit(do_not_specialize=["size"])  # type: ignore[untyped-decorator]
-def sum_parts_kernel(  # type: ignore[no-untyped-def]
-    parts,  # float32 [SPLITS, size]
-    bias,  # [n] or None
-    out,  # [size]
-    size,
-    n,
-    SPLITS: tl.constexpr,  # noqa: N803 - constexpr arguments are upper case throughout Triton
-    BLOCK: tl.constexpr,  # noqa: N803
-):
-    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = place < size
-    total = tl.zeros([BLOCK], tl.float32)
-    for split in tl.static_range(SPLITS):
-        total += tl.load(parts + tl.cast(split, tl.int64) * size + place, mask=inside, other=0.0)
-    if bias is not None:
-        total += tl.load(bias + place % n, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + place, total.to(out.dtype.element_ty), mask=inside)
+                added = None
+            value = value_of(some_words, added, number, BITS, FP8, DTYPE)
+            inside = x_inside
+            if not WHOLE:  # zeros do not change the sums
+                inside = x_inside & (place + number * PERIOD + element < k)[None, :]
+            some_x = tl.load(x_at + (place + number * PERIOD), mask=inside, other=0.0)
+            if BLOCK > 0 and number % PER == 0:
+                part = tl.zeros_like(sums)
+            part = dot(some_x, tl.trans(value), part) if SWAPPED else dot(value, tl.trans(some_x), part)
+            if BLOCK > 0 and number % PER == PER - 1:
+                scale = some_scales[number // PER].to(tl.float32)
+                if SHARED:
+                    sums += part * scale
+                elif SWAPPED:
+                    sums += part * scale[None, :]
+                else:
+                    sums += part * scale[:, None]
+        if BLOCK == 0:
+            sums = part if SWAPPED else _waited(part)
+    if not SWAPPED:
+        sums = tl.trans(sums)
+    target = row.to(tl.int64)[:, None] * n + column[None, :]
+    mask = x_inside & (column < n)[None, :]
+    complete = True
+    if SPLITS > 1:
+        size = m.to(tl.int64) * n
+        tl.store(parts + split * size + target, sums, mask=mask)
+        tl.debug_barrier()  # all stores of this program precede its arrival
+        counter = arrived + row_block * tl.num_programs(1) + column_block
+        complete = tl.atomic_add(counter, 1, sem="acq_rel") == SPLITS - 1
+    if complete:
+        if SPLITS > 1:
+            tl.store(counter, 0)
+            sums = tl.zeros([ROWS, COLUMNS], tl.float32)
+            for one in tl.static_range(SPLITS):
+                sums += tl.load(parts + one * size + target, mask=mask, other=0.0)
+        if BLOCK == 0:
+            if SHARED:
+                sums *= tl.load(scales + of_row).to(tl.float32)
+            else:
+                sums *= tl.load(scales + of_row).to(tl.float32)[None, :]
+        if bias is not None:
+            sums += tl.load(bias + column, mask=column < n, other=0.0).to(tl.float32)[None, :]
+        tl.store(out + target, sums.to(out.dtype.element_ty), mask=mask)

@@ -27,11 +27,18 @@ EVIL = "<img src=x onerror=alert(1)>"
 
 
 @pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+def running_browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
     if CHROMIUM is None:
         pytest.skip(WHY_SKIPPED)
     with Browser(tmp_path_factory.mktemp("browser")) as running:
         yield running
+
+
+@pytest.fixture
+def browser(running_browser: Browser) -> Iterator[Browser]:
+    """The browser of all tests, without a page."""
+    yield running_browser
+    running_browser.close_tabs()
 
 
 @pytest.fixture

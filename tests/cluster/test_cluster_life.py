@@ -122,6 +122,35 @@ def test_every_rank_is_given_the_keys_that_changed(ranks: FakeRanks) -> None:
         cluster.stop()
 
 
+def test_groups_that_share_host_memory_know_each_other(ranks: FakeRanks) -> None:
+    ranks.sharing = True
+    placement = choose_placement(0, 2, 1, "cpu", (1, 1))
+    cluster = Cluster(Config(), placement, KeyRing(make_keys()), ranks)
+    cluster.start(lambda text: None)
+    try:
+
+        def known() -> list[str]:
+            found = [call for call in ranks.calls if "know_groups" in call]
+            ranks.calls.clear()
+            return found
+
+        assert known() == [
+            f"{name} know_groups prefill,decode" for name in ("prefill/0", "prefill/1", "decode/0")
+        ]
+        ranks.sharing = False
+        [new] = cluster.add_groups("decode", 1, lambda text: None)
+        assert len(known()) == 3, "the new group shares nothing"
+        ranks.sharing = True
+        cluster.add_groups("decode", 1, lambda text: None)
+        assert known() == [
+            f"{name} know_groups prefill,decode,decode-3"
+            for name in ("prefill/0", "prefill/1", "decode/0", "decode-3/0")
+        ]
+        assert new.up
+    finally:
+        cluster.stop()
+
+
 def test_a_death_is_told_to_all_others_and_of_its_group_once(cluster: Cluster, ranks: FakeRanks) -> None:
     addresses: queue.Queue[str] = queue.Queue()
     groups: list[str] = []

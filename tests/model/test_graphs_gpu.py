@@ -13,7 +13,7 @@ from model_helpers import make_runner, prompts
 from disagg.model import piecewise
 from disagg.model.batch import SequenceSlice, StepBatch
 from disagg.model.graphs import ChunkGraphs, batch_sizes, chunk_sizes, context_limits
-from disagg.model.mixed_graphs import CHUNKS, MixedGraphs, MixedNumbers, MixedSize, mixed_sizes
+from disagg.model.mixed_graphs import CHUNKS, MixedGraphs, MixedNumbers, MixedSize, mixed_sizes, prefill_room
 from disagg.model.piecewise import piece_sizes
 from disagg.model.runner import ModelRunner
 from disagg.model.sampled_tokens import token_of
@@ -64,12 +64,15 @@ def test_the_numbers_of_a_step_smaller_than_its_bucket() -> None:
 
 @pytest.mark.parametrize("largest", [1, 32, 33, 200, 256])
 def test_sizes_of_steps_with_chunks(largest: int) -> None:
+    """Every number of answers, with the prompt tokens for which there is room, fits a bucket."""
     sizes = mixed_sizes(256, 64, largest)
-    assert sizes[0] == (min(32, largest), 256)
     assert sizes[-1].singles == largest
     for smaller, size in pairwise(sizes):
         assert size.singles > smaller.singles
-        assert size.chunk_tokens == max(64, 256 - smaller.singles)
+    for singles in range(largest + 1):
+        fitting = next(one for one in sizes if singles <= one.singles)
+        assert 64 <= prefill_room(256, 64, singles) <= fitting.chunk_tokens
+        assert singles > 192 or sum(fitting) <= 256
 
 
 def test_the_numbers_of_a_step_with_chunks() -> None:
@@ -98,7 +101,7 @@ def test_recorded_steps_with_chunks_equal_launched_ones(
     """Steps of every bucket, filled up or not; then one that fits none."""
     texts = [text[:50] for text in prompts()[:4]]
     launched, recorded = (
-        make_runner(checkpoint(name), device="cuda", dtype=dtype, pages=40) for _ in range(2)
+        make_runner(checkpoint(name), device="cuda", dtype=dtype, pages=40, rows=4) for _ in range(2)
     )
     recorded.record_mixed((MixedSize(1, 24), MixedSize(3, 16)))
     found = []

@@ -22,7 +22,8 @@ from disagg.node.local_prefill import MIN_PREFILL_TOKENS
 from disagg.node.plan import StepPlan
 from transport.control import messages as m
 
-STEP_TOKENS = 100
+STEP_TOKENS = 116
+"""100 tokens of prompts beside up to 16 answers, whose number a recorded step pads."""
 ANSWER = SamplingParams(max_tokens=100)
 
 
@@ -96,15 +97,24 @@ def test_chunks_and_the_first_token_are_planned_ahead() -> None:
 
 def test_answers_leave_the_rest_of_a_step_and_at_least_a_minimum() -> None:
     scheduler = scheduler_of(steps_ahead=0)
-    for number in range(10):
+    for number in range(20):
         begin(scheduler, f"running-{number}", 1)
     begin(scheduler, "new", 1000)
     found = step(scheduler)
-    assert found["new"] == (0, STEP_TOKENS - 10)
+    assert found["new"] == (0, STEP_TOKENS - 32), "20 answers count as 32"
     assert list(found)[-1] == "new", "answers come first"
-    for number in range(40):
+    for number in range(11):
         begin(scheduler, f"more-{number}", 1)
-    assert step(scheduler)["new"] == (90, 90 + MIN_PREFILL_TOKENS)
+    assert step(scheduler)["new"] == (84, 168)
+    begin(scheduler, "one more", 1)
+    for _ in range(2):
+        assert "new" not in step(scheduler), "32 answers are delayed by every other step only"
+        assert step(scheduler)["new"][0] in (168, 252)
+    for number in range(20):
+        begin(scheduler, f"many-{number}", 1)
+    step(scheduler)
+    start, stop = step(scheduler)["new"]
+    assert stop - start == MIN_PREFILL_TOKENS
 
 
 def test_the_oldest_prompt_is_first_unless_a_lower_number_comes() -> None:
@@ -115,7 +125,7 @@ def test_the_oldest_prompt_is_first_unless_a_lower_number_comes() -> None:
     begin(scheduler, "urgent", 61, priority=-1)
     assert step(scheduler) == {"urgent": (0, 60), "a": (100, 140)}
     # The first token of the urgent request is sampled.
-    assert step(scheduler) == {"urgent": (60, 61), "a": (140, 150), "b": (0, 89)}
+    assert step(scheduler) == {"urgent": (60, 61), "a": (140, 150), "b": (0, 90)}
 
 
 @pytest.mark.parametrize("steps_ahead", [0, 1])

@@ -27,7 +27,7 @@ from transport.inproc import InprocFabric, InprocTransport
 STEPS = 300
 LOST: Any = object()
 """In the queue of a control thread: its channel has lost the peer."""
-SEEDS = sampled(range(2000), lambda seed: seed < 400)
+SEEDS = sampled(range(2000), lambda seed: seed < 200)
 
 
 class Side:

@@ -28,7 +28,7 @@ from disagg.node.block_parts import BlockParts
 from disagg.node.cache_controller import HostBlockCounts, HybridCacheController
 from disagg.node.group_storage import open_group_storage
 from disagg.node.storage_controller import StorageController
-from disagg.node.stored_items import StoredParts
+from disagg.node.stored_items import ItemStorage, StoredParts
 from disagg.storage.contract import PageStorage
 from disagg.storage.keys import PageKeys, StoredModel
 from disagg.storage.memory import MemoryStorage
@@ -62,7 +62,7 @@ class StoringRank:
         self.reported = threading.Condition()
         self.now_s = 0.0
         self.controller = StorageController(
-            storage,
+            ItemStorage(storage, storage),
             KEYS,
             StoredParts(
                 BlockParts(GRID, self.shard, GRID.parts_of(self.shard)),
@@ -337,6 +337,10 @@ def test_a_bug_ends_its_operation_only(ranks: list[StoringRank], monkeypatch: py
             r"storage = 'redis://\.\.\.' is not allowed",
         ),
         ({"storage": "s3://bucket"}, "a folder, or a URL that begins with redis://, rediss://, unix://"),
+        (
+            {"host_cache_shared": True, "host_cache_bytes": 0},
+            "host_cache_shared = True is not allowed; it must be false without prefix_cache",
+        ),
         ({"storage_bytes": 1}, "storage_bytes = 1 is not allowed"),
         ({"prefetch": "never"}, "one of best_effort, timeout, wait"),
         ({"prefetch_base_s": -1}, "at least 0"),

@@ -26,7 +26,7 @@ from disagg.node.block_parts import BlockParts
 from disagg.node.cache_controller import HostBlockCounts, HybridCacheController
 from disagg.node.group_storage import page_keys
 from disagg.node.storage_controller import StorageController
-from disagg.node.stored_items import StoredParts
+from disagg.node.stored_items import ItemStorage, StoredParts
 from disagg.storage.contract import PageStorage
 from disagg.storage.keys import PageKeys, StoredModel
 from disagg.storage.memory import MemoryStorage
@@ -105,7 +105,7 @@ class HybridRank:
         read, written = GRID.states_of(self.shard), GRID.states_to_store(shards, rank)
         pages = [GRID.parts_of(self.shard), GRID.parts_to_store(shards, rank)]
         self.controller = StorageController(
-            storage,
+            ItemStorage(storage, storage),
             KEYS,
             StoredParts(*(BlockParts(GRID, self.shard, parts) for parts in pages)),
             StoredParts(BlockParts(GRID, self.shard, read), BlockParts(GRID, self.shard, written)),

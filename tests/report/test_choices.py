@@ -12,7 +12,7 @@ from disagg.core.config.read import (
     Role,
     TransferConfig,
 )
-from disagg.core.types import GroupInfo, KVLayout, RankInfo, Shard, Span, StateClass
+from disagg.core.types import GroupInfo, KVLayout, PageServer, RankInfo, Shard, Span, StateClass
 from disagg.node.host_memory import HostCacheSize
 from disagg.report.choices import choices, choices_table
 
@@ -66,6 +66,18 @@ def test_set_sizes_are_called_so() -> None:
     hosts = {f"{role}.host_cache_bytes" for role in HOST_CACHES}
     assert automatic == {"transport", "longest prompt and answer"} | hosts
     assert found["transfer.checksum"] == ("on", "set")
+
+
+def test_groups_that_share_their_host_memory() -> None:
+    shared = PrefillConfig(host_cache_shared=True)
+    group = info("prefill", 64)
+    rank = RankInfo(0, Shard(0, Span(0, 2), Span(0, 2)), "", b"", page_server=PageServer(1, b"", "ucx-shm"))
+    serving = msgspec.structs.replace(group, ranks=(rank,))
+    found = as_dict(Config(prefill=shared), "cuda", [serving, info("decode", 64)], 5)
+    assert found["prefill.host_cache_shared"] == ("true, over ucx-shm", "set")
+    assert "decode.host_cache_shared" not in found
+    found = as_dict(Config(prefill=shared), "cuda", [group, info("decode", 64)], 5)
+    assert found["prefill.host_cache_shared"] == ("false: the model has no prefix cache", "set")
 
 
 def with_states(group: GroupInfo, slots: int) -> GroupInfo:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from disagg.core.sampling import computes_locally
+from disagg.core.local_prefill import ANSWERS_PER_PAUSE, computes_locally
 from disagg.core.types import PROTOCOL_VERSION, GroupInfo, KVLayout, RankInfo, SamplingParams, Shard, Span
 from disagg.router.policy import LocalPrefill, RoutedGroup, RoutingRequest, SessionLoad
 
@@ -44,6 +44,13 @@ def test_the_decode_group_with_the_shortest_queue_is_compared() -> None:
     found = RULE.group(prefill, decodes, ASKED)
     assert found is decodes[2]
     assert RULE.group(prefill, decodes[1:2], ASKED) is None
+
+
+def test_a_group_with_many_requests_takes_longer() -> None:
+    prefill, decode = group("p", "prefill", tokens=149), group("d", "decode")
+    for requests, expected in ((ANSWERS_PER_PAUSE - 1, decode), (ANSWERS_PER_PAUSE, None)):
+        decode.requests = requests
+        assert RULE.group(prefill, [decode], ASKED) is expected
 
 
 def test_without_a_prefill_group_any_queue_will_do() -> None:

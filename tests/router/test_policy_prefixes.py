@@ -16,6 +16,7 @@ from disagg.core.types import (
     PROTOCOL_VERSION,
     GroupInfo,
     KVLayout,
+    PageServer,
     RankInfo,
     Shard,
     Span,
@@ -114,6 +115,34 @@ def test_a_load_costs_less_than_computing_and_more_than_nothing() -> None:
     request = replace(asking(range(1000), one), host_load_cost=0.1, storage_load_cost=0.5)
     assert request.cost(one) == (1000 - 896, 26 + 192)
     assert request.missing_tokens(one) == 104 + 218
+
+
+def sharing(name: str, **counts: int) -> RoutedGroup:
+    """A group that reads the others' host memory."""
+    rank = RankInfo(0, Shard(0, Span(0, 1), Span(0, 1)), name, b"", page_server=PageServer(1, b"", "tls"))
+    return RoutedGroup(
+        GroupInfo(name, "prefill", PROTOCOL_VERSION, "", LAYOUT, 16, "inproc", (rank,)), **counts
+    )
+
+
+def test_a_hit_in_another_groups_memory_counts_as_stored_for_groups_that_share_it() -> None:
+    owner, reader, alone = (
+        holds(sharing("owner"), range(896), tier="host"),
+        sharing("reader"),
+        engine("alone"),
+    )
+    groups = [owner, reader, alone]
+    request = replace(asking(range(1000), *groups), host_load_cost=0.1, storage_load_cost=0.5)
+    shared = request.shared_tokens(groups)
+    assert shared == 896
+    assert [request.cost(one, shared) for one in groups] == [(104, 90), (104, 448), (1000, 0)]
+    assert prefix_aware(groups, request) is owner
+    owner.tokens = 600
+    assert prefix_aware(groups, request) is reader, "reads faster than it computes, and its queue is empty"
+    assert prefix_aware(groups[1:], request) is reader  # nobody has the prompt: equal costs, the first one
+    assert request.shared_tokens(groups[1:]) == 0
+    holds(alone, range(896), tier="host")
+    assert request.shared_tokens([reader, alone]) == 0, "its memory is not shared"
 
 
 def test_a_long_hit_in_storage_is_compared_with_a_short_one_in_the_pool() -> None:

@@ -18,7 +18,7 @@ from api_server import until
 from structlog.testing import capture_logs
 
 from disagg.core.config.read import ControlConfig
-from disagg.core.types import RankInfo, Shard, Span
+from disagg.core.types import PageServer, RankInfo, Shard, Span
 from disagg.doctor.sockets import probe_sockets
 from disagg.sockets.guards import (
     NO_DATA,
@@ -261,6 +261,9 @@ def test_only_tls_addresses_are_known() -> None:
     shard = Shard(0, Span(0, 1), Span(0, 1))
     ranks = [RankInfo(0, shard, "tcp://127.0.0.1:1", address) for address in (b"ucx's", b"", good)]
     assert tls_ports(ranks) == {("127.0.0.1", 4711): ProbeReply("tls", guarded=True)}
+    pages = PageServer(1, Address("127.0.0.1", 4712, bytes(16)).pack(), "tls")
+    sharing = RankInfo(0, shard, "tcp://127.0.0.1:1", b"ucx's", page_server=pages)
+    assert tls_ports([sharing]) == {("127.0.0.1", 4712): ProbeReply("tls", guarded=True)}
 
 
 def test_the_doctor_warns_of_open_sockets() -> None:

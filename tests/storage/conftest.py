@@ -9,14 +9,17 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from page_peers import NoPeers, WrittenAtAPeer, page_cluster
 from redis_servers import RealServer, fake_server, real_server
 
 from disagg.storage.contract import PageStorage
 from disagg.storage.files import FileSettings, FileStorage
+from disagg.storage.layered import LayeredStorage
 from disagg.storage.memory import MemoryStorage
+from disagg.storage.peers import PeerStorage
 from disagg.storage.remote import RemoteSettings, RemoteStorage
 
-BACKENDS = ["memory", "files", "files-buffered", "redis", "fake-redis"]
+BACKENDS = ["memory", "files", "files-buffered", "redis", "fake-redis", "peers", "layered-memory"]
 
 
 @pytest.fixture(scope="session")
@@ -39,11 +42,16 @@ def make_storage(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Cal
             url = request.getfixturevalue("redis_server").url
         if backend == "fake-redis":
             url = opened.enter_context(fake_server()).url
+        cluster = opened.enter_context(page_cluster()) if backend == "peers" else None
 
         def make() -> PageStorage:
             storage: PageStorage
             if backend == "memory":
                 storage = MemoryStorage(8 << 20)
+            elif backend == "layered-memory":
+                storage = LayeredStorage(PeerStorage(NoPeers()), MemoryStorage(8 << 20))
+            elif cluster is not None:
+                storage = WrittenAtAPeer(cluster)
             elif url:
                 storage = RemoteStorage(RemoteSettings(url, threads=2, prefix=prefix))
             else:

@@ -65,6 +65,7 @@ class Browser:
         os.close(theirs_out)
         self._number, self._rest = 0, b""
         self._tabs: dict[str, Tab] = {}
+        self._contexts: list[str] = []
 
     def __enter__(self) -> Browser:
         return self
@@ -85,6 +86,7 @@ class Browser:
     def tab(self, url: str, *, width: int = 1400, height: int = 1000, **media: str) -> Tab:
         """A new page, with nothing in common with others. `media`: features, as `prefers_color_scheme="dark"`."""
         context = self.call("Target.createBrowserContext")["browserContextId"]
+        self._contexts.append(context)
         target = self.call("Target.createTarget", url="about:blank", browserContextId=context)["targetId"]
         session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         tab = self._tabs[session] = Tab(self, session)
@@ -95,6 +97,12 @@ class Browser:
         tab.call("Emulation.setEmulatedMedia", features=features)
         tab.load("Page.navigate", url=url)
         return tab
+
+    def close_tabs(self) -> None:
+        """Closes all pages: an open page requests and draws the status each second."""
+        while self._contexts:
+            self.call("Target.disposeBrowserContext", browserContextId=self._contexts.pop())
+        self._tabs.clear()
 
     def call(self, method: str, session: str | None = None, **params: Any) -> dict[str, Any]:
         """The result of one command; events that come before it go to their tabs."""

@@ -49,6 +49,8 @@ class FakeActor:
             names = (
                 [getattr(one, "name", one) for one in arguments] if method in ("link", "peer_lost") else []
             )
+            if method == "know_groups":
+                names = [",".join(group.name for group in arguments[0])]
             if method == "update_keys":
                 self._ranks.keys[self.name] = arguments[0]
             if method != "pulse":
@@ -96,6 +98,8 @@ class FakeRanks:
         """Keys that each rank has received last, by the rank's name."""
         self.configs: dict[str, Config] = {}
         """Configuration of each placed group, by the group's name."""
+        self.sharing = False
+        """Whether ranks that start share their host memory with other groups."""
         self.killed: list[str] = []
         self.taken_down: list[str] = []
         self.changed = threading.Condition()
@@ -129,7 +133,9 @@ class FakeRanks:
         return [self._result(*call.name.split()) for call in calls]
 
     def _result(self, actor: str, method: str) -> Any:
-        info = SimpleNamespace(control_address=f"tcp://{actor}")
+        info = SimpleNamespace(
+            control_address=f"tcp://{actor}", page_server=object() if self.sharing else None
+        )
         started = SimpleNamespace(
             info=info,
             spec=SPEC,

@@ -329,3 +329,14 @@ ENDS = {
     "crowded deadline": {"done", "timeout"},
 }
 """The ends that requests may have, for each kind of trouble."""
+CONTAINED = {
+    "nothing",
+    "repeat",
+    "abort",
+    "fail",
+    "tiers",
+    "tiers back",
+    "tiers storage",
+    "crowded",
+}
+"""Kinds whose troubles and memories also occur in another kind, such as `tiers back abort`."""

@@ -36,6 +36,7 @@ from disagg.model.collective.base import SingleCollective, ThreadCollective
 from disagg.model.load.source import ModelSource
 from disagg.model.load.tiny import make_tiny_checkpoint
 from disagg.node.assemble import make_runner
+from disagg.node.group_storage import shares_host_cache
 from disagg.node.links import make_link
 from disagg.router.answers import Output, SessionReport
 from disagg.router.response_dispatcher import ResponseDispatcher
@@ -202,6 +203,8 @@ class LocalGroups:
             for info in self.infos.values():
                 if info.role != rank.role:
                     rank.link(info)
+        for rank in self.ranks:
+            rank.know_groups(list(self.infos.values()))
         if config.transport.peer_memory:
             self.wait_for_pools()
 
@@ -332,6 +335,7 @@ class LocalGroups:
         """What the others see when the process of a rank, such as `decode-1`, dies."""
         self.hub.cut(name)
         self.fabric.kill(name)
+        self.fabric.kill(f"{name}-pages")
         self._collectives[name].close()
 
     def stop(self) -> None:
@@ -349,7 +353,7 @@ class LocalGroups:
         runner.pool.poison()  # unwritten KV that is read turns the answer into NaN
         name = f"{group_name}-{rank}"
         self._collectives[name] = collective
-        return cls(
+        node = cls(
             rank=rank,
             config=self.config,
             group_config=group,
@@ -358,6 +362,9 @@ class LocalGroups:
             control=self._control(name),
             transport=self.transport(name),
         )
+        if shares_host_cache(group, runner.spec):
+            node.share_host_cache(self.transport(f"{name}-pages"), "inproc")
+        return node
 
     def _control(self, name: str) -> InprocControl:
         limit_bytes = self._max_message_bytes.get(name, m.MAX_MESSAGE_BYTES)

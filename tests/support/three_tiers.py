@@ -90,7 +90,9 @@ class StoringGroup:
 
     def add_memory(self, blocks: int, write: HostWriteName = "through", **more: Any) -> None:
         self.kv_manager.add_host_tier(blocks, self.states, self.ranks, write)
-        self.kv_manager.add_storage(links, PrefillConfig(**{"prefetch_min_tokens": 1, **more}))
+        self.kv_manager.add_storage(
+            links, PrefillConfig(**{"prefetch_min_tokens": 1, "storage": "pages", **more})
+        )
 
     @property
     def tier(self) -> StorageTier:

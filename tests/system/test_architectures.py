@@ -37,9 +37,12 @@ CONFIGS = {
 
 
 @pytest.mark.parametrize(
-    ("prefill_tp", "decode_tp"), sampled([(2, 1), (1, 2), (4, 2)], lambda *tp: tp != (4, 2))
+    ("name", "prefill_tp", "decode_tp"),
+    sampled(
+        ((name, *tp) for name in CONFIGS for tp in [(2, 1), (1, 2), (4, 2)]),
+        lambda name, *tp: tp == ((2, 1), (1, 2))[list(CONFIGS).index(name) % 2],
+    ),
 )
-@pytest.mark.parametrize("name", CONFIGS)
 def test_tokens_are_those_of_generate(
     name: str, prefill_tp: int, decode_tp: int, checkpoints: Checkpoints, tmp_path: Path
 ) -> None:

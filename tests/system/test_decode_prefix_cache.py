@@ -68,7 +68,9 @@ def test_turns_of_a_conversation_bring_only_what_is_new(
     ("prefill", "decode", "chunk_tokens"),
     sampled(
         itertools.product([True, False], [True, False], [7, 64]),
-        lambda prefill, decode, chunk_tokens: (prefill == decode) == (chunk_tokens == 7),
+        lambda prefill, decode, chunk_tokens: (
+            (prefill or decode) and (prefill == decode) == (chunk_tokens == 7)
+        ),
     ),
 )
 def test_either_cache_alone_and_both(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from typing import Any
 
@@ -12,6 +13,7 @@ from local_groups import Checkpoints, LocalGroups, ask, local_groups, random_pro
 from prefix_caches import cache_of, with_caches
 from simulated_groups import Simulation
 from simulated_memory import poison_pages
+from slow_parameters import sampled
 
 from disagg.core.prefixes import PrefixKey
 from disagg.core.types import SamplingParams
@@ -102,8 +104,13 @@ def test_salts_share_nothing(checkpoints: Checkpoints) -> None:
     assert (found.hits, found.misses) == (1, 3)
 
 
-@pytest.mark.parametrize("peer_memory", [False, True], ids=["staged", "written"])
-@pytest.mark.parametrize("eviction", ["lru", "fifo"])
+@pytest.mark.parametrize(
+    ("eviction", "peer_memory"),
+    sampled(
+        itertools.product(["lru", "fifo"], [False, True]),
+        lambda eviction, peer_memory: (eviction == "lru") == peer_memory,
+    ),
+)
 def test_sharing_under_a_pool_that_is_too_small_with_aborts(
     checkpoints: Checkpoints, eviction: str, peer_memory: bool
 ) -> None:

@@ -57,17 +57,19 @@ async def profiled(
     return last, await answers
 
 
-@pytest.mark.parametrize("role", ["decode", "prefill", "colocated"])
-def test_a_rank_records_while_streams_run(checkpoints: Checkpoints, tmp_path: Path, role: str) -> None:
-    config = colocated_config() if role == "colocated" else small_config()
+@pytest.mark.parametrize(("role", "rank"), [("decode", 1), ("prefill", 0), ("colocated", 0)])
+def test_a_rank_records_while_streams_run(
+    checkpoints: Checkpoints, tmp_path: Path, role: str, rank: int
+) -> None:
+    config = colocated_config() if role == "colocated" else small_config(decode_tp=2)
     prompts = random_prompts(30, 50, 20, 70)
     steps = 2 if role == "prefill" else 10
-    request = ProfileRequest(ProfileOptions(steps, 30.0), role=role)  # type: ignore[arg-type]
+    request = ProfileRequest(ProfileOptions(steps, 30.0), role=role, rank=rank)  # type: ignore[arg-type]
     with local_groups(recording(config, tmp_path / "traces"), checkpoints.source()) as groups:
         summary, answers = groups.serve(lambda router: profiled(router, request, prompts))
         source = groups.source
     assert [answer.tokens for answer in answers] == [checkpoints.greedy(source, p, 60) for p in prompts]
-    assert (summary.lane, summary.device, summary.steps) == (f"{role} r0", "cpu", steps)
+    assert (summary.lane, summary.device, summary.steps) == (f"{role} r{rank}", "cpu", steps)
     assert 0.0 < summary.busy_share <= 1.0
     assert summary.busy_share + summary.pause_share + summary.short_gap_share == pytest.approx(1.0)
     assert 0 < summary.step_ms_p50 <= summary.step_ms_p99 <= summary.window_ms

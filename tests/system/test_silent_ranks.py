@@ -163,7 +163,7 @@ def test_requests_wait_for_a_silent_group_without_another_one(checkpoints: Check
         groups.serve(work)
 
 
-@pytest.mark.parametrize("rank", ["prefill-0", "decode-0"])
+@pytest.mark.parametrize("rank", [pytest.param("prefill-0", marks=pytest.mark.slow), "decode-0"])
 def test_a_suspicion_and_the_loss_that_follows_are_one_fault(checkpoints: Checkpoints, rank: str) -> None:
     config = small_config(1, 1, groups=(2, 2))
     config = msgspec.structs.replace(config, router=RouterConfig(max_recoveries=1))

@@ -204,3 +204,9 @@ def test_a_model_without_kv_has_no_storage(directory: Path, tmp_path: Path) -> N
         match=r"prefill\.storage is not available for models without attention \(Mamba2ForCausalLM\)",
     ):
         LocalGroups(config_of(tmp_path), source_of(directory, "mamba2"))
+
+
+def test_a_model_without_kv_shares_no_host_memory(directory: Path) -> None:
+    config = with_storage("", small_config(1, 1), "prefill", host_cache_shared=True)
+    with pytest.raises(ConfigError, match=r"prefill\.host_cache_shared is not available for models without"):
+        LocalGroups(config, source_of(directory, "mamba2"))

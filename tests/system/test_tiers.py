@@ -139,7 +139,7 @@ def test_what_was_evicted_comes_back_with_write_back(checkpoints: Checkpoints, k
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("architecture", ["qwen3-next", "falcon-h1"])
+@pytest.mark.parametrize("architecture", [pytest.param("qwen3-next", marks=pytest.mark.slow), "falcon-h1"])
 def test_states_come_back_too(
     architecture: str, checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathFactory, device: str
 ) -> None:

@@ -74,6 +74,25 @@ def test_a_trace_on_this_host_is_copied(
     assert str(tmp_path / "out" / trace.name) in capsys.readouterr().out
 
 
+def test_a_trace_without_a_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a rank: the first three steps do not count. A CPU's trace has no kernels."""
+    kinds = (("user_annotation", "disagg step", 90), ("cpu_op", "aten::mm", 60))
+    events = [
+        {"ph": "X", "cat": kind, "name": name, "pid": 1, "tid": 1, "ts": 1e12 + 100 * number, "dur": us}
+        for number in range(5)
+        for kind, name, us in kinds
+    ]
+    trace = tmp_path / "decode.trace.json"
+    trace.write_text(json.dumps({"traceEvents": events}))
+    assert cli.run(["profile", "--trace", str(trace), "--out", str(tmp_path / "out")]) == 0
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert (summary["steps"], summary["device"]) == (2, "cpu")
+    assert summary["busy_share"] == pytest.approx(120 / 190)
+    assert "63.16%" in capsys.readouterr().out
+    assert cli.run(["profile", "--trace", str(tmp_path / "gone"), "--out", str(tmp_path / "out")]) == 1
+    assert "is not a readable trace" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("replies", "code", "words"),
     [

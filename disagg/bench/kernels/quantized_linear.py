@@ -8,7 +8,7 @@ from the GPU's cache.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -19,7 +19,7 @@ from disagg.bench.common.report import Label, Measurement, Result
 from disagg.core.errors import InvariantError
 from kernels.dispatch import backend
 from kernels.layers.quantized_linear import quantized_linear, quantized_linear_reference
-from kernels.layers.quantized_weight import QuantizedWeight, chunk_of, pack_nibbles, scales_shape
+from kernels.layers.quantized_weight import QuantizedWeight, scales_shape
 
 BLOCKS = {"fp8": (128, 128), "int8": (1, 1 << 30), "int4": (1, 128)}
 """Blocks of scales by type of values: those of DeepSeek, one scale per channel, and groups."""
@@ -48,11 +48,10 @@ class QuantizedLinearBench:
         elif kind == "int8":
             values = (32 * noise).clamp(-127, 127).to(torch.int8)
         else:
-            nibbles = (2.5 * noise + 8).round().clamp(0, 15).to(torch.uint8)
-            values = pack_nibbles(nibbles, chunk_of(shape[1], columns, packed=True))
+            values = (2.5 * noise + 8).round().clamp(0, 15).to(torch.uint8)
         size = scales_shape(shape, (rows, columns))
         scales = 0.5 + torch.rand(size, generator=random, device=self.device)
-        return QuantizedWeight(values, scales / shape[1] ** 0.5, (rows, columns))
+        return QuantizedWeight.of(values, scales / shape[1] ** 0.5, (rows, columns))
 
 
 def run(
@@ -98,7 +97,7 @@ def _measure(
     plain_s: float,
     ceiling: Measurement | None,
 ) -> Iterator[Result]:
-    nbytes = weight.values.nbytes + weight.scales.nbytes
+    nbytes = weight.words.nbytes + weight.scales.nbytes
     x = _activations(bench, rows, weight.shape[1])
     _check(x, weight)
     copies = [weight, *(_copy(weight) for _ in range(_copies(bench, nbytes) - 1))]
@@ -127,7 +126,7 @@ def _copies(bench: QuantizedLinearBench, nbytes: int) -> int:
 
 
 def _copy(weight: QuantizedWeight) -> QuantizedWeight:
-    return QuantizedWeight(weight.values.clone(), weight.scales.clone(), weight.block)
+    return replace(weight, words=weight.words.clone(), scales=weight.scales.clone())
 
 
 def _activations(bench: QuantizedLinearBench, rows: int, k: int) -> torch.Tensor:

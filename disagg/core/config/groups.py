@@ -80,12 +80,16 @@ class GroupConfig(Section, frozen=True):
     host_cache_bytes: int | None = None
     """Host memory of each rank for a second tier of the prefix cache, pinned on demand: cached KV is also copied
     there, and loaded again after its eviction from the GPU. 0: no second tier. None: no second tier either, unless
-    `storage` is set; then a quarter of the host's available memory, divided by the number of ranks on the host and
-    less `swap_bytes`, at most four times the pool."""
+    `storage` or `host_cache_shared` is set; then a quarter of the host's available memory, divided by the number of
+    ranks on the host and less `swap_bytes`, at most four times the pool."""
     host_cache_write: HostWriteName = "through"
     """KV that is copied to the second tier. through: all cached KV. second_hit: only prefixes that a second request
     has used, so that a prompt used once costs no copies. back: only KV that is evicted from the pool; a new request
     then waits for the copy."""
+    host_cache_shared: bool = False
+    """Whether groups of the same model read each other's second tier, over the data plane, as a third tier of their
+    prefix cache. Only groups with this setting serve their pages and read those of others. With `storage` too, a page
+    that no group has in memory is read from the storage. Needs a second tier, and a model with KV."""
     storage: str = ""
     """Third tier of the prefix cache, behind host memory: a folder, or the URL of a Redis server
     (`redis://HOST:PORT/DB`, `rediss://` for TLS, `unix:///PATH`). Groups of the same model share the stored pages,
@@ -132,6 +136,10 @@ class GroupConfig(Section, frozen=True):
         self._one_of("prefetch", PrefetchName)
         self._at_least(LEAST_STORAGE_BYTES, "storage_bytes")
         self._at_least(0, "prefetch_base_s", "prefetch_s_per_1k_tokens", "prefetch_min_tokens")
+        if self.host_cache_shared and (not self.prefix_cache or self.host_cache_bytes == 0):
+            raise FieldError(
+                "host_cache_shared", True, "false without prefix_cache, or with host_cache_bytes = 0"
+            )
         if not self.storage:
             return
         scheme, separator, _ = self.storage.partition("://")

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+import socket
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 
+from disagg.core.errors import DisaggError
 from disagg.core.profile.intervals import Event, Interval, clipped, gaps, innermost, union
 from disagg.core.profile.kinds import kind_of
-from disagg.core.profile.trace import PREFIX, Trace
+from disagg.core.profile.trace import PREFIX, Trace, read_trace
 from disagg.core.profile.types import (
     Pause,
     ProfileLane,
@@ -34,6 +37,24 @@ MAX_PICTURE_INTERVALS = 4000
 NO_PART, PYTHON = "between steps", "Python"
 OUTSIDE = f"{NO_PART}: {PYTHON}"
 """Activity of the step thread outside of all recorded events."""
+
+
+def summarize_file(path: Path) -> TraceSummary:
+    """Returns the summary of a trace on this host: of a rank, or of another program. Raises `DisaggError`."""
+    try:
+        trace, device = read_trace(path, "cuda"), "cuda"
+    except DisaggError:  # a trace without kernels, or no trace
+        trace, device = read_trace(path, "cpu"), "cpu"
+    source = TraceSource(
+        raw=str(path),
+        trace=str(path.absolute()),
+        lane=path.name,
+        host=socket.gethostname(),
+        device=device,
+        wanted_steps=0,
+        skipped_steps=trace.warm_steps,
+    )
+    return summarize(trace, source)
 
 
 def summarize(trace: Trace, source: TraceSource) -> TraceSummary:

@@ -17,6 +17,8 @@ PREFIX = "disagg "
 """Prefix of the names of our annotations."""
 STEP = f"{PREFIX}step"
 """Annotation of a step."""
+WARM_STEPS = 3
+"""Steps that a rank records before the window of the summary: the first ones pay for the profiler's start."""
 OTHER_STEP = "ProfilerStep#"
 """Prefix of the annotation of a step in traces of other programs."""
 KERNEL, COPIES = "kernel", ("gpu_memcpy", "gpu_memset")
@@ -35,6 +37,11 @@ class Trace(NamedTuple):
     """Copies and fills of each stream, by the device's copy engines."""
     host: list[Event]
     """Annotations, operators and CUDA calls of the step thread."""
+
+    @property
+    def warm_steps(self) -> int:
+        """Number of steps before the window: those of a rank's trace; 0 for the trace of another program."""
+        return WARM_STEPS if any(one.name == STEP for one in self.host) else 0
 
 
 class TraceLine(msgspec.Struct, frozen=True):

@@ -126,7 +126,7 @@ def _kind(layer: Any) -> tuple[object, ...]:
     """Returns the properties that must be equal in layers that are merged."""
     if isinstance(layer, QuantizedLinear):
         one = layer.weight_parts
-        own: tuple[object, ...] = (one.values.dtype, one.zeros is None, one.block[1], one.values.device)
+        own: tuple[object, ...] = (one.elements, one.zeros is None, one.block[1], one.words.device)
     else:
         own = (layer.weight.dtype, layer.weight.device)
     return type(layer), *own, layer.in_features, layer.bias is None

@@ -21,7 +21,7 @@ Convert = Callable[[QuantizedWeight, torch.dtype], torch.Tensor]
 class QuantizedLinear(nn.Module):
     """A linear layer with a quantized weight, in place of an `nn.Linear`."""
 
-    values: nn.Parameter
+    words: nn.Parameter
     scales: nn.Parameter
     zeros: nn.Parameter | None
 
@@ -37,7 +37,7 @@ class QuantizedLinear(nn.Module):
     def use(self, weight: QuantizedWeight) -> None:
         """Replaces the weight."""
         self.weight_parts = weight
-        self.values, self.scales = _fixed(weight.values), _fixed(weight.scales)
+        self.words, self.scales = _fixed(weight.words), _fixed(weight.scales)
         self.zeros = None if weight.zeros is None else _fixed(weight.zeros)
 
     @property

@@ -12,11 +12,9 @@ import torch
 from disagg.core.errors import first_line
 from disagg.model.layers.merged import MergedProjections, merged_of
 from disagg.model.layers.quantized import Convert, ConvertedProduct, QuantizedLinear
-from kernels.layers.quantized_linear import KERNEL_ROWS, quantized_linear
+from kernels.layers.quantized_linear import each_way, quantized_linear
 from kernels.layers.quantized_weight import QuantizedWeight, dequantized, dequantized_reference
 
-_ROWS = (3, 200, KERNEL_ROWS + 1)
-"""Numbers of rows that are compared: two tiles of the kernel, and the library's product."""
 _ALLOWED = {torch.float32: 1e-4, torch.bfloat16: 8 * 2**-7, torch.float16: 8 * 2**-10}
 """Largest error that rounding and the order of sums explain, relative to the norm of the weight's row. An element of
 the result has about the size of this norm if activations are normally distributed."""
@@ -32,9 +30,9 @@ def check_products(model: Any) -> int:
     """
     replaced, found = 0, dict[tuple[object, ...], Convert | None]()
     for layer, weight, bias, dtype in _products(model):
-        values, scales = weight.values, weight.scales
-        form = (values.dtype, scales.dtype, weight.zeros is None, bias is None, dtype)
-        kind = (*form, weight.shape, weight.block, values.device)
+        words, scales = weight.words, weight.scales
+        form = (weight.elements, scales.dtype, weight.zeros is None, bias is None, dtype)
+        kind = (*form, weight.shape, weight.block, words.device)
         if kind not in found:
             found[kind] = replacement(weight, dtype, has_bias=bias is not None)
         if (convert := found[kind]) is not None:
@@ -71,7 +69,7 @@ def replacement(weight: QuantizedWeight, dtype: torch.dtype, *, has_bias: bool) 
     noise = torch.randn(weight.shape[0], generator=own).to(norms.device)
     bias = (noise * norms).to(dtype) if has_bias else None
     why = ""
-    for rows in _ROWS:
+    for rows in each_way(weight, dtype):
         x = torch.randn(rows, weight.shape[1], generator=own).to(norms.device, dtype)
         wanted = torch.nn.functional.linear(x.float(), exact, None if bias is None else bias.float())
         try:
@@ -88,7 +86,7 @@ def replacement(weight: QuantizedWeight, dtype: torch.dtype, *, has_bias: bool) 
     convert = dequantized if _converts(weight, dtype) else dequantized_reference
     log.warning(
         "quantized_kernels_disagree",
-        values=str(weight.values.dtype).removeprefix("torch."),
+        values=str(weight.elements).removeprefix("torch."),
         shape=list(weight.shape),
         why=why,
         then="each product converts the weight to floats",

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import structlog
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from disagg.core.errors import UnsupportedModelError, first_line
@@ -32,6 +33,13 @@ from disagg.model.tensor_parallel import Cut, Sharding, shard_model
 
 log = structlog.get_logger(__name__)
 
+_DRAWS = (
+    nn.init.kaiming_uniform_,
+    nn.init.uniform_,
+    nn.init.normal_,
+    torch.Tensor.uniform_,
+    torch.Tensor.normal_,
+)
 _BUILD_LOCK = threading.Lock()  # transformers changes the process's default dtype while it builds a model
 
 
@@ -44,6 +52,17 @@ class _Parts(NamedTuple):
     quantized: QuantizedLayers
     cuts: dict[str, Cut]
     """The slice of each split parameter, of all parts of the model."""
+
+
+class _WithoutDraws(TorchFunctionMode):
+    """Skips the random initialization of modules, which has no effect on the meta device but takes time there."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func in _DRAWS:
+            return args[0] if args else kwargs["tensor"]
+        return func(*args, **(kwargs or {}))
 
 
 class BuiltModel(NamedTuple):
@@ -133,7 +152,7 @@ def _empty_model(source: ModelSource, spec: ModelSpec, dtype: torch.dtype) -> An
         raise UnsupportedModelError(f"{spec.architecture} is not supported: it has {why}")
     implementation = ATTENTION_NAME if adapter is None else "eager"
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), _WithoutDraws():
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=implementation)
     except MemoryError:
         raise

@@ -18,7 +18,7 @@ from disagg.model.load.packed_words import AWQ_PLACES, PackedMatrix, Place
 from disagg.model.load.weights import WeightSource, require_shape
 from disagg.model.spec.quantization import Elements, Quantization, Storage
 from disagg.model.tensor_parallel import Cut
-from kernels.layers.quantized_weight import QuantizedWeight, chunk_of, misfit, pack_nibbles, scales_shape
+from kernels.layers.quantized_weight import QuantizedWeight, misfit, scales_shape
 
 _TYPES: dict[Elements, torch.dtype] = {
     "fp8": torch.float8_e4m3fn,
@@ -73,19 +73,18 @@ def empty_weight(form: Quantization, layer: LayerPart) -> QuantizedWeight:
 
     Raises UnsupportedModelError if the kernels do not support its shape.
     """
-    packed, block = form.elements == "int4", form.block_of(layer.shape)
+    block = form.block_of(layer.shape)
     pieces = []
     for place in layer.pieces():
         n, k = map(len, place)
         own = _block_at(place, layer.shape, block)
-        if why := misfit((n, k), own, packed=packed):
+        if why := misfit((n, k), own):
             raise UnsupportedModelError(
                 f"quantized {layer.name}, the rank's part [{n}, {k}] is unsupported: {why}"
             )
-        values = torch.empty(n, k // 2 if packed else k, dtype=_TYPES[form.elements], device="meta")
         scales = torch.empty(scales_shape((n, k), own), dtype=getattr(torch, form.scales), device="meta")
         zeros = torch.empty(scales.shape, dtype=torch.uint8, device="meta") if form.zeros else None
-        pieces.append(QuantizedWeight(values, scales, own, zeros))
+        pieces.append(QuantizedWeight.empty((n, k), _TYPES[form.elements], scales, own, zeros))
     return pieces[0] if len(pieces) == 1 else QuantizedWeight.stacked(pieces)
 
 
@@ -100,11 +99,9 @@ def read_weight(
     for place in layer.pieces():
         own = _block_at(place, layer.shape, block)
         values = packing.values(weights, form, layer, place, device)
-        if form.elements == "int4":
-            values = pack_nibbles(values, chunk_of(len(place[1]), own[1], packed=True))
         cut = [None if one is None else _cut(one, place, block, own) for one in (scales, zeros)]
         assert cut[0] is not None
-        pieces.append(QuantizedWeight(values, cut[0], own, cut[1]))
+        pieces.append(QuantizedWeight.of(values, cut[0], own, cut[1]))
     found = pieces[0] if len(pieces) == 1 else QuantizedWeight.stacked(pieces)
     found.check()
     return found

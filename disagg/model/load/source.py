@@ -159,8 +159,12 @@ class ModelSource:
     def spec(self, kv_dtype: torch.dtype) -> ModelSpec:
         """Returns the model's spec with a KV cache of `kv_dtype`."""
         spec = spec_from_config(self.config, dtype_name(kv_dtype))
-        ids = _generation_eos_ids(self.directory)
+        ids = self._generation_eos_ids
         return spec if ids is None else _with_eos(spec, ids)
+
+    @cached_property
+    def _generation_eos_ids(self) -> tuple[int, ...] | None:
+        return _generation_eos_ids(self.directory)
 
     def weights(self, needed: set[str], model: Any = None) -> WeightSource:
         """Opens the weights; `needed` are the parameter names of `model`.

@@ -1,4 +1,5 @@
-"""The compiled products read weights 16 bytes at a time, and use no conversion instructions."""
+"""The compiled products read weights 16 bytes at a time, use no conversion instructions, and let no product run on
+while the next step writes to its registers."""
 
 from __future__ import annotations
 
@@ -12,59 +13,98 @@ from attention_code import asynchronous_bytes, compiled
 from kernels.layers.quantized_linear import quantized_linear_kernel
 from kernels.layers.quantized_weight import dequantize_kernel
 
+CONVERSION = r"cvt\.\w*\.?(bf16|f16|f32)\.(s8|u8|s16|u16|s32|u32)|e4m3"
+PER = {"fp8": 2, "int8": 4, "int4": 2}
+"""Values of a word that share a scale, with blocks of 128 columns; int8 has one scale in each row."""
+
 
 @pytest.fixture(autouse=True)
 def _cold(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("kind", ["fp8", "int8", "int4"])
-def test_product(kind: str, dtype: torch.dtype) -> None:
+def ptx_of(kind: str, dtype: torch.dtype, *, rows: int, swapped: bool = False, zeros: bool = False) -> str:
+    """The code of a product of up to `rows` rows, with scales of blocks except for int8."""
+    bits = 4 if kind == "int4" else 8
     arguments = {
         "x": dtype,
-        "values": torch.uint8,
+        "words": torch.int32,
         "scales": torch.float32,
-        "zeros": None,
+        "zeros": torch.uint8 if zeros else None,
         "bias": None,
         "out": dtype,
-        "m": 63,
+        "parts": None,
+        "arrived": torch.int32,
+        "m": rows - 1,
         "n": 4096,
         "k": 4096,
-        "block_rows": 128,
-        "block_columns": 128,
-        "scale_stride": 32,
+        "row_words": 4096 * bits // 32,
+        "block_rows": 128 if kind == "fp8" else 1,
+        "scale_stride": 1 if kind == "int8" else 32,
+        "BITS": bits,
         "FP8": kind == "fp8",
-        "PACKED": kind == "int4",
+        "PERIOD": 64,
+        "BLOCK": 0 if kind == "int8" or zeros else 128,
+        "PER": 8 if zeros else PER[kind],
         "WHOLE": True,
-        "BLOCKS": True,
+        "SHARED": kind == "fp8",
         "SPLITS": 1,
-        "ROWS": 64,
+        "ROWS": rows,
         "COLUMNS": 64,
-        "CHUNK": 128,
+        "WORDS": 64,
+        "SWAPPED": swapped,
     }
-    ptx = compiled(quantized_linear_kernel, arguments, num_warps=4, num_stages=4).asm["ptx"]
+    return str(compiled(quantized_linear_kernel, arguments, num_warps=4, num_stages=3).asm["ptx"])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", ["fp8", "int8", "int4"])
+def test_few_rows(kind: str, dtype: torch.dtype) -> None:
+    ptx = ptx_of(kind, dtype, rows=16, swapped=kind != "int4")
     assert asynchronous_bytes(ptx) >= {16}  # the copies of scales are narrow
     assert "mma" in ptx
-    assert not re.search(r"cvt\.\w*\.?(bf16|f16|f32)\.(s8|u8|s16|u16|s32|u32)|e4m3", ptx)
+    assert "ld.shared.b8" not in ptx
+    assert not re.search(CONVERSION, ptx)
+
+
+@pytest.mark.parametrize(("kind", "zeros"), [("fp8", False), ("int8", False), ("int4", True)])
+def test_each_step_waits_for_its_products(kind: str, zeros: bool) -> None:
+    """With one scale in a row, sums pass from step to step without another use that would wait."""
+    ptx = ptx_of(kind, torch.bfloat16, rows=64, zeros=zeros)
+    (loop,) = [one for one in loops_of(ptx) if "wgmma.mma_async" in one]
+    after = loop[loop.rindex("wgmma.mma_async") :]
+    assert re.search(r"wgmma\.wait_group\.sync\.aligned\s+0;", after)
+    assert asynchronous_bytes(ptx) >= {16}
+    assert not re.search(CONVERSION, loop)
+
+
+def loops_of(ptx: str) -> list[str]:
+    """The bodies of the loops: from a label to the branch back to it."""
+    return [found[0] for found in re.finditer(r"(?ms)^(\$L__BB\w+):.*?bra(?:\.uni)?\s+\1;", ptx)]
 
 
 @pytest.mark.parametrize("kind", ["fp8", "int4"])
 def test_dequantize(kind: str) -> None:
+    bits = 4 if kind == "int4" else 8
     arguments = {
-        "values": torch.uint8,
+        "words": torch.int32,
         "scales": torch.float32,
         "zeros": None,
         "out": torch.bfloat16,
         "n": 4096,
         "k": 4096,
+        "row_words": 4096 * bits // 32,
         "block_rows": 128,
-        "block_columns": 128,
         "scale_stride": 32,
+        "BITS": bits,
         "FP8": kind == "fp8",
-        "PACKED": kind == "int4",
+        "PERIOD": 64,
+        "BLOCK": 128,
+        "PER": 2,
+        "WHOLE": True,
         "ROWS": 16,
-        "CHUNK": 128,
     }
     ptx = compiled(dequantize_kernel, arguments, num_warps=4).asm["ptx"]
     assert set(re.findall(r"st\.global[.\w]*", ptx)) == {"st.global.v4.b32"}
+    assert "ld.global.v4.b32" in ptx
+    assert "st.shared" not in ptx

@@ -6,13 +6,17 @@ same cases and larger ones.
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
+from kernels.attention.common import multiprocessors
 from kernels.dispatch import INTERPRETED, backend
 from kernels.layers.quantized_linear import (
     KERNEL_ROWS,
     QuantizedTile,
+    each_way,
     multiply,
     quantized_linear,
     quantized_linear_reference,
@@ -20,17 +24,16 @@ from kernels.layers.quantized_linear import (
 )
 from kernels.layers.quantized_weight import (
     QuantizedWeight,
-    chunk_of,
     dequantized,
     dequantized_reference,
-    pack_nibbles,
     scales_shape,
-    unpack_nibbles,
 )
+from kernels.layers.quantized_words import pack_words, period_words, row_words, unpack_words
 
 DEVICES = ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 BLOCKS = {"tensor": (0, 0), "channel": (1, 0), "block": (128, 128), "small block": (64, 32), "group": (1, 64)}
+ODD = {"sixteen": (1, 16), "forty-eight": (8, 48)}
 """Blocks of scales; 0 is the whole dimension."""
 pytestmark = pytest.mark.usefixtures("poison_empty")
 
@@ -47,7 +50,7 @@ def random_weight(
 ) -> QuantizedWeight:
     """A random weight of `kind`: fp8, int8, int4, or int4 with zero points."""
     random = torch.Generator().manual_seed(seed)
-    rows, columns = BLOCKS[block]
+    rows, columns = {**BLOCKS, **ODD}[block]
     size = (rows or n, columns or k)
     shape = scales_shape((n, k), size)
     zeros = None
@@ -56,14 +59,11 @@ def random_weight(
     elif kind == "int8":
         values = torch.randint(-128, 128, (n, k), generator=random, dtype=torch.int8)
     else:
-        nibbles = torch.randint(0, 16, (n, k), generator=random, dtype=torch.uint8)
-        values = pack_nibbles(nibbles, chunk_of(k, size[1], packed=True))
+        values = torch.randint(0, 16, (n, k), generator=random, dtype=torch.uint8)
         if kind == "int4 zeros":
             zeros = torch.randint(0, 17, shape, generator=random, dtype=torch.uint8).to(device)
     scales = (torch.rand(shape, generator=random) + 0.5) / 16
-    found = QuantizedWeight(values.to(device), scales.to(device, dtype), size, zeros)
-    found.check()
-    return found
+    return QuantizedWeight.of(values.to(device), scales.to(device, dtype), size, zeros)
 
 
 def noise(*shape: int, dtype: torch.dtype, device: str, seed: int = 1) -> torch.Tensor:
@@ -102,6 +102,8 @@ def test_sizes_that_no_tile_divides(dtype: torch.dtype, device: str) -> None:
         ("fp8", 33, 200, "block"),
         ("int8", 1, 50, "channel"),
         ("fp8", 130, 7, "tensor"),
+        ("int4 zeros", 20, 176, "sixteen"),
+        ("int8", 20, 240, "forty-eight"),
     ):
         weight = random_weight(kind, n, k, block, device=device)
         x = noise(2, 3, k, dtype=dtype, device=device)
@@ -109,16 +111,31 @@ def test_sizes_that_no_tile_divides(dtype: torch.dtype, device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("splits", [1, 2, 4])
-@pytest.mark.parametrize("kind", ["fp8", "int4"])
-def test_split_sums(kind: str, splits: int, device: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "block", "dtype", "tile"),
+    [
+        ("fp8", "channel", torch.bfloat16, QuantizedTile(16, 16, 64, swapped=True)),
+        ("fp8", "block", torch.float16, QuantizedTile(16, 64, 64, splits=2, swapped=True)),
+        ("fp8", "small block", torch.float16, QuantizedTile(16, 32, 64, splits=4, swapped=True)),
+        ("fp8", "block", torch.bfloat16, QuantizedTile(16, 16, 16)),
+        ("int8", "channel", torch.float16, QuantizedTile(16, 16, 16, splits=2)),
+        ("int8", "tensor", torch.bfloat16, QuantizedTile(16, 16, 64)),
+        ("int4", "group", torch.bfloat16, QuantizedTile(16, 16, 32, splits=2, swapped=True)),
+        ("int4 zeros", "group", torch.float16, QuantizedTile(16, 32, 16)),
+        ("int4 zeros", "channel", torch.bfloat16, QuantizedTile(16, 16, 16, splits=3)),
+    ],
+)
+def test_tiles(kind: str, block: str, dtype: torch.dtype, tile: QuantizedTile, device: str) -> None:
     if backend(torch.device(device)) != "triton":
-        pytest.skip("torch does not split sums")
-    weight = random_weight(kind, 48, 352, "small block", device=device)
-    x, bias = noise(3, 352, dtype=torch.float16, device=device), noise(48, dtype=torch.float16, device=device)
-    out = torch.empty(3, 48, dtype=torch.float16, device=device)
-    multiply(x, weight, bias, out, QuantizedTile(16, 32, splits))
-    require_near(out, x, weight, bias)
+        pytest.skip("only the kernel has tiles")
+    n, k, rows = 40, 1024, 19 if tile.splits == 1 else 3
+    weight = random_weight(kind, n, k, block, device=device, dtype=torch.bfloat16)
+    x, bias = noise(rows, k, dtype=dtype, device=device), noise(n, dtype=dtype, device=device, seed=3)
+    for _ in range(2):
+        out = torch.empty(rows, n, dtype=dtype, device=device)
+        multiply(x, weight, bias, out, tile)
+        require_near(out, x, weight, bias)
+        assert not weight.arrived.any()  # the next launch counts from zero
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -128,10 +145,10 @@ def test_every_value_is_converted_exactly(kind: str, dtype: torch.dtype, device:
     every = torch.arange(256).to(torch.uint8)[:, None].expand(256, 32).contiguous().to(device)
     one = torch.ones(1, 1, device=device)
     if kind == "int4":
-        weight = QuantizedWeight(every[:, :16].contiguous(), one, (256, 32))
+        weight = QuantizedWeight.of(every & 15, one, (256, 32))
     else:
         values = every.view(torch.int8 if kind == "int8" else torch.float8_e4m3fn)
-        weight = QuantizedWeight(values, one, (256, 32))
+        weight = QuantizedWeight.of(values, one, (256, 32))
     expected = dequantized_reference(weight, dtype)
     numbers = ~expected.isnan()
     assert torch.equal(dequantized(weight, dtype)[numbers], expected[numbers])
@@ -174,20 +191,60 @@ def test_stacked_weights_keep_their_elements() -> None:
     assert whole.block == (128, 128)  # blocks that meet are not divided
 
 
-def test_nibbles() -> None:
-    values = torch.randint(0, 16, (5, 192), dtype=torch.uint8)
-    for chunk in (32, 64):
-        packed = pack_nibbles(values, chunk)
-        assert packed.shape == (5, 96)
-        assert torch.equal(unpack_nibbles(packed, chunk), values)
+@pytest.mark.parametrize("block", BLOCKS)
+def test_parts_of_rows_have_their_elements(block: str) -> None:
+    weight = random_weight("int4 zeros", 256, 192, block)
+    start = 128 if block == "block" else 64 * (block != "tensor")
+    part = weight.row_part(start, 256)
+    part.check()
+    expected = dequantized_reference(weight, torch.float32)[start:]
+    assert torch.equal(dequantized_reference(part, torch.float32), expected)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_words_keep_their_values(bits: int) -> None:
+    for columns in (512, 500):
+        values = torch.randint(0, 1 << bits, (5, columns), dtype=torch.uint8)
+        for words in (16, 32, 64):
+            packed = pack_words(values, words, bits)
+            assert (packed.dtype, packed.shape) == (torch.int32, (5, row_words(columns, words, bits)))
+            assert torch.equal(unpack_words(packed, columns, words, bits), values)
+        packed = pack_words(values, 16, bits)
+        for number in range(32 // bits):
+            found = (packed[:, :16] >> (bits * number)) & ((1 << bits) - 1)
+            assert torch.equal(found, values[:, 16 * number : 16 * number + 16].int())
+
+
+def test_periods_divide_columns_and_scales() -> None:
+    assert period_words(4096, 4096, 8) == period_words(14336, 128, 4) == 64
+    assert period_words(4096, 32, 4) == 32
+    assert period_words(13696, 128, 4) == period_words(4096, 48, 8) == 16
+    assert period_words(200, 200, 8) == 16
+    assert row_words(200, 16, 8) == 64
 
 
 def test_tiles_fill_the_device() -> None:
     device = torch.device("cpu")
-    few = tile_of(1, 4096, 32, 128, torch.bfloat16, device)
+    assert multiprocessors(device) == 1
+    few = tile_of(1, (4096, 4096), 8, True, device)
     assert (few.rows, few.columns, few.splits) == (16, 64, 1)
-    assert tile_of(64, 28672, 32, 128, torch.bfloat16, device).columns == 128
-    assert tile_of(KERNEL_ROWS, 4096, 32, 128, torch.bfloat16, device).rows == 128
+    assert tile_of(1, (16, 4096), 8, True, device).splits == 4
+    assert tile_of(1, (16, 2048), 8, True, device).splits == 2  # each sums 1024 columns
+    assert tile_of(64, (28672, 4096), 4, True, device).columns == 128
+    assert tile_of(256, (4096, 4096), 8, False, device).rows == 128
+
+
+def test_each_way_of_a_product_is_named() -> None:
+    """The comparison at start has each tile and number of splits that a step may use."""
+    device = torch.device("cpu")
+    for kind, block in (("fp8", "block"), ("int8", "channel"), ("int4", "group")):
+        for n in (16, 4096):
+            weight = random_weight(kind, 16, 2048, block)
+            form = ((n, 2048), weight.bits, weight.has_blocks, device)
+            most, ways = KERNEL_ROWS[weight.bits], each_way(weight, torch.bfloat16)
+            assert ways[-1] == most + 1
+            assert {tile_of(m, *form) for m in range(1, most + 1)} == {tile_of(m, *form) for m in ways[:-1]}
+    assert each_way(weight, torch.float32) == [1]
 
 
 @pytest.mark.parametrize(
@@ -197,13 +254,18 @@ def test_tiles_fill_the_device() -> None:
         ({"scales": torch.zeros(1, 2)}, r"scales must be contiguous floats \[1, 1\]"),
         ({"zeros": torch.zeros(1, 1, dtype=torch.uint8)}, "zeros must be"),
         ({"scales": torch.zeros(1, 7), "block": (16, 10)}, "10 columns share a scale"),
-        ({"values": torch.zeros(16, 8, dtype=torch.uint8), "block": (16, 16)}, "16 columns of 4-bit values"),
     ],
 )
 def test_unusable_weights_are_refused(change: dict[str, object], match: str) -> None:
     given = {"values": torch.zeros(16, 64, dtype=torch.int8), "scales": torch.zeros(1, 1), "block": (16, 64)}
     with pytest.raises(ValueError, match=match):
-        QuantizedWeight(**{**given, **change}).check()  # type: ignore[arg-type]
+        QuantizedWeight.of(**{**given, **change})  # type: ignore[arg-type]
+
+
+def test_words_of_another_shape_are_refused() -> None:
+    weight = random_weight("fp8", 16, 64, "tensor")
+    with pytest.raises(ValueError, match=r"words must be contiguous int32 \[n, 16\]"):
+        dataclasses.replace(weight, words=weight.words[:, :8].contiguous()).check()
 
 
 def test_wrong_arguments_are_refused() -> None:
@@ -223,7 +285,8 @@ def test_wrong_arguments_are_refused() -> None:
 )
 def test_large_products_on_cuda(block: str, n: int, k: int, kind: str) -> None:
     weight = random_weight(kind, n, k, block, device="cuda:0")
-    for rows in (1, 16, 17, 64, 100, KERNEL_ROWS, KERNEL_ROWS + 1):
+    most = KERNEL_ROWS[weight.bits]
+    for rows in (1, 16, 17, 64, 100, most, most + 1):
         for dtype in (torch.bfloat16, torch.float16):
             x = noise(rows, k, dtype=dtype, device="cuda:0")
             require_near(quantized_linear(x, weight), x, weight, None)

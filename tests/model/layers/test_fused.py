@@ -235,7 +235,7 @@ def compared(model_type: str, variant: bool, dtype: torch.dtype) -> dict[str, bo
     ("model_type", "dtype"),
     sampled(
         itertools.product(TYPES, [torch.float32, torch.bfloat16]),
-        lambda model_type, dtype: dtype is torch.bfloat16 or list(TYPES).index(model_type) % 3 == 0,
+        lambda model_type, dtype: dtype is torch.bfloat16 or list(TYPES).index(model_type) % 6 == 0,
     ),
     ids=str,
 )

@@ -1,0 +1,327 @@
+"""A storage that reads the host memory of other groups: the second tiers of all groups as one distributed cache.
+
+Nothing is written to peers: each group's own second tier is what the others read. `PageExchange` moves the bytes;
+`disagg.node.page_exchange` implements it over a transport. A record has the key and a checksum of its content, which
+the peer computes when it copies the page out of its memory, and which is verified here.
+
+Each peer has its own circuit breaker. A peer that does not answer in time is left out for a while, so it delays few
+calls. A dead, hung, slow or lying peer is a miss.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import partial
+from typing import Protocol
+
+from disagg.core.clock import Clock
+from disagg.core.errors import InvariantError
+from disagg.core.log import get_logger
+from disagg.storage.batch import PageBatch
+from disagg.storage.bounce import copy
+from disagg.storage.breaker import Breaker, PauseSettings
+from disagg.storage.contract import StorageStatistics, require_batch
+from disagg.storage.counters import Counters
+from disagg.storage.record import HEADER_BYTES, content_of, parse_header
+
+log = get_logger(__name__)
+
+MOST_PLACES = 1 << 16
+"""Largest number of keys whose peer is remembered between a search and the read that follows."""
+
+Answer = Callable[[memoryview | None], None]
+"""Callback with a peer's reply, valid until the callback returns; None if the peer was lost or did not reply in time.
+Called once, on the thread of the exchange."""
+
+
+class PageExchange(Protocol):
+    """Requests to peers. Thread-safe; no method blocks."""
+
+    @property
+    def peers(self) -> Sequence[str]:
+        """Names of the connected peers."""
+
+    @property
+    def most_keys(self) -> int:
+        """Largest number of keys in one request."""
+
+    @property
+    def most_bytes(self) -> int:
+        """Largest total size of the records in one reply."""
+
+    def ask(self, peer: str, keys: Sequence[bytes], answer: Answer) -> None:
+        """Asks which parts the peer has. The reply has a byte for each key: 1 if the peer has the part, else 0."""
+
+    def read(self, peer: str, keys: Sequence[bytes], answer: Answer) -> None:
+        """Reads parts. The reply begins like that of `ask`; the records of the parts with 1 follow in their order."""
+
+
+class _Search:
+    """One search for keys at several peers: the questions that are not answered yet. Thread-safe."""
+
+    def __init__(self, keys: Sequence[bytes]) -> None:
+        self.keys = keys
+        self.batch = PageBatch(len(keys))
+        """Whether each key was found."""
+        self._lock = threading.Lock()
+        self._open: set[tuple[str, int]] = set()
+        self._asked_all = False
+
+    def question(self, peer: str, first: int) -> None:
+        """Adds a question to `peer`, about the keys from index `first`."""
+        with self._lock:
+            self._open.add((peer, first))
+
+    def asked_all(self) -> None:
+        """Ends the search once all questions are answered."""
+        with self._lock:
+            self._asked_all = True
+        self._end_if_answered()
+
+    def answered(self, peer: str, first: int) -> None:
+        """Removes an answered question. With the last answer, keys that no peer has are settled."""
+        with self._lock:
+            self._open.discard((peer, first))
+        self._end_if_answered()
+
+    def silent_peers(self) -> set[str]:
+        """Returns the peers with an open question."""
+        with self._lock:
+            return {peer for peer, _ in self._open}
+
+    def _end_if_answered(self) -> None:
+        with self._lock:
+            ended = self._asked_all and not self._open
+        for i in range(len(self.keys)) if ended else ():
+            self.batch.settle(i, landed=False)
+
+
+class PeerStorage:
+    """A `PageStorage` that finds and reads the pages of peers, and stores none."""
+
+    def __init__(
+        self, exchange: PageExchange, pause: PauseSettings | None = None, clock: Clock = time.monotonic
+    ) -> None:
+        """`pause`: how long a peer is left out after faults. `clock` times pauses."""
+        self._exchange = exchange
+        self._pause, self._clock = pause or PauseSettings(), clock
+        self._counters = Counters()
+        self._lock = threading.Lock()  # guards the two fields below
+        self._breakers: dict[str, Breaker] = {}
+        self._places: OrderedDict[bytes, str] = OrderedDict()
+        """Peer that has each recently found key, the oldest first."""
+        self._closed = False
+
+    def put(self, keys: Sequence[bytes], pages: Sequence[memoryview], timeout_s: float) -> list[bool]:
+        """Stores nothing: each peer's own stores fill its memory."""
+        require_batch(keys, pages, writable=False)
+        results = [False] * len(keys)
+        self._counters.add_put(results)
+        return results
+
+    def get(self, keys: Sequence[bytes], into: Sequence[memoryview], timeout_s: float) -> list[bool]:
+        """See `PageStorage.get`. Searches the keys whose peer is not known from an earlier search."""
+        require_batch(keys, into, writable=True)
+        ends_s = time.monotonic() + timeout_s
+        unknown = [key for key in keys if self._peer_of(key) is None]
+        if unknown:
+            self._find(unknown, timeout_s)
+        batch = PageBatch(len(keys), into)
+        at: dict[str, list[int]] = {}
+        for i, key in enumerate(keys):
+            peer = self._peer_of(key)
+            if peer is None or HEADER_BYTES + batch.sizes_bytes[i] > self._exchange.most_bytes:
+                batch.settle(i, landed=False)
+            else:
+                at.setdefault(peer, []).append(i)
+        for peer, numbers in at.items():
+            self._read(batch, peer, numbers, keys)
+        results = batch.wait(max(0.0, ends_s - time.monotonic()))
+        late = {i for i, landed in enumerate(results) if landed is None}
+        self._record_late([peer for peer, numbers in at.items() if not late.isdisjoint(numbers)], len(late))
+        landed = [result is True for result in results]
+        self._counters.add_get(into, landed)
+        return landed
+
+    def exists(self, keys: Sequence[bytes], timeout_s: float) -> list[bool]:
+        """See `PageStorage.exists`. Asks all peers at the same time."""
+        require_batch(keys, None, writable=False)
+        return self._find(keys, timeout_s)
+
+    def forget_peer(self, peer: str) -> None:
+        """Forgets a peer that has left: its faults, and the keys that it had."""
+        with self._lock:
+            self._breakers.pop(peer, None)
+            for key in [key for key, place in self._places.items() if place == peer]:
+                del self._places[key]
+
+    def statistics(self) -> StorageStatistics:
+        """See `PageStorage.statistics`. `paused`: whether a peer is left out now."""
+        with self._lock:
+            breakers = list(self._breakers.values())
+        return self._counters.statistics(0, 0, paused=any(breaker.paused for breaker in breakers))
+
+    def check(self) -> None:
+        """See `PageStorage.check`."""
+        self._counters.check()
+        with self._lock:
+            breakers, places = list(self._breakers.values()), len(self._places)
+        for breaker in breakers:
+            breaker.check()
+        if places > MOST_PLACES:
+            raise InvariantError(f"peer storage: remembers {places} keys, more than {MOST_PLACES}")
+
+    def close(self) -> None:
+        """See `PageStorage.close`. The owner of the exchange closes the exchange."""
+        self._closed = True
+
+    # --- search
+
+    def _find(self, keys: Sequence[bytes], timeout_s: float) -> list[bool]:
+        """Returns for each key whether a peer has the part; remembers the peer."""
+        if self._closed:
+            self._counters.add(skipped=len(keys))
+            return [False] * len(keys)
+        search = _Search(keys)
+        for peer in self._exchange.peers:
+            if not self._breaker(peer).admit():
+                self._counters.add(skipped=1)
+                continue
+            for first in range(0, len(keys), self._exchange.most_keys):
+                search.question(peer, first)
+                some = keys[first : first + self._exchange.most_keys]
+                self._exchange.ask(peer, some, partial(self._answered, search, peer, first, len(some)))
+        search.asked_all()
+        results = search.batch.wait(timeout_s)
+        if None in results:
+            silent = search.silent_peers()
+            self._record_late(silent, len(silent))
+        return [found is True for found in results]
+
+    def _answered(self, search: _Search, peer: str, first: int, count: int, reply: memoryview | None) -> None:
+        """Handles the answer to one question. Runs on the thread of the exchange."""
+        if reply is None or len(reply) != count:
+            self._record_error(peer, "the search failed")
+        else:
+            self._breaker(peer).succeeded()
+            for i in (first + at for at in range(count) if reply[at]):
+                self._remember(search.keys[i], peer)
+                search.batch.settle(i, landed=True)
+        search.answered(peer, first)
+
+    # --- reads
+
+    def _read(self, batch: PageBatch, peer: str, numbers: Sequence[int], keys: Sequence[bytes]) -> None:
+        """Requests the pages `numbers` of a call from a peer."""
+        if self._closed or not self._breaker(peer).admit():
+            self._counters.add(skipped=len(numbers))
+            for i in numbers:
+                batch.settle(i, landed=False)
+            return
+        for chunk in self._chunks(numbers, batch.sizes_bytes):
+            wanted = [keys[i] for i in chunk]
+            self._exchange.read(peer, wanted, partial(self._landed, batch, peer, chunk, wanted))
+
+    def _chunks(self, numbers: Sequence[int], sizes_bytes: Sequence[int]) -> Iterator[list[int]]:
+        """Divides pages into requests within the limits of the exchange."""
+        chunk: list[int] = []
+        total_bytes = 0
+        for i in numbers:
+            record_bytes = HEADER_BYTES + sizes_bytes[i]
+            full = total_bytes + record_bytes > self._exchange.most_bytes
+            if chunk and (full or len(chunk) == self._exchange.most_keys):
+                yield chunk
+                chunk, total_bytes = [], 0
+            chunk.append(i)
+            total_bytes += record_bytes
+        if chunk:
+            yield chunk
+
+    def _landed(
+        self,
+        batch: PageBatch,
+        peer: str,
+        chunk: Sequence[int],
+        keys: Sequence[bytes],
+        reply: memoryview | None,
+    ) -> None:
+        """Verifies a reply and copies its pages. Runs on the thread of the exchange."""
+        try:
+            if reply is None:
+                self._record_error(peer, "a read failed")
+            elif self._unpack(batch, peer, chunk, keys, reply):
+                self._breaker(peer).succeeded()
+        finally:
+            for i in chunk:  # pages that did not land
+                batch.settle(i, landed=False)
+
+    def _unpack(
+        self, batch: PageBatch, peer: str, chunk: Sequence[int], keys: Sequence[bytes], reply: memoryview
+    ) -> bool:
+        """Copies the pages of a reply that verify; returns whether all of them did."""
+        rest = reply[len(keys) :]
+        for at, (i, key) in enumerate(zip(chunk, keys, strict=True)):
+            if at < len(reply) and not reply[at]:
+                self._forget(key)  # evicted since the search
+                continue
+            header, content = parse_header(rest), content_of(rest, key)
+            if header is None or content is None:
+                self._record_corrupt(peer, keys[at:])
+                return False
+            rest = rest[header.record_bytes :]
+            with batch.memory(i) as page:
+                if page is None:  # the call has ended
+                    return True
+                if fits := len(page) == len(content):
+                    copy(page, content)
+            self._counters.add(refused=not fits)
+            batch.settle(i, landed=fits)
+        return True
+
+    # --- peers
+
+    def _breaker(self, peer: str) -> Breaker:
+        with self._lock:
+            known = self._breakers.get(peer)
+            if known is None:
+                known = Breaker(f"peer {peer}", self._counters, self._pause, self._clock)
+                self._breakers[peer] = known
+            return known
+
+    def _peer_of(self, key: bytes) -> str | None:
+        """Returns the connected peer that had the part of `key` at the last search."""
+        with self._lock:
+            peer = self._places.get(key)
+        return peer if peer in self._exchange.peers else None
+
+    def _remember(self, key: bytes, peer: str) -> None:
+        with self._lock:
+            self._places[key] = peer
+            self._places.move_to_end(key)
+            if len(self._places) > MOST_PLACES:
+                self._places.popitem(last=False)
+
+    def _forget(self, key: bytes) -> None:
+        with self._lock:
+            self._places.pop(key, None)
+
+    def _record_corrupt(self, peer: str, keys: Sequence[bytes]) -> None:
+        """Counts a page that does not verify. The pages behind it in the reply are misses."""
+        for key in keys:
+            self._forget(key)
+        self._counters.add(corrupt=1)
+        log.warning("storage_page_corrupt", storage=f"peer {peer}", pages=1)
+
+    def _record_error(self, peer: str, reason: str) -> None:
+        self._counters.add(errors=1)
+        self._breaker(peer).failed(reason)
+
+    def _record_late(self, peers: Collection[str], count: int) -> None:
+        """Counts `count` late pages or answers, and a fault of each of `peers`."""
+        if count:
+            self._counters.add(late=count)
+        for peer in peers:
+            self._breaker(peer).failed("no answer in time")
