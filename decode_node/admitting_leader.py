@@ -220,7 +220,7 @@ class AdmittingLeader(ReservingLeader):
 
     def _require_local(self, message: m.Reserve) -> None:
         """Raises `InvalidRequestError` for a prompt that only a prefill group can compute."""
-        if not self._scheduler.local_prefills:
+        if not self._scheduler.local_prefill_tokens:
             raise InvalidRequestError(
                 f"the decode group {message.prefill_group} computes no prompts (decode.local_prefill_tokens)"
             )

@@ -78,9 +78,11 @@ class Forks:
     def cache(self, request: DecodeRequest, sequences: Iterable[Sequence]) -> None:
         """Adds the full pages of the sequences to the prefix cache, if all KV has landed.
 
-        No step may still write these pages. During a recomputation nothing is added: no logits have shown yet that
-        the KV is valid.
+        No step may still write these pages. During a recomputation, and before the first token of a prompt that the
+        group computes, nothing is added: no logits have shown yet that the KV is valid.
         """
+        if request.prefills:
+            return
         landed = len(request.landed_ranks) == self._ranks and request.begun and not request.loading
         if request.prefix is None or not landed or request.residency is not Residency.RESIDENT:
             return

@@ -72,9 +72,9 @@ class DecodeLeader(AdmittingLeader):
         return min(self._scheduler.max_sequences, MAX_SEQUENCES)
 
     @property
-    def local_prefills(self) -> bool:
-        """Whether the group computes prompts of new requests itself."""
-        return self._scheduler.local_prefills
+    def local_prefill_tokens(self) -> int:
+        """Tokens of a step in which the group computes prompts of new requests itself; 0: it never does."""
+        return self._scheduler.local_prefill_tokens
 
     def sample(self, plan: StepPlan, logits: torch.Tensor) -> SampledStep:
         """Launches the sampling of the latest plan's next tokens on the device; `commit` reads these tokens.
@@ -98,6 +98,7 @@ class DecodeLeader(AdmittingLeader):
         wait_for(step.ended)  # the commit may free pages, which a transfer could write at once
         chosen, searched = step.chosen(), step.searched()
         with self._changed, self._one_message_each():
+            prefilled = any(one.prefills for one in step.stepped)
             generated = 0
             for (request, sequence, _), token in chosen:
                 generated += self._go_on(request, sequence, token)
@@ -107,7 +108,9 @@ class DecodeLeader(AdmittingLeader):
                     generated += len(going)
                     self._scheduler.branch(request, going)
                 self._confirm_release(request)
-            self._observe_step(step.plan, self._reports.step_ended(generated))
+            seconds = self._reports.step_ended(generated)
+            if not prefilled:  # otherwise the step's time is not that of a recomputation
+                self._observe_step(step.plan, seconds)
             self._publish_kv_events(PUBLISH_AT_EVENTS)
             self._changed.notify_all()
 

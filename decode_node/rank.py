@@ -72,7 +72,7 @@ class DecodeRank(RankNode[DecodeConfig, DecodeLeader, SegmentReceiver]):
             preemption=group.preemption,
             state_interval_tokens=group.state_interval_tokens,
             watermark=group.watermark,
-            local_prefill_tokens=local_prefill_tokens(group, self.runner),
+            local_prefill_tokens=local_prefill_tokens(self.config, group, self.runner),
             has_kv=spec.has_attention,
         )
         scheduler = DecodeScheduler(kv_manager, options)

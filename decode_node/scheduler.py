@@ -117,9 +117,10 @@ class DecodeScheduler:
         return self._admission.max_sequences
 
     @property
-    def local_prefills(self) -> bool:
-        """Whether the group computes prompts of new requests itself (`reserve` with the group's own name)."""
-        return self._options.local_prefill_tokens > 0
+    def local_prefill_tokens(self) -> int:
+        """Tokens of a step in which the group computes prompts of new requests itself (`reserve` with the group's own
+        name); 0: it never does."""
+        return self._options.local_prefill_tokens
 
     def prefill_here(self, request: DecodeRequest) -> None:
         """Starts an admitted request whose prompt this group computes, in chunks beside the running requests.

@@ -24,12 +24,11 @@ from decode_node.forks import Forks
 from decode_node.preemptor import Preemptor
 from decode_node.request import DecodeRequest, Sequence
 from decode_node.scheduler_options import SchedulerOptions
-from disagg.core.local_prefill import pauses
+from disagg.core.local_prefill import pauses, prefill_room
 from disagg.core.types import RequestKey
 from disagg.kv.cache_operations import NO_CACHE_WORK
-from disagg.model.mixed_graphs import CHUNKS, prefill_room
+from disagg.model.mixed_graphs import CHUNKS
 from disagg.node.kv_manager import KVManager
-from disagg.node.local_prefill import MIN_PREFILL_TOKENS
 from disagg.node.plan import StateCopy, StepPlan, Work
 
 _ONE = [1]
@@ -42,7 +41,12 @@ class Stepped(NamedTuple):
     request: DecodeRequest
     sequence: Sequence
     samples: bool
-    """Whether the sequence's next token is sampled; False for a chunk of recomputed tokens."""
+    """Whether the sequence's next token is sampled; False for a chunk of a prompt or of recomputed tokens."""
+
+    @property
+    def prefills(self) -> bool:
+        """Whether the item is a chunk of a new request's prompt."""
+        return self.request.prefills and not self.samples
 
 
 class StepPlanner:
@@ -96,11 +100,8 @@ class StepPlanner:
             return None
         self._step += 1
         if work:
-            self._since_prefill = (
-                0
-                if any(one.request.prefills and not one.samples for one in stepped)
-                else 1 + self._since_prefill
-            )
+            prefilled = any(one.prefills for one in stepped)
+            self._since_prefill = 0 if prefilled else self._since_prefill + 1
             self._in_flight.append(stepped)
             self._state_gifts += self._answer_states.launched()
         shared = self._steps_ahead > 0 and any(one.samples for one in stepped)
@@ -175,7 +176,8 @@ class StepPlanner:
             if self._preemptor.runs(request) and not (undecided and request.step_decides)
         ]
         computing = [request for request in ready if request.in_chunks]
-        chunks = self._chunks_of(computing, len(ready) - len(computing)) if computing else {}
+        running = sum(len(request.sequences) for request in ready if not request.in_chunks)
+        chunks = self._chunks_of(computing, running) if computing else {}
         batch: dict[DecodeRequest, list[int]] = {}
         free = self._max_batch - sum(len(request.sequences) for request in chunks)
         for request in ready:
@@ -200,29 +202,33 @@ class StepPlanner:
     def _chunks_of(self, computing: Iterable[DecodeRequest], running: int) -> dict[DecodeRequest, list[int]]:
         """Returns the requests whose chunks the next step computes, with a token count for each sequence.
 
-        The oldest request comes first. Preempted requests get `chunks.chunk_tokens` in all, because younger ones wait
-        for their pages. Prompts of new requests get the rest of `local_prefill_tokens`, which the step shares with
-        the `running` requests, whose answers would otherwise stall (stall-free batching, Sarathi-Serve, Agrawal et
-        al., OSDI 2024), but at least `MIN_PREFILL_TOKENS`. A step has at most `CHUNKS` of them, like recorded steps.
-        Such a step delays every running request, so the more of them run, the more steps without prompts follow it.
+        The oldest request comes first. Preempted requests get `chunks.chunk_tokens` in all. Otherwise prompts of new
+        requests get what `running` sequences leave of `local_prefill_tokens`, so that no answer stalls (stall-free
+        batching, Sarathi-Serve, Agrawal et al., OSDI 2024). They use free seats of the batch, one if there are none,
+        and at most `CHUNKS`, like recorded steps. Steps without prompts follow, the more the more sequences run.
         """
+        oldest = sorted(computing, key=lambda one: one.order)
+        preempted = [request for request in oldest if not request.prefills]
+        batch = self._first_chunks(preempted, self._chunks.chunk_tokens, self._max_batch)
+        full = running >= self._max_batch
+        if not batch and self._since_prefill >= max(pauses(running), int(full)):
+            prompts = [request for request in oldest if request.prefills]
+            seats = 1 if full else min(CHUNKS, self._max_batch - running)
+            batch = self._first_chunks(prompts, prefill_room(self._prefill_tokens, running), seats)
+        return batch
+
+    def _first_chunks(
+        self, requests: Iterable[DecodeRequest], budget_tokens: int, seats: int
+    ) -> dict[DecodeRequest, list[int]]:
+        """Returns the first of `requests` that fit the budget and the seats, with a token count for each sequence."""
         batch: dict[DecodeRequest, list[int]] = {}
-        free, must, prefills = self._max_batch, True, 0
-        waits = self._since_prefill < pauses(running)
-        budgets = {
-            False: self._chunks.chunk_tokens,
-            True: prefill_room(self._prefill_tokens, MIN_PREFILL_TOKENS, running),
-        }
-        for request in sorted(computing, key=lambda one: one.order):
-            kind = request.prefills
-            if len(request.sequences) > free or (kind and (waits or prefills == CHUNKS)):
+        for request in requests:
+            if len(request.sequences) > seats:
                 continue
-            counts = self._recomputed(request.sequences, budgets[kind], must=must)
+            counts = self._recomputed(request.sequences, budget_tokens, must=not batch)
             if any(counts):
-                budgets[kind] -= sum(counts)
-                prefills += kind
-                free -= len(request.sequences)
-                must = False
+                budget_tokens -= sum(counts)
+                seats -= len(request.sequences)
                 batch[request] = counts
         return batch
 

@@ -16,55 +16,50 @@ COARSE_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0,
 WIRE_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0)
 
 
-class RecoveryCollector(Collector):
-    """The series `disagg_recoveries_total`, read from a router at each scrape."""
+class RouterCounter(Collector):
+    """A counter with one label, read from a router's live counts at each scrape."""
 
-    def __init__(self, recoveries: Mapping[str, int]) -> None:
-        """`recoveries`: a router's live counts of recoveries by cause."""
-        self._recoveries = recoveries
+    def __init__(
+        self, name: str, text: str, label: str, counts: Mapping[str, int], values: Iterable[str] = ()
+    ) -> None:
+        """`counts`: counts by value of the label. `values`: values that have a sample even with a count of 0."""
+        self._name, self._text, self._label, self._counts = name, text, label, counts
+        self._zeros = dict.fromkeys(values, 0)
 
     def collect(self) -> Iterator[CounterMetricFamily]:
-        """Yields the family with a sample per cause."""
-        name, text = (
+        """Yields the family, with a sample for each value of the label."""
+        family = CounterMetricFamily(self._name, self._text, labels=[self._label])
+        for value, count in {**self._zeros, **self._counts}.items():
+            family.add_metric([value], count)
+        yield family
+
+
+def router_counters(
+    recoveries: Mapping[str, int], suspicions: Mapping[str, int], local_prefills: Mapping[str, int]
+) -> tuple[RouterCounter, ...]:
+    """Returns the collectors of a router's live counts."""
+    return (
+        RouterCounter(
             "disagg_recoveries",
             "Losses after which a request continued in another session, by cause",
-        )
-        family = CounterMetricFamily(name, text, labels=["cause"])
-        for loss in Loss:
-            family.add_metric([loss.value], self._recoveries.get(loss.value, 0))
-        yield family
-
-
-class SuspicionCollector(Collector):
-    """The series `disagg_suspicions_total`, read from a router at each scrape."""
-
-    def __init__(self, suspicions: Mapping[str, int]) -> None:
-        """`suspicions`: a router's live counts of suspicions by group."""
-        self._suspicions = suspicions
-
-    def collect(self) -> Iterator[CounterMetricFamily]:
-        """Yields the family with a sample for each group that was ever suspected."""
-        text = "Number of times that a group was suspected (silent but not lost), by group"
-        family = CounterMetricFamily("disagg_suspicions", text, labels=["group"])
-        for group, count in self._suspicions.items():
-            family.add_metric([group], count)
-        yield family
-
-
-class LocalPrefillCollector(Collector):
-    """The series `disagg_local_prefills_total`, read from a router at each scrape."""
-
-    def __init__(self, local_prefills: Mapping[str, int]) -> None:
-        """`local_prefills`: a router's live counts of prompts that decode groups compute, by reason."""
-        self._local_prefills = local_prefills
-
-    def collect(self) -> Iterator[CounterMetricFamily]:
-        """Yields the family with a sample per reason."""
-        text = "Prompts that a decode group computed itself, by reason"
-        family = CounterMetricFamily("disagg_local_prefills", text, labels=["reason"])
-        for reason in ("queue", "no_prefill_group"):
-            family.add_metric([reason], self._local_prefills.get(reason, 0))
-        yield family
+            "cause",
+            recoveries,
+            [loss.value for loss in Loss],
+        ),
+        RouterCounter(
+            "disagg_suspicions",
+            "Number of times that a group was suspected (silent but not lost), by group",
+            "group",
+            suspicions,
+        ),
+        RouterCounter(
+            "disagg_local_prefills",
+            "Prompts that a decode group computed itself, by reason",
+            "reason",
+            local_prefills,
+            ("queue", "no_prefill_group"),
+        ),
+    )
 
 
 class Metrics:

@@ -18,7 +18,7 @@ from disagg.api.answers import Answers, Sink
 from disagg.api.errors import ApiError, bad, retry_after
 from disagg.api.exchange import Exchange
 from disagg.api.generation_request import EngineRequest, GenerationRequest
-from disagg.api.metrics import LocalPrefillCollector, Metrics, RecoveryCollector, SuspicionCollector
+from disagg.api.metrics import Metrics, router_counters
 from disagg.api.model import ServedModel
 from disagg.api.pace import Pace
 from disagg.api.quantiles import RollingQuantiles
@@ -89,9 +89,8 @@ class Service:
         self._generator = generator
         pace = Pace(config.max_running, config.max_queue_s, config.max_slowdown)
         self._admission = Admission(config.max_running, config.max_queued, self.metrics, pace)
-        self.metrics.registry.register(RecoveryCollector(generator.recoveries))
-        self.metrics.registry.register(SuspicionCollector(generator.suspicions))
-        self.metrics.registry.register(LocalPrefillCollector(generator.local_prefills))
+        for counter in router_counters(generator.recoveries, generator.suspicions, generator.local_prefills):
+            self.metrics.registry.register(counter)
         self._recent, self._ttft, self._itl = Recent(), RollingQuantiles(), RollingQuantiles()
         self._began_s = time.monotonic()
         self._tasks: dict[asyncio.Task[None], Answers] = {}

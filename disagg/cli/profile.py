@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -17,10 +17,7 @@ from disagg.cli.options import with_options
 from disagg.core.config.read import Role
 from disagg.core.errors import ConfigError
 from disagg.core.key_file import first_key
-from disagg.core.profile.types import MAX_LIMIT_S, MAX_STEPS
-
-if TYPE_CHECKING:
-    from disagg.core.profile.types import TraceSummary
+from disagg.core.profile.types import MAX_LIMIT_S, MAX_STEPS, TraceSummary
 
 SUMMARY, PICTURE = "summary.json", "profile.png"
 

@@ -8,7 +8,6 @@ from typing import Any
 
 from disagg.cluster.group import Group
 from disagg.cluster.ranks import CALL_TIMEOUT_S, Ranks
-from disagg.core.types import GroupInfo
 from disagg.node.ownership import Owner
 from transport.keys.curve import KeySet
 from transport.keys.ring import KeyRing
@@ -50,17 +49,12 @@ def inform_of_groups(groups: Iterable[Group]) -> None:
     sharing = [
         group
         for group in groups
-        if group.up and not group.lost and group.info is not None and shares(group.info)
+        if group.up and not group.lost and group.info is not None and group.info.shares_host_cache
     ]
     infos = [group.info for group in sharing]
     for group in sharing if len(sharing) > 1 else ():
         for actor in alive(group):
             actor.know_groups.remote(infos)
-
-
-def shares(group: GroupInfo) -> bool:
-    """Returns whether the group shares its host memory with other groups."""
-    return any(rank.page_server is not None for rank in group.ranks)
 
 
 def another_owns(ranks: Ranks, groups: Iterable[Group], owner: Owner) -> bool:

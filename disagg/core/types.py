@@ -396,9 +396,9 @@ class RankInfo(msgspec.Struct, frozen=True):
     """Number of the prefix cache's recurrent states for which the rank's host memory has room."""
     page_server: PageServer | None = None
     """Endpoint for other groups; None without `GroupConfig.host_cache_shared`."""
-    local_prefill: bool = False
-    """Whether the decode group computes prompts itself on request (`decode.local_prefill_tokens`); set on a leader.
-    """
+    local_prefill_tokens: int = 0
+    """Tokens of a step in which the decode group computes prompts itself on request; 0: it never does. Set on a
+    leader."""
 
 
 class GroupInfo(msgspec.Struct, frozen=True):
@@ -430,6 +430,12 @@ class GroupInfo(msgspec.Struct, frozen=True):
     def leader(self) -> RankInfo:
         """Rank 0, which plans the steps and exchanges messages with routers."""
         return self.ranks[0]
+
+    @property
+    def shares_host_cache(self) -> bool:
+        """Whether the group reads the host memory of other groups, and other groups read its host memory
+        (`GroupConfig.host_cache_shared`)."""
+        return any(rank.page_server is not None for rank in self.ranks)
 
 
 class Ticket(msgspec.Struct, frozen=True):

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 
 import torch
 
@@ -136,17 +137,22 @@ def build_index(
     """
     require_fits(batch, table)
     device = table.table.device
-    firsts = first_indices(batch)
+    firsts = first_indices(batch.sequences)
     ids = [token for sequence in batch.sequences for token in sequence.tokens]
     positions = [p for sequence in batch.sequences for p in range(sequence.start, sequence.stop)]
     rows = [sequence.row for sequence in batch.sequences for _ in sequence.tokens]
-    last = [first + len(s.tokens) - 1 for first, s in zip(firsts, batch.sequences, strict=True)]
     singles = single_tokens(batch.sequences) if kernels else 0
     packed = upload(
-        [*ids, *positions, *rows, *last, *(_kernel_numbers(batch, firsts, singles) if kernels else [])],
+        [
+            *ids,
+            *positions,
+            *rows,
+            *last_indices(batch.sequences),
+            *(_kernel_numbers(batch, firsts, singles) if kernels else []),
+        ],
         device,
     )
-    count, after_last = len(ids), 3 * len(ids) + len(last)
+    count, after_last = len(ids), 3 * len(ids) + len(batch.sequences)
     position_tensor, row_tensor = packed[count : 2 * count], packed[2 * count : 3 * count]
     return StepIndex(
         input_ids=packed[:count][None],
@@ -175,23 +181,20 @@ def index_of_chunks(queries: PackedQueries) -> KernelIndex:
     return KernelIndex(nothing, nothing, queries)
 
 
-def one_token_each(
-    rows: torch.Tensor, positions: torch.Tensor, chunks: PackedQueries | None = None
-) -> KernelIndex:
-    """Returns the index of a step with one token per request, without synchronization. `rows`, `positions`: int64
-    `[n]`. `chunks`: further sequences, whose queries follow."""
+def one_token_each(rows: torch.Tensor, positions: torch.Tensor) -> KernelIndex:
+    """Returns the index of a step with one token per request, without synchronization. Arguments are int64 `[n]`."""
     nothing = rows[:0]
-    chunks = chunks or PackedQueries(nothing, nothing, nothing, nothing, 0)
-    return KernelIndex(rows, positions + 1, chunks)
+    return KernelIndex(rows, positions + 1, PackedQueries(nothing, nothing, nothing, nothing, 0))
 
 
-def first_indices(batch: StepBatch) -> list[int]:
-    """Returns the index of each sequence's first token among the step's tokens."""
-    firsts, count = [], 0
-    for sequence in batch.sequences:
-        firsts.append(count)
-        count += len(sequence.tokens)
-    return firsts
+def first_indices(sequences: Sequence[SequenceSlice]) -> list[int]:
+    """Returns the index of each sequence's first token among the tokens of all sequences."""
+    return [last + 1 - len(one.tokens) for last, one in zip(last_indices(sequences), sequences, strict=True)]
+
+
+def last_indices(sequences: Sequence[SequenceSlice]) -> list[int]:
+    """Returns the index of each sequence's last token among the tokens of all sequences."""
+    return [end - 1 for end in accumulate(len(one.tokens) for one in sequences)]
 
 
 def _kernel_numbers(batch: StepBatch, firsts: list[int], n: int) -> list[int]:

@@ -22,7 +22,7 @@ from triton import TritonError
 
 from disagg.core.collection import collection_paused
 from disagg.core.errors import first_line
-from disagg.model.batch import SequenceSlice, StepBatch
+from disagg.model.batch import SequenceSlice, StepBatch, first_indices, last_indices
 
 log = structlog.get_logger(__name__)
 
@@ -97,7 +97,7 @@ class StepGraphs(ABC):
 
     def __init__(
         self,
-        compute: Compute,
+        compute: Callable[..., torch.Tensor],
         sizes: tuple[int, ...],
         limits: tuple[int, ...],
         trash_row: int,
@@ -105,7 +105,7 @@ class StepGraphs(ABC):
         device: torch.device,
     ) -> None:
         """Takes the padding buckets `sizes` and the context `limits` in tokens, both ascending. A graph is recorded
-        for each pair of a bucket and a limit.
+        for each pair of a bucket and a limit. `compute`: the function that `_computed` calls, here a `Compute`.
         """
         self._compute, self._sizes, self._limits, self._device = compute, sizes, limits, device
         self._trash_row, self._vocab_size = trash_row, vocab_size
@@ -184,6 +184,21 @@ class StepGraphs(ABC):
             *[self._trash_row] * fill,
         ]
 
+    def _chunks(self, count: int, sequences: Sequence[SequenceSlice]) -> list[int]:
+        """Returns all rows, then all indices of first tokens among the tokens of `sequences`, then the positions of
+        these tokens, then all numbers of tokens, each padded to `count`."""
+        fill = [0] * (count - len(sequences))
+        return [
+            *(one.row for one in sequences),
+            *[self._trash_row] * len(fill),
+            *first_indices(sequences),
+            *fill,
+            *(one.start for one in sequences),
+            *fill,
+            *(len(one.tokens) for one in sequences),
+            *fill,
+        ]
+
     def _record(self, size: int, limit: int, pool: Any, stream: Any) -> Any:
         rows = self._rows(size)
         stream.wait_stream(cuda.current_stream(self._device))
@@ -226,24 +241,7 @@ class ChunkGraphs(StepGraphs):
         return self.SEQUENCES
 
     def step_numbers(self, size: int, sequences: Sequence[SequenceSlice]) -> list[int]:
-        """Returns `_tokens`, then for all sequences: row, index of the first token, its position, number of tokens,
-        index of the last token."""
-        fill = self.SEQUENCES - len(sequences)
-        ends, end = [], 0
-        for one in sequences:
-            end += len(one.tokens)
-            ends.append(end)
-        firsts = [0, *ends[:-1]] if ends else []
-        return [
-            *self._tokens(size, sequences),
-            *(one.row for one in sequences),
-            *[self._trash_row] * fill,
-            *firsts,
-            *[0] * fill,
-            *(one.start for one in sequences),
-            *[0] * fill,
-            *(len(one.tokens) for one in sequences),
-            *[0] * fill,
-            *(end - 1 for end in ends),
-            *[0] * fill,
-        ]
+        """Returns `_tokens`, `_chunks`, and the index of each sequence's last token."""
+        fill = [0] * (self.SEQUENCES - len(sequences))
+        chunks = self._chunks(self.SEQUENCES, sequences)
+        return [*self._tokens(size, sequences), *chunks, *last_indices(sequences), *fill]

@@ -2,7 +2,7 @@
 
 A bucket has a number of single tokens and a number of prompt tokens. Single tokens come first, and are padded with
 the trash row; the prompts' tokens follow. Both numbers together are the same in all buckets, if the single tokens
-leave enough room: products compute tiles of 128 rows, so a step of 288 tokens takes as long as one of 384.
+leave enough room: products compute tiles of 128 rows, so a step of 288 tokens needs as many as one of 384.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from typing import NamedTuple
 
 import torch
 
-from disagg.model.batch import SequenceSlice, StepBatch, single_tokens
+from disagg.core.local_prefill import padded_answers, prefill_room
+from disagg.model.batch import SequenceSlice, StepBatch, last_indices, single_tokens
 from disagg.model.graphs import StepGraphs
 
 MixedCompute = Callable[[torch.Tensor, int, int], torch.Tensor]
 """Function that computes a step's logits, float32 `[sequences, vocab]`, without synchronizing. Arguments: the numbers
 that describe the step, int64; the bucket's number of single tokens; the longest context in tokens."""
 
-_SINGLES = (16, 32, 64, 96, 128, 192)
 CHUNKS = 8
 """Largest number of prompts in a recorded step."""
 
@@ -33,17 +33,10 @@ class MixedSize(NamedTuple):
     """Tokens of all prompts."""
 
 
-def mixed_sizes(step_tokens: int, least_tokens: int, largest_batch: int) -> tuple[MixedSize, ...]:
+def mixed_sizes(step_tokens: int, largest_batch: int) -> tuple[MixedSize, ...]:
     """Returns the buckets, ascending in single tokens; see `prefill_room` for the prompt tokens."""
-    counts = (*(size for size in _SINGLES if size < largest_batch), largest_batch)
-    return tuple(MixedSize(count, prefill_room(step_tokens, least_tokens, count)) for count in counts)
-
-
-def prefill_room(step_tokens: int, least_tokens: int, singles: int) -> int:
-    """Returns the most prompt tokens in a step with `singles` single tokens: as many as the bucket of so many single
-    tokens leaves of `step_tokens`, but at least `least_tokens`."""
-    padded = next((size for size in _SINGLES if singles <= size), singles)
-    return max(step_tokens - padded, least_tokens)
+    counts = sorted({min(padded_answers(count), largest_batch) for count in range(1, largest_batch + 1)})
+    return tuple(MixedSize(count, prefill_room(step_tokens, count)) for count in counts)
 
 
 class MixedGraphs(StepGraphs):
@@ -59,10 +52,8 @@ class MixedGraphs(StepGraphs):
         device: torch.device,
     ) -> None:
         """See `StepGraphs`."""
-        super().__init__(
-            lambda numbers, limit: numbers, tuple(range(len(buckets))), limits, trash_row, vocab_size, device
-        )
-        self._mixed, self._buckets = compute, tuple(buckets)
+        super().__init__(compute, tuple(range(len(buckets))), limits, trash_row, vocab_size, device)
+        self._buckets = tuple(buckets)
 
     def takes(self, batch: StepBatch) -> bool:
         """Returns whether a step begins with single tokens, has a few chunks behind them, and fits a bucket."""
@@ -89,33 +80,19 @@ class MixedGraphs(StepGraphs):
         return self._buckets[size].singles + CHUNKS
 
     def _computed(self, size: int, limit: int) -> torch.Tensor:
-        return self._mixed(self._numbers[size], self._buckets[size].singles, limit)
+        return self._compute(self._numbers[size], self._buckets[size].singles, limit)
 
     def step_numbers(self, size: int, sequences: Sequence[SequenceSlice]) -> list[int]:
-        """Returns tokens, positions and rows of the single tokens, each padded, then those of the chunks' tokens.
-
-        Then for all chunks: row, index of the first token among the chunks' tokens, its position, number of tokens.
-        Then for all sequences: index of the last token in the step.
-        """
+        """Returns `_tokens` of the single tokens, `_tokens` and `_chunks` of the chunks, and the index of each
+        sequence's last token."""
         bucket = self._buckets[size]
         singles = single_tokens(sequences)
         chunks = sequences[singles:]
-        fill, ends, end = CHUNKS - len(chunks), [], 0
-        for one in chunks:
-            end += len(one.tokens)
-            ends.append(end)
-        last = [*range(singles), *(bucket.singles + end - 1 for end in ends)]
+        last = [*range(singles), *(bucket.singles + index for index in last_indices(chunks))]
         return [
             *self._tokens(bucket.singles, sequences[:singles]),
             *self._tokens(bucket.chunk_tokens, chunks),
-            *(one.row for one in chunks),
-            *[self._trash_row] * fill,
-            *(end - len(one.tokens) for one, end in zip(chunks, ends, strict=True)),
-            *[0] * fill,
-            *(one.start for one in chunks),
-            *[0] * fill,
-            *(len(one.tokens) for one in chunks),
-            *[0] * fill,
+            *self._chunks(CHUNKS, chunks),
             *last,
             *[0] * (self._rows(size) - len(last)),
         ]

@@ -473,7 +473,7 @@ class ModelRunner:
         slots = self.req_to_token.table[found.rows, found.positions].long()
         of_chunks = found.chunk_rows, found.firsts, found.starts, found.counts
         chunks = PackedQueries(*of_chunks, len(found.ids) - singles)
-        index = one_token_each(found.rows[:singles], found.positions[:singles], chunks)
+        index = KernelIndex(found.rows[:singles], found.positions[:singles] + 1, chunks)
         context = self._kernel_step(index, slots, max_tokens=max_tokens)
         ids = self.sampled.resolve(found.ids)
         return self._run(ids[None], found.positions[None], found.last, context, None)

@@ -24,7 +24,7 @@ log = structlog.get_logger(__name__)
 
 
 class HostCacheSharing:
-    """A rank's side of the shared second tiers. Any thread may call its methods. Owns the transport."""
+    """Shares a rank's second tier, and reads those of other groups. Thread-safe. Owns the transport."""
 
     def __init__(self, lane: str, transport: Transport, name: str, largest_bytes: int) -> None:
         """`name`: name of the transport (`Choice.name`). `largest_bytes`: size of the largest part."""
@@ -54,13 +54,14 @@ class HostCacheSharing:
         self.served = self._exchange.served = served
 
     def know(self, own: GroupInfo, groups: Iterable[GroupInfo]) -> None:
-        """Replaces the groups with which this rank shares pages by those of `groups` that can have its pages."""
+        """Replaces the peers by the ranks of `groups` that have the same model, page size and transport.
+
+        `own`: this rank's group, whose ranks are no peers.
+        """
         servers: dict[str, PageServer] = {}
         for group in groups:
-            if (group.fingerprint, group.page_size) != (
-                own.fingerprint,
-                own.page_size,
-            ) or group.name == own.name:
+            same_pages = (group.fingerprint, group.page_size) == (own.fingerprint, own.page_size)
+            if group.name == own.name or not same_pages:
                 continue
             for rank in group.ranks:
                 server = rank.page_server
@@ -69,7 +70,7 @@ class HostCacheSharing:
         self._loop.post(partial(self._exchange.know, servers))
 
     def lost(self, peer: str) -> None:
-        """Ends all work with a dead rank, by its control address."""
+        """Disconnects a dead rank and forgets its pages. `peer`: its control address."""
         self._loop.post(partial(self._forget, peer))
 
     def withdraw(self, copies: Sequence[CacheOperation], fetches: Sequence[StorageOperation]) -> None:

@@ -236,9 +236,9 @@ class Leader(ABC):
         return 1
 
     @property
-    def local_prefills(self) -> bool:
-        """Whether a decode group computes prompts of new requests itself."""
-        return False
+    def local_prefill_tokens(self) -> int:
+        """Tokens of a step in which a decode group computes prompts of new requests itself; 0: it never does."""
+        return 0
 
     @abstractmethod
     def link(self, other: GroupInfo) -> None:

@@ -6,7 +6,8 @@ no cache memory is registered with the transport. Both ranks have a fixed number
 and the messages under way; further requests wait in a queue.
 
 Each operation and each request has a deadline. A peer that exceeds a deadline is fenced, which frees its buffers, and
-is connected again later. Until then its requests fail.
+is connected again later. Until then its requests fail. A request that exceeds the deadline in the queue fails alone,
+because its own peer may be healthy.
 
     tag:      bit 63: reply | bits 62 .. 32: number of the sender's rank | bits 31 .. 0: number of the request
     request:  1 byte: kind | 32 bytes for each key
@@ -42,17 +43,18 @@ MOST_KEYS = 1024
 LEAST_REPLY_BYTES = 1 << 20
 """Smallest size of a buffer for the records of a reply. A buffer has room for the largest part."""
 CALLS = 8
-"""Largest number of own requests under way, and of replies that are being sent."""
+"""Largest number of own requests under way, and of peers' requests that are received or answered at the same time."""
 MOST_QUEUED = 1024
-"""Largest number of peers' requests that wait; further requests are dropped, and time out."""
+"""Largest number of peers' requests in the queue; further requests are dropped, and time out."""
 LIMIT_S = 10.0
-"""Time limit of a request, from its start to its reply, and of each send and receive. The callers stop waiting
-earlier (`StorageController`)."""
+"""Time limit of a request in the queue, of its reply, and of each send and receive. The callers stop waiting earlier
+(`StorageController`)."""
 RETRY_S, LONGEST_RETRY_S = 1.0, 60.0
 """Time after which a lost peer is connected again; doubled after each failed attempt."""
 POLL_S = 1.0
+"""Interval in which deadlines and lost peers are checked."""
 NUMBERS = 1 << 31
-"""Upper bound (exclusive) of the numbers of ranks."""
+"""Upper bound (exclusive) of `PageServer.number`."""
 
 _ASK, _READ = 0, 1
 _REPLY = 1 << 63
@@ -108,6 +110,7 @@ class _Call:
     answer: Answer
     number: int = 0
     until_s: float = 0.0
+    """Deadline in the queue; after the request has left the queue, deadline of the reply."""
 
 
 @dataclass(slots=True, eq=False)
@@ -120,9 +123,10 @@ class _Moving:
     until_s: float
     nbytes: int = 0
     done: Callable[[_Moving], None] | None = None
-    """Called with this context if a receive is done; the buffer is freed afterwards."""
+    """Called with this context after a successful receive; the buffer is freed afterwards."""
     call: _Call | None = None
-    """The request that a send or receive belongs to; it fails with the operation."""
+    """The own request that the operation sends, or whose reply it receives; the request fails with the operation.
+    None if the operation serves a peer's request."""
 
     def read(self) -> memoryview:
         """Returns the received bytes."""
@@ -188,14 +192,15 @@ class RankExchange:
         self._queue: deque[_Call] = deque()
         self._last_call = 0
         self._arrived: deque[tuple[str, Arrival]] = deque()
-        """Requests of peers that wait for a buffer."""
+        """Requests of peers that are not received yet."""
         self._moving: set[_Moving] = set()
         self._serving = 0
+        """Number of peers' requests that are being received, and of replies that are being sent to peers."""
         self._lock = threading.Lock()  # guards `_ended`
         self._ended = False
         self._served_parts = self._served_bytes = self._dropped = 0
 
-    # --- any thread
+    # --- own requests: callable on any thread
 
     @property
     def peers(self) -> Sequence[str]:
@@ -217,7 +222,7 @@ class RankExchange:
                 return
         call.answer(None)
 
-    # --- peers
+    # --- connections to peers
 
     def know(self, servers: Mapping[str, PageServer]) -> None:
         """Replaces the peers. Disconnects those that are missing, and connects new ones."""
@@ -238,7 +243,7 @@ class RankExchange:
         if server is None:
             return
         del self._names[server.number]
-        self._part(peer)
+        self._cut_off(peer)
         self._lost.pop(peer, None)
         self._set_connected()
 
@@ -247,7 +252,7 @@ class RankExchange:
         if peer not in self._servers or peer in self._lost:
             return
         log.warning("page_peer_lost", peer=peer, why=why)
-        self._part(peer)
+        self._cut_off(peer)
         self._lost[peer] = _Retry(self._clock() + RETRY_S, RETRY_S)
         self._set_connected()
 
@@ -270,7 +275,7 @@ class RankExchange:
             self._lost[peer] = _Retry(self._clock() + pause_s, pause_s)
         self._set_connected()
 
-    def _part(self, peer: str) -> None:
+    def _cut_off(self, peer: str) -> None:
         """Disconnects a peer, and fails the requests to it."""
         fence(self._transport, peer)
         waiting, self._arrived = self._arrived, deque()
@@ -281,11 +286,12 @@ class RankExchange:
                 self._arrived.append((sender, arrival))
         for call in [call for call in (*self._calls.values(), *self._queue) if call.peer == peer]:
             self._fail(call)
+        self._send_queued()
 
     def _set_connected(self) -> None:
         self._connected = tuple(sorted(self._servers.keys() - self._lost.keys()))
 
-    # --- own requests
+    # --- own requests: sending, receiving replies
 
     def _begin(self, call: _Call) -> None:
         if self._ended or call.peer not in self._connected:
@@ -303,7 +309,8 @@ class RankExchange:
             call = self._queue.popleft()
             self._last_call = call.number = (self._last_call + 1) % (1 << 32)
             self._calls[call.number] = call
-            moving = _Moving(call.peer, buffer, self._requests, self._clock() + LIMIT_S, call=call)
+            call.until_s = self._clock() + LIMIT_S
+            moving = _Moving(call.peer, buffer, self._requests, call.until_s, call=call)
             buffer.numpy().data[: len(call.body)] = call.body
             self._send(moving, self._number << 32 | call.number, len(call.body))
 
@@ -337,10 +344,10 @@ class RankExchange:
         moving.done = self._on_reply
         self._receive(moving, arrival)
 
-    # --- peers' requests
+    # --- serving the requests of peers
 
     def _receive_requests(self) -> None:
-        """Receives the waiting requests, as far as there are buffers for them and for their replies."""
+        """Receives queued requests of peers, if a buffer is free and fewer than `CALLS` requests are being served."""
         while self._arrived and self._serving < CALLS:
             buffer = self._requests.take()
             if buffer is None:
@@ -353,18 +360,17 @@ class RankExchange:
             self._receive(moving, arrival)
 
     def _serve(self, call_number: int, request: _Moving) -> None:
-        """Sends the reply to a request."""
+        """Sends the reply to a received request. Without a free buffer the request is dropped, and times out."""
+        if request.peer not in self._connected:
+            return
+        buffer = self._replies.take()
+        if buffer is None:
+            return
         body = bytes(request.read())
         keys = [body[at : at + KEY_BYTES] for at in range(1, len(body), KEY_BYTES)]
-        buffer = self._replies.take()
-        if buffer is None or request.peer not in self._connected:
-            if buffer is not None:
-                self._replies.give(buffer)
-            return
         nbytes = self._reply(body[0], keys, buffer)
         self._serving += 1  # until the reply is sent
         moving = _Moving(request.peer, buffer, self._replies, self._clock() + LIMIT_S)
-        moving.done = lambda _: None
         self._send(moving, _REPLY | self._number << 32 | call_number, nbytes)
 
     def _reply(self, kind: int, keys: Sequence[bytes], buffer: torch.Tensor) -> int:
@@ -386,7 +392,7 @@ class RankExchange:
             self._served_bytes += size
         return end
 
-    # --- the loop
+    # --- events of the transfer loop
 
     def begin_turn(self) -> None:
         """Does nothing: messages go at once."""
@@ -415,7 +421,7 @@ class RankExchange:
     def on_operation(self, operation: Operation) -> None:
         """See `TransferAgent.on_operation`."""
         moving: Any = operation.context
-        if moving is None:  # a discard
+        if moving is None:  # the end of a discard
             return
         self._moving.discard(moving)
         done = operation.state is OperationState.DONE
@@ -434,8 +440,10 @@ class RankExchange:
     def poll(self, now_s: float) -> float:
         """See `TransferAgent.poll`. Fences peers that exceed a deadline, and connects lost peers again."""
         now_s = self._clock()
+        for call in [call for call in self._queue if call.until_s <= now_s]:
+            self._fail(call)
         slow = {one.peer for one in self._moving if one.until_s <= now_s}
-        slow |= {call.peer for call in (*self._calls.values(), *self._queue) if call.until_s <= now_s}
+        slow |= {call.peer for call in self._calls.values() if call.until_s <= now_s}
         for peer in slow:
             self.on_lost(peer, f"an operation has not ended after {LIMIT_S:g} s")
         for peer, retry in list(self._lost.items()):

@@ -244,7 +244,7 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
             else 0,  # without the trash slot
             *self.cache_controller.counts,
             page_server=self.sharing.server if self.sharing is not None else None,
-            local_prefill=self.leader is not None and self.leader.local_prefills,
+            local_prefill_tokens=self.leader.local_prefill_tokens if self.leader is not None else 0,
         )
 
     def join(self, group: GroupInfo) -> None:

@@ -31,7 +31,7 @@ from disagg.node.host_memory import (
     automatic_host_cache,
     available_bytes,
 )
-from disagg.node.local_prefill import MIN_PREFILL_TOKENS, local_prefill_tokens
+from disagg.node.local_prefill import local_prefill_tokens
 from disagg.node.prefix_caching import configured_host_cache
 from disagg.node.rank import RankNode
 from disagg.node.rank_records import Rendezvous, Started
@@ -122,11 +122,11 @@ def load_runner(model: RankModel, collective: Collective, rank: int, role: str) 
         if rank == 0:
             warm_sampling(runner.spec.vocab_size, device)
         if group.graphs:
-            _record(runner, group, role)
+            _record(config, runner, group, role)
     return runner, f"{describe_pool(runner)}; {memory}" if memory else describe_pool(runner)
 
 
-def _record(runner: ModelRunner, group: GroupConfig, role: str) -> None:
+def _record(config: Config, runner: ModelRunner, group: GroupConfig, role: str) -> None:
     """Records the CUDA graphs of the group's steps."""
     if group.decode_batch:
         runner.record(group.decode_batch)
@@ -134,8 +134,8 @@ def _record(runner: ModelRunner, group: GroupConfig, role: str) -> None:
         runner.record_chunks(group.chunk_tokens)
     if role != "decode":
         runner.record_pieces(group.chunk_tokens, group.decode_batch)
-    elif step_tokens := local_prefill_tokens(group, runner):
-        runner.record_mixed(mixed_sizes(step_tokens, MIN_PREFILL_TOKENS, group.decode_batch))
+    elif step_tokens := local_prefill_tokens(config, group, runner):
+        runner.record_mixed(mixed_sizes(step_tokens, group.decode_batch))
 
 
 def with_host_cache(

@@ -62,7 +62,7 @@ class _StepRecording:
         self.began_s, self.deadline_s = now_s, now_s + options.limit_s
         self.progress_s = now_s
         self.plain_s: list[float] = []
-        """Begins of the steps that are only timed."""
+        """Start times of the steps that are only timed."""
         self.begun = 0
         """Steps begun with the profiler."""
         self.profiler: Any = None
@@ -72,7 +72,7 @@ class _StepRecording:
 
     @property
     def recorded(self) -> int:
-        """Complete steps of the window, between two steps."""
+        """Number of complete steps of the window; valid between two steps."""
         return max(0, self.begun - WARM_STEPS)
 
     @property
@@ -87,7 +87,7 @@ class _StepRecording:
 
 
 class StepRecorder:
-    """Records one profile at a time. Costs an idle rank two checks of an attribute per step."""
+    """Records one profile at a time. Without a recording, each method of a step costs one check of an attribute."""
 
     def __init__(
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -11,7 +11,7 @@ import xxhash
 
 from disagg.core.config.read import PolicyName, RouterConfig
 from disagg.core.errors import BusyError
-from disagg.core.local_prefill import pauses
+from disagg.core.local_prefill import slowdown
 from disagg.core.prefixes import HeldPrefixes, Tier
 from disagg.core.types import GroupInfo
 from disagg.router.load_costs import NOT_MEASURED, LoadCosts
@@ -49,11 +49,10 @@ class RoutedGroup:
     load_costs: LoadCosts = NOT_MEASURED
     """Costs of loads from these tiers, from the group's reports."""
     shares: bool = field(init=False)
-    """Whether the group reads the host memory of other groups, and other groups read its host memory
-    (`GroupConfig.host_cache_shared`)."""
+    """Value of `GroupInfo.shares_host_cache`."""
 
     def __post_init__(self) -> None:
-        self.shares = any(rank.page_server is not None for rank in self.group.ranks)
+        self.shares = self.group.shares_host_cache
 
     @property
     def usable(self) -> bool:
@@ -253,22 +252,32 @@ class LocalPrefill:
         """Returns the decode group that is to compute the whole request; None if `prefill` is to compute the prompt.
 
         The group with the shortest queue of such prompts is compared with the prefill group, as in NVIDIA Dynamo's
-        conditional disaggregation. Prompts take longer in a group with many requests, which pauses between steps with
-        prompts (`pauses`). `prefill` is None while no prefill group is usable.
+        conditional disaggregation. Prompts take longer in a group with many requests (`slowdown`). Groups whose costs
+        differ little count as equal, as in `prefix_aware`. `prefill` is None while no prefill group is usable.
         """
         waiting_tokens = prefill.tokens if prefill is not None else self.queue_tokens
         if not request.may_be_local or waiting_tokens < self.queue_tokens:
             return None
-        able = [one for one in decodes if one.group.leader.local_prefill]
-        costs = [
-            (one.local_tokens + request.missing_tokens(one)) * (1 + pauses(one.requests)) for one in able
-        ]
+        able = computing_prompts(decodes)
         if not able:
             return None
+        costs = [
+            (one.local_tokens + request.missing_tokens(one))
+            * slowdown(one.group.leader.local_prefill_tokens, one.requests)
+            for one in able
+        ]
         least = min(costs)
         if prefill is not None and self.cost * least >= prefill.tokens + request.missing_tokens(prefill):
             return None
-        return able[costs.index(least)]
+        equal = [
+            one for one, cost in zip(able, costs, strict=True) if cost <= least + request.tokens // SLACK
+        ]
+        return min(equal, key=lambda one: (one.requests, one.tokens, one.served))
+
+
+def computing_prompts(decodes: Iterable[RoutedGroup]) -> list[RoutedGroup]:
+    """Returns the decode groups that compute prompts themselves."""
+    return [one for one in decodes if one.group.leader.local_prefill_tokens]
 
 
 POLICIES: dict[PolicyName, Policy] = {

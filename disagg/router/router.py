@@ -20,7 +20,14 @@ from disagg.core.tokens import TokenIds, pack_tokens
 from disagg.core.types import GroupInfo, SamplingParams
 from disagg.router.answers import Emit, Output, RouterRequest, SessionReport, new_answers
 from disagg.router.group_table import GroupTable, has_rank_in
-from disagg.router.policy import POLICIES, LocalPrefill, RoutedGroup, RoutingRequest, prefix_aware
+from disagg.router.policy import (
+    POLICIES,
+    LocalPrefill,
+    RoutedGroup,
+    RoutingRequest,
+    computing_prompts,
+    prefix_aware,
+)
 from disagg.router.profiling import record_profile
 from disagg.router.recovery import Branch, RecoveryBudget
 from disagg.router.request_run import Pair, RecoveryOptions, RequestRun, RoutedRequest, RunContext
@@ -173,21 +180,28 @@ class Router:
         return min(most, default=MAX_SEQUENCES)
 
     def missing(self) -> list[str]:
-        """Returns the roles without a usable group; empty if requests can be served."""
+        """Returns the roles without a usable group; empty if requests can be served.
+
+        Prefill groups are not missing while a usable decode group computes prompts itself.
+        """
+        missing = self._without_groups()
+        alone = missing == ["prefill"] and computing_prompts(self._table.usable("decode"))
+        return [] if alone else missing
+
+    def _without_groups(self) -> list[str]:
         missing, now_s = sorted(role for role in self._roles if not self._table.usable(role)), self._clock()
         self._missing_since_s = {role: self._missing_since_s.get(role, now_s) for role in missing}
         return missing
 
+    def _long_without_groups(self) -> list[str]:
+        """Returns the roles that have had no usable group for at least `router.group_wait_s`."""
+        missing, longest_s = self._without_groups(), self._context.options.group_wait_s
+        return [role for role in missing if self._clock() - self._missing_since_s[role] >= longest_s]
+
     def refused_roles(self) -> list[str]:
-        """Returns the roles that have had no usable group for at least `router.group_wait_s`. While such a role
-        exists, requests are refused; before, requests wait for a group."""
-        missing, now_s = self.missing(), self._clock()
-        longest_s = self._context.options.group_wait_s
-        if missing == ["prefill"] and any(
-            one.group.leader.local_prefill for one in self._table.usable("decode")
-        ):
-            return []
-        return [role for role in missing if now_s - self._missing_since_s[role] >= longest_s]
+        """Returns the roles that have been `missing` for at least `router.group_wait_s`. While such a role exists,
+        requests are refused; before, requests wait for a group."""
+        return self._long_without_groups() if self.missing() else []
 
     def _routing_request(
         self, prompt: TokenIds, cache_salt: str, session: str, *, may_be_local: bool = False
@@ -210,11 +224,11 @@ class Router:
         `keep`: name of the decode group to choose if it has a usable pair. `full`: names of decode groups to avoid if
         another one has a usable pair. Raises `BusyError` if no group is usable.
         """
-        missing, decodes = self.missing(), self._table.usable(self._roles[-1])
+        missing, decodes = self._without_groups(), self._table.usable(self._roles[-1])
+        self._drop_old_shunned()
         if missing == ["prefill"]:
-            preferred = [one for one in decodes if one.group.name == keep]
-            preferred = preferred or [one for one in decodes if one.group.name not in full]
-            if (alone := self._local.group(None, preferred or decodes, request)) is not None:
+            able = computing_prompts(decodes)
+            if (alone := self._alone(None, _preferred(able, keep, full) or able, request)) is not None:
                 self.local_prefills["no_prefill_group"] += 1
                 return alone, alone
         if missing:
@@ -224,19 +238,25 @@ class Router:
             both = self.choose(tried or decodes, request)
             return both, both
         prefills = self._table.usable("prefill")
-        self._drop_old_shunned()
         paired = self._met(decodes, lambda one: any(self._meet(p, one) for p in prefills))
         if keep or full:
-            kept = [one for one in paired if one.group.name == keep]
-            paired = kept or [one for one in paired if one.group.name not in full]
+            paired = _preferred(paired, keep, full)
         decodes = paired or decodes
         met = self._met(prefills, lambda one: any(self._meet(one, other) for other in decodes))
         prefill = self.choose(met or prefills, request)
-        if (alone := self._local.group(prefill, decodes, request)) is not None:
+        if (alone := self._alone(prefill, decodes, request)) is not None:
             self.local_prefills["queue"] += 1
             return alone, alone
         met = self._met(decodes, lambda other: self._meet(prefill, other))
         return prefill, self.choose(met or decodes, request)
+
+    def _alone(
+        self, prefill: RoutedGroup | None, decodes: Sequence[RoutedGroup], request: RoutingRequest
+    ) -> RoutedGroup | None:
+        """Returns the decode group that is to compute the whole request, None if `prefill` is to compute the prompt;
+        avoids a group for a while after a failure there, if another one remains."""
+        met = self._met(decodes, lambda one: self._meet(one, one))
+        return self._local.group(prefill, met or decodes, request)
 
     def _met(
         self, groups: Sequence[RoutedGroup], meets: Callable[[RoutedGroup], bool]
@@ -313,6 +333,8 @@ class Router:
             request.request_id, tokens, request.cache_salt, now_s, deadline_s, report, request.priority
         )
         may_be_local = computes_locally(sampling)
+        if not may_be_local and (long := self._long_without_groups()):
+            raise BusyError(f"no {' and no '.join(long)} group is up", retry_after_s=1.0)
         routing = self._routing_request(
             tokens, request.cache_salt, request.session, may_be_local=may_be_local
         )
@@ -344,6 +366,12 @@ def _packed(prompt: Sequence[int]) -> TokenIds:
         return pack_tokens(prompt)
     except ValueError as exc:
         raise InvalidRequestError(f"the prompt cannot be served: {exc}", param="prompt") from exc
+
+
+def _preferred(decodes: Sequence[RoutedGroup], keep: str, full: Set[str]) -> list[RoutedGroup]:
+    """Returns the group named `keep` if it is among `decodes`, else all groups that are not `full`."""
+    kept = [one for one in decodes if one.group.name == keep]
+    return kept or [one for one in decodes if one.group.name not in full]
 
 
 def _names(prefill: RoutedGroup, decode: RoutedGroup) -> tuple[str, str]:

@@ -25,7 +25,7 @@ from disagg.storage.bounce import copy
 from disagg.storage.breaker import Breaker, PauseSettings
 from disagg.storage.contract import StorageStatistics, require_batch
 from disagg.storage.counters import Counters
-from disagg.storage.record import HEADER_BYTES, content_of, parse_header
+from disagg.storage.record import HEADER_BYTES, content_of
 
 log = get_logger(__name__)
 
@@ -76,13 +76,13 @@ class _Search:
             self._open.add((peer, first))
 
     def asked_all(self) -> None:
-        """Ends the search once all questions are answered."""
+        """Marks the last question as added. The search ends when all questions are answered."""
         with self._lock:
             self._asked_all = True
         self._end_if_answered()
 
     def answered(self, peer: str, first: int) -> None:
-        """Removes an answered question. With the last answer, keys that no peer has are settled."""
+        """Removes an answered question. The last answer settles the keys that no peer has."""
         with self._lock:
             self._open.discard((peer, first))
         self._end_if_answered()
@@ -267,11 +267,11 @@ class PeerStorage:
             if at < len(reply) and not reply[at]:
                 self._forget(key)  # evicted since the search
                 continue
-            header, content = parse_header(rest), content_of(rest, key)
-            if header is None or content is None:
+            content = content_of(rest, key)
+            if content is None:
                 self._record_corrupt(peer, keys[at:])
                 return False
-            rest = rest[header.record_bytes :]
+            rest = rest[HEADER_BYTES + len(content) :]
             with batch.memory(i) as page:
                 if page is None:  # the call has ended
                     return True

@@ -17,7 +17,7 @@ from disagg.core.urls import base_url
 TIMEOUT_S = 5.0
 """Timeout of one status query."""
 PROFILE_TIMEOUT_S = 180.0
-"""Longest silence of the server during a profile: while it writes and reads the trace."""
+"""Longest silence of the server after the time limit of the steps: the rank writes and summarizes the trace."""
 
 
 class _ProfileLine(msgspec.Struct, frozen=True):
@@ -66,9 +66,7 @@ class StatusClient:
         is no trace.
         """
         url = self._base + "/profile"
-        timeout_s = PROFILE_TIMEOUT_S + body.get(
-            "limit_s", 0.0
-        )  # an idle rank reports nothing until its limit
+        timeout_s = PROFILE_TIMEOUT_S + body.get("limit_s", 0.0)  # a rank is silent during a long step
         try:
             with self._http.stream("POST", url, json=body, timeout=timeout_s) as reply:
                 if reply.status_code != 200:

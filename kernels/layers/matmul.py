@@ -255,7 +255,7 @@ def summed_products(  # type: ignore[no-untyped-def]
     COLUMNS: tl.constexpr,  # noqa: N803
     SUMMED: tl.constexpr,  # noqa: N803
 ):
-    """Returns the products of rows of `k` elements, float32 `[ROWS, COLUMNS]`."""
+    """Returns the product of each row of x with each row of w, of `k` elements: float32 `[ROWS, COLUMNS]`."""
     element = tl.arange(0, SUMMED)
     x = x_row[:, None] + element[None, :] * x_stride
     w = w_row[:, None] + element[None, :] * w_stride

@@ -94,8 +94,14 @@ def quantized_linear_reference(
 
 def kernel_rows(weight: QuantizedWeight, dtype: torch.dtype) -> int:
     """Returns the largest number of rows of `dtype` that the kernel multiplies; 0 for float32, which tensor cores do
-    not multiply exactly."""
-    return 0 if dtype == torch.float32 else KERNEL_ROWS[weight.bits]
+    not multiply exactly.
+
+    0 on CUDA for weights with zero points: on an H200 some of their products had wrong elements, and others did not
+    start because they needed more shared memory than it has. Both causes are mended, but no GPU has shown it yet. The
+    library multiplies the converted weight instead.
+    """
+    unsure = weight.zeros is not None and weight.words.is_cuda
+    return 0 if dtype == torch.float32 or unsure else KERNEL_ROWS[weight.bits]
 
 
 def each_way(weight: QuantizedWeight, dtype: torch.dtype) -> list[int]:
@@ -244,10 +250,8 @@ def quantized_linear_kernel(  # type: ignore[no-untyped-def]
     x_at = x + row.to(tl.int64)[:, None] * k + element[None, :]
     # Indices beyond the end load another column; its results are not stored.
     w_at = words + (column % n).to(tl.int64)[:, None] * row_words + element[None, :]
-    if SHARED:
-        of_row = column_block * COLUMNS // block_rows * scale_stride
-    else:
-        of_row = (column % n) // block_rows * scale_stride
+    of_column = (column % n) // block_rows * scale_stride
+    of_row = column_block * COLUMNS // block_rows * scale_stride if SHARED else of_column
     steps = tl.cdiv(row_words // WORDS, SPLITS)
     first = split * steps * WORDS
     last = tl.minimum(first + steps * WORDS, row_words)
@@ -260,17 +264,18 @@ def quantized_linear_kernel(  # type: ignore[no-untyped-def]
         if BLOCK > 0:
             some_scales = numbers_of(scales, of_row, place, scale_stride, VALUES, PERIOD, BLOCK, PER, WHOLE)
         if zeros is not None:
-            some_zeros = numbers_of(zeros, of_row, place, scale_stride, VALUES, PERIOD, BLOCK, PER, WHOLE)
+            # Also shared zero points are loaded for each column: with one number, Triton would convert the words in
+            # another layout and move the values to the tensor cores' through shared memory, which is full.
+            some_zeros = numbers_of(zeros, of_column, place, scale_stride, VALUES, PERIOD, BLOCK, PER, WHOLE)
         some_words = tl.load(w_at + word)
         part = sums
         for number in tl.static_range(VALUES):
             if BITS == 4:
-                if zeros is None:
-                    zero = tl.full([COLUMNS, 1], 8, tl.int32)
-                elif SHARED:
-                    zero = tl.zeros([COLUMNS, 1], tl.int32) + some_zeros[number // PER].to(tl.int32)
-                else:
-                    zero = some_zeros[number // PER].to(tl.int32)[:, None]
+                zero = (
+                    tl.full([COLUMNS, 1], 8, tl.int32)
+                    if zeros is None
+                    else some_zeros[number // PER][:, None]
+                )
                 added = minus_zero(zero, DTYPE).broadcast_to([COLUMNS, WORDS])
             else:
                 added = None

@@ -37,9 +37,9 @@ MIDDLE = 8
 MIN_BLOCK_COLUMNS = MIN_PERIOD_WORDS
 """Smallest number of columns that share a scale."""
 LEAST_COLUMNS = 16
-"""Smallest number of rows of the weight, columns of the product, that a program of the product has."""
+"""Smallest number of rows of the weight in a tile of a product."""
 MOST_ROW_BLOCKS = 2
-"""Largest number of blocks of rows of a product."""
+"""Largest number of tiles of a product along the rows of the activations, if programs share sums."""
 _BLOCK_ROWS = 16
 
 

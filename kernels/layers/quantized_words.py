@@ -20,7 +20,7 @@ import triton.language as tl
 from kernels.dispatch import INTERPRETED
 
 MAX_PERIOD_WORDS = 64
-"""Largest number of words that the columns of a period fill."""
+"""Largest number of words of a period."""
 MIN_PERIOD_WORDS = 16
 """Smallest number of words of a period, because a tensor core instruction sums as many columns."""
 _PLAIN = tl.constexpr(INTERPRETED)  # the interpreter runs no assembly and cannot multiply bfloat16
@@ -45,7 +45,7 @@ def row_words(columns: int, words: int, bits: int) -> int:
 
 
 def pack_words(values: torch.Tensor, words: int, bits: int) -> torch.Tensor:
-    """Packs uint8 `[n, columns]`, of which `bits` (8 or 4) are used, to int32 `[n, row_words]`.
+    """Packs the low `bits` (8 or 4) of uint8 `[n, columns]` to int32 `[n, row_words]`.
 
     - words: words of a period.
     """
@@ -68,97 +68,78 @@ def unpack_words(packed: torch.Tensor, columns: int, words: int, bits: int) -> t
     return stored.reshape(n, -1)[:, :columns]
 
 
-def _assembly(registers: str, body: str) -> tl.constexpr:
-    return tl.constexpr("{\n.reg .b32 " + registers + ";\n" + body + "}")
+def _codes(bits: int, registers: str, body: str) -> tl.constexpr:
+    """Returns assembly code for each value of a word; see `_two_words`.
+
+    - body: converts the values in the low `bits` of each half of `v`, and writes `$0`.
+    """
+
+    def code(number: int) -> str:
+        byte, rest = divmod(number * bits, 8)
+        # Both bytes of a half of `v` become the byte of the word; some conversions use the upper one.
+        selected = f"prmt.b32 v, $1, $2, {0x4400 + 0x1111 * byte:#06x};\n"
+        shifted = f"shr.b32 v, v, {rest};\n" if rest else ""
+        return "{\n.reg .b32 " + registers + ";\n" + selected + shifted + body + "}"
+
+    return tl.constexpr(tuple(tl.constexpr(code(number)) for number in range(32 // bits)))
 
 
-def _selected(byte: int) -> str:
-    """Assembly that sets both bytes of each half of `v` to byte `byte` of a word."""
-    return f"prmt.b32 v, $1, $2, {0x4400 + 0x1111 * byte:#06x};\n"
-
-
-def _fp8_bfloat16(byte: int) -> tl.constexpr:
-    return _assembly(
-        "v, s, factor, none",
-        _selected(byte)
-        + """mov.b32 factor, 0x7b807b80;
-        mov.b32 none, 0x80008000;
-        and.b32 s, v, 0x7f007f00;
-        shr.b32 s, s, 4;
-        lop3.b32 v, v, 0x80008000, s, 0xea;
-        fma.rn.bf16x2 $0, v, factor, none;
-        """,
-    )
-
-
-def _fp8_float16(byte: int) -> tl.constexpr:
-    return _assembly(
-        "v, s, factor",
-        _selected(byte)
-        + """mov.b32 factor, 0x5c005c00;
-        and.b32 s, v, 0x7f007f00;
-        shr.b32 s, s, 1;
-        lop3.b32 v, v, 0x80008000, s, 0xea;
-        mul.f16x2 $0, v, factor;
-        """,
-    )
-
-
-def _int8_bfloat16(byte: int) -> tl.constexpr:
-    return _assembly(
-        "v, less, base, minus",
-        _selected(byte)
-        + """mov.b32 base, 0x43004300;
-        mov.b32 minus, 0xbf80bf80;
-        lop3.b32 less, v, 0x00800080, base, 0xea;
-        lop3.b32 v, v, 0x007f007f, base, 0xea;
-        fma.rn.bf16x2 $0, less, minus, v;
-        """,
-    )
-
-
-def _int8_float16(byte: int) -> tl.constexpr:
-    return _assembly(
-        "v, base",
-        _selected(byte)
-        + """mov.b32 base, 0x64806480;
-        lop3.b32 v, v, 0x00ff00ff, base, 0x6a;
-        sub.f16x2 $0, v, base;
-        """,
-    )
-
-
-def _int4_bfloat16(number: int) -> tl.constexpr:
-    return _assembly(
-        "v, base, one",
-        _selected(number // 2)
-        + ("shr.b32 v, v, 4;\n" if number % 2 else "")
-        + """mov.b32 base, 0x43004300;
-        mov.b32 one, 0x3f803f80;
-        lop3.b32 v, v, 0x000f000f, base, 0xea;
-        fma.rn.bf16x2 $0, v, one, $3;
-        """,
-    )
-
-
-def _int4_float16(number: int) -> tl.constexpr:
-    return _assembly(
-        "v, base",
-        _selected(number // 2)
-        + ("shr.b32 v, v, 4;\n" if number % 2 else "")
-        + """mov.b32 base, 0x64006400;
-        lop3.b32 v, v, 0x000f000f, base, 0xea;
-        add.f16x2 $0, v, $3;
-        """,
-    )
-
-
-_FP8_BFLOAT16 = tl.constexpr(tuple(map(_fp8_bfloat16, range(4))))
-_FP8_FLOAT16 = tl.constexpr(tuple(map(_fp8_float16, range(4))))
-_INT8_BFLOAT16 = tl.constexpr(tuple(map(_int8_bfloat16, range(4))))
-_INT8_FLOAT16 = tl.constexpr(tuple(map(_int8_float16, range(4))))
-_INT4_BFLOAT16 = tl.constexpr(tuple(map(_int4_bfloat16, range(8))))
-_INT4_FLOAT16 = tl.constexpr(tuple(map(_int4_float16, range(8))))
+_FP8_BFLOAT16 = _codes(
+    8,
+    "v, s, factor, none",
+    """mov.b32 factor, 0x7b807b80;
+    mov.b32 none, 0x80008000;
+    and.b32 s, v, 0x7f007f00;
+    shr.b32 s, s, 4;
+    lop3.b32 v, v, 0x80008000, s, 0xea;
+    fma.rn.bf16x2 $0, v, factor, none;
+    """,
+)
+_FP8_FLOAT16 = _codes(
+    8,
+    "v, s, factor",
+    """mov.b32 factor, 0x5c005c00;
+    and.b32 s, v, 0x7f007f00;
+    shr.b32 s, s, 1;
+    lop3.b32 v, v, 0x80008000, s, 0xea;
+    mul.f16x2 $0, v, factor;
+    """,
+)
+_INT8_BFLOAT16 = _codes(
+    8,
+    "v, less, base, minus",
+    """mov.b32 base, 0x43004300;
+    mov.b32 minus, 0xbf80bf80;
+    lop3.b32 less, v, 0x00800080, base, 0xea;
+    lop3.b32 v, v, 0x007f007f, base, 0xea;
+    fma.rn.bf16x2 $0, less, minus, v;
+    """,
+)
+_INT8_FLOAT16 = _codes(
+    8,
+    "v, base",
+    """mov.b32 base, 0x64806480;
+    lop3.b32 v, v, 0x00ff00ff, base, 0x6a;
+    sub.f16x2 $0, v, base;
+    """,
+)
+_INT4_BFLOAT16 = _codes(
+    4,
+    "v, base, one",
+    """mov.b32 base, 0x43004300;
+    mov.b32 one, 0x3f803f80;
+    lop3.b32 v, v, 0x000f000f, base, 0xea;
+    fma.rn.bf16x2 $0, v, one, $3;
+    """,
+)
+_INT4_FLOAT16 = _codes(
+    4,
+    "v, base",
+    """mov.b32 base, 0x64006400;
+    lop3.b32 v, v, 0x000f000f, base, 0xea;
+    add.f16x2 $0, v, $3;
+    """,
+)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -169,7 +150,10 @@ def _two_words(words, CODE: tl.constexpr, DTYPE: tl.constexpr):  # type: ignore[
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _two_words_and_added(words, added, CODE: tl.constexpr, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: N803
-    """As `_two_words`; `$3` and `$4` have a number to add, twice."""
+    """As `_two_words`; `$3` and `$4` have the number that is added to the values of each word, in both halves.
+
+    The code uses `$3` only: both words lie in one row, so the numbers are equal.
+    """
     return tl.inline_asm_elementwise(
         CODE, "=&r,r,r,r,r", [words, added], dtype=DTYPE.value, is_pure=True, pack=2
     )

@@ -398,6 +398,7 @@ def test_metrics() -> None:
         assert server.ask(max_tokens=3).status_code == 500
         server.generator.recoveries["prefill_lost"] += 2
         server.generator.suspicions["decode-2"] += 3
+        server.generator.local_prefills["queue"] += 4
         server.generator.silent = ("decode-2",)
         text = server.client.get("/metrics").text
         status = server.client.get("/status").json()
@@ -409,6 +410,8 @@ def test_metrics() -> None:
         values["disagg_recoveries_total", "decode_lost"],
     ) == (2, 0)
     assert values["disagg_suspicions_total", "decode-2"] == 3
+    assert values["disagg_local_prefills_total", "queue"] == 4
+    assert values["disagg_local_prefills_total", "no_prefill_group"] == 0
     assert values["disagg_requests_total", "ok"] == 1
     assert values["disagg_requests_total", "refused"] == 1
     assert values["disagg_requests_total", "error"] == 1

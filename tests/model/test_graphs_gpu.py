@@ -10,10 +10,11 @@ import pytest
 import torch
 from model_helpers import make_runner, prompts
 
+from disagg.core.local_prefill import prefill_room
 from disagg.model import piecewise
 from disagg.model.batch import SequenceSlice, StepBatch
 from disagg.model.graphs import ChunkGraphs, batch_sizes, chunk_sizes, context_limits
-from disagg.model.mixed_graphs import CHUNKS, MixedGraphs, MixedNumbers, MixedSize, mixed_sizes, prefill_room
+from disagg.model.mixed_graphs import CHUNKS, MixedGraphs, MixedNumbers, MixedSize, mixed_sizes
 from disagg.model.piecewise import piece_sizes
 from disagg.model.runner import ModelRunner
 from disagg.model.sampled_tokens import token_of
@@ -62,17 +63,19 @@ def test_the_numbers_of_a_step_smaller_than_its_bucket() -> None:
     assert sequences[:, 3:].unique(dim=1).tolist() == [[9], [0], [0], [0], [0]]
 
 
-@pytest.mark.parametrize("largest", [1, 32, 33, 200, 256])
-def test_sizes_of_steps_with_chunks(largest: int) -> None:
+@pytest.mark.parametrize(
+    ("largest", "step_tokens"), [(1, 256), (32, 256), (33, 100), (200, 256), (256, 512), (500, 1024)]
+)
+def test_sizes_of_steps_with_chunks(largest: int, step_tokens: int) -> None:
     """Every number of answers, with the prompt tokens for which there is room, fits a bucket."""
-    sizes = mixed_sizes(256, 64, largest)
+    sizes = mixed_sizes(step_tokens, largest)
     assert sizes[-1].singles == largest
     for smaller, size in pairwise(sizes):
         assert size.singles > smaller.singles
     for singles in range(largest + 1):
         fitting = next(one for one in sizes if singles <= one.singles)
-        assert 64 <= prefill_room(256, 64, singles) <= fitting.chunk_tokens
-        assert singles > 192 or sum(fitting) <= 256
+        assert 64 <= prefill_room(step_tokens, singles) <= fitting.chunk_tokens
+        assert fitting.chunk_tokens == 64 or sum(fitting) <= step_tokens
 
 
 def test_the_numbers_of_a_step_with_chunks() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,12 +14,16 @@ from decode_node.leader import DecodeLeader
 from decode_node.request import DecodeRequest
 from decode_node.scheduler import DecodeScheduler
 from decode_node.scheduler_options import SchedulerOptions
+from disagg.core.config.read import Config, DecodeConfig, ModelConfig, PrefillConfig
+from disagg.core.errors import ConfigError
+from disagg.core.local_prefill import MIN_PREFILL_TOKENS
+from disagg.core.prefixes import PrefixKey
 from disagg.core.tokens import pack_tokens
 from disagg.core.types import RequestKey, SamplingParams
 from disagg.model.chunks import PromptChunks
 from disagg.model.sampled_tokens import token_of
 from disagg.node.kv_manager import KVManager
-from disagg.node.local_prefill import MIN_PREFILL_TOKENS
+from disagg.node.local_prefill import local_prefill_tokens
 from disagg.node.plan import StepPlan
 from transport.control import messages as m
 
@@ -27,12 +32,14 @@ STEP_TOKENS = 116
 ANSWER = SamplingParams(max_tokens=100)
 
 
-def scheduler_of(*, steps_ahead: int = 1, step_tokens: int = STEP_TOKENS, ranks: int = 1) -> DecodeScheduler:
-    kv_manager = KVManager(pool_tokens=4096, page_size=16, rows=64, eviction=None)
+def scheduler_of(
+    *, steps_ahead: int = 1, step_tokens: int = STEP_TOKENS, ranks: int = 1, max_batch: int = 64
+) -> DecodeScheduler:
+    kv_manager = KVManager(pool_tokens=4096, page_size=16, rows=64, eviction="lru")
     options = SchedulerOptions(
         group="decode",
         ranks=ranks,
-        max_batch=64,
+        max_batch=max_batch,
         max_context_tokens=4096,
         first_ticket=0,
         chunks=PromptChunks(500),
@@ -43,10 +50,12 @@ def scheduler_of(*, steps_ahead: int = 1, step_tokens: int = STEP_TOKENS, ranks:
     return DecodeScheduler(kv_manager, options)
 
 
-def begin(scheduler: DecodeScheduler, name: str, tokens: int, priority: int = 0) -> DecodeRequest:
+def begin(
+    scheduler: DecodeScheduler, name: str, tokens: int, priority: int = 0, prefix: PrefixKey | None = None
+) -> DecodeRequest:
     prompt = pack_tokens(range(tokens))
     request = scheduler.reserve(
-        RequestKey(name), prompt, ANSWER, router="r", prefill_group="decode", deadline_s=1.0
+        RequestKey(name), prompt, ANSWER, router="r", prefill_group="decode", deadline_s=1.0, prefix=prefix
     )
     request.priority = priority
     scheduler.prefill_here(request)
@@ -140,6 +149,61 @@ def test_a_closed_request_frees_its_pages_after_its_steps(steps_ahead: int) -> N
     assert not scheduler.requests
     scheduler.check()
     assert scheduler.kv_manager.free_pages == scheduler.kv_manager.pages
+
+
+@pytest.mark.parametrize("more_steps", [0, 1])
+def test_a_prompt_without_a_first_token_is_not_cached(more_steps: int) -> None:
+    """Its logits, which would show that its KV is valid, were never seen."""
+    scheduler = scheduler_of(steps_ahead=0)
+    request = begin(scheduler, "a", 65, prefix=PrefixKey.of(pack_tokens(range(65)), "", 0))
+    for _ in range(1 + more_steps):
+        step(scheduler)
+    scheduler.close(request)
+    assert not scheduler.requests
+    cache = scheduler.kv_manager.statistics().cache
+    assert cache is not None
+    assert cache.cached_pages == 4 * more_steps
+
+
+def test_prompts_leave_seats_to_answers() -> None:
+    """A steady load of new prompts, each computed in one step, with more sequences than seats."""
+    scheduler = scheduler_of(steps_ahead=0, max_batch=2)
+    for name in ("one", "two"):
+        begin(scheduler, name, 1)
+    found = []
+    for number in range(8):
+        begin(scheduler, f"new-{number}", 20)
+        found.append(set(step(scheduler)))
+    answers = [len(names & {"one", "two"}) for names in found]
+    assert all(answers[i] + answers[i + 1] >= 1 for i in range(7)), found
+
+
+@pytest.mark.parametrize(
+    ("fields", "spec", "deterministic", "expected"),
+    [
+        ({}, {}, False, 0),  # automatic, on a CPU
+        ({"local_prefill_tokens": 100}, {}, False, 100),
+        ({"local_prefill_tokens": 257}, {}, False, "more than the largest step, decode.chunk_tokens = 256"),
+        ({"local_prefill_tokens": 100, "kv_dtype": "int8"}, {}, False, "decode.kv_dtype = int8 differs"),
+        ({"local_prefill_tokens": 100}, {"has_state": True}, False, "the model has recurrent layers"),
+        ({"local_prefill_tokens": 100, "tp": 2}, {}, True, "decode.tp (2) differs from prefill.tp (1)"),
+        ({"local_prefill_tokens": 100, "tp": 2}, {}, False, 100),
+        ({"kv_dtype": "int8"}, {}, False, 0),
+    ],
+)
+def test_where_decode_groups_compute_prompts(
+    fields: dict[str, Any], spec: dict[str, Any], deterministic: bool, expected: int | str
+) -> None:
+    decode = DecodeConfig(**{"tp": 1, **fields}).sized("cpu")
+    model = ModelConfig(deterministic=deterministic)
+    config = Config(prefill=PrefillConfig(tp=1), decode=decode, model=model)
+    form = SimpleNamespace(**{"has_state": False, "whole_prompts": False, **spec})
+    runner: Any = SimpleNamespace(spec=form, device=SimpleNamespace(type="cpu"))
+    if isinstance(expected, int):
+        assert local_prefill_tokens(config, decode, runner) == expected
+        return
+    with pytest.raises(ConfigError, match=re.escape(expected)):
+        local_prefill_tokens(config, decode, runner)
 
 
 class Refusals:

@@ -13,7 +13,7 @@ ASKED = RoutingRequest(50, may_be_local=True)
 
 
 def group(name: str, role: str, *, able: bool = True, tokens: int = 0, local_tokens: int = 0) -> RoutedGroup:
-    rank = RankInfo(0, Shard(0, Span(0, 1), Span(0, 1)), name, b"", local_prefill=able)
+    rank = RankInfo(0, Shard(0, Span(0, 1), Span(0, 1)), name, b"", local_prefill_tokens=256 if able else 0)
     layout = KVLayout(1, 1, 8, "float32")
     info = GroupInfo(name, role, PROTOCOL_VERSION, "", layout, 16, "inproc", (rank,))
     return RoutedGroup(info, tokens=tokens, local_tokens=local_tokens)
@@ -51,6 +51,15 @@ def test_a_group_with_many_requests_takes_longer() -> None:
     for requests, expected in ((ANSWERS_PER_PAUSE - 1, decode), (ANSWERS_PER_PAUSE, None)):
         decode.requests = requests
         assert RULE.group(prefill, [decode], ASKED) is expected
+
+
+def test_of_equal_queues_the_group_with_fewer_requests_is_chosen() -> None:
+    prefill = group("p", "prefill", tokens=1000)
+    decodes = [group(f"d{number}", "decode") for number in range(3)]
+    for number in range(9):
+        found = RULE.group(prefill, decodes, ASKED)
+        assert found is decodes[number % 3]
+        found.requests += 1
 
 
 def test_without_a_prefill_group_any_queue_will_do() -> None:

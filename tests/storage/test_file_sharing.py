@@ -179,7 +179,11 @@ def test_segments_of_a_living_process_are_not_adopted(opened: Opened) -> None:
 
 def test_a_smaller_limit_evicts_at_the_start(opened: Opened) -> None:
     storage = opened(segments=8)
-    put(storage, range(6 * PAGES_EACH))
+    for half in (
+        range(3 * PAGES_EACH),
+        range(3 * PAGES_EACH, 6 * PAGES_EACH),
+    ):  # two threads write one call's pages
+        put(storage, half)
     storage.close()
     again = opened(segments=4)
     assert exists(again, range(6 * PAGES_EACH)) == [False] * (3 * PAGES_EACH) + [True] * (3 * PAGES_EACH)

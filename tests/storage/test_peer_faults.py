@@ -169,6 +169,34 @@ def test_a_peer_without_a_reply_is_fenced_and_connected_again(
         rank.loop.call(lambda: None)
 
 
+def test_requests_queued_behind_a_hung_peer_do_not_fence_their_own_peer(
+    cluster: PageCluster, clock: ManualClock
+) -> None:
+    for nth in range(CALLS):
+        cluster.fabric.faults.hold(nth=nth, when=reply_of("peer-0"))  # type: ignore[arg-type]
+    reader, answers = cluster.reader, list[bytes | None]()
+
+    def ask(peer: str) -> None:
+        reader.exchange.ask(peer, [key("absent")], lambda reply: answers.append(reply and bytes(reply)))
+        reader.loop.call(lambda: None)
+
+    for _ in range(CALLS):
+        ask("peer-0")
+    until(lambda: cluster.fabric.faults.all_struck, "all replies are held")
+    ask("peer-1")
+    clock.now_s += LIMIT_S / 2
+    ask("peer-1")
+    assert answers == []
+    clock.now_s += LIMIT_S / 2
+    reader.loop.call(lambda: None)
+    until(lambda: len(answers) == CALLS + 2, "all requests have ended")
+    assert answers == [None] * (CALLS + 1) + [b"\0"]
+    assert list(reader.exchange.peers) == ["peer-1"]
+    clock.now_s += LIMIT_S  # operations from before the fence end at their own limits
+    for rank in cluster.ranks:
+        rank.loop.call(lambda: None)
+
+
 def test_messages_of_strangers_and_malformed_requests_are_dropped(cluster: PageCluster) -> None:
     stranger = ExchangingRank(cluster.fabric, "stranger", 77)
     peer = cluster.peers[0]

@@ -131,12 +131,7 @@ class ApiServer:
 
     def scraped(self) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
         """What `/metrics` says: each sample by its name and labels."""
-        families = text_string_to_metric_families(self.client.get("/metrics").text)
-        return {
-            (sample.name, frozenset(sample.labels.items())): sample.value
-            for family in families
-            for sample in family.samples
-        }
+        return samples_of(self.client.get("/metrics").text)
 
     async def _set(self, attributes: dict[str, Any]) -> None:
         for name, value in attributes.items():
@@ -183,6 +178,15 @@ def body(path: str, **fields: Any) -> dict[str, Any]:
         least["max_tokens"] = 9
     merged = {**least, **fields}
     return {name: value for name, value in merged.items() if value is not ...}
+
+
+def samples_of(metrics: str) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+    """Each sample of the text of `/metrics`, by its name and labels."""
+    return {
+        (sample.name, frozenset(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(metrics)
+        for sample in family.samples
+    }
 
 
 def until(condition: Callable[[], Any], timeout_s: float = 30.0) -> Any:

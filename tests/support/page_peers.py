@@ -112,16 +112,16 @@ def page_cluster(serving: int = 1, clock: Clock = time.monotonic) -> Iterator[Pa
 
 
 class NoPeers:
-    """An exchange of a rank that is alone."""
+    """An exchange without peers."""
 
     peers: Sequence[str] = ()
     most_keys, most_bytes = 16, 1 << 20
 
     def ask(self, peer: str, keys: Sequence[bytes], answer: Answer) -> None:
-        raise AssertionError("nobody can be asked")
+        raise AssertionError("a request without a peer")
 
     def read(self, peer: str, keys: Sequence[bytes], answer: Answer) -> None:
-        raise AssertionError("nobody can be asked")
+        raise AssertionError("a request without a peer")
 
 
 class WrittenAtAPeer(PeerStorage):

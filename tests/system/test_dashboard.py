@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from api_server import until
+from api_server import samples_of, until
 from local_groups import Checkpoints, LocalGroups, small_config
 from promql_page import Page, QueryError
 from system_server import SystemServer
@@ -51,9 +51,7 @@ class Served:
             headers={"x-request-timeout-s": "0.02"},
         )
         assert late.status_code == 504
-        until(self._told)
-        self.status = self.ask()
-        self.text = self.server.client.get("/metrics").text
+        until(self._settled)
         self.page = Page(self.text)
 
     def ask(self) -> ServiceStatus:
@@ -62,9 +60,14 @@ class Served:
         assert reply.headers["content-type"] == "application/json"
         return msgspec.json.decode(reply.content, type=ServiceStatus)
 
-    def _told(self) -> bool:
-        """Whether `/status` has all that happened. Of requests that ran out of time some was sent, and dropped."""
-        status = self.ask()
+    def _settled(self) -> bool:
+        """Takes `/status` and `/metrics`, and returns whether they are of one moment, at which all was reported."""
+        self.status = self.ask()
+        self.text = self.server.client.get("/metrics").text
+        return self._told(self.status) and _counts(self.ask()) == _counts(self.status)
+
+    def _told(self, status: ServiceStatus) -> bool:
+        """Whether `status` has all that happened. Of requests that ran out of time some was sent, and dropped."""
         ranks = [rank for group in status.groups for rank in group.ranks]
         sent = sum(route.bytes_total for rank in ranks for route in rank.routes)
         landed = sum(rank.landed_bytes_total for rank in ranks)
@@ -78,6 +81,14 @@ class Served:
 
     def _ranks(self, role: str) -> list[Any]:
         return [rank for rank in self.groups.ranks if rank.role == role]
+
+
+def _counts(status: ServiceStatus) -> list[tuple[int, ...]]:
+    """What the groups had counted, for each group."""
+    return [
+        (group.steps_total, group.tokens_total, group.pages, group.requests_running)
+        for group in status.groups
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +144,7 @@ def test_every_series_of_groups_is_on_the_dashboard(served: Served) -> None:
 
 
 def test_metrics_and_status_say_the_same(served: Served) -> None:
-    scraped = served.server.scraped()
+    scraped = samples_of(served.text)
 
     def sample(name: str, **labels: str) -> float:
         return scraped[name, frozenset(labels.items())]

@@ -24,6 +24,7 @@ from disagg.core.config.read import Config
 from disagg.core.errors import BusyError, ConfigError, InvalidRequestError, RequestTimeoutError
 from disagg.core.profile.types import ProfileOptions, ProfileRequest, TraceSummary
 from disagg.core.types import SamplingParams
+from disagg.node import step_recorder
 from disagg.router.router import Router
 
 LONG = SamplingParams(max_tokens=60)
@@ -114,8 +115,10 @@ def test_without_a_folder_nothing_is_recorded(checkpoints: Checkpoints) -> None:
 
 
 def test_the_time_limit_ends_a_recording_with_the_steps_that_came(
-    checkpoints: Checkpoints, tmp_path: Path
+    checkpoints: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # However fast the steps are, some come after those that are only timed.
+    monkeypatch.setattr(step_recorder, "PLAIN_STEPS", 5)
     request = ProfileRequest(ProfileOptions(1000, 1.0))
     with local_groups(recording(small_config(), tmp_path), checkpoints.source()) as groups:
         summary, _ = groups.serve(lambda router: profiled(router, request, random_prompts(20, 20)))

@@ -59,7 +59,7 @@ def clipped(events: Iterable[Event], window: Interval) -> Iterator[Event]:
 
 
 def innermost(events: Iterable[Event]) -> list[Event]:
-    """Returns, as disjoint events in order, which nested event runs at each time: the one that began last.
+    """Returns the innermost running event of each time, as disjoint events in order.
 
     `events` are the calls of one thread: two of them are nested or disjoint. The name joins the names of the nested
     events, from the outside to the inside, with newlines.

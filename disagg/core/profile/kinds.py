@@ -7,13 +7,13 @@ import re
 COPIES, OTHER = "copies", "other"
 _OURS = {
     "attention": "decode_kernel prefill_kernel join_kernel",
-    "matrix products": "few_rows_kernel quantized_linear_kernel sum_parts_kernel dequantize_kernel",
-    "rotary and KV": "rotary_kernel write_kernel",
+    "matrix products": "few_rows_kernel dequantize_kernel",
+    "rotary and KV": "write_kernel",
     "sampling": "penalise_kernel count_kernel likeliest_kernel forbid_kernel draw_kernel",
-    COPIES: "copy_kernel copy_layers_kernel block_kernel gather_kernel scatter_kernel quantize_kernel _move_kernel",
+    COPIES: "block_kernel quantize_kernel _move_kernel",
     "communication": "rank_sum_kernel",
 }
-"""Names of our own kernels, as far as no pattern fits them."""
+"""Names of our own kernels that fit no pattern, or that of another kind."""
 _PATTERNS = {
     "communication": r"nccl|all_?reduce|all_?gather|reduce_scatter|broadcast_kernel",
     "attention": r"attention|attn|flash|fmha|paged",

@@ -1,4 +1,4 @@
-"""Summary of a trace: how much of the time the device works, and what the host does while it does not."""
+"""Summary of a trace: the device's busy share, and the host's activity while the device pauses."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from disagg.core.errors import DisaggError
 from disagg.core.profile.intervals import Event, Interval, clipped, gaps, innermost, union
 from disagg.core.profile.kinds import kind_of
-from disagg.core.profile.trace import PREFIX, Trace, read_trace
+from disagg.core.profile.trace import PREFIX, Trace, read_lines, trace_of
 from disagg.core.profile.types import (
     Pause,
     ProfileLane,
@@ -24,7 +24,7 @@ from disagg.core.profile.types import (
 
 US_PER_MS = 1e3
 LEAST_PAUSE_US = 10.0
-"""Shorter gaps are no pauses: they separate the kernels of one recorded step."""
+"""Shorter gaps are no pauses: they separate the kernels of one CUDA graph."""
 PAUSES = 10
 """Number of pauses in a summary."""
 PARTS = 12
@@ -41,10 +41,11 @@ OUTSIDE = f"{NO_PART}: {PYTHON}"
 
 def summarize_file(path: Path) -> TraceSummary:
     """Returns the summary of a trace on this host: of a rank, or of another program. Raises `DisaggError`."""
+    lines = read_lines(path)
     try:
-        trace, device = read_trace(path, "cuda"), "cuda"
-    except DisaggError:  # a trace without kernels, or no trace
-        trace, device = read_trace(path, "cpu"), "cpu"
+        trace, device = trace_of(lines, "cuda", path), "cuda"
+    except DisaggError:  # a trace without kernels
+        trace, device = trace_of(lines, "cpu", path), "cpu"
     source = TraceSource(
         raw=str(path),
         trace=str(path.absolute()),
@@ -66,7 +67,7 @@ def summarize(trace: Trace, source: TraceSource) -> TraceSummary:
     found_gaps = gaps(busy, window)
     pauses = [gap for gap in found_gaps if gap.length >= LEAST_PAUSE_US]
     doing = innermost(clipped(trace.host, window))
-    host = _while(pauses, doing)
+    host = _host_during(pauses, doing)
     paused = sum(gap.length for gap in pauses)
     step_ms = _step_times(steps)
 
@@ -114,12 +115,12 @@ def _length(intervals: Iterable[Interval]) -> float:
 
 
 def _step_times(steps: Sequence[Interval]) -> list[float]:
-    """Returns the times of the steps in ms, from begin to begin; the last one from its begin to its end."""
+    """Returns the times of the steps in ms, from start to start; the last one from its start to its end."""
     ends = [*(step.start for step in steps[1:]), steps[-1].stop]
     return [(end - step.start) / US_PER_MS for step, end in zip(steps, ends, strict=True)]
 
 
-def _while(pauses: Sequence[Interval], doing: Sequence[Event]) -> list[dict[str, float]]:
+def _host_during(pauses: Sequence[Interval], doing: Sequence[Event]) -> list[dict[str, float]]:
     """Returns, for each pause, the time of each activity of the step thread. Both arguments are in order."""
     found: list[dict[str, float]] = []
     first = 0
@@ -200,7 +201,7 @@ def _picture(trace: Trace, steps: Sequence[Interval]) -> ProfilePicture:
     parts = [Event(e.start, e.stop, _activity(e.name).partition(":")[0]) for e in doing]
     by_work = sorted(streams, key=lambda name: -sum(e.stop - e.start for e in streams[name]))
     lanes = [_lane(name, streams[name], window) for name in by_work if streams[name]]
-    longest = sorted(zip(pauses, _while(pauses, doing), strict=True), key=lambda pair: -pair[0].length)
+    longest = sorted(zip(pauses, _host_during(pauses, doing), strict=True), key=lambda pair: -pair[0].length)
     return ProfilePicture(
         at_ms=max(0.0, window.start - steps[0].start) / US_PER_MS,
         ms=window.length / US_PER_MS,

@@ -27,12 +27,12 @@ OPERATOR, ANNOTATION = "cpu_op", "user_annotation"
 
 
 class Trace(NamedTuple):
-    """Events of a trace, each list by begin."""
+    """Events of a trace, each list in order of start."""
 
     steps: list[Interval]
     """Steps of the step thread; the whole trace as one step if none is marked."""
     kernels: dict[str, list[Event]]
-    """Kernels of each stream; on a CPU the operators of the step thread."""
+    """Kernels of each stream; on a CPU the outermost operators of the step thread."""
     copies: dict[str, list[Event]]
     """Copies and fills of each stream, by the device's copy engines."""
     host: list[Event]
@@ -62,7 +62,12 @@ class _TraceFile(msgspec.Struct, frozen=True):
 
 
 def read_trace(path: Path, device: str) -> Trace:
-    """Returns the events of the trace at `path`, which may be compressed. Raises `DisaggError`."""
+    """Returns the sorted events of the trace at `path`. Raises the errors of `read_lines` and `trace_of`."""
+    return trace_of(read_lines(path), device, path)
+
+
+def read_lines(path: Path) -> list[TraceLine]:
+    """Returns the complete events of the trace at `path`, which may be compressed. Raises `DisaggError`."""
     try:
         body = path.read_bytes()
         lines = msgspec.json.decode(
@@ -70,11 +75,14 @@ def read_trace(path: Path, device: str) -> Trace:
         )
     except (OSError, EOFError, msgspec.DecodeError, UnicodeDecodeError) as exc:
         raise DisaggError(f"{path} is not a readable trace in Chrome's format: {exc}") from exc
-    return trace_of([one for one in lines.traceEvents if one.ph == "X"], device, path)
+    return [one for one in lines.traceEvents if one.ph == "X"]
 
 
 def trace_of(lines: Sequence[TraceLine], device: str, path: Path) -> Trace:
-    """Sorts the events by what they are. Raises `DisaggError` if nothing ran on the device."""
+    """Sorts the events into steps, kernels, copies and calls of the host. `path` is named in errors.
+
+    Raises `DisaggError` if nothing ran on the device.
+    """
     lines = sorted(lines, key=lambda one: (one.ts, -one.dur))
     thread = _step_thread(lines)
     kernels: dict[str, list[Event]] = defaultdict(list)

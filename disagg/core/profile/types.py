@@ -19,7 +19,7 @@ Times = list[Annotated[float, msgspec.Meta(ge=0)]]
 
 
 class ProfileOptions(msgspec.Struct, frozen=True):
-    """What to record."""
+    """Extent of a recording."""
 
     steps: Steps = 100
     limit_s: LimitS = 60.0
@@ -50,7 +50,7 @@ class Pause(msgspec.Struct, frozen=True):
     """A time in which the device neither computes nor copies."""
 
     at_ms: Seconds
-    """Begin, from the begin of the window."""
+    """Start, relative to the start of the window."""
     ms: Seconds
     host: list[ProfilePart]
     """What the step thread did meanwhile, the longest part first."""
@@ -63,7 +63,7 @@ class ProfileLane(msgspec.Struct, frozen=True):
     kinds: list[str]
     """Kind of each interval."""
     starts_ms: Times
-    """Begin of each interval, from the begin of the picture."""
+    """Start of each interval, relative to the start of the picture."""
     stops_ms: Times
 
 
@@ -71,17 +71,17 @@ class ProfilePicture(msgspec.Struct, frozen=True):
     """A few steps in the middle of the window, to be drawn."""
 
     at_ms: Seconds
-    """Begin, from the begin of the window."""
+    """Start, relative to the start of the window."""
     ms: Seconds
     steps_ms: Times
-    """Begin of each step."""
+    """Start of each step."""
     lanes: list[ProfileLane]
     pauses: list[Pause]
-    """Pauses within the picture, with `at_ms` from the begin of the picture."""
+    """Pauses within the picture, with `at_ms` relative to the start of the picture."""
 
 
 class TraceSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """Summary of a trace. The window lasts from the begin of the first step to the end of the last one."""
+    """Summary of a trace. The window lasts from the start of the first step to the end of the last one."""
 
     lane: str
     """Group and rank, such as `decode r0`."""
@@ -95,7 +95,7 @@ class TraceSummary(msgspec.Struct, frozen=True, kw_only=True):
     wanted_steps: Count
     window_ms: Seconds
     plain_step_ms: Seconds
-    """Median time of the steps before the recording, begin to begin; 0: unknown. The recording slows steps down."""
+    """Median time of the steps before the recording, start to start; 0: unknown. The recording slows steps down."""
     step_ms_p50: Seconds
     step_ms_p99: Seconds
     busy_share: float
@@ -103,7 +103,7 @@ class TraceSummary(msgspec.Struct, frozen=True, kw_only=True):
     compute_share: float
     copy_share: float
     short_gap_share: float
-    """Part of the window in gaps too short to be a `Pause`, such as those between two kernels of a recorded step."""
+    """Part of the window in gaps too short to be a `Pause`, such as those between two kernels of a CUDA graph."""
     pause_share: float
     """Part of the window in pauses."""
     pause_count: Count
@@ -123,7 +123,7 @@ class TraceSummary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TraceSource(msgspec.Struct, frozen=True, kw_only=True):
-    """What the recording rank knows of a raw trace."""
+    """A raw trace, with the fields of its summary that only the recording rank knows."""
 
     raw: str
     """Path of the trace, uncompressed; removed by the summary if `trace` is another path."""

@@ -25,7 +25,7 @@ class PackedMatrix:
     shape: tuple[int, int]
     """Rows and columns of integers."""
     bits: int
-    """Size of an integer: 4 or 8."""
+    """Bits of an integer: 4 or 8."""
     transposed: bool = False
     """Whether the tensor is `[words, rows]`, not `[rows, words]`."""
     places: tuple[int, ...] = ()

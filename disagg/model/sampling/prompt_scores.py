@@ -66,7 +66,7 @@ class PromptScores:
         wanted: list[tuple[int, int]] = []
         index: list[int] = []
         targets: list[int] = []
-        for first, one in zip(first_indices(batch), batch.sequences, strict=True):
+        for first, one in zip(first_indices(batch.sequences), batch.sequences, strict=True):
             wanted += [(one.row, one.likeliest)] * len(one.targets)
             index += range(first, first + len(one.targets))
             targets += one.targets

@@ -14,6 +14,7 @@ import torch
 import triton.language as tl
 from attention_code import asynchronous_bytes, compiled
 from slow_parameters import sampled
+from tensor_core_code import overwritten_operands
 
 from disagg.core.types import SCALE_BYTES
 from kernels.attention.decode import decode_kernel, tile_of
@@ -151,7 +152,9 @@ def prefill(
     }
     found = compiled(prefill_kernel, arguments, num_warps=tile.warps, num_stages=tile.stages)
     assert found.metadata.shared <= tile_shared_bytes(tile, DIM) + SPARE_SHARED_BYTES <= SHARED_BYTES
-    return str(found.asm["ptx"])
+    ptx = str(found.asm["ptx"])
+    assert not overwritten_operands(ptx)
+    return ptx
 
 
 @pytest.mark.parametrize(

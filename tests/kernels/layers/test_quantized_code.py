@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from attention_code import asynchronous_bytes, compiled
+from tensor_core_code import loops_of, overwritten_operands
 
 from kernels.layers.quantized_linear import quantized_linear_kernel
 from kernels.layers.quantized_weight import dequantize_kernel
@@ -23,8 +25,21 @@ def _cold(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
 
 
-def ptx_of(kind: str, dtype: torch.dtype, *, rows: int, swapped: bool = False, zeros: bool = False) -> str:
-    """The code of a product of up to `rows` rows, with scales of blocks except for int8."""
+def product_of(
+    kind: str,
+    dtype: torch.dtype,
+    *,
+    rows: int,
+    swapped: bool = False,
+    zeros: bool = False,
+    block: tuple[int, int] | None = None,
+) -> Any:
+    """A compiled product of up to `rows` rows, with scales of blocks except for int8.
+
+    - block: rows and columns of a block, by default those that are usual for `kind` and `zeros`.
+    """
+    usual = 128 if kind == "fp8" else 1, 0 if kind == "int8" or zeros else 128
+    block_rows, block_columns = block or usual
     bits = 4 if kind == "int4" else 8
     arguments = {
         "x": dtype,
@@ -39,22 +54,27 @@ def ptx_of(kind: str, dtype: torch.dtype, *, rows: int, swapped: bool = False, z
         "n": 4096,
         "k": 4096,
         "row_words": 4096 * bits // 32,
-        "block_rows": 128 if kind == "fp8" else 1,
+        "block_rows": block_rows,
         "scale_stride": 1 if kind == "int8" else 32,
         "BITS": bits,
         "FP8": kind == "fp8",
         "PERIOD": 64,
-        "BLOCK": 0 if kind == "int8" or zeros else 128,
-        "PER": 8 if zeros else PER[kind],
+        "BLOCK": block_columns,
+        "PER": PER[kind] if block_columns or not zeros else 8,
         "WHOLE": True,
-        "SHARED": kind == "fp8",
+        "SHARED": block_rows == 128,
         "SPLITS": 1,
         "ROWS": rows,
         "COLUMNS": 64,
         "WORDS": 64,
         "SWAPPED": swapped,
     }
-    return str(compiled(quantized_linear_kernel, arguments, num_warps=4, num_stages=3).asm["ptx"])
+    return compiled(quantized_linear_kernel, arguments, num_warps=4, num_stages=3)
+
+
+def ptx_of(kind: str, dtype: torch.dtype, *, rows: int, swapped: bool = False, zeros: bool = False) -> str:
+    """The code of `product_of`."""
+    return str(product_of(kind, dtype, rows=rows, swapped=swapped, zeros=zeros).asm["ptx"])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -76,11 +96,18 @@ def test_each_step_waits_for_its_products(kind: str, zeros: bool) -> None:
     assert re.search(r"wgmma\.wait_group\.sync\.aligned\s+0;", after)
     assert asynchronous_bytes(ptx) >= {16}
     assert not re.search(CONVERSION, loop)
+    assert not overwritten_operands(ptx)
+    assert overwritten_operands(re.sub(r"wgmma\.wait_group\S*\s+0;", "", ptx)), "without waits they are found"
 
 
-def loops_of(ptx: str) -> list[str]:
-    """The bodies of the loops: from a label to the branch back to it."""
-    return [found[0] for found in re.finditer(r"(?ms)^(\$L__BB\w+):.*?bra(?:\.uni)?\s+\1;", ptx)]
+@pytest.mark.parametrize("block", [(128, 128), (1, 128)])
+def test_zero_points_need_no_more_memory(block: tuple[int, int]) -> None:
+    """Three stages of a product of 64 rows fill the shared memory of a Hopper GPU to 1 %."""
+    with_zeros, without = (
+        product_of("int4", torch.bfloat16, rows=64, zeros=zeros, block=block).metadata.shared
+        for zeros in (True, False)
+    )
+    assert with_zeros == without <= 227 << 10
 
 
 @pytest.mark.parametrize("kind", ["fp8", "int4"])
