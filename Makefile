@@ -11,7 +11,7 @@ VLLM_PACKAGES := tests/vllm/real/requirements.txt
 PACKAGES := disagg kernels staging transport prefill_node decode_node deploy
 SOURCES := $(PACKAGES) tests docs .ci
 
-.PHONY: help venv demo test test-slow test-gpu test-vllm check format clean
+.PHONY: help venv demo test test-slow test-gpu test-vllm test-ecosystem check format clean
 
 help:
 	@echo "make demo       install, then run the demo: prefill on two ranks, decode on one"
@@ -19,6 +19,7 @@ help:
 	@echo "make test-slow  the rest of the sweeps, and tests longer than a minute"
 	@echo "make test-gpu   the tests that need CUDA devices"
 	@echo "make test-vllm  the connector inside vLLM on a CPU, in an environment of its own"
+	@echo "make test-ecosystem  clients, evaluation and load tools against disagg serve; TOOLS=\"openai aiperf\" selects"
 	@echo "make check      ruff, mypy, import-linter, sizes of functions"
 	@echo "make format     ruff format and the fixes that are safe"
 	@echo "make venv       only install, into $(VENV)"
@@ -53,6 +54,9 @@ $(VLLM_STAMP): pyproject.toml constraints.txt $(VLLM_PACKAGES)
 # vLLM and its dependencies print warnings of their own, which are no errors here.
 test-vllm: $(VLLM_STAMP)
 	$(VLLM_VENV)/bin/python -m pytest -o filterwarnings= tests/vllm/real
+
+test-ecosystem: $(STAMP)
+	PYTHONPATH=.:tests/support $(BIN)/python tests/ecosystem/run.py $(TOOLS)
 
 check: $(STAMP)
 	$(BIN)/ruff check $(SOURCES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import sys
@@ -68,6 +69,27 @@ LONGEST = (
 
 # For the test process and for every rank it starts.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+CPUS = sorted(os.sched_getaffinity(0))
+WORKER = os.environ.get("PYTEST_XDIST_WORKER", "")
+
+
+def _stay_on(cpus: set[int]) -> None:
+    """Keeps all threads of this process, and what they start later, on these CPUs."""
+    for thread in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(ProcessLookupError):
+            os.sched_setaffinity(int(thread.name), cpus)
+
+
+def pytest_configure() -> None:
+    """One of several workers stays on one CPU.
+
+    Systems in one process have dozens of threads, which take turns at the interpreter lock. Between two CPUs each
+    turn wakes a sleeping CPU: tests of whole systems take a third more CPU time, most of all in virtual machines.
+    """
+    if WORKER:
+        _stay_on({CPUS[int(WORKER.removeprefix("gw")) % len(CPUS)]})
+
+
 # Ray reads it when it is imported, once for a process: as `disagg` sets it, whichever test imports Ray first.
 os.environ.setdefault("RAY_AUTH_MODE", "token")
 
@@ -133,19 +155,15 @@ def _one_torch_thread() -> None:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _threads_on_one_core(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Under xdist, files that run `LocalGroups` have one core: the GIL moves between cores for a third of their time.
-
-    Only threads that the tests start from here inherit it. Without xdist, as in `make test-slow`, ranks run on all.
-    """
-    worker = os.environ.get("PYTEST_XDIST_WORKER")
-    if worker is None or not {"LocalGroups", "local_groups"} & set(vars(request.module)):
+def _processes_on_all_cpus(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Tests of several processes have all CPUs, which the processes inherit."""
+    if not WORKER or not request.node.nodeid.startswith((*RAY, *FORKED)):
         yield
         return
-    cores = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {sorted(cores)[int(worker.removeprefix("gw")) % len(cores)]})
+    pinned = os.sched_getaffinity(0)
+    _stay_on(set(CPUS))
     yield
-    os.sched_setaffinity(0, cores)
+    _stay_on(pinned)
 
 
 @pytest.fixture(autouse=True)

@@ -78,7 +78,13 @@ async def chat_generation(
         model.parsers, tools, _forced(body), rendered.thinking, parallel=body.parallel_tool_calls
     )
     if wanted := _grammar(body, plan, model):
-        request = await with_grammar(request, wanted, model)
+        plan = replace(plan, constrained=True)
+        if tools:
+            # The grammar of the content is checked alone first, so that an error of it names the content's field.
+            await model.check_grammar(wanted.grammar, wanted.param)
+            wanted = wanted._replace(param="tools")
+        whole = answer_grammar(plan, wanted.grammar, model.marker)
+        request = await with_grammar(request, wanted._replace(grammar=whole), model)
     return replace(request, plan=plan, decode=request.decode or model.chat_decode) if plan.parses else request
 
 
@@ -91,23 +97,29 @@ async def chat_prompt(body: ChatBody, turns: list[dict[str, Any]], model: Served
 
 
 def _grammar(body: ChatBody, plan: AnswerPlan, model: ServedModel) -> Wanted | None:
-    """Returns the grammar that the whole answer must follow; None for unconstrained answers. Raises a 400."""
+    """Returns the grammar of the content, or of required calls; None for unconstrained answers. Raises a 400."""
     wanted = wanted_grammar(body)
-    if wanted is not None and plan.tools:
-        raise bad(
-            wanted.param,
-            f"{wanted.param} cannot be combined with tools unless tool_choice is 'none'",
-        )
-    if wanted is None:
-        if plan.forced is None:
-            return None
+    if plan.forced is not None:
+        # The answer has no content: a `response_format` applies to later answers of the conversation.
+        if wanted is not None and wanted.param != "response_format":
+            raise bad(
+                wanted.param, f"{wanted.param} cannot be combined with a tool_choice that requires a call"
+            )
         if body.use_beam_search:
             raise bad(
                 "use_beam_search", "use_beam_search does not support a tool_choice that requires a call"
             )
         wanted = Wanted("tools", calls_grammar(plan))
+    if wanted is None:
+        return None
+    if plan.unruled:
+        raise bad(
+            wanted.param,
+            f"{wanted.param} cannot be combined with tools for this model, whose calls begin as JSON does "
+            f"(api.tool_parser = {model.parsers.tools}): set tool_choice to 'none' or 'required'",
+        )
     model.require_tokenizer(wanted.param)
-    return Wanted(wanted.param, answer_grammar(plan, wanted.grammar, model.marker))
+    return wanted
 
 
 def _forced(body: ChatBody) -> str | None:

@@ -40,6 +40,8 @@ ANTHROPIC_TYPES = {
     504: "timeout_error",
 }
 """Anthropic's error types by status; other statuses are `invalid_request_error` below 500, else `api_error`."""
+NO_THREADS = "thread_unsupported_request"
+"""Code of the refusal of `thread` in Anthropic's API: the client `anthropic` then sends the whole conversation."""
 
 
 class ApiError(Exception):
@@ -72,7 +74,9 @@ class ApiError(Exception):
     def anthropic(self, request_id: str) -> dict[str, Any]:
         """Returns the body in Anthropic's format."""
         kind = ANTHROPIC_TYPES.get(self.status, INVALID if self.status < 500 else "api_error")
-        fields = {"type": kind, "message": self.message}
+        fields: dict[str, Any] = {"type": kind, "message": self.message}
+        if self.code == NO_THREADS:
+            fields["details"] = {"error_code": self.code, "unsupported": [self.param]}
         return {"type": "error", "error": fields, "request_id": request_id}
 
     def renamed(self, names: Mapping[str, str]) -> ApiError:

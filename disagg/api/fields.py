@@ -170,6 +170,8 @@ class CalledFunction(Body, frozen=True, kw_only=True):
 
     name: str
     arguments: str = ""
+    parsed_arguments: Any = None
+    """Accepted without effect: the client `openai` adds it in `parse()`, and sends it back."""
 
 
 class RequestedCall(Body, frozen=True, kw_only=True, tag_field="type", tag="function"):
@@ -191,6 +193,8 @@ class PromptMessage(Body, frozen=True, kw_only=True):
     reasoning_content: str | None = None
     reasoning: str | None = None
     """Another name of `reasoning_content`."""
+    parsed: Any = None
+    """Accepted without effect: the client `openai` adds it in `parse()`, and sends it back."""
 
 
 class TokenizeBody(Body, frozen=True, kw_only=True):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any, NamedTuple
 
 from disagg.api.errors import bad
@@ -100,8 +99,3 @@ def arguments_schema(tool: dict[str, Any]) -> dict[str, Any]:
     """Returns the JSON schema of a tool's arguments, which are always an object."""
     schema: dict[str, Any] = tool["function"].get("parameters") or {}
     return schema if schema.get("type") else {**schema, **ANY_OBJECT}
-
-
-def schema_rule(schema: dict[str, Any]) -> str:
-    """Returns a JSON schema as a term of llguidance's Lark dialect. `$ref` stays local to the schema."""
-    return "%json " + json.dumps(json.loads(schema_grammar(schema))["grammars"][0]["json_schema"])

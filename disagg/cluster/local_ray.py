@@ -31,10 +31,6 @@ LOOPBACK_ENV = {
     # Ray resolves a node's address to its external address, even with `ray.init(_node_ip_address="127.0.0.1")`. With
     # this value Ray uses 127.0.0.1, and all of its servers listen only there.
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
-    # -1 disables the metrics servers of the monitor and the dashboard, which serve without a key. Both then log an
-    # error to their log files.
-    "AUTOSCALER_METRIC_PORT": "-1",
-    "DASHBOARD_METRIC_PORT": "-1",
     "RAY_enable_metrics_collection": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
     # A process that sets its title would overwrite its environment, by which the guard finds Ray's processes.

@@ -280,7 +280,7 @@ def local_ray(ranks: int) -> Iterator[PrivateRay]:
         ensure_token()
         # A Ray CPU is a slot for one rank, not a core: ranks share the cores of a small machine.
         cpus = max(ranks + 1, os.cpu_count() or 1)
-        with handlers_kept(), _own_session():
+        with handlers_kept(), _own_session(), _needed_servers_only():
             ray.init(address="local", num_cpus=cpus, include_dashboard=False, _temp_dir=str(folder), **_QUIET)
         private.started()
         try:
@@ -337,6 +337,27 @@ def _own_session() -> Iterator[None]:
         yield
     finally:
         services.ConsolePopen = popen
+
+
+@contextlib.contextmanager
+def _needed_servers_only() -> Iterator[None]:
+    """Starts no autoscaler, no log monitor and no dashboard server within the block.
+
+    A private Ray has one node, and the output of ranks goes to log files only. Ray would start all three servers,
+    even without a dashboard, and `ray.init` would wait for the last one. Ray has no option for this. A server that
+    another version of Ray starts by other means runs idly.
+    """
+    from ray._private.node import Node
+
+    servers = ("start_monitor", "start_log_monitor", "start_api_server")
+    methods = {name: getattr(Node, name) for name in servers if hasattr(Node, name)}
+    for name in methods:
+        setattr(Node, name, lambda *_, **__: None)
+    try:
+        yield
+    finally:
+        for name, method in methods.items():
+            setattr(Node, name, method)
 
 
 def _check_reachable(address: str) -> None:

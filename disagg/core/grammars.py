@@ -16,6 +16,16 @@ from disagg.core.errors import InvalidRequestError, UnsupportedModelError
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
+FORMATS = frozenset(
+    ("date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid")
+)
+"""Values of `format` in JSON schemas that llguidance knows."""
+_SCHEMAS_BY_NAME = frozenset(
+    ("$defs", "definitions", "dependencies", "dependentSchemas", "patternProperties", "properties")
+)
+"""Keywords whose values are schemas by name; a name can be that of a keyword."""
+_PLAIN_VALUES = frozenset(("const", "default", "enum", "examples"))
+"""Keywords whose values are no schemas."""
 MAX_SPACES = 40
 """Longest white space between the tokens of JSON. Without a limit, a model could generate white space forever."""
 _JSON_OPTIONS = {"whitespace_pattern": rf"[\x20\x0A\x0D\x09]{{1,{MAX_SPACES}}}"}
@@ -24,12 +34,41 @@ _JSON_OPTIONS = {"whitespace_pattern": rf"[\x20\x0A\x0D\x09]{{1,{MAX_SPACES}}}"}
 def schema_grammar(schema: dict[str, Any]) -> str:
     """Returns the grammar of JSON texts that are valid for a JSON schema.
 
-    Raises `InvalidRequestError` for a schema that is nested more deeply than Python's recursion limit allows.
+    Of `format`, only `FORMATS` restrict a text; others are annotations, as JSON Schema allows. Raises
+    `InvalidRequestError` for a schema that is nested more deeply than Python's recursion limit allows.
     """
+    return f'{{"grammars": [{{"json_schema": {_schema_text(schema)}}}]}}'
+
+
+def schema_rule(schema: dict[str, Any]) -> str:
+    """Returns a JSON schema as a term of llguidance's Lark dialect. `$ref` stays local to the schema.
+
+    `format` and errors: as of `schema_grammar`.
+    """
+    return f"%json {_schema_text(schema)}"
+
+
+def _schema_text(schema: dict[str, Any]) -> str:
+    """Returns the JSON text of a schema as llguidance reads it: with options, without unknown formats."""
     try:
-        return json.dumps({"grammars": [{"json_schema": {"x-guidance": _JSON_OPTIONS} | schema}]})
+        return json.dumps({"x-guidance": _JSON_OPTIONS} | _with_known_formats(schema))
     except RecursionError as exc:
         raise InvalidRequestError("a JSON schema is nested too deeply: use fewer levels, or $ref") from exc
+
+
+def _with_known_formats(value: Any, keyword: str = "") -> Any:
+    """Returns a part of a schema without formats that llguidance does not know. `keyword`: the key of the part."""
+    if isinstance(value, list):
+        return [_with_known_formats(one) for one in value]
+    if not isinstance(value, dict):
+        return value
+    if keyword in _SCHEMAS_BY_NAME:
+        return {name: _with_known_formats(one) for name, one in value.items()}
+    return {
+        key: one if key in _PLAIN_VALUES else _with_known_formats(one, key)
+        for key, one in value.items()
+        if key != "format" or not isinstance(one, str) or one in FORMATS
+    }
 
 
 def regex_grammar(regex: str) -> str:

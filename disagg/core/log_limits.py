@@ -58,6 +58,7 @@ LIMITED = {
     ("warning", "page_peer_lost"): "peer",
     ("warning", "page_peer_not_connected"): "peer",
     ("warning", "page_peer_refused"): "peer",
+    ("warning", "item_events_not_read"): "peer",
     ("warning", "storage_paused"): "storage",
     ("info", "storage_resumed"): "storage",
     ("warning", "storage_page_corrupt"): "storage",

@@ -96,6 +96,8 @@ class GroupStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     """Running requests. Prefill: requests that compute or send. Decode: requests that receive or decode. Colocated:
     requests with pages."""
     requests_closing: Count = 0
+    routers: Count = 0
+    """Routers whose requests the group has."""
     page_size: Count = 0
     pages: Count = 0
     pages_used: Count = 0

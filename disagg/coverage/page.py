@@ -21,8 +21,9 @@ compares greedy tokens with those of Hugging Face's `generate()` in float32 on a
 runs: one batch with chunks of {chunks} tokens, and a split system with two prefill ranks and one decode rank.
 Encoder types are built as decoders (`is_decoder`).
 
-A checkpoint of an exact type may still be refused for settings in its configuration, such as quantized experts.
-"Held whole" names the parts that every rank of a group computes in full, because they cannot be split exactly.
+A checkpoint of an exact type may still be refused for its configuration, such as the format of its weights.
+"Held whole" names the parts that every rank of a group computes in full, because ranks cannot share them. It omits
+what every rank always has: embeddings, output head, routers, and the latents of latent attention.
 
 """
 _EXACT = "## Exact\n\n| model type | class | held whole by every rank |\n|---|---|---|\n"

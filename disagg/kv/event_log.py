@@ -26,6 +26,18 @@ def unit_tokens_for(pages: int, page_size: int) -> int:
     return unit_pages * page_size
 
 
+def net_changes(newest_first: Iterable[int]) -> tuple[list[int], list[int]]:
+    """Returns the added and the removed numbers: the latest change of each number counts.
+
+    A change is a number that was added, or the complement `~number` of a removed one.
+    """
+    latest: dict[int, bool] = {}
+    for change in newest_first:
+        latest.setdefault(change if change >= 0 else ~change, change >= 0)
+    added = [number for number, came in latest.items() if came]
+    return added, [number for number, came in latest.items() if not came]
+
+
 class KVEventLog:
     """Block hashes of the cached prefixes, with the latest changes in order. Not thread-safe."""
 
@@ -59,9 +71,7 @@ class KVEventLog:
         missed = None if since is None else self.version - since
         if missed is None or not 0 <= missed <= min(len(self._changes), len(self.held)):
             return Digest(None, self.version, self.unit_tokens, pack_block_hashes(list(self.held)), b"")
-        latest: dict[int, bool] = {}
-        for change in islice(reversed(self._changes), missed):
-            latest.setdefault(change if change >= 0 else ~change, change >= 0)
-        added = pack_block_hashes([block_hash for block_hash, came in latest.items() if came])
-        removed = pack_block_hashes([block_hash for block_hash, came in latest.items() if not came])
-        return Digest(since, self.version, self.unit_tokens, added, removed)
+        added, removed = net_changes(islice(reversed(self._changes), missed))
+        return Digest(
+            since, self.version, self.unit_tokens, pack_block_hashes(added), pack_block_hashes(removed)
+        )

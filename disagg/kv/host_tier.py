@@ -158,7 +158,7 @@ class HostTier:
         self._number = self._stored = self._loaded = self._skipped = self._failed = 0
         self._load_s, self._load_rate = 0.0, TokenRate()
 
-    def add_storage(self, links: Links, group: GroupConfig) -> None:
+    def add_storage(self, links: Links, group: GroupConfig, state_tokens: float = 0.0) -> None:
         """Adds a third tier; see `StorageTier`."""
         self.storage = StorageTier(
             self.index,
@@ -168,6 +168,7 @@ class HostTier:
             ranks=self._ranks,
             group=group,
             states=self._state_blocks,
+            state_tokens=state_tokens,
         )
 
     @property

@@ -165,13 +165,17 @@ class StorageTier:
         ranks: int,
         group: GroupConfig,
         states: int = 0,
+        state_tokens: float = 0.0,
     ) -> None:
         """`index`: tree of the second tier, over `blocks`. `group`: configuration with the limits of prefetches.
 
-        `states`: number of state blocks of the second tier.
+        `states`: number of state blocks of the second tier. `state_tokens`: number of tokens whose KV has as many
+        bytes as a recurrent state, on a rank.
         """
         self._index, self._links = index, links
         self._ranks, self._group, self._page_size = ranks, group, blocks.page_size
+        self.state_tokens = state_tokens
+        """Tokens whose KV has as many bytes as a recurrent state."""
         self._under_way: dict[int, _StorageWork] = {}
         self._sought: dict[bytes, int] = {}
         """Number of the operation (find or fetch) that covers each link."""
@@ -268,16 +272,18 @@ class StorageTier:
 
     def _seek(self, work: _StorageWork) -> None:
         """Plans a find or a fetch, and sets it as the operation of the prefetches that use it."""
-        number = self._order(work, self._limit_s(len(work.links)))
+        number = self._order(work, self._limit_s(work))
         self._sought.update(dict.fromkeys(work.sought, number))
         for one in work.users:
             one.operation = number
 
-    def _limit_s(self, pages: int) -> float:
+    def _limit_s(self, work: _StorageWork) -> float:
+        """Returns the time limit of a find or a fetch. A find reads no state, and has none in `work`."""
         group = self._group
         if group.prefetch != "timeout":
             return LONGEST_S
-        return group.prefetch_base_s + group.prefetch_s_per_1k_tokens * pages * self._page_size / 1024
+        tokens = len(work.links) * self._page_size + len(work.states) * self.state_tokens
+        return group.prefetch_base_s + group.prefetch_s_per_1k_tokens * tokens / 1024
 
     # --- operations
 

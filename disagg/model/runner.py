@@ -34,6 +34,8 @@ from disagg.model.batch import (
 )
 from disagg.model.collective.base import all_agree, least
 from disagg.model.experts.grouped import group_experts
+from disagg.model.experts.quantized import computes_by_expert, use_one_tile
+from disagg.model.experts.quantized_check import check_experts
 from disagg.model.graphs import (
     ChunkGraphs,
     Compute,
@@ -125,8 +127,7 @@ class ModelRunner:
         """Names of the model parts that cannot be split, so that every rank of the group holds them whole."""
         self._classes = self._attention_classes()
         replaced = self._use_layer_kernels()
-        if self.device.type == "cuda":
-            check_products(self.model)
+        self._check_quantized()
         self._row_wise: RowWise | None = None
         self._ropes = wrap_ropes(self.model, self.spec.rope_switch_tokens)
         self._indexers = wrap_indexers(self.model, self.spec.places)
@@ -168,6 +169,12 @@ class ModelRunner:
             use_few_rows(self.model, self._few_rows)
         return counts | replaced
 
+    def _check_quantized(self) -> None:
+        """Compares the kernels of quantized weights with torch, on a GPU."""
+        if self.device.type == "cuda":
+            check_products(self.model)
+            check_experts(self.model)
+
     def _attention_classes(self) -> list[AttentionClass]:
         """Returns the rank's query and KV heads for each layer class."""
         queries = query_spans(self.spec, self.collective.rank, self.collective.size)
@@ -200,6 +207,7 @@ class ModelRunner:
     def recordable(self) -> bool:
         """Whether steps can be recorded as CUDA graphs, because the host makes no decision within a step."""
         fixed = self.attention_kernels and not self._in_parts and not self._ropes
+        fixed = fixed and not computes_by_expert(self.model)
         return fixed and self.device.type == "cuda" and self.collective.recordable
 
     @property
@@ -413,6 +421,7 @@ class ModelRunner:
             return
         if backend(self.device) == "triton":
             use_linear_kernels(self.model)
+            use_one_tile(self.model)
         self._row_wise = RowWise(self.spec.architecture)
         with without_other_ranks(self.model):
             for tokens in (1, 3):

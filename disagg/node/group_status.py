@@ -29,6 +29,7 @@ def group_status(
     reports: Reports,
     broken: str,
     silent_ranks: Iterable[int] = (),
+    routers: int = 0,
 ) -> GroupStatus:
     """Returns the status of the group `name`; `broken` is the reason why the group cannot serve, or empty."""
     pages, cache = scheduled.memory.pages, scheduled.memory.cache
@@ -67,6 +68,7 @@ def group_status(
         step_s_total=reports.step_s,
         broken=broken,
         silent_ranks=tuple(sorted(silent_ranks)),
+        routers=routers,
     )
 
 

@@ -1,77 +1,110 @@
-"""Shares the second tier of a rank's prefix cache with other groups: transport, thread, requests, published blocks.
+"""Shares the second tier of a rank's prefix cache with other groups: peers, KV events, requests, published blocks.
 
 The exchange has a transport and a thread of its own: its bytes are not KV of requests, groups of any roles are its
-peers, and a fault of the exchange ends the sharing of the rank, never the rank.
+peers, and a fault of the exchange never ends the rank. If the transport fails, reads are misses until another
+transport has been opened; KV events and their replies carry its address to the peers, over the control channel.
 """
 
 from __future__ import annotations
 
-import secrets
+import threading
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
-import structlog
-
-from disagg.core.types import GroupInfo, PageServer
+from disagg.core.clock import Clock
+from disagg.core.types import GroupInfo, PageServer, Shard
 from disagg.kv.cache_operations import CacheOperation, StorageOperation
-from disagg.node.page_exchange import NUMBERS, ExchangeStatistics, RankExchange
+from disagg.node.item_events import ItemAnnouncer, ItemWatcher, Send
+from disagg.node.page_exchange import ExchangeStatistics
+from disagg.node.renewed_exchange import PageEndpoint, RenewedExchange
 from disagg.node.served_items import ServedItems
-from disagg.node.transfer_loop import LoopCallbacks, TransferLoop
+from disagg.storage.parts import PagePart, PartGrid
+from disagg.storage.peer_index import PeerIndex
 from disagg.storage.peers import PeerStorage
-from transport.base import Transport
+from transport.control import messages as m
 
-log = structlog.get_logger(__name__)
+
+@dataclass(slots=True)
+class _Peer:
+    """The endpoint of a rank of another group."""
+
+    announced: PageServer
+    """The endpoint in the cluster's description of the group."""
+    present: PageServer | None
+    """The endpoint that the rank has sent since, if it has opened another one after a fault of its transport. None if
+    the rank is dead: a description of its group may arrive after the loss."""
 
 
 class HostCacheSharing:
     """Shares a rank's second tier, and reads those of other groups. Thread-safe. Owns the transport."""
 
-    def __init__(self, lane: str, transport: Transport, name: str, largest_bytes: int) -> None:
-        """`name`: name of the transport (`Choice.name`). `largest_bytes`: size of the largest part."""
-        self._lane, self._transport, self._name = lane, transport, name
-        self._number = secrets.randbelow(NUMBERS)
-        self._exchange = RankExchange(
-            self._number, transport, largest_bytes, post=lambda work: self._loop.post(work)
-        )
-        callbacks = LoopCallbacks(broken=self._on_broken, lost=self._exchange.on_lost)
-        self._loop = TransferLoop(f"pages-{lane}", transport, self._exchange, callbacks)
-        self.storage = PeerStorage(self._exchange)
-        """Reads the second tiers of other groups."""
+    def __init__(
+        self, lane: str, endpoint: PageEndpoint, largest_bytes: int, send: Send, clock: Clock
+    ) -> None:
+        """`largest_bytes`: size of the largest part. `send`: sends a message over the control channel."""
+        self._transport_name = endpoint.name
         self.served: ServedItems | None = None
         """The blocks that other groups may read; None before `serve`."""
+        self.index = PeerIndex()
+        """What other groups have announced."""
+        self._announcer = ItemAnnouncer(send, clock)
+        self._watcher = ItemWatcher(self.index, send, lambda: self.server, clock)
+        self._lock = threading.Lock()  # guards `_peers`
+        self._peers: dict[str, _Peer] = {}
+        self._exchange = RenewedExchange(lane, endpoint, largest_bytes, self._tick, self._announce_server)
+        self.storage = PeerStorage(self._exchange, self.index)
+        """Reads the second tiers of other groups."""
 
     @property
     def server(self) -> PageServer:
         """This rank's endpoint, for other groups."""
-        return PageServer(self._number, self._transport.address, self._name)
+        return self._exchange.server
 
     def start(self) -> None:
         """Starts the thread."""
-        self._loop.start()
+        self._exchange.start()
 
     def serve(self, served: ServedItems) -> None:
         """Begins to serve blocks."""
-        self.served = self._exchange.served = served
+        self._exchange.serve(served)
+        self.served = self._announcer.source = served
 
-    def know(self, own: GroupInfo, groups: Iterable[GroupInfo]) -> None:
-        """Replaces the peers by the ranks of `groups` that have the same model, page size and transport.
+    def know(self, own: GroupInfo, rank: int, groups: Iterable[GroupInfo], grid: PartGrid) -> None:
+        """Replaces the peers by the ranks of `groups` with the same pages and transport that have parts of this rank.
 
-        `own`: this rank's group, whose ranks are no peers.
+        `own`, `rank`: this rank's group, whose ranks are no peers, and its number there. A dead rank is a peer again
+        when its group is described with another endpoint, or was left out meanwhile.
         """
+        wanted = _parts(grid, own.ranks[rank].shard)
         servers: dict[str, PageServer] = {}
         for group in groups:
-            same_pages = (group.fingerprint, group.page_size) == (own.fingerprint, own.page_size)
-            if group.name == own.name or not same_pages:
-                continue
-            for rank in group.ranks:
-                server = rank.page_server
-                if server is not None and server.transport == self._name:
-                    servers[rank.control_address] = server
-        self._loop.post(partial(self._exchange.know, servers))
+            same_pages = _pages_of(group) == _pages_of(own)
+            for one in group.ranks if same_pages and group.name != own.name else ():
+                server = one.page_server
+                if server is None or server.transport != self._transport_name:
+                    continue
+                if not wanted.isdisjoint(_parts(grid, one.shard)):
+                    servers[one.control_address] = server
+        with self._lock:
+            before = self._peers
+            self._peers = {peer: _Peer(server, server) for peer, server in servers.items()}
+            for peer, known in before.items():
+                now = self._peers.get(peer)
+                if now is not None and now.announced == known.announced:
+                    now.present = known.present
+        self._exchange.post(self._know_peers)
 
     def lost(self, peer: str) -> None:
         """Disconnects a dead rank and forgets its pages. `peer`: its control address."""
-        self._loop.post(partial(self._forget, peer))
+        with self._lock:
+            if (known := self._peers.get(peer)) is not None:
+                known.present = None
+        self._exchange.post(self._know_peers)
+
+    def on_message(self, peer: str, message: m.WatchItems | m.HeldItems) -> None:
+        """Handles KV events of a peer, or a peer's request for them. Never blocks."""
+        self._exchange.post(partial(self._on_message, peer, message))
 
     def withdraw(self, copies: Sequence[CacheOperation], fetches: Sequence[StorageOperation]) -> None:
         """Withdraws the blocks that a plan overwrites; see `ServedItems.withdraw`."""
@@ -79,42 +112,81 @@ class HostCacheSharing:
             self.served.withdraw(copies, fetches)
 
     def statistics(self) -> ExchangeStatistics:
-        """Returns the counts of the exchange."""
+        """Returns the counts of the exchange in use."""
         return self._exchange.statistics()
 
     def status(self) -> dict[str, int]:
         """Returns the fields of the rank's status that describe the sharing."""
-        counts, exchange = self.storage.statistics(), self._exchange.statistics()
+        counts = self.storage.statistics()
         return {
-            "shared_peers": exchange.peers,
+            "shared_peers": self._exchange.statistics().peers,
             "shared_hit_bytes_total": counts.hit_bytes,
-            "shared_served_bytes_total": exchange.served_bytes,
+            "shared_served_bytes_total": self._exchange.served_bytes,
             "shared_faults_total": counts.errors + counts.late + counts.corrupt,
         }
 
     def check(self) -> None:
         """Raises `InvariantError` if a structure is inconsistent."""
         self.storage.check()
-        self._loop.call(self._transport.check)
+        for check in (self._exchange.check, self._announcer.check, self._watcher.check):
+            self._exchange.call(check)
         if self.served is not None:
             self.served.check()
 
     def stop(self) -> None:
-        """Ends the thread and closes the transport. Idempotent."""
+        """Ends the threads and closes the transport. Idempotent."""
         self.storage.close()
-        self._loop.post(self._exchange.end)
-        self._loop.stop()
+        self._exchange.stop()
 
     @property
     def faults(self) -> int:
-        """Number of exceptions on the thread: bugs, logged with their traceback."""
-        return self._loop.faults
+        """Number of exceptions on the threads: bugs, logged with their traceback."""
+        return self._exchange.faults
 
-    def _forget(self, peer: str) -> None:
-        self._exchange.forget(peer)
-        self.storage.forget_peer(peer)
+    # --- on the thread
 
-    def _on_broken(self, error: Exception) -> None:
-        """Ends the sharing after a fault of the transport. The buffers stay allocated: a peer may still use them."""
-        log.error("host_cache_not_shared", lane=self._lane, error=f"{type(error).__name__}: {error}")
-        self._exchange.end()
+    def _know_peers(self) -> None:
+        """Connects the present peers, and forgets all others."""
+        with self._lock:
+            servers = {peer: one.present for peer, one in self._peers.items() if one.present is not None}
+        for peer in [peer for peer in self._watcher.peers if peer not in servers]:
+            self._announcer.forget(peer)
+            self.storage.forget_peer(peer)
+        self._watcher.know(servers)
+        self._exchange.know(servers)
+
+    def _on_message(self, peer: str, message: m.WatchItems | m.HeldItems) -> None:
+        if isinstance(message, m.HeldItems):
+            self._watcher.on_events(peer, message.events)
+            return
+        server = message.server
+        with self._lock:
+            known = self._peers.get(peer)
+            if known is None or known.present is None:  # dead, or not described yet: the peer asks again
+                return
+            moved = server != known.present and server.transport == self._transport_name
+            if moved:
+                known.present = server
+        if moved:
+            self.storage.forget_peer(peer)
+            self._know_peers()
+        self._announcer.watch(peer, message.position)
+        self._watcher.restarted(peer)
+
+    def _tick(self) -> None:
+        self._announcer.tick()
+        self._watcher.tick()
+
+    def _announce_server(self) -> None:
+        """Connects the peers, and sends them the address of the new transport."""
+        self._know_peers()
+        self._watcher.ask_all()
+
+
+def _pages_of(group: GroupInfo) -> tuple[object, ...]:
+    """Returns what two groups must have in common to share pages."""
+    return group.fingerprint, group.page_size, group.layout
+
+
+def _parts(grid: PartGrid, shard: Shard) -> set[PagePart]:
+    return {*grid.parts_of(shard), *grid.states_of(shard)}

@@ -121,10 +121,10 @@ class KVManager:
             if write == "back":
                 self._write_back = WriteBack(self.cache, self.allocator, self.host)
 
-    def add_storage(self, links: Links, group: GroupConfig) -> None:
+    def add_storage(self, links: Links, group: GroupConfig, state_tokens: float = 0.0) -> None:
         """Adds a third tier if the group has a second tier; see `HostTier.add_storage`."""
         if self.host is not None:
-            self.host.add_storage(links, group)
+            self.host.add_storage(links, group, state_tokens)
 
     @property
     def storage(self) -> StorageTier | None:

@@ -306,7 +306,10 @@ class Leader(ABC):
     def _status(self) -> GroupStatus:
         assert self._group is not None, "a leader is used after join"
         name, scheduled = self._group.name, self._scheduled()
-        return group_status(name, self._role, scheduled, self._reports, self.broken, self._silent_ranks)
+        routers = len({request.router for request in self._scheduler.requests.values()})
+        return group_status(
+            name, self._role, scheduled, self._reports, self.broken, self._silent_ranks, routers
+        )
 
     def _requests(self) -> list[LedRequest]:
         return list(self._scheduler.requests.values())

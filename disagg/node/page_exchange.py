@@ -7,7 +7,8 @@ and the messages under way; further requests wait in a queue.
 
 Each operation and each request has a deadline. A peer that exceeds a deadline is fenced, which frees its buffers, and
 is connected again later. Until then its requests fail. A request that exceeds the deadline in the queue fails alone,
-because its own peer may be healthy.
+because its own peer may be healthy. Each peer has a share of the own requests under way, and of the requests that are
+served at the same time, so a hung peer delays no other one.
 
     tag:      bit 63: reply | bits 62 .. 32: number of the sender's rank | bits 31 .. 0: number of the request
     request:  1 byte: kind | 32 bytes for each key
@@ -18,7 +19,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -27,7 +28,7 @@ from typing import Any, Protocol
 import structlog
 import torch
 
-from disagg.core.errors import TransportError
+from disagg.core.errors import InvariantError, TransportError
 from disagg.core.ports import Clock
 from disagg.core.types import PageServer
 from disagg.node.links import fence
@@ -43,7 +44,12 @@ MOST_KEYS = 1024
 LEAST_REPLY_BYTES = 1 << 20
 """Smallest size of a buffer for the records of a reply. A buffer has room for the largest part."""
 CALLS = 8
-"""Largest number of own requests under way, and of peers' requests that are received or answered at the same time."""
+"""Largest number of own requests under way."""
+MOST_FOR_PEER = 4
+"""Largest number of requests of one peer that are received or answered at the same time, and of own requests to one
+peer under way."""
+MOST_SERVED = 4 * MOST_FOR_PEER
+"""Largest number of peers' requests that are received or answered at the same time."""
 MOST_QUEUED = 1024
 """Largest number of peers' requests in the queue; further requests are dropped, and time out."""
 LIMIT_S = 10.0
@@ -127,6 +133,11 @@ class _Moving:
     call: _Call | None = None
     """The own request that the operation sends, or whose reply it receives; the request fails with the operation.
     None if the operation serves a peer's request."""
+    parts: int = 0
+    parts_bytes: int = 0
+    """Number and bytes of the parts in a reply to a peer."""
+    fenced: bool = False
+    """Whether the peer was fenced since the operation began. A late end is then no fault of the new connection."""
 
     def read(self) -> memoryview:
         """Returns the received bytes."""
@@ -151,8 +162,9 @@ class ExchangeStatistics:
     calls: int
     """Own requests under way or in the queue."""
     served_parts: int
-    """Parts sent to peers."""
+    """Parts in replies whose sends have succeeded."""
     served_bytes: int
+    """Bytes of these parts."""
     dropped: int
     """Malformed or unexpected messages, and requests beyond `MOST_QUEUED`."""
     buffers_in_use: int
@@ -181,8 +193,8 @@ class RankExchange:
         """The items that peers may read; None before the group has started."""
         self.most_keys = MOST_KEYS
         self.most_bytes = max(LEAST_REPLY_BYTES, HEADER_BYTES + largest_bytes)
-        self._requests = _Buffers(transport, _REQUEST_BYTES, 4 * CALLS)
-        self._replies = _Buffers(transport, MOST_KEYS + self.most_bytes, 3 * CALLS)
+        self._requests = _Buffers(transport, _REQUEST_BYTES, CALLS + MOST_SERVED)
+        self._replies = _Buffers(transport, MOST_KEYS + self.most_bytes, CALLS + MOST_SERVED)
         self._servers: dict[str, PageServer] = {}
         self._names: dict[int, str] = {}
         """Peer by its rank's number."""
@@ -194,10 +206,10 @@ class RankExchange:
         self._arrived: deque[tuple[str, Arrival]] = deque()
         """Requests of peers that are not received yet."""
         self._moving: set[_Moving] = set()
-        self._serving = 0
-        """Number of peers' requests that are being received, and of replies that are being sent to peers."""
-        self._lock = threading.Lock()  # guards `_ended`
+        self._lock = threading.Lock()  # guards the two fields below
         self._ended = False
+        self._posted: set[_Call] = set()
+        """Own requests that have not reached the thread."""
         self._served_parts = self._served_bytes = self._dropped = 0
 
     # --- own requests: callable on any thread
@@ -218,6 +230,7 @@ class RankExchange:
     def _call(self, call: _Call) -> None:
         with self._lock:
             if not self._ended:
+                self._posted.add(call)
                 self._post(partial(self._begin, call))
                 return
         call.answer(None)
@@ -257,11 +270,12 @@ class RankExchange:
         self._set_connected()
 
     def end(self) -> None:
-        """Fails all requests; later requests fail at once."""
+        """Fails all requests, also those that have not reached the thread; later ones fail at once. Idempotent."""
         with self._lock:
             self._ended = True
+            posted, self._posted = self._posted, set()
         self._connected = ()
-        for call in [*self._calls.values(), *self._queue]:
+        for call in [*posted, *self._calls.values(), *self._queue]:
             call.answer(None)
         self._calls.clear()
         self._queue.clear()
@@ -277,13 +291,13 @@ class RankExchange:
 
     def _cut_off(self, peer: str) -> None:
         """Disconnects a peer, and fails the requests to it."""
+        for moving in [moving for moving in self._moving if moving.peer == peer]:
+            moving.fenced = True
         fence(self._transport, peer)
-        waiting, self._arrived = self._arrived, deque()
-        for sender, arrival in waiting:
-            if sender == peer:
-                self._discard(None, arrival)
-            else:
-                self._arrived.append((sender, arrival))
+        gone = [arrival for sender, arrival in self._arrived if sender == peer]
+        self._arrived = deque(one for one in self._arrived if one[0] != peer)
+        for arrival in gone:
+            self._discard(None, arrival)
         for call in [call for call in (*self._calls.values(), *self._queue) if call.peer == peer]:
             self._fail(call)
         self._send_queued()
@@ -294,7 +308,11 @@ class RankExchange:
     # --- own requests: sending, receiving replies
 
     def _begin(self, call: _Call) -> None:
-        if self._ended or call.peer not in self._connected:
+        with self._lock:
+            if call not in self._posted:  # `end` has failed the request
+                return
+            self._posted.remove(call)
+        if call.peer not in self._connected:
             call.answer(None)
             return
         call.until_s = self._clock() + LIMIT_S
@@ -302,17 +320,24 @@ class RankExchange:
         self._send_queued()
 
     def _send_queued(self) -> None:
-        while self._queue and len(self._calls) < CALLS:
+        while (call := self._next_call()) is not None:
             buffer = self._requests.take()
             if buffer is None:
                 return
-            call = self._queue.popleft()
+            self._queue.remove(call)
             self._last_call = call.number = (self._last_call + 1) % (1 << 32)
             self._calls[call.number] = call
             call.until_s = self._clock() + LIMIT_S
             moving = _Moving(call.peer, buffer, self._requests, call.until_s, call=call)
             buffer.numpy().data[: len(call.body)] = call.body
             self._send(moving, self._number << 32 | call.number, len(call.body))
+
+    def _next_call(self) -> _Call | None:
+        """Returns the first request in the queue that the limits of its peer and of all peers allow; else None."""
+        if len(self._calls) >= CALLS:
+            return None
+        under_way = Counter(call.peer for call in self._calls.values())
+        return next((call for call in self._queue if under_way[call.peer] < MOST_FOR_PEER), None)
 
     def _fail(self, call: _Call) -> None:
         """Ends a request without a reply, unless it has ended."""
@@ -347,17 +372,29 @@ class RankExchange:
     # --- serving the requests of peers
 
     def _receive_requests(self) -> None:
-        """Receives queued requests of peers, if a buffer is free and fewer than `CALLS` requests are being served."""
-        while self._arrived and self._serving < CALLS:
+        """Receives queued requests of peers, as far as buffers are free and shares are not used up."""
+        while (queued := self._next_arrived()) is not None:
             buffer = self._requests.take()
             if buffer is None:
                 return
-            self._serving += 1
-            peer, arrival = self._arrived.popleft()
-            call_number = arrival.tag & 0xFFFFFFFF
+            self._arrived.remove(queued)
+            peer, arrival = queued
             moving = _Moving(peer, buffer, self._requests, self._clock() + LIMIT_S)
-            moving.done = partial(self._serve, call_number)
+            moving.done = partial(self._serve, arrival.tag & 0xFFFFFFFF)
             self._receive(moving, arrival)
+
+    def _next_arrived(self) -> tuple[str, Arrival] | None:
+        """Returns the first queued request that the limits of its peer and of all peers allow; else None."""
+        if not self._arrived:
+            return None
+        shares = self._shares()
+        if shares.total() >= MOST_SERVED:
+            return None
+        return next((queued for queued in self._arrived if shares[queued[0]] < MOST_FOR_PEER), None)
+
+    def _shares(self) -> Counter[str]:
+        """Returns the number of each peer's requests that are being received, or whose replies are being sent."""
+        return Counter(moving.peer for moving in self._moving if moving.call is None)
 
     def _serve(self, call_number: int, request: _Moving) -> None:
         """Sends the reply to a received request. Without a free buffer the request is dropped, and times out."""
@@ -368,13 +405,17 @@ class RankExchange:
             return
         body = bytes(request.read())
         keys = [body[at : at + KEY_BYTES] for at in range(1, len(body), KEY_BYTES)]
-        nbytes = self._reply(body[0], keys, buffer)
-        self._serving += 1  # until the reply is sent
         moving = _Moving(request.peer, buffer, self._replies, self._clock() + LIMIT_S)
+        try:
+            nbytes = self._reply(body[0], keys, moving)
+        except Exception:
+            moving.buffers.give(buffer)
+            raise
         self._send(moving, _REPLY | self._number << 32 | call_number, nbytes)
 
-    def _reply(self, kind: int, keys: Sequence[bytes], buffer: torch.Tensor) -> int:
-        """Writes a reply to `buffer`; returns its length. A part that does not fit counts as missing."""
+    def _reply(self, kind: int, keys: Sequence[bytes], moving: _Moving) -> int:
+        """Writes a reply to its buffer; returns its length. A part that does not fit counts as missing."""
+        buffer = moving.buffer
         served, memory, end = self.served, buffer.numpy().data, len(keys)
         for at, key in enumerate(keys):
             memory[at] = 0
@@ -388,8 +429,8 @@ class RankExchange:
                 continue
             memory[end:start] = RecordHeader.of(key, memory[start : start + size]).packed()
             memory[at], end = 1, start + size
-            self._served_parts += 1
-            self._served_bytes += size
+            moving.parts += 1
+            moving.parts_bytes += size
         return end
 
     # --- events of the transfer loop
@@ -409,7 +450,7 @@ class RankExchange:
         elif arrival.tag & _REPLY:
             self._receive_reply(peer, arrival)
         elif (
-            arrival.nbytes > _REQUEST_BYTES
+            not 1 < arrival.nbytes <= _REQUEST_BYTES
             or arrival.nbytes % KEY_BYTES != 1
             or len(self._arrived) == MOST_QUEUED
         ):
@@ -421,44 +462,65 @@ class RankExchange:
     def on_operation(self, operation: Operation) -> None:
         """See `TransferAgent.on_operation`."""
         moving: Any = operation.context
-        if moving is None:  # the end of a discard
-            return
+        if moving is not None:  # None: the end of a discard
+            self._end_moving(moving, done=operation.state is OperationState.DONE)
+
+    def _end_moving(self, moving: _Moving, *, done: bool) -> None:
         self._moving.discard(moving)
-        done = operation.state is OperationState.DONE
         try:
             if done and moving.done is not None:
                 moving.done(moving)
         finally:
             moving.buffers.give(moving.buffer)
-            if moving.call is None:
-                self._serving -= 1
-        if not done and moving.call is not None:
-            self._fail(moving.call)
-        self._receive_requests()
-        self._send_queued()
+            if done:
+                self._served_parts += moving.parts
+                self._served_bytes += moving.parts_bytes
+            elif moving.call is not None:
+                self._fail(moving.call)
+            self._begin_queued()
+
+    def _begin_queued(self) -> None:
+        """Begins the requests that wait for a buffer or a share."""
+        try:
+            self._receive_requests()
+        finally:
+            self._send_queued()
 
     def poll(self, now_s: float) -> float:
         """See `TransferAgent.poll`. Fences peers that exceed a deadline, and connects lost peers again."""
         now_s = self._clock()
         for call in [call for call in self._queue if call.until_s <= now_s]:
             self._fail(call)
-        slow = {one.peer for one in self._moving if one.until_s <= now_s}
+        slow = {one.peer for one in self._moving if one.until_s <= now_s and not one.fenced}
         slow |= {call.peer for call in self._calls.values() if call.until_s <= now_s}
         for peer in slow:
             self.on_lost(peer, f"an operation has not ended after {LIMIT_S:g} s")
         for peer, retry in list(self._lost.items()):
             if retry.at_s <= now_s:
                 self._connect(peer, min(2 * retry.pause_s, LONGEST_RETRY_S))
+        self._begin_queued()  # requests that an exception has left in the queues
         return POLL_S
 
     def _send(self, moving: _Moving, tag: int, nbytes: int) -> None:
-        self._moving.add(moving)
-        self._transport.send(moving.peer, tag, moving.buffer[:nbytes], moving)
+        view = moving.buffer[:nbytes]
+        self._start(moving, partial(self._transport.send, moving.peer, tag, view, moving))
 
     def _receive(self, moving: _Moving, arrival: Arrival) -> None:
         moving.nbytes = arrival.nbytes
+        view = moving.buffer[: arrival.nbytes]
+        self._start(moving, partial(self._transport.receive, moving.peer, arrival, view, moving))
+
+    def _start(self, moving: _Moving, begin: Callable[[], Operation]) -> None:
+        """Begins an operation. If the transport refuses it, the operation has failed, and the error is raised."""
         self._moving.add(moving)
-        self._transport.receive(moving.peer, arrival, moving.buffer[: arrival.nbytes], moving)
+        try:
+            begin()
+        except Exception:
+            self._moving.discard(moving)
+            moving.buffers.give(moving.buffer)
+            if moving.call is not None:
+                self._fail(moving.call)
+            raise
 
     def _discard(self, peer: str | None, arrival: Arrival) -> None:
         self._dropped += 1
@@ -477,3 +539,33 @@ class RankExchange:
             self._dropped,
             self._requests.in_use + self._replies.in_use,
         )
+
+    def check(self) -> None:
+        """Raises `InvariantError` if requests, buffers, peers and shares do not agree. Runs on the thread, between
+        events, or after the thread has ended."""
+        moving, shares = self._moving, self._shares()
+        with self._lock:
+            ended, posted = self._ended, len(self._posted)
+        sound = {
+            "a buffer is not in use by one operation": len(moving)
+            == self._requests.in_use + self._replies.in_use
+            == len({id(one.buffer) for one in moving}),
+            "shares": shares.total() <= MOST_SERVED
+            and all(share <= MOST_FOR_PEER for share in shares.values()),
+            "requests": len(self._calls) <= CALLS
+            and all(
+                share <= MOST_FOR_PEER for share in Counter(one.peer for one in self._calls.values()).values()
+            )
+            and all(call.number == number for number, call in self._calls.items())
+            and not (ended and (self._calls or self._queue or posted)),
+            "a request to a peer that is not connected": ended
+            or all(call.peer in self._connected for call in (*self._calls.values(), *self._queue)),
+            "peers": self._lost.keys() <= self._servers.keys()
+            and {server.number: peer for peer, server in self._servers.items()} == self._names
+            and (ended or set(self._connected) == self._servers.keys() - self._lost.keys()),
+            "queued requests": len(self._arrived) <= MOST_QUEUED
+            and all(peer in self._servers for peer, _ in self._arrived),
+        }
+        wrong = [name for name, good in sound.items() if not good]
+        if wrong:
+            raise InvariantError(f"page exchange: {', '.join(wrong)}: {self.statistics()}")

@@ -49,6 +49,7 @@ from disagg.node.links import Link
 from disagg.node.plan import StepPlan
 from disagg.node.prefix_caching import cache_refusal
 from disagg.node.rank_peers import RankPeers
+from disagg.node.renewed_exchange import PageEndpoint
 from disagg.node.served_items import ServedItems, ServedKind
 from disagg.node.sizing import pool_bytes, state_bytes
 from disagg.node.step_recorder import StepRecorder
@@ -148,13 +149,13 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
         self.compute_thread = self._make_compute_thread()
         """The compute thread."""
 
-    def share_host_cache(self, transport: Transport, name: str) -> None:
-        """Shares the second tier with other groups, over a transport that the rank then owns. Call it before `start`.
+    def share_host_cache(self, endpoint: PageEndpoint) -> None:
+        """Shares the second tier with other groups, over a transport of the rank's own. Call it before `start`.
 
-        `name`: name of the transport (`Choice.name`).
+        Raises `DisaggError` or `OSError` if the transport cannot be opened.
         """
         largest_bytes = largest_part_bytes(self.group_config, self.runner.spec)
-        self.sharing = HostCacheSharing(self.lane, transport, name, largest_bytes)
+        self.sharing = HostCacheSharing(self.lane, endpoint, largest_bytes, self.control.send, self.clock)
 
     def _vocabulary(self) -> Any:
         """Loads the vocabulary for grammars of answers. Raises `ConfigError`."""
@@ -287,8 +288,10 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
         grid = part_grid(section, spec)
         pages, states = page_parts(group, self.rank, grid), state_parts(group, self.rank, grid)
         if self.sharing is not None:
-            kinds = [ServedKind("kv", pages.read, memory.kv_blocks)]
-            kinds += [ServedKind("state", states.read, memory.state_blocks)] if states is not None else []
+            kv_count, state_count = memory.counts
+            kinds = [ServedKind("kv", kv_count, pages.read, memory.kv_blocks)]
+            if states is not None:
+                kinds.append(ServedKind("state", state_count, states.read, memory.state_blocks))
             self.sharing.serve(ServedItems(keys, kinds))
         self.storage_controller = StorageController(
             ItemStorage(reads, self._storage),
@@ -301,7 +304,12 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
             self.sharing.served if self.sharing is not None else None,
         )
         if self.kv_manager is not None:
-            self.kv_manager.add_storage(keys.links, section)
+            layout = spec.layout
+            token_bytes = layout.token_bytes_of(self.runner.shard)
+            state_tokens = (
+                layout.state_bytes_of(len(group.ranks)) / token_bytes if states is not None else 0.0
+            )
+            self.kv_manager.add_storage(keys.links, section, state_tokens)
 
     def _readable_storage(self) -> PageStorage | None:
         """Returns the storage for reads: other groups' host memory, files or a server, or both; None for none."""
@@ -312,7 +320,8 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
     def know_groups(self, groups: Sequence[GroupInfo]) -> None:
         """Replaces the groups with which this rank shares host memory. No effect if the rank shares none."""
         if self.sharing is not None:
-            self.sharing.know(self.group, groups)
+            grid = part_grid(self.group_config, self.runner.spec)
+            self.sharing.know(self.group, self.rank, groups, grid)
 
     def _cache_moved(self, number: int, error: str, seconds: float) -> None:
         self.to_leader(m.CacheMoved(number, self.rank, error, max(0.0, seconds)))
@@ -451,6 +460,9 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
             self.transfer_loop.post(partial(self.peers.mending.on_linked, peer, message))
         elif handler is not None:
             self.transfer_loop.post(handler, wake=not self._is_deferrable(message))
+        elif isinstance(message, m.WatchItems | m.HeldItems):
+            if self.sharing is not None:
+                self.sharing.on_message(peer, message)
         elif isinstance(message, m.Profile):
             self.recorder.request(peer, message)
         elif isinstance(message, m.Plan):

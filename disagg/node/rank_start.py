@@ -10,6 +10,7 @@ import gc
 import os
 import socket
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any, NamedTuple
 
 import msgspec
@@ -35,6 +36,7 @@ from disagg.node.local_prefill import local_prefill_tokens
 from disagg.node.prefix_caching import configured_host_cache
 from disagg.node.rank import RankNode
 from disagg.node.rank_records import Rendezvous, Started
+from disagg.node.renewed_exchange import PageEndpoint
 from disagg.node.sizing import (
     describe,
     describe_pool,
@@ -191,7 +193,8 @@ def share_pages(node: RankNode[Any, Any, Any], config: Config, keys: KeyRing, pl
     """Opens the endpoint at which the rank shares its host memory with other groups."""
     pages = choose(config.transport, own_host(config.control.host))
     name = f"{place.group}-{place.rank}-pages"
-    node.share_host_cache(_make_transport(pages, config, keys, name, torch.device("cpu")), pages.name)
+    open_pages = partial(_make_transport, pages, config, keys, name, torch.device("cpu"))
+    node.share_host_cache(PageEndpoint(open_pages, pages.name))
     if place.rank == 0:
         log.info("host_cache_shared", group=place.group, transport=pages.name, because=pages.reason)
 

@@ -227,10 +227,14 @@ class StepRecorder:
     def _finish(self, recording: _StepRecording) -> None:
         """Stops the profiler, writes the trace, and has it summarized by another process."""
         began_s, folder = self._clock(), self._make_folder()
-        name = f"{self._lane.replace(' ', '-')}-{datetime.now(UTC):%Y%m%d-%H%M%S}"
+        name = f"{self._lane.replace(' ', '-')}-{datetime.now(UTC):%Y%m%d-%H%M%S-%f}"
         raw = folder / f"{name}.raw.json"
         self._stop(recording)
-        recording.profiler.export_chrome_trace(str(raw))
+        try:
+            recording.profiler.export_chrome_trace(str(raw))
+        except Exception:
+            raw.unlink(missing_ok=True)
+            raise
         recording.profiler = None  # frees the events
         recording.stop_s = self._clock() - began_s
         self._recording = None
@@ -277,7 +281,8 @@ class StepRecorder:
             self._busy = False
             self._send(requester.peer, m.Profiled(requester.key, summary))
         finally:
-            Path(source.raw).unlink(missing_ok=True)
+            for rest in (source.raw, source.partial):
+                Path(rest).unlink(missing_ok=True)
 
     def _summary(self, source: TraceSource) -> TraceSummary:
         command = [sys.executable, "-m", "disagg.core.profile"]

@@ -33,6 +33,9 @@ from disagg.node.sizing import (
 )
 from disagg.plan.states import with_state
 from disagg.plan.transfer import STATES_REASON, describe_bytes
+from kernels.layers.expert_quantized import CONVERTED_BYTES
+
+_NUMBERS_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 class PlannedMemory(msgspec.Struct, frozen=True):
@@ -214,7 +217,7 @@ def _work_bytes(model: object, spec: ModelSpec, group: GroupConfig, dtype: torch
     """Estimates the activation bytes of a step: vectors of hidden and MLP size for each token and for each of its
     experts, and the logits.
 
-    Of quantized weights, a step also holds the largest one as floats.
+    Of quantized weights, a step also holds the largest one as floats, or some experts.
     """
     rows = max(1, group.decode_batch)
     tokens = group.chunk_tokens + group.decode_batch
@@ -223,5 +226,21 @@ def _work_bytes(model: object, spec: ModelSpec, group: GroupConfig, dtype: torch
     of_expert = 3 * int(setting(model, "moe_intermediate_size") or inner) + hidden
     chosen = int(setting(model, "num_experts_per_tok") or 0) * of_expert
     vectors = tokens * (8 * hidden + max(3 * inner, chosen)) * dtype.itemsize
-    converted = 2 * hidden * inner * dtype.itemsize // group.ranks if quantization_of(model) else 0
+    converted = _converted_bytes(model, 2 * hidden * dtype.itemsize // group.ranks, inner)
     return vectors + converted + (SAMPLER_COPIES + 1) * rows * spec.vocab_size * 4
+
+
+def _converted_bytes(model: object, inner_bytes: int, inner: int) -> int:
+    """Estimates the bytes of quantized weights that a step holds as floats at a time.
+
+    `inner_bytes`: bytes of the first product's weights for an inner element. `inner`: inner elements of an MLP.
+    """
+    form = quantization_of(model)
+    if form is None:
+        return 0
+    linear = 0 if form.storage == "mxfp4" else inner_bytes * inner
+    if not setting(model, "num_experts_per_tok"):
+        return linear
+    expert = inner_bytes * int(setting(model, "moe_intermediate_size") or inner)
+    count = max(int(setting(model, name) or 0) for name in _NUMBERS_OF_EXPERTS)
+    return max(linear, expert, min(CONVERTED_BYTES, count * expert))

@@ -37,6 +37,9 @@ class RoutedGroup:
     """In a decode group, the part of `tokens` that the group computes itself and has not computed yet."""
     served: int = 0
     """Requests ever sent to the group."""
+    routers: int = 1
+    """Routers with requests in the group, by its latest report. Each router counts only its own requests; where the
+    load of all routers matters, theirs are assumed to be alike."""
     lost: bool = False
     suspected: bool = False
     """Whether a rank of the group is silent while the group is not lost."""
@@ -255,19 +258,19 @@ class LocalPrefill:
         conditional disaggregation. Prompts take longer in a group with many requests (`slowdown`). Groups whose costs
         differ little count as equal, as in `prefix_aware`. `prefill` is None while no prefill group is usable.
         """
-        waiting_tokens = prefill.tokens if prefill is not None else self.queue_tokens
+        waiting_tokens = prefill.tokens * prefill.routers if prefill is not None else self.queue_tokens
         if not request.may_be_local or waiting_tokens < self.queue_tokens:
             return None
         able = computing_prompts(decodes)
         if not able:
             return None
         costs = [
-            (one.local_tokens + request.missing_tokens(one))
-            * slowdown(one.group.leader.local_prefill_tokens, one.requests)
+            (one.local_tokens * one.routers + request.missing_tokens(one))
+            * slowdown(one.group.leader.local_prefill_tokens, one.requests * one.routers)
             for one in able
         ]
         least = min(costs)
-        if prefill is not None and self.cost * least >= prefill.tokens + request.missing_tokens(prefill):
+        if prefill is not None and self.cost * least >= waiting_tokens + request.missing_tokens(prefill):
             return None
         equal = [
             one for one, cost in zip(able, costs, strict=True) if cost <= least + request.tokens // SLACK

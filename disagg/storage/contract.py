@@ -12,6 +12,9 @@ from typing import Protocol
 
 KEY_BYTES = 32
 """Length of a page's key; see `disagg.storage.keys`."""
+ITEM_BYTES = 24
+"""Length of a key's beginning that is equal for all parts of a page, or of a recurrent state. The rest of the key
+names the part."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,10 @@
 """Keys of stored pages: a chain of cryptographic hashes over everything that determines a page's content.
 
 A page's *link* is the hash of the previous page's link and the page's tokens, as vLLM's prefix cache chains its block
-hashes. The first link is the hash of the model, the layout and the tenant's salt. The key of a part is the hash of
-the page's link and the part. All hashes are BLAKE2b with 256 bits. A key is trusted without a comparison of tokens,
-so it must be infeasible to construct two prompts with equal keys.
+hashes. The first link is the hash of the model, the layout and the tenant's salt. The key of a part has 192 bits of
+the hash of the page's link, then 64 bits of the hash of the part, so the keys of all parts of a page begin alike. All
+hashes are BLAKE2b. A key is trusted without a comparison of tokens, so it must be infeasible to construct two prompts
+with equal keys.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ import msgspec
 
 from disagg.core.prefixes import PrefixKey
 from disagg.core.tokens import TOKEN_BYTES
-from disagg.storage.contract import KEY_BYTES
+from disagg.storage.contract import ITEM_BYTES, KEY_BYTES
 from disagg.storage.parts import PagePart, PartGrid
 
 # BLAKE2b's personalization separates the kinds of hash; each string has at most 16 bytes.
 _MODEL, _ROOT, _LINK, _PART = b"disagg kv model", b"disagg kv root", b"disagg kv link", b"disagg kv part"
+_PAGE, _STATE = b"disagg kv page", b"disagg kv state"
 _LENGTH = struct.Struct("<Q")
 
 
@@ -42,6 +44,7 @@ class PageKeys:
 
     def __init__(self, model: StoredModel) -> None:
         grid = model.grid
+        self._kv_classes = len(grid.layout.classes)
         self.page_size = grid.page_size
         """Tokens of a page."""
         self._model = _hash(
@@ -72,13 +75,28 @@ class PageKeys:
             found.append(link)
         return found
 
+    def item(self, link: bytes, *, state: bool) -> bytes:
+        """Returns the beginning of the keys of all parts of the page of `link`, or of the state behind this page."""
+        return blake2b(link, digest_size=ITEM_BYTES, person=_STATE if state else _PAGE).digest()
+
     def part_key(self, link: bytes, part: PagePart) -> bytes:
         """Returns the key of a part of the page of `link`, or of the state behind this page."""
-        return blake2b(link + part.encoded(), digest_size=KEY_BYTES, person=_PART).digest()
+        return self.item(link, state=part.class_index >= self._kv_classes) + part_name(part)
 
     def keys(self, links: Sequence[bytes], parts: Sequence[PagePart]) -> list[bytes]:
-        """Returns the keys of all `parts` of each page, page by page."""
-        return [self.part_key(link, part) for link in links for part in parts]
+        """Returns the keys of all `parts` of each link, link by link."""
+        ends = [(part.class_index >= self._kv_classes, part_name(part)) for part in parts]
+        kinds = {state for state, _ in ends}
+        found: list[bytes] = []
+        for link in links:
+            items = {state: self.item(link, state=state) for state in kinds}
+            found += [items[state] + name for state, name in ends]
+        return found
+
+
+def part_name(part: PagePart) -> bytes:
+    """Returns the end of the keys of a part."""
+    return blake2b(part.encoded(), digest_size=KEY_BYTES - ITEM_BYTES, person=_PART).digest()
 
 
 def _hash(kind: bytes, *fields: bytes) -> bytes:

@@ -4,6 +4,9 @@ Nothing is written to peers: each group's own second tier is what the others rea
 `disagg.node.page_exchange` implements it over a transport. A record has the key and a checksum of its content, which
 the peer computes when it copies the page out of its memory, and which is verified here.
 
+Peers announce what they have (`disagg.storage.peer_index`), and only peers that should have a key are asked for it.
+A peer that does not have it any more is a miss, and the index is corrected.
+
 Each peer has its own circuit breaker. A peer that does not answer in time is left out for a while, so it delays few
 calls. A dead, hung, slow or lying peer is a miss.
 """
@@ -13,12 +16,13 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from disagg.core.clock import Clock
 from disagg.core.errors import InvariantError
+from disagg.core.item_events import ItemPosition
 from disagg.core.log import get_logger
 from disagg.storage.batch import PageBatch
 from disagg.storage.bounce import copy
@@ -31,6 +35,9 @@ log = get_logger(__name__)
 
 MOST_PLACES = 1 << 16
 """Largest number of keys whose peer is remembered between a search and the read that follows."""
+
+MOST_ASKED = 2
+"""Largest number of peers that a search asks for the same key."""
 
 Answer = Callable[[memoryview | None], None]
 """Callback with a peer's reply, valid until the callback returns; None if the peer was lost or did not reply in time.
@@ -57,6 +64,19 @@ class PageExchange(Protocol):
 
     def read(self, peer: str, keys: Sequence[bytes], answer: Answer) -> None:
         """Reads parts. The reply begins like that of `ask`; the records of the parts with 1 follow in their order."""
+
+
+class PeerItems(Protocol):
+    """What peers have announced; implemented by `PeerIndex`. Thread-safe; no method blocks."""
+
+    def position(self, peer: str) -> ItemPosition:
+        """Returns what is known of a peer's items."""
+
+    def holders(self, keys: Sequence[bytes], peers: Iterable[str]) -> dict[str, list[int]]:
+        """Returns the indices of the keys that each of `peers` should have."""
+
+    def correct(self, peer: str, keys: Sequence[bytes], position: ItemPosition) -> None:
+        """Removes the items of keys that a peer did not have when its position was `position`."""
 
 
 class _Search:
@@ -99,14 +119,30 @@ class _Search:
             self.batch.settle(i, landed=False)
 
 
+class _Read(NamedTuple):
+    """One request for pages."""
+
+    peer: str
+    numbers: Sequence[int]
+    """Indices of the pages in the call."""
+    keys: Sequence[bytes]
+    position: ItemPosition
+    """What was known of the peer's items when the pages were requested."""
+
+
 class PeerStorage:
     """A `PageStorage` that finds and reads the pages of peers, and stores none."""
 
     def __init__(
-        self, exchange: PageExchange, pause: PauseSettings | None = None, clock: Clock = time.monotonic
+        self,
+        exchange: PageExchange,
+        index: PeerItems,
+        pause: PauseSettings | None = None,
+        clock: Clock = time.monotonic,
     ) -> None:
         """`pause`: how long a peer is left out after faults. `clock` times pauses."""
-        self._exchange = exchange
+        self._exchange, self._index = exchange, index
+        self._searches = 0
         self._pause, self._clock = pause or PauseSettings(), clock
         self._counters = Counters()
         self._lock = threading.Lock()  # guards the two fields below
@@ -147,7 +183,7 @@ class PeerStorage:
         return landed
 
     def exists(self, keys: Sequence[bytes], timeout_s: float) -> list[bool]:
-        """See `PageStorage.exists`. Asks all peers at the same time."""
+        """See `PageStorage.exists`. Asks the peers that should have the keys, all at the same time."""
         require_batch(keys, None, writable=False)
         return self._find(keys, timeout_s)
 
@@ -186,14 +222,16 @@ class PeerStorage:
             self._counters.add(skipped=len(keys))
             return [False] * len(keys)
         search = _Search(keys)
-        for peer in self._exchange.peers:
+        for peer, numbers in self._asked(keys).items():
             if not self._breaker(peer).admit():
                 self._counters.add(skipped=1)
                 continue
-            for first in range(0, len(keys), self._exchange.most_keys):
-                search.question(peer, first)
-                some = keys[first : first + self._exchange.most_keys]
-                self._exchange.ask(peer, some, partial(self._answered, search, peer, first, len(some)))
+            position = self._index.position(peer)
+            for first in range(0, len(numbers), self._exchange.most_keys):
+                some = numbers[first : first + self._exchange.most_keys]
+                search.question(peer, some[0])
+                answer = partial(self._answered, search, peer, some, position)
+                self._exchange.ask(peer, [keys[i] for i in some], answer)
         search.asked_all()
         results = search.batch.wait(timeout_s)
         if None in results:
@@ -201,16 +239,45 @@ class PeerStorage:
             self._record_late(silent, len(silent))
         return [found is True for found in results]
 
-    def _answered(self, search: _Search, peer: str, first: int, count: int, reply: memoryview | None) -> None:
+    def _asked(self, keys: Sequence[bytes]) -> dict[str, list[int]]:
+        """Returns the peers to ask, with the indices of their keys: at most `MOST_ASKED` peers for each key.
+
+        Paused peers, of which only one that is due for a trial is asked, do not count. Each search begins with
+        another peer, so that peers with the same pages share the requests.
+        """
+        peers = self._exchange.peers
+        if not peers:
+            return {}
+        self._searches += 1
+        first = self._searches % len(peers)
+        found: dict[str, list[int]] = {}
+        left = [MOST_ASKED] * len(keys)
+        for peer, numbers in self._index.holders(keys, [*peers[first:], *peers[:first]]).items():
+            if some := [i for i in numbers if left[i]]:
+                found[peer] = some
+            for i in some if not self._breaker(peer).paused else ():
+                left[i] -= 1
+        return found
+
+    def _answered(
+        self,
+        search: _Search,
+        peer: str,
+        numbers: Sequence[int],
+        position: ItemPosition,
+        reply: memoryview | None,
+    ) -> None:
         """Handles the answer to one question. Runs on the thread of the exchange."""
-        if reply is None or len(reply) != count:
+        if reply is None or len(reply) != len(numbers):
             self._record_error(peer, "the search failed")
         else:
             self._breaker(peer).succeeded()
-            for i in (first + at for at in range(count) if reply[at]):
+            for i in (i for at, i in enumerate(numbers) if reply[at]):
                 self._remember(search.keys[i], peer)
                 search.batch.settle(i, landed=True)
-        search.answered(peer, first)
+            if gone := [search.keys[i] for at, i in enumerate(numbers) if not reply[at]]:
+                self._index.correct(peer, gone, position)
+        search.answered(peer, numbers[0])
 
     # --- reads
 
@@ -221,9 +288,11 @@ class PeerStorage:
             for i in numbers:
                 batch.settle(i, landed=False)
             return
+        position = self._index.position(peer)
         for chunk in self._chunks(numbers, batch.sizes_bytes):
             wanted = [keys[i] for i in chunk]
-            self._exchange.read(peer, wanted, partial(self._landed, batch, peer, chunk, wanted))
+            asked = _Read(peer, chunk, wanted, position)
+            self._exchange.read(peer, wanted, partial(self._landed, batch, asked))
 
     def _chunks(self, numbers: Sequence[int], sizes_bytes: Sequence[int]) -> Iterator[list[int]]:
         """Divides pages into requests within the limits of the exchange."""
@@ -240,36 +309,28 @@ class PeerStorage:
         if chunk:
             yield chunk
 
-    def _landed(
-        self,
-        batch: PageBatch,
-        peer: str,
-        chunk: Sequence[int],
-        keys: Sequence[bytes],
-        reply: memoryview | None,
-    ) -> None:
+    def _landed(self, batch: PageBatch, asked: _Read, reply: memoryview | None) -> None:
         """Verifies a reply and copies its pages. Runs on the thread of the exchange."""
         try:
             if reply is None:
-                self._record_error(peer, "a read failed")
-            elif self._unpack(batch, peer, chunk, keys, reply):
-                self._breaker(peer).succeeded()
+                self._record_error(asked.peer, "a read failed")
+            elif self._unpack(batch, asked, reply):
+                self._breaker(asked.peer).succeeded()
         finally:
-            for i in chunk:  # pages that did not land
+            for i in asked.numbers:  # pages that did not land
                 batch.settle(i, landed=False)
 
-    def _unpack(
-        self, batch: PageBatch, peer: str, chunk: Sequence[int], keys: Sequence[bytes], reply: memoryview
-    ) -> bool:
+    def _unpack(self, batch: PageBatch, asked: _Read, reply: memoryview) -> bool:
         """Copies the pages of a reply that verify; returns whether all of them did."""
-        rest = reply[len(keys) :]
-        for at, (i, key) in enumerate(zip(chunk, keys, strict=True)):
-            if at < len(reply) and not reply[at]:
-                self._forget(key)  # evicted since the search
+        keys, rest = asked.keys, reply[len(asked.keys) :]
+        for at, (i, key) in enumerate(zip(asked.numbers, keys, strict=True)):
+            if at < len(reply) and not reply[at]:  # evicted since the search
+                self._forget(key)
+                self._index.correct(asked.peer, [key], asked.position)
                 continue
             content = content_of(rest, key)
             if content is None:
-                self._record_corrupt(peer, keys[at:])
+                self._record_corrupt(asked.peer, keys[at:])
                 return False
             rest = rest[HEADER_BYTES + len(content) :]
             with batch.memory(i) as page:

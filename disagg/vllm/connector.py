@@ -51,8 +51,13 @@ class ConnectorMethods:
         """Returns this worker's addresses and its part of the KV."""
         return self.working.get_handshake_metadata()
 
+    def bind_connector_metadata(self, connector_metadata: StepWork) -> None:
+        """Starts the outgoing transfers of the step, before the model runs. Never blocks."""
+        super().bind_connector_metadata(connector_metadata)  # type: ignore[misc]
+        self.working.begin_step(connector_metadata)
+
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Starts the transfers of the step's metadata. Never blocks."""
+        """Starts the incoming transfers of the step. Never blocks."""
         work: StepWork = self._get_connector_metadata()  # type: ignore[attr-defined]
         self.working.start_load_kv(work)
 

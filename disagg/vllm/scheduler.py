@@ -201,7 +201,7 @@ class SchedulerSide:
             "do_remote_decode": False,
             "remote_engine_id": self._facts.engine_id,
             "remote_request_id": request_id,
-            "remote_block_ids": list(block_ids),
+            "remote_block_ids": [list(block_ids)],  # a list for each KV cache group, as NixlConnector's
             "remote_host": host,
             "remote_port": port,
             "tp_size": self._facts.tp_size,

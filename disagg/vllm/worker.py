@@ -98,8 +98,8 @@ class WorkerSide:
 
     # --- steps
 
-    def start_load_kv(self, work: StepWork) -> None:
-        """Passes a step's work on, before the step is computed. Never blocks.
+    def begin_step(self, work: StepWork) -> None:
+        """Passes the outgoing work of a step on, before the model runs. Never blocks.
 
         Raises TransportError when a transfer thread has ended: blocks would be held for ever.
         """
@@ -107,10 +107,13 @@ class WorkerSide:
             endpoint.computing = True
             if endpoint.broken:
                 raise TransportError(endpoint.broken)
-        if self.consuming is not None:
-            self._post_incoming(self.consuming, work)
         if self.producing is not None:
             self._post_outgoing(self.producing, work)
+
+    def start_load_kv(self, work: StepWork) -> None:
+        """Passes the incoming work of a step on. Never blocks. vLLM 0.32 calls it after the model has run."""
+        if self.consuming is not None:
+            self._post_incoming(self.consuming, work)
 
     def _post_incoming(self, consuming: Consuming, work: StepWork) -> None:
         endpoint, post = consuming.endpoint, consuming.endpoint.post

@@ -46,6 +46,7 @@ def expert_matmul(
     bias: torch.Tensor | None = None,
     *,
     tile: MatmulTile,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Returns the product of each pair's row of `x` with its expert's weights: `[pairs, n]` of the type of `x`.
 
@@ -53,14 +54,16 @@ def expert_matmul(
     - weights: `[experts, n, k]` of the same type, any strides.
     - rows: the order of the pairs in blocks of `tile.rows`.
     - bias: `[experts, n]` of the same type, contiguous, or None. The bias is added before the result is rounded.
+    - out: memory of the result, contiguous; rows of pairs that are in no block are not written.
 
     On CUDA: one launch on the current stream, no synchronization. Raises ValueError (arguments) and ConfigError
     (`DISAGG_KERNELS`).
     """
     _check(x, weights, rows, bias, tile)
+    if out is None:
+        out = torch.empty(x.shape[0] * choices, weights.shape[1], dtype=x.dtype, device=x.device)
     if backend(x.device) != "triton":
-        return expert_matmul_reference(x, weights, rows, choices, bias, tile=tile)
-    out = torch.empty(x.shape[0] * choices, weights.shape[1], dtype=x.dtype, device=x.device)
+        return expert_matmul_reference(x, weights, rows, choices, bias, tile=tile, out=out)
     if out.numel():
         with on_device(x):
             run(x, weights, rows, choices, bias, out, tile)
@@ -75,10 +78,12 @@ def expert_matmul_reference(
     bias: torch.Tensor | None = None,
     *,
     tile: MatmulTile,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Computes `expert_matmul` in plain torch, on any device. Synchronizes."""
     _check(x, weights, rows, bias, tile)
-    out = torch.empty(x.shape[0] * choices, weights.shape[1], dtype=x.dtype, device=x.device)
+    if out is None:
+        out = torch.empty(x.shape[0] * choices, weights.shape[1], dtype=x.dtype, device=x.device)
     blocks = zip(rows.owners.tolist(), rows.pairs.view(-1, tile.rows), strict=True)
     for owner, padded in blocks:
         if owner != UNUSED:

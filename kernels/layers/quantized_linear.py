@@ -26,8 +26,9 @@ from kernels.layers.quantized_weight import (
     constants_of,
     dequantized,
     numbers_of,
+    raw_scales,
 )
-from kernels.layers.quantized_words import minus_zero, value_of
+from kernels.layers.quantized_words import minus_zero, scale_of, value_of
 
 KERNEL_ROWS = {8: 256, 4: 128}
 """Largest number of rows that the kernel multiplies, by the bits of a value. More rows are multiplied by the library,
@@ -95,13 +96,8 @@ def quantized_linear_reference(
 def kernel_rows(weight: QuantizedWeight, dtype: torch.dtype) -> int:
     """Returns the largest number of rows of `dtype` that the kernel multiplies; 0 for float32, which tensor cores do
     not multiply exactly.
-
-    0 on CUDA for weights with zero points: on an H200 some of their products had wrong elements, and others did not
-    start because they needed more shared memory than it has. Both causes are mended, but no GPU has shown it yet. The
-    library multiplies the converted weight instead.
     """
-    unsure = weight.zeros is not None and weight.words.is_cuda
-    return 0 if dtype == torch.float32 or unsure else KERNEL_ROWS[weight.bits]
+    return 0 if dtype == torch.float32 else KERNEL_ROWS[weight.bits]
 
 
 def each_way(weight: QuantizedWeight, dtype: torch.dtype) -> list[int]:
@@ -124,8 +120,16 @@ def tile_of(
     blocks, splits = -(-m // tile.rows) * -(-n // tile.columns), 1
     while 2 * splits * blocks <= programs * processors and k >= 2 * splits * _MIN_COLUMNS:
         splits *= 2
+    return fitted(replace(tile, splits=splits), bits, device)
+
+
+def fitted(tile: QuantizedTile, bits: int, device: torch.device) -> QuantizedTile:
+    """Returns `tile` with as many of its stages as the shared memory of `device` has room for.
+
+    - bits: bits of a value.
+    """
     stage_bytes = tile.words * (4 * tile.columns + 32 // bits * 2 * tile.rows)
-    return replace(tile, splits=splits, stages=min(tile.stages, 1 + shared_bytes(device) // stage_bytes))
+    return replace(tile, stages=min(tile.stages, 1 + shared_bytes(device) // stage_bytes))
 
 
 def _tile_of_rows(m: int, wide: bool, bits: int, has_blocks: bool) -> tuple[QuantizedTile, int]:
@@ -164,11 +168,12 @@ def multiply(
     if splits > 1:
         assert grid[0] <= MOST_ROW_BLOCKS, tile
         assert tile.columns >= LEAST_COLUMNS, tile
+        assert grid[0] * grid[1] <= len(weight.arrived), (tile, weight.shape)
         parts = torch.empty(splits, m, n, dtype=torch.float32, device=out.device)
     quantized_linear_kernel[grid](
         rows,
         weight.words,
-        weight.scales,
+        raw_scales(weight),
         weight.zeros,
         bias,
         out,
@@ -208,6 +213,86 @@ def _waited(sums):  # type: ignore[no-untyped-def]
     return found
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def summed_words(  # type: ignore[no-untyped-def]
+    x_at,  # addresses [ROWS, WORDS] of the rows of activations
+    x_inside,  # [ROWS, 1]
+    w_at,  # addresses [COLUMNS, WORDS] of the rows of the weight
+    scales,
+    zeros,
+    of_row,  # place of the first scale of each row of the weight, or with `SHARED` of all rows
+    of_column,  # place of the first zero point of each row of the weight
+    first,  # words of a row, from and to
+    last,
+    k,
+    scale_stride,
+    BITS: tl.constexpr,  # noqa: N803 - constexpr arguments are upper case throughout Triton
+    FLOAT: tl.constexpr,  # noqa: N803
+    PERIOD: tl.constexpr,  # noqa: N803
+    BLOCK: tl.constexpr,  # noqa: N803
+    PER: tl.constexpr,  # noqa: N803
+    WHOLE: tl.constexpr,  # noqa: N803
+    SHARED: tl.constexpr,  # noqa: N803
+    ROWS: tl.constexpr,  # noqa: N803
+    COLUMNS: tl.constexpr,  # noqa: N803
+    WORDS: tl.constexpr,  # noqa: N803
+    SWAPPED: tl.constexpr,  # noqa: N803
+    DTYPE: tl.constexpr,  # noqa: N803 - type of the activations
+):
+    """Returns the products of rows with rows of a quantized weight, float32 `[ROWS, COLUMNS]`.
+
+    With one scale in a row (`BLOCK` is 0), the sums are not multiplied by it. Other arguments: see
+    `quantized_linear_kernel`.
+    """
+    VALUES: tl.constexpr = 32 // BITS  # noqa: N806
+    element = tl.arange(0, WORDS)
+    sums = tl.zeros([ROWS if SWAPPED else COLUMNS, COLUMNS if SWAPPED else ROWS], tl.float32)
+    for word in range(first, last, WORDS):
+        if PERIOD == WORDS:
+            place = word * VALUES
+        else:
+            place = tl.multiple_of(word // PERIOD * (PERIOD * VALUES) + word % PERIOD, 16)
+        if BLOCK > 0:
+            some_scales = numbers_of(scales, of_row, place, scale_stride, VALUES, PERIOD, BLOCK, PER, WHOLE)
+        if zeros is not None:
+            # Also shared zero points are loaded for each column: with one number, Triton would convert the words in
+            # another layout and move the values to the tensor cores' through shared memory, which is full.
+            some_zeros = numbers_of(zeros, of_column, place, scale_stride, VALUES, PERIOD, BLOCK, PER, WHOLE)
+        some_words = tl.load(w_at + word)
+        part = sums
+        for number in tl.static_range(VALUES):
+            if BITS == 4 and not FLOAT:
+                zero = (
+                    tl.full([COLUMNS, 1], 8, tl.int32)
+                    if zeros is None
+                    else some_zeros[number // PER][:, None]
+                )
+                added = minus_zero(zero, DTYPE).broadcast_to([COLUMNS, WORDS])
+            else:
+                added = None
+            value = value_of(some_words, added, number, BITS, FLOAT, DTYPE)
+            inside = x_inside
+            if not WHOLE:  # zeros do not change the sums
+                inside = x_inside & (place + number * PERIOD + element < k)[None, :]
+            some_x = tl.load(x_at + (place + number * PERIOD), mask=inside, other=0.0)
+            if BLOCK > 0 and number % PER == 0:
+                part = tl.zeros_like(sums)
+            part = dot(some_x, tl.trans(value), part) if SWAPPED else dot(value, tl.trans(some_x), part)
+            if BLOCK > 0 and number % PER == PER - 1:
+                scale = scale_of(some_scales[number // PER])
+                if SHARED:
+                    sums += part * scale
+                elif SWAPPED:
+                    sums += part * scale[None, :]
+                else:
+                    sums += part * scale[:, None]
+        if BLOCK == 0:
+            sums = part if SWAPPED else _waited(part)
+    if not SWAPPED:
+        sums = tl.trans(sums)
+    return sums
+
+
 @triton.jit(do_not_specialize=["m"])  # type: ignore[untyped-decorator]
 def quantized_linear_kernel(  # type: ignore[no-untyped-def]
     # tensors
@@ -228,7 +313,7 @@ def quantized_linear_kernel(  # type: ignore[no-untyped-def]
     scale_stride,
     # meta
     BITS: tl.constexpr,  # noqa: N803 - constexpr arguments are upper case throughout Triton
-    FP8: tl.constexpr,  # noqa: N803
+    FLOAT: tl.constexpr,  # noqa: N803 - whether values are floats
     PERIOD: tl.constexpr,  # noqa: N803 - words of a period of columns
     BLOCK: tl.constexpr,  # noqa: N803 - columns that share a scale; 0: all
     PER: tl.constexpr,  # noqa: N803 - values of a word that share a scale
@@ -241,7 +326,6 @@ def quantized_linear_kernel(  # type: ignore[no-untyped-def]
     SWAPPED: tl.constexpr,  # noqa: N803
 ):
     DTYPE: tl.constexpr = x.dtype.element_ty  # noqa: N806
-    VALUES: tl.constexpr = 32 // BITS  # noqa: N806
     row_block, column_block, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row = row_block * ROWS + tl.arange(0, ROWS)
     column = column_block * COLUMNS + tl.arange(0, COLUMNS)
@@ -255,50 +339,10 @@ def quantized_linear_kernel(  # type: ignore[no-untyped-def]
     steps = tl.cdiv(row_words // WORDS, SPLITS)
     first = split * steps * WORDS
     last = tl.minimum(first + steps * WORDS, row_words)
-    sums = tl.zeros([ROWS if SWAPPED else COLUMNS, COLUMNS if SWAPPED else ROWS], tl.float32)
-    for word in range(first, last, WORDS):
-        if PERIOD == WORDS:
-            place = word * VALUES
-        else:
-            place = tl.multiple_of(word // PERIOD * (PERIOD * VALUES) + word % PERIOD, 16)
-        if BLOCK > 0:
-            some_scales = numbers_of(scales, of_row, place, scale_stride, VALUES, PERIOD, BLOCK, PER, WHOLE)
-        if zeros is not None:
-            # Also shared zero points are loaded for each column: with one number, Triton would convert the words in
-            # another layout and move the values to the tensor cores' through shared memory, which is full.
-            some_zeros = numbers_of(zeros, of_column, place, scale_stride, VALUES, PERIOD, BLOCK, PER, WHOLE)
-        some_words = tl.load(w_at + word)
-        part = sums
-        for number in tl.static_range(VALUES):
-            if BITS == 4:
-                zero = (
-                    tl.full([COLUMNS, 1], 8, tl.int32)
-                    if zeros is None
-                    else some_zeros[number // PER][:, None]
-                )
-                added = minus_zero(zero, DTYPE).broadcast_to([COLUMNS, WORDS])
-            else:
-                added = None
-            value = value_of(some_words, added, number, BITS, FP8, DTYPE)
-            inside = x_inside
-            if not WHOLE:  # zeros do not change the sums
-                inside = x_inside & (place + number * PERIOD + element < k)[None, :]
-            some_x = tl.load(x_at + (place + number * PERIOD), mask=inside, other=0.0)
-            if BLOCK > 0 and number % PER == 0:
-                part = tl.zeros_like(sums)
-            part = dot(some_x, tl.trans(value), part) if SWAPPED else dot(value, tl.trans(some_x), part)
-            if BLOCK > 0 and number % PER == PER - 1:
-                scale = some_scales[number // PER].to(tl.float32)
-                if SHARED:
-                    sums += part * scale
-                elif SWAPPED:
-                    sums += part * scale[None, :]
-                else:
-                    sums += part * scale[:, None]
-        if BLOCK == 0:
-            sums = part if SWAPPED else _waited(part)
-    if not SWAPPED:
-        sums = tl.trans(sums)
+    sums = summed_words(
+        x_at, x_inside, w_at, scales, zeros, of_row, of_column, first, last, k, scale_stride,
+        BITS, FLOAT, PERIOD, BLOCK, PER, WHOLE, SHARED, ROWS, COLUMNS, WORDS, SWAPPED, DTYPE,
+    )  # fmt: skip
     target = row.to(tl.int64)[:, None] * n + column[None, :]
     mask = x_inside & (column < n)[None, :]
     complete = True
@@ -316,9 +360,9 @@ def quantized_linear_kernel(  # type: ignore[no-untyped-def]
                 sums += tl.load(parts + one * size + target, mask=mask, other=0.0)
         if BLOCK == 0:
             if SHARED:
-                sums *= tl.load(scales + of_row).to(tl.float32)
+                sums *= scale_of(tl.load(scales + of_row))
             else:
-                sums *= tl.load(scales + of_row).to(tl.float32)[None, :]
+                sums *= scale_of(tl.load(scales + of_row))[None, :]
         if bias is not None:
             sums += tl.load(bias + column, mask=column < n, other=0.0).to(tl.float32)[None, :]
         tl.store(out + target, sums.to(out.dtype.element_ty), mask=mask)

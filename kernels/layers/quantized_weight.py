@@ -24,14 +24,21 @@ from kernels.layers.quantized_words import (
     pack_words,
     period_words,
     row_words,
+    scale_of,
     unpack_words,
     value_of,
 )
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-"""Types of activations and of scales."""
-ELEMENTS = (torch.float8_e4m3fn, torch.int8, torch.uint8)
-"""Types of `QuantizedWeight.elements`; uint8 are 4-bit values."""
+"""Types of activations."""
+POWERS = torch.float8_e8m0fnu
+"""Type of scales that are powers of two."""
+SCALES = (*FLOATS, POWERS)
+"""Types of scales."""
+FP4 = torch.float4_e2m1fn_x2
+"""Type of 4-bit floats, e2m1."""
+ELEMENTS = (torch.float8_e4m3fn, torch.int8, torch.uint8, FP4)
+"""Types of `QuantizedWeight.elements`; uint8 are integers of 4 bits."""
 MIDDLE = 8
 """Zero point of 4-bit values without zero points of their own."""
 MIN_BLOCK_COLUMNS = MIN_PERIOD_WORDS
@@ -41,11 +48,13 @@ LEAST_COLUMNS = 16
 MOST_ROW_BLOCKS = 2
 """Largest number of tiles of a product along the rows of the activations, if programs share sums."""
 _BLOCK_ROWS = 16
+_MOST_TILES = 4096
+"""Largest number of tiles of a product with sums that programs share; more tiles fill every GPU."""
 
 
 @dataclass(frozen=True)
 class QuantizedWeight:
-    """A matrix `[n, k]` with elements `value * scale`, or `(value - zero) * scale` for 4-bit values.
+    """A matrix `[n, k]` with elements `value * scale`, or `(value - zero) * scale` for integers of 4 bits.
 
     Products of one weight must be on one stream at a time: programs of a launch share counters.
     """
@@ -57,17 +66,21 @@ class QuantizedWeight:
     columns: int
     """k. Words may have more values, which are ignored."""
     scales: torch.Tensor
-    """Float `[ceil(n / block[0]), ceil(k / block[1])]`, contiguous."""
+    """One of `SCALES`, `[ceil(n / block[0]), ceil(k / block[1])]`, contiguous."""
     block: tuple[int, int]
     """Rows and columns that share a scale."""
     zeros: torch.Tensor | None = None
-    """uint8 with the shape of `scales`, contiguous: zero points of 4-bit values. None: all are 8."""
+    """uint8 with the shape of `scales`, contiguous: zero points of integers of 4 bits. None: all are 8."""
+    shares_sums: bool = True
+    """Whether several programs of a product may share the sums of a tile; False for weights of experts."""
     arrived: torch.Tensor = field(init=False, repr=False, compare=False)
-    """int32: number of programs of each tile that have written their part; all zero between launches."""
+    """int32: number of programs of each tile that have written their part; all zero between launches. Empty if
+    programs share no sums."""
 
     def __post_init__(self) -> None:
         # Allocated once, because recorded launches keep the address.
-        count = MOST_ROW_BLOCKS * triton.cdiv(self.words.shape[0], LEAST_COLUMNS)
+        tiles = MOST_ROW_BLOCKS * triton.cdiv(self.words.shape[0], LEAST_COLUMNS)
+        count = min(_MOST_TILES, tiles) if self.shares_sums else 0
         counters = torch.zeros(count, dtype=torch.int32, device=self.words.device)
         object.__setattr__(self, "arrived", counters)
 
@@ -78,13 +91,19 @@ class QuantizedWeight:
         scales: torch.Tensor,
         block: tuple[int, int],
         zeros: torch.Tensor | None = None,
+        *,
+        elements: torch.dtype | None = None,
     ) -> QuantizedWeight:
-        """Packs `values` `[n, k]`, float8_e4m3fn, int8, or uint8 below 16. Raises ValueError as `check` does."""
-        if values.dtype not in ELEMENTS or values.dim() != 2:
+        """Packs `values` `[n, k]`, float8_e4m3fn, int8, or uint8 below 16. Raises ValueError as `check` does.
+
+        - elements: `FP4` if uint8 are the bits of floats.
+        """
+        if values.dtype not in ELEMENTS[:-1] or values.dim() != 2:
             raise ValueError(f"values must be float8_e4m3fn, int8 or uint8 [n, k]; got {describe(values)}")
-        bits, columns = bits_of(values.dtype), values.shape[1]
+        elements, columns = elements or values.dtype, values.shape[1]
+        bits = bits_of(elements)
         words = pack_words(values.view(torch.uint8), period_words(columns, block[1], bits), bits)
-        found = cls(words, values.dtype, columns, scales, block, zeros)
+        found = cls(words, elements, columns, scales, block, zeros)
         found.check()
         return found
 
@@ -133,22 +152,25 @@ class QuantizedWeight:
             raise ValueError(f"words must be contiguous int32 [n, {count}]; got {describe(words)}")
         expected = scales_shape(self.shape, self.block)
         fits = tuple(self.scales.shape) == expected and self.scales.is_contiguous()
-        if not fits or self.scales.dtype not in FLOATS:
+        if not fits or self.scales.dtype not in SCALES:
             raise ValueError(
                 f"scales must be contiguous floats {list(expected)}; got {describe(self.scales)}"
             )
         if (zeros := self.zeros) is not None and not (
-            self.bits == 4 and zeros.dtype == torch.uint8 and tuple(zeros.shape) == expected
+            self.elements == torch.uint8 and zeros.dtype == torch.uint8 and tuple(zeros.shape) == expected
         ):
-            raise ValueError(f"zeros must be uint8 {list(expected)} of 4-bit values; got {describe(zeros)}")
+            raise ValueError(f"zeros must be uint8 {list(expected)} of 4-bit integers; got {describe(zeros)}")
 
     @classmethod
     def stacked(cls, parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
-        """Returns the rows of `parts`, one after another. All parts have the same columns and types of values.
+        """Returns the rows of `parts`, one after another; a single part is returned itself. All parts have the same
+        columns and types of values.
 
         If the parts' blocks of rows do not meet at their ends, the result has smaller blocks with repeated scales.
         """
         first = parts[0]
+        if len(parts) == 1:
+            return first
         rows = 0
         step = 0
         for part in parts:
@@ -191,7 +213,7 @@ def scales_shape(shape: tuple[int, int], block: tuple[int, int]) -> tuple[int, i
 
 def bits_of(elements: torch.dtype) -> int:
     """Returns the bits of a value."""
-    return 4 if elements == torch.uint8 else 8
+    return 4 if elements in (torch.uint8, FP4) else 8
 
 
 def misfit(shape: tuple[int, int], block: tuple[int, int]) -> str:
@@ -217,7 +239,7 @@ def dequantized(weight: QuantizedWeight, dtype: torch.dtype) -> torch.Tensor:
     with on_device(out):
         dequantize_kernel[(-(-n // _BLOCK_ROWS), count // weight.period)](
             weight.words,
-            weight.scales,
+            raw_scales(weight),
             weight.zeros,
             out,
             n,
@@ -234,10 +256,20 @@ def dequantized(weight: QuantizedWeight, dtype: torch.dtype) -> torch.Tensor:
 def dequantized_reference(weight: QuantizedWeight, dtype: torch.dtype) -> torch.Tensor:
     """Computes `dequantized` in plain torch, on any device."""
     values = unpack_words(weight.words, weight.columns, weight.period, weight.bits)
-    wide = values.view(weight.elements).to(torch.float32)
-    if weight.bits == 4:
+    if weight.elements == FP4:
+        # The bits of e2m1 are those of a float16 with another exponent.
+        size = ((values & 7).to(torch.int16) << 9).view(torch.float16).to(torch.float32) * 2.0**14
+        wide = torch.where(values > 7, -size, size)
+    else:
+        wide = values.view(weight.elements).to(torch.float32)
+    if weight.elements == torch.uint8:
         wide = wide - (MIDDLE if weight.zeros is None else _spread(weight.zeros, weight))
     return (wide * _spread(weight.scales, weight)).to(dtype)
+
+
+def raw_scales(weight: QuantizedWeight) -> torch.Tensor:
+    """Returns the scales in a type that kernels read: powers of two as uint8."""
+    return weight.scales.view(torch.uint8) if weight.scales.dtype == POWERS else weight.scales
 
 
 def _spread(numbers: torch.Tensor, weight: QuantizedWeight) -> torch.Tensor:
@@ -260,7 +292,7 @@ def constants_of(weight: QuantizedWeight) -> dict[str, Any]:
         per = each // weight.period
     return {
         "BITS": weight.bits,
-        "FP8": weight.elements == torch.float8_e4m3fn,
+        "FLOAT": weight.elements in (torch.float8_e4m3fn, FP4),
         "PERIOD": weight.period,
         "BLOCK": each if weight.has_blocks else 0,
         "PER": per,
@@ -308,7 +340,7 @@ def dequantize_kernel(  # type: ignore[no-untyped-def]
     scale_stride,
     # meta
     BITS: tl.constexpr,  # noqa: N803 - constexpr arguments are upper case throughout Triton
-    FP8: tl.constexpr,  # noqa: N803
+    FLOAT: tl.constexpr,  # noqa: N803 - whether values are floats
     PERIOD: tl.constexpr,  # noqa: N803 - words of a period
     BLOCK: tl.constexpr,  # noqa: N803 - columns that share a scale; 0: all
     PER: tl.constexpr,  # noqa: N803 - values of a word that share a scale
@@ -330,11 +362,11 @@ def dequantize_kernel(  # type: ignore[no-untyped-def]
     target = out + row.to(tl.int64)[:, None] * k
     for number in tl.static_range(VALUES):
         added = None
-        if BITS == 4:
+        if BITS == 4 and not FLOAT:
             zero = 8 if zeros is None else some_zeros[number // PER][:, None]
             added = minus_zero(tl.zeros([ROWS, PERIOD], tl.int32) + zero, tl.float32)
-        value = value_of(some_words, added, number, BITS, FP8, tl.float32)
-        value = value * some_scales[number // PER].to(tl.float32)[:, None]
+        value = value_of(some_words, added, number, BITS, FLOAT, tl.float32)
+        value = value * scale_of(some_scales[number // PER])[:, None]
         place = column + number * PERIOD + element
         mask = here if WHOLE else here & (place < k)
         tl.store(target + place, value.to(out.dtype.element_ty), mask=mask)

@@ -5,7 +5,7 @@ word `j` is column `i * words + j`. So value `i` of adjacent words are adjacent 
 layout of a tensor core's operand and converts value `i` of two words to two adjacent elements of that operand: no
 value moves to another thread or another register.
 
-All conversions are exact: bfloat16 and float16 represent all values of the 8-bit types. In 16-bit products, the bits
+All conversions are exact: bfloat16 and float16 represent all values of the narrow types. In 16-bit products, the bits
 of a value become a float by integer operations on two values at a time.
 """
 
@@ -68,43 +68,54 @@ def unpack_words(packed: torch.Tensor, columns: int, words: int, bits: int) -> t
     return stored.reshape(n, -1)[:, :columns]
 
 
-def _codes(bits: int, registers: str, body: str) -> tl.constexpr:
+def _codes(bits: int, registers: str, body: str, *, upper: bool = False) -> tl.constexpr:
     """Returns assembly code for each value of a word; see `_two_words`.
 
-    - body: converts the values in the low `bits` of each half of `v`, and writes `$0`.
+    - body: converts the values in the low `bits` of each half of `v`, with `upper` in the high ones, and writes `$0`.
+      Other bits of `v` are undefined.
     """
 
     def code(number: int) -> str:
         byte, rest = divmod(number * bits, 8)
         # Both bytes of a half of `v` become the byte of the word; some conversions use the upper one.
         selected = f"prmt.b32 v, $1, $2, {0x4400 + 0x1111 * byte:#06x};\n"
-        shifted = f"shr.b32 v, v, {rest};\n" if rest else ""
+        distance = 8 - bits - rest if upper else rest
+        shifted = f"{'shl' if upper else 'shr'}.b32 v, v, {distance};\n" if distance else ""
         return "{\n.reg .b32 " + registers + ";\n" + selected + shifted + body + "}"
 
     return tl.constexpr(tuple(tl.constexpr(code(number)) for number in range(32 // bits)))
 
 
-_FP8_BFLOAT16 = _codes(
-    8,
-    "v, s, factor, none",
-    """mov.b32 factor, 0x7b807b80;
-    mov.b32 none, 0x80008000;
-    and.b32 s, v, 0x7f007f00;
-    shr.b32 s, s, 4;
+def _float_codes(bits: int, *, bfloat16: bool, magnitude: int, shift: int, factor: int) -> tl.constexpr:
+    """Returns assembly code for floats of `bits`, converted to bfloat16 or float16.
+
+    Each half of a register has the sign in the highest bit. Exponent and mantissa move to their places in the 16-bit
+    type, and one multiplication corrects the exponent's bias.
+
+    - magnitude: bits of exponent and mantissa in a half.
+    - shift: distance by which they move.
+    - factor: bits of the factor, a power of two, in the 16-bit type.
+    """
+    twice = 0x10001
+    registers, none, multiply = "v, s, factor", "", "mul.f16x2 $0, v, factor;\n"
+    if bfloat16:  # before Hopper, GPUs multiply pairs of bfloat16 only with a sum, here with -0
+        registers, none, multiply = (
+            f"{registers}, none",
+            "mov.b32 none, 0x80008000;\n",
+            "fma.rn.bf16x2 $0, v, factor, none;\n",
+        )
+    body = f"""mov.b32 factor, {factor * twice:#010x};
+    {none}and.b32 s, v, {magnitude * twice:#010x};
+    shr.b32 s, s, {shift};
     lop3.b32 v, v, 0x80008000, s, 0xea;
-    fma.rn.bf16x2 $0, v, factor, none;
-    """,
-)
-_FP8_FLOAT16 = _codes(
-    8,
-    "v, s, factor",
-    """mov.b32 factor, 0x5c005c00;
-    and.b32 s, v, 0x7f007f00;
-    shr.b32 s, s, 1;
-    lop3.b32 v, v, 0x80008000, s, 0xea;
-    mul.f16x2 $0, v, factor;
-    """,
-)
+    {multiply}"""
+    return _codes(bits, registers, body, upper=True)
+
+
+_FP8_BFLOAT16 = _float_codes(8, bfloat16=True, magnitude=0x7F00, shift=4, factor=0x7B80)
+_FP8_FLOAT16 = _float_codes(8, bfloat16=False, magnitude=0x7F00, shift=1, factor=0x5C00)
+_FP4_BFLOAT16 = _float_codes(4, bfloat16=True, magnitude=0x7000, shift=6, factor=0x7E80)
+_FP4_FLOAT16 = _float_codes(4, bfloat16=False, magnitude=0x7000, shift=3, factor=0x7400)
 _INT8_BFLOAT16 = _codes(
     8,
     "v, less, base, minus",
@@ -160,13 +171,16 @@ def _two_words_and_added(words, added, CODE: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _plainly(bits, FP8: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: N803
-    """Converts 8 bits, in int32, to float32. NaNs become 480.
+def _plainly(bits, BITS: tl.constexpr, FLOAT: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: N803
+    """Converts 8 bits, or the 4 bits of a float, in int32, to float32. NaNs become 480.
 
     Sign, exponent and mantissa are moved to their places in float16. The result has the exponent's bias of the narrow
     type, subnormal numbers included, and is corrected by one multiplication with a power of two.
     """
-    if FP8:
+    if FLOAT and BITS == 4:
+        half = (((bits & 0x8) << 12) | ((bits & 0x7) << 9)).to(tl.uint16).to(tl.float16, bitcast=True)
+        found = half.to(tl.float32) * 16384.0
+    elif FLOAT:
         half = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.uint16).to(tl.float16, bitcast=True)
         found = half.to(tl.float32) * 256.0
     else:
@@ -188,21 +202,46 @@ def minus_zero(zero, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def] # noq
     return found
 
 
+@triton.jit
+def scale_of(scale):  # type: ignore[no-untyped-def]
+    """Returns loaded scales as float32. uint8 are exponents of two with a bias of 127 (e8m0)."""
+    if scale.dtype == tl.uint8:
+        exponent = scale.to(tl.int32)
+        # 2 ** -127 is a subnormal number.
+        found = tl.where(exponent == 0, 0x00400000, exponent << 23).to(tl.float32, bitcast=True)
+    else:
+        found = scale.to(tl.float32)
+    return found
+
+
 @triton.jit  # type: ignore[untyped-decorator]
-def value_of(words, added, NUMBER: tl.constexpr, BITS: tl.constexpr, FP8: tl.constexpr, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: N803
+def value_of(  # type: ignore[no-untyped-def]
+    words,
+    added,
+    NUMBER: tl.constexpr,  # noqa: N803
+    BITS: tl.constexpr,  # noqa: N803
+    FLOAT: tl.constexpr,  # noqa: N803
+    DTYPE: tl.constexpr,  # noqa: N803
+):
     """Converts value `NUMBER` of each word to `DTYPE` (float32 in the interpreter), exactly.
 
-    - added: result of `minus_zero` for each word, if `BITS` is 4.
+    - added: result of `minus_zero` for each word, if values are integers of 4 bits.
+    - FLOAT: whether values are floats, e4m3 or e2m1, and not integers.
     """
     if _PLAIN or tl.float32 == DTYPE:
         bits = (words >> (NUMBER * BITS)) & ((1 << BITS) - 1)
-        found = bits.to(tl.float32) + added if BITS == 4 else _plainly(bits, FP8)
+        found = bits.to(tl.float32) + added if BITS == 4 and not FLOAT else _plainly(bits, BITS, FLOAT)
+    elif BITS == 4 and FLOAT:
+        if tl.bfloat16 == DTYPE:
+            found = _two_words(words, _FP4_BFLOAT16[NUMBER], DTYPE)
+        else:
+            found = _two_words(words, _FP4_FLOAT16[NUMBER], DTYPE)
     elif BITS == 4:
         if tl.bfloat16 == DTYPE:
             found = _two_words_and_added(words, added, _INT4_BFLOAT16[NUMBER], DTYPE)
         else:
             found = _two_words_and_added(words, added, _INT4_FLOAT16[NUMBER], DTYPE)
-    elif FP8:
+    elif FLOAT:
         if tl.bfloat16 == DTYPE:
             found = _two_words(words, _FP8_BFLOAT16[NUMBER], DTYPE)
         else:

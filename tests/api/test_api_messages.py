@@ -145,9 +145,11 @@ def test_a_schema_becomes_a_grammar(server: ApiServer) -> None:
 
 def test_fields_reach_the_engine(server: ApiServer) -> None:
     fields = {"temperature": 0.5, "top_p": 0.25, "top_k": 3, "seed": 4, "metadata": {"user_id": "u"}}
+    fields |= {"ignore_eos": True, "min_tokens": 2}
     created(server, "x", cache_salt="salt", service_tier="auto", **fields)
     sampling = server.generator.calls[-1][2]
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.seed) == (0.5, 0.25, 3, 4)
+    assert (sampling.ignore_eos, sampling.min_tokens) == (True, 2)
     assert server.generator.salts[-1] == "salt"
 
 
@@ -233,6 +235,17 @@ def test_refusals(server: ApiServer, fields: dict[str, Any], param: str) -> None
     assert param in failure.error.message
     assert failure.request_id == reply.headers["request-id"] == reply.headers["x-request-id"]
     assert len(server.generator.calls) == before
+
+
+def test_threads_are_refused_as_the_client_expects(server: ApiServer) -> None:
+    """`tool_runner` of the client begins with a thread, and then sends the whole conversation in each request."""
+    for thread in ({"type": "create"}, {"type": "continue", "previous_message_id": "msg_1"}):
+        failure = failure_of(server.ask(MESSAGES, thread=thread).content)
+        assert failure.error.details == {
+            "error_code": "thread_unsupported_request",
+            "unsupported": ["thread"],
+        }
+    assert failure_of(server.ask(MESSAGES, container="c").content).error.details is None
 
 
 def test_other_errors(server: ApiServer) -> None:

@@ -17,7 +17,8 @@ from disagg.api.parsers.build import AnswerPlan
 from disagg.api.parsers.harmony import HarmonyParser
 from disagg.api.parsers.parts import Call, Content, Part, Reasoning, joined, parse_all
 from disagg.api.parsers.registry import ParserNames
-from disagg.core.grammars import compile_grammar, grammar_tokenizer
+from disagg.core.config.api import ToolParserName
+from disagg.core.grammars import FORMATS, compile_grammar, grammar_tokenizer, schema_grammar
 from disagg.model.load.tiny import EOS_ID, VOCAB_SIZE, byte_tokenizer
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -103,6 +104,23 @@ def test_a_schema_nested_too_deeply_is_refused(server: ApiServer) -> None:
             assert server.client.post(CHAT, content=text).status_code in (200, 400), levels
 
 
+def test_formats(server: ApiServer) -> None:
+    """Those that no grammar knows are annotations; names and values of properties are no formats."""
+    for format_ in FORMATS:
+        assert not accepts(schema_grammar({"type": "string", "format": format_}), b'"?"'), format_
+    for format_ in ("password", "binary", "regex", "uri-reference"):
+        assert accepts(schema_grammar({"anyOf": [{"type": "string", "format": format_}]}), b'"?"'), format_
+    value = {"format": "path", "const": "binary"}
+    schema = {
+        "type": "object",
+        "properties": {"format": {"const": value}, "enum": {"type": "string", "format": "path"}},
+        "required": ["format", "enum"],
+    }
+    grammar = grammar_of(server, response_format=schema_format(schema))
+    assert accepts(grammar, json.dumps({"format": value, "enum": "x"}).encode())
+    assert not accepts(grammar, b'{"format": {"const": "binary"}, "enum": "x"}')
+
+
 def test_a_named_tool(server: ApiServer) -> None:
     named = {"type": "function", "function": {"name": "f"}}
     grammar = grammar_of(server, CHAT, tools=TOOLS, tool_choice=named)
@@ -132,6 +150,107 @@ def test_required_calls(server: ApiServer) -> None:
     alone = grammar_of(server, CHAT, tools=TOOLS, tool_choice="required", parallel_tool_calls=False)
     assert accepts(alone, b"[" + one + b"]")
     assert not accepts(alone, b"[" + one + b", " + two + b"]")
+
+
+FORMAT = {
+    "type": "json_schema",
+    "json_schema": {"name": "x", "schema": {**SCHEMA, "$defs": {"n": {"const": 7}}}},
+}
+
+
+FULL_FORM = "<｜tool▁call▁begin｜>function<｜tool▁sep｜>%s\n```json\n%s\n```<｜tool▁call▁end｜>"
+SYNTAXES = [
+    ("hermes", '<tool_call>\n{"name": "%s", "arguments": %s}\n</tool_call>', ("", ""), "\n"),
+    ("mistral", "[TOOL_CALLS]%s%s", ("", ""), ""),
+    ("mistral", "[TOOL_CALLS]%s[CALL_ID]abcdefghi[ARGS]%s", ("", ""), ""),
+    ("mistral", '{"name": "%s", "arguments": %s}', ("[TOOL_CALLS] [", "]"), ", "),
+    (
+        "kimi_k2",
+        "<|tool_call_begin|>functions.%s:0<|tool_call_argument_begin|>%s<|tool_call_end|>",
+        ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
+        "",
+    ),
+    ("deepseek", FULL_FORM, ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"), "\n"),
+    (
+        "deepseek",
+        "<｜tool▁call▁begin｜>%s<｜tool▁sep｜>%s<｜tool▁call▁end｜>",
+        ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
+        "",
+    ),
+]
+"""Parser, text of a call, texts around the calls, text between two calls."""
+
+
+@pytest.mark.parametrize(("parser", "call", "around", "between"), SYNTAXES)
+def test_structured_content_or_calls(parser: str, call: str, around: tuple[str, str], between: str) -> None:
+    """As agents ask: tools, and a format for the last answer of a run."""
+
+    def written(*calls: tuple[str, str]) -> bytes:
+        return between.join(call % one for one in calls).join(around).encode()
+
+    plan = AnswerPlan(ParserNames(parser), TOOLS, constrained=True)
+    calls, marker = written(("f", '{"a": 3}')), (around[0] or call).partition("%")[0].encode()
+    two = written(("f", '{"a": 3}'), ("g", '{"a": "x"}'))
+    with ApiServer(tool_parser=parser) as server:
+        grammar = grammar_of(server, CHAT, tools=TOOLS, response_format=FORMAT)
+        assert accepts(grammar, b'{"a": 7}')
+        assert accepts(grammar, calls)
+        assert accepts(grammar, two)
+        wrong = (written(("f", '{"a": "x"}')), written(("h", "{}")), marker + b" sorry, no idea")
+        for text in (b"free text", b'{"a": 3}', *wrong, b'{"a": 7}' + calls, calls + b" and text"):
+            assert not accepts(grammar, text), text
+        alone = grammar_of(server, CHAT, tools=TOOLS, response_format=FORMAT, parallel_tool_calls=False)
+        assert accepts(alone, calls)
+        assert not accepts(alone, two)
+        required = grammar_of(server, CHAT, tools=TOOLS, response_format=FORMAT, tool_choice="required")
+        assert required == grammar_of(server, CHAT, tools=TOOLS, tool_choice="required")
+    assert parse_all(plan.parser(), '{"a": 7}') == [Content('{"a": 7}')]
+    assert parse_all(plan.parser(), two.decode()) == [Call("f", '{"a": 3}'), Call("g", '{"a": "x"}')]
+
+
+def test_markers_in_structured_content() -> None:
+    """A string of the content may have the text of a call."""
+    text = '{"a": "write [TOOL_CALLS]f{} to call"}'
+    wanted = schema_format({"type": "object", "properties": {"a": {"type": "string"}}})
+    with ApiServer(tool_parser="mistral") as server:
+        assert accepts(grammar_of(server, CHAT, tools=TOOLS, response_format=wanted), text.encode())
+        for answer, finish in ((text, "stop"), ('[TOOL_CALLS]f{"a": 3}', "tool_calls")):
+            server.set(answer=answer.encode())
+            reply = server.ask(CHAT, tools=TOOLS, response_format=wanted, max_tokens=100).json()
+            server.set(answer=None)
+            [choice] = reply["choices"]
+            called = finish == "tool_calls"
+            assert choice["finish_reason"] == finish
+            assert choice["message"]["content"] == (None if called else text)
+            assert bool(choice["message"].get("tool_calls")) == called
+
+
+@pytest.mark.parametrize("parser", ["hermes", "harmony"])
+def test_the_field_of_an_invalid_schema_beside_others(parser: str) -> None:
+    """The error names the tools or the format, whichever has the schema that no grammar describes."""
+    invalid = {"type": "object", "properties": {"a": {"not": {}}}, "required": ["a"]}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": invalid}}]
+    with ApiServer(tool_parser=parser) as server:
+        for name, fields in (
+            ("tools", {"tools": tools, "response_format": FORMAT}),
+            ("response_format", {"tools": TOOLS, "response_format": schema_format(invalid)}),
+            ("response_format", {"tools": tools, "response_format": schema_format(invalid)}),
+        ):
+            refused = server.ask(CHAT, max_tokens=4, **fields)
+            assert refused.status_code == 400
+            assert refused.json()["error"]["param"] == name
+            assert refused.json()["error"]["message"].startswith(f"{name}: ")
+
+
+@pytest.mark.parametrize("parser", ["llama3_json"])
+def test_structured_content_beside_calls_without_a_grammar(parser: str) -> None:
+    with ApiServer(tool_parser=parser) as server:
+        refused = server.ask(CHAT, tools=TOOLS, response_format=FORMAT, max_tokens=4)
+        assert refused.status_code == 400
+        assert refused.json()["error"]["param"] == "response_format"
+        assert parser in refused.json()["error"]["message"]
+        assert grammar_of(server, CHAT, tools=TOOLS, response_format=FORMAT, tool_choice="required")
+        assert grammar_of(server, CHAT, tools=TOOLS, response_format=FORMAT, tool_choice="none")
 
 
 def walk(grammar: str, tokenizer: Any, vocab: int, seed: int) -> list[int]:
@@ -185,6 +304,104 @@ def test_reasoning_is_free_before_a_constrained_answer(special: bool, thinking: 
     assert reasoned
 
 
+@pytest.mark.parametrize("parser", ["hermes", "mistral", "kimi_k2", "deepseek", "qwen3_coder", "glm45"])
+def test_reasoning_before_structured_content_or_calls(parser: ToolParserName) -> None:
+    """What the grammar accepts, the parser reads: content of the schema alone, or calls alone."""
+    names = ParserNames(parser, "think")
+    plan = AnswerPlan(names, TOOLS, constrained=True)
+    content = calls_grammar(AnswerPlan(names, TOOLS, "f"))
+    reasoned, called = 0, 0
+    for seed in range(12):
+        parts = joined(walked(names, sorted(names.visible), plan, content, seed))
+        reasoned += isinstance(parts[0], Reasoning)
+        rest = [part for part in parts if not isinstance(part, Reasoning)]
+        called += isinstance(rest[-1], Call)
+        if isinstance(rest[0], Content):
+            assert 0 <= json.loads(rest[0].text)["a"] <= 9
+            assert len(rest) == 1
+        for part in rest if isinstance(rest[-1], Call) else []:
+            assert isinstance(part, Call)
+            value = json.loads(part.arguments)["a"]
+            assert value == "x" if part.name == "g" else 0 <= value <= 9
+    assert 0 < reasoned < 12
+    assert 0 < called < 12
+
+
+TAGGED: dict[ToolParserName, tuple[str, str]] = {
+    "qwen3_coder": (
+        "<tool_call>\n<function=f>\n%s</function>\n</tool_call>",
+        "<parameter=%s>\n%s\n</parameter>\n",
+    ),
+    "glm45": ("<tool_call>f\n%s</tool_call>", "<arg_key>%s</arg_key>\n<arg_value>%s</arg_value>\n"),
+}
+
+
+@pytest.mark.parametrize("parser", TAGGED)
+def test_arguments_between_tags(parser: ToolParserName) -> None:
+    """Strings are any text, or one of `enum`; other values are JSON of the schema."""
+    schema = {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string", "description": "a city"},
+            "unit": {"$ref": "#/$defs/unit"},
+            "note": {"anyOf": [{"type": "string"}, {"type": "null"}, {"type": "array", "items": {}}]},
+            "days": {"type": "array", "items": {"$ref": "#/$defs/day"}},
+        },
+        "required": ["city", "days"],
+        "$defs": {"unit": {"enum": ["C", "F"], "type": "string"}, "day": {"type": "integer", "maximum": 9}},
+    }
+    tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+    call, argument = TAGGED[parser]
+
+    def written(**arguments: str) -> str:
+        return call % "".join(argument % one for one in arguments.items())
+
+    with ApiServer(tool_parser=parser) as server:
+        grammar = grammar_of(server, CHAT, tools=tools, response_format=FORMAT)
+    plan = AnswerPlan(ParserNames(parser), tools, constrained=True)
+    assert accepts(grammar, b'{"a": 7}')
+    for arguments in (
+        {"city": 'Köln "</x>"', "unit": "F", "note": "a\nb", "days": "[1, 2]"},
+        {"city": "", "note": "null", "days": "[]"},
+    ):
+        text = written(**arguments)
+        assert accepts(grammar, text.encode()), text
+        [found] = parse_all(plan.parser(), text)
+        assert isinstance(found, Call)
+        wanted = arguments | {"days": json.loads(arguments["days"])}
+        assert json.loads(found.arguments) == {k: None if v == "null" else v for k, v in wanted.items()}
+    for wrong in ({"city": "x"}, {"city": "x", "days": "[10]"}, {"city": "x", "unit": "K", "days": "[]"}):
+        assert not accepts(grammar, written(**wrong).encode()), wrong
+    assert not accepts(grammar, written(city="x", days="[]").encode() + b" and text")
+
+
+@pytest.mark.parametrize("parser", TAGGED)
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"properties": {"a": {"type": "string", "pattern": "x+"}}},
+        {"properties": {"a": {"anyOf": [{"type": "string", "minLength": 2}, {"type": "null"}]}}},
+        {"properties": {"a": {"enum": ["x", 3]}}},
+        {"properties": {"a": {"const": 3}}},
+        {"properties": {"a<\n": {"type": "string"}}},
+        {"properties": {"a": {"type": "integer", "not": {"const": 3}}}},
+        {"properties": {}, "required": ["b"]},
+        {"properties": [], "anyOf": []},
+        {"properties": {"a": 3}},
+        {"properties": {"a": {"type": "string", "anyOf": [{"pattern": "x"}]}}},
+        {"properties": {"a": {"anyOf": [{"type": "string"}, {"enum": [3]}]}}},
+        {"properties": {"a": {"$ref": "#/$defs/none"}}},
+        {"properties": {"a": {"anyOf": [{"type": ["string", "null"], "pattern": "x"}, {"type": "integer"}]}}},
+        {"properties": {}, "required": [{}]},
+    ],
+)
+def test_arguments_that_tags_cannot_ensure(parser: str, schema: dict[str, Any]) -> None:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", **schema}}}]
+    with ApiServer(tool_parser=parser) as server:
+        refused = server.ask(CHAT, tools=tools, response_format=FORMAT, max_tokens=4)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tools")
+
+
 def test_a_marker_is_its_special_token_or_a_text() -> None:
     """Also where an unknown token stands for all others."""
     tokenizer = marked_tokenizer("<think>")
@@ -204,6 +421,13 @@ def test_the_channels_of_gpt_oss() -> None:
         calls = [part for parts in found for part in parts if isinstance(part, Call)]
         assert len(calls) == 8
         assert {call.name for call in calls} == wanted
+    plan = AnswerPlan(names, TOOLS)
+    either = [
+        walked(names, markers, plan, calls_grammar(AnswerPlan(names, TOOLS, "f")), seed) for seed in range(12)
+    ]
+    last = [parts[-1] for parts in either]
+    assert {part.name for part in last if isinstance(part, Call)} == {"f", "g"}
+    assert any(0 <= json.loads(part.text)["a"] <= 9 for part in last if isinstance(part, Content))
     plan = AnswerPlan(names)
     for seed in range(4):
         parts = walked(names, markers, plan, calls_grammar(AnswerPlan(names, TOOLS, "f")), seed)

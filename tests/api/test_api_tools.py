@@ -171,6 +171,27 @@ def test_tools_and_options_reach_the_template(server: ApiServer) -> None:
     assert bytes(reply.json()["tokens"]) == b"[now]<tool_call><user>hi~low"
 
 
+def test_a_parsed_message_is_sent_back(server: ApiServer) -> None:
+    """`parse()` of the client adds fields to a message, which the client sends with the rest."""
+    server.set(answer=(CALL % "a").encode())
+    client = OpenAI(base_url=f"{server.url}/v1", api_key="none")
+    [tool] = TOOLS
+    strict = {"name": "now", "strict": True, "parameters": {"type": "object"}}
+    messages: list[Any] = [{"role": "user", "content": "hi"}]
+    fields: Any = {"model": "tiny", "max_tokens": 70, "tools": [{**tool, "function": strict}]}
+    message = client.chat.completions.parse(messages=messages, **fields).choices[0].message
+    [call] = message.tool_calls or []
+    assert call.function.parsed_arguments == {"z": "a"}
+    server.set(answer=b'{"x": 1}')
+    messages += [message, {"role": "tool", "tool_call_id": call.id, "content": "noon"}]
+    after = client.chat.completions.parse(
+        messages=messages, response_format={"type": "json_object"}, **fields
+    )
+    assert after.choices[0].message.content == '{"x": 1}'
+    again = [*messages, {**after.choices[0].message.to_dict(), "parsed": {"x": 1}}]
+    assert client.chat.completions.create(messages=again, **fields).choices[0].message.content == '{"x": 1}'
+
+
 def test_a_template_that_fails(server: ApiServer) -> None:
     with ApiServer(template="{{ messages[0].content + 3 }}") as other:
         reply = other.ask(CHAT)

@@ -143,12 +143,16 @@ def test_no_folder_at_all_is_a_config_error(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_call_after_the_end_starts_no_new_ray() -> None:
-    """A watcher that Ctrl-C left alone may look once more."""
+    """A watcher that Ctrl-C left alone may look once more. Before the end, servers that no rank needs do not run."""
     code = (
+        "import psutil\n"
         "from disagg.cluster.ray import local_ray\n"
         "with local_ray(1):\n"
         "    import ray\n"
         "    ref = ray.put(1)\n"
+        "    ran = ' '.join(word for one in psutil.Process().children() for word in one.cmdline())\n"
+        "if 'gcs_server' not in ran or 'monitor.py' in ran or 'dashboard.py' in ran:\n"
+        "    raise SystemExit(ran)\n"
         "try:\n"
         "    ray.wait([ref])\n"
         "except ray.exceptions.RayError:\n"

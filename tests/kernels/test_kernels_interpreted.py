@@ -33,7 +33,9 @@ LAYERS = (
     "kernels/layers/test_small_layers.py",
     "kernels/layers/test_rank_sum.py",
     "kernels/layers/test_expert_kernels.py",
+    "kernels/layers/test_expert_quantized.py",
     "model/experts/test_grouped_experts.py",
+    "model/experts/test_quantized_forward.py",
     "kernels/layers/test_few_rows.py",
     "kernels/layers/test_quantized_linear.py",
 )
@@ -69,6 +71,9 @@ SMALL_SWEEPS = (
     "kernels/copy/test_copy_kernels.py",
     "kernels/copy/test_layer_pools.py",
     "kernels/layers/test_small_layers.py",
+    "kernels/layers/test_few_rows.py",
+    "kernels/layers/test_quantized_linear.py",
+    "model/experts/test_grouped_experts.py",
 )
 
 
@@ -85,6 +90,7 @@ SMALL_SWEEPS = (
         pytest.param(SMALL_SWEEPS, "slow and not gpu", id="rest of the small sweeps", marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.timeout(600)
 def test_tests_pass_in_the_interpreter(tests: tuple[str, ...], marked: str) -> None:
     """All in one process, because its imports take longer than most of the tests."""
     environment = {**os.environ, "TRITON_INTERPRET": "1", "DISAGG_KERNELS": "triton"}
@@ -93,6 +99,6 @@ def test_tests_pass_in_the_interpreter(tests: tuple[str, ...], marked: str) -> N
     plugins = ["-p", "no:cacheprovider", "-p", "interpreted_triton"]
     command = ["-m", "pytest", *plugins, *chosen, *(str(TESTS / name) for name in tests)]
     done = subprocess.run(
-        [sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280
+        [sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=580
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from three_tiers import PAGE, StoringGroup, Tokens, links, prompt, state_key
+from three_tiers import PAGE, STATE_TOKENS, StoringGroup, Tokens, links, prompt, state_key
 
 from disagg.core.prefixes import PrefixKey
 from disagg.kv.host_tier import HostTierStatistics
@@ -63,6 +63,19 @@ def fill_host(group: StoringGroup) -> None:
     for first in range(10, 26, 4):
         group.answer(prompt(*range(first, first + 4)))
     assert host_of(group).used_pages == 16
+
+
+def test_the_time_limit_of_a_fetch_counts_the_bytes_of_its_state(stored: StoringGroup) -> None:
+    group = stored.restarted(prefetch_base_s=1.0, prefetch_s_per_1k_tokens=1024.0)
+    assert group.prefetch(LONG) is not None
+    find = group.works[0].operation
+    assert (find.kind, find.limit_s) == ("find", 1 + len(find.links) * PAGE)
+    while group.works[0].operation.kind == "find":
+        group.work_once()
+    fetch = group.works[0].operation
+    assert len(fetch.state_links) == 1
+    assert fetch.limit_s == 1 + len(fetch.links) * PAGE + STATE_TOKENS
+    group.settle()
 
 
 def test_a_hit_ends_at_the_deepest_state(stored: StoringGroup) -> None:

@@ -21,6 +21,7 @@ from transformers import (
     GPT2Config,
     GptOssConfig,
     LlamaConfig,
+    Olmo2Config,
     Qwen3Config,
     Qwen3MoeConfig,
 )
@@ -50,6 +51,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         **SIZES, sliding_window=16, attn_logit_softcapping=5.0, final_logit_softcapping=30.0
     ),
     "norms of heads": lambda: Qwen3Config(**SIZES),
+    "norms over all heads": lambda: Olmo2Config(**SIZES),
     "experts": lambda: Qwen3MoeConfig(**SIZES, **_EXPERTS),
     "sinks, windows and experts": lambda: GptOssConfig(**SIZES, num_local_experts=4, sliding_window=16),
     "latent attention and routed experts": lambda: DeepseekV3Config(**SIZES | MLA, **_ROUTED),
@@ -68,7 +70,7 @@ SAMPLE = {
     "layer norms and biases",
     "layers that share a choice",
 }
-"""Models that together have every kind of layer of `CONFIGS` except norms of heads and soft caps."""
+"""Models that together have every kind of layer of `CONFIGS` except norms of and over heads, and soft caps."""
 
 
 @pytest.fixture(scope="module")
@@ -178,7 +180,12 @@ def test_the_same_bits_recorded(name: str, kind: str, directory: Callable[[str],
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
-    "name", [pytest.param("llama", marks=pytest.mark.slow), "latent attention and routed experts"]
+    "name",
+    [
+        pytest.param("llama", marks=pytest.mark.slow),
+        pytest.param("norms over all heads", marks=pytest.mark.slow),
+        "latent attention and routed experts",
+    ],
 )
 def test_the_same_bits_on_two_ranks(name: str, device: str, directory: Callable[[str], Path]) -> None:
     def rank(collective: ThreadCollective) -> None:

@@ -102,5 +102,7 @@ def test_the_simulation_reaches_what_it_is_for() -> None:
     broken = {m.RankBroken, m.LinkBroken}  # no step breaks here, and the fabric keeps every connection
     storage = {m.StorageMoved}  # of groups with a storage, which the kinds `tiers storage` have
     engines = {m.EngineGroups, m.PushRequest, m.PushCancelled}  # of other projects' engines
+    sharing = {m.WatchItems, m.HeldItems}  # of groups that share host memory
     profiles = {m.Profile, m.ProfileProgress, m.Profiled, m.ProfileFailed}  # an operator asks for them
-    assert set(m.MESSAGE_TYPES) - seen == broken | directory | metrics | storage | engines | profiles
+    absent = broken | directory | metrics | storage | engines | sharing | profiles
+    assert set(m.MESSAGE_TYPES) - seen == absent

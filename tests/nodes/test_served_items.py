@@ -9,12 +9,14 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+from disagg.core.item_events import ItemChanges, ItemPosition
 from disagg.core.prefixes import PrefixKey
 from disagg.core.types import KVLayout
 from disagg.kv.cache_operations import CacheOperation, PoolName, PoolTransfer, StorageOperation
 from disagg.model.spec.model_spec import shard_of
 from disagg.node.block_parts import BlockParts
 from disagg.node.served_items import ServedItems, ServedKind
+from disagg.node.served_log import LoggedChanges
 from disagg.storage.keys import PageKeys, StoredModel
 from disagg.storage.parts import PartGrid
 
@@ -33,7 +35,7 @@ class ServingRank:
         self.parts = BlockParts(GRID, shard, GRID.parts_of(shard))
         self.memory = torch.zeros((BLOCKS, self.parts.nbytes), dtype=torch.uint8)
         self.while_reading = lambda: None
-        self.items = ServedItems(KEYS, [ServedKind("kv", self.parts, self.blocks)])
+        self.items = ServedItems(KEYS, [ServedKind("kv", BLOCKS, self.parts, self.blocks)])
 
     def blocks(self, numbers: Sequence[int]) -> list[torch.Tensor]:
         self.while_reading()
@@ -113,6 +115,27 @@ def test_fetches_withdraw_their_blocks_and_other_operations_do_not(rank: Serving
         ],
     )
     assert [rank.read(link) for link in range(4)] == [{0}, {1}, None, {3}]
+
+
+def test_a_plan_does_not_wait_for_a_reader_that_lacks_many_changes(
+    rank: ServingRank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank.store(1, 3)
+    events = LoggedChanges.events
+    plan = threading.Thread(target=rank.overwrite, args=(1, 4), daemon=True)
+
+    def during_a_plan(changes: LoggedChanges) -> ItemChanges:
+        plan.start()
+        plan.join(5.0)
+        assert not plan.is_alive(), "the compute thread waits"
+        return events(changes)
+
+    monkeypatch.setattr(LoggedChanges, "events", during_a_plan)
+    changes = rank.items.after(ItemPosition(rank.items.epoch, 0, None))
+    assert isinstance(changes, ItemChanges)
+    assert (changes.version, len(changes.added), changes.removed) == (1, 8, b"")
+    assert rank.items.version == 2
+    rank.items.check()
 
 
 def test_no_part_is_torn_whatever_threads_do(rank: ServingRank) -> None:

@@ -13,6 +13,7 @@ from disagg.core.config.read import MetricsConfig
 from disagg.core.profile.trace import WARM_STEPS
 from disagg.core.profile.types import ProfileOptions
 from disagg.core.types import RequestKey
+from disagg.node import step_recorder
 from disagg.node.compute import ComputeThread
 from disagg.node.plan import StepPlan, Work
 from disagg.node.step_recorder import StepRecorder
@@ -139,6 +140,33 @@ def test_the_limit_stops_the_profiler_with_too_few_steps(
     assert running == [True, False]
     assert list(tmp_path.iterdir()) == []
     recorder.close()
+
+
+def test_a_full_disk_leaves_no_part_of_a_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def cut_off(profiler: Any, path: str) -> None:
+        Path(path).write_text('{"traceEvents": [')
+        raise OSError(28, "No space left on device")
+
+    recorder, sent = recorder_in(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.autograd.profiler.profile, "export_chrome_trace", cut_off)
+        request(recorder)
+        steps(recorder, 3 + WARM_STEPS + 2)
+    assert "No space left on device" in sent.wait_for(m.ProfileFailed).error
+    assert list(tmp_path.iterdir()) == []
+    recorder.close()
+
+
+def test_a_summary_that_takes_too_long_leaves_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_recorder, "SUMMARY_S", 0.0)
+    recorder, sent = recorder_in(tmp_path)
+    request(recorder)
+    steps(recorder, 3 + WARM_STEPS + 2)
+    assert "the trace was not summarized" in sent.wait_for(m.ProfileFailed).error
+    recorder.close()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_after_its_end_a_recorder_refuses(tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ def start(checkpoints: Checkpoints) -> Iterator[Callable[..., LocalGroups]]:
     opened: list[Any] = []
 
     def make(**settings: Any) -> LocalGroups:
-        opened.append(local_groups(config_of(**settings), checkpoints.source()))
+        opened.append(local_groups(config_of(**settings), checkpoints.source(layers=3)))
         groups: LocalGroups = opened[-1].__enter__()
         return groups
 

@@ -59,7 +59,7 @@ def test_groups_in_their_order_with_the_latest_of_each() -> None:
     assert statuses.latest()[0] == GroupStatus("prefill", "prefill")
 
 
-def test_measured_rates_are_costs_of_their_group() -> None:
+def test_reports_tell_costs_and_routers_of_their_group() -> None:
     dispatcher, engines = StatusDispatcher(), [engine("prefill", "a"), engine("prefill-2", "b")]
     statuses = GroupStatuses(dispatcher, lambda: engines)  # type: ignore[arg-type]
     statuses.renew(1.0)
@@ -69,9 +69,13 @@ def test_measured_rates_are_costs_of_their_group() -> None:
         prompt_tokens_per_s=100.0,
         host_load_tokens_per_s=1000.0,
         storage_fetch_tokens_per_s=400.0,
+        routers=3,
     )
     dispatcher.listeners["b"](m.GroupReport(measured))
     assert [one.load_costs for one in engines] == [(0.0, 0.0), (0.1, 0.25)]
+    assert [one.routers for one in engines] == [1, 3]
+    dispatcher.listeners["b"](m.GroupReport(GroupStatus("prefill-2", "prefill")))
+    assert engines[1].routers == 1, "this router, before its next request"
     dispatcher.listeners["a"](m.GroupReport(measured))
     assert engines[0].load_costs == (0.0, 0.0), "the report is of an earlier group with this address"
 

@@ -46,6 +46,18 @@ def test_the_decode_group_with_the_shortest_queue_is_compared() -> None:
     assert RULE.group(prefill, decodes[1:2], ASKED) is None
 
 
+def test_requests_of_other_routers_count() -> None:
+    """Each of four routers has a quarter of the queue."""
+    prefill, decode = group("p", "prefill", tokens=30), group("d", "decode")
+    assert RULE.group(prefill, [decode], ASKED) is None
+    prefill.routers = 4
+    assert RULE.group(prefill, [decode], ASKED) is decode
+    decode.local_tokens = 15
+    assert RULE.group(prefill, [decode], ASKED) is decode
+    decode.routers = 4
+    assert RULE.group(prefill, [decode], ASKED) is None
+
+
 def test_a_group_with_many_requests_takes_longer() -> None:
     prefill, decode = group("p", "prefill", tokens=149), group("d", "decode")
     for requests, expected in ((ANSWERS_PER_PAUSE - 1, decode), (ANSWERS_PER_PAUSE, None)):

@@ -16,6 +16,7 @@ from disagg.storage.contract import PageStorage
 from disagg.storage.files import FileSettings, FileStorage
 from disagg.storage.layered import LayeredStorage
 from disagg.storage.memory import MemoryStorage
+from disagg.storage.peer_index import PeerIndex
 from disagg.storage.peers import PeerStorage
 from disagg.storage.remote import RemoteSettings, RemoteStorage
 
@@ -49,7 +50,7 @@ def make_storage(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Cal
             if backend == "memory":
                 storage = MemoryStorage(8 << 20)
             elif backend == "layered-memory":
-                storage = LayeredStorage(PeerStorage(NoPeers()), MemoryStorage(8 << 20))
+                storage = LayeredStorage(PeerStorage(NoPeers(), PeerIndex()), MemoryStorage(8 << 20))
             elif cluster is not None:
                 storage = WrittenAtAPeer(cluster)
             elif url:

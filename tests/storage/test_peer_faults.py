@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 import structlog
 import torch
 from faulty_disk import ManualClock
-from page_peers import REPLY, ExchangingRank, PageCluster, page_cluster, until
+from page_peers import REPLY, ExchangingRank, NoPeers, PageCluster, page_cluster, until
 from storage_pages import TIMEOUT_S, content, exists, get, key, memory, put
 
-from disagg.node.page_exchange import CALLS, LIMIT_S, RETRY_S
+from disagg.core.item_events import ID_BYTES, ItemPiece
+from disagg.node.page_exchange import CALLS, LIMIT_S, MOST_FOR_PEER, RETRY_S
 from disagg.storage.breaker import PauseSettings
+from disagg.storage.contract import ITEM_BYTES
 from disagg.storage.layered import LayeredStorage
 from disagg.storage.memory import MemoryStorage
-from disagg.storage.peers import PeerStorage
+from disagg.storage.peer_index import PeerIndex
+from disagg.storage.peers import Answer, PeerStorage
 
 PAUSE = PauseSettings(faults=3, first_s=1.0, longest_s=4.0)
 SHORT_S = 0.05
@@ -42,6 +45,13 @@ def storage(cluster: PageCluster, clock: ManualClock) -> PeerStorage:
 
 def reply_of(peer: str, tag_bits: int = REPLY) -> object:
     return lambda source, destination, tag: source == peer and bool(tag & tag_bits)
+
+
+def end_old_operations(cluster: PageCluster, clock: ManualClock) -> None:
+    """Sends and receives from before a fence end at their own limits."""
+    clock.now_s += LIMIT_S
+    for rank in cluster.ranks:
+        rank.loop.call(lambda: None)
 
 
 def test_pages_of_several_peers(cluster: PageCluster, storage: PeerStorage) -> None:
@@ -88,6 +98,7 @@ def test_a_hung_peer_is_left_out(cluster: PageCluster, storage: PeerStorage, clo
     for nth in range(4):
         cluster.fabric.faults.hold(nth=nth, when=reply_of("peer-0"))  # type: ignore[arg-type]
     absent = [key("absent")]
+    cluster.announced.claimed.update(absent)
     with structlog.testing.capture_logs() as logs:
         for _ in range(PAUSE.faults):
             assert storage.exists(absent, SHORT_S) == [False]
@@ -142,7 +153,7 @@ def test_a_peer_without_a_reply_is_fenced_and_connected_again(
     cluster: PageCluster, storage: PeerStorage, clock: ManualClock
 ) -> None:
     put(cluster.stores[0], range(3))
-    for nth in range(CALLS):
+    for nth in range(MOST_FOR_PEER):
         cluster.fabric.faults.hold(nth=nth, when=reply_of("peer-0"))  # type: ignore[arg-type]
     reader = cluster.reader
     for _ in range(CALLS + 2):  # no request to others may wait for ever
@@ -164,37 +175,62 @@ def test_a_peer_without_a_reply_is_fenced_and_connected_again(
         return storage.get([key(0)], [memory(5000)], SHORT_S) == [True]
 
     until(read_again, "its pages are read again")
-    clock.now_s += LIMIT_S  # a receive from before the fence ends at its own limit
-    for rank in cluster.ranks:
-        rank.loop.call(lambda: None)
+    end_old_operations(cluster, clock)
 
 
-def test_requests_queued_behind_a_hung_peer_do_not_fence_their_own_peer(
-    cluster: PageCluster, clock: ManualClock
-) -> None:
-    for nth in range(CALLS):
+def test_a_hung_peer_delays_no_requests_to_other_peers(cluster: PageCluster, clock: ManualClock) -> None:
+    for nth in range(MOST_FOR_PEER):
         cluster.fabric.faults.hold(nth=nth, when=reply_of("peer-0"))  # type: ignore[arg-type]
-    reader, answers = cluster.reader, list[bytes | None]()
+    reader, answers = cluster.reader, dict[str, list[bytes | None]]()
 
     def ask(peer: str) -> None:
-        reader.exchange.ask(peer, [key("absent")], lambda reply: answers.append(reply and bytes(reply)))
+        got = answers.setdefault(peer, [])
+        reader.exchange.ask(peer, [key("absent")], lambda reply: got.append(reply and bytes(reply)))
         reader.loop.call(lambda: None)
 
-    for _ in range(CALLS):
+    for _ in range(2 * CALLS):
         ask("peer-0")
     until(lambda: cluster.fabric.faults.all_struck, "all replies are held")
-    ask("peer-1")
-    clock.now_s += LIMIT_S / 2
-    ask("peer-1")
-    assert answers == []
-    clock.now_s += LIMIT_S / 2
+    for _ in range(CALLS):
+        ask("peer-1")
+    until(lambda: len(answers["peer-1"]) == CALLS, "the other peer answers")
+    assert answers == {"peer-0": [], "peer-1": [b"\0"] * CALLS}
+    clock.now_s += LIMIT_S
     reader.loop.call(lambda: None)
-    until(lambda: len(answers) == CALLS + 2, "all requests have ended")
-    assert answers == [None] * (CALLS + 1) + [b"\0"]
+    until(lambda: len(answers["peer-0"]) == 2 * CALLS, "all requests have ended")
+    assert answers["peer-0"] == [None] * 2 * CALLS
     assert list(reader.exchange.peers) == ["peer-1"]
-    clock.now_s += LIMIT_S  # operations from before the fence end at their own limits
-    for rank in cluster.ranks:
-        rank.loop.call(lambda: None)
+    end_old_operations(cluster, clock)
+
+
+def test_requests_queued_behind_hung_peers_do_not_fence_their_own_peer(clock: ManualClock) -> None:
+    with page_cluster(3, clock) as cluster:
+        hung = CALLS // MOST_FOR_PEER
+        for peer in range(hung):
+            for nth in range(MOST_FOR_PEER):
+                cluster.fabric.faults.hold(nth=nth, when=reply_of(f"peer-{peer}"))  # type: ignore[arg-type]
+        reader, answers = cluster.reader, list[bytes | None]()
+
+        def ask(peer: int) -> None:
+            reader.exchange.ask(
+                f"peer-{peer}", [key("absent")], lambda reply: answers.append(reply and bytes(reply))
+            )
+            reader.loop.call(lambda: None)
+
+        for peer in range(hung):
+            for _ in range(MOST_FOR_PEER):
+                ask(peer)
+        until(lambda: cluster.fabric.faults.all_struck, "all replies are held")
+        ask(hung)
+        clock.now_s += LIMIT_S / 2
+        ask(hung)
+        assert answers == []
+        clock.now_s += LIMIT_S / 2
+        reader.loop.call(lambda: None)
+        until(lambda: len(answers) == CALLS + 2, "all requests have ended")
+        assert answers == [None] * (CALLS + 1) + [b"\0"]
+        assert list(reader.exchange.peers) == [f"peer-{hung}"]
+        end_old_operations(cluster, clock)
 
 
 def test_messages_of_strangers_and_malformed_requests_are_dropped(cluster: PageCluster) -> None:
@@ -252,3 +288,30 @@ def test_a_hung_peer_leaves_time_for_the_storage_behind(cluster: PageCluster, st
     assert layered.get([key(1)], [memory(5000)], SHORT_S) == [True]
     assert layered.statistics().hits == 3
     layered.check()
+
+
+class TwoFailingPeers(NoPeers):
+    """Three peers have all pages; requests to two of them fail."""
+
+    def __init__(self) -> None:
+        self.peers = ("peer-0", "peer-1", "peer-2")
+        self.asked: list[str] = []
+
+    def ask(self, peer: str, keys: Sequence[bytes], answer: Answer) -> None:
+        self.asked.append(peer)
+        answer(memoryview(b"\1" * len(keys)) if peer == "peer-2" else None)
+
+
+def test_paused_peers_do_not_use_up_the_questions_for_a_key(clock: ManualClock) -> None:
+    exchange, index, page = TwoFailingPeers(), PeerIndex(), key(1)
+    for peer in exchange.peers:
+        index.apply(peer, ItemPiece(5, 0, 0, None, page[:ID_BYTES], page[ITEM_BYTES:]))
+    storage = PeerStorage(exchange, index, PAUSE, clock)
+    for _ in range(3 * PAUSE.faults):
+        storage.exists([page], TIMEOUT_S)
+    exchange.asked.clear()
+    assert [storage.exists([page], TIMEOUT_S) for _ in range(6)] == [[True]] * 6
+    assert exchange.asked == ["peer-2"] * 6
+    clock.now_s += PAUSE.first_s
+    assert [storage.exists([page], TIMEOUT_S) for _ in range(3)] == [[True]] * 3
+    assert sorted(exchange.asked[6:]) == ["peer-0", "peer-1", *["peer-2"] * 3], "trials are in addition"

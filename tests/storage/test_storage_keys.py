@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from disagg.core.errors import ConfigError
 from disagg.core.prefixes import PrefixKey
 from disagg.core.types import KVLayout, LayerClass, StateClass
-from disagg.storage.contract import KEY_BYTES
-from disagg.storage.keys import PageKeys, StoredModel
+from disagg.storage.contract import ITEM_BYTES, KEY_BYTES
+from disagg.storage.keys import PageKeys, StoredModel, part_name
 from disagg.storage.parts import PartGrid
 from staging.shards import layout_shards, make_shards
 
@@ -44,6 +44,21 @@ def test_all_parts_of_all_pages_differ() -> None:
     assert {len(one) for one in found} == {KEY_BYTES}
 
 
+def test_the_parts_of_an_item_share_the_beginning_of_their_keys() -> None:
+    """Other groups know pages and states by this beginning; a page and the state behind it have different ones."""
+    model = StoredModel("abc", PartGrid(HYBRID, 4))
+    keys = PageKeys(model)
+    links = keys.links(PrefixKey.of(TOKENS))
+    for parts, state in ((model.grid.kv_parts, False), (model.grid.state_parts, True)):
+        found = keys.keys(links, parts)
+        assert found == [keys.part_key(link, part) for link in links for part in parts]
+        assert [key[:ITEM_BYTES] for key in found[:: len(parts)]] == [
+            keys.item(link, state=state) for link in links
+        ]
+        assert {key[ITEM_BYTES:] for key in found} == {part_name(part) for part in parts}
+    assert len({key[:ITEM_BYTES] for key in keys_of(model)}) == 2 * len(links)
+
+
 def test_keys_are_the_same_in_every_process() -> None:
     """A changed encoding must change this value knowingly: stored pages are then not found."""
     keys = PageKeys(MODEL)
@@ -51,7 +66,7 @@ def test_keys_are_the_same_in_every_process() -> None:
     assert keys.part_key(link, MODEL.grid.kv_parts[3]).hex() == EXPECTED
 
 
-EXPECTED = "8f90ae5153fed5177aa4b99da2dcc28616cdfae70c36f7d828864137632b921a"
+EXPECTED = "0a04b737486f8ccc2a1b81f7fc076fa3236cbe45bbac3e5fa698a5e902332341"
 
 
 @pytest.mark.parametrize(

@@ -90,6 +90,7 @@ class ErrorFields(Plain, frozen=True, kw_only=True):
         "timeout_error",
     ]
     message: str
+    details: dict[str, Any] | None = None
 
 
 class Failure(Typed, frozen=True, kw_only=True, tag="error"):

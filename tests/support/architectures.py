@@ -86,6 +86,8 @@ def save(config: PreTrainedConfig, directory: Path) -> Path:
 
 
 RECURRENT: dict[str, Any] = {key: SIZES[key] for key in SIZES if key != "head_dim"} | {"num_hidden_layers": 4}
+_TWO = {"num_hidden_layers": 2}
+"""Of models whose layers are all alike."""
 _MIXED = ["linear_attention", "full_attention"] * 2
 _DELTA = {
     "linear_key_head_dim": 8,
@@ -112,7 +114,7 @@ HYBRIDS: dict[str, Callable[[], PreTrainedConfig]] = {
     "qwen3-next": lambda: Qwen3NextConfig(
         **RECURRENT, **_DELTA, **_EXPERTS, head_dim=16, shared_expert_intermediate_size=32, layer_types=_MIXED
     ),
-    "falcon-h1": lambda: FalconH1Config(**RECURRENT, **_MAMBA2, head_dim=16, mamba_d_ssm=128),
+    "falcon-h1": lambda: FalconH1Config(**RECURRENT | _TWO, **_MAMBA2, head_dim=16, mamba_d_ssm=128),
     "lfm2": lambda: Lfm2Config(**RECURRENT, layer_types=["conv", "full_attention"] * 2),
     "jamba": lambda: JambaConfig(
         **RECURRENT, attn_layer_period=2, attn_layer_offset=1, num_experts=2, mamba_d_state=8, mamba_dt_rank=8
@@ -127,7 +129,7 @@ HYBRIDS: dict[str, Callable[[], PreTrainedConfig]] = {
         num_mem_blocks=1,
     ),
     "mamba2": lambda: Mamba2Config(
-        **_NO_ATTENTION, num_heads=8, head_dim=16, state_size=16, n_groups=1, chunk_size=16
+        **_NO_ATTENTION | _TWO, num_heads=8, head_dim=16, state_size=16, n_groups=1, chunk_size=16
     ),
 }
 """Small models with recurrent layers of every kind: delta rule, Mamba 2 beside attention, convolution, Mamba 1,

@@ -29,6 +29,7 @@ FLAGS = (
     "--disable-background-networking",
     "--disable-component-update",
     "--disable-sync",
+    "--disable-features=PreloadTopChromeWebUI",  # a process for each window, for menus that nobody sees
     "--no-first-run",
     "--no-default-browser-check",
     "--hide-scrollbars",
@@ -65,7 +66,7 @@ class Browser:
         os.close(theirs_out)
         self._number, self._rest = 0, b""
         self._tabs: dict[str, Tab] = {}
-        self._contexts: list[str] = []
+        self._targets: list[str] = []
 
     def __enter__(self) -> Browser:
         return self
@@ -84,10 +85,12 @@ class Browser:
             os.close(self._read)
 
     def tab(self, url: str, *, width: int = 1400, height: int = 1000, **media: str) -> Tab:
-        """A new page, with nothing in common with others. `media`: features, as `prefers_color_scheme="dark"`."""
-        context = self.call("Target.createBrowserContext")["browserContextId"]
-        self._contexts.append(context)
-        target = self.call("Target.createTarget", url="about:blank", browserContextId=context)["targetId"]
+        """A new page. `media`: features, as `prefers_color_scheme="dark"`.
+
+        Pages share cookies only: a context, and so a window, for each page would take several times as long.
+        """
+        target = self.call("Target.createTarget", url="about:blank")["targetId"]
+        self._targets.append(target)
         session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         tab = self._tabs[session] = Tab(self, session)
         for domain in ("Runtime", "Log", "Network", "Page"):
@@ -100,8 +103,8 @@ class Browser:
 
     def close_tabs(self) -> None:
         """Closes all pages: an open page requests and draws the status each second."""
-        while self._contexts:
-            self.call("Target.disposeBrowserContext", browserContextId=self._contexts.pop())
+        while self._targets:
+            self.call("Target.closeTarget", targetId=self._targets.pop())
         self._tabs.clear()
 
     def call(self, method: str, session: str | None = None, **params: Any) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from disagg.vllm.compat import EngineFacts
 from disagg.vllm.directory import EngineDirectory
 from disagg.vllm.scheduler import SchedulerSide
 from disagg.vllm.settings import VllmSettings
+from disagg.vllm.work import StepWork
 from disagg.vllm.worker import WorkerSide
 
 HEADS, HEAD_DIM, LAYERS, CHUNK = 4, 4, 3, 40
@@ -85,7 +86,9 @@ class FakeEngine:
         settings: VllmSettings | None = None,
         kv_heads: int = HEADS,
         chunk: int = CHUNK,
+        late_loads: bool = False,
     ) -> None:
+        """`late_loads`: vLLM 0.32 calls `start_load_kv` after the model has run, vLLM 0.26 before."""
         self.network, self.name, self.tp, self.block_size, self.chunk = network, name, tp, block_size, chunk
         self.latent = layout == "one latent head"
         self.row = HEAD_DIM * (HEADS if self.latent else 1 if "kv first" in layout else 2)
@@ -95,6 +98,7 @@ class FakeEngine:
         self.channel = QueuedChannel(network, f"tcp://{name}:5580")
         directory = EngineDirectory(self.channel, network.clock)
         self.scheduler = SchedulerSide(known, directory, name, 5580)
+        self._late_loads = late_loads
         self.free = list(range(1, blocks))  # block 0 is vLLM's null block
         self.blocks = blocks
         self.requests: dict[str, FakeRequest] = {}
@@ -137,15 +141,23 @@ class FakeEngine:
         output, computing = self._schedule()
         work = self.scheduler.build_connector_meta(output)
         for worker in self.workers:
-            worker.start_load_kv(work)
+            worker.begin_step(work)
+        if not self._late_loads:
+            self._load(work)
         for layer in range(LAYERS):
             for request, start, stop in computing:
                 self._compute(request, layer, start, stop)
             for worker in self.workers if computing else ():
                 worker.save_kv_layer(f"model.layers.{layer}.attn")
+        if self._late_loads:
+            self._load(work)
         for worker in self.workers if computing else ():
             worker.wait_for_save()
         self._update(computing)
+
+    def _load(self, work: StepWork) -> None:
+        for worker in self.workers:
+            worker.start_load_kv(work)
 
     def _schedule(self) -> tuple[Any, list[tuple[FakeRequest, int, int]]]:
         new, cached, counts, computing = [], [], {}, []

@@ -67,7 +67,7 @@ def prefilled(engine: str = "p") -> Behaviour:
             "do_remote_decode": False,
             "remote_engine_id": engine,
             "remote_request_id": "cmpl-1",
-            "remote_block_ids": [1, 2],
+            "remote_block_ids": [[1, 2]],
             "remote_host": "10.0.0.1",
             "remote_port": 5580,
             "tp_size": 1,

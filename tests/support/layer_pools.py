@@ -7,8 +7,11 @@ import torch
 from kernels.copy.layer_pool import LayerPool
 
 POISON = 0xA5
-VLLM_LAYOUTS = ("nhd, packed", "hnd, packed", "nhd, kv first", "one latent head", "padded blocks")
-"""Layouts of vLLM 0.26: in "packed" ones, K and V of a head are one row."""
+SHARED = {"nhd, layers in a block": "blnh", "hnd, layers in a block": "blhn"}
+SHARED |= {"heads, layers in a block": "bhln", "heads first": "lhbn"}
+"""Layouts of vLLM 0.32 with one tensor for all layers, in the order of its blocks, layers, tokens (`n`) and heads."""
+VLLM_LAYOUTS = ("nhd, packed", "hnd, packed", "nhd, kv first", "one latent head", "padded blocks", *SHARED)
+"""Layouts of vLLM 0.26 and 0.32: in "packed" ones and those of `SHARED`, K and V of a head are one row."""
 LAYOUTS = (*VLLM_LAYOUTS, "nhd, blocks first", "hnd, kv first", "hnd, blocks first", "k and v apart")
 
 
@@ -29,7 +32,10 @@ class Memory:
         """Without a generator all bytes are poison."""
         self.layout = layout
         shape = (blocks, block_size, heads, head_dim)
-        made = [_cache(layout, shape, dtype, generator) for _ in range(layers)]
+        if layout in SHARED:
+            made = _caches_in_one(SHARED[layout], layers, shape, dtype, generator)
+        else:
+            made = [_cache(layout, shape, dtype, generator) for _ in range(layers)]
         self.caches = [cache for cache, _ in made]
         """The tensor of each layer as vLLM passes it, whatever its memory order."""
         self.pool = LayerPool([planes for _, planes in made])
@@ -67,6 +73,20 @@ def _cache(
     cache = _random((2, blocks, *inner) if first == "kv first" else (blocks, 2, *inner), dtype, generator)
     logical = cache if order == "nhd" else cache.transpose(2, 3)
     return logical, [logical[plane] if first == "kv first" else logical[:, plane] for plane in (0, 1)]
+
+
+def _caches_in_one(
+    order: str,
+    layers: int,
+    shape: tuple[int, int, int, int],
+    dtype: torch.dtype,
+    generator: torch.Generator | None,
+) -> list[tuple[torch.Tensor, list[torch.Tensor]]]:
+    blocks, size, heads, dim = shape
+    sizes = {"b": blocks, "l": layers, "n": size, "h": heads}
+    one = _random((*(sizes[axis] for axis in order), 2 * dim), dtype, generator)
+    by_layers = one.permute(*(order.index(axis) for axis in "lbhn"), 4)
+    return [(cache, [cache.transpose(1, 2)]) for cache in by_layers]
 
 
 def _padding_of(cache: torch.Tensor) -> torch.Tensor:

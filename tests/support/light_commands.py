@@ -13,10 +13,14 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
 HEAVY = ("torch", "transformers", "ray", "numpy")
+# The imports are those of most commands, which would take each fork a quarter of a second.
 _SERVER = f"""
 import json, os, sys
+import disagg.api.keys, disagg.api.listener, disagg.cluster.directory, disagg.cluster.keys
+import pydantic.json_schema
 from disagg.cli import app
 
+assert not set({HEAVY}) & set(sys.modules)
 for line in sys.stdin:
     folder, *arguments = json.loads(line)
     pid = os.fork()

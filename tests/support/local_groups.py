@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mappin
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from disagg.core.config.read import (
     TransferConfig,
     TransportConfig,
 )
-from disagg.core.errors import BusyError, PeerLostError
+from disagg.core.errors import BusyError, PeerLostError, TransportError
 from disagg.core.ports import Clock
 from disagg.core.types import PROTOCOL_VERSION, GroupInfo, SamplingParams, TokenLogprobs
 from disagg.model.collective.base import SingleCollective, ThreadCollective
@@ -38,6 +39,7 @@ from disagg.model.load.tiny import make_tiny_checkpoint
 from disagg.node.assemble import make_runner
 from disagg.node.group_storage import shares_host_cache
 from disagg.node.links import make_link
+from disagg.node.renewed_exchange import PageEndpoint
 from disagg.router.answers import Output, SessionReport
 from disagg.router.response_dispatcher import ResponseDispatcher
 from disagg.router.router import Router
@@ -94,7 +96,12 @@ def small_config(
             **shared,
         ).sized("cpu"),
         decode=DecodeConfig(
-            tp=decode_tp, page_size=decode_page, groups=groups[1], async_steps=async_steps, **shared
+            tp=decode_tp,
+            page_size=decode_page,
+            groups=groups[1],
+            async_steps=async_steps,
+            local_prefill_tokens=0,  # on a GPU too, every prompt takes the way over a prefill group
+            **shared,
         ).sized("cpu"),
         transfer=TransferConfig(
             ring_bytes=ring_bytes,
@@ -192,6 +199,8 @@ class LocalGroups:
         self.device = torch.device(device)
         self.hub = InprocHub()
         self.fabric = InprocFabric()
+        self.closed: set[str] = set()
+        """Names of transports that cannot be opened."""
         self.groups: dict[str, list[Any]] = {}
         for role, group in config.kinds.items():
             self.groups.update(self._groups(RANKS[role], group))
@@ -263,6 +272,8 @@ class LocalGroups:
 
     def transport(self, name: str) -> Transport:
         """The data plane of the rank `name`."""
+        if name in self.closed:
+            raise TransportError(f"{name} cannot be opened")
         return InprocTransport(self.fabric, name)
 
     def serve(self, work: Callable[[Router], Awaitable[Any]]) -> Any:
@@ -338,6 +349,26 @@ class LocalGroups:
         self.fabric.kill(f"{name}-pages")
         self._collectives[name].close()
 
+    def restart(self, name: str, *, loss_known: bool = True) -> Any:
+        """Replaces a killed group, a colocated one of one rank, by another of the same name. Returns the new rank.
+
+        `loss_known`: whether the other ranks have noticed the loss before.
+        """
+        (dead,) = self.groups[name]
+        address = dead.control.address
+        dead.stop()
+        for other in [rank for rank in self.ranks if loss_known and rank is not dead]:
+            other.peer_lost(address)
+        self.hub.mend(address)
+        [(number, collective)] = _collectives(dead.group_config)
+        new = self._rank(type(dead), dead.group_config, name, number, collective)
+        self.ranks[self.ranks.index(dead)], self.groups[name] = new, [new]
+        self.infos[name] = self._info(name, [new])
+        new.join(self.infos[name])
+        for rank in self.ranks:
+            rank.know_groups(list(self.infos.values()))
+        return new
+
     def stop(self) -> None:
         """Ends every thread, of all ranks at once, as a cluster does."""
         with ThreadPoolExecutor(len(self.ranks)) as pool:
@@ -363,7 +394,7 @@ class LocalGroups:
             transport=self.transport(name),
         )
         if shares_host_cache(group, runner.spec):
-            node.share_host_cache(self.transport(f"{name}-pages"), "inproc")
+            node.share_host_cache(PageEndpoint(partial(self.transport, f"{name}-pages"), "inproc"))
         return node
 
     def _control(self, name: str) -> InprocControl:
@@ -418,15 +449,18 @@ class Checkpoints:
         self._models: dict[str, Any] = {}
         self._answers: dict[tuple[str, tuple[int, ...], int], list[int]] = {}
 
-    def source(self, architecture: str = "llama", kv_heads: int = 4) -> ModelSource:
-        """A model of 3 layers and 12 query heads; Mistral's and Gemma2's window is 20 tokens."""
-        path = self._directory / f"{architecture}-{kv_heads}"
+    def source(self, architecture: str = "llama", kv_heads: int = 4, layers: int = 2) -> ModelSource:
+        """A model with 12 query heads; Mistral's and Gemma2's window is 20 tokens.
+
+        Three layers are sent in groups of unequal sizes; most tests need two only, which take a third less time.
+        """
+        path = self._directory / f"{architecture}-{kv_heads}-{layers}"
         if not path.exists():
             window = 20 if architecture in ("mistral", "gemma2") else None
             make_tiny_checkpoint(
                 path,
                 architecture,
-                layers=3,
+                layers=layers,
                 hidden=96,
                 q_heads=12,
                 kv_heads=kv_heads,

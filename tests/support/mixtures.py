@@ -7,11 +7,15 @@ from typing import Any
 
 from architectures import MLA, SIZES
 from transformers import (
+    DbrxConfig,
     DeepseekV2Config,
     DeepseekV3Config,
     Glm4MoeConfig,
     GptOssConfig,
     GraniteMoeHybridConfig,
+    JetMoeConfig,
+    Llama4TextConfig,
+    LongcatFlashConfig,
     MixtralConfig,
     OlmoeConfig,
     PreTrainedConfig,
@@ -58,3 +62,44 @@ MIXTURES: dict[str, Callable[[], PreTrainedConfig]] = {
     ),
     "olmoe": lambda: OlmoeConfig(**_GRANITE, num_experts=4, num_experts_per_tok=2),
 }
+
+_UNSIZED = {
+    key: SHARED[key] for key in SHARED if key not in ("head_dim", "intermediate_size", "num_hidden_layers")
+}
+OTHER_MIXTURES: dict[str, Callable[[], PreTrainedConfig]] = {
+    "llama4": lambda: Llama4TextConfig(
+        **SHARED | {"intermediate_size": INNER},
+        intermediate_size_mlp=24,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        interleave_moe_layer_step=2,
+    ),
+    "longcat": lambda: LongcatFlashConfig(
+        **_UNSIZED | MLA | {"num_key_value_heads": 6},
+        num_layers=2,
+        ffn_hidden_size=24,
+        expert_ffn_hidden_size=INNER,
+        n_routed_experts=3,
+        zero_expert_num=2,
+        moe_topk=2,
+    ),
+    "dbrx": lambda: DbrxConfig(
+        d_model=48,
+        n_heads=6,
+        n_layers=2,
+        max_seq_len=256,
+        vocab_size=259,
+        initializer_range=0.2,
+        attn_config={"kv_n_heads": 6, "clip_qkv": 8, "rope_theta": 1e4},
+        ffn_config={"ffn_hidden_size": INNER, "moe_num_experts": 4, "moe_top_k": 2},
+    ),
+    "jetmoe": lambda: JetMoeConfig(
+        **_UNSIZED | {"num_key_value_heads": 3},
+        num_hidden_layers=2,
+        kv_channels=8,
+        intermediate_size=INNER,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+    ),
+}
+"""Mixtures whose experts transformers does not mark with its decorator."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
 
 from disagg.core.clock import Clock
+from disagg.core.item_events import ItemPosition
 from disagg.core.types import PageServer
 from disagg.node.page_exchange import RankExchange
 from disagg.node.transfer_loop import LoopCallbacks, TransferLoop
@@ -49,6 +50,31 @@ class Records:
         return True
 
 
+class AnnouncedStores:
+    """What the peers of a cluster have announced: what their stores have now, and what tests claim."""
+
+    def __init__(self, cluster: PageCluster) -> None:
+        self._cluster = cluster
+        self.claimed: set[bytes] = set()
+        """Keys that each peer has announced, although no store has them."""
+        self.corrected: list[tuple[str, bytes]] = []
+
+    def position(self, peer: str) -> ItemPosition:
+        return ItemPosition(1, 1, None)
+
+    def holders(self, keys: Sequence[bytes], peers: Iterable[str]) -> dict[str, list[int]]:
+        found = {}
+        for peer in peers:
+            records = self._cluster.stores[int(peer.removeprefix("peer-"))].records()
+            numbers = [i for i, key in enumerate(keys) if key in records or key in self.claimed]
+            if numbers:
+                found[peer] = numbers
+        return found
+
+    def correct(self, peer: str, keys: Sequence[bytes], position: ItemPosition) -> None:
+        self.corrected += [(peer, key) for key in keys]
+
+
 class ExchangingRank:
     """One rank: an exchange and its thread."""
 
@@ -80,6 +106,7 @@ class PageCluster:
         self.stores = [MemoryStorage(8 << 20) for _ in self.peers]
         for peer, store in zip(self.peers, self.stores, strict=True):
             peer.exchange.served = Records(store)
+        self.announced = AnnouncedStores(self)
         self.ranks = [self.reader, *self.peers]
         servers = {rank.name: rank.server for rank in self.ranks}
         for rank in self.ranks:
@@ -88,7 +115,7 @@ class PageCluster:
             rank.know(servers)
 
     def storage(self, pause: PauseSettings | None = None, clock: Clock = time.monotonic) -> PeerStorage:
-        return PeerStorage(self.reader.exchange, pause, clock)
+        return PeerStorage(self.reader.exchange, self.announced, pause, clock)
 
     def stop(self) -> None:
         for rank in self.ranks:
@@ -105,6 +132,7 @@ def page_cluster(serving: int = 1, clock: Clock = time.monotonic) -> Iterator[Pa
         for rank in cluster.ranks:
             until(lambda rank=rank: rank.exchange.statistics().buffers_in_use == 0, f"{rank.name}: a buffer")  # type: ignore[misc]
             rank.loop.call(rank.transport.check)
+            rank.loop.call(rank.exchange.check)
             assert rank.loop.faults == 0
     finally:
         cluster.fabric.release()
@@ -128,7 +156,7 @@ class WrittenAtAPeer(PeerStorage):
     """Puts into the memory of a peer, and reads it from there: the whole contract."""
 
     def __init__(self, cluster: PageCluster) -> None:
-        super().__init__(cluster.reader.exchange)
+        super().__init__(cluster.reader.exchange, cluster.announced)
         self.store, self.open = cluster.stores[0], True
         self.failed = 0
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, GptOssConfig, LlamaConfig, PreTrainedConfig, Qwen3MoeConfig
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 Tensors = dict[str, torch.Tensor]
 Quantize = Callable[[torch.Tensor], tuple[Tensors, torch.Tensor]]
@@ -31,6 +32,23 @@ CONFIG = LlamaConfig(
     eos_token_id=257,
     pad_token_id=258,
 )
+_MIXTURE: dict[str, Any] = {
+    "vocab_size": 259,
+    "hidden_size": 192,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 6,
+    "head_dim": 32,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": 256,
+    "eos_token_id": 257,
+    "pad_token_id": 258,
+}
+MIXTURE = Qwen3MoeConfig(  # two ranks cut blocks of 128 and groups of 64 of the inner size
+    **_MIXTURE, intermediate_size=192, moe_intermediate_size=192, num_experts=5, norm_topk_prob=True
+)
+GPT_OSS = GptOssConfig(**_MIXTURE, intermediate_size=96, num_local_experts=4, sliding_window=16)
 
 
 @dataclass(frozen=True)
@@ -260,27 +278,64 @@ FORMATS: dict[str, WeightFormat] = {
 }
 
 
-def write_checkpoints(directory: Path, form: WeightFormat) -> tuple[Path, Path]:
+def write_checkpoints(
+    directory: Path, form: WeightFormat, config: PreTrainedConfig = CONFIG
+) -> tuple[Path, Path]:
     """Writes a quantized checkpoint and the same weights in float32; returns their folders."""
-    torch.manual_seed(3)
-    model = AutoModelForCausalLM.from_config(CONFIG, dtype=torch.float32)
-    for parameter in model.parameters():
-        parameter.data += 0.15 * torch.randn(parameter.shape)
     quantized, plain = directory / "quantized", directory / "plain"
-    model.save_pretrained(plain)
+    _save_random(config, plain)
     quantize_checkpoint(plain, quantized, form)
     return quantized, plain
+
+
+def _save_random(config: PreTrainedConfig, target: Path) -> None:
+    torch.manual_seed(3)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    for parameter in model.parameters():
+        parameter.data += 0.15 * torch.randn(parameter.shape)
+    model.save_pretrained(target)
+
+
+def write_mxfp4(directory: Path, config: PreTrainedConfig = GPT_OSS) -> tuple[Path, Path]:
+    """Writes a checkpoint with experts in MXFP4 and the same weights in float32; returns their folders."""
+    quantized, plain = directory / "quantized", directory / "plain"
+    _save_random(config, plain)
+    tensors = load_file(plain / "model.safetensors")
+    stored = dict(tensors)
+    for name, weight in tensors.items():
+        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            blocks, scales = _mxfp4(weight.transpose(1, 2))
+            del stored[name]
+            stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+            tensors[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+    quantized.mkdir()
+    save_file(tensors, plain / "model.safetensors", metadata={"format": "pt"})
+    save_file(stored, quantized / "model.safetensors", metadata={"format": "pt"})
+    set_quantization(plain, quantized, {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
+    return quantized, plain
+
+
+def _mxfp4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Blocks of two values in a byte, and exponents of scales, of weights `[experts, outputs, inputs]`."""
+    groups = weight.unflatten(2, (-1, 32))
+    exponents = (groups.abs().amax(-1) / 6).log2().ceil()
+    scaled = groups / exponents.exp2()[..., None]
+    sizes = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    codes = (scaled.abs()[..., None] - sizes).abs().argmin(-1) + 8 * (scaled < 0)
+    blocks = codes[..., ::2] | (codes[..., 1::2] << 4)
+    return blocks.to(torch.uint8).contiguous(), (exponents + 127).to(torch.uint8).contiguous()
 
 
 def quantize_checkpoint(plain: Path, quantized: Path, form: WeightFormat, part: str = "") -> None:
     """Writes a quantized copy of a checkpoint, and rounds the checkpoint's own weights to the represented ones.
 
-    Only projections with `part` in their names are quantized.
+    Only projections and experts with `part` in their names are quantized.
     """
     tensors = load_file(plain / "model.safetensors")
     stored = dict(tensors)
     for name, weight in tensors.items():
-        if name.endswith("proj.weight") and part in name:
+        quantized_too = name.endswith("proj.weight") or ".experts." in name
+        if quantized_too and part in name:
             own, tensors[name] = form.quantize(weight)
             del stored[name]
             stored |= {f"{name.removesuffix('weight')}{leaf}": one.contiguous() for leaf, one in own.items()}

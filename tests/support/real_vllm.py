@@ -31,6 +31,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
@@ -40,6 +41,8 @@ from vllm.v1.structured_output import StructuredOutputManager
 HEADS, ROW, LAYERS, BLOCK_SIZE = 4, 16, 3, 16
 NAMES = [f"model.layers.{i}.self_attn.attn" for i in range(LAYERS)]
 DTYPE = torch.float16
+LATE_LOADS = "has_sync_kv_loads" in SchedulerOutput.__dataclass_fields__
+"""Whether vLLM calls `start_load_kv` after the model has run, if no load is synchronous."""
 
 
 class RealEngine:
@@ -127,16 +130,21 @@ class RealEngine:
     def _run(self, output: Any) -> ModelRunnerOutput:
         self.worker.handle_preemptions(output.kv_connector_metadata)
         self.worker.bind_connector_metadata(pickle.loads(pickle.dumps(output.kv_connector_metadata)))
-        self.worker.start_load_kv(SimpleNamespace())
+        if not LATE_LOADS:
+            self.worker.start_load_kv(SimpleNamespace())
         counts = output.num_scheduled_tokens
         starts = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
         cached = output.scheduled_cached_reqs
         starts |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         for layer, name in enumerate(NAMES):
-            for request_id, start in starts.items():
-                self._compute(request_id, layer, start, start + counts[request_id])
+            # As in an attention kernel, KV of all requests is written before it is read.
+            for check in (False, True):
+                for request_id, start in starts.items():
+                    self._compute(request_id, layer, start, start + counts[request_id], check)
             if counts:
                 self.worker.save_kv_layer(name, self.caches[name], None)
+        if LATE_LOADS:
+            self.worker.start_load_kv(SimpleNamespace())
         if counts:
             self.worker.wait_for_save()
         for request_id, start in starts.items():
@@ -154,7 +162,8 @@ class RealEngine:
             kv_connector_output=found,
         )
 
-    def _compute(self, request_id: str, layer: int, start: int, stop: int) -> None:
+    def _compute(self, request_id: str, layer: int, start: int, stop: int, check: bool) -> None:
+        """Writes the KV of the step's tokens, or checks the KV of all tokens up to `stop`."""
         request = self.requests[request_id]
         (blocks,) = self.scheduler.kv_cache_manager.get_block_ids(request_id)
         positions = torch.arange(stop)
@@ -163,7 +172,9 @@ class RealEngine:
         values = (values + torch.arange(HEADS)[:, None] * 17 + torch.arange(ROW)) % 32003
         places = torch.tensor(blocks)[positions // BLOCK_SIZE], positions % BLOCK_SIZE
         plane = self.caches[NAMES[layer]].transpose(1, 2).view(torch.int16)
-        plane[places[0][start:], places[1][start:]] = values[start:].to(torch.int16)
+        if not check:
+            plane[places[0][start:], places[1][start:]] = values[start:].to(torch.int16)
+            return
         found = plane[places]
         assert torch.equal(found, values.to(torch.int16)), f"{request_id}: layer {layer}, computed {start}"
 
@@ -178,6 +189,17 @@ class RealEngine:
         assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
         counts = scheduler.connector.scheduling.statistics()
         assert (counts.prompts, counts.holding, counts.receiving) == (0, 0, 0)
+
+    def state(self) -> str:
+        """What the engine waits for, for the message of a failed test."""
+        requests = {name: one.status.name for name, one in self.scheduler.requests.items()}
+        free = self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+        sides = (
+            self.scheduler.connector.scheduling,
+            self.worker.working.producing,
+            self.worker.working.consuming,
+        )
+        return f"{requests}, {free} free blocks, {[side.statistics() for side in sides if side is not None]}"
 
     def shutdown(self) -> None:
         self.worker.shutdown()
@@ -213,7 +235,7 @@ def run(engines: list[RealEngine], until: Callable[[], bool], limit_s: float = 1
     """Steps the engines until a condition holds."""
     end_s = time.monotonic() + limit_s
     while not until():
-        assert time.monotonic() < end_s, "the condition does not hold"
+        assert time.monotonic() < end_s, f"the condition does not hold: {[one.state() for one in engines]}"
         for engine in engines:
             engine.step()
         time.sleep(0.001)

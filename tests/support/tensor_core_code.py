@@ -35,11 +35,10 @@ def _instructions(loop: str) -> list[str]:
 
 
 def _overwriting(instructions: list[str]) -> list[str]:
-    """Returns those of `instructions`, which follow each other, that write to an operand in flight."""
+    """Returns those of the consecutive `instructions` that write to an operand in flight."""
     found = []
-    groups: list[set[str]] = [
-        set()
-    ]  # operands of the products of each group; those of the last are not committed
+    # The operands of the products of each group; the last group is not committed.
+    groups: list[set[str]] = [set()]
     for instruction in instructions:
         operation, _, operands = instruction.partition(" ")
         lists = re.findall(r"\{([^}]*)\}", operands)

@@ -58,6 +58,10 @@ class RankWork:
         return pages + [(state_key(link), "state", link, block) for link, block in states]
 
 
+STATE_TOKENS = 20
+"""Tokens whose KV has as many bytes as a state."""
+
+
 @dataclass
 class StoringGroup:
     """A KV manager, the memory of its ranks, its storage, and the work that is under way."""
@@ -90,9 +94,8 @@ class StoringGroup:
 
     def add_memory(self, blocks: int, write: HostWriteName = "through", **more: Any) -> None:
         self.kv_manager.add_host_tier(blocks, self.states, self.ranks, write)
-        self.kv_manager.add_storage(
-            links, PrefillConfig(**{"prefetch_min_tokens": 1, "storage": "pages", **more})
-        )
+        settings = PrefillConfig(**{"prefetch_min_tokens": 1, "storage": "pages", **more})
+        self.kv_manager.add_storage(links, settings, STATE_TOKENS if self.states else 0)
 
     @property
     def tier(self) -> StorageTier:

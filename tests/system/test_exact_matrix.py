@@ -1,7 +1,7 @@
 """Split over any two groups, the tokens are those of Hugging Face's `generate()`: the whole system in one process.
 
 `make test` runs a sample, with each size of either group twice, and each page size; `make test-slow` runs the rest.
-The other pairs of sizes are in the sample of `test_peer_memory.py`.
+The sample of `test_peer_memory.py` has other pairs of sizes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ TOKENS = 6
 def check(
     checkpoints: Checkpoints, architecture: str, kv_heads: int, tp: tuple[int, int], pages: tuple[int, int]
 ) -> None:
-    source = checkpoints.source(architecture, kv_heads)
+    source = checkpoints.source(architecture, kv_heads, layers=3)
     prompts = random_prompts(5, 61, 29, 90, seed=1)
     config = small_config(*tp, prefill_page=pages[0], decode_page=pages[1], chunk_tokens=23, pool_tokens=1024)
     with local_groups(config, source) as groups:

@@ -143,7 +143,7 @@ def test_a_message_lost_or_repeated_changes_nothing(
 @pytest.mark.parametrize(
     ("kind", "nth"),
     [
-        (m.Reserve, 0),
+        pytest.param(m.Reserve, 0, marks=pytest.mark.slow),
         (m.Reserved, 0),
         (m.Prefill, 0),
         (m.LeaseRequest, 0),
@@ -152,9 +152,9 @@ def test_a_message_lost_or_repeated_changes_nothing(
         (m.LeaseGrant, 3),
         pytest.param(m.Watermark, 0, marks=pytest.mark.slow),
         (m.Watermark, 3),
-        (m.Prefilled, 0),
+        pytest.param(m.Prefilled, 0, marks=pytest.mark.slow),
         (m.Landed, 0),
-        (m.Tokens, 0),
+        pytest.param(m.Tokens, 0, marks=pytest.mark.slow),
         (m.Tokens, 3),
     ],
     ids=lambda value: value if isinstance(value, int) else value.__name__,

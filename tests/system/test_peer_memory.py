@@ -6,6 +6,7 @@ import itertools
 import math
 
 import pytest
+from api_server import until
 from local_groups import (
     Checkpoints,
     LocalGroups,
@@ -36,16 +37,22 @@ def sent(groups: LocalGroups) -> int:
     return sum(rank.statistics()["transfer"].segments_sent for rank in groups.prefill)
 
 
+def pools_open(groups: LocalGroups) -> bool:
+    """Whether each prefill rank has opened the pools of all decode ranks; until then, segments are staged."""
+    wanted = len(groups.decode)
+    return all(rank.statistics()["transfer"].open_pools == wanted for rank in groups.prefill)
+
+
 def in_sample(tp: tuple[int, int]) -> bool:
-    """Half of the pairs: each size of either group twice, larger and smaller decode groups alike."""
-    return (tp[0] + tp[1]) % 2 == (tp[0] > 2)
+    """Each size of either group once: larger, smaller and equal decode groups."""
+    return tp in ((1, 3), (2, 2), (3, 4), (4, 1))
 
 
 @pytest.mark.parametrize("tp", sampled([(tp,) for tp in SIZES], in_sample), ids=str)
 def test_tokens_are_exact_and_nothing_is_staged(checkpoints: Checkpoints, tp: tuple[int, int]) -> None:
     turn = SIZES.index(tp)
     pages, kv_heads = PAGES[turn % len(PAGES)], (1, 2, 4, 6)[turn // 2 % 4]
-    source = checkpoints.source("llama", kv_heads)
+    source = checkpoints.source("llama", kv_heads, layers=3)
     prompts = random_prompts(5, 61, 29, 90, seed=turn)
     config = small_config(*tp, prefill_page=pages[0], decode_page=pages[1], chunk_tokens=23, peer_memory=True)
     with local_groups(config, source) as groups:
@@ -105,6 +112,7 @@ def test_there_is_a_notice_for_each_group_and_chunk_and_no_message(
     prompt = random_prompts(50, seed=7)[0]
     config = small_config(2, 1, chunk_tokens=chunk_tokens, layer_groups=layer_groups, peer_memory=True)
     with local_groups(config, source) as groups:
+        until(lambda: pools_open(groups))
         answer = groups.answers([prompt], SamplingParams(max_tokens=2))[0]
     chunks, pairs = math.ceil(len(prompt) / chunk_tokens), 2
     assert answer.report.segments == chunks * layer_groups * pairs

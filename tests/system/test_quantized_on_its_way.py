@@ -135,7 +135,7 @@ def test_what_lands_is_what_was_computed_quantized(
 
 @pytest.mark.usefixtures("pages_known")
 def test_groups_that_both_have_codes_compute_other_kv(checkpoints: Checkpoints) -> None:
-    """The first layer's K and V are computed before any attention, so they are the same; the others' are not."""
+    """The first layer's K and V are computed before any attention, so they are the same; the second's are not."""
     source, (prompt,) = checkpoints.source(), random_prompts(40, seed=2)
     mixed = quantizing(small_config(), source)
     both = msgspec.structs.replace(mixed, model=msgspec.structs.replace(mixed.model, kv_dtype="int8"))
@@ -145,7 +145,7 @@ def test_groups_that_both_have_codes_compute_other_kv(checkpoints: Checkpoints) 
             groups.answers([prompt], GREEDY)
             kv = {layer: rows for _, layer, head, rows in held(groups.decode, Span(0, 40)) if head == 0}
             found.append(kv)
-    assert [torch.equal(found[0][layer], found[1][layer]) for layer in range(3)] == [True, False, False]
+    assert [torch.equal(found[0][layer], found[1][layer]) for layer in range(2)] == [True, False]
 
 
 @pytest.mark.parametrize(

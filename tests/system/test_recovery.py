@@ -179,7 +179,7 @@ def test_only_the_rest_of_a_prompt_is_sent_again(checkpoints: Checkpoints, lande
         return prefill[-1] if landed and isinstance(message, m.Watermark) and message.watermark else None
 
     sizes = {"chunk_tokens": 16, "ring_bytes": 16384, "layer_groups": 1, "decode_page": 4}
-    with System(checkpoints, (2, 1), **sizes) as system:
+    with System(checkpoints, (2, 1), source=checkpoints.source(layers=3), **sizes) as system:
         system.kill_at(middle)
         found = system.groups.serve(
             lambda router: answers_of(router, "r", prompt, SamplingParams(max_tokens=12))

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from slow_parameters import thinned
 
 from decode_node.costs import CostEstimates
 from decode_node.request import DecodeRequest, Residency, Sequence
@@ -757,8 +758,7 @@ class Dice:
         return self._random.choice(strategy.elements)
 
 
-@pytest.mark.parametrize("eviction", [None, "lru"])
-@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+@pytest.mark.parametrize(("preemption", "eviction"), thinned(["recompute", "swap"], [None, "lru"], by=2))
 def test_steps_ahead_of_their_tokens(preemption: str, eviction: EvictionName | None) -> None:
     """As a compute thread works: it commits a step once the next one, if there is one, is launched."""
     ahead = pruned = 0
@@ -799,8 +799,7 @@ class CachingStatesDecodeMachine(CachingDecodeMachine):
     cached_states = 6
 
 
-@pytest.mark.parametrize("ahead", [0, 1])
-@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+@pytest.mark.parametrize(("preemption", "ahead"), thinned(["recompute", "swap"], [0, 1], by=2))
 def test_recomputation_begins_at_cached_states_among_other_requests(preemption: str, ahead: int) -> None:
     kept = 0
     for seed in range(24):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,6 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import structlog
 import torch
 from architectures import hybrid, save
 from launched import until
@@ -25,10 +27,15 @@ from page_peers import until as wait_until
 from storing_groups import GREEDY, PROMPTS, TOKENS, all_written, tier_of, wait_until_written, with_storage
 
 from disagg.core.config.read import Config
+from disagg.core.errors import TransportError
+from disagg.core.prefixes import PrefixKey
 from disagg.core.types import SamplingParams
 from disagg.kv.cache_operations import CacheOperation, PoolTransfer
 from disagg.model.load.source import ModelSource
+from disagg.node import renewed_exchange
+from disagg.node.group_storage import page_keys, page_parts, part_grid, state_parts
 from disagg.router.router import Router
+from transport.base import Operation
 
 PAGES = 6
 """Whole pages of the first prompt."""
@@ -53,12 +60,27 @@ def serve_in_turn(groups: LocalGroups, salts: Sequence[str] = ("", "")) -> list[
         for number, salt in enumerate(salts):
             if number:
                 wait_until_written(groups.groups["colocated"], PAGES)
+                wait_until_announced(groups.groups["colocated-2"], groups.groups["colocated"])
             outputs = router.generate(f"r{number}", PROMPTS[0], GREEDY, timeout_s=30.0, cache_salt=salt)
             tokens.append([token async for output in outputs for token in output.tokens])
         return tokens
 
     answers: list[list[int]] = groups.serve(work)
     return answers
+
+
+def wait_until_announced(readers: Sequence[Any], owners: Sequence[Any]) -> None:
+    """Each rank of `readers` knows all items of the ranks of `owners` that have parts of the reader."""
+
+    def announced(reader: Any) -> bool:
+        at = {owner: reader.sharing.index.position(owner.control.address) for owner in owners}
+        known = {owner: one for owner, one in at.items() if one.epoch == owner.sharing.served.epoch}
+        return len(known) == reader.statistics()["sharing"].peers > 0 and all(
+            (one.version, one.next_place) == (owner.sharing.served.version, None)
+            for owner, one in known.items()
+        )
+
+    wait_until(lambda: all(map(announced, readers)), "announced")
 
 
 def page_reply(source: str, destination: str, tag: int) -> bool:
@@ -76,7 +98,25 @@ def test_a_group_reads_what_another_group_has_in_memory(checkpoints: Checkpoints
         wait_until_written(second, 0)
         second[0].report()
         (status,) = second[0].leader.status().ranks
-        assert (status.shared_peers, status.shared_hit_bytes_total) == (1, PAGES * 4 * 16 * 8 * 4 * 2 * 3)
+        assert (status.shared_peers, status.shared_hit_bytes_total) == (1, PAGES * 4 * 16 * 8 * 4 * 2 * 2)
+
+
+def test_pages_that_no_group_has_cause_no_message(checkpoints: Checkpoints) -> None:
+    """KV events have said so before the requests come."""
+    source = checkpoints.source()
+    prompts = [PROMPTS[0], PROMPTS[1], random_prompts(90, seed=12)[0]]
+    with local_groups(two_groups(), source) as groups:
+        first, second = groups.groups["colocated"], groups.groups["colocated-2"]
+        wait_until_announced(first, second)
+        wait_until_announced(second, first)
+        messages: list[str] = []
+        groups.fabric.observe(lambda source, destination, tag, data: messages.append(source))
+        answers = groups.answers(prompts, GREEDY)
+        assert [answer.tokens for answer in answers] == [
+            checkpoints.greedy(source, prompt, TOKENS) for prompt in prompts
+        ]
+        assert messages == []
+        assert sum(rank.sharing.served.count for rank in groups.ranks) > 0
 
 
 def test_without_the_setting_nothing_is_shared(checkpoints: Checkpoints) -> None:
@@ -105,6 +145,7 @@ def test_ranks_of_groups_of_different_sizes(
             first = await ask(router, "r0", PROMPTS[0], sampling)
             wait_until_written(groups.prefill, PAGES)
             wait_until_written(groups.decode, (100 + 40 - 1) // 16)
+            wait_until_announced(groups.prefill, groups.decode)
             return [first.tokens, (await ask(router, "r1", turn, GREEDY)).tokens]
 
         assert groups.serve(work) == [answer, checkpoints.greedy(source, turn, TOKENS)]
@@ -121,6 +162,12 @@ def test_recurrent_states_are_read_too(checkpoints: Checkpoints, tmp_path: Path)
         assert serve_in_turn(groups) == [checkpoints.greedy(source, PROMPTS[0], TOKENS)] * 2
         tier = tier_of(groups.groups["colocated-2"])
         assert (tier.fetched_pages, tier.fetched_states) == (PAGES, 1)
+        rank = groups.groups["colocated-2"][0]
+        grid, group = part_grid(rank.group_config, rank.runner.spec), groups.infos["colocated-2"]
+        pages, states = page_parts(group, 0, grid), state_parts(group, 0, grid)
+        assert states is not None
+        token_bytes = pages.read.nbytes / group.page_size
+        assert rank.kv_manager.storage.state_tokens == states.read.nbytes / token_bytes
 
 
 def test_other_salts_share_nothing(checkpoints: Checkpoints) -> None:
@@ -194,13 +241,16 @@ def test_blocks_that_have_other_pages_by_now_are_not_read(checkpoints: Checkpoin
     """The first group's memory has room for 8 pages: the second prompt takes blocks of the first one."""
     source = checkpoints.source()
     prompts = [PROMPTS[0], PROMPTS[1], random_prompts(90, seed=12)[0], PROMPTS[0]]
-    with local_groups(two_groups(host_cache_bytes=8 * 3 * 2 * 16 * 4 * 8 * 4), source) as groups:
+    with local_groups(two_groups(host_cache_bytes=8 * 2 * 2 * 16 * 4 * 8 * 4), source) as groups:
 
         async def work(router: Router) -> list[list[int]]:
             tokens = []
             for number, prompt in enumerate(prompts):  # groups 1, 2, 1, 2
                 tokens.append((await ask(router, f"r{number}", prompt, GREEDY)).tokens)
                 await until(lambda: all(all_written(ranks) for ranks in groups.groups.values()))
+                first, second = groups.groups.values()
+                wait_until_announced(first, second)
+                wait_until_announced(second, first)
             return tokens
 
         assert groups.serve(work) == [checkpoints.greedy(source, prompt, TOKENS) for prompt in prompts]
@@ -233,3 +283,119 @@ def test_a_group_that_has_ended_is_forgotten(checkpoints: Checkpoints) -> None:
         wait_until(lambda: not rank.statistics()["sharing"].peers, "forgotten")
         assert rank.statistics()["sharing"].lost_peers == 0
         rank.know_groups([groups.infos["colocated-2"]])
+
+
+@pytest.mark.parametrize("loss_known", [pytest.param(True, marks=pytest.mark.slow), False])
+def test_a_group_that_starts_again_under_the_same_name(checkpoints: Checkpoints, loss_known: bool) -> None:
+    """Nothing of its earlier memory is known afterwards; both groups read from each other again."""
+    source = checkpoints.source()
+    other = random_prompts(90, seed=12)[0]
+    expected = [checkpoints.greedy(source, prompt, TOKENS) for prompt in (PROMPTS[0], other)]
+    with local_groups(two_groups(), source) as groups:
+        assert serve_in_turn(groups) == [expected[0]] * 2
+        (second,) = groups.groups["colocated-2"]
+        epoch = groups.groups["colocated"][0].sharing.served.epoch
+        groups.kill("colocated-0")
+        first = groups.restart("colocated", loss_known=loss_known)
+        assert first.sharing.served.epoch != epoch
+        wait_until(
+            lambda: second.sharing.index.position("colocated-0").epoch != epoch, "the old index is gone"
+        )
+        wait_until_announced([first], [second])
+        wait_until_announced([second], [first])
+
+        async def work(router: Router) -> list[list[int]]:
+            tokens = []
+            for number, prompt in enumerate([PROMPTS[0], PROMPTS[0], other, other]):  # groups 1, 2, 1, 2
+                tokens.append((await ask(router, f"again-{number}", prompt, GREEDY)).tokens)
+                await until(lambda: all(all_written(ranks) for ranks in groups.groups.values()))
+                wait_until_announced([second], [first])
+            return tokens
+
+        assert groups.serve(work) == [expected[0], expected[0], expected[1], expected[1]]
+        assert tier_of([first]).fetched_pages == PAGES, "read from the surviving group"
+        assert tier_of([second]).fetched_pages == PAGES + len(other) // 16, "read from the new one"
+
+
+@pytest.mark.parametrize("broken", ["colocated", "colocated-2"])
+def test_a_transport_that_fails_is_replaced(
+    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    """Of the group that serves, or that reads. Meanwhile reads are misses, afterwards pages are read again."""
+    monkeypatch.setattr(renewed_exchange, "REOPEN_S", 0.2)
+    source = checkpoints.source()
+    expected = checkpoints.greedy(source, PROMPTS[0], TOKENS)
+    with local_groups(two_groups(), source) as groups:
+        (first,), (second,) = groups.groups.values()
+        (failing,) = groups.groups[broken]
+
+        def fail() -> list[Operation]:
+            raise TransportError("a fence is not proven")
+
+        def found() -> list[bool]:
+            """What the second group finds of the first group's pages; a search must not wait for its limit."""
+            began_s = time.monotonic()
+            pages = second.sharing.storage.exists(first_parts(groups, PROMPTS[0]), 20.0)
+            assert time.monotonic() - began_s < 10.0
+            return pages
+
+        async def work(router: Router) -> list[list[int]]:
+            tokens = [(await ask(router, "r0", PROMPTS[0], GREEDY)).tokens]
+            await until(lambda: all_written([first], PAGES))
+            wait_until_announced([second], [first])
+            assert found() == [True] * PAGES
+            server, name = failing.sharing.server, f"{broken}-0-pages"
+            with structlog.testing.capture_logs() as logs:
+                groups.closed.add(name)
+                groups.fabric.transports[name].progress = fail  # type: ignore[method-assign]
+                failing.sharing.lost("nobody")  # wakes the thread
+                wait_until(lambda: "page_transport_not_opened" in events(logs), "cannot be opened")
+                assert found() == [False] * PAGES, "reads are misses at once"
+                failing.sharing.check()
+                groups.closed.clear()
+                wait_until(lambda: failing.sharing.server != server, "another transport")
+                for rank in (first, second):
+                    wait_until(lambda rank=rank: rank.sharing.statistics().peers == 1, "connected")  # type: ignore[misc]
+            assert {"host_cache_not_shared", "host_cache_shared_again"} <= events(logs)
+            wait_until(lambda: found() == [True] * PAGES, "found again, after the pause of a breaker")
+            tokens.append((await ask(router, "r1", PROMPTS[0], GREEDY)).tokens)
+            return tokens
+
+        assert groups.serve(work) == [expected] * 2
+        assert tier_of([second]).fetched_pages == PAGES
+
+
+def first_parts(groups: LocalGroups, prompt: list[int]) -> list[bytes]:
+    """The key of the first part of each page of a prompt."""
+    rank = groups.groups["colocated"][0]
+    keys = page_keys(rank.group, groups.config, rank.group_config, rank.runner.spec)
+    grid = part_grid(rank.group_config, rank.runner.spec)
+    return keys.keys(keys.links(PrefixKey.of(prompt)), grid.kv_parts[:1])
+
+
+def events(logs: Sequence[Any]) -> set[str]:
+    return {line["event"] for line in logs}
+
+
+def test_an_owner_that_dies_while_a_group_of_another_size_reads(checkpoints: Checkpoints) -> None:
+    """Rank 0 may land its pages, rank 1 does not: none is used."""
+    source, sampling = checkpoints.source(), SamplingParams(max_tokens=40, ignore_eos=True)
+    answer = checkpoints.greedy(source, PROMPTS[0], 40)
+    turn = [*PROMPTS[0], *answer, *PROMPTS[1][:5]]
+    config = sharing(small_config(2, 1), "prefill", "decode", prefetch_base_s=0.5)
+    with local_groups(config, source) as groups:
+
+        async def work(router: Router) -> list[list[int]]:
+            first = await ask(router, "r0", PROMPTS[0], sampling)
+            wait_until_written(groups.prefill, PAGES)
+            wait_until_written(groups.decode, (100 + 40 - 1) // 16)
+            wait_until_announced(groups.prefill, groups.decode)
+            groups.fabric.faults.kill("decode-0-pages", nth=2, when=reply_to_rank_1)
+            return [first.tokens, (await ask(router, "r1", turn, GREEDY)).tokens]
+
+        def reply_to_rank_1(source: str, destination: str, tag: int) -> bool:
+            return source == "decode-0-pages" and destination == "prefill-1-pages" and bool(tag >> 63)
+
+        assert groups.serve(work) == [answer, checkpoints.greedy(source, turn, TOKENS)]
+        assert groups.fabric.faults.all_struck
+        assert tier_of(groups.prefill).fetched_pages == 0

@@ -30,7 +30,7 @@ from transport.control import messages as m
 def test_a_ring_smaller_than_a_request_and_than_a_chunk(
     checkpoints: Checkpoints, tp: tuple[int, int], chunk_tokens: int
 ) -> None:
-    source = checkpoints.source()
+    source = checkpoints.source(layers=3)
     prompts = random_prompts(90, 40, 75, 61, seed=8)
     with local_groups(small_config(*tp, ring_bytes=4096, chunk_tokens=chunk_tokens), source) as groups:
         shard = groups.decode[0].runner.shard
@@ -81,7 +81,7 @@ def test_messages_follow_groups_and_chunks_only(
 
     Neither pages nor tokens nor heads come into it.
     """
-    source, tokens, chunk = checkpoints.source(), 80, 16
+    source, tokens, chunk = checkpoints.source(layers=3), 80, 16
     config = small_config(
         *tp,
         layer_groups=groups_count,

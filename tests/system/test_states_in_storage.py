@@ -93,7 +93,7 @@ def test_what_both_memories_have_evicted_comes_back(
     texts = random_prompts(*[100] * 4, seed=3)
     tails = random_prompts(*range(1, 9), seed=4)
     prompts = [text + tail for text, tail in zip(texts * 2, tails, strict=True)]
-    memory = {"pool_tokens": 256, "max_context_tokens": 256, "cached_states": 4, "host_cache_bytes": 3 << 17}
+    memory = {"pool_tokens": 256, "max_context_tokens": 256, "cached_states": 4, "host_cache_bytes": 3 << 16}
     with local_groups(config_of(tmp_path, **memory), source) as groups:
         answers = serve_one_by_one(groups, groups.prefill, prompts)
         assert answers == expected(checkpoints, source, prompts)

@@ -23,6 +23,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -38,15 +39,17 @@ make_tiny_checkpoint(sys.argv[1], **sizes)
 
 
 def main() -> int:
-    options = parse()
-    end_s = time.monotonic() + options.seconds
-    out = Path(options.out)
-    out.mkdir(parents=True, exist_ok=True)
-    run = Run(options, out, end_s)
+    options = parser(__doc__ or "").parse_args()
+    run = Run(options)
+    return run_to_end(run, run.compare)
+
+
+def run_to_end(run: Run, check: Callable[[], int]) -> int:
+    """Starts the servers, checks, and ends the servers; returns the exit code."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # `timeout`: the servers end too
     try:
         run.start()
-        return run.compare()
+        return check()
     except RunError as exc:
         say(f"FAILED: {exc}")
         run.show_logs()
@@ -55,9 +58,10 @@ def main() -> int:
         run.stop()
 
 
-def parse() -> argparse.Namespace:
+def parser(description: str) -> argparse.ArgumentParser:
+    """Arguments of a run with servers."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--prefill-gpu", default="0", help="CUDA_VISIBLE_DEVICES of the prefill server")
     parser.add_argument("--decode-gpu", default="0")
@@ -76,11 +80,13 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--transport", default="auto", help="transport.backend of DisaggConnector")
     parser.add_argument("--block-size", default="", help="--block-size of the decode server")
+    parser.add_argument("--policy", default="fail", help="kv_load_failure_policy")
+    parser.add_argument("--lease", type=float, default=120.0, help="lease_s of DisaggConnector")
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--seconds", type=float, default=235.0)
     parser.add_argument("--vllm-arg", action="append", default=[], help="for each vLLM server; repeatable")
     parser.add_argument("--out", default=str(Path(os.environ.get("OUT", "/tmp")) / "vllm_on_device"))
-    return parser.parse_args()
+    return parser
 
 
 class RunError(Exception):
@@ -90,8 +96,10 @@ class RunError(Exception):
 class Run:
     """Servers and requests of one run."""
 
-    def __init__(self, options: argparse.Namespace, out: Path, end_s: float) -> None:
-        self.options, self.out, self.end_s = options, out, end_s
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options, self.out = options, Path(options.out)
+        self.out.mkdir(parents=True, exist_ok=True)
+        self.end_s = time.monotonic() + options.seconds
         vllm, ours = os.environ["VLLM_PP"].split(":"), os.environ["DISAGG_PP"].split(":")
         # vLLM's dependencies come before ours; our packages before others of the same name (`kernels`).
         self.vllm_path = ":".join([ours[0], *vllm, *ours[1:]])
@@ -134,7 +142,9 @@ class Run:
             raise RunError(f"{name}: exit code {done.returncode}")
 
     def serve(self, name: str, gpu: str, tp: int, role: str | None, *more: str) -> None:
-        port, options = free_port(), self.options
+        """Starts a server; one that was started before under this name is replaced, at its port."""
+        options = self.options
+        port = int(self.urls[name].rpartition(":")[2]) if name in self.urls else free_port()
         command = [
             *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
             *("--model", str(self.out / "model"), "--served-model-name", "m", "--port", str(port)),
@@ -151,12 +161,13 @@ class Run:
                 "port": free_port(),
                 "control": {"host": "127.0.0.1", "key_file": str(self.out / "keys.json")},
                 "transport": {"backend": options.transport},
+                "lease_s": options.lease,
             }
             transfer = {
                 "kv_connector": "DisaggConnector",
                 "kv_connector_module_path": "disagg.vllm.connector",
                 "kv_role": role,
-                "kv_load_failure_policy": "fail",
+                "kv_load_failure_policy": options.policy,
                 "kv_connector_extra_config": extra,
             }
             command += ["--kv-transfer-config", json.dumps(transfer)]
@@ -184,7 +195,7 @@ class Run:
         )
 
     def launch(self, name: str, command: list[str], more_env: dict[str, str], port: int) -> None:
-        with (self.out / f"{name}.log").open("wb") as log:
+        with (self.out / f"{name}.log").open("ab") as log:
             self.processes[name] = subprocess.Popen(
                 command,
                 env=os.environ | more_env,
@@ -245,8 +256,7 @@ class Run:
         wrong = 0
         say("one at a time:")
         for prompt, expected in zip(prompts, plain, strict=True):
-            began_s = time.monotonic()
-            wrong += self.differs(prompt, expected, self.answer("proxy", prompt), time.monotonic() - began_s)
+            wrong += self.differs(prompt, expected, self.answer("proxy", prompt))
         self.check_moved(sum(len(prompt) for prompt in prompts))
         say("at the same time, with streams, other prompts:")
         others = [
@@ -254,11 +264,9 @@ class Run:
         ]
         with ThreadPoolExecutor(len(others)) as pool:
             expected_answers = list(pool.map(lambda one: self.answer("plain", one), others))
-            began_s = time.monotonic()
             answers = list(pool.map(lambda one: self.answer("proxy", one, stream=True), others))
-        took_s = time.monotonic() - began_s
         for prompt, expected, answer in zip(others, expected_answers, answers, strict=True):
-            wrong += self.differs(prompt, expected, answer, took_s)
+            wrong += self.differs(prompt, expected, answer)
         self.check_moved(sum(len(prompt) for prompt in prompts + others))
         self.check_freed()
         if wrong:
@@ -267,6 +275,8 @@ class Run:
         return 0
 
     def answer(self, name: str, prompt: list[int], stream: bool = False) -> dict[str, Any]:
+        """Returns the tokens, their likeliest alternatives, and the time that the answer took."""
+        began_s = time.monotonic()
         body = {
             **{"model": "m", "prompt": prompt, "max_tokens": self.options.tokens, "temperature": 0},
             **{"ignore_eos": True, "return_token_ids": True, "logprobs": 2, "stream": stream},
@@ -279,6 +289,7 @@ class Run:
         try:
             with urllib.request.urlopen(request, timeout=max(1, self.end_s - 15 - time.monotonic())) as reply:
                 text = reply.read().decode()
+                took_s = time.monotonic() - began_s
         except urllib.error.HTTPError as exc:
             raise RunError(f"{name} answered {exc.code}: {exc.read()[:500]!r}") from exc
         except OSError as exc:
@@ -295,15 +306,12 @@ class Run:
             choices = [chunk["choices"][0] for chunk in chunks if chunk["choices"]]
         tokens = [token for choice in choices for token in choice.get("token_ids") or ()]
         tops = [top for choice in choices for top in (choice.get("logprobs") or {}).get("top_logprobs") or ()]
-        return {"tokens": tokens, "tops": tops}
+        return {"tokens": tokens, "tops": tops, "took_s": took_s}
 
-    def differs(
-        self, prompt: list[int], expected: dict[str, Any], answer: dict[str, Any], took_s: float
-    ) -> int:
+    def differs(self, prompt: list[int], expected: dict[str, Any], answer: dict[str, Any]) -> int:
         """Returns 1 for an answer that differs where the reference has a clear choice."""
-        say(
-            f"  prompt of {len(prompt)} tokens: {len(answer['tokens'])} tokens, {took_s * 1e3:.0f} ms", end=""
-        )
+        took_ms = answer["took_s"] * 1e3
+        say(f"  prompt of {len(prompt)} tokens: {len(answer['tokens'])} tokens, {took_ms:.0f} ms", end="")
         if expected["tokens"] == answer["tokens"]:
             say(", equal")
             return 0
@@ -328,21 +336,30 @@ class Run:
             raise RunError(f"{name} has no metric {pattern}")
         return sum(float(value) for value in found)
 
+    def moved(self) -> float:
+        """Prompt tokens that have come to the decode server."""
+        return self.prompt_tokens("external_kv_transfer")
+
+    def prompt_tokens(self, source: str) -> float:
+        """Prompt tokens of the decode server by source, each prompt counted once its first token is computed."""
+        return self.metric("decode", rf'vllm:prompt_tokens_by_source_total\S*source="{source}"')
+
     def check_moved(self, tokens: int) -> None:
-        moved = self.metric("decode", r'vllm:prompt_tokens_by_source_total\S*source="external_kv_transfer"')
+        moved = self.moved()
         say(f"decode server: {moved:.0f} of {tokens} prompt tokens came from the prefill server")
         if moved < tokens * 0.9:
             raise RunError("the decode server computed prompts itself")
 
-    def check_freed(self) -> None:
-        end_s = time.monotonic() + 15
+    def check_freed(self, *names: str, limit_s: float = 15) -> None:
+        names = names or ("prefill", "decode")
+        end_s = time.monotonic() + limit_s
         while True:
-            used = [self.metric(name, "vllm:kv_cache_usage_perc") for name in ("prefill", "decode")]
-            if used == [0, 0]:
-                say("both servers have freed all blocks")
+            used = {name: self.metric(name, "vllm:kv_cache_usage_perc") for name in names}
+            if not any(used.values()):
+                say(f"all blocks are free: {', '.join(names)}")
                 return
             if time.monotonic() > end_s:
-                raise RunError(f"blocks are still in use, as shares of prefill and decode: {used}")
+                raise RunError(f"blocks are still in use, as shares of the cache: {used}")
             time.sleep(0.5)
 
 

@@ -39,12 +39,18 @@ def test_any_tp_sizes(prefill_tp: int, decode_tp: int) -> None:
 
 @pytest.mark.parametrize("layout", VLLM_LAYOUTS)
 @pytest.mark.parametrize(("prefill_blocks", "decode_blocks"), [(16, 32), (64, 16)])
-def test_any_layouts_and_block_sizes(layout: str, prefill_blocks: int, decode_blocks: int) -> None:
+@pytest.mark.parametrize(
+    ("prefill_tp", "decode_tp"),
+    [(2, 1), *(pytest.param(*tp, marks=pytest.mark.slow) for tp in [(1, 2), (3, 2), (4, 4)])],
+)
+def test_any_layouts_and_block_sizes(
+    layout: str, prefill_blocks: int, decode_blocks: int, prefill_tp: int, decode_tp: int
+) -> None:
     """Each engine has its own memory order; K and V are in one row at both engines, or at none."""
     network = EngineNetwork()
     other = layout if layout in ("one latent head", "nhd, kv first") else "nhd, packed"
-    p = FakeEngine(network, "p", tp=2, layout=layout, block_size=prefill_blocks)
-    d = FakeEngine(network, "d", tp=1, layout=other, block_size=decode_blocks)
+    p = FakeEngine(network, "p", tp=prefill_tp, layout=layout, block_size=prefill_blocks)
+    d = FakeEngine(network, "d", tp=decode_tp, layout=other, block_size=decode_blocks)
     assert handed_over(network, p, d).landed
     p.check_empty()
     d.check_empty()
@@ -95,10 +101,11 @@ def test_a_prompt_larger_than_the_ring() -> None:
     d.check_empty()
 
 
-def test_kv_is_sent_while_the_prompt_is_computed() -> None:
+@pytest.mark.parametrize("late_loads", [False, True])
+def test_kv_is_sent_while_the_prompt_is_computed(late_loads: bool) -> None:
     """Both engines start at once, with a name for the transfer: first layers arrive before the last is computed."""
     network = EngineNetwork()
-    p, d = FakeEngine(network, "p"), FakeEngine(network, "d")
+    p, d = (FakeEngine(network, name, late_loads=late_loads) for name in ("p", "d"))
     handed_over(network, p, d)  # links the engines
     source = {"remote_engine_id": "p", "remote_request_id": "p2", "remote_host": "p", "remote_port": 5580}
     params = {"do_remote_prefill": True, "transfer_id": "both", **source}

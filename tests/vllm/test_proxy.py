@@ -26,7 +26,7 @@ def test_the_first_request_learns_the_engine_and_later_ones_overlap() -> None:
         async with Deployment(prefilled(), says("first")) as one:
             assert (await one.ask()).json()["choices"][0]["text"] == "first"
             first = one.decode.bodies[0]
-            assert first["kv_transfer_params"]["remote_block_ids"] == [1, 2]
+            assert first["kv_transfer_params"]["remote_block_ids"] == [[1, 2]]
             assert (first["prompt"], first["max_tokens"]) == ("hello", 9)
             assert one.prefill.bodies[0]["max_tokens"] == 1
             one.decode.arrived.clear()
@@ -166,7 +166,24 @@ def test_a_restarted_prefill_server_is_learned_again() -> None:
             one.decode.behaviour = for_engine_q
             assert (await one.ask()).status_code == 200
             await one.decode.gone.wait()
-            assert one.decode.bodies[-1]["kv_transfer_params"]["remote_block_ids"] == [1, 2]
+            assert one.decode.bodies[-1]["kv_transfer_params"]["remote_block_ids"] == [[1, 2]]
+
+    with_loop(check)
+
+
+def test_a_prefill_server_that_died_is_learned_again() -> None:
+    """The decode server gets no request for the engine that is gone."""
+
+    async def check() -> None:
+        async with Deployment(prefilled("p"), says("x")) as one:
+            await one.ask()
+            one.prefill.behaviour = cut
+            assert (await one.ask()).status_code == 502
+            one.prefill.behaviour = prefilled("q")
+            one.decode.bodies.clear()
+            assert (await one.ask()).status_code == 200
+            engines = [body["kv_transfer_params"]["remote_engine_id"] for body in one.decode.bodies]
+            assert engines == ["q"]
 
     with_loop(check)
 

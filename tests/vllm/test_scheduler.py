@@ -20,7 +20,7 @@ SOURCE: dict[str, Any] = {
     "do_remote_prefill": True,
     "remote_engine_id": "p",
     "remote_request_id": "p1",
-    "remote_block_ids": [1, 2],
+    "remote_block_ids": [[1, 2]],
     "remote_host": "p",
     "remote_port": 5580,
 }
@@ -166,7 +166,7 @@ def test_blocks_that_may_be_preempted_are_not_announced(changes: dict[str, Any],
     held, params = one.side.request_finished(request, [4, 5])
     assert held
     assert params is not None
-    assert params["remote_block_ids"] == [4, 5]
+    assert params["remote_block_ids"] == [[4, 5]]
     assert one.work().holds[0].positions == 20
 
 

@@ -104,8 +104,12 @@ class MessagesBody(PromptBody, frozen=True, kw_only=True):
     top_p: float = 1.0
     metadata: RequestMetadata | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
+    thread: dict[str, Any] | None = None
+    """Always refused, with a code that the client understands: the server stores no conversations."""
 
     seed: int | None = None
+    ignore_eos: bool = False
+    min_tokens: int = 0
     cache_salt: str = ""
 
 

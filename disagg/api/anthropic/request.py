@@ -18,7 +18,7 @@ from disagg.api.anthropic.fields import (
 )
 from disagg.api.body import decode_object, to_struct
 from disagg.api.chat_request import chat_generation, chat_prompt, template_turn
-from disagg.api.errors import ApiError, unsupported_type
+from disagg.api.errors import NO_THREADS, ApiError, bad, unsupported_type
 from disagg.api.fields import ChatBody, JsonSchema, NamedTool, ResponseFormat, Tool, ToolFunction, ToolName
 from disagg.api.generation_request import GenerationRequest, check_model
 from disagg.api.model import ServedModel
@@ -43,6 +43,11 @@ class ParsedMessages(NamedTuple):
 async def parse_messages(raw: bytes, model: ServedModel, config: ApiConfig) -> ParsedMessages:
     """Parses a body of `/v1/messages`. Raises an `ApiError` if the body is invalid."""
     body = to_struct(decode_object(raw), MessagesBody, MESSAGES_OFF)
+    if body.thread is not None:
+        message = (
+            "thread is not supported: the server stores no conversations, send all messages in each request"
+        )
+        raise bad("thread", message, NO_THREADS)
     try:
         generation = await chat_generation(_chat_body(body), _turns(body), model, config)
     except ApiError as error:
@@ -91,6 +96,8 @@ def _chat_body(body: PromptBody) -> ChatBody:
         top_k=body.top_k,
         top_p=body.top_p,
         seed=body.seed,
+        ignore_eos=body.ignore_eos,
+        min_tokens=body.min_tokens,
         cache_salt=body.cache_salt,
         response_format=None
         if schema is None

@@ -62,6 +62,8 @@ class ResponsesStreamOptions(Body, frozen=True, kw_only=True):
     """The field `stream_options`."""
 
     include_obfuscation: Literal[False] | None = None
+    include_usage: bool = True
+    """Accepted without effect: the last event always has `usage`. Load generators send this field of chat."""
 
 
 class ResponsesBody(Body, frozen=True, kw_only=True):
@@ -89,6 +91,8 @@ class ResponsesBody(Body, frozen=True, kw_only=True):
 
     seed: int | None = None
     top_k: int = 0
+    ignore_eos: bool = False
+    min_tokens: int = 0
     cache_salt: str = ""
     chat_template_kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
     """Variables of the chat template."""

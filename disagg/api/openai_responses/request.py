@@ -85,6 +85,8 @@ def _chat_body(body: ResponsesBody, functions: list[FunctionSpec]) -> ChatBody:
         temperature=body.temperature,
         top_p=body.top_p,
         top_k=body.top_k,
+        ignore_eos=body.ignore_eos,
+        min_tokens=body.min_tokens,
         seed=body.seed,
         stream=body.stream,
         tools=[_tool(one) for one in functions],

@@ -28,11 +28,19 @@ class AnswerPlan:
     """Whether the prompt ends inside reasoning, which the answer continues."""
     parallel: bool = True
     """Whether an answer may have several calls; otherwise calls after the first one are dropped."""
+    constrained: bool = False
+    """Whether a grammar constrains the answer to content alone or calls alone."""
 
     @property
     def parses(self) -> bool:
         """Whether the answers need a parser."""
         return bool(self.tools) or self.names.reasoning != "none"
+
+    @property
+    def unruled(self) -> bool:
+        """Whether the answer may have optional calls for which no grammar exists."""
+        syntax = SYNTAXES.get(self.names.tools)
+        return bool(self.tools) and self.forced is None and syntax is not None and not syntax.has_rules
 
     @property
     def short_ids(self) -> bool:
@@ -55,7 +63,7 @@ class AnswerPlan:
         if self.forced == "":
             return CallScanner(ListedCalls(schemas))
         syntax = SYNTAXES.get(self.names.tools) if self.tools else None
-        return CallScanner(syntax(schemas)) if syntax is not None else PlainText()
+        return PlainText() if syntax is None else CallScanner(syntax(schemas), mixes=not self.constrained)
 
 
 def opens_reasoning(names: ParserNames, prompt: str) -> bool:

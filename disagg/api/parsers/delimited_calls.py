@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Mapping
 from typing import ClassVar
 
-from disagg.api.parsers.call_scanner import MALFORMED, CallSyntax, Found, Read, Unfinished
+from disagg.api.parsers.call_scanner import MALFORMED, CallSyntax, Found, Marker, Read, Unfinished, several
 from disagg.api.parsers.parts import Call
 
 
@@ -14,8 +15,14 @@ class DelimitedCalls(CallSyntax):
 
     finish: ClassVar[str]
     """End token of a call."""
-    around: ClassVar[tuple[str, ...]]
+    around: ClassVar[tuple[str, str]]
     """Tokens before and after the list of calls."""
+    has_rules: ClassVar[bool] = True
+
+    def calls(self, tools: Mapping[str, str], marker: Marker, *, parallel: bool) -> list[str]:
+        first, last = map(marker, self.around)
+        inner = several("inner", self._rules(tools, marker), "SPACE", parallel=parallel)
+        return [f"calls: {first} SPACE inners SPACE {last}", *inner]
 
     def read(self, text: str, marker: str, last: bool) -> Read:
         if marker in self.around:

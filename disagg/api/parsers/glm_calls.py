@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 from typing import Any, ClassVar
 
-from disagg.api.parsers.call_scanner import MALFORMED, CallSyntax, Found, Read, Unfinished, call_of
+from disagg.api.parsers.call_scanner import MALFORMED, Found, Marker, Read, Unfinished, call_of
 from disagg.api.parsers.schema_values import typed_value
+from disagg.api.parsers.tagged_values import TaggedCalls, Tags
+from disagg.core.grammars import text_literal
 
 _BEGIN, _END, _KEY = "<tool_call>", "</tool_call>", "<arg_key>"
 _NAME = re.compile(r"\s*([\w.-]*)\s*")
@@ -15,11 +17,15 @@ _ARGUMENT = re.compile(
 )
 
 
-class GlmCalls(CallSyntax):
+class GlmCalls(TaggedCalls):
     """Calls such as `<tool_call>F<arg_key>P</arg_key><arg_value>value</arg_value></tool_call>`."""
 
     markers: ClassVar[tuple[str, ...]] = (_BEGIN,)
     visible: ClassVar[tuple[str, ...]] = (_BEGIN, _END)
+    tags: ClassVar[Tags] = Tags("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>", "<")
+
+    def rule(self, name: str, arguments: str, marker: Marker) -> str:
+        return f"{marker(_BEGIN)} {text_literal(name)} SPACE {arguments} {marker(_END)}"
 
     def read(self, text: str, marker: str, last: bool) -> Read:
         named = _NAME.match(text, len(marker))

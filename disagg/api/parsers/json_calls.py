@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import ClassVar
 
 from disagg.api.parsers.call_scanner import (
@@ -11,13 +12,17 @@ from disagg.api.parsers.call_scanner import (
     UNFINISHED,
     CallSyntax,
     Found,
+    Marker,
     Read,
     Unfinished,
     call_of,
     calls_of,
+    json_call,
+    several,
 )
 from disagg.api.parsers.parts import Call
 from disagg.api.parsers.texts import json_end, load_json
+from disagg.core.grammars import text_literal
 
 _SPACE = re.compile(r"\s*")
 
@@ -27,6 +32,11 @@ class HermesCalls(CallSyntax):
 
     markers: ClassVar[tuple[str, ...]] = ("<tool_call>",)
     visible: ClassVar[tuple[str, ...]] = ("<tool_call>", "</tool_call>")
+    has_rules: ClassVar[bool] = True
+
+    def rule(self, name: str, arguments: str, marker: Marker) -> str:
+        call = json_call(name, "arguments", arguments)
+        return f"{marker('<tool_call>')} SPACE {call} SPACE {marker('</tool_call>')}"
 
     def read(self, text: str, marker: str, last: bool) -> Read:
         start = _skip_space(text, len(marker))
@@ -88,8 +98,21 @@ class MistralCalls(CallSyntax):
     markers: ClassVar[tuple[str, ...]] = ("[TOOL_CALLS]",)
     visible: ClassVar[tuple[str, ...]] = ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")
     short_ids: ClassVar[bool] = True
+    has_rules: ClassVar[bool] = True
 
     _named = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\w*\s*)?(?:\[ARGS\]\s*)?")
+
+    def rule(self, name: str, arguments: str, marker: Marker) -> str:
+        named = f"{text_literal(name)} ({marker('[CALL_ID]')} /[a-zA-Z0-9]{{9}}/)? {marker('[ARGS]')}? {arguments}"
+        return f"{marker('[TOOL_CALLS]')} {named}"
+
+    def calls(self, tools: Mapping[str, str], marker: Marker, *, parallel: bool) -> list[str]:
+        items = [json_call(name, "arguments", value) for name, value in tools.items()]
+        return [
+            f'calls: nameds | {marker("[TOOL_CALLS]")} SPACE "[" items "]"',
+            *several("named", self._rules(tools, marker), "SPACE", parallel=parallel),
+            *several("item", items, '"," SPACE', parallel=parallel),
+        ]
 
     def read(self, text: str, marker: str, last: bool) -> Read:
         start = _skip_space(text, len(marker))

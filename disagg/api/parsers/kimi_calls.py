@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from typing import ClassVar
 
-from disagg.api.parsers.call_scanner import call_of
+from disagg.api.parsers.call_scanner import Marker, call_of
 from disagg.api.parsers.delimited_calls import DelimitedCalls
 from disagg.api.parsers.parts import Call
+from disagg.core.grammars import text_literal
 
 _BEGIN, _END = "<|tool_call_begin|>", "<|tool_call_end|>"
 _AROUND = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
@@ -21,6 +22,10 @@ class KimiCalls(DelimitedCalls):
     finish, around = _END, _AROUND
     markers: ClassVar[tuple[str, ...]] = (_BEGIN, *_AROUND)
     visible: ClassVar[tuple[str, ...]] = (_BEGIN, _END, *_AROUND, _ARGUMENTS)
+
+    def rule(self, name: str, arguments: str, marker: Marker) -> str:
+        head = f"{text_literal(f'functions.{name}:')} /[0-9]{{1,3}}/"
+        return f"{marker(_BEGIN)} {head} {marker(_ARGUMENTS)} {arguments} {marker(_END)}"
 
     def call(self, body: str) -> Call | None:
         head, _, arguments = body.partition(_ARGUMENTS)

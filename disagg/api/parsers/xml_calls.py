@@ -8,13 +8,15 @@ from typing import Any, ClassVar
 from disagg.api.parsers.call_scanner import (
     MALFORMED,
     UNFINISHED,
-    CallSyntax,
     Found,
+    Marker,
     Read,
     Unfinished,
     call_of,
 )
 from disagg.api.parsers.schema_values import typed_value
+from disagg.api.parsers.tagged_values import TaggedCalls, Tags
+from disagg.core.grammars import text_literal
 
 _END = "</function>"
 _HEAD = re.compile(r"(?:<tool_call>\s*)?<function=([^>\n]+)>\s*")
@@ -22,7 +24,7 @@ _PARAMETER = re.compile(r"<parameter=([^>\n]+)>(.*?)</parameter>\s*(?=<parameter
 _BEGINNINGS = ("<tool_call>", "<function=")
 
 
-class QwenCoderCalls(CallSyntax):
+class QwenCoderCalls(TaggedCalls):
     """Calls such as `<tool_call><function=F><parameter=P>value</parameter></function></tool_call>`.
 
     The schema of the tool's parameter determines whether a value is a text or JSON.
@@ -30,6 +32,11 @@ class QwenCoderCalls(CallSyntax):
 
     markers: ClassVar[tuple[str, ...]] = _BEGINNINGS
     visible: ClassVar[tuple[str, ...]] = ("<tool_call>", "</tool_call>")
+    tags: ClassVar[Tags] = Tags("<parameter=", ">\n", "\n</parameter>", ">\n")
+
+    def rule(self, name: str, arguments: str, marker: Marker) -> str:
+        head = f"{marker('<tool_call>')} SPACE {text_literal(f'<function={name}>')} SPACE"
+        return f"{head} {arguments} {text_literal(_END)} SPACE {marker('</tool_call>')}"
 
     def read(self, text: str, marker: str, last: bool) -> Read:
         body = text[len(marker) :].lstrip() if marker == "<tool_call>" else text

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from disagg.model.experts.form import experts_of
+from disagg.model.experts.quantized import quantized_experts
 
 Arguments = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Hidden states, chosen experts and their weights: the arguments of a module of experts."""
@@ -59,8 +60,8 @@ class ExpertChoices:
         """Returns the bytes of the experts that no token of the recorded step chooses."""
         unread = 0
         for module, (_, chosen, _) in self._chosen.items():
-            parameters = list(module.parameters())
-            experts = len(parameters[0])
+            parameters, quantized = list(module.parameters()), quantized_experts(module)
+            experts = len(parameters[0]) if quantized is None else quantized.experts
             left = experts - int(chosen.flatten().bincount().count_nonzero())
             unread += sum(one.nbytes for one in parameters) * left // experts
         return unread

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import NamedTuple
 
@@ -17,8 +17,10 @@ from disagg.core.types import PROTOCOL_VERSION, GroupInfo, SamplingParams
 from disagg.kv.host_tier import HostTierStatistics
 from disagg.kv.pages import pages_for
 from disagg.model.runner import ModelRunner
+from disagg.node.host_cache_sharing import HostCacheSharing
 from disagg.node.kv_manager import KVManagerStatistics
 from disagg.node.rank_start import RankModel
+from disagg.node.renewed_exchange import PageEndpoint
 from disagg.router.answers import SessionReport
 from disagg.router.response_dispatcher import ResponseDispatcher
 from disagg.router.router import Router
@@ -30,7 +32,6 @@ from transport.inproc import InprocFabric, InprocTransport
 REQUEST_TIMEOUT_S = 600.0
 SETTLE_TIMEOUT_S = 60.0
 _POLL_S = 0.002
-_NAME = "colocated"
 
 
 class TimedAnswer(NamedTuple):
@@ -51,11 +52,53 @@ class TierCounts(NamedTuple):
     """Tokens fetched from the storage into host memory."""
 
 
+class EnginePlace(NamedTuple):
+    """Where an engine runs: alone, or beside another engine of this process."""
+
+    hub: InprocHub
+    """Control channel between the engines."""
+    name: str = "colocated"
+    pages: PageEndpoint | None = None
+    """How the engine shares its host memory with the other engine; None if it shares none."""
+
+
 class TiersEngine:
     """A colocated rank and its router. Made by `tiers_engine`; all methods run on one event loop."""
 
     def __init__(self, rank: ColocatedRank, router: Router) -> None:
-        self._rank, self._router, self._numbers = rank, router, itertools.count(1)
+        self.rank, self._router, self._numbers = rank, router, itertools.count(1)
+
+    async def share_with(self, owner: TiersEngine) -> None:
+        """Connects two engines that share host memory. Raises `DisaggError` after a time limit."""
+        for engine in (self, owner):
+            engine.rank.know_groups([self.rank.group, owner.rank.group])
+        sharing = self.sharing
+        await _until(lambda: sharing.statistics().peers == 1, "two groups were not connected")
+        await self.learn_items(owner)
+
+    async def learn_items(self, owner: TiersEngine) -> None:
+        """Returns when this engine knows all items of another one. Raises `DisaggError` after a time limit."""
+        served, index, address = owner.sharing.served, self.sharing.index, owner.rank.control.address
+        assert served is not None, "set when the rank has joined its group"
+
+        def known() -> bool:
+            at = index.position(address)
+            return (at.epoch, at.version, at.next_place) == (served.epoch, served.version, None)
+
+        await _until(known, "KV events did not arrive")
+
+    def published_tokens(self) -> int:
+        """Returns how many tokens of KV were published for other groups, or stored, so far."""
+        memory = self._memory()
+        assert memory.host is not None, "the engine has a second tier"
+        assert memory.host.storage is not None, "the engine has a third tier"
+        return memory.host.storage.written_pages * memory.pages.page_size
+
+    @property
+    def sharing(self) -> HostCacheSharing:
+        """The exchange with the other engine."""
+        assert self.rank.sharing is not None, "the engine has an endpoint for pages"
+        return self.rank.sharing
 
     async def generate(self, prompt: Sequence[int], max_tokens: int, salt: str = "") -> TimedAnswer:
         """Runs one greedy request to its end. Prompts of different salts share no cached KV."""
@@ -77,11 +120,11 @@ class TiersEngine:
 
     def cached_tokens(self, prompt: Sequence[int], tier: Tier) -> int:
         """Returns how many leading tokens of `prompt` the tier has, by its KV events, in whole blocks."""
-        assert self._rank.kv_manager is not None, "the only rank is rank 0"
-        log = self._rank.kv_manager.kv_events.get(tier)
+        assert self.rank.kv_manager is not None, "the only rank is rank 0"
+        log = self.rank.kv_manager.kv_events.get(tier)
         if log is None:
             return 0
-        key = PrefixKey.of(prompt, "", self._rank.runner.spec.rope_switch_tokens)
+        key = PrefixKey.of(prompt, "", self.rank.runner.spec.rope_switch_tokens)
         return log.unit_tokens * longest_held(key.block_hashes(log.unit_tokens), log.held)
 
     def counts(self) -> TierCounts:
@@ -96,21 +139,23 @@ class TiersEngine:
 
     async def settle(self) -> None:
         """Returns when no request is running and no tier copies pages. Raises `DisaggError` after a time limit."""
-        until_s = time.monotonic() + SETTLE_TIMEOUT_S
-        while self._busy():
-            if time.monotonic() > until_s:
-                raise DisaggError(
-                    f"copies between tiers did not end in {SETTLE_TIMEOUT_S:g} s: {self._memory()}"
-                )
-            await asyncio.sleep(_POLL_S)
+        await _until(lambda: not self._busy(), "copies between tiers did not end")
 
     def _busy(self) -> bool:
         memory = self._memory()
         return memory.free_rows < memory.rows or (memory.host is not None and _moves(memory.host))
 
     def _memory(self) -> KVManagerStatistics:
-        assert self._rank.leader is not None, "the only rank is rank 0"
-        return self._rank.leader.statistics().memory
+        assert self.rank.leader is not None, "the only rank is rank 0"
+        return self.rank.leader.statistics().memory
+
+
+async def _until(condition: Callable[[], bool], what: str) -> None:
+    until_s = time.monotonic() + SETTLE_TIMEOUT_S
+    while not condition():
+        if time.monotonic() > until_s:
+            raise DisaggError(f"{what} in {SETTLE_TIMEOUT_S:g} s")
+        await asyncio.sleep(_POLL_S)
 
 
 def _moves(host: HostTierStatistics) -> bool:
@@ -121,25 +166,32 @@ def _moves(host: HostTierStatistics) -> bool:
 
 @asynccontextmanager
 async def tiers_engine(
-    config: Config, group: ColocatedConfig, model: RankModel, runner: ModelRunner
+    config: Config,
+    group: ColocatedConfig,
+    model: RankModel,
+    runner: ModelRunner,
+    place: EnginePlace | None = None,
 ) -> AsyncIterator[TiersEngine]:
     """Yields a started engine; afterwards ends its threads. The cache is empty, the storage keeps its pages.
 
-    Engines can use the same `runner` one after another.
+    Engines can use the same `runner` one after another. `place`: alone by default.
     """
-    hub, fabric, options = InprocHub(), InprocFabric(), ReliableOptions()
+    hub, name, pages = place or EnginePlace(InprocHub())
+    fabric, options = InprocFabric(), ReliableOptions()
     rank = ColocatedRank(
         rank=0,
         config=config,
         group_config=group,
-        name=_NAME,
+        name=name,
         runner=runner,
-        control=InprocControl(hub, _NAME, options, MAX_MESSAGE_BYTES),
-        transport=InprocTransport(fabric, _NAME),
+        control=InprocControl(hub, name, options, MAX_MESSAGE_BYTES),
+        transport=InprocTransport(fabric, name),
     )
+    if pages is not None:
+        rank.share_host_cache(pages)
     try:
         info = GroupInfo(
-            _NAME,
+            name,
             "colocated",
             PROTOCOL_VERSION,
             model.fingerprint.result(),
@@ -150,7 +202,9 @@ async def tiers_engine(
         )
         rank.join(info)
         loop = asyncio.get_running_loop()
-        dispatcher = ResponseDispatcher(InprocControl(hub, "router", options, MAX_MESSAGE_BYTES), loop)
+        dispatcher = ResponseDispatcher(
+            InprocControl(hub, f"router of {name}", options, MAX_MESSAGE_BYTES), loop
+        )
         dispatcher.start()
         try:
             engine = TiersEngine(rank, Router(dispatcher, (info,)))

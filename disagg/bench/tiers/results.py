@@ -9,10 +9,12 @@ from disagg.bench.common.ceilings import size_text
 from disagg.bench.common.report import Measurement, Result
 from disagg.bench.handoff.figures import percentile
 from disagg.bench.tiers.run import TiersMeasurements
+from disagg.node.page_exchange import LEAST_REPLY_BYTES
 
 PLACE_NAMES = {
     "device": "TTFT, hit in the KV pool",
     "host": "TTFT, hit in host memory",
+    "peer": "TTFT, hit in another group's host memory",
     "storage": "TTFT, hit in the storage",
     "nowhere": "TTFT, no hit",
 }
@@ -27,6 +29,7 @@ def _ttft(found: TiersMeasurements) -> list[Result]:
     pool_s = statistics.median(found.ttft_s["device"])
     ceilings = {
         "host": _after(found, pool_s, found.plain_copy, "pool hit + plain copy"),
+        "peer": _after(found, pool_s, found.plain_transfer, "pool hit + plain transfer"),
         "storage": _after(found, pool_s, found.plain_read, "pool hit + plain read"),
     }
     return [
@@ -65,9 +68,10 @@ def _load_costs(found: TiersMeasurements) -> list[Result]:
 
 
 def _plain(found: TiersMeasurements) -> list[Result]:
-    size = size_text(found.nbytes)
+    size, message = size_text(found.nbytes), size_text(LEAST_REPLY_BYTES)
     return [
         Result(f"plain copy from host memory, {size}", found.plain_copy, None, found.labels),
+        Result(f"plain transfer, messages of {message}", found.plain_transfer, None, found.labels),
         Result(f"plain read of a file, {size}", found.plain_read, None, found.labels),
     ]
 

@@ -1,4 +1,4 @@
-"""Measures the tiers of the prefix cache with one colocated rank in this process, and checks every answer."""
+"""Measures the tiers of the prefix cache with colocated ranks in this process, and checks every answer."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
@@ -17,7 +18,8 @@ from disagg.bench.common.ceilings import size_text
 from disagg.bench.common.measure import host_copy_rate
 from disagg.bench.common.report import Label, Measurement
 from disagg.bench.storage.plain import plain_files
-from disagg.bench.tiers.engine import tiers_engine, whole_pages
+from disagg.bench.tiers.engine import EnginePlace, tiers_engine, whole_pages
+from disagg.bench.tiers.peer import PeerRun, page_endpoint, plain_transfer
 from disagg.bench.tiers.ttft import TtftRun, TtftSizes
 from disagg.bench.tiers.turns import TurnSizes, TurnsRun, converse
 from disagg.core.config.groups import Device
@@ -28,8 +30,12 @@ from disagg.kv.host_pool import block_bytes
 from disagg.model.collective.base import SingleCollective
 from disagg.model.runner import ModelRunner
 from disagg.node.rank_start import RankModel, begin_model, load_runner
+from transport.control.inproc import InprocHub
+from transport.hosts import LOOPBACK
+from transport.reach import choose
 
 ReportProgress = Callable[[str], None]
+TransportChoice = Literal["auto", "ucx", "tls"]
 POOL_PREFIXES = 5
 """Size of the pool of the TTFT run, in prefixes: stores copy at most a quarter of a pool at one time."""
 HOST_PREFIXES = 8
@@ -62,6 +68,8 @@ class TiersOptions:
     turn_tokens: int
     concurrency: int
     repeats: int
+    transport: TransportChoice = "auto"
+    """Transport between two groups that share host memory; auto: as for groups on one host."""
 
     def __post_init__(self) -> None:
         """Raises `ConfigError` for a beginning that KV events do not cover."""
@@ -89,10 +97,12 @@ class TiersMeasurements:
     """Figures of a run."""
 
     ttft_s: dict[str, list[float]]
-    """TTFTs by place: `device`, `host`, `storage` or `nowhere`."""
+    """TTFTs by place: `device`, `host`, `peer`, `storage` or `nowhere`."""
     plain_copy: Measurement
+    plain_transfer: Measurement
     plain_read: Measurement
-    """Rates of a plain copy from host memory to the device, and of plain reads of a file, in GB/s."""
+    """Rates of a plain copy from host memory to the device, of a plain transfer between two processes, and of plain
+    reads of a file, in GB/s."""
     nbytes: int
     """Bytes of the KV of a cached beginning."""
     runs: dict[str, TurnsRun]
@@ -137,6 +147,10 @@ class _TiersRun:
         self._ttft_group = self._with_tiers(
             HOST_PREFIXES * prefix_tokens, STORED_PREFIXES * prefix_tokens, "ttft"
         )
+        self._peer_group = msgspec.structs.replace(
+            self._with_tiers(HOST_PREFIXES * prefix_tokens, 0, ""), host_cache_shared=True
+        )
+        self._choice = choose(TransportConfig(backend=options.transport), LOOPBACK)
         self._conversations = -(-WORKING_SET * self._group.pool_tokens // options.history_tokens)
         self._turns_groups = self._groups_by_tiers()
         self._check_disk()
@@ -151,16 +165,35 @@ class _TiersRun:
             ttft = TtftRun(engine, sizes, self._progress)
             await ttft.run()
         shutil.rmtree(self._ttft_group.storage)  # the next storage needs its room on the disk
+        peer_s = await self._peer(sizes)
         nbytes = options.tokens * self._spec.layout.token_bytes
         self._progress("plain copies")
         return TiersMeasurements(
-            dict(ttft.ttft_s),
+            {**ttft.ttft_s, "peer": peer_s},
             host_copy_rate(self._model.device, nbytes, options.repeats, out=False),
+            plain_transfer(self._choice, nbytes, options.repeats),
             _read_rate(self._folder, nbytes, options.repeats),
             nbytes,
             await self._turns(),
             self._labels(),
         )
+
+    async def _peer(self, sizes: TtftSizes) -> list[float]:
+        """Returns TTFTs of hits in the host memory of a second group, which has weights of its own."""
+        self._progress("loading the model of another group")
+        owner_runner = load_runner(self._model, SingleCollective(), 0, "colocated")[0]
+        group = self._peer_group
+        config = msgspec.structs.replace(self._config, colocated=group)
+        endpoint, hub = page_endpoint(self._choice), InprocHub()
+        reader_at = EnginePlace(hub, "colocated", endpoint())
+        owner_at = EnginePlace(hub, "colocated-2", endpoint())
+        async with (
+            tiers_engine(config, group, self._model, self._runner, reader_at) as reader,
+            tiers_engine(config, group, self._model, owner_runner, owner_at) as owner,
+        ):
+            run = PeerRun(reader, owner, sizes, self._progress)
+            await run.run()
+        return run.ttft_s
 
     async def _turns(self) -> dict[str, TurnsRun]:
         """Runs the workload with each of the groups.
@@ -235,6 +268,7 @@ class _TiersRun:
             "turn_tokens": options.turn_tokens,
             "answer_tokens": options.answer_tokens,
             "concurrency": options.concurrency,
+            "transport": self._choice.name,
         }
 
 

@@ -43,13 +43,15 @@ class KernelOptions:
             "sampling",
             "quantized",
             "experts",
+            "quantized_experts",
         ],
         typer.Option(
             "--what",
             help="checksum: copies with and without it; quantize: gather to 8 bits; page_copy: pages within a pool; "
             "host_cache: pages to pinned host memory and back; "
             "attention: decode, prefill, writes of K and V (needs a GPU); sampling: a step of 256 requests; "
-            "quantized: products with quantized weights; experts: a layer of Qwen3 30B A3B.",
+            "quantized: products with quantized weights; experts: a layer of Qwen3 30B A3B; "
+            "quantized_experts: its products in fp8, and those of gpt-oss 20B in MXFP4.",
         ),
     ] = "copies"
     rows: Annotated[str, typer.Option("--rows", help="Bytes of a token's head slice, comma-separated.")] = (
@@ -91,6 +93,7 @@ def kernels(options: KernelOptions) -> None:
         "sampling": _sampling,
         "quantized": _quantized,
         "experts": _experts,
+        "quantized_experts": _quantized_experts,
     }
     chosen = runs.get(options.what, _copies)(options, device)
     with progress() as update:
@@ -138,6 +141,18 @@ def _experts(options: KernelOptions, device: Any) -> KernelRun:
         bench = replace(bench, tokens=(1, 5), experts=6, choices=2, hidden=48, inner=40, dtype=torch.float32)
     title = f"{bench.experts} experts, {bench.choices} for each token,"
     return KernelRun(lambda update: experts.run(bench, update), "experts", title)
+
+
+def _quantized_experts(options: KernelOptions, device: Any) -> KernelRun:
+    import torch
+
+    from disagg.bench.kernels import quantized_experts as products
+
+    bench = products.QuantizedExpertsBench(device, options.repeats)
+    if device.type != "cuda":
+        sizes = tuple(replace(one, experts=4, choices=2, hidden=64, inner=32) for one in bench.sizes)
+        bench = replace(bench, sizes=sizes, tokens=(1, 5), dtype=torch.float32)
+    return KernelRun(lambda update: products.run(bench, update), "quantized_experts", "quantized experts")
 
 
 def _copies(options: KernelOptions, device: Any) -> KernelRun:

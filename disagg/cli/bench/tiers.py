@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, Literal, cast
 
 import typer
 
@@ -76,6 +76,10 @@ class TiersFlags:
             help="Folder on the disk of the storage [the system's folder for temporary files].",
         ),
     ] = None
+    transport: Annotated[
+        Literal["auto", "ucx", "tls"],
+        typer.Option("--transport", help="Transport between two groups that share host memory."),
+    ] = "auto"
     repeats: RepeatsFlag = 5
     device: DeviceFlag = "auto"
     output: OutputFlags
@@ -83,11 +87,12 @@ class TiersFlags:
 
 @with_options(TiersFlags)
 def tiers(options: TiersFlags) -> None:
-    """Measure TTFT of hits in the KV pool, in host memory, in a storage and of no hit; and conversations whose
-    histories have five times the tokens of the pool, with and without lower tiers.
+    """Measure TTFT of hits in the KV pool, in host memory, in another group's host memory, in a storage, and of no
+    hit; and conversations whose histories have five times the tokens of the pool, with and without lower tiers.
 
-    One colocated rank runs in this process. Every answer after a hit is compared with the answer to the same prompt
-    without a hit, and all conversations are compared between the runs.
+    One colocated rank runs in this process, and for hits in another group a second one with weights of its own. Every
+    answer after a hit is compared with the answer to the same prompt without a hit, and all conversations are
+    compared between the runs.
     """
     check_model(ModelConfig(path=options.weights.model))
     from disagg.bench.tiers.results import results_of
@@ -106,6 +111,7 @@ def tiers(options: TiersFlags) -> None:
         turn_tokens=sizes.turn_tokens or (256 if cuda else 64),
         concurrency=sizes.concurrency,
         repeats=options.repeats,
+        transport=options.transport,
     )
     with progress() as update:
         results = results_of(measure(chosen, update))

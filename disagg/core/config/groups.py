@@ -105,7 +105,8 @@ class GroupConfig(Section, frozen=True):
     """Constant part of the time limit of `prefetch = "timeout"`. The search and the reading have a separate limit
     each."""
     prefetch_s_per_1k_tokens: float = 0.1
-    """Increase of the time limit of `prefetch = "timeout"` for each 1024 tokens of the prefix."""
+    """Increase of the time limit of `prefetch = "timeout"` for each 1024 tokens of the prefix. A recurrent state
+    counts as the tokens whose KV has as many bytes."""
     prefetch_min_tokens: int = 256
     """Smallest number of tokens of a prompt, beyond those cached in memory, for which `storage` is searched."""
     eviction: EvictionName = "lru"

@@ -39,8 +39,10 @@ def main() -> int:
 def _summary(source: TraceSource) -> TraceSummary:
     raw, trace = Path(source.raw), Path(source.trace)
     if raw != trace:
-        with raw.open("rb") as read, gzip.open(trace, "wb", LEVEL) as written:
+        part = Path(source.partial)
+        with raw.open("rb") as read, gzip.open(part, "wb", LEVEL) as written:
             shutil.copyfileobj(read, written, 1 << 20)
+        part.rename(trace)
         raw.unlink()
     return summarize(read_trace(trace, source.device), source)
 

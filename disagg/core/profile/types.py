@@ -137,3 +137,8 @@ class TraceSource(msgspec.Struct, frozen=True, kw_only=True):
     plain_step_ms: Seconds = 0.0
     start_s: Seconds = 0.0
     stop_s: Seconds = 0.0
+
+    @property
+    def partial(self) -> str:
+        """Path of the compressed trace while it is written. The recording rank removes a file that remains there."""
+        return f"{self.trace}.part"

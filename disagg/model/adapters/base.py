@@ -12,6 +12,7 @@ import torch
 
 from disagg.core.errors import InvariantError
 from disagg.model.attention.paged import AttentionContext, paged_attention
+from disagg.model.tensor_parallel import OWN_QUERIES
 
 
 class StepInputs:
@@ -60,8 +61,12 @@ class StepInputs:
     ) -> torch.Tensor:
         """Computes the attention of `module`, which has a `layer_idx`. `q`, `k`, `v`: `[rows, tokens, heads, dim]`.
 
-        `named`: keyword arguments of `paged_attention`. Returns `[rows, tokens, query heads * dim of v]`.
+        `named`: keyword arguments of `paged_attention`, with `alibi_slopes` of all heads. Returns
+        `[rows, tokens, query heads * dim of v]`.
         """
+        own = getattr(module, OWN_QUERIES, None)
+        if own is not None and "alibi_slopes" in named:
+            named["alibi_slopes"] = named["alibi_slopes"][own]
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         out, _ = paged_attention(module, q, k, v, None, paged_context=self.context, **named)
         return out.flatten(2)

@@ -1,6 +1,6 @@
 """Adapter of CodeGen: GPT-J with a single projection, whose output has four parts.
 
-Each part has the queries, values and keys of a quarter of the heads.
+Each part has the queries, values and keys of a quarter of the heads. Ranks share the parts, if they can.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ def _adapt(model: Any, step: StepInputs) -> None:
 def _forward(
     attention: Any, step: StepInputs, hidden_states: torch.Tensor, **_: Any
 ) -> tuple[torch.Tensor, None]:
-    fused = attention.qkv_proj(hidden_states).unflatten(-1, (_PARTS, 3, -1, attention.head_dim))
+    each = attention.num_attention_heads // _PARTS  # a rank has some of the parts
+    fused = attention.qkv_proj(hidden_states).unflatten(-1, (-1, 3, each, attention.head_dim))
     q, v, k = (x.flatten(2, 3) for x in fused.unbind(3))
     q, k = (rotate(attention, x, step.positions) for x in (q, k))
     return attention.out_proj(step.attend(attention, q, k, v)), None

@@ -12,6 +12,7 @@ from transformers.models.falcon.modeling_falcon import apply_rotary_pos_emb, bui
 from disagg.model.adapters.base import Adapter, Constant, StepInputs, heads, plan_of
 
 _MLP = ("dense_h_to_4h", "dense_4h_to_h")
+_ATTENTION = ("query_key_value", "dense")
 
 
 def _adapt(model: Any, step: StepInputs) -> None:
@@ -22,9 +23,10 @@ def _adapt(model: Any, step: StepInputs) -> None:
         )
         slopes = Constant(of_two_positions[:, 0, 1])
     for block in model.transformer.h:
-        for name in _MLP:
-            setattr(block.mlp, name, _plain(getattr(block.mlp, name)))
         attention = block.self_attention
+        for owner, names in ((block.mlp, _MLP), (attention, _ATTENTION)):
+            for name in names:
+                setattr(owner, name, _plain(getattr(owner, name)))
         attention.forward = partial(_forward, attention, step, slopes)
 
 

@@ -7,27 +7,26 @@ recorded.
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 import structlog
 import torch
-from torch import nn
-from transformers.activations import SiLUActivation
 from triton import TritonError
 
 from disagg.core.errors import first_line
-from disagg.model.experts.form import DOWN, ExpertsForm, ExpertsFormError, experts_of, form_of, gated
+from disagg.model.experts.activation import Activation
+from disagg.model.experts.form import DOWN, ExpertsForm, ExpertsFormError, experts_of, form_of
 from kernels.dispatch import INTERPRETED
 from kernels.layers.expert_matmul import expert_matmul, expert_tile, expert_tiles
 from kernels.layers.expert_rows import expert_rows
 from kernels.layers.expert_sum import expert_sum
 from kernels.layers.matmul import DTYPES
 from kernels.layers.matmul_tiles import MatmulTile
-from kernels.layers.silu_mul import silu_mul
+from kernels.layers.quantized_linear import QuantizedTile
 
-_SILU = (nn.SiLU, SiLUActivation)
-_DEFAULT_GATE = "_default_apply_gate"
-"""Name of transformers' function that computes `act_fn(gate) * up`."""
+Tile = TypeVar("Tile", bound=MatmulTile | QuantizedTile)
 _PROBED_TOKENS, _PROBED_CHOICES = 3, 2
 _ALLOWED = {torch.float32: 1e-4, torch.bfloat16: 4 * 2**-7, torch.float16: 4 * 2**-10}
 """Largest error of a token's result, relative to the norm of the result, that rounding and the order of sums
@@ -39,16 +38,13 @@ class GroupedExperts:
     """The forward of a module of experts, in four launches and those of its activation."""
 
     def __init__(self, module: Any, form: ExpertsForm) -> None:
-        self._module, self._form = module, form
         up, down = getattr(module, form.up).detach(), getattr(module, DOWN).detach()
         self._up, self._down = (one.transpose(1, 2) if form.transposed else one for one in (up, down))
         biases = [f"{name}_bias" for name in (form.up, DOWN)]
         self._up_bias, self._down_bias = (
             getattr(module, name).detach() if form.has_bias else None for name in biases
         )
-        own_gate = getattr(type(module), "_apply_gate", None)
-        is_plain = getattr(own_gate, "__name__", "") == _DEFAULT_GATE
-        self._is_silu = form.has_gate and is_plain and isinstance(module.act_fn, _SILU)
+        self._activation = Activation(module, form)
 
     def __call__(
         self,
@@ -67,7 +63,7 @@ class GroupedExperts:
         tile = tile or expert_tile(chosen.numel(), experts, dtype)
         rows = expert_rows(chosen, experts, tile.rows)
         x = expert_matmul(hidden_states.to(dtype), self._up, rows, choices, self._up_bias, tile=tile)
-        x = silu_mul(*x.chunk(2, dim=-1)) if self._is_silu else gated(self._form, self._module, x)
+        x = self._activation(x)
         x = expert_matmul(x.to(dtype), self._down, rows, 1, self._down_bias, tile=tile)
         if weights.dtype not in (dtype, torch.float32):
             weights = weights.float()
@@ -97,20 +93,25 @@ def group_experts(model: Any) -> int:
     return grouped
 
 
-@torch.inference_mode()
-def agrees(module: Any, forward: GroupedExperts, weights: torch.Tensor) -> bool:
-    """Returns whether `forward` and the module's own forward give random tokens the same results, but for rounding.
+class ProbedStep(NamedTuple):
+    """Arguments of a module of experts: random tokens, their choices, and the weights of the choices."""
 
-    Compares a few tokens of any experts, then each tile with many tokens of a few experts. Waits for the device. Logs
-    a warning if results differ or a forward fails. If the module's own forward fails, there is nothing to compare
-    with, nor to use instead: the result is True.
+    x: torch.Tensor
+    chosen: torch.Tensor
+    factors: torch.Tensor
+
+
+def probed_steps(
+    module: Any, experts: int, hidden: int, like: torch.Tensor, tiles: Sequence[Tile]
+) -> Iterator[tuple[ProbedStep, Tile]]:
+    """Yields random steps and the tile for each: a few tokens of any experts, then, for each tile, many tokens of a
+    few experts.
+
+    `like`: a tensor of the type and device of the activations.
     """
-    experts, tiles = weights.shape[0], expert_tiles(weights.dtype)
     # As many choices as in the model's steps, so that steps need no other compiled kernels.
     configured = getattr(module.config, "num_experts_per_tok", None)  # HunYuan: a list, by layer
     choices = min(experts, max(1, configured) if isinstance(configured, int) else _PROBED_CHOICES)
-    hidden = getattr(module, DOWN).shape[2 if module.is_transposed else 1]
-    name = type(module).__name__
     own = torch.Generator().manual_seed(0)  # torch's own generator is not changed
     few = min(experts, choices + 2)
     some = torch.arange(few) * (experts - 1) // max(1, few - 1)  # includes the first and the last one
@@ -118,22 +119,42 @@ def agrees(module: Any, forward: GroupedExperts, weights: torch.Tensor) -> bool:
     full = ((tile.rows * few // choices + _PROBED_TOKENS, some, tile) for tile in tiles)
     probes = [(_PROBED_TOKENS, torch.arange(experts), tiles[0]), *full]
     for tokens, numbers, tile in probes[:1] if INTERPRETED else probes:  # many tokens would take minutes
-        x = torch.randn(tokens, hidden, generator=own).to(weights.device, weights.dtype)
+        x = torch.randn(tokens, hidden, generator=own).to(like.device, like.dtype)
         order = torch.rand(tokens, len(numbers), generator=own).argsort(1)[:, :choices]
-        chosen = numbers[order].to(weights.device)
-        factors = torch.rand(tokens, choices, generator=own).to(weights.device, weights.dtype)
+        factors = torch.rand(tokens, choices, generator=own).to(like.device, like.dtype)
+        yield ProbedStep(x, numbers[order].to(like.device), factors), tile
+
+
+def difference(found: Callable[[], torch.Tensor], wanted: torch.Tensor, dtype: torch.dtype) -> str:
+    """Returns how the results of `found` differ from `wanted`, by more than rounding to `dtype` explains, or why
+    `found` fails; empty if they agree."""
+    try:
+        errors = (found().float() - wanted).norm(dim=1)
+        error = float((errors / wanted.norm(dim=1).clamp_min(1e-30)).max())
+        why = f"a token's result differs by {error:.2g} of its norm"
+    except (RuntimeError, ValueError, TritonError) as exc:
+        error, why = math.inf, first_line(exc)
+    return "" if error <= _ALLOWED[dtype] else why
+
+
+@torch.inference_mode()
+def agrees(module: Any, forward: GroupedExperts, weights: torch.Tensor) -> bool:
+    """Returns whether `forward` and the module's own forward give random tokens the same results, but for rounding.
+
+    Compares the steps of `probed_steps` with each tile. Waits for the device. Logs a warning if results differ or a
+    forward fails. If the module's own forward fails, there is nothing to compare with, nor to use instead: the result
+    is True.
+    """
+    tiles = expert_tiles(weights.dtype)
+    hidden = getattr(module, DOWN).shape[2 if module.is_transposed else 1]
+    name = type(module).__name__
+    for step, tile in probed_steps(module, weights.shape[0], hidden, weights, tiles):
         try:
-            wanted = module.forward(x, chosen, factors).float()
+            wanted = module.forward(*step).float()
         except (RuntimeError, ValueError) as exc:
             log.warning("expert_kernels_not_compared", module=name, why=first_line(exc), then="used")
             return True
-        try:
-            errors = (forward(x, chosen, factors, tile).float() - wanted).norm(dim=1)
-            error = float((errors / wanted.norm(dim=1).clamp_min(1e-30)).max())
-            why = f"a token's result differs by {error:.2g} of its norm"
-        except (RuntimeError, ValueError, TritonError) as exc:
-            error, why = math.inf, first_line(exc)
-        if not error <= _ALLOWED[weights.dtype]:
+        if why := difference(partial(forward, *step, tile), wanted, weights.dtype):
             log.warning("expert_kernels_disagree", module=name, why=why, then="not used")
             return False
     return True

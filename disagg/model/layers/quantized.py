@@ -1,7 +1,8 @@
-"""Linear layers whose weights stay quantized in memory. Activations are not quantized."""
+"""Linear layers, and weights of experts, that stay quantized in memory. Activations are not quantized."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 
 from disagg.core.ports import Collective
 from disagg.model.tensor_parallel import SummedModule
+from kernels.layers.expert_quantized import ConvertedExperts, ExpertWeights
 from kernels.layers.matmul import matmul
 from kernels.layers.quantized_linear import quantized_linear
 from kernels.layers.quantized_weight import QuantizedWeight
@@ -18,12 +20,21 @@ Convert = Callable[[QuantizedWeight, torch.dtype], torch.Tensor]
 """Function that returns a quantized weight as floats."""
 
 
-class QuantizedLinear(nn.Module):
-    """A linear layer with a quantized weight, in place of an `nn.Linear`."""
+class QuantizedModule(nn.Module):
+    """A module whose parameters, but for a bias, are the tensors of a quantized weight."""
 
     words: nn.Parameter
     scales: nn.Parameter
     zeros: nn.Parameter | None
+
+    def _hold(self, weight: QuantizedWeight) -> None:
+        """Makes the tensors of `weight` the module's parameters."""
+        self.words, self.scales = _fixed(weight.words), _fixed(weight.scales)
+        self.zeros = None if weight.zeros is None else _fixed(weight.zeros)
+
+
+class QuantizedLinear(QuantizedModule):
+    """A linear layer with a quantized weight, in place of an `nn.Linear`."""
 
     def __init__(self, weight: QuantizedWeight, bias: nn.Parameter | None, dtype: torch.dtype) -> None:
         """`dtype`: the type of activations and bias."""
@@ -37,8 +48,7 @@ class QuantizedLinear(nn.Module):
     def use(self, weight: QuantizedWeight) -> None:
         """Replaces the weight."""
         self.weight_parts = weight
-        self.words, self.scales = _fixed(weight.words), _fixed(weight.scales)
-        self.zeros = None if weight.zeros is None else _fixed(weight.zeros)
+        self._hold(weight)
 
     @property
     def own_bias(self) -> torch.Tensor | None:
@@ -71,6 +81,21 @@ class QuantizedRowParallelLinear(SummedModule, QuantizedLinear):
         y = super().forward(x)
         self.collective.all_reduce(y)
         return y if self.bias is None else y + self.bias
+
+
+class QuantizedExpertWeights(QuantizedModule):
+    """The quantized weights of one product of all experts, in place of a stacked parameter."""
+
+    def __init__(self, weights: ExpertWeights, dtype: torch.dtype) -> None:
+        """`dtype`: type of the activations."""
+        super().__init__()
+        self.dtype = dtype
+        self.use(weights)
+
+    def use(self, weights: ExpertWeights) -> None:
+        """Replaces the weights."""
+        self.parts, self.converted = weights, ConvertedExperts(weights, self.dtype)
+        self._hold(weights.weight)
 
 
 class ConvertedProduct:
@@ -109,6 +134,8 @@ def weight_elements(module: nn.Module) -> int:
     for one in module.modules():
         if isinstance(one, QuantizedLinear):
             count += one.in_features * one.out_features + (0 if one.bias is None else one.bias.numel())
+        elif isinstance(one, QuantizedExpertWeights):
+            count += math.prod(one.parts.weight.shape)
         else:
             count += sum(parameter.numel() for parameter in one.parameters(recurse=False))
     return count

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import structlog
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM
 
 from disagg.core.errors import UnsupportedModelError, first_line
 from disagg.core.ports import Collective
@@ -22,14 +22,17 @@ from disagg.model.adapters import adapter_of
 from disagg.model.adapters.base import StepInputs
 from disagg.model.attention.paged import ATTENTION_NAME
 from disagg.model.experts.split import ExpertsSplit, split_experts
-from disagg.model.layers.quantized import QuantizedLinear
-from disagg.model.load.quantized_layers import QuantizedLayers, linear_layers, replace_layers
+from disagg.model.layers.quantized import QuantizedModule
+from disagg.model.load.initialize import initialize, is_set
+from disagg.model.load.quantized_experts import QuantizedExpertLayers, replace_experts
+from disagg.model.load.quantized_layers import QuantizedLayers, quantized_misfit, replace_layers
 from disagg.model.load.source import ModelSource
 from disagg.model.load.weights import WeightSource
 from disagg.model.recurrent.split import RecurrentSplit, split_recurrent
 from disagg.model.spec.layer_types import recurrent_layers
 from disagg.model.spec.model_spec import ModelSpec
-from disagg.model.tensor_parallel import Cut, Sharding, shard_model
+from disagg.model.split.sharder import Sharding, shard_model
+from disagg.model.tensor_parallel import Cut
 
 log = structlog.get_logger(__name__)
 
@@ -50,6 +53,7 @@ class _Parts(NamedTuple):
     recurrent: RecurrentSplit
     experts: ExpertsSplit
     quantized: QuantizedLayers
+    quantized_experts: QuantizedExpertLayers
     cuts: dict[str, Cut]
     """The slice of each split parameter, of all parts of the model."""
 
@@ -88,12 +92,14 @@ def build_model(
         shapes = _stored_shapes(model)
         parts = _shard(model, source, spec, collective, shapes)
         _materialize(model, device)
-        _initialize(model)
-        quantized = parts.quantized.weights
+        initialize(model, source.seed, device, shapes, parts.cuts)
+        quantized = parts.quantized.weights | parts.quantized_experts.weights
         plain = {name: shape for name, shape in shapes.items() if name not in quantized}
         weights = source.weights(set(plain), model)
         _fill(model, weights, plain, parts.cuts)
         parts.quantized.fill(model, weights, device)
+        if parts.quantized_experts.parts:
+            parts.quantized_experts.fill(model, source.stored_weights(), device)
         parts.recurrent.finish()
         parts.experts.finish()
         model.tie_weights()
@@ -128,18 +134,26 @@ def _shard(
     collective: Collective,
     shapes: dict[str, tuple[int, ...]],
 ) -> _Parts:
-    """Reduces a model on the meta device to the rank's part, and replaces the linear layers that are quantized in
-    the source. Small parameters stay whole until `recurrent.finish`."""
-    names = source.quantized_layers(linear_layers(model))
+    """Reduces a model on the meta device to the rank's part, and replaces the linear layers and experts that are
+    quantized in the source. Small parameters stay whole until `recurrent.finish`."""
+    names, form = source.quantized_names(model), source.quantization
     recurrent = split_recurrent(model, collective)
-    experts = split_experts(model, collective)
-    sharding = shard_model(model, spec, collective, recurrent.names | experts.names)
+    misfit = quantized_misfit(form, names.linear)
+    experts = split_experts(model, collective, form if names.experts else None, misfit)
+    sharding = shard_model(model, spec, collective, recurrent.names | experts.names, misfit)
     sharding.whole.update(experts.whole)
     if recurrent.whole and collective.size > 1:
         sharding.whole["recurrent layers"] = recurrent.whole
     cuts = {**sharding.cuts, **recurrent.cuts, **experts.cuts}
-    quantized = replace_layers(model, source.quantization, names, shapes, cuts)
-    return _Parts(sharding, recurrent, experts, quantized, cuts)
+    quantized = replace_layers(model, form, names.linear, shapes, cuts)
+    return _Parts(
+        sharding,
+        recurrent,
+        experts,
+        quantized,
+        replace_experts(model, form, names.experts, shapes, cuts),
+        cuts,
+    )
 
 
 def _empty_model(source: ModelSource, spec: ModelSpec, dtype: torch.dtype) -> Any:
@@ -207,7 +221,8 @@ def _materialize(model: Any, device: torch.device) -> None:
     """
     for module in model.modules():
         for name, parameter in list(module._parameters.items()):
-            if parameter is not None and (name == "bias" or not isinstance(module, QuantizedLinear)):
+            quantized = isinstance(module, QuantizedModule) and name != "bias"
+            if parameter is not None and not quantized:
                 module._parameters[name] = nn.Parameter(_poisoned(parameter, device), requires_grad=False)
         for name, buffer in list(module._buffers.items()):
             if buffer is not None:
@@ -217,43 +232,6 @@ def _materialize(model: Any, device: torch.device) -> None:
 def _poisoned(like: torch.Tensor, device: torch.device) -> torch.Tensor:
     empty = torch.empty(like.shape, dtype=like.dtype, device=device)
     return empty.fill_(float("nan")) if like.is_floating_point() else empty.zero_()
-
-
-def _initialize(model: Any) -> None:
-    """Initializes the tensors that are not loaded: computed buffers, and norms of models with random weights."""
-    owners = dict(_owners(model, model))
-    for module in model.modules():
-        own = [*module._parameters.values(), *module._buffers.values()]
-        loaded = isinstance(module, nn.Linear | QuantizedLinear)
-        if any(tensor is not None for tensor in own) and not loaded:
-            _init_weights(owners[module], module)
-    # A parent module may set a buffer that no checkpoint holds (the multipliers of Falcon-H1).
-    stored = model.state_dict(keep_vars=True)
-    unset = {name for name, buffer in model.named_buffers() if name not in stored and not _is_set(buffer)}
-    for name, module in model.named_modules():
-        if not isinstance(module, nn.ModuleList) and any(buffer.startswith(f"{name}.") for buffer in unset):
-            _init_weights(owners[module], module)
-
-
-def _owners(module: nn.Module, owner: Any) -> Iterator[tuple[nn.Module, Any]]:
-    """Yields each module with the innermost transformers model that contains it, which can initialize the module."""
-    owner = module if isinstance(module, PreTrainedModel) else owner
-    yield module, owner
-    for child in module.children():
-        yield from _owners(child, owner)
-
-
-def _init_weights(model: Any, module: nn.Module) -> None:
-    try:
-        model._init_weights(module)
-    except AttributeError as exc:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} is not supported: its {type(module).__name__} cannot be initialized separately"
-        ) from exc
-
-
-def _is_set(tensor: torch.Tensor) -> bool:
-    return not tensor.is_floating_point() or bool(torch.isfinite(tensor).all())
 
 
 def _fill(
@@ -273,7 +251,7 @@ def _fill(
                 f"{type(model).__name__} is not supported: neither weights nor initialization set its {name}"
             )
     for name, buffer in model.named_buffers():
-        if not _is_set(buffer):
+        if not is_set(buffer):
             raise UnsupportedModelError(
                 f"{type(model).__name__} is not supported: its buffer {name} is not initialized"
             )

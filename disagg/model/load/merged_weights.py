@@ -6,7 +6,8 @@ expert only. Conversions other than new names and stacked experts are left to tr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,8 +24,11 @@ from transformers.core_model_loading import (
 from disagg.core.errors import ConfigError
 from disagg.core.types import Span
 from disagg.model.load.composite import text_name
-from disagg.model.load.weights import SafetensorsWeights, WeightSource
+from disagg.model.load.weights import SafetensorsWeights, WeightSource, part_shape
 from disagg.model.tensor_parallel import Cut
+
+_NUMBER = re.compile(r"\.(\d+)\.(?!.*\.\d+\.)")
+"""The last number in a stored name, which is that of the expert."""
 
 
 @dataclass(frozen=True)
@@ -59,18 +63,12 @@ class MergedWeights:
         if stacked is None:
             return self._stored.load(self._names.plain.get(name, name), shape, dtype, device, cut)
         experts, rows = shape[0], shape[1] // len(stacked.parts)
-        if len(stacked.parts[0]) != experts:
-            raise ConfigError(
-                f"the checkpoint's {name} has {len(stacked.parts[0])} experts, but its config.json requires {experts}"
-            )
-        size = [experts, *shape[1:]]
-        if cut is not None:
-            size[cut.dim] = len(cut)
-        whole = torch.empty(size, dtype=dtype, device=device)
+        parts = [experts_in_order(name, part, experts) for part in stacked.parts]
+        whole = torch.empty(part_shape(shape, cut), dtype=dtype, device=device)
         for expert in range(experts):
             at = 0
-            for number, part in enumerate(stacked.parts):
-                for one in _cuts_of_part(cut, Span(number * rows, (number + 1) * rows)):
+            for number, part in enumerate(parts):
+                for one in cuts_of_part(cut, Span(number * rows, (number + 1) * rows)):
                     found = self._stored.load(part[expert], (rows, *shape[2:]), dtype, device, one)
                     assert found is not None
                     whole[expert, at : at + len(found)] = found
@@ -95,11 +93,59 @@ def merged_weights(stored: SafetensorsWeights, needed: set[str], model: Any) -> 
     return None
 
 
-def _names(stored: Iterable[str], transforms: list[Any], rename: Callable[[str], str]) -> _Names | None:
-    """Returns the stored weights of each parameter; None if two stored weights have one name."""
+def experts_in_order(parameter: str, names: Sequence[str], experts: int, what: str = "") -> tuple[str, ...]:
+    """Returns the stored `names` of a part of a stacked parameter, one for each expert, by the expert's number.
+
+    Raises ConfigError unless the numbers are those from 0 to `experts` - 1. `what`: the content of the named tensors.
+    """
+    by_number, surplus = dict[int, str](), list[str]()
+    for name in names:
+        found = _NUMBER.search(f"{name}.")
+        number = int(found[1]) if found else -1
+        if number in range(experts) and number not in by_number:
+            by_number[number] = name
+        else:
+            surplus.append(name)
+    missing = next((number for number in range(experts) if number not in by_number), None)
+    if missing is None and not surplus:
+        return tuple(by_number[number] for number in range(experts))
+    wrong = [f"{surplus[0]} is none of them"] if surplus else []
+    if missing is not None:
+        absent = _NUMBER.sub(f".{missing}.", f"{names[0]}.").removesuffix(".") if names else "a part of each"
+        wrong.insert(0, f"{absent} is missing")
+    raise ConfigError(
+        f"the checkpoint's {parameter} has {what}{len(names)} experts, but its config.json requires {experts}, "
+        f"numbered from 0: {', and '.join(wrong)}"
+    )
+
+
+def stacked_experts(names: Iterable[str], model: Any) -> dict[str, tuple[tuple[str, ...], ...]]:
+    """Returns the weights of each stacked parameter of `model`: those of all experts, for each part of an expert's
+    matrix. Some may be missing.
+
+    `names`: weights of a checkpoint. Weights that are stacked for no parameter are in no result.
+    """
+    transforms = get_model_conversion_mapping(model)
+    _, grouped = _grouped(names, transforms, str) or ({}, {})
+    return {
+        target: tuple(tuple(parts.get(pattern, ())) for pattern in converter.source_patterns)
+        for target, (converter, parts) in grouped.items()
+        if _stacks_experts(converter)
+    }
+
+
+_Grouped = Mapping[str, tuple[WeightConverter, dict[str, list[str]]]]
+"""The stored weights of each converted parameter, by the converter's patterns."""
+
+
+def _grouped(
+    stored: Iterable[str], transforms: list[Any], rename: Callable[[str], str]
+) -> tuple[dict[str, str], _Grouped] | None:
+    """Returns the stored weight of each parameter that is stored as it is, and those of converted parameters; None if
+    two stored weights have one name."""
     renamings = [one for one in transforms if not isinstance(one, WeightConverter)]
     converters = [one for one in transforms if isinstance(one, WeightConverter)]
-    found, grouped = _Names(), dict[str, tuple[Any, dict[str, list[str]]]]()
+    plain, grouped = dict[str, str](), dict[str, tuple[Any, dict[str, list[str]]]]()
     for own_name in sorted(stored, key=dot_natural_key):
         name = apply_renamings(rename(own_name), renamings)
         for converter in converters:
@@ -108,10 +154,19 @@ def _names(stored: Iterable[str], transforms: list[Any], rename: Callable[[str],
                 grouped.setdefault(target, (converter, {}))[1].setdefault(pattern, []).append(own_name)
                 break
         else:
-            if name in found.plain:
+            if name in plain:
                 return None
-            found.plain[name] = own_name
-    for target, (converter, parts) in grouped.items():
+            plain[name] = own_name
+    return plain, grouped
+
+
+def _names(stored: Iterable[str], transforms: list[Any], rename: Callable[[str], str]) -> _Names | None:
+    """Returns the stored weights of each parameter; None if two stored weights have one name."""
+    both = _grouped(stored, transforms, rename)
+    if both is None:
+        return None
+    found = _Names(both[0])
+    for target, (converter, parts) in both[1].items():
         lists = [tuple(parts[pattern]) for pattern in converter.source_patterns if pattern in parts]
         complete = len(lists) == len(converter.source_patterns) and len({*map(len, lists)}) == 1
         if complete and _stacks_experts(converter):
@@ -126,7 +181,7 @@ def _stacks_experts(converter: WeightConverter) -> bool:
     return kinds == [(MergeModulelist, 0), *([(Concatenate, 1)] if several else [])]
 
 
-def _cuts_of_part(cut: Cut | None, rows: Span) -> list[Cut | None]:
+def cuts_of_part(cut: Cut | None, rows: Span) -> list[Cut | None]:
     """Returns the slices to read of a stored matrix that is the rows `rows` of an expert in a stacked parameter.
 
     `cut`: the rank's slice of the stacked parameter.

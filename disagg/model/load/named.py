@@ -14,6 +14,16 @@ _LLAMA31_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+_GPT_OSS_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 150000.0,
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+_EXPERTS = ("num_experts", "num_local_experts")
 _TINY = {
     "vocab_size": 259,
     "hidden_size": 96,
@@ -38,6 +48,7 @@ QUANTIZATIONS: dict[str, dict[str, Any]] = {
     "fp8-channel": _compressed("float-quantized", num_bits=8, type="float", strategy="channel"),
     "int8-channel": _compressed("int-quantized", num_bits=8, type="int", strategy="channel"),
     "int4-group": _compressed("pack-quantized", num_bits=4, type="int", strategy="group", group_size=128),
+    "mxfp4": {"quant_method": "mxfp4"},
 }
 """`quantization_config` of the formats in which random weights can be drawn, by name."""
 
@@ -104,6 +115,22 @@ def _granite_hybrid(hidden: int, mlp: int, layers: int, attention: range, heads:
     }
 
 
+def _gpt_oss(layers: int, experts: int) -> dict[str, Any]:
+    return {
+        **_shape(2880, 2880, layers, 64, 8, 64),
+        "vocab_size": 201088,
+        "max_position_embeddings": 131072,
+        "sliding_window": 128,
+        "num_local_experts": experts,
+        "num_experts_per_tok": 4,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": dict(_GPT_OSS_ROPE),
+        "tie_word_embeddings": False,
+        "bos_token_id": 199998,
+        "eos_token_id": 200002,
+    }
+
+
 _MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-3.1-8b": (
         "LlamaConfig",
@@ -138,6 +165,8 @@ _MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": False,
         },
     ),
+    "gpt-oss-20b": ("GptOssConfig", _gpt_oss(layers=24, experts=32)),
+    "gpt-oss-120b": ("GptOssConfig", _gpt_oss(layers=36, experts=128)),
     "mistral-7b": ("MistralConfig", {**_MISTRAL, **_shape(4096, 14336, 32, 32, 8, 128)}),
     "granite-4.0-h-micro": (
         "GraniteMoeHybridConfig",
@@ -207,12 +236,14 @@ def require_named(name: str) -> None:
         raise ConfigError(f"unknown architecture {architecture!r}; choose one of {', '.join(NAMES)}")
     if colon and form not in QUANTIZATIONS:
         raise ConfigError(f"unknown weight format {form!r}; choose one of {', '.join(QUANTIZATIONS)}")
+    if form == "mxfp4" and not any(_MODELS[architecture][1].get(key) for key in _EXPERTS):
+        raise ConfigError(f"the weight format mxfp4 is one of experts, and {architecture} has none")
 
 
 def named_config(name: str) -> Any:
     """Returns the transformers configuration of a named architecture; see `require_named`.
 
-    After a colon, the name may have a format of `QUANTIZATIONS`, in which linear layers are quantized.
+    After a colon, the name may have a format of `QUANTIZATIONS`, in which linear layers and experts are quantized.
     """
     import transformers
 

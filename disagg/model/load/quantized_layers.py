@@ -14,7 +14,7 @@ from disagg.model.layers.quantized import QuantizedLinear, QuantizedRowParallelL
 from disagg.model.load.quantized_tensors import LayerPart, empty_weight, read_weight
 from disagg.model.load.weights import WeightSource
 from disagg.model.spec.quantization import Quantization
-from disagg.model.tensor_parallel import Cut, RowParallelLinear
+from disagg.model.tensor_parallel import Cut, Misfit, RowParallelLinear
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,22 @@ class QuantizedLayers:
 def linear_layers(model: Any) -> set[str]:
     """Returns the names of the linear layers of a model that is not split yet."""
     return {name for name, module in model.named_modules() if type(module) is nn.Linear}
+
+
+def quantized_misfit(form: Quantization | None, names: Set[str]) -> Misfit:
+    """Returns the `Misfit` of a model whose linear layers `names` are quantized. Ranks can hold any slice of other
+    layers."""
+
+    def misfit(name: str, shape: tuple[int, int], cut: Cut) -> str:
+        if form is None or name not in names:
+            return ""
+        try:
+            empty_weight(form, LayerPart(name, shape, cut))
+        except UnsupportedModelError as exc:
+            return str(exc)
+        return ""
+
+    return misfit
 
 
 def replace_layers(

@@ -85,7 +85,7 @@ def empty_weight(form: Quantization, layer: LayerPart) -> QuantizedWeight:
         scales = torch.empty(scales_shape((n, k), own), dtype=getattr(torch, form.scales), device="meta")
         zeros = torch.empty(scales.shape, dtype=torch.uint8, device="meta") if form.zeros else None
         pieces.append(QuantizedWeight.empty((n, k), _TYPES[form.elements], scales, own, zeros))
-    return pieces[0] if len(pieces) == 1 else QuantizedWeight.stacked(pieces)
+    return QuantizedWeight.stacked(pieces)
 
 
 def read_weight(
@@ -102,7 +102,7 @@ def read_weight(
         cut = [None if one is None else _cut(one, place, block, own) for one in (scales, zeros)]
         assert cut[0] is not None
         pieces.append(QuantizedWeight.of(values, cut[0], own, cut[1]))
-    found = pieces[0] if len(pieces) == 1 else QuantizedWeight.stacked(pieces)
+    found = QuantizedWeight.stacked(pieces)
     found.check()
     return found
 

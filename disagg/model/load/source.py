@@ -30,6 +30,7 @@ from disagg.model.load.fingerprint import weights_digest
 from disagg.model.load.hub import checkpoint_folder, folder_label
 from disagg.model.load.merged_weights import merged_weights
 from disagg.model.load.named import named_config
+from disagg.model.load.quantized_names import QuantizedNames, names_in_model, random_names, stored_layers
 from disagg.model.load.quantized_tensors import PACKINGS
 from disagg.model.load.random_quantized import RandomQuantizedWeights
 from disagg.model.load.weights import RandomWeights, SafetensorsWeights, StateDictWeights, WeightSource
@@ -72,7 +73,7 @@ class ModelSource:
         weight_files(directory)  # raises if weights are missing
         source = cls(str(directory), config, _config_digest(config).hexdigest(), directory, 0)
         if source.quantization is not None:
-            _require_plain_experts(config, source.quantized_names)
+            source.stored_weights()  # raises for files of another kind
         return source
 
     @classmethod
@@ -123,38 +124,29 @@ class ModelSource:
         scales = kinds.get(found.pop(), "float32") if len(found) == 1 else "float32"
         return replace(form, scales=scales)
 
-    @cached_property
-    def quantized_names(self) -> set[str]:
-        """Returns the stored names of the quantized layers of a quantized checkpoint, which callers must not change.
+    def quantized_names(self, model: Any) -> QuantizedNames:
+        """Returns the quantized parts of `model`, which is on the meta device and not split yet.
+
+        Raises UnsupportedModelError if a layer that cannot be replaced is quantized.
+        """
+        form = self.quantization
+        if form is None:
+            return QuantizedNames()
+        if self.directory is None:
+            return random_names(form, model)
+        stored = stored_layers(_quantized_weights(self.directory).names(), form)
+        return names_in_model(stored, form, model, architecture_of(self.config))
+
+    def stored_weights(self) -> WeightSource:
+        """Opens the weights of a quantized model under their names in the checkpoint.
 
         Raises UnsupportedModelError for files of torch's format.
         """
         form = self.quantization
         assert form is not None
-        assert self.directory is not None
-        split = (name.rpartition(".") for name in _quantized_weights(self.directory).names())
-        packing = PACKINGS[form.storage]
-        return {layer for layer, _, leaf in split if leaf in (*packing.markers, *packing.scale_names)}
-
-    def quantized_layers(self, linear: set[str]) -> set[str]:
-        """Returns the names of the model's quantized layers, given those of its linear layers.
-
-        Of random weights, all but the head and the experts are quantized. Raises UnsupportedModelError if a layer of
-        another kind is quantized.
-        """
-        if self.quantization is None:
-            return set()
         if self.directory is None:
-            return {name for name in linear if "." in name and "experts" not in name.split(".")}
-        names = self.quantized_names
-        if in_text := {name for name in names if text_name(name) != name}:  # a multimodal checkpoint
-            names = {text_name(name) for name in in_text} | (names & linear)
-        if others := sorted(names - linear):
-            raise UnsupportedModelError(
-                f"{architecture_of(self.config)} is not supported: its {others[0]} is quantized, but is no linear "
-                f"layer of the model; use a checkpoint in which it is not quantized"
-            )
-        return names
+            return RandomQuantizedWeights(self.seed, self.config.initializer_range, form.elements)
+        return _quantized_weights(self.directory)
 
     def spec(self, kv_dtype: torch.dtype) -> ModelSpec:
         """Returns the model's spec with a KV cache of `kv_dtype`."""
@@ -174,10 +166,9 @@ class ModelSource:
         reads the whole model into host memory.
         """
         if self.directory is None:
-            std, form = self.config.initializer_range, self.quantization
-            if form is not None:
-                return RandomQuantizedWeights(self.seed, std, form.elements)
-            return RandomWeights(self.seed, std)
+            if self.quantization is not None:
+                return self.stored_weights()
+            return RandomWeights(self.seed, self.config.initializer_range)
         files = weight_files(self.directory)
         if all(file.suffix == ".safetensors" for file in files):
             stored = SafetensorsWeights(files)
@@ -207,16 +198,6 @@ def _quantized_weights(directory: Path) -> SafetensorsWeights:
             f"quantized weights are read from *.safetensors only, not from {files[0]}"
         )
     return SafetensorsWeights(files)
-
-
-def _require_plain_experts(config: Any, names: set[str]) -> None:
-    """Raises UnsupportedModelError if quantized layers are experts."""
-    experts = sorted(name for name in names if "experts" in name.split("."))
-    if experts:
-        raise UnsupportedModelError(
-            f"{architecture_of(config)} is not supported: its experts are quantized ({experts[0]}), which is "
-            f"supported for other linear layers only; use a bf16, fp16 or fp32 checkpoint"
-        )
 
 
 def load_pretrained(directory: Path, dtype: torch.dtype | str) -> Any:

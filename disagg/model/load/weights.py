@@ -47,7 +47,7 @@ class RandomWeights:
     ) -> torch.Tensor | None:
         """See `WeightSource.load`. Norms keep their own initialization, and biases are zero."""
         if len(shape) < 2:
-            size = shape if cut is None else (len(cut),)
+            size = part_shape(shape, cut)
             return torch.zeros(size, dtype=dtype, device=device) if name.endswith(".bias") else None
         generator = torch.Generator(device).manual_seed(seed_of(self._seed, name))
         whole = torch.empty(shape, dtype=dtype, device=device).normal_(0.0, self._std, generator=generator)
@@ -164,6 +164,11 @@ def require_type(name: str, stored: torch.dtype, dtype: torch.dtype) -> None:
 def _is_quantized(dtype: torch.dtype) -> bool:
     """Returns whether numbers of `dtype` need a scale. Numbers of float8_e8m0fnu are scales."""
     return dtype != torch.float8_e8m0fnu and (dtype.itemsize == 1 or not dtype.is_floating_point)
+
+
+def part_shape(shape: tuple[int, ...], cut: Cut | None) -> tuple[int, ...]:
+    """Returns the shape of the rank's part of a tensor of `shape`."""
+    return shape if cut is None else (*shape[: cut.dim], len(cut), *shape[cut.dim + 1 :])
 
 
 def own_part(cut: Cut, whole: torch.Tensor) -> torch.Tensor:

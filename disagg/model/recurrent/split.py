@@ -22,7 +22,7 @@ from disagg.model.layers.class_names import class_name
 from disagg.model.recurrent.heads import HeadShare, ModuleHeads, length
 from disagg.model.recurrent.registry import RECURRENT, has_silu
 from disagg.model.spec.layer_types import recurrent_layers
-from disagg.model.tensor_parallel import Cut, SummedModule, cut_inputs, cut_outputs
+from disagg.model.tensor_parallel import Cut, SummedModule, cut_inputs, cut_outputs, set_sizes
 
 
 @dataclass(frozen=True)
@@ -198,9 +198,7 @@ def _finish(module: Any, heads: ModuleHeads, share: HeadShare, collective: Colle
         whole = getattr(module.get_submodule(owner), leaf)
         dim = next(dim for dim, size in enumerate(whole.shape) if size == whole.numel())
         _replace(module.get_submodule(owner), leaf, Cut(dim, share.spans(atoms)))
-    for name, size in heads.sizes(len(share.heads), len(share.groups)).items():
-        owner, _, leaf = name.rpartition(".")
-        setattr(module.get_submodule(owner), leaf, size)
+    set_sizes(module, heads.sizes(len(share.heads), len(share.groups)))
 
 
 def _replace(place: Any, leaf: str, cut: Cut) -> None:

@@ -6,14 +6,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-Elements = Literal["fp8", "int8", "int4"]
-ScalesName = Literal["float32", "bfloat16", "float16"]
-Storage = Literal["values", "packed", "gptq", "gptq_v2", "awq"]
+Elements = Literal["fp8", "int8", "int4", "fp4"]
+ScalesName = Literal["float32", "bfloat16", "float16", "float8_e8m0fnu"]
+Storage = Literal["values", "packed", "gptq", "gptq_v2", "awq", "mxfp4"]
 
 SUPPORTED = (
     "supported are fp8 (e4m3), GPTQ, AWQ and compressed-tensors with fp8, int8 or int4 weights, and one scale per "
-    "tensor, channel, group or block"
+    "tensor, channel, group or block, and MXFP4 for experts"
 )
+MXFP4_GROUP = 32
+"""Number of inputs that share a scale in MXFP4."""
 
 
 class UnsupportedQuantizationError(ValueError):
@@ -22,7 +24,7 @@ class UnsupportedQuantizationError(ValueError):
 
 @dataclass(frozen=True)
 class Quantization:
-    """The format of a checkpoint's quantized linear layers. Other layers are not quantized."""
+    """The format of a checkpoint's quantized linear layers and experts. Other layers are not quantized."""
 
     storage: Storage
     """How the checkpoint stores values and scales; each has a reader in `disagg.model.load.quantized_tensors`."""
@@ -37,6 +39,12 @@ class Quantization:
     def block_of(self, shape: tuple[int, int]) -> tuple[int, int]:
         """Returns the block of a weight of `shape`, with all sizes."""
         return self.block[0] or shape[0], self.block[1] or shape[1]
+
+    def least_cut(self, inputs: int) -> int:
+        """Returns the number of inputs whose multiples may begin a rank's part of a weight with `inputs`."""
+        if self.storage == "mxfp4":
+            return MXFP4_GROUP
+        return 16 if 0 < self.block[1] < inputs else 1
 
 
 def quantization_of(config: Any) -> Quantization | None:
@@ -135,6 +143,11 @@ def _awq(settings: Mapping[str, Any]) -> Quantization:
     return Quantization("awq", "int4", (1, _group(settings)), True)
 
 
+def _mxfp4(settings: Mapping[str, Any]) -> Quantization:
+    """Reads the settings of gpt-oss checkpoints, in which the experts alone are quantized."""
+    return Quantization("mxfp4", "fp4", (1, MXFP4_GROUP), scales="float8_e8m0fnu")
+
+
 def _group(settings: Mapping[str, Any]) -> int:
     """Returns the size of groups; 0 for one group per channel, which is -1 in checkpoints."""
     return max(0, int(settings.get("group_size", 128)))
@@ -162,4 +175,5 @@ _METHODS = {
     "compressed-tensors": _compressed_tensors,
     "gptq": _gptq,
     "awq": _awq,
+    "mxfp4": _mxfp4,
 }

@@ -31,7 +31,7 @@ from disagg.vllm.proxy.pairing import (
     prefill_body,
     source_of,
 )
-from disagg.vllm.proxy.servers import AnswerError, VllmServers, pieces, whole
+from disagg.vllm.proxy.servers import BAD_GATEWAY, AnswerError, VllmServers, pieces, whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,11 +121,17 @@ class PairingProxy:
     async def _computed(self, pair: _Pair) -> dict[str, Any]:
         """Lets the prefill server compute the prompt; returns the parameters of its answer."""
         content = msgspec.json.encode(prefill_body(pair.body, pair.transfer_id))
-        answer = await self._servers.ask("POST", pair.prefill, pair.path, pair.headers, content)
-        params = _object(await whole(pair.prefill, answer)).get("kv_transfer_params")
+        try:
+            answer = await self._servers.ask("POST", pair.prefill, pair.path, pair.headers, content)
+            text = await whole(pair.prefill, answer)
+        except AnswerError as exc:
+            if exc.status == BAD_GATEWAY:  # the server's next life is another engine
+                self._sources.pop(pair.prefill, None)
+            raise
+        params = _object(text).get("kv_transfer_params")
         if not isinstance(params, dict):
             raise AnswerError.of(
-                502,
+                BAD_GATEWAY,
                 f"{pair.prefill} answered without kv_transfer_params: start that server with --kv-transfer-config, "
                 "DisaggConnector and the role kv_producer or kv_both",
             )

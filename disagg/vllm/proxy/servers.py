@@ -10,6 +10,8 @@ import structlog
 
 log = structlog.get_logger(__name__)
 
+BAD_GATEWAY = 502
+"""Status of the answer when a server does not answer."""
 CONNECT_S = 10.0
 """Time limit for a connection. Answers have none: a long prompt, or a full server, takes as long as it takes."""
 _FORWARDED = ("authorization", "x-request-id", "x-data-parallel-rank")
@@ -71,7 +73,7 @@ def unreachable(server: str, exc: Exception) -> AnswerError:
     """Returns the error for a server whose connection failed."""
     reason = str(exc) or type(exc).__name__
     log.warning("server_failed", server=server, error=reason)
-    return AnswerError.of(502, f"{server} did not answer: {reason}")
+    return AnswerError.of(BAD_GATEWAY, f"{server} did not answer: {reason}")
 
 
 async def whole(server: str, answer: httpx.Response) -> bytes:

@@ -44,6 +44,7 @@ class Family(NamedTuple):
     mixes: bool = True
     """Whether calls may follow content."""
     forced: str | None = None
+    constrained: bool = False
 
 
 DUMPED = json.dumps(ARGUMENTS, ensure_ascii=False)
@@ -142,6 +143,10 @@ FAMILIES = {
         forced="",
     ),
 }
+CONSTRAINED = ("hermes that thinks", "kimi_k2", "mistral", "deepseek V3", "qwen3_coder", "glm45")
+FAMILIES |= {
+    f"{name}, constrained": FAMILIES[name]._replace(constrained=True, mixes=False) for name in CONSTRAINED
+}
 CALLS = [Call("weather", DUMPED), Call("now", "{}")]
 
 
@@ -151,7 +156,7 @@ def family(request: pytest.FixtureRequest) -> Family:
 
 
 def parser_of(family: Family) -> AnswerParser:
-    return AnswerPlan(family.names, TOOLS, family.forced).parser()
+    return AnswerPlan(family.names, TOOLS, family.forced, constrained=family.constrained).parser()
 
 
 def parsed(family: Family, text: str) -> list[Part]:
@@ -184,6 +189,15 @@ def test_text_around_calls(family: Family) -> None:
 def test_an_answer_without_calls(family: Family) -> None:
     for text in ("plain <text> with {braces} and [lists] \n", " ", "", "1 < 2"):
         assert parsed(family, text) == ([Content(text)] if text else [])
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if FAMILIES[name].constrained])
+def test_constrained_content_keeps_markers(name: str) -> None:
+    """The first characters decide: calls in a JSON string are part of the string."""
+    family = FAMILIES[name]
+    for text in (f'{{"a": "write {family.calls} or {family.one}"}}', f'\n["{family.one}"]\n'):
+        assert parsed(family, text) == [Content(text)]
+        assert pushed(family, list(text)) == [Content(text)]
 
 
 def test_a_malformed_call_is_text(family: Family) -> None:

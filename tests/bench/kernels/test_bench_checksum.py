@@ -17,7 +17,7 @@ from kernels.copy.rows import PoolSlice
 
 
 def test_the_command_compares_each_kernel_with_itself(tmp_path: Path) -> None:
-    flags = ["--rows", "256,1024", "--size", "256KiB", "--layers", "2", "--repeats", "2", "--device", "cpu"]
+    flags = ["--rows", "256,1024", "--size", "64KiB", "--layers", "2", "--repeats", "2", "--device", "cpu"]
     assert run(["bench", "kernels", "--what", "checksum", *flags, "--out", str(tmp_path)]) == 0
     found = json.loads((tmp_path / "bench_checksum.json").read_text())["results"]
     rates = {line["title"]: line for line in found if line["unit"] == "GB/s"}
@@ -34,4 +34,4 @@ def test_sums_that_differ_are_no_figure(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(bench, "sum_rows", wrong)
     with pytest.raises(InvariantError, match="different sums"):
-        bench.run(KernelBench(torch.device("cpu"), (256,), 1 << 18, 2, 16, 1))
+        bench.run(KernelBench(torch.device("cpu"), (256,), 1 << 16, 2, 16, 1))

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from disagg.bench.common.report import Measurement
 from disagg.bench.tiers.engine import TierCounts, TiersEngine, TimedAnswer
+from disagg.bench.tiers.peer import PeerRun
 from disagg.bench.tiers.results import results_of
 from disagg.bench.tiers.run import TiersMeasurements, TiersOptions, measure
-from disagg.bench.tiers.ttft import TtftRun
+from disagg.bench.tiers.ttft import TtftRun, TtftSizes
 from disagg.bench.tiers.turns import TurnsRun
 from disagg.cli.app import run
 from disagg.core.config.read import Config, ModelConfig
@@ -25,15 +28,15 @@ SHORT = [
     "--new-tokens",
     "8",
     "--answer-tokens",
-    "4",
+    "2",
     "--turns",
-    "3",
+    "2",
     "--turn-tokens",
     "20",
     "--concurrency",
     "2",
 ]
-COMMAND = ["bench", "tiers", *SMALL, *SHORT]
+COMMAND = ["bench", "tiers", *SMALL, *SHORT, "--transport", "tls"]
 
 
 def test_the_command_writes_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -46,12 +49,14 @@ def test_the_command_writes_figures(tmp_path: Path, capsys: pytest.CaptureFixtur
     for place, ceiling in (
         ("hit in the KV pool", None),
         ("hit in host memory", "pool hit + plain copy"),
+        ("hit in another group's host memory", "pool hit + plain transfer"),
         ("hit in the storage", "pool hit + plain read"),
         ("no hit", None),
     ):
         line = lines[f"TTFT, {place}"]
         assert (line["unit"], len(line["values"])) == ("ms", 1)
         assert line.get("ceiling", {}).get("name") == ceiling
+        assert line["labels"]["transport"] == "tls"
     hits = {
         tiers: [lines[f"hits in {place}, {tiers}"]["median"] for place in ("host memory", "the storage")]
         for tiers in ("no lower tier", "host memory", "host memory and storage")
@@ -117,16 +122,73 @@ def _measure() -> None:
     measure(options, lambda text: None)
 
 
+class OneOfTwoGroups:
+    """An engine of a run with two groups; `came`: from where each measured hit comes."""
+
+    def __init__(self, came: TierCounts, answer: list[int]) -> None:
+        self.came, self.answer = came, answer
+        self.counted, self.published = TierCounts(0, 0, 0), 0
+
+    async def share_with(self, owner: OneOfTwoGroups) -> None:
+        pass
+
+    async def learn_items(self, owner: OneOfTwoGroups) -> None:
+        assert owner.published == 64
+
+    async def settle(self) -> None:
+        pass
+
+    def published_tokens(self) -> int:
+        return self.published
+
+    def counts(self) -> TierCounts:
+        return self.counted
+
+    async def generate(self, prompt: Any, max_tokens: int, salt: str = "") -> TimedAnswer:
+        if len(prompt) == 64:
+            self.published += 32  # a part of it with each use
+        elif not salt:
+            self.counted = TierCounts(*map(sum, zip(self.counted, self.came, strict=True)))
+        return TimedAnswer([1, 2, 3] if salt else self.answer, 0.5, 0.6)
+
+
+@pytest.mark.parametrize(
+    ("came", "answer", "error"),
+    [
+        (TierCounts(0, 0, 64), [1, 2, 3], ""),
+        (TierCounts(0, 0, 64), [1, 2, 4], "differs from the answer without a hit"),
+        (TierCounts(0, 0, 32), [1, 2, 3], r"64 tokens in another group came from \(0, 0, 32\)"),
+        (TierCounts(64, 0, 0), [1, 2, 3], r"64 tokens in another group came from \(64, 0, 0\)"),
+    ],
+)
+def test_only_hits_in_another_group_are_figures(came: TierCounts, answer: list[int], error: str) -> None:
+    reader, owner = OneOfTwoGroups(came, answer), OneOfTwoGroups(came, answer)
+    sizes = TtftSizes(tokens=64, new_tokens=8, answer_tokens=3, repeats=0, vocabulary=250)
+    run = PeerRun(cast(TiersEngine, reader), cast(TiersEngine, owner), sizes, lambda text: None)
+    with pytest.raises(InvariantError, match=error) if error else nullcontext():
+        asyncio.run(run.run())
+    assert run.ttft_s == []  # the first one is dropped
+
+
+RATES = {"copy": 10.0, "wire": 2.0, "read": 1.0}
+"""Of plain copies, in GB/s."""
+
+
 def test_the_arithmetic_of_the_figures() -> None:
     run = TurnsRun(2.0, [0.1, 0.2, 0.3], 1000, TierCounts(100, 200, 300), [[1], [2]])
-    ttft_s = {"device": [0.1], "host": [0.15], "storage": [0.2], "nowhere": [0.6]}
-    copy, read = Measurement("copy", "GB/s", (10.0,)), Measurement("read", "GB/s", (1.0,))
-    results = results_of(TiersMeasurements(ttft_s, copy, read, 10**8, {"host memory": run}, {}))
+    ttft_s = {"device": [0.1], "host": [0.15], "peer": [0.25], "storage": [0.2], "nowhere": [0.6]}
+    copy, wire, read = (Measurement(name, "GB/s", (rate,)) for name, rate in RATES.items())
+    results = results_of(TiersMeasurements(ttft_s, copy, wire, read, 10**8, {"host memory": run}, {}))
     found = {result.title: result for result in results}
     values = {title: result.measured.median for title, result in found.items()}
     assert values["router.host_load_cost"] == pytest.approx(0.1)
     assert values["router.storage_load_cost"] == pytest.approx(0.2)
     assert found["TTFT, hit in host memory"].ceiling == Measurement("pool hit + plain copy", "ms", (110.0,))
+    peer = found["TTFT, hit in another group's host memory"]
+    assert peer.ceiling is not None
+    assert (peer.ceiling.name, *peer.ceiling.values) == ("pool hit + plain transfer", pytest.approx(150.0))
+    assert peer.share == pytest.approx(250 / 150)
+    assert values["plain transfer, messages of 1 MiB"] == 2
     assert found["TTFT, hit in the storage"].share == pytest.approx(1.0)
     assert values["requests, host memory"] == 1.5
     assert values["TTFT p50, host memory"] == pytest.approx(200)

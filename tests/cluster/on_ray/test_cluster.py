@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -20,6 +21,7 @@ import msgspec
 import psutil
 import pytest
 import torch
+from broken_checkpoints import AT_BUILD
 from serve_process import ONE_RANK, SPLIT
 from structlog.testing import capture_logs
 
@@ -27,8 +29,10 @@ from disagg.cluster.group import Group
 from disagg.cluster.lifecycle import Cluster
 from disagg.cluster.placement import choose_placement
 from disagg.cluster.ray import start_cluster
-from disagg.commands.local import local_router
+from disagg.commands.local import local_router, place
 from disagg.core.config.read import (
+    ClusterConfig,
+    ColocatedConfig,
     Config,
     DecodeConfig,
     ModelConfig,
@@ -233,16 +237,33 @@ def ray_processes() -> dict[int, str]:
     return {pid: line for pid, line in found.items() if "ray::" in line}
 
 
-def test_a_ring_too_small_is_refused_at_start_and_nothing_is_left(
-    ray_session: None, checkpoint: Path
+def small_ring(folder: Path) -> tuple[Config, str]:
+    """A split system whose ring has no room for a token of its model, and what its start says."""
+    wide = make_tiny_checkpoint(folder / "wide", layers=1, hidden=96, q_heads=4, kv_heads=4, head_dim=256)
+    return config_for(wide, 1, 1, ring_bytes=4096, staging_bytes=4096), "needs 8192"
+
+
+def other_weights(folder: Path) -> tuple[Config, str]:
+    """One rank with a model whose weights have another shape."""
+    broken, said = AT_BUILD["another shape"]
+    model = make_tiny_checkpoint(folder / "broken", layers=1)
+    broken(model)
+    group = ColocatedConfig(tp=1, pool_tokens=1024, max_context_tokens=512, device="cpu")
+    cluster = ClusterConfig(mode="colocated")
+    return Config(model=ModelConfig(path=str(model)), colocated=group, cluster=cluster), said
+
+
+@pytest.mark.parametrize("of", [other_weights, pytest.param(small_ring, marks=pytest.mark.slow)])
+def test_what_is_refused_at_start_leaves_nothing(
+    ray_session: None, tmp_path: Path, of: Callable[[Path], tuple[Config, str]]
 ) -> None:
-    config = config_for(checkpoint, 1, 1, ring_bytes=4096, staging_bytes=4096)
-    wide = make_tiny_checkpoint(
-        checkpoint.parent / "wide", layers=1, hidden=96, q_heads=4, kv_heads=4, head_dim=256
-    )
+    """`tests/system/test_small_rings.py` has the ring in `make test`."""
+    config, said = of(tmp_path)
     before = set(ray_processes())
-    config = msgspec.structs.replace(config, model=ModelConfig(path=str(wide)))
-    with pytest.raises(ConfigError, match="needs 8192"), running(config):
+    with (
+        pytest.raises(ConfigError, match=re.escape(said)),
+        start_cluster(config, place(config, 0), make_keys()),
+    ):
         pass
     after = {pid: name for pid, name in ray_processes().items() if pid not in before}
     assert not [name for name in after.values() if "Actor" in name]

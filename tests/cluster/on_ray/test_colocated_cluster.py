@@ -8,6 +8,7 @@ import signal
 import threading
 from pathlib import Path
 
+import msgspec
 import pytest
 from launched import TIMEOUT_S, joined_router, names, scale_to, until
 
@@ -71,9 +72,13 @@ def expected(config: Config) -> list[list[int]]:
     return reference_answers(config, PROMPTS, GREEDY, lambda: None).answers
 
 
+@pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_tokens_are_those_of_hugging_face(
-    ray_session: None, config: Config, expected: list[list[int]]
+    ray_session: None, config: Config, expected: list[list[int]], tp: int
 ) -> None:
+    """`test_cluster.py` has a group of two ranks in `make test`."""
+    config = msgspec.structs.replace(config, colocated=msgspec.structs.replace(config.colocated, tp=tp))
+
     async def main(cluster: Cluster) -> list[list[int]]:
         async with local_router(cluster) as router:
             return await asyncio.gather(*(answer(router, f"r{i}", p) for i, p in enumerate(PROMPTS)))
@@ -81,7 +86,7 @@ def test_tokens_are_those_of_hugging_face(
     with start_cluster(config, place(config, 0), make_keys()) as cluster:
         assert asyncio.run(main(cluster)) == expected
         cluster.check()
-        assert [statistics["faults"] for statistics in cluster.statistics().values()] == [0, 0]
+        assert [statistics["faults"] for statistics in cluster.statistics().values()] == [0] * tp
 
 
 def test_a_kind_of_group_that_the_cluster_has_not_is_refused(config: Config) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 import triton.language as tl
 from attention_code import asynchronous_bytes, compiled
-from slow_parameters import sampled
+from slow_parameters import sampled, thinned
 from tensor_core_code import overwritten_operands
 
 from disagg.core.types import SCALE_BYTES
@@ -202,12 +202,17 @@ def test_kv_write_compiles(storage: torch.dtype, fp8: Any, limit: float) -> None
     assert ("div.rn" in ptx) == (limit > 0)
 
 
-@pytest.mark.parametrize("summed", [False, True])
-@pytest.mark.parametrize("fenced", [False, True])
-@pytest.mark.parametrize(("fp8", "limit"), [(None, 127.0), (tl.float8e4nv, 448.0), (tl.float8e5, 57344.0)])
+@pytest.mark.parametrize(
+    ("codes", "fenced", "summed"),
+    thinned(
+        [(None, 127.0), (tl.float8e4nv, 448.0), (tl.float8e5, 57344.0)], [False, True], [False, True], by=2
+    ),
+)
 def test_quantizing_on_the_way_reads_16_bytes_at_a_time(
-    fp8: Any, limit: float, fenced: bool, summed: bool
+    codes: tuple[Any, float], fenced: bool, summed: bool
 ) -> None:
+    """Of `codes`: the type, and the largest value."""
+    fp8, limit = codes
     arguments = {
         "source": torch.bfloat16,
         "source_slots": torch.int32,

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from attention_code import asynchronous_bytes, compiled
+from tensor_core_code import loops_of, overwritten_operands
 from triton.language import constexpr
 
 from kernels.layers.expert_matmul import expert_matmul_kernel, expert_tile
+from kernels.layers.expert_quantized import TILES, expert_quantized_kernel
 from kernels.layers.expert_rows import expert_rows_kernel
 from kernels.layers.expert_sum import expert_sum_kernel
 from kernels.layers.matmul_tiles import MatmulTile
+from kernels.layers.quantized_linear import QuantizedTile
 
 SHARED_BYTES = 227 * 1024
 """Shared memory that a program may use on Hopper."""
@@ -67,3 +71,43 @@ def test_small_kernels() -> None:
     numbers = {"columns": 2048, "experts": 128, "CHOICES": 8, "BLOCK": 1024}
     ptx = compiled(expert_sum_kernel, {**tensors, **numbers}, num_warps=4, fp_fusion=False).asm["ptx"]
     assert "st.global.v4.b32" in ptx
+
+
+def quantized_product(kind: str, dtype: torch.dtype, tile: QuantizedTile) -> Any:
+    """The kernel of quantized experts: Qwen3 30B A3B in fp8 with blocks of 128, or gpt-oss in MXFP4."""
+    is_fp8 = kind == "fp8"
+    n, k, period = (1536, 2048, 64) if is_fp8 else (5760, 2880, 16)
+    bits, groups = (8, 16) if is_fp8 else (4, 90)
+    arguments: dict[str, Any] = {"x": dtype, "words": torch.int32}
+    arguments |= {"scales": torch.float32 if is_fp8 else torch.uint8, "zeros": None}
+    arguments |= {"pairs": torch.int32, "owners": torch.int32, "bias": None, "out": dtype, "blocks": 7}
+    row_words = -(-k // (period * 32 // bits)) * period
+    arguments |= {"n": n, "k": k, "row_words": row_words, "scale_stride": groups}
+    arguments |= {"block_rows": 128 if is_fp8 else constexpr(1), "BITS": bits, "FLOAT": True}
+    arguments |= {"PERIOD": period, "BLOCK": 128 if is_fp8 else 32, "PER": 2, "WHOLE": is_fp8}
+    arguments |= {"SHARED": is_fp8, "CHOICES": 8, "GROUP_M": 8, "ROWS": tile.rows, "COLUMNS": tile.columns}
+    arguments |= {"WORDS": min(tile.words, period), "SWAPPED": tile.swapped}
+    ordered = {name: arguments[name] for name in expert_quantized_kernel.arg_names}
+    return compiled(expert_quantized_kernel, ordered, num_warps=tile.warps, num_stages=tile.stages)
+
+
+@pytest.mark.parametrize(
+    ("kind", "number", "dtype"),
+    [
+        ("fp8", 0, torch.bfloat16),
+        pytest.param("fp8", 1, torch.float16, marks=pytest.mark.slow),
+        ("fp8", 2, torch.bfloat16),
+        ("fp4", 0, torch.bfloat16),
+        pytest.param("fp4", 1, torch.float16, marks=pytest.mark.slow),
+    ],
+)
+def test_quantized_products_convert_in_registers(kind: str, number: int, dtype: torch.dtype) -> None:
+    kernel = quantized_product(kind, dtype, TILES[8 if kind == "fp8" else 4][number])
+    ptx = kernel.asm["ptx"]
+    assert kernel.metadata.shared <= SHARED_BYTES
+    assert "mma" in ptx
+    assert asynchronous_bytes(ptx) >= {16}
+    assert not re.search(r"cvt\.\w*\.?(bf16|f16|f32)\.(s8|u8|s16|u16|s32|u32)|e4m3|e2m1", ptx)
+    assert not overwritten_operands(ptx)
+    (loop,) = [one for one in loops_of(ptx) if "mma" in one]
+    assert "st.shared" not in loop, "converted values stay in registers"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from slow_parameters import thinned
 
 from kernels.dispatch import backend
 from kernels.layers.few_rows import FewRowsProduct, FewRowsTile, few_rows_reference, most_rows_of, tile_of
@@ -22,16 +23,20 @@ def numbers(*shape: int, device: str, dtype: torch.dtype) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("name", TILES)
 @pytest.mark.parametrize(
-    ("rows", "dtype", "biased"),
-    [(1, torch.bfloat16, False), (5, torch.float16, True), (33, torch.bfloat16, True)],
+    ("form", "name", "gated"),
+    thinned(
+        [(1, torch.bfloat16, False), (5, torch.float16, True), (33, torch.bfloat16, True)],
+        list(TILES),
+        [False, True],
+        by=3,
+    ),
 )
 def test_it_is_torchs_product(
-    rows: int, dtype: torch.dtype, biased: bool, name: str, gated: bool, device: str
+    form: tuple[int, torch.dtype, bool], name: str, gated: bool, device: str
 ) -> None:
-    columns, summed = 80, 384
+    """Of `form`: the rows, their type, and whether there is a bias."""
+    (rows, dtype, biased), columns, summed = form, 80, 384
     weight = numbers(columns * (1 + gated), summed, device=device, dtype=dtype) / 8
     bias = numbers(len(weight), device=device, dtype=dtype) if biased else None
     x = numbers(1, rows, summed, device=device, dtype=dtype)

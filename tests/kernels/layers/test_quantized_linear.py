@@ -10,6 +10,7 @@ import dataclasses
 
 import pytest
 import torch
+from slow_parameters import thinned
 
 from kernels.attention.common import multiprocessors
 from kernels.dispatch import INTERPRETED, backend
@@ -32,6 +33,8 @@ from kernels.layers.quantized_words import pack_words, period_words, row_words, 
 
 DEVICES = ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+KINDS = ["fp8", "int8", "int4 zeros", "int4"]
+"""In this order the sample of products has zero points that rows share, and such that they do not."""
 BLOCKS = {"tensor": (0, 0), "channel": (1, 0), "block": (128, 128), "small block": (64, 32), "group": (1, 64)}
 ODD = {"sixteen": (1, 16), "forty-eight": (8, 48)}
 """Blocks of scales; 0 is the whole dimension."""
@@ -85,8 +88,7 @@ def require_near(
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("kind", ["fp8", "int8", "int4", "int4 zeros"])
-@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize(("block", "kind"), thinned(list(BLOCKS), KINDS, by=2))
 def test_product(block: str, kind: str, device: str) -> None:
     for number, (rows, dtype) in enumerate(zip((1, 5, 19), DTYPES, strict=True)):
         weight = random_weight(kind, 40, 192, block, device=device, seed=number, dtype=dtype)
@@ -128,7 +130,9 @@ def test_sizes_that_no_tile_divides(dtype: torch.dtype, device: str) -> None:
 def test_tiles(kind: str, block: str, dtype: torch.dtype, tile: QuantizedTile, device: str) -> None:
     if backend(torch.device(device)) != "triton":
         pytest.skip("only the kernel has tiles")
-    n, k, rows = 40, 1024, 19 if tile.splits == 1 else 3
+    # Two steps of each split, as far as 1024 columns have them.
+    k = min(1024, max(512, 2 * tile.splits * tile.words * 4 * (2 if kind.startswith("int4") else 1)))
+    n, rows = 40, 19 if tile.splits == 1 else 3
     weight = random_weight(kind, n, k, block, device=device, dtype=torch.bfloat16)
     x, bias = noise(rows, k, dtype=dtype, device=device), noise(n, dtype=dtype, device=device, seed=3)
     for _ in range(2):
@@ -166,8 +170,7 @@ def test_no_rows_and_no_columns(kind: str, device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", ["fp8", "int8", "int4", "int4 zeros"])
+@pytest.mark.parametrize(("kind", "dtype"), thinned(KINDS, DTYPES, by=3))
 def test_dequantized(kind: str, dtype: torch.dtype, device: str) -> None:
     for block in BLOCKS:
         weight = random_weight(kind, 70, 192, block, device=device, dtype=torch.bfloat16)

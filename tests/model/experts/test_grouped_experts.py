@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from architectures import SIZES
+from slow_parameters import thinned
 from torch import nn
 from transformers import (
     AriaTextConfig,
@@ -74,8 +75,7 @@ def experts_of_kind(name: str, dtype: torch.dtype, device: str) -> Any:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize(("name", "dtype"), thinned(list(KINDS), [torch.float32, torch.float16], by=2))
 def test_results_are_those_of_transformers(name: str, dtype: torch.dtype, device: str) -> None:
     module = experts_of_kind(name, dtype, device)
     generator = torch.Generator().manual_seed(1)

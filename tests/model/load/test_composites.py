@@ -105,7 +105,7 @@ def test_a_text_part_that_sees_what_follows_is_refused(tmp_path: Path) -> None:
 def test_an_unsupported_quantization_is_refused(tmp_path: Path) -> None:
     directory = save_gemma3(tmp_path)
     config = Gemma3Config.from_pretrained(directory)
-    config.quantization_config = {"quant_method": "mxfp4"}
+    config.quantization_config = {"quant_method": "bitsandbytes"}
     config.save_pretrained(directory)
     with pytest.raises(UnsupportedModelError, match="quantized"):
         ModelSource.from_directory(directory)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from collections.abc import Callable
@@ -10,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from architectures import HYBRIDS
+from mixtures import MIXTURES
 from model_helpers import make_runner
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
@@ -238,3 +241,20 @@ def test_ranks_build_at_the_same_time(checkpoint: Checkpoint) -> None:
 
     assert run_ranks(4, work) == [torch.bfloat16] * 4
     assert torch.get_default_dtype() == torch.float32
+
+
+@pytest.mark.parametrize("name", ["gpt-oss", "zamba2"])
+def test_vectors_of_random_weights_follow_the_seed(name: str) -> None:
+    """Attention sinks of each head, time steps of recurrent layers: transformers draws them without a seed."""
+    config = {**MIXTURES, **HYBRIDS}[name]()
+    source = dataclasses.replace(ModelSource.random_init("tiny-llama", 1), config=config)
+    whole, again = weights_of(source), weights_of(source)
+    other = weights_of(dataclasses.replace(source, seed=2))
+    assert all(torch.equal(whole[key], again[key]) for key in whole)
+    drawn = [key for key, one in whole.items() if one.dim() == 1 and not torch.equal(one, other[key])]
+    assert drawn
+    halves = run_ranks(2, lambda collective: weights_of(source, collective))
+    for key in drawn:
+        parts = [half[key] for half in halves]
+        divided = len(parts[0]) < len(whole[key])
+        assert torch.equal(torch.cat(parts) if divided else parts[1], whole[key])

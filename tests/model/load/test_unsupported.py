@@ -17,6 +17,7 @@ from transformers import (
     DeepseekV3Config,
     Gemma3TextConfig,
     GitConfig,
+    GPT2Config,
     GptOssConfig,
     LlamaConfig,
     MixtralConfig,
@@ -73,24 +74,28 @@ def test_architectures_that_do_not_fit_are_refused(config: Any, match: str, tmp_
 def test_a_quantized_checkpoint_is_refused(tmp_path: Path) -> None:
     config = LlamaConfig(**SIZES)
     save(config, tmp_path)
-    config.quantization_config = {"quant_method": "mxfp4"}
+    config.quantization_config = {"quant_method": "bitsandbytes"}
     config.save_pretrained(tmp_path)
     with pytest.raises(UnsupportedModelError, match="quantized"):
         ModelSource.from_directory(tmp_path)
 
 
 WHOLE: dict[str, tuple[Any, set[str]]] = {
-    "fused qkv": (Phi3Config(**SIZES), {"attention", "model.layers.*.mlp"}),
-    "norms over all heads": (Olmo2Config(**SIZES), {"attention"}),
+    "fused qkv": (Phi3Config(**SIZES), set()),
+    "norms over all heads": (Olmo2Config(**SIZES), set()),
+    "transposed weights": (
+        GPT2Config(vocab_size=259, n_embd=64, n_layer=2, n_head=4, n_positions=256, initializer_range=0.2),
+        {"attention"},
+    ),
     "experts": (MixtralConfig(**SIZES, num_local_experts=4), set()),
     "narrow experts": (
         MixtralConfig(**SIZES | {"intermediate_size": 12}, num_local_experts=4),
         {"model.layers.*.mlp.experts"},
     ),
-    "sinks": (GptOssConfig(**SIZES, num_local_experts=4, sliding_window=16), {"attention"}),
+    "sinks": (GptOssConfig(**SIZES, num_local_experts=4, sliding_window=16), set()),
     "latent attention": (
         DeepseekV3Config(**SIZES | MLA, n_routed_experts=8, moe_intermediate_size=32),
-        {"attention"},
+        set(),
     ),
     "classes": (CLASSED["gemma4-shared"](), set()),
     "sparsity": (CLASSED["gemma3n"](), {"model.layers.*.mlp"}),

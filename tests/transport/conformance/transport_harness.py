@@ -46,7 +46,8 @@ class Node(Pumped):
     def random(self, nbytes: int) -> torch.Tensor:
         """Fresh registered bytes with random content, never all zero or all poison."""
         view = self.take(nbytes)
-        view.copy_(torch.randint(0, 256, (nbytes,), dtype=torch.uint8))
+        words = torch.randint(-(1 << 63), (1 << 63) - 1, (-(-nbytes // 8),))  # faster than single bytes
+        view.copy_(words.view(torch.uint8)[:nbytes])
         settle(view)
         return view
 

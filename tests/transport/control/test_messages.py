@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from disagg.core.errors import HandshakeError, ProtocolError
+from disagg.core.item_events import ItemChanges, ItemPiece, ItemPosition
 from disagg.core.prefixes import Digest
 from disagg.core.profile.types import ProfileOptions
 from disagg.core.status import GroupStatus, RankStatus, RouteStatus
@@ -20,6 +21,7 @@ from disagg.core.tokens import pack_tokens
 from disagg.core.types import (
     GroupInfo,
     KVLayout,
+    PageServer,
     RankInfo,
     RequestKey,
     SamplingParams,
@@ -69,6 +71,9 @@ EXAMPLES: list[Message] = [
     messages.StepTokens([messages.Tokens(KEY, 4, [1]), messages.Tokens(KEY, 9, [2], "length", answer=1)]),
     messages.Watch(1.5, "all"),
     messages.CacheDigest("p0", Digest(None, 3, 64, b"12345678", b""), 4096),
+    messages.WatchItems(ItemPosition(1 << 62, 4, None), PageServer(7, b"\x00\xff", "ucx")),
+    messages.HeldItems(ItemPiece(1 << 62, 4, 0, 1 << 15, b"12345678", b"abcdefgh")),
+    messages.HeldItems(ItemChanges(9, 3, 4, b"", b"12345678")),
     messages.Release(KEY, "done"),
     messages.Released(KEY),
     messages.Plan(8, b"\x00\x01"),

@@ -169,16 +169,21 @@ def test_an_abort_of_the_consumer(make: Make, waiting: bool) -> None:
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("seed", range(4))
 def test_random_lifecycles(make: Make, seed: int, asynchronous: bool) -> None:
-    """Two engines with few blocks, so that requests wait and are preempted; both produce and consume."""
+    """Two engines with few blocks, so that requests wait and are preempted; both produce and consume.
+
+    Each engine may hold prompts for the other one in all its blocks; then both wait until leases end.
+    """
     rng = random.Random(seed)
-    engines = [make(blocks=24, asynchronous=asynchronous, whole_blocks=seed % 2 == 1) for _ in range(2)]
+    options = {"blocks": 24, "asynchronous": asynchronous, "whole_blocks": seed % 2 == 1}
+    engines = [make({"lease_s": 5.0}, **options) for _ in range(2)]
     prompts = [prompt_of(rng.choice((10, 32, 70, 120)), number % 5) for number in range(30)]
     waiting, started = list(enumerate(prompts)), set[str]()
+    share = (0.3, 1.0)[seed // 2]  # 1: prompts come faster than they are handed over
     decoded: list[tuple[RealEngine, str]] = []
     aborted: list[str] = []
 
     def advance() -> bool:
-        if waiting and rng.random() < 0.3:
+        if waiting and rng.random() < share:
             number, prompt = waiting.pop()
             rng.choice(engines).prefill(f"p{number}", prompt)
         for engine, other in (engines, engines[::-1]):
@@ -200,4 +205,5 @@ def test_random_lifecycles(make: Make, seed: int, asynchronous: bool) -> None:
     for engine in engines:
         engine.check_empty()
     moved = [name for engine, name in decoded if engine.external.get(name, 0) > 0]
-    assert len(moved) > len(prompts) / 2
+    late = asynchronous and share == 1.0  # many leases end before the other engine has blocks
+    assert len(moved) > (5 if late else len(prompts) / 2)

@@ -20,6 +20,7 @@ from transport.control.messages.groups import (
     CacheDigest,
     GroupReport,
     Groups,
+    HeldItems,
     Join,
     RankReport,
     Roll,
@@ -31,6 +32,7 @@ from transport.control.messages.groups import (
     StopRoll,
     Using,
     Watch,
+    WatchItems,
 )
 from transport.control.messages.profiles import Profile, Profiled, ProfileFailed, ProfileProgress
 from transport.control.messages.ranks import (
@@ -93,6 +95,7 @@ __all__ = [
     "FirstTokens",
     "GroupReport",
     "Groups",
+    "HeldItems",
     "Join",
     "Landed",
     "LeaseGrant",
@@ -146,6 +149,7 @@ __all__ = [
     "Transferred",
     "Using",
     "Watch",
+    "WatchItems",
     "Watermark",
     "decode",
     "decode_frame",

@@ -8,9 +8,10 @@ import msgspec
 
 from disagg.core.bounds import Count, Label
 from disagg.core.config.read import Role
+from disagg.core.item_events import ItemEvents, ItemPosition
 from disagg.core.prefixes import Digest, Tier
 from disagg.core.status import GroupStatus, RankStatus
-from disagg.core.types import GroupInfo
+from disagg.core.types import GroupInfo, PageServer
 from transport.control.messages.base import Message
 
 
@@ -33,6 +34,22 @@ class CacheDigest(Message, frozen=True):
     """Prompt length in tokens above which other rotary embeddings are used; see
     `disagg.core.prefixes.PrefixKey.of`."""
     tier: Tier = "device"
+
+
+class WatchItems(Message, frozen=True):
+    """Rank -> rank of another group: send the KV events of the items in your host memory. The reader repeats this
+    message, after which events follow for a while; see `disagg.node.item_events`."""
+
+    position: ItemPosition
+    """What the reader knows."""
+    server: PageServer
+    """Endpoint of the reader."""
+
+
+class HeldItems(Message, frozen=True):
+    """Rank -> rank of another group that watches items: some of the items, or changes."""
+
+    events: ItemEvents
 
 
 class GroupReport(Message, frozen=True):
