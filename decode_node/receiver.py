@@ -43,7 +43,7 @@ from disagg.kv.pages import slots_of
 from disagg.node.device import DeviceQueue, device_name
 from disagg.node.links import Link, fence
 from disagg.node.sums import Sums
-from disagg.node.transfer_loop import YIELD_LIMIT_S, YIELD_S
+from disagg.node.transfer_loop import YIELD_S
 from disagg.node.warm import warm_copies
 from transport.base import Arrival, Operation
 from transport.control import messages as m
@@ -284,7 +284,7 @@ class SegmentReceiver:
         if now_s >= self._ring.due_s:
             self._ring.maintain(now_s)
         if self.polls and self._expects_data():
-            soon = self._landing.ends_soon(now_s) or self._writes.begun(now_s - YIELD_LIMIT_S)
+            soon = self._landing.ends_soon(now_s) or self._writes.ends_soon(now_s)
             return YIELD_S if soon else ARRIVAL_POLL_S
         idle_s = self._ring.due_s - now_s if self._ring.allocator.oldest() else IDLE_S
         return min(idle_s, self._tickets.due_s - now_s)

@@ -22,6 +22,7 @@ from decode_node.tickets import IncomingTickets
 from decode_node.verifier import Verifier
 from disagg.core.errors import ProtocolError, TransportError
 from disagg.core.types import Ticket
+from disagg.node.transfer_loop import YIELD_LIMIT_S
 from kernels.copy.layer_pool import one_tensor
 from transport.base import Arrival, Operation, OperationState
 from transport.completion_notifications import NOTIFICATION_BYTES, CompletionNotifications, Written
@@ -169,9 +170,9 @@ class PeerWrites:
             for reported in self._boards[peer].take():
                 self._on_reported(peer, reported)
 
-    def begun(self, after_s: float) -> bool:
-        """Returns whether a peer's device has begun a write after `after_s`."""
-        return any(board.begun(after_s) for board in self._boards.values())
+    def ends_soon(self, now_s: float) -> bool:
+        """Returns whether a peer's device has begun a write within the last `YIELD_LIMIT_S`."""
+        return any(board.begun(now_s, YIELD_LIMIT_S) for board in self._boards.values())
 
     def may_block(self) -> bool:
         """Makes peers send notifications too, until `look` is called; returns False if there is a report already."""

@@ -97,7 +97,7 @@ class Chunks:
                 self._leases.request(outgoing, peer.control_address, items)
                 if outgoing.stopped:  # the request could not be sent
                     return
-        for items, peer in written:  # after the lease requests, to overlap with their round trip
+        for items, peer in written:
             if not outgoing.stopped:
                 self._prepare(items, peer)
         self._tickets.report_if_sent(outgoing)

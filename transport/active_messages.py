@@ -158,7 +158,12 @@ class ActiveMessages:
         The caller passes each ended operation of the transport to `ended`.
         """
         body = encode(message)
-        if peer in self._numbers or peer not in self._linked:  # without a link the send fails
+        if (
+            peer not in self._linked
+        ):  # the send fails, now: with a link made in this turn it would reach a new inbox
+            self._post(peer, [message], body)
+            return
+        if peer in self._numbers:
             self._send(peer, message, body)
             return
         held = self._held.setdefault(peer, _Held())
@@ -252,7 +257,11 @@ class ActiveMessages:
             body = entry.slot.read()
             self._slots.give(entry.slot)
             if entry.came:
-                self._read(entry.inbox, body)
+                try:
+                    self._read(entry.inbox, body)
+                except Exception:
+                    self._hand_over(coming)  # nothing else would look at what has arrived meanwhile
+                    raise
 
     def _read(self, inbox: _Inbox, body: bytes) -> None:
         try:
@@ -268,13 +277,11 @@ class ActiveMessages:
 
     def _handle(self, inbox: _Inbox, messages: list[Message]) -> None:
         """Handles the messages of a frame. A message that raises does not keep the others from being handled."""
-        failure: Exception | None = None
-        for message in messages:
+        for number, message in enumerate(messages, 1):
             if inbox.closed:
-                break
+                return
             try:
                 self._handlers[type(message)](inbox.peer, message)
-            except Exception as exc:  # noqa: BLE001 - raised below
-                failure = failure or exc
-        if failure is not None:
-            raise failure
+            except Exception:
+                self._handle(inbox, messages[number:])
+                raise

@@ -101,9 +101,13 @@ class Board:
         """Handle for the prefill rank to which this board belongs."""
         return BoardHandle(host_id(), os.getpid(), self._file, self._id)
 
-    def begun(self, after_s: float) -> bool:
-        """Returns whether a write has begun on the device after `after_s` (`time.monotonic()`)."""
-        return bool(self._views.begun_s[0] > after_s)
+    def begun(self, now_s: float, within_s: float) -> bool:
+        """Returns whether the latest write has begun on the device less than `within_s` before `now_s`.
+
+        Times are of `time.monotonic()`, which all processes of a host share, except in another time namespace: a
+        begin in the future, beyond `within_s`, does not count.
+        """
+        return bool(abs(now_s - self._views.begun_s[0]) < within_s)
 
     def sleep(self) -> None:
         """Asks the prefill rank for notifications, because this rank blocks on its transport; see `wake`.

@@ -386,6 +386,8 @@ class Simulation:
             self.ranks[destination].on_message(source, message)
 
     def _inbox(self, rank: Any) -> None:
+        """Posted work begins a turn; its active messages wait for `_wire`."""
+        rank.agent.begin_turn()
         rank.transfer_loop.run_posted()
         assert not rank.transfer_loop.faults, "an exception on the transfer thread, see the log"
 
@@ -397,6 +399,8 @@ class Simulation:
         for arrival in rank.transport.arrivals():
             rank.agent.on_arrival(arrival)
         rank.agent.poll(self.now_s)
+        if self.config.transport.completion_words and self.choose.random() < 0.3:
+            rank.agent.may_block()  # from now on, a notification reports each write too
         self.now_s += 0.0005
 
     def _compute(self, rank: Any) -> None:

@@ -368,6 +368,24 @@ def test_a_fence_drops_what_waits_for_a_frame(boxes: tuple[InprocFabric, Box, Bo
     assert a.transport.statistics().pending == 0
 
 
+def test_a_message_without_a_link_does_not_wait_for_a_link_of_its_turn(
+    boxes: tuple[InprocFabric, Box, Box],
+) -> None:
+    """Its send fails. A new inbox of the peer does not receive it."""
+    _, a, b = boxes
+    a.active_messages.collect()
+    for one, other in ((a, b), (b, a)):
+        one.transport.disconnect(other.name)
+        one.active_messages.forget(other.name)
+    a.active_messages.send("b", watermark(1))
+    link(a, b)
+    a.active_messages.send("b", watermark(2))
+    a.active_messages.flush()
+    settle(a, b)
+    assert [message for _, message, _ in a.lost] == [watermark(1)]
+    assert b.came == [("a", watermark(2))]
+
+
 def test_a_handler_that_raises_keeps_no_other_message_of_its_frame(
     boxes: tuple[InprocFabric, Box, Box],
 ) -> None:
@@ -376,6 +394,25 @@ def test_a_handler_that_raises_keeps_no_other_message_of_its_frame(
     collected(a, "b", range(3))
     with pytest.raises(RuntimeError, match="refused"):
         settle(a, b)
+    assert b.came == [("a", watermark(1)), ("a", watermark(2))]
+
+
+def test_a_handler_that_raises_keeps_no_message_that_has_arrived_meanwhile(
+    boxes: tuple[InprocFabric, Box, Box],
+) -> None:
+    """The receive of the first message ends last."""
+    _, a, b = boxes
+    b.fails_at = watermark(0)
+    for number in range(3):
+        a.active_messages.send("b", watermark(number))
+    for arrival in b.transport.arrivals():
+        assert b.active_messages.arrived(arrival)
+    first, *others = b.transport.progress()
+    for operation in others:
+        assert b.active_messages.ended(operation)
+    assert b.came == []
+    with pytest.raises(RuntimeError, match="refused"):
+        b.active_messages.ended(first)
     assert b.came == [("a", watermark(1)), ("a", watermark(2))]
 
 

@@ -90,10 +90,12 @@ def test_a_rank_that_polls_no_words_needs_notifications(board: Board, peer: Open
 
 
 def test_the_begin_of_a_write_is_announced(board: Board, peer: OpenBoard) -> None:
-    assert not board.begun(4.0)
+    assert not board.begun(5.0, 0.5)
     peer.begin(5.0)
-    assert board.begun(4.0)
-    assert not board.begun(5.0)
+    assert board.begun(5.25, 0.5)
+    assert board.begun(4.75, 0.5), "the peer's loop is ahead"
+    assert not board.begun(5.5, 0.5)
+    assert not board.begun(4.5, 0.5), "no begin, but a clock of another time namespace"
 
 
 def test_bytes_that_are_no_record_are_a_protocol_error() -> None:
