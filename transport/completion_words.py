@@ -14,13 +14,15 @@ that it has seen, and reads the slots that differ. So a write is reported withou
     3, ...   tag and record of each slot    prefill rank
 
 The memory has no name: the prefill rank opens it through `/proc`, as UCX does, which needs the same user and the same
-PID namespace. Without that, a prefill rank uses completion notifications, which are also used when no slot is free.
+PID namespace. Without that, a prefill rank uses completion notifications, which are also used when no slot is free,
+and on processors other than x86-64.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
+import platform
 import secrets
 import stat
 import weakref
@@ -44,6 +46,8 @@ _RECORD_BYTES = 2 + NOTIFICATION_BYTES
 _WORDS, _SEEN, _TAGS, _RECORDS = _PAGE, 2 * _PAGE, 3 * _PAGE, 4 * _PAGE
 _BOARD_BYTES = _RECORDS + -(-SLOTS * _RECORD_BYTES // _PAGE) * _PAGE
 _LARGEST = (1 << 32) - 1
+_MACHINES = ("x86_64", "AMD64")
+"""Processors that load in program order: a slot is read after its word, without a barrier."""
 
 
 class Reported(NamedTuple):
@@ -84,7 +88,9 @@ class Board:
     """A decode rank's side of a board. Owned by the transfer thread."""
 
     def __init__(self) -> None:
-        """Raises `TransportError` where the system has no anonymous files."""
+        """Raises `TransportError` where the system has no anonymous files, or orders loads in another way."""
+        if platform.machine() not in _MACHINES:
+            raise TransportError(f"no completion words on {platform.machine()}: it reorders loads")
         try:
             self._file = os.memfd_create("disagg-completion-words", os.MFD_CLOEXEC)
             os.ftruncate(self._file, _BOARD_BYTES)

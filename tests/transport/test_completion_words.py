@@ -116,6 +116,12 @@ def test_memory_that_is_not_the_board_is_not_mapped(board: Board) -> None:
                 OpenBoard(wrong)
 
 
+def test_a_processor_that_reorders_loads_has_no_board(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("platform.machine", lambda: "aarch64")
+    with pytest.raises(TransportError, match="reorders loads"):
+        Board()
+
+
 def test_a_closed_board_has_no_file_and_its_mapping_stays(board: Board, peer: OpenBoard) -> None:
     file = board.handle.file
     report = peer.post(1, written(1))

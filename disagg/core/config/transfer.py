@@ -118,7 +118,8 @@ class TransportConfig(Section, frozen=True):
     staging."""
     completion_words: bool = False
     """Whether prefill ranks report direct writes by words of shared host memory, which their device stores, instead
-    of messages. Applies to segments without checksums; both ranks need one user and one PID namespace."""
+    of messages. Applies to segments without checksums, on x86-64; both ranks need one user and one PID
+    namespace."""
 
     def __post_init__(self) -> None:
         self._one_of("backend", TransportName)
