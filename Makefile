@@ -37,7 +37,7 @@ demo: $(STAMP)
 	$(BIN)/disagg demo
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -n 3 --dist loadfile
+	$(BIN)/python -m pytest -n 4 --dist loadfile
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m 'slow and not gpu' --timeout 1800

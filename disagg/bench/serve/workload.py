@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -53,6 +53,8 @@ class Workload:
     """The lowest and the highest token id of prompts."""
     ignore_eos: bool
     seed: int
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """Further fields of every request's body, such as a structured output."""
 
     def request(self, index: int) -> WorkloadRequest:
         """Returns request number `index`. Equal seeds give equal requests."""
@@ -94,5 +96,6 @@ class Workload:
             body["prompt"] = prompt
         if self.ignore_eos:  # not part of OpenAI's API: sent only if set
             body["ignore_eos"] = True
+        body |= self.extra
         tokens = None if self.chat else len(prompt)
         return WorkloadRequest(index, tokens, output_tokens, self.ignore_eos, msgspec.json.encode(body))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+import msgspec
 import typer
 
 from disagg.core.errors import ConfigError
@@ -15,6 +16,10 @@ if TYPE_CHECKING:
     from disagg.bench.serve.workload import Workload
 
 _REQUESTS = 100
+_SET_FIELDS = frozenset(
+    ["model", "max_tokens", "temperature", "stream", "stream_options", "messages", "prompt", "ignore_eos"]
+)
+"""Fields that every request has from other flags, and on which the checks of answers depend."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,6 +115,14 @@ class PromptFlags:
         bool,
         typer.Option("--ignore-eos", help="Every answer must have exactly its number of output tokens."),
     ] = False
+    extra_body: Annotated[
+        str | None,
+        typer.Option(
+            "--extra-body",
+            metavar="JSON",
+            help='Further fields of every request, e.g. \'{"structured_outputs": {"regex": "[a-z]+"}}\'.',
+        ),
+    ] = None
     seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of arrivals, lengths and prompts.")] = 0
 
     def settings(self, chat: bool) -> dict[str, str | float | bool | None]:
@@ -121,6 +134,7 @@ class PromptFlags:
             "shared_prefixes": self.shared_prefixes,
             "token_ids": None if chat else self.token_ids,
             "ignore_eos": self.ignore_eos,
+            "extra_body": self.extra_body,
         }
 
     def workload(self, model: str, chat: bool, seed: int) -> Workload:
@@ -141,6 +155,7 @@ class PromptFlags:
             token_ids=_token_ids(self.token_ids),
             ignore_eos=self.ignore_eos,
             seed=seed,
+            extra=_extra(self.extra_body),
         )
 
 
@@ -173,6 +188,22 @@ def check_positive(flags: dict[str, float | None]) -> None:
     for flag, value in flags.items():
         if value is not None and not 0 < value < float("inf"):
             raise ConfigError(f"{flag} {value:g}: give a number above 0")
+
+
+def _extra(text: str | None) -> dict[str, Any]:
+    """Returns the fields of `--extra-body`. Raises `ConfigError` for a field that other flags determine."""
+    if text is None:
+        return {}
+    try:
+        found: dict[str, Any] = msgspec.json.decode(text, type=dict[str, Any])
+    except msgspec.DecodeError as exc:
+        raise ConfigError(f"--extra-body {text}: not a JSON object: {exc}") from None
+    taken = sorted(set(found) & _SET_FIELDS)
+    if taken:
+        raise ConfigError(
+            f"--extra-body: {', '.join(taken)} cannot be set; other flags determine these fields"
+        )
+    return found
 
 
 def _token_ids(text: str) -> tuple[int, int]:

@@ -165,6 +165,8 @@ def test_the_key_is_the_first_line_of_its_file(tmp_path: Path, capsys: pytest.Ca
         (["--concurrency", "1", "--arrivals", "fixed"], "--arrivals fixed needs --rate"),
         (["--rate", "1", "--input-tokens", "many"], "--input-tokens many"),
         (["--rate", "1", "--token-ids", "9-3"], "--token-ids 9-3"),
+        (["--rate", "1", "--extra-body", "{"], "--extra-body {: not a JSON object"),
+        (["--rate", "1", "--extra-body", '{"stream": false}'], "--extra-body: stream cannot be set"),
         (["--rate", "1", "--url", "127.0.0.1:8000"], "--url 127.0.0.1:8000"),
         (["--rate", "1", "--url", "http://a:b@host/v1"], "--url"),
         (["--rate", "1", "--url", "http://[::1/v1"], "--url"),

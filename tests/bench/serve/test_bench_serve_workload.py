@@ -140,6 +140,7 @@ def test_a_request_says_what_is_in_it() -> None:
             "ignore_eos": True,
         }
     assert "ignore_eos" not in body(replace(WORKLOAD, ignore_eos=False), 0)
+    assert body(replace(WORKLOAD, extra={"priority": 3}), 0) == body(WORKLOAD, 0) | {"priority": 3}
 
 
 def test_prompts_share_the_configured_prefixes_and_nothing_else() -> None:
