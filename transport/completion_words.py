@@ -93,6 +93,7 @@ class Board:
             raise TransportError(f"no completion words on {platform.machine()}: it reorders loads")
         try:
             self._file = os.memfd_create("disagg-completion-words", os.MFD_CLOEXEC)
+            os.fchmod(self._file, 0o600)
             os.ftruncate(self._file, _BOARD_BYTES)
         except (AttributeError, OSError) as exc:
             raise TransportError(f"no shared memory for completion words: {exc}") from exc

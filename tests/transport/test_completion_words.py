@@ -122,6 +122,10 @@ def test_a_processor_that_reorders_loads_has_no_board(monkeypatch: pytest.Monkey
         Board()
 
 
+def test_only_the_user_of_the_rank_can_open_a_board(board: Board) -> None:
+    assert os.fstat(board.handle.file).st_mode & 0o777 == 0o600
+
+
 def test_a_closed_board_has_no_file_and_its_mapping_stays(board: Board, peer: OpenBoard) -> None:
     file = board.handle.file
     report = peer.post(1, written(1))
