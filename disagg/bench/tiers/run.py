@@ -138,6 +138,11 @@ class _TiersRun:
         self._model: RankModel = begin_model(self._config, self._group)
         self._runner: ModelRunner = load_runner(self._model, SingleCollective(), 0, "colocated")[0]
         self._spec = self._runner.spec
+        if self._spec.has_state:  # hits end at a state, so no prefix is in a tier as a whole
+            raise ConfigError(
+                f"{self._spec.architecture} has recurrent layers, whose hits this benchmark cannot place in a tier: "
+                f"choose another model with --model or --random-init"
+            )
         if options.longest_tokens > self._spec.context_tokens:
             raise ConfigError(
                 f"the model has a context of {self._spec.context_tokens} tokens, the run needs "

@@ -83,6 +83,11 @@ def test_a_disk_that_is_too_small_is_refused_before_anything_is_computed(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_model_with_recurrent_layers_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([*COMMAND, "--folder", str(tmp_path), "--random-init", "tiny-granite-h"]) == 2
+    assert "has recurrent layers, whose hits this benchmark cannot place" in capsys.readouterr().err
+
+
 def test_wrong_answers_are_no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     generate = TiersEngine.generate
 
