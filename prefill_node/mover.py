@@ -124,9 +124,16 @@ class SegmentMover:
         self._resend(item)
 
     def on_notification_ended(self, operation: Operation) -> None:
-        """Handles the end of a completion notification, which ends the send of a directly written segment."""
+        """Handles the end of a completion notification, which ends the send of a directly written segment.
+
+        If a completion word has reported the write too, the notification only wakes the decode rank, and may fail.
+        """
         item = self._notifications.ended(operation)
-        if isinstance(item, OutgoingSegment):
+        if not isinstance(item, OutgoingSegment):
+            return
+        if item.report is not None and not item.report.board.closed:
+            self._sent(item)
+        else:
             self.on_send_ended(item, operation)
 
     def on_send_ended(self, item: OutgoingSegment, operation: Operation) -> None:

@@ -10,6 +10,8 @@ from local_groups import small_config
 from ordered_simulation import D, Ordered, P
 from simulated_groups import LOST, ROUTER
 
+from transport.tags import is_active_message
+
 
 @pytest.fixture
 def layer_groups() -> int:
@@ -73,6 +75,19 @@ def test_a_write_that_is_reported_twice_counts_once(words: Ordered) -> None:
     write(words)
     words.settle()
     assert (landed(words), reported(words)) == (2, 1)
+    assert words.request.ended == "done"  # type: ignore[attr-defined]
+
+
+def test_a_notification_that_fails_costs_nothing_once_a_word_has_reported_the_write(words: Ordered) -> None:
+    words.fabric.faults.fail_send(0, lambda source, destination, tag: not is_active_message(tag))
+    words.reserve()
+    words.compute()
+    assert words.ranks[D].agent.may_block()
+    write(words)
+    for _ in range(2):
+        words.wire(P)
+    assert (words.ranks[P].agent.tickets.failed, reported(words)) == (0, 0)
+    words.settle()
     assert words.request.ended == "done"  # type: ignore[attr-defined]
 
 
