@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from disagg.cli.bench.common import OutputFlags, Shown, show
+from disagg.cli.bench.common import OutputFlags, Shown, progress_lines, show
 from disagg.cli.bench.load import check_positive
 from disagg.cli.flags import ClusterFlags, JoinFlag, Sets
 from disagg.cli.options import flag_values, with_options
@@ -168,7 +165,7 @@ def chaos(options: ChaosOptions) -> None:
     from disagg.bench.chaos.report import chaos_json, figure_lines, figures_table
 
     bench = _bench(options, schedule, network)
-    settings, report_line = _settings(options), _progress_lines()
+    settings, report_line = _settings(options), progress_lines()
     if options.join is not None:
         report = run_joined_bench(config, options.join, bench, settings, report_line)
     else:
@@ -233,13 +230,3 @@ def _settings(options: ChaosOptions) -> dict[str, str | float | None]:
         "recover_s": faults.recover_s,
         "seed": faults.seed,
     }
-
-
-def _progress_lines() -> Callable[[str], None]:
-    """Returns a function that prints a line to stderr, with the seconds since this call. Needs no terminal."""
-    begun_s = time.monotonic()
-
-    def report_line(text: str) -> None:
-        print(f"{time.monotonic() - begun_s:7.1f} s  {text}", file=sys.stderr, flush=True)
-
-    return report_line

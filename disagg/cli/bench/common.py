@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +21,9 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from disagg.bench.common.report import Result
+
+_PROGRESS_INTERVAL_S = 5.0
+"""Shortest time between two lines of progress where there is no terminal."""
 
 
 def _made(out: Path | None) -> Path | None:
@@ -140,12 +145,42 @@ def name_of(device: Any) -> str:
 
 @contextmanager
 def progress() -> Iterator[Callable[[str], None]]:
-    """Shows the current measurement in a line on stderr. The yielded function sets the text of the line."""
+    """Shows the current measurement in a line on stderr. The yielded function sets the text of the line.
+
+    Without a terminal, prints a line for a new text at most every `_PROGRESS_INTERVAL_S`.
+    """
     from rich.console import Console
 
     from disagg.core.config.read import LogConfig
     from disagg.core.log import configure
 
     configure(LogConfig(level="warning"))
-    with Console(stderr=True).status("starting") as status:
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield occasional(progress_lines(), _PROGRESS_INTERVAL_S)
+        return
+    with console.status("starting") as status:
         yield lambda text: status.update(f"measuring: {text}")
+
+
+def progress_lines() -> Callable[[str], None]:
+    """Returns a function that prints a line to stderr, with the seconds since this call. Needs no terminal."""
+    begun_s = time.monotonic()
+
+    def report_line(text: str) -> None:
+        print(f"{time.monotonic() - begun_s:7.1f} s  {text}", file=sys.stderr, flush=True)
+
+    return report_line
+
+
+def occasional(report: Callable[[str], None], interval_s: float) -> Callable[[str], None]:
+    """Returns a function that calls `report`, except within `interval_s` after the latest call."""
+    last_s = -math.inf
+
+    def update(text: str) -> None:
+        nonlocal last_s
+        if time.monotonic() - last_s >= interval_s:
+            last_s = time.monotonic()
+            report(text)
+
+    return update
