@@ -12,8 +12,8 @@ from disagg.node.ownership import NO_COUNTS, GroupCounts, Owner
 from disagg.node.rank_records import ClaimReply
 
 if TYPE_CHECKING:  # torch and transformers, which the cluster that places the rank need not load
-    from prefill_node.calibration import Calibration
     from prefill_node.rank import PrefillRank
+    from prefill_node.wire_summary import Calibration
 
 
 # No restarts: a restarted rank cannot rejoin its group, and with restarts Ray reports a death only when the

@@ -23,6 +23,7 @@ from disagg.node.transfer_loop import TransferLoop
 from disagg.node.wire_cache import WireCache, cache_path
 from prefill_node.probe import Probed
 from prefill_node.sender import SegmentSender
+from prefill_node.wire_summary import Calibration
 from staging.wire import MIB, PROBE_LIMIT_S, Wire, best_segment_bytes
 
 ANSWER_S = PROBE_LIMIT_S + 5.0
@@ -31,23 +32,6 @@ exceeds this limit."""
 _COPIES_S = 80e-6
 """Cost of a segment's gather and scatter on a GPU, host work included; the probe does not measure this cost. The
 value is a segment's total cost (docs/performance.md) minus the cost of its message."""
-OVERRIDE = (
-    "set transfer.segment_overhead_s, wire_bytes_per_s, max_segment_bytes; or transfer.calibrate=off, always"
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Calibration:
-    """Result for one link as text: the fields of a log line."""
-
-    path: str
-    """Path of the KV: peer memory, or staging and the transport."""
-    found: str
-    """The wire, and whether it was measured, cached or assumed."""
-    chosen: str
-    """The chosen number of layer groups and size of the largest segment."""
-    failed: bool = False
-    """Whether a measurement started and failed."""
 
 
 @dataclass(frozen=True)

@@ -15,13 +15,14 @@ from disagg.node.links import Link, make_link
 from disagg.node.plan import StepPlan, Work
 from disagg.node.rank import RankNode
 from disagg.node.step_in_flight import StepInFlight
-from prefill_node.calibration import Calibration, Calibrator
+from prefill_node.calibration import Calibrator
 from prefill_node.leader import PrefillLeader
 from prefill_node.options import SenderContext, SenderOptions
 from prefill_node.sampled_chunks import SampledChunks
 from prefill_node.scheduler import PrefillScheduler
 from prefill_node.sender import SegmentSender
 from prefill_node.step_part import Part, PlannedChunk, StepPart
+from prefill_node.wire_summary import Calibration
 from transport.base import Transport
 from transport.control import messages as m
 

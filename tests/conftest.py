@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.internal.conjecture import providers
 
-from disagg.core.collection import collection_paused
+from disagg.core.collection import YOUNG_OBJECTS, collection_paused
 
 if TYPE_CHECKING:
     from scripted_server import ScriptedServer
@@ -54,6 +54,16 @@ FORKED = (
     "tests/security/test_data_plane_closed.py",
 )
 """Tests whose processes are forks. On one worker they share one fork server, which imports torch and transformers."""
+PROCESSES = (
+    *RAY,
+    *FORKED,
+    "tests/system/test_workers_real.py",
+    "tests/commands/test_launch.py",
+    "tests/commands/test_serve_workers.py",
+    "tests/cli/test_cli_launch.py",
+    "tests/kernels/test_kernels_interpreted.py",
+)
+"""Tests whose processes compute for long. They have all CPUs; other tests, and what they start, have one."""
 LONGEST = (
     *RAY,
     *FORKED,
@@ -88,7 +98,11 @@ def pytest_configure() -> None:
     turn wakes a sleeping CPU: tests of whole systems take a third more CPU time, most of all in virtual machines.
     """
     if WORKER:
-        _stay_on({CPUS[int(WORKER.removeprefix("gw")) % len(CPUS)]})
+        _stay_on({_own_cpu()})
+
+
+def _own_cpu() -> int:
+    return CPUS[int(WORKER.removeprefix("gw")) % len(CPUS)]
 
 
 # Ray reads it when it is imported, once for a process: as `disagg` sets it, whichever test imports Ray first.
@@ -124,11 +138,21 @@ def pytest_collection() -> Iterator[None]:
     """The imports of all test files create two million objects that live as long as the process.
 
     Garbage collection during them takes a third of the time, and later collections need not visit the objects.
+    Collections happen as seldom as in a server: with Python's thresholds they take 5 % of the tests of models.
     """
     with collection_paused():
         result = yield
     gc.freeze()
+    gc.set_threshold(YOUNG_OBJECTS, 10, 10)
     return result
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _tests_freeze_nothing() -> Iterator[None]:
+    """Commands and ranks exclude all objects of their process from garbage collection: here, those of other tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gc, "freeze", lambda: None)
+        yield
 
 
 def pytest_unconfigure() -> None:
@@ -155,16 +179,13 @@ def _one_torch_thread() -> None:
         torch.set_num_threads(1)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _processes_on_all_cpus(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Tests of several processes have all CPUs, which the processes inherit."""
-    if not WORKER or not request.node.nodeid.startswith((*RAY, *FORKED)):
-        yield
-        return
-    pinned = os.sched_getaffinity(0)
-    _stay_on(set(CPUS))
-    yield
-    _stay_on(pinned)
+@pytest.hookimpl(tryfirst=True)  # before the fixtures of packages, whose processes inherit the CPUs
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Tests of several processes have all CPUs, other tests the worker's one."""
+    if WORKER:
+        wanted = set(CPUS) if item.nodeid.startswith(PROCESSES) else {_own_cpu()}
+        if os.sched_getaffinity(0) != wanted:
+            _stay_on(wanted)
 
 
 @pytest.fixture(autouse=True)

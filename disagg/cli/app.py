@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import gc
 import multiprocessing
 import os
@@ -15,6 +16,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import typer
 
@@ -69,11 +71,17 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 """Error numbers of a full disk and of an exceeded quota."""
 
 
+@functools.cache
+def command_line() -> Any:
+    """Returns the group of all commands, built at the first call: typer then reads the flags of all commands."""
+    return typer.main.get_command(app)
+
+
 def run(arguments: Sequence[str] | None = None) -> int:
     """Runs one command, by default the one in `sys.argv`; returns the exit code and raises nothing."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        code = app(args=words or ["--help"], prog_name="disagg", standalone_mode=False)
+        code = command_line()(args=words or ["--help"], prog_name="disagg", standalone_mode=False)
         sys.stdout.flush()  # so that the handlers below get the error of a full disk
     except typer.Exit as exc:
         return exc.exit_code

@@ -6,14 +6,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from disagg.commands.signals import exits_at_signal
-from disagg.core.collection import collection_paused
+from disagg.core.collection import imports_frozen
 
 
 @contextmanager
 def heavy_imports() -> Iterator[None]:
-    """Pauses garbage collection within the block, and makes Ctrl-C end the process at once.
+    """See `imports_frozen`. Within the block, Ctrl-C ends the process at once.
 
     Some modules of these packages catch `KeyboardInterrupt` during their import, and would continue.
     """
-    with exits_at_signal(), collection_paused():
+    with exits_at_signal(), imports_frozen():
         yield

@@ -13,6 +13,7 @@ from disagg.cluster.group import Group, group_info
 from disagg.cluster.group_calls import call_all
 from disagg.cluster.ranks import CALL_TIMEOUT_S, Call, Ranks
 from disagg.core.errors import DisaggError
+from prefill_node.wire_summary import OVERRIDE
 
 if TYPE_CHECKING:
     from disagg.node.rank_records import Started
@@ -94,8 +95,6 @@ def calibrate(ranks: Ranks, prefill: Group, decode: Group) -> None:
 
     Equal results are logged once.
     """
-    from prefill_node.calibration import OVERRIDE
-
     logged: set[tuple[str, str]] = set()
     for rank, actor in enumerate(prefill.actors):
         [found] = ranks.results([actor.calibrate.remote(decode.info)], CALL_TIMEOUT_S)

@@ -22,7 +22,7 @@ from disagg.cluster.placement import Placement, choose_placement, place_colocate
 from disagg.cluster.ray import RayResources, existing_ray, local_ray, start_cluster
 from disagg.cluster.start import Progress
 from disagg.cluster.supervisor import Announce
-from disagg.core.collection import collection_paused
+from disagg.core.collection import imports_frozen
 from disagg.core.config.read import Config
 from disagg.core.errors import ConfigError
 from disagg.core.types import GroupInfo
@@ -103,9 +103,11 @@ def started_ray(config: Config, progress: Progress, growth: int = 1) -> Iterator
     if placement is None:
         yield None
         return
-    threading.Thread(target=_import_packages, name="imports", daemon=True).start()
+    imports = threading.Thread(target=_import_packages, args=(config,), name="imports", daemon=True)
+    imports.start()
     progress("starting Ray")
     with local_ray(growth * placement.ranks) as private:
+        imports.join()  # the caller needs the packages next; transformers is not imported on two threads at once
         yield private
 
 
@@ -121,11 +123,14 @@ def _placement_on_gpus(config: Config) -> Placement:
     return place(config, torch.cuda.device_count())
 
 
-def _import_packages() -> None:
+def _import_packages(config: Config) -> None:
     """Imports the packages that the main thread needs next. There, a failed import fails again, with its error."""
-    with contextlib.suppress(Exception), collection_paused():
-        import disagg.model.load.source
+    with contextlib.suppress(Exception), imports_frozen():
         import disagg.model.load.tokenizer  # noqa: F401
+        from disagg.model.load.source import make_source
+
+        # transformers imports the configuration of a model's type when it reads one, some of them with torch._dynamo.
+        make_source(config)
 
 
 @contextlib.contextmanager

@@ -23,7 +23,7 @@ from disagg.api.service import Service
 from disagg.api.tracing import Tracing
 from disagg.api.workers import Siblings
 from disagg.commands.local import limit_tokens
-from disagg.core.collection import collect_requests_only
+from disagg.core.collection import collect_requests_only, imports_frozen
 from disagg.core.config.read import ApiConfig, Config
 from disagg.core.types import PROTOCOL_VERSION, GroupInfo
 from disagg.router.follow import joined
@@ -82,12 +82,13 @@ def run_loop(main: Coroutine[Any, Any, None]) -> None:
 
 def served_model(config: Config) -> ServedModel:
     """Returns name, tokenizer and limits of the configured model. The caller closes it."""
-    import torch
+    with imports_frozen():
+        import torch
 
-    from disagg.model.load.source import make_source
-    from disagg.model.load.tokenizer import has_tokenizer, load_tokenizer
+        from disagg.model.load.source import make_source
+        from disagg.model.load.tokenizer import has_tokenizer, load_tokenizer
 
-    source = make_source(config)
+        source = make_source(config)
     name = config.api.model_name or source.label
     tokenizer = load_tokenizer(source) if has_tokenizer(source) else None
     if tokenizer is None:

@@ -65,6 +65,11 @@ QUANTIZED_DTYPES = ("float8_e4m3fn", "float8_e5m2", "int8")
 """Quantized element types: the pool also holds a scale for each head of each token."""
 
 
+def dtype_name(dtype: object) -> str:
+    """Returns the name of a `torch.dtype` without the module, as in `KVLayout.dtype`."""
+    return str(dtype).removeprefix("torch.")
+
+
 def quantized_row_bytes(head_dim: int) -> int:
     """Returns the bytes of one head of one token: quantized K and V, with both scales."""
     return 2 * (head_dim + SCALE_BYTES)

@@ -72,6 +72,7 @@ OWN_SETTINGS: dict[str, dict[str, Any]] = {
     "gemma4_unified_text": _GEMMA4,
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": 8},
     "granitemoehybrid": _MIXED,
+    "hrm_text": {"num_hidden_layers": 2},  # the stacks of two layers run eight times
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2},
     "laguna": {"layer_types": _WINDOWS["layer_types"]},
     "lfm2": _CONVOLUTIONS,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 
@@ -39,8 +40,13 @@ def slots_of(pages: Sequence[int], page_size: int, span: Span) -> torch.Tensor:
     # Runs three times on the critical path of a prompt; each torch call costs 20 us or more, so the code uses few.
     first = span.start // page_size
     owned = torch.frombuffer(array("i", pages[first : pages_for(span.stop, page_size)]), dtype=torch.int32)
-    slots = torch.add(torch.arange(page_size, dtype=torch.int32), owned[:, None], alpha=page_size)
+    slots = torch.add(_slots_of_a_page(page_size), owned[:, None], alpha=page_size)
     return slots.view(-1)[span.start - first * page_size : span.stop - first * page_size]
+
+
+@cache
+def _slots_of_a_page(page_size: int) -> torch.Tensor:
+    return torch.arange(page_size, dtype=torch.int32, device="cpu")
 
 
 class TokenToKVPoolAllocator:

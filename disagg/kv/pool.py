@@ -18,14 +18,9 @@ from itertools import accumulate
 import torch
 
 from disagg.core.errors import ConfigError
-from disagg.core.types import DTYPE_BYTES, SCALE_BYTES, KVLayout, Shard, quantized_row_bytes
+from disagg.core.types import DTYPE_BYTES, SCALE_BYTES, KVLayout, Shard, dtype_name, quantized_row_bytes
 from kernels.attention.kv_write import dequantize, kv_write_reference
 from kernels.attention.layer_kv import QUANTIZED, LayerKV, quantized_layer
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """Returns torch's name of a dtype without the module, as in `KVLayout.dtype`."""
-    return str(dtype).removeprefix("torch.")
 
 
 def whole_pages(pool_tokens: int, page_size: int) -> int:

@@ -145,8 +145,8 @@ def even_span(rank: int, ranks: int, elements: int) -> Span:
 
 
 def section_spans(own: Span, section: int, elements: int) -> tuple[Span, ...]:
-    """Returns the part `own` of each section of `elements` elements. A section has `section` elements; gate and up of
-    an MLP are two sections."""
+    """Returns the spans of a rank in `elements` elements that consist of sections of `section` elements each, as gate
+    and up of an MLP: in every section the rank has the span `own`."""
     return tuple(Span(start + own.start, start + own.stop) for start in range(0, elements, section))
 
 

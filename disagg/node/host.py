@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import structlog
 
-from disagg.core.collection import collection_paused
+from disagg.core.collection import imports_frozen
 from disagg.core.config.read import Config, GroupConfig, Role
 from disagg.core.folders import private_folder
 from disagg.core.log import configure
@@ -63,7 +63,7 @@ class RankHost(ABC):
         pulse for `cluster.adopt_timeout_s`. If `release` is None, the rank ends with the process that started it.
         `clock` measures the owner's pulses.
         """
-        with collection_paused():
+        with imports_frozen():
             from disagg.node import rank_start  # torch and transformers
 
             self._start, self._rank_class = rank_start, self.rank_class()

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from disagg.core.errors import ConfigError
-from disagg.core.types import DTYPE_BYTES, KVLayout, LayerClass, Shard, Span
-from disagg.kv.pool import dtype_name
+from disagg.core.types import DTYPE_BYTES, KVLayout, LayerClass, Shard, Span, dtype_name
 from disagg.kv.transfer_pools import BorrowedPools
 from disagg.vllm.compat import EngineFacts
 from kernels.copy.layer_pool import LayerPool

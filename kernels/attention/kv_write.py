@@ -73,7 +73,8 @@ def kv_write_reference(k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor, kv
     """Computes `kv_write` in plain torch, on any device."""
     _check(k, v, slots, kv)
     for source, target, scales in ((k, kv.k, kv.k_scales), (v, kv.v, kv.v_scales)):
-        source = torch.nn.functional.pad(source, (0, target.shape[2] - source.shape[2]))
+        if source.shape[2] < target.shape[2]:
+            source = torch.nn.functional.pad(source, (0, target.shape[2] - source.shape[2]))
         if scales is None:
             target.index_copy_(0, slots.long(), source.to(target.dtype))
         else:

@@ -30,6 +30,9 @@ _PARTS = 256
 """Number of partial sums, which spread the atomic additions of a launch."""
 _COLUMN, _TOKEN, _PLANE = 0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9
 _COLUMN_KEY, _TOKEN_KEY, _PLANE_KEY = tl.constexpr(_COLUMN), tl.constexpr(_TOKEN), tl.constexpr(_PLANE)
+_SIGNED_COLUMN, _SIGNED_TOKEN, _SIGNED_PLANE = (
+    key - (1 << 64) if key >> 63 else key for key in (_COLUMN, _TOKEN, _PLANE)
+)
 _PART_COUNT = tl.constexpr(_PARTS)
 _LOW = 0xFFFFFFFF
 _INT32_MAX = 2**31 - 1
@@ -123,8 +126,8 @@ class Check:
         count = functools.partial(torch.arange, device=words.device)
         plane = first_plane + 2 // planes * count(layers * planes)
         token = first_token + count(tokens)
-        row = _mixed(token * _signed(_TOKEN) + plane[:, None] * _signed(_PLANE)) & ~1
-        column = _mixed((first_unit + count(units.shape[1])) * _signed(_COLUMN)) | 1
+        row = _mixed(token * _SIGNED_TOKEN + plane[:, None] * _SIGNED_PLANE) & ~1
+        column = _columns(first_unit, units.shape[1], words.device)
         found = _sum(units, (1 << 8 * unit) - 1, row.flatten(), column) + self.seed
         self.total.copy_(found if self.less is None else found - self.less)
 
@@ -226,13 +229,29 @@ def _sum(units: torch.Tensor, mask: int, row: torch.Tensor, column: torch.Tensor
     Integers of torch wrap around on overflow, like those of the kernels. The sum is computed in parts that fit a
     core's cache, which is five times as fast.
     """
-    found = torch.zeros(1, dtype=torch.int64, device=units.device)
     step = max(1, _CACHED_UNITS // units.shape[1])
-    for first in range(0, len(units), step):
-        part, key = (each[first : first + step] for each in (units, row))
-        terms = part.long().bitwise_and_(mask)
-        found += terms.mul_(key[:, None] ^ column).sum()
-    return found
+    parts = zip(torch.split(units, step), torch.split(row, step), strict=True)
+    sums = [part.long().bitwise_and_(mask).mul_(key[:, None] ^ column).sum() for part, key in parts]
+    return torch.stack(sums).sum(dim=0, keepdim=True)
+
+
+def _columns(first_unit: int, units: int, device: torch.device) -> torch.Tensor:
+    """Returns the keys of a row's units, int64 `[units]`. A pool has few different rows, so short ones are kept.
+
+    Not on a GPU: another stream could read them before they are written.
+    """
+    kept = device.type == "cpu" and units <= _CACHED_UNITS
+    return _kept_columns(first_unit, units) if kept else _computed_columns(first_unit, units, device)
+
+
+@functools.lru_cache(maxsize=64)
+def _kept_columns(first_unit: int, units: int) -> torch.Tensor:
+    return _computed_columns(first_unit, units, torch.device("cpu"))
+
+
+def _computed_columns(first_unit: int, units: int, device: torch.device) -> torch.Tensor:
+    places = torch.arange(first_unit, first_unit + units, device=device)
+    return _mixed(places * _SIGNED_COLUMN) | 1
 
 
 def _units(rows: torch.Tensor, unit: int) -> torch.Tensor:
@@ -246,7 +265,3 @@ def _units(rows: torch.Tensor, unit: int) -> torch.Tensor:
 
 def _mixed(key: torch.Tensor) -> torch.Tensor:
     return key ^ (key >> 32 & _LOW)
-
-
-def _signed(number: int) -> int:
-    return number - (1 << 64) if number >= 1 << 63 else number

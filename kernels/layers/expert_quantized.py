@@ -81,7 +81,7 @@ class ExpertWeights:
 def quantized_tiles(weights: ExpertWeights, dtype: torch.dtype) -> tuple[QuantizedTile, ...]:
     """Returns the tiles of the kernel for activations of `dtype`, by ascending number of rows.
 
-    Empty for float32, and on CUDA for weights with zero points; see `quantized_linear.kernel_rows`.
+    Empty for float32; see `quantized_linear.kernel_rows`.
     """
     weight = weights.weight
     return TILES[weight.bits] if kernel_rows(weight, dtype) else ()

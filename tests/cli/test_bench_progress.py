@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
-import time
+import queue
 
 import pytest
 
-from disagg.cli.bench.common import occasional, progress
+from disagg.cli.bench.common import latest_lines, progress, progress_lines
+
+TIMEOUT_S = 30.0
 
 
-def test_without_a_terminal_progress_is_lines(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_changed_text_is_reported_and_an_equal_one_is_not() -> None:
+    lines: queue.Queue[str] = queue.Queue()
+    with latest_lines(lines.put, 0.001) as update:
+        update("copies")
+        assert lines.get(timeout=TIMEOUT_S) == "copies"
+        update("copies")
+        update("loading")
+        assert lines.get(timeout=TIMEOUT_S) == "loading"
+    assert lines.empty()
+
+
+def test_a_line_has_the_seconds(capsys: pytest.CaptureFixture[str]) -> None:
+    progress_lines()("copies")
+    assert capsys.readouterr().err.endswith(" s  copies\n")
+
+
+def test_a_short_benchmark_prints_no_progress(capsys: pytest.CaptureFixture[str]) -> None:
     with progress() as update:
         update("copies")
-        update("too soon after the first line")
-    shown = capsys.readouterr().err
-    assert shown.rstrip().endswith(" s  copies")
-    assert len(shown.splitlines()) == 1
-
-
-def test_a_line_follows_after_the_interval(monkeypatch: pytest.MonkeyPatch) -> None:
-    now, seen = [0.0], list[str]()
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    report = occasional(seen.append, 5.0)
-    for second in range(12):
-        now[0] = float(second)
-        report(str(second))
-    assert seen == ["0", "5", "10"]
+    assert capsys.readouterr().err == ""

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import subprocess
 import sys
 from collections.abc import Mapping
-from multiprocessing.connection import Connection
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
-from forked_processes import ForkedContext
 
 from disagg.cli import app as cli
 from disagg.commands.roll import roll_request
@@ -181,15 +178,11 @@ def test_help_imports_nothing_heavy() -> None:
     assert done.stdout.splitlines()[-1] == "[]"
 
 
-def test_a_joined_server_imports_no_ray() -> None:
-    """The process comes from a fork server, which has no Ray."""
-    context = ForkedContext()
-    pipe, theirs = context.Pipe()
-    context.Process(target=import_server, args=(theirs,), daemon=True).start()
-    theirs.close()
-    assert pipe.recv() == {"disagg.commands.serve": True, "ray": False}
-
-
-def import_server(pipe: Connection) -> None:
-    importlib.import_module("disagg.commands.serve")
-    pipe.send({name: name in sys.modules for name in ("disagg.commands.serve", "ray")})
+def test_a_server_imports_no_ray_before_it_starts_one() -> None:
+    """Nor torch before it reads a model. A server that joins a cluster starts no Ray."""
+    code = (
+        "import sys; import disagg.commands.serve; "
+        "print([name for name in ('ray', 'torch', 'transformers') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"

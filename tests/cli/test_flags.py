@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import pytest
 import typer
 
-from disagg.cli.app import app
+from disagg.cli.app import command_line
 from disagg.cli.options import flag_values, with_options
 
 
@@ -33,7 +33,7 @@ def test_every_command_has_the_same_flags_and_defaults() -> None:
     lines = (Path(__file__).parent / "flags.txt").read_text().splitlines()
     found = [
         f"{name}: " + " ".join(described(one) for one in command.params)
-        for name, command in commands(typer.main.get_command(app))
+        for name, command in commands(command_line())
     ]
     assert [line.strip() for line in found] == lines
 

@@ -7,7 +7,6 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-import typer
 
 from disagg.cli import app as cli
 from disagg.cli.hints import OTHER_SERVERS, advice, flags_of_commands
@@ -56,7 +55,7 @@ def test_a_flag_like_no_other_gets_no_advice(capsys: pytest.CaptureFixture[str])
 def test_advice_names_flags_and_settings_that_exist(flag: str) -> None:
     text = advice(flag, [], {})
     words = [word.strip("`;,():") for word in text.split()]
-    own = flags_of_commands(typer.main.get_command(cli.app))
+    own = flags_of_commands(cli.command_line())
     known = {one for command in ("serve", "launch") for one in own[command]} | {"--load-format"}
     assert [word for word in words if word.startswith("--") and word not in known] == []
     for key, value in (word.split("=") for word in words if "=" in word):

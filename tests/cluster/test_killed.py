@@ -12,7 +12,18 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
-from serve_process import GONE_S, ONE_RANK, SPLIT, Command, Served, command, serve_process, until_gone
+from serve_process import (
+    GONE_S,
+    LIGHT,
+    ONE_RANK,
+    SPLIT,
+    Served,
+    command,
+    ends_without,
+    is_named,
+    serve_process,
+    until_gone,
+)
 
 from disagg.model.load.tiny import make_tiny_checkpoint
 
@@ -32,14 +43,6 @@ def until(condition: Callable[[], bool], timeout_s: float = TIMEOUT_S) -> None:
         time.sleep(0.02)
 
 
-def is_named(process: psutil.Process, *names: str) -> bool:
-    """Whether the process still runs and has one of the names."""
-    try:
-        return process.name() in names
-    except psutil.NoSuchProcess:
-        return False
-
-
 def rank(served: Served, actor: str) -> psutil.Process:
     for one in served.family():
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -57,32 +60,20 @@ def answers(served: Served) -> bool:
     return bool(served.client.completions.create(model=model, prompt="hello", max_tokens=3).choices[0].text)
 
 
-@pytest.mark.slow  # `tests/system/test_readme_real.py` kills its server
-def test_a_killed_server_leaves_no_process(tmp_path: Path) -> None:
-    with serve_process(tmp_path, groups=SPLIT) as served:
+@pytest.mark.parametrize(
+    "groups", [ONE_RANK, pytest.param(SPLIT, marks=pytest.mark.slow)], ids=["one_rank", "split"]
+)
+def test_a_killed_server_leaves_no_process(tmp_path: Path, groups: tuple[str, ...]) -> None:
+    with serve_process(tmp_path, "--workers", "2", groups=groups) as served:
         family = served.family()
-        assert len(family) > 5, "the server, Ray's servers and agents, two ranks"
+        assert len(family) > 6, "the server, two workers, Ray's servers and agents, a rank"
         served.process.kill()
         served.process.wait()
         until_gone(family)
 
 
-def ends_without(command: Command, name: str) -> None:
-    """Kills the server of Ray of this name; the command ends with status 1, says why, and leaves no process."""
-    family = command.family()
-    [server] = [one for one in family if is_named(one, name)]
-    os.kill(server.pid, signal.SIGKILL)
-    assert command.process.wait(TIMEOUT_S) == 1
-    until_gone(family)
-    log = command.log.read_text()
-    assert log.count(f"Ray's {name} (pid {server.pid}) has ended") == 2, (
-        "a log line and the command's last line"
-    )
-
-
-@pytest.mark.parametrize(
-    "groups", [ONE_RANK, pytest.param(SPLIT, marks=pytest.mark.slow)], ids=["one_rank", "split"]
-)
+@pytest.mark.slow  # `tests/system/test_readme_real.py` ends a server without its raylet
+@pytest.mark.parametrize("groups", [ONE_RANK, SPLIT], ids=["one_rank", "split"])
 def test_without_its_raylet_the_server_ends_with_status_1(tmp_path: Path, groups: tuple[str, ...]) -> None:
     with serve_process(tmp_path, groups=groups) as served:
         ends_without(served, "raylet")
@@ -90,7 +81,7 @@ def test_without_its_raylet_the_server_ends_with_status_1(tmp_path: Path, groups
 
 @pytest.mark.slow
 def test_without_its_gcs_a_launch_ends_with_status_1(tmp_path: Path) -> None:
-    checkpoint = make_tiny_checkpoint(tmp_path / "tiny", layers=2, hidden=96, head_dim=8, mlp=96)
+    checkpoint = make_tiny_checkpoint(tmp_path / "tiny", LIGHT, layers=2, hidden=96, head_dim=8, mlp=96)
     flags = ["--model", str(checkpoint), "--device", "cpu", "--colocated"]
     with command(tmp_path, ["launch", *flags, "--set", "control.directory_port=0"]) as launched:
         launched.logged("(launched)")
@@ -117,7 +108,7 @@ def test_a_signal_to_the_process_group_ends_the_server_in_order(tmp_path: Path) 
     "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)], ids=str
 )
 def test_a_signal_while_ray_starts_ends_the_command(tmp_path: Path, number: signal.Signals) -> None:
-    checkpoint = make_tiny_checkpoint(tmp_path / "tiny", layers=2, hidden=96, head_dim=8, mlp=96)
+    checkpoint = make_tiny_checkpoint(tmp_path / "tiny", LIGHT, layers=2, hidden=96, head_dim=8, mlp=96)
     with command(
         tmp_path, ["serve", "--model", str(checkpoint), "--device", "cpu", "--port", "0"]
     ) as starting:

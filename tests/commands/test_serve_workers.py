@@ -1,28 +1,29 @@
-"""`disagg serve --workers` that cannot start, and workers whose parent is killed."""
+"""`disagg serve --workers` that cannot start, and its end by a signal."""
 
 from __future__ import annotations
 
+import signal
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import psutil
 import pytest
-from serve_process import Command, command
+from serve_process import LIGHT, Command, command, until_gone
 
 from disagg.model.load.tiny import make_tiny_checkpoint
-from disagg.sockets.processes import process_tree
 from transport.keys.curve import make_keys
 from transport.keys.file import save_keys
 
 END_S = 60.0
+SIGNAL_END_S = 20.0
 
 
 def arguments_in(folder: Path) -> list[str]:
     """Of a command that joins a directory which does not exist: the router waits for it."""
     save_keys(make_keys(), folder / "keys")
-    checkpoint = make_tiny_checkpoint(folder / "tiny", layers=1, hidden=96, head_dim=8, mlp=96)
+    checkpoint = make_tiny_checkpoint(folder / "tiny", LIGHT, layers=1, hidden=96, head_dim=8, mlp=96)
     found = [
         "serve",
         "--workers",
@@ -39,7 +40,7 @@ def arguments_in(folder: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Command]:
-    """A command with two workers, which the last test kills."""
+    """A command with two workers, which the last test ends."""
     folder = tmp_path_factory.mktemp("running")
     with command(folder, arguments_in(folder)) as one:
         yield one
@@ -85,10 +86,13 @@ def test_a_port_in_use_is_refused_before_workers_start(tmp_path: Path, running: 
         assert other.process.returncode == 2
 
 
-def test_workers_end_when_their_parent_is_killed(running: Command) -> None:
+def test_a_signal_ends_all_workers(running: Command) -> None:
+    """`tests/cluster/test_killed.py` tests workers whose parent is killed."""
     running.logged(r'"url": "([^"]+)"')
-    family = [psutil.Process(pid) for pid in process_tree(running.process.pid)]
+    family, began_s = running.family(), time.monotonic()
     assert len(family) > 2, "the parent and two workers"
-    running.process.kill()
-    _, alive = psutil.wait_procs(family[1:], timeout=END_S)
-    assert not alive
+    running.process.send_signal(signal.SIGTERM)
+    assert running.process.wait(END_S) == 0, running.log.read_text()
+    until_gone(family)
+    assert time.monotonic() - began_s < SIGNAL_END_S
+    assert running.log.read_text().count('"event": "stopping"') == 2, "each worker has drained"

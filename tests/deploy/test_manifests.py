@@ -133,6 +133,7 @@ def test_commands_parse(rendered: Renderer, component: str) -> None:
     [pod] = rendered("base").component(component)
     words = [*pod.main["command"], *pod.main["args"]]
     words = words[words.index("disagg") + 1 :]
+    # Not `command_line()`: a context without the one of `disagg` changes the command's help flags.
     command = typer.main.get_command(app).commands.get(words[0])  # type: ignore[attr-defined]
     if command is None:
         pytest.skip(f"there is no `disagg {words[0]}` yet")

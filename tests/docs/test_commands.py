@@ -8,14 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import typer
 
-from disagg.cli.app import app
+from disagg.cli.app import command_line
 from disagg.cli.hints import flags_of_commands
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "deploy" / "README.md"]
-FLAGS = flags_of_commands(typer.main.get_command(app))
+FLAGS = flags_of_commands(command_line())
 _BLOCK = re.compile(r"^```sh\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _INLINE = re.compile(r"`(disagg [^`]+)`")
 

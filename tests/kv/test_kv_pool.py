@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from disagg.core.errors import ConfigError
-from disagg.core.types import KVLayout
-from disagg.kv.pool import MHATokenToKVPool, dtype_name
+from disagg.core.types import KVLayout, dtype_name
+from disagg.kv.pool import MHATokenToKVPool
 from kernels.attention.kv_write import dequantize, quantize
 from kernels.attention.layer_kv import QUANTIZED
 

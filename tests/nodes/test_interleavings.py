@@ -72,10 +72,10 @@ def test_the_simulation_reaches_what_it_is_for() -> None:
     """
     seen: set[type[m.Message]] = set()
     for seed, what in [
-        *itertools.product(range(10), ("abort and fail", "short")),
+        *itertools.product((3, 7), ("abort and fail", "short")),  # most other seeds have no `PoolRefused`
         (0, "crowded"),
         (0, "answers"),
-        *itertools.product(range(2), ("damage",)),
+        (0, "damage"),
     ]:
         with pytest.MonkeyPatch.context() as patch:
             choose = random.Random(seed)

@@ -22,7 +22,8 @@ import prefill_node.calibration
 import prefill_node.probe
 from disagg.core.config.read import Config
 from disagg.core.types import SamplingParams
-from prefill_node.calibration import Calibration, Calibrator
+from prefill_node.calibration import Calibrator
+from prefill_node.wire_summary import Calibration
 from staging.wire import PROBE_REPEATS, PROBE_SIZES_BYTES
 from transport.control import messages as m
 from transport.tags import is_active_message, is_probe, probe_tag

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 import msgspec
@@ -33,7 +33,7 @@ from disagg.model.sampling.sampled import Chosen
 from disagg.model.spec.model_spec import ModelSpec, shard_of
 from disagg.router.answers import Output
 
-VOCAB = 64
+VOCAB, CONTEXT_TOKENS = 64, 256
 HEAD_DIM = 4
 DIGITS_HEAD_DIM = 8
 """Of heads that int8 has exactly: smaller numbers, more of them."""
@@ -65,7 +65,7 @@ def fake_spec(
     layout = KVLayout(layers, kv_heads, head_dim, kv_dtype, others)
     if states:
         layout = msgspec.structs.replace(layout, states=state_classes(STATE_FORMS))
-    spec = ModelSpec("Fake", layout, 12, layout.head_dim, layout.head_dim, VOCAB, 256, eos_ids)
+    spec = ModelSpec("Fake", layout, 12, layout.head_dim, layout.head_dim, VOCAB, CONTEXT_TOKENS, eos_ids)
     return msgspec.structs.replace(spec, any_chunks=any_chunks, scores_prompts=True)
 
 
@@ -112,6 +112,12 @@ def check_scores(prompt: Sequence[int], sampling: SamplingParams, output: Output
 
 def _fake_answer(prompt: Sequence[int], sampling: SamplingParams) -> list[int]:
     answer: list[int] = []
+    length = {"max_tokens": sampling.max_tokens, "seed": sampling.seed, "stop": sampling.stop}
+    scores = {"prompt_logprobs": sampling.prompt_logprobs}
+    if sampling == SamplingParams(**length, **scores):  # greedy
+        while len(answer) < sampling.max_tokens:
+            answer.append(next_token([*prompt, *answer]))
+        return answer
     history = history_of(prompt, sampling)
     constraint: Any = SimulatedConstraint(sampling.grammar) if sampling.grammar else None
     while len(answer) < sampling.max_tokens:
@@ -135,25 +141,43 @@ def _fake_beams(prompt: Sequence[int], sampling: SamplingParams) -> list[list[in
 
 
 @cache
-def _places(layers: Span, heads: Span) -> torch.Tensor:
-    """int64 `[layers, 2, 1, heads]`: a number of each layer, plane and head."""
+def _kv_table(layers: Span, heads: Span, head_dim: int) -> torch.Tensor:
+    """float32 `[layers, 2, (VOCAB + 1) * CONTEXT_TOKENS, heads, head_dim]`: the KV of each token at each position."""
     layer = torch.arange(layers.start, layers.stop).view(-1, 1, 1, 1)
     plane = torch.arange(2).view(1, -1, 1, 1)
-    return (layer * 2 + plane) * 100 + torch.arange(heads.start, heads.stop).view(1, 1, 1, -1)
-
-
-def kv_of(
-    tokens: torch.Tensor, positions: torch.Tensor, shard: Shard, head_dim: int = HEAD_DIM
-) -> torch.Tensor:
-    """float32 `[layers, 2, tokens, heads, head_dim]` of the shard; `tokens`, `positions`: int64 `[tokens]`."""
-    token, position = tokens.view(1, 1, -1, 1), positions.view(1, 1, -1, 1)
-    place = _places(shard.layers, shard.heads)
+    place = (layer * 2 + plane) * 100 + torch.arange(heads.start, heads.stop).view(1, 1, 1, -1)
+    token = torch.arange(VOCAB + 1).repeat_interleave(CONTEXT_TOKENS).view(1, 1, -1, 1)
+    position = torch.arange(CONTEXT_TOKENS).repeat(VOCAB + 1).view(1, 1, -1, 1)
     mixed = (token * 31 + position * 17 + place * 7) % 1009
     numbers = torch.broadcast_tensors(token, position, place, mixed)
     if head_dim == DIGITS_HEAD_DIM:  # the largest of them is 127, so that a head's scale is 1
         longer = [digits for number in numbers[1:] for digits in (number // 100, number % 100)]
         numbers = (numbers[0], torch.full_like(numbers[0], 127), *longer)
-    return torch.stack(numbers, dim=-1).float()
+    return torch.stack([number.float() for number in numbers], dim=-1)
+
+
+def kv_of(
+    tokens: torch.Tensor, positions: torch.Tensor, shard: Shard, head_dim: int = HEAD_DIM
+) -> torch.Tensor:
+    """float32 `[layers, 2, tokens, heads, head_dim]` of the shard; `tokens`, `positions`: int64 `[tokens]`.
+
+    Numbers that are no tokens have the KV of another token.
+    """
+    places = tokens.clamp(0, VOCAB) * CONTEXT_TOKENS + positions
+    return _kv_table(shard.layers, shard.heads, head_dim).index_select(2, places)
+
+
+def _kv_at(pool: MHATokenToKVPool, slots: torch.Tensor) -> torch.Tensor:
+    """What a pool has at `slots`, in the form of `kv_of`."""
+    if pool.buffer.dtype == torch.float32:
+        return pool.buffer.index_select(2, slots)
+    read = [pool.read(layer, slots, torch.float32) for layer in range(pool.layers)]
+    return torch.stack([torch.stack(one) for one in read])
+
+
+@cache
+def _positions(start: int, stop: int) -> torch.Tensor:
+    return torch.arange(start, stop)
 
 
 class FakeSampledTokens:
@@ -219,10 +243,10 @@ class FakeRunner:
         for one in batch.sequences if self.states is not None else ():
             self.states.check(one.row, one.start)
         kv = [self._kv_of(one) for one in batch.sequences]
-        for number, part, pool, layer in self._layers():
-            for one, computed in zip(batch.sequences, kv, strict=True):
-                slots = self.req_to_token.table[one.row, one.start : one.stop].long()
-                pool.write(layer, slots, *computed[number][layer])
+        slots = [self.req_to_token.table[one.row, one.start : one.stop].long() for one in batch.sequences]
+        for number, part, pool, layer in self._places:
+            for where, computed in zip(slots, kv, strict=True):
+                pool.write(layer, where, *computed[number][layer])
             if on_layer is not None:
                 on_layer(part.layers.start + layer)
             self.between_layers()
@@ -249,24 +273,28 @@ class FakeRunner:
     def context(self, row: int, stop: int) -> list[int]:
         """The tokens below `stop`, out of the pool; every element of their KV is compared."""
         slots = self.req_to_token.table[row, :stop].long()
-        first = self.pool.parts[0].read(0, slots, torch.float32)[0]
-        tokens = torch.nan_to_num(first[:, 0, 0], nan=-1.0).long()
+        tokens = torch.empty(0)
         for part, pool in zip(self.shard.parts, self.pool.parts, strict=True):
-            read = [pool.read(layer, slots, torch.float32) for layer in range(pool.layers)]
-            found = torch.stack([torch.stack(one) for one in read])
-            wanted = kv_of(tokens, torch.arange(stop), part, pool.head_dim)
-            wrong = (found != wanted).flatten(3).any(-1).any(0).any(0).nonzero().flatten().tolist()
-            assert not wrong, f"row {row}: KV is wrong at positions {wrong} of {stop}, layers {part.layers}"
+            found = _kv_at(pool, slots)
+            if not len(tokens):
+                tokens = torch.nan_to_num(found[0, 0, :, 0, 0], nan=-1.0).long()
+            wanted = kv_of(tokens, _positions(0, stop), part, pool.head_dim)
+            if not torch.equal(found, wanted):
+                wrong = (found != wanted).flatten(3).any(-1).any(0).any(0).nonzero().flatten().tolist()
+                raise AssertionError(
+                    f"row {row}: KV is wrong at positions {wrong} of {stop}, layers {part.layers}"
+                )
         return tokens.tolist()
 
     def _kv_of(self, one: Any) -> list[torch.Tensor]:
         """The KV of a sequence's new tokens, for each class of layers."""
         tokens = torch.tensor([self.sampled.resolve(token) for token in one.tokens])
-        positions = torch.arange(one.start, one.stop)
+        positions = _positions(one.start, one.stop)
         parts = zip(self.shard.parts, self.pool.parts, strict=True)
         return [kv_of(tokens, positions, part, pool.head_dim) for part, pool in parts]
 
-    def _layers(self) -> list[tuple[int, Shard, MHATokenToKVPool, int]]:
+    @cached_property
+    def _places(self) -> list[tuple[int, Shard, MHATokenToKVPool, int]]:
         """Number of its class, part, pool, and number within them, for each layer in the order of computation."""
         parts = list(zip(self.shard.parts, self.pool.parts, strict=True))
         most = max(pool.layers for _, pool in parts)

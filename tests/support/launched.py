@@ -70,6 +70,14 @@ async def until(condition: Callable[[], bool], timeout_s: float = TIMEOUT_S) -> 
             await asyncio.sleep(0.01)
 
 
+def reservations() -> list[str]:
+    """Names of the placement groups of the running Ray."""
+    import ray
+
+    table = ray.util.placement_group_table().values()
+    return [entry["name"] for entry in table if entry["name"] and entry["state"] != "REMOVED"]
+
+
 def names(router: Router) -> list[str]:
     """Names of the router's groups."""
     return sorted(engine.group.name for engine in router.engines)

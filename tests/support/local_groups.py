@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import pytest
 import torch
+from copied_runners import copied_runner
 from transformers import AutoModelForCausalLM
 
 from decode_node.rank import DecodeRank
@@ -53,6 +55,8 @@ from transport.inproc import InprocFabric, InprocTransport
 from transport.tags import is_active_message
 
 TIMEOUT_S = 30.0
+CLEAR = 1e-4
+"""Distance of the largest logit from the next one, as a share of it, that no order of summation changes."""
 RANKS: dict[str, type[Any]] = {"prefill": PrefillRank, "decode": DecodeRank, "colocated": ColocatedRank}
 
 
@@ -380,7 +384,9 @@ class LocalGroups:
         return {n: [self._rank(cls, group, n, r, c) for r, c in _collectives(group)] for n in names}
 
     def _rank(self, cls: type[Any], group: GroupConfig, group_name: str, rank: int, collective: Any) -> Any:
-        runner = make_runner(self.config, group, self.source, collective, self.device)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("disagg.node.assemble.ModelRunner", copied_runner)
+            runner = make_runner(self.config, group, self.source, collective, self.device)
         runner.pool.poison()  # unwritten KV that is read turns the answer into NaN
         name = f"{group_name}-{rank}"
         self._collectives[name] = collective
@@ -441,6 +447,10 @@ def local_groups(
         groups.stop()
 
 
+_latest_answers: dict[tuple[int, ...], list[int]] = {}
+"""The answer of the latest request with each prompt."""
+
+
 class Checkpoints:
     """Tiny checkpoints on disk, and what Hugging Face's `generate()` answers with them; both kept."""
 
@@ -448,6 +458,7 @@ class Checkpoints:
         self._directory = directory
         self._models: dict[str, Any] = {}
         self._answers: dict[tuple[str, tuple[int, ...], int], list[int]] = {}
+        self._beams: dict[tuple[str, tuple[int, ...], SamplingParams], list[list[int]]] = {}
 
     def source(self, architecture: str = "llama", kv_heads: int = 4, layers: int = 2) -> ModelSource:
         """A model with 12 query heads; Mistral's and Gemma2's window is 20 tokens.
@@ -471,18 +482,49 @@ class Checkpoints:
         return ModelSource.from_directory(path)
 
     def greedy(self, source: ModelSource, prompt: Sequence[int], max_tokens: int) -> list[int]:
-        """The reference's answer."""
+        """The reference's answer.
+
+        The latest answer to this prompt of a system in this process is a draft of it, which one pass of the reference
+        confirms. `generate()` needs a pass for each token.
+        """
         key = (source.name, tuple(prompt), max_tokens)
         if key not in self._answers:
-            ids = torch.tensor([list(prompt)])
-            output = self._model(source).generate(
-                ids, max_new_tokens=max_tokens, do_sample=False, attention_mask=torch.ones_like(ids)
-            )
-            self._answers[key] = output[0, len(prompt) :].tolist()
+            draft = _latest_answers.get(tuple(prompt), [])[:max_tokens]
+            confirmed = self._confirms(source, prompt, draft, max_tokens)
+            self._answers[key] = draft if confirmed else self._generated(source, prompt, max_tokens)
         return self._answers[key]
+
+    def _generated(self, source: ModelSource, prompt: Sequence[int], max_tokens: int) -> list[int]:
+        ids = torch.tensor([list(prompt)])
+        output = self._model(source).generate(
+            ids, max_new_tokens=max_tokens, do_sample=False, attention_mask=torch.ones_like(ids)
+        )
+        answer: list[int] = output[0, len(prompt) :].tolist()
+        return answer
+
+    def _confirms(
+        self, source: ModelSource, prompt: Sequence[int], draft: Sequence[int], max_tokens: int
+    ) -> bool:
+        """Whether each token of `draft` has clearly the largest logit, and the answer ends with it."""
+        ends = self._model(source).generation_config.eos_token_id
+        ends = ends if isinstance(ends, list) else [ends]
+        whole = bool(draft) and (len(draft) == max_tokens or draft[-1] in ends)
+        if not whole or any(token in ends for token in draft[:-1]):
+            return False
+        best = self.logits(source, [*prompt, *draft[:-1]])[len(prompt) - 1 :].topk(2)
+        clear = (best.values[:, 0] - best.values[:, 1]) > CLEAR * best.values[:, 0].abs()
+        return bool(clear.all()) and best.indices[:, 0].tolist() == list(draft)
 
     def beams(self, source: ModelSource, prompt: Sequence[int], sampling: SamplingParams) -> list[list[int]]:
         """The reference's best answers by beam search."""
+        key = (source.name, tuple(prompt), sampling)
+        if key not in self._beams:
+            self._beams[key] = self._searched(source, prompt, sampling)
+        return self._beams[key]
+
+    def _searched(
+        self, source: ModelSource, prompt: Sequence[int], sampling: SamplingParams
+    ) -> list[list[int]]:
         ids = torch.tensor([list(prompt)])
         eos = [*source.spec(torch.float32).eos_ids, *sampling.stop_token_ids]
         output = self._model(source).generate(
@@ -560,4 +602,5 @@ async def ask(
         answered.prompt_logprobs.extend(output.prompt_logprobs)
         answered.finish = output.finish
         on_output(output)
+    _latest_answers[tuple(prompt)] = answered.tokens
     return answered

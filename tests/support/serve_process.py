@@ -35,6 +35,9 @@ ROOT = Path(__file__).parents[2]
 TWO_PREFILL_RANKS = ("--prefill-tp", "2", "--decode-tp", "1")
 SPLIT = ("--prefill-tp", "1", "--decode-tp", "1")
 ONE_RANK = ("--set", "cluster.mode=colocated")
+LIGHT = "qwen3"
+"""Architecture of services' checkpoints. A router that reads transformers' configuration of Llama imports torch's
+compiler."""
 
 
 @dataclass
@@ -122,6 +125,27 @@ def alive(family: Sequence[psutil.Process]) -> list[str]:
     return found
 
 
+def ends_without(one: Command, name: str) -> None:
+    """Kills the server of Ray of this name; the command ends with status 1, says why, and leaves no process."""
+    family = one.family()
+    [server] = [process for process in family if is_named(process, name)]
+    os.kill(server.pid, signal.SIGKILL)
+    assert one.process.wait(END_TIMEOUT_S) == 1
+    until_gone(family)
+    log = one.log.read_text()
+    assert log.count(f"Ray's {name} (pid {server.pid}) has ended") == 2, (
+        "a log line and the command's last line"
+    )
+
+
+def is_named(process: psutil.Process, *names: str) -> bool:
+    """Whether the process still runs and has one of the names."""
+    try:
+        return process.name() in names
+    except psutil.NoSuchProcess:
+        return False
+
+
 @contextmanager
 def command(
     folder: Path,
@@ -171,7 +195,7 @@ def serve_process(
     watched: bool = False,
 ) -> Iterator[Served]:
     """`disagg serve` with a tiny checkpoint and `groups`; see `command`."""
-    checkpoint = make_tiny_checkpoint(folder / "tiny", layers=3, hidden=96, head_dim=8, mlp=96)
+    checkpoint = make_tiny_checkpoint(folder / "tiny", LIGHT, layers=3, hidden=96, head_dim=8, mlp=96)
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(checkpoint)

@@ -35,11 +35,8 @@ def on_threads(config: Config, keys: ControlKeys, devices: int) -> Iterator[Clus
     ("devices", "groups"), [(3, (1, 1)), (4, (2, 2))], ids=["free_device", "no_free_device"]
 )
 def test_no_request_fails_while_all_groups_are_replaced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, devices: int, groups: tuple[int, int]
+    tmp_path: Path, devices: int, groups: tuple[int, int]
 ) -> None:
-    monkeypatch.setattr(
-        "disagg.node.rank_start.freeze_objects", lambda: None
-    )  # this process runs other tests too
     config, keys = config_for_roll(tmp_path, groups, "tls"), make_keys()
     settings = read_settings(None, {}, {"prefill.max_requests": "7", "decode.max_requests": "5"})
     found = roll_under_load(config, keys, on_threads(config, keys, devices), settings)

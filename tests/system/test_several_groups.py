@@ -67,7 +67,7 @@ def test_a_prefix_that_left_the_pool_is_found_in_the_group_that_has_it_in_host_m
         config.prefill, pool_tokens=256, max_context_tokens=256, host_cache_bytes=16 << 20
     )
     config = msgspec.structs.replace(config, prefill=prefill)
-    text, *others = random_prompts(70, *[140] * 8, seed=5)
+    text, *others = random_prompts(70, *[140] * 40, seed=5)
     hashes = PrefixKey.of(text).block_hashes(64)
     sampling = SamplingParams(max_tokens=3)
     wanted = checkpoints.greedy(checkpoints.source(), [*text, 7, 8, 9], 3)
@@ -82,6 +82,8 @@ def test_a_prefix_that_left_the_pool_is_found_in_the_group_that_has_it_in_host_m
         await ask(router, "first", text, sampling)
         home = await until(lambda e: "host" in e.lower and e.lower["host"].longest_tokens(hashes) == 64)
         for number, other in enumerate(others):
+            if number >= 4 and not home.held.longest_tokens(hashes):
+                break  # which group gets a prompt depends on when groups report that they are idle
             await ask(router, f"other{number}", other, sampling)
         await until(lambda e: e is home and not e.held.longest_tokens(hashes))
         answered = await ask(router, "again", [*text, 7, 8, 9], sampling)

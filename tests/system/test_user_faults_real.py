@@ -41,10 +41,9 @@ def one_line(done: subprocess.CompletedProcess[str], *said: str) -> None:
         assert noise not in done.stderr + done.stdout
 
 
-@pytest.mark.parametrize(
-    "groups", [ONE_RANK, pytest.param(SPLIT, marks=pytest.mark.slow)], ids=["one_rank", "split"]
-)
-@pytest.mark.parametrize("fault", ["another shape", pytest.param("a missing weight", marks=pytest.mark.slow)])
+@pytest.mark.slow  # `tests/cluster/on_ray/test_cluster.py` has it for `disagg launch`
+@pytest.mark.parametrize("groups", [ONE_RANK, SPLIT], ids=["one_rank", "split"])
+@pytest.mark.parametrize("fault", ["another shape", "a missing weight"])
 def test_a_rank_that_cannot_load_its_weights(tmp_path: Path, fault: str, groups: tuple[str, ...]) -> None:
     broken, said = AT_BUILD[fault]
     folder = make_tiny_checkpoint(tmp_path / "model", layers=2)

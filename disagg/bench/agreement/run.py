@@ -25,9 +25,8 @@ from disagg.bench.agreement.figures import (
 )
 from disagg.core.config.model import KVDTypeName
 from disagg.core.errors import ConfigError
-from disagg.core.types import KVLayout, SamplingParams
+from disagg.core.types import KVLayout, SamplingParams, dtype_name
 from disagg.kv.pages import pages_for
-from disagg.kv.pool import dtype_name
 from disagg.model.collective.base import SingleCollective
 from disagg.model.load.hub import checkpoint_folder
 from disagg.model.load.named import named_config

@@ -14,9 +14,9 @@ import torch
 from decode_node.rank import DecodeRank
 from disagg.bench.common.noise import words
 from disagg.core.ports import LayerHook
-from disagg.core.types import RequestKey, SamplingParams, Shard, Span, quantized_row_bytes
+from disagg.core.types import RequestKey, SamplingParams, Shard, Span, dtype_name, quantized_row_bytes
 from disagg.kv.pages import slots_of
-from disagg.kv.pool import MHATokenToKVPool, dtype_name
+from disagg.kv.pool import MHATokenToKVPool
 from disagg.kv.req_to_token import ReqToTokenPool
 from disagg.model.load.source import make_source
 from disagg.model.rounding import Judge, judge_by

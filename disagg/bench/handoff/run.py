@@ -26,9 +26,8 @@ from disagg.bench.handoff.sizes import ReportProgress, Sizes
 from disagg.commands.local import with_model
 from disagg.core.config.read import Config, DecodeConfig, GroupConfig, LogConfig, PrefillConfig
 from disagg.core.errors import ConfigError
-from disagg.core.types import QUANTIZED_DTYPES
+from disagg.core.types import QUANTIZED_DTYPES, dtype_name
 from disagg.kv.pages import pages_for
-from disagg.kv.pool import dtype_name
 from disagg.model.load.source import make_source
 from disagg.model.spec.model_spec import ModelSpec
 from disagg.node.assemble import resolve_dtype, resolve_kv_dtype

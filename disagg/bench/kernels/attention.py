@@ -17,7 +17,8 @@ from disagg.bench.common.measure import copy_rate, recorded, rounding, seconds_o
 from disagg.bench.common.read_rate import read_rate
 from disagg.bench.common.report import Label, Measurement, Result
 from disagg.core.errors import ConfigError, InvariantError
-from disagg.kv.pool import MHATokenToKVPool, dtype_name
+from disagg.core.types import dtype_name
+from disagg.kv.pool import MHATokenToKVPool
 from disagg.model.attention.torch_attention import attend_decode
 from kernels.attention.common import AttentionParams
 from kernels.attention.decode import decode_attention

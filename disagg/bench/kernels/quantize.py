@@ -11,8 +11,7 @@ from disagg.bench.common.measure import copy_rate, host_us, seconds_of
 from disagg.bench.common.report import Label, Measurement, Result
 from disagg.bench.kernels.copies import CopyCase, KernelBench
 from disagg.core.errors import InvariantError
-from disagg.core.types import Span, quantized_row_bytes
-from disagg.kv.pool import dtype_name
+from disagg.core.types import Span, dtype_name, quantized_row_bytes
 from kernels.copy.gather import gather
 from kernels.copy.quantize import gather_quantized, gather_quantized_reference
 

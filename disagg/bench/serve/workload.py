@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 
 from disagg.bench.serve.lengths import Lengths
+from disagg.core.errors import ConfigError
 
 # Numbers of the random streams; the arrivals use stream 0. Draws from one stream do not affect another one.
 _REQUESTS, _PREFIXES, _PROBE = 1, 2, 3
@@ -21,6 +22,27 @@ _TEXT = (
     "service friend father power hour game line end member law car city community name"
 )
 _WORDS = _TEXT.split()
+OWN_FIELDS = frozenset(
+    ["model", "max_tokens", "temperature", "stream", "stream_options", "messages", "prompt", "ignore_eos"]
+)
+"""Fields of a request's body that `Workload` sets, and on which the checks of answers depend."""
+
+
+def parse_extra(flag: str, text: str | None) -> dict[str, Any]:
+    """Returns the fields of a JSON object; {} for None.
+
+    Raises `ConfigError`, which names the `flag`, for other text and for fields that `Workload` sets.
+    """
+    if text is None:
+        return {}
+    try:
+        found: dict[str, Any] = msgspec.json.decode(text, type=dict[str, Any])
+    except msgspec.DecodeError as exc:
+        raise ConfigError(f"{flag} {text}: not a JSON object: {exc}") from None
+    taken = sorted(set(found) & OWN_FIELDS)
+    if taken:
+        raise ConfigError(f"{flag}: {', '.join(taken)} cannot be set; other flags determine these fields")
+    return found
 
 
 class WorkloadRequest(msgspec.Struct, frozen=True):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,9 +21,6 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from disagg.bench.common.report import Result
-
-_PROGRESS_INTERVAL_S = 5.0
-"""Shortest time between two lines of progress where there is no terminal."""
 
 
 def _made(out: Path | None) -> Path | None:
@@ -147,7 +144,7 @@ def name_of(device: Any) -> str:
 def progress() -> Iterator[Callable[[str], None]]:
     """Shows the current measurement in a line on stderr. The yielded function sets the text of the line.
 
-    Without a terminal, prints a line for a new text at most every `_PROGRESS_INTERVAL_S`.
+    Without a terminal, see `latest_lines`.
     """
     from rich.console import Console
 
@@ -157,7 +154,8 @@ def progress() -> Iterator[Callable[[str], None]]:
     configure(LogConfig(level="warning"))
     console = Console(stderr=True)
     if not console.is_terminal:
-        yield occasional(progress_lines(), _PROGRESS_INTERVAL_S)
+        with latest_lines(progress_lines()) as update:
+            yield update
         return
     with console.status("starting") as status:
         yield lambda text: status.update(f"measuring: {text}")
@@ -173,14 +171,29 @@ def progress_lines() -> Callable[[str], None]:
     return report_line
 
 
-def occasional(report: Callable[[str], None], interval_s: float) -> Callable[[str], None]:
-    """Returns a function that calls `report`, except within `interval_s` after the latest call."""
-    last_s = -math.inf
+@contextmanager
+def latest_lines(report: Callable[[str], None], interval_s: float = 5.0) -> Iterator[Callable[[str], None]]:
+    """Yields a function that takes the current text. A thread reports the text every `interval_s` if it has changed.
+
+    So the last line of a command that hangs names the measurement in which it hangs.
+    """
+    latest = [""]
+    ended = threading.Event()
+
+    def report_changes() -> None:
+        shown = ""
+        while not ended.wait(interval_s):
+            if latest[0] != shown:
+                shown = latest[0]
+                report(shown)
 
     def update(text: str) -> None:
-        nonlocal last_s
-        if time.monotonic() - last_s >= interval_s:
-            last_s = time.monotonic()
-            report(text)
+        latest[0] = text
 
-    return update
+    thread = threading.Thread(target=report_changes, name="progress", daemon=True)
+    thread.start()
+    try:
+        yield update
+    finally:
+        ended.set()
+        thread.join()

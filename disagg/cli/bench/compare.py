@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from disagg.cli.bench.common import OutputFlags, Shown, show
+from disagg.cli.bench.common import OutputFlags, Shown, latest_lines, progress_lines, show
 from disagg.cli.flags import (
     ChunkTokensFlag,
     ConfigFlags,
@@ -91,25 +91,40 @@ def parse_rates(text: str) -> list[float]:
 def progress() -> Iterator[ReportProgress]:
     """Shows a progress bar within the block; yields a function that updates it.
 
-    In a closed loop that is limited by time, the bar has no total.
+    In a closed loop that is limited by time, the bar has no total. Without a terminal, see `latest_lines`.
     """
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        with latest_lines(progress_lines()) as show_line:
+            yield lambda phase, counts, total: show_line(_line(phase, counts, total))
+        return
     words, state = TextColumn("{task.description}"), TextColumn("{task.fields[state]}")
     columns = (words, BarColumn(), MofNCompleteColumn(), state, TimeElapsedColumn())
     # Two frames a second are enough: drawing takes CPU time from the client, which distorts its measurements.
-    with Progress(*columns, console=Console(stderr=True), transient=True, refresh_per_second=2) as bar:
+    with Progress(*columns, console=console, transient=True, refresh_per_second=2) as bar:
         task = bar.add_task("starting", total=None, state="")
 
         def update(phase: str, counts: LoadProgress | None, total: int | None) -> None:
-            ended, state = 0, ""
-            if counts is not None:
-                ended = counts.ended
-                state = f"{counts.running} running, {counts.refused} refused, {counts.failed} failed"
-            bar.update(task, completed=ended, total=total, description=phase, state=state)
+            ended = counts.ended if counts is not None else 0
+            bar.update(task, completed=ended, total=total, description=phase, state=_state(counts))
 
         yield update
+
+
+def _state(counts: LoadProgress | None) -> str:
+    if counts is None:
+        return ""
+    return f"{counts.running} running, {counts.refused} refused, {counts.failed} failed"
+
+
+def _line(phase: str, counts: LoadProgress | None, total: int | None) -> str:
+    if counts is None:
+        return phase
+    ended = str(counts.ended) if total is None else f"{counts.ended} of {total}"
+    return f"{phase}: {ended} ended, {_state(counts)}"
 
 
 def run_compare(

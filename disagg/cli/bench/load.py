@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
-import msgspec
 import typer
 
 from disagg.core.errors import ConfigError
@@ -16,10 +15,6 @@ if TYPE_CHECKING:
     from disagg.bench.serve.workload import Workload
 
 _REQUESTS = 100
-_SET_FIELDS = frozenset(
-    ["model", "max_tokens", "temperature", "stream", "stream_options", "messages", "prompt", "ignore_eos"]
-)
-"""Fields that every request has from other flags, and on which the checks of answers depend."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +138,7 @@ class PromptFlags:
         Raises `ConfigError` for malformed flags.
         """
         from disagg.bench.serve.lengths import parse_lengths
-        from disagg.bench.serve.workload import Workload
+        from disagg.bench.serve.workload import Workload, parse_extra
 
         return Workload(
             model=model,
@@ -155,7 +150,7 @@ class PromptFlags:
             token_ids=_token_ids(self.token_ids),
             ignore_eos=self.ignore_eos,
             seed=seed,
-            extra=_extra(self.extra_body),
+            extra=parse_extra("--extra-body", self.extra_body),
         )
 
 
@@ -188,22 +183,6 @@ def check_positive(flags: dict[str, float | None]) -> None:
     for flag, value in flags.items():
         if value is not None and not 0 < value < float("inf"):
             raise ConfigError(f"{flag} {value:g}: give a number above 0")
-
-
-def _extra(text: str | None) -> dict[str, Any]:
-    """Returns the fields of `--extra-body`. Raises `ConfigError` for a field that other flags determine."""
-    if text is None:
-        return {}
-    try:
-        found: dict[str, Any] = msgspec.json.decode(text, type=dict[str, Any])
-    except msgspec.DecodeError as exc:
-        raise ConfigError(f"--extra-body {text}: not a JSON object: {exc}") from None
-    taken = sorted(set(found) & _SET_FIELDS)
-    if taken:
-        raise ConfigError(
-            f"--extra-body: {', '.join(taken)} cannot be set; other flags determine these fields"
-        )
-    return found
 
 
 def _token_ids(text: str) -> tuple[int, int]:

@@ -8,7 +8,7 @@ import os
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import structlog
@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from disagg.core.config.read import Config
 from disagg.core.errors import ConfigError, UnsupportedModelError
-from disagg.kv.pool import dtype_name
+from disagg.core.types import dtype_name
 from disagg.model.load.checkpoint_files import (
     AGAIN,
     read_json_object,
@@ -28,10 +28,7 @@ from disagg.model.load.checkpoint_files import (
 from disagg.model.load.composite import auto_class, text_name, text_part
 from disagg.model.load.fingerprint import weights_digest
 from disagg.model.load.hub import checkpoint_folder, folder_label
-from disagg.model.load.merged_weights import merged_weights
 from disagg.model.load.named import named_config
-from disagg.model.load.quantized_names import QuantizedNames, names_in_model, random_names, stored_layers
-from disagg.model.load.quantized_tensors import PACKINGS
 from disagg.model.load.random_quantized import RandomQuantizedWeights
 from disagg.model.load.weights import RandomWeights, SafetensorsWeights, StateDictWeights, WeightSource
 from disagg.model.spec.model_spec import (
@@ -42,6 +39,9 @@ from disagg.model.spec.model_spec import (
     spec_from_config,
 )
 from disagg.model.spec.quantization import Quantization, ScalesName, quantization_of
+
+if TYPE_CHECKING:
+    from disagg.model.load.quantized_names import QuantizedNames
 
 log = structlog.get_logger(__name__)
 
@@ -119,6 +119,8 @@ class ModelSource:
             return form
         found = {"BF16"}
         if self.directory is not None:
+            from disagg.model.load.quantized_tensors import PACKINGS  # imports Triton
+
             found = _quantized_weights(self.directory).dtypes(PACKINGS[form.storage].scale_names)
         kinds: dict[str, ScalesName] = {"BF16": "bfloat16", "F16": "float16"}
         scales = kinds.get(found.pop(), "float32") if len(found) == 1 else "float32"
@@ -129,6 +131,14 @@ class ModelSource:
 
         Raises UnsupportedModelError if a layer that cannot be replaced is quantized.
         """
+        # Imports torch._dynamo and torch.distributed.tensor, which a router need not load.
+        from disagg.model.load.quantized_names import (
+            QuantizedNames,
+            names_in_model,
+            random_names,
+            stored_layers,
+        )
+
         form = self.quantization
         if form is None:
             return QuantizedNames()
@@ -176,8 +186,12 @@ class ModelSource:
             for one in (stored, text):
                 if needed <= one.names():
                     return one
-            if model is not None and (merged := merged_weights(stored, needed, model)) is not None:
-                return merged
+            if model is not None:
+                # Imports torch.distributed.tensor.
+                from disagg.model.load.merged_weights import merged_weights
+
+                if (merged := merged_weights(stored, needed, model)) is not None:
+                    return merged
             if self.quantization is not None:
                 missing = min(needed - text.names())
                 raise ConfigError(

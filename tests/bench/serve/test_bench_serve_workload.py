@@ -13,7 +13,7 @@ import pytest
 
 from disagg.bench.serve.arrivals import ArrivalKind, Arrivals
 from disagg.bench.serve.lengths import Lengths, parse_lengths
-from disagg.bench.serve.workload import Workload
+from disagg.bench.serve.workload import OWN_FIELDS, Workload
 from disagg.core.errors import ConfigError
 
 
@@ -141,6 +141,11 @@ def test_a_request_says_what_is_in_it() -> None:
         }
     assert "ignore_eos" not in body(replace(WORKLOAD, ignore_eos=False), 0)
     assert body(replace(WORKLOAD, extra={"priority": 3}), 0) == body(WORKLOAD, 0) | {"priority": 3}
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_extra_fields_replace_no_own_field(chat: bool) -> None:
+    assert set(body(replace(WORKLOAD, chat=chat), 0)) <= OWN_FIELDS
 
 
 def test_prompts_share_the_configured_prefixes_and_nothing_else() -> None:

@@ -5,17 +5,20 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import time
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
-from launched import PROMPT, TIMEOUT_S, answer, joined_router, launch_process, names, until
-from serve_process import START_TIMEOUT_S, Command
+from launched import PROMPT, TIMEOUT_S, answer, joined_router, launch_process, names, reservations, until
+from serve_process import LIGHT, START_TIMEOUT_S, Command, until_gone
 
 from disagg.cluster.keys import join_keys
 from disagg.cluster.placement import place_colocated
 from disagg.cluster.ray import RayRanks
 from disagg.cluster.settings import GroupSettings
+from disagg.commands.local import NAMESPACE
 from disagg.commands.scale import run_scale
 from disagg.core.config.read import (
     ClusterConfig,
@@ -24,8 +27,9 @@ from disagg.core.config.read import (
     DecodeConfig,
     ModelConfig,
     PrefillConfig,
+    RouterConfig,
 )
-from disagg.core.errors import ConfigError
+from disagg.core.errors import ConfigError, PeerLostError
 from disagg.core.types import SamplingParams
 from disagg.model.load.tiny import make_tiny_checkpoint
 from disagg.node.ownership import Owner
@@ -33,12 +37,17 @@ from disagg.reference.answers import reference_answers
 from disagg.router.router import Router
 from disagg.sockets.processes import listeners
 from transport.keys.curve import KeySet, make_keys
+from transport.keys.ring import AnyKeys
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::ResourceWarning", "ignore::DeprecationWarning", "ignore::FutureWarning"
 )
 
 GREEDY = SamplingParams(max_tokens=40)
+PACE_S = 0.2
+"""Pause between requests of a stream, which would otherwise take a core while a launch starts on the other."""
+LOST_S = 15.0
+"""Longest time until a client learns that a rank hangs; `cluster.hang_timeout_s` is 3 s."""
 
 
 def free_port() -> int:
@@ -64,13 +73,14 @@ class Stream:
 
     def __init__(self, router: Router, expected: list[int]) -> None:
         self._router, self._expected = router, expected
-        self.answered = 0
+        self.answered, self._closed = 0, False
         self._task = asyncio.create_task(self._run())
 
     async def _run(self) -> None:
-        while True:
+        while not self._closed:
             assert await answer(self._router, f"r{self.answered}", GREEDY) == self._expected
             self.answered += 1
+            await asyncio.sleep(PACE_S)
 
     async def more(self, count: int) -> None:
         """Waits for `count` more answers."""
@@ -80,20 +90,45 @@ class Stream:
             self._task.result()
 
     async def close(self) -> None:
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
+        """Waits for the end of the last request."""
+        self._closed = True
+        await self._task
 
 
-def reservations() -> list[str]:
+def check_ranks() -> None:
+    """Checks every structure of the launched ranks, which have neither a request nor a fault."""
     import ray
 
-    table = ray.util.placement_group_table().values()
-    return [entry["name"] for entry in table if entry["name"] and entry["state"] != "REMOVED"]
+    found = [one["name"] for one in ray.util.list_named_actors(all_namespaces=True)]
+    assert sorted(found) == ["decode/0", "prefill/0"]
+    for name in found:
+        actor = ray.get_actor(name, f"{NAMESPACE}/{ClusterConfig().name}")
+        ray.get(actor.check.remote(), timeout=TIMEOUT_S)
+        statistics = ray.get(actor.statistics.remote(), timeout=TIMEOUT_S)
+        assert (statistics["transfer"].tickets, statistics["faults"]) == (0, 0), name
+
+
+async def request_fails_with(decode: psutil.Process, config: Config, keys: AnyKeys, directory: str) -> None:
+    """A rank hangs while a request runs, of a router that waits for no other group: an error follows in seconds."""
+    config = msgspec.structs.replace(config, router=RouterConfig(group_wait_s=0.0))
+    async with joined_router(config, keys, directory) as router:
+        await until(lambda: not router.missing())
+        endless = SamplingParams(max_tokens=1900, ignore_eos=True)
+        stream = router.generate("endless", list(range(40, 140)), endless, timeout_s=TIMEOUT_S)
+        await anext(stream)
+        decode.suspend()
+        hung_s = time.monotonic()
+        with pytest.raises(PeerLostError):
+            async for _ in stream:
+                pass
+        assert time.monotonic() - hung_s < LOST_S
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_checkpoint(tmp_path_factory.mktemp("tiny"), layers=2, hidden=96, head_dim=8, mlp=96)
+    return make_tiny_checkpoint(
+        tmp_path_factory.mktemp("tiny"), LIGHT, layers=2, hidden=96, head_dim=8, mlp=96
+    )
 
 
 def test_groups_of_a_killed_launch_serve_on_and_the_next_launch_adopts_them(
@@ -135,7 +170,8 @@ def test_groups_of_a_killed_launch_serve_on_and_the_next_launch_adopts_them(
                 await stream.more(2)
                 await stream.close()
                 assert (leaders(router), router.engines) == (before, engines)
-                before["decode"].suspend()
+                await asyncio.to_thread(check_ranks)
+                await request_fails_with(before["decode"], config, keys, directory)
                 # A rank that starts on a busy machine takes long, and a busy one may count as hanging too.
                 await until(lambda: "decode" not in names(router) and not router.missing(), START_TIMEOUT_S)
                 assert await answer(router, "last", GREEDY) == expected
@@ -143,6 +179,7 @@ def test_groups_of_a_killed_launch_serve_on_and_the_next_launch_adopts_them(
                 second.process.terminate()
                 assert await asyncio.to_thread(second.process.wait, TIMEOUT_S) == 0
             assert reservations() == []
+            await asyncio.to_thread(until_gone, list(before.values()))
 
     with launch_process(tmp_path / "first", checkpoint, *settings) as first:
         first.logged('("event": "launched")')

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import re
 import signal
@@ -12,8 +11,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +19,8 @@ import psutil
 import pytest
 import torch
 from broken_checkpoints import AT_BUILD
-from serve_process import ONE_RANK, SPLIT
-from structlog.testing import capture_logs
+from launched import launch_process, reservations
+from serve_process import LIGHT, ONE_RANK, SPLIT, START_TIMEOUT_S, until_gone
 
 from disagg.cluster.group import Group
 from disagg.cluster.lifecycle import Cluster
@@ -57,7 +54,9 @@ GREEDY = SamplingParams(max_tokens=12)
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_checkpoint(tmp_path_factory.mktemp("tiny"), layers=3, hidden=96, head_dim=8, mlp=96)
+    return make_tiny_checkpoint(
+        tmp_path_factory.mktemp("tiny"), LIGHT, layers=3, hidden=96, head_dim=8, mlp=96
+    )
 
 
 def config_for(checkpoint: Path, prefill_tp: int, decode_tp: int, **transfer: Any) -> Config:
@@ -111,47 +110,24 @@ def check_exact(config: Config, cluster: Cluster) -> None:
     assert all(report.released and report.nbytes > 0 for report in reports)
 
 
-@dataclass
-class Shared:
-    """A cluster of several tests: two prefill ranks, one decode rank."""
-
-    config: Config
-    cluster: Cluster
-    lines: list[Any]
-    """What was logged while it started."""
-    stop: Callable[[], None]
-    """Idempotent."""
-
-
-@pytest.fixture(scope="module")
-def shared(ray_session: None, checkpoint: Path) -> Iterator[Shared]:
-    """`test_a_dead_decode_rank_ends_requests_with_a_clear_error`, the last that uses it, ends it."""
-    config = config_for(checkpoint, 2, 1, calibrate="always")
-    with ExitStack() as stack:
-        with capture_logs() as lines:
-            cluster = stack.enter_context(running(config))
-        yield Shared(config, cluster, lines, stack.close)
-
-
-def test_every_token_of_two_prefill_ranks_equals_hugging_face(shared: Shared) -> None:
-    check_exact(shared.config, shared.cluster)
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("prefill_tp", "decode_tp", "backend"),
     [
-        pytest.param(1, 1, None, marks=pytest.mark.slow),
-        pytest.param(1, 1, "tls", marks=pytest.mark.slow),
-        pytest.param(1, 2, None, marks=pytest.mark.slow),
-        pytest.param(1, 2, "tls", marks=pytest.mark.slow),
-        pytest.param(2, 1, "tls", marks=pytest.mark.slow),
-        pytest.param(4, 2, None, marks=pytest.mark.slow),
+        (1, 1, None),
+        (1, 1, "tls"),
+        (1, 2, None),
+        (1, 2, "tls"),
+        (2, 1, None),
+        (2, 1, "tls"),
+        (4, 2, None),
     ],
 )
 def test_every_token_equals_hugging_face(
     ray_session: None, checkpoint: Path, prefill_tp: int, decode_tp: int, backend: str | None
 ) -> None:
-    """`make test` has TLS in the demo of `tests/system/test_user_faults_real.py`."""
+    """`make test` covers two prefill ranks in `tests/system/served`, and TLS in the demo of
+    `tests/system/test_user_faults_real.py`."""
     config = config_for(checkpoint, prefill_tp, decode_tp)
     if backend is not None:
         config = msgspec.structs.replace(config, transport=TransportConfig(backend=backend))
@@ -159,20 +135,7 @@ def test_every_token_equals_hugging_face(
         check_exact(config, cluster)
 
 
-def test_the_wire_is_measured_at_start_and_said(shared: Shared, cache: Path) -> None:
-    """One line for all ranks that found the same."""
-    lines = [line for line in shared.lines if line["event"] == "wire"]
-    assert lines[0]["link"] == "prefill rank 0 to decode"
-    assert len({(line["link"], line["chosen"]) for line in lines}) == len(lines) <= 2
-    for line in lines:
-        assert line["log_level"] == "info"
-        assert line["path"] == "staging and ring, by ucx-shm"
-        assert line["found"].startswith("measured: ")
-    [key] = json.loads((cache / "disagg" / "wire.json").read_text())["wires"]
-    assert "cpu; ucx-shm; 1." in key
-
-
-@pytest.mark.slow
+@pytest.mark.slow  # `test_adoption.py` tests the error of a request whose group dies
 def test_a_dead_prefill_rank_ends_requests_with_a_clear_error(ray_session: None, checkpoint: Path) -> None:
     with running(config_for(checkpoint, 1, 1)) as cluster:
         # Stopped, so that the request cannot be over before the kill.
@@ -182,11 +145,11 @@ def test_a_dead_prefill_rank_ends_requests_with_a_clear_error(ray_session: None,
     assert not any(runs(pid) for pid in pids), "the survivors were stopped with the cluster"
 
 
-def test_a_dead_decode_rank_ends_requests_with_a_clear_error(shared: Shared) -> None:
-    """Last of the shared cluster's tests: the cluster ends here."""
-    ends_requests(shared.cluster, shared.cluster.decode)
-    pids = running_ranks(shared.cluster.prefill)
-    shared.stop()
+@pytest.mark.slow  # `test_adoption.py` tests the error of a request whose group dies
+def test_a_dead_decode_rank_ends_requests_with_a_clear_error(ray_session: None, checkpoint: Path) -> None:
+    with running(config_for(checkpoint, 1, 1)) as cluster:
+        ends_requests(cluster, cluster.decode)
+        pids = running_ranks(cluster.prefill)
     assert not any(runs(pid) for pid in pids), "the survivors were stopped with the cluster"
 
 
@@ -253,11 +216,13 @@ def other_weights(folder: Path) -> tuple[Config, str]:
     return Config(model=ModelConfig(path=str(model)), colocated=group, cluster=cluster), said
 
 
-@pytest.mark.parametrize("of", [other_weights, pytest.param(small_ring, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("of", [other_weights, small_ring])
 def test_what_is_refused_at_start_leaves_nothing(
     ray_session: None, tmp_path: Path, of: Callable[[Path], tuple[Config, str]]
 ) -> None:
-    """`tests/system/test_small_rings.py` has the ring in `make test`."""
+    """`make test` covers other weights in the test of a launch below, and the ring in
+    `tests/system/test_small_rings.py`."""
     config, said = of(tmp_path)
     before = set(ray_processes())
     with (
@@ -269,7 +234,31 @@ def test_what_is_refused_at_start_leaves_nothing(
     assert not [name for name in after.values() if "Actor" in name]
 
 
-@pytest.mark.slow  # `tests/system/test_user_faults_real.py` has it for a whole command
+def test_a_launch_whose_rank_cannot_load_its_weights_leaves_nothing(
+    ray_session: None, tmp_path: Path
+) -> None:
+    """The fault comes out of Ray as one line. The rank would outlive a launch that does not end it."""
+    broken, said = AT_BUILD["another shape"]
+    model = make_tiny_checkpoint(tmp_path / "broken", LIGHT, layers=1)
+    broken(model)
+    settings = ("cluster.mode=colocated", "control.directory_port=0")
+    with launch_process(tmp_path / "launch", model, *settings) as launch:
+        assert launch.process.wait(START_TIMEOUT_S) == 2
+        log = launch.log.read_text()
+        assert reservations() == []
+        actors = []
+        for pid in (pid for pid, name in ray_processes().items() if "Actor" in name):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                actors.append(psutil.Process(pid))
+        until_gone(actors)
+    last = log.splitlines()[-1]
+    assert last.startswith("disagg: ")
+    assert said in last
+    for noise in ("Traceback", "ray::", "RayTaskError", "(pid="):
+        assert noise not in log
+
+
+@pytest.mark.slow  # the test above covers this for a whole command
 def test_a_rank_that_fails_to_start_is_reported_as_itself(ray_session: None, checkpoint: Path) -> None:
     config = msgspec.structs.replace(
         config_for(checkpoint, 1, 1), model=ModelConfig(path=str(checkpoint / "nowhere"))

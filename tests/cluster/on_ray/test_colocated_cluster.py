@@ -76,7 +76,7 @@ def expected(config: Config) -> list[list[int]]:
 def test_tokens_are_those_of_hugging_face(
     ray_session: None, config: Config, expected: list[list[int]], tp: int
 ) -> None:
-    """`test_cluster.py` has a group of two ranks in `make test`."""
+    """`make test` covers a group of two ranks in `tests/system/served`."""
     config = msgspec.structs.replace(config, colocated=msgspec.structs.replace(config.colocated, tp=tp))
 
     async def main(cluster: Cluster) -> list[list[int]]:

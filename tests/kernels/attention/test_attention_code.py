@@ -205,7 +205,7 @@ def test_kv_write_compiles(storage: torch.dtype, fp8: Any, limit: float) -> None
 @pytest.mark.parametrize(
     ("codes", "fenced", "summed"),
     thinned(
-        [(None, 127.0), (tl.float8e4nv, 448.0), (tl.float8e5, 57344.0)], [False, True], [False, True], by=2
+        [(None, 127.0), (tl.float8e4nv, 448.0), (tl.float8e5, 57344.0)], [False, True], [False, True], by=3
     ),
 )
 def test_quantizing_on_the_way_reads_16_bytes_at_a_time(

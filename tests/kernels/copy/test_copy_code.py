@@ -11,6 +11,7 @@ import pytest
 import torch
 import triton
 from attention_code import compiled
+from slow_parameters import thinned
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -21,6 +22,14 @@ from kernels.copy.page_blocks import TILE, block_kernel
 from kernels.copy.page_copy import copy_kernel
 from kernels.copy.scatter import scatter_kernel
 
+WIDTHS = (
+    (("i64", 32, 128, 2), {"v2.b64"}),
+    (("i64", 512, 512, 2), {"v2.b64"}),
+    (("i64", 96, 96, 2), {"v2.b64"}),  # a row that is no power of two
+    (("i64", 3, 9, 1), {"b64"}),
+    (("u8", 5, 15, 1), {"b8"}),
+)
+"""Word, words of a row, of a token and of an access, and the width of the accesses."""
 _ACCESS = r"(?:ld|st)\.global(?:\.cs|\.L[12]::\w+)*\.((?:v\d\.)?b\d+)"
 
 
@@ -55,31 +64,19 @@ def accesses(
     return set(re.findall(_ACCESS, compiled.asm["ptx"])) - {"b32"}
 
 
-@pytest.mark.parametrize("summed", [False, True], ids=["plain", "summed"])
-@pytest.mark.parametrize("kernel", [gather_kernel, scatter_kernel], ids=["gather", "scatter"])
 @pytest.mark.parametrize(
-    ("word", "row_words", "token_words", "vector_words", "expected"),
-    [
-        ("i64", 32, 128, 2, {"v2.b64"}),
-        ("i64", 512, 512, 2, {"v2.b64"}),
-        ("i64", 96, 96, 2, {"v2.b64"}),  # a row that is no power of two
-        ("i64", 3, 9, 1, {"b64"}),
-        ("u8", 5, 15, 1, {"b8"}),
-    ],
+    ("case", "kernel", "summed"), thinned(WIDTHS, [gather_kernel, scatter_kernel], [False, True], by=2)
 )
 def test_access_width(
+    case: tuple[tuple[str, int, int, int], set[str]],
     kernel: Any,
     summed: bool,
-    word: str,
-    row_words: int,
-    token_words: int,
-    vector_words: int,
-    expected: set[str],
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
+    sizes, expected = case
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    assert accesses(kernel, word, row_words, token_words, vector_words, summed) == expected
+    assert accesses(kernel, *sizes, summed) == expected
 
 
 @pytest.mark.parametrize(

@@ -70,7 +70,7 @@ def test_only_the_needed_files_are_downloaded_and_only_once(
     folder = download(NAME, None)
     lines = capsys.readouterr().err.splitlines()
     assert lines, "a line each 5 s, without a terminal"
-    assert all(re.fullmatch(rf"downloading {NAME}: \d+% of [\d.]+kB", line) for line in lines)
+    assert all(re.fullmatch(rf"downloading {NAME}: \d+% of [\d.]+kB", line) for line in lines), lines
     assert folder.name == NEW
     assert {file.name for file in folder.iterdir()} - {"chat_template.jinja"} == FILES
     assert len(hub.sent) == len(set(hub.sent))

@@ -13,8 +13,7 @@ from plain_greedy import plain_greedy
 from slow_parameters import sampled
 from transformers import AutoModelForCausalLM
 
-from disagg.core.types import SamplingParams
-from disagg.kv.pool import dtype_name
+from disagg.core.types import SamplingParams, dtype_name
 from disagg.model.batch import SequenceSlice, StepBatch
 from disagg.model.collective.base import ThreadCollective, run_ranks
 from disagg.model.load.named import named_config

@@ -62,32 +62,33 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
 
     def _run_once(self) -> None:
         """Runs all that is ready; if nothing is, moves the clock from timer to timer. The base class calls it."""
-        while not self._ready and self._run_timer():
-            pass
-        for _ in range(len(self._ready)):
-            handle = self._ready.popleft()
+        ready = self._ready
+        while not ready and not self._stopping:
+            self._run_timer()
+        for _ in range(len(ready)):
+            handle = ready.popleft()
             if not handle.cancelled():
                 handle.run()
 
-    def _run_timer(self) -> bool:
-        """Runs the next timer; returns whether the loop goes on."""
+    def _run_timer(self) -> None:
+        """Runs the next timer, unless it is cancelled."""
         if not self._timers:
             raise RuntimeError("no event is left, and the simulation has not ended")
         when, _, work, arguments = heapq.heappop(self._timers)
         if type(work) is _Timer:
             if work.cancelled():
-                return True
+                return
             work = work.run
-        self._now_s = max(self._now_s, when)
-        if when > self._until_s and self.failure is None:
-            self._fail(
-                self, {"exception": AssertionError(f"nothing ends the simulation within {LIMIT_S:g} s")}
-            )
+        if when > self._now_s:
+            self._now_s = when
+            if when > self._until_s and self.failure is None:
+                self._fail(
+                    self, {"exception": AssertionError(f"nothing ends the simulation within {LIMIT_S:g} s")}
+                )
         try:
             work(*arguments)
         except Exception as error:  # noqa: BLE001 - ends `run_forever`
             self.call_exception_handler({"message": "a timer failed", "exception": error})
-        return not self._stopping
 
     def _timer_handle_cancelled(self, handle: object) -> None:
         pass

@@ -16,10 +16,21 @@ from disagg.reference.answers import reference_answers
 from transport.keys.curve import make_keys
 from transport.keys.file import save_keys
 
+SMALL = (
+    "prefill.chunk_tokens=40",
+    "prefill.page_size=16",
+    "decode.page_size=4",
+    "transfer.layer_groups=2",
+    "transfer.calibrate=always",
+)
+
 
 @pytest.fixture(scope="package")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SearchedServer]:
-    """The server with everything that could make it write secrets down: control keys, spans, all of the log."""
+    """The server with everything that could make it write secrets down: control keys, spans, all of the log.
+
+    Chunks, pages and layer groups are small, so that a short prompt has several of each.
+    """
     folder = tmp_path_factory.mktemp("served")
     file_key, variable_key = (f"sk-{secrets.token_hex(16)}" for _ in range(2))
     keys = make_keys()
@@ -28,7 +39,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SearchedServer]:
     with Collector() as collector:
         arguments = ["--set", f"control.key_file={control}"]
         arguments += ["--set", "log.level=debug", "--set", f"metrics.otlp_endpoint={collector.url}"]
-        environment = {"DISAGG_API_KEYS": variable_key}
+        for setting in SMALL:
+            arguments += ["--set", setting]
+        environment = {"DISAGG_API_KEYS": variable_key, "XDG_CACHE_HOME": str(folder / "home" / ".cache")}
         with serve_process(
             folder, *arguments, api_key=file_key, environment=environment, watched=True
         ) as served:

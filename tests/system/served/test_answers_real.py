@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import httpx
 import msgspec
 import openai
+import psutil
 import pytest
 import torch
 from api_server import until
 from serve_process import PROMPT, TOKENS, Served
 from transformers import AutoModelForCausalLM
 
+from disagg.core.config.read import Config, ModelConfig
+from disagg.core.types import SamplingParams
 from disagg.model.load.tiny import byte_tokenizer
+from disagg.reference.answers import reference_answers
 
 
 def test_a_completion_is_exact(served: Served, expected: list[int]) -> None:
@@ -33,6 +40,53 @@ def test_a_completion_is_exact(served: Served, expected: list[int]) -> None:
         len(top) == 3 and max(top, key=top.__getitem__) == text
         for top, text in zip(tops, choice.text, strict=True)
     )
+
+
+def test_prompts_of_many_lengths_are_exact_at_once(served: Served) -> None:
+    generator = torch.Generator().manual_seed(5)
+    prompts = [torch.randint(32, 127, (n,), generator=generator).tolist() for n in range(9, 9 + 37 * 5, 37)]
+    config = Config(model=ModelConfig(path=str(served.checkpoint)))
+    expected = reference_answers(config, prompts, SamplingParams(max_tokens=TOKENS), lambda: None).answers
+
+    def answer(prompt: list[int]) -> Any:
+        [choice] = served.client.completions.create(
+            model="tiny",
+            prompt=prompt,
+            max_tokens=TOKENS,
+            temperature=0,
+            extra_body={"return_token_ids": True},
+        ).choices
+        return choice.token_ids  # type: ignore[attr-defined]
+
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        assert list(pool.map(answer, prompts)) == expected
+
+
+def test_the_wire_is_measured_at_start_and_said(served: Served) -> None:
+    """One line for all prefill ranks that found the same."""
+    logged = (json.loads(line) for line in served.log.read_text().splitlines() if line.startswith("{"))
+    lines = [line for line in logged if line["event"] == "wire"]
+    assert lines[0]["link"] == "prefill rank 0 to decode"
+    assert len({(line["link"], line["chosen"]) for line in lines}) == len(lines) <= 2
+    for line in lines:
+        assert line["level"] == "info"
+        assert line["path"] == "staging and ring, by ucx-shm"
+        assert line["found"].startswith("measured: ")
+    [key] = json.loads((served.home / ".cache" / "disagg" / "wire.json").read_text())["wires"]
+    assert "cpu; ucx-shm; 1." in key
+
+
+def test_a_router_imports_no_triton(served: Served) -> None:
+    """Triton comes with torch's compiler and with the quantized layers; together their imports take 1.5 s."""
+
+    def has_triton(process: psutil.Process) -> bool:
+        with suppress(psutil.NoSuchProcess):  # Ray starts many short ones
+            return any("libtriton" in one.path for one in process.memory_maps())
+        return False
+
+    server, *others = served.family()
+    assert any(has_triton(one) for one in others), "ranks"
+    assert not has_triton(server)
 
 
 def test_a_stream_is_exact(served: Served, expected: list[int]) -> None:
