@@ -40,6 +40,9 @@ class NoTransfers:
     def __init__(self, rank: int, lane: str, device: torch.device) -> None:
         self._status = RankStatus(lane, rank, device_name(device))
 
+    def begin_turn(self) -> None:
+        """Does nothing: the agent sends no messages."""
+
     def on_operation(self, operation: Operation) -> None:
         """Never called: the agent starts no operation."""
 
@@ -49,6 +52,10 @@ class NoTransfers:
     def poll(self, now_s: float) -> float:
         """Returns the idle interval in seconds: the agent has nothing to poll."""
         return IDLE_WAIT_S
+
+    def may_block(self) -> bool:
+        """Returns True: the agent has no work."""
+        return True
 
     def adopt_thread(self) -> None:
         """Does nothing: the agent has no device queue."""
