@@ -118,11 +118,15 @@ class DecodeLeader(AdmittingLeader):
 
     def _begin_masks(self, chosen: Sequence[tuple[Stepped, Chosen | RequestError]]) -> None:
         """Starts the computation of the masks after the chosen tokens, before the tokens are streamed."""
+        failed = {
+            one.request for one, token in chosen if not isinstance(token, Chosen)
+        }  # with all their answers
         self.constraints.advance(
             [
                 (one.sequence.constraint, token.token)
                 for one, token in chosen
-                if isinstance(token, Chosen) and not (one.sequence.ended or one.request.closing)
+                if isinstance(token, Chosen)
+                and not (one.sequence.ended or one.request.closing or one.request in failed)
             ]
         )
 

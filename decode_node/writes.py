@@ -221,8 +221,8 @@ class PeerWrites:
             error, again = exc, incoming.written.repair_of(name) is not None
         new = incoming.written.notified(name, again)
         try:
-            if error is not None:
-                raise error
+            if error is not None and new:
+                raise error  # otherwise a word has reported the write, and only its message is damaged
             if new and incoming.wanted:
                 self._written(incoming, written)
         except (TransportError, ProtocolError) as exc:

@@ -207,6 +207,10 @@ class OpenBoard:
         self._numbers[slot] = number + 1 if number < _LARGEST else 1
         return WordReport(self, slot, self._numbers[slot])
 
+    def stored(self, slot: int, number: int) -> bool:
+        """Returns whether the device has stored the number of a report, or of a later one in the same slot."""
+        return bool(self.words[slot] == number) or self._numbers[slot] != number
+
     def cancel(self, slot: int) -> None:
         """Frees the slot of a report whose number was not queued; see `post`."""
         self._numbers[slot] = int(self.words[slot])
@@ -222,7 +226,7 @@ class WordReport:
 
     def query(self) -> bool:
         """Returns whether the device has stored the number, and with it all of the write."""
-        return bool(self.board.words[self.slot] == self.number)
+        return self.board.stored(self.slot, self.number)
 
     @property
     def read_soon(self) -> bool:

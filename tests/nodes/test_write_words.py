@@ -91,6 +91,23 @@ def test_a_notification_that_fails_costs_nothing_once_a_word_has_reported_the_wr
     assert words.request.ended == "done"  # type: ignore[attr-defined]
 
 
+def test_a_notification_that_is_not_received_costs_nothing_once_a_word_has_reported_the_write(
+    words: Ordered,
+) -> None:
+    words.fabric.faults.truncate(3, when=lambda source, destination, tag: not is_active_message(tag))
+    words.reserve()
+    words.compute()
+    agent = words.ranks[D].agent
+    assert agent.may_block()
+    write(words)
+    words.wire(P)  # sends a notification too, since the decode rank blocks
+    words.wire(D)
+    assert words.fabric.faults.all_struck
+    words.settle()
+    assert (landed(words), agent.statistics().tickets, agent.status().faults_total) == (1, 0, 0)
+    assert words.request.ended == "done"  # type: ignore[attr-defined]
+
+
 def test_a_rank_does_not_block_before_a_word_that_it_has_not_read(words: Ordered) -> None:
     words.reserve()
     words.compute()

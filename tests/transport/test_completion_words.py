@@ -65,6 +65,21 @@ def test_a_slot_is_free_again_when_its_report_was_read(board: Board, peer: OpenB
         assert [one.tag for one in board.take()] == list(range(SLOTS))
 
 
+def test_a_report_stays_complete_when_its_slot_has_a_new_one(board: Board, peer: OpenBoard) -> None:
+    """The prefill rank may look only after it has posted reports into all slots again."""
+    first = [peer.post(tag, written(tag)) for tag in range(SLOTS)]
+    for report in first:
+        complete(report)
+    assert len(list(board.take())) == SLOTS
+    second = peer.post(0, written(0))
+    assert second is not None
+    assert not second.query()
+    for _ in range(2):
+        assert all(report is not None and report.query() for report in first)
+        complete(second)
+    assert second.query()
+
+
 def test_a_cancelled_report_leaves_its_slot_free(board: Board, peer: OpenBoard) -> None:
     report = peer.post(1, written(1))
     assert report is not None

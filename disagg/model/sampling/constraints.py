@@ -3,7 +3,7 @@
 A mask depends only on the grammar and the answer so far. Any group can therefore continue an answer: a new matcher
 consumes the answer's tokens. The computation of a mask starts as soon as the host has the preceding token, while the
 device computes the step that uses the mask. (vLLM and SGLang overlap mask and step in the same way.) The masks of all
-answers of a step are one call into llguidance, which computes them in parallel without Python: a task of Python for
+answers of a step are two calls into llguidance, which computes them in parallel without Python: a task of Python for
 each answer would compete with the engine's thread for the interpreter.
 """
 
@@ -28,12 +28,26 @@ if TYPE_CHECKING:
 log = structlog.get_logger(__name__)
 
 THREADS = 4
-"""Number of an engine's side threads, which compile grammars and compute masks, and of llguidance's own threads;
-llguidance releases the GIL."""
+"""Number of an engine's side threads that compile grammars and begin answers, of those that compute masks, and of
+llguidance's own threads; llguidance releases the GIL."""
 KEPT_GRAMMARS = 64
 """Number of compiled grammars that are kept for later requests; each takes up to a few megabytes."""
 Mask = npt.NDArray[np.int32]
 """Mask of allowed tokens: bit `t % 32` of word `t // 32` is set if token `t` is allowed."""
+
+
+class SideThreads(NamedTuple):
+    """The side threads of an engine."""
+
+    grammars: ThreadPoolExecutor
+    """Threads that compile grammars, and that wait for the compilation to begin an answer."""
+    masks: ThreadPoolExecutor
+    """Threads that compute masks."""
+
+    @classmethod
+    def start(cls) -> SideThreads:
+        """Starts the threads."""
+        return cls(*(ThreadPoolExecutor(THREADS, f"grammar-{name}") for name in cls._fields))
 
 
 class ComputedMask(NamedTuple):
@@ -66,14 +80,17 @@ class AnswerConstraint:
     """
 
     def __init__(
-        self, template: Future[CompiledGrammar], pool: ThreadPoolExecutor, answered: Sequence[int] = ()
+        self, template: Future[CompiledGrammar], threads: SideThreads, answered: Sequence[int] = ()
     ) -> None:
         """`template`: the compiled grammar. `answered`: the answer so far."""
-        self._template, self._pool = template, pool
+        self._template, self._threads = template, threads
         self._matcher: LLMatcher | None = None
         self._tokens = len(answered)
         """Number of the answer's tokens before the latest mask."""
-        self._mask = ComputedMask(pool.submit(self._begun, list(answered)), 0)
+        pool = (
+            threads.masks if template.done() else threads.grammars
+        )  # no thread for masks waits for a grammar
+        self._mask = ComputedMask(pool.submit(self._begun, None, list(answered)), 0)
 
     @property
     def ready(self) -> bool:
@@ -91,9 +108,9 @@ class AnswerConstraint:
         """Starts the computation of the mask after `answer`, unless `Constraints.advance` has. Does not wait."""
         before, new = self._mask, list(answer[self._tokens :])
         if len(answer) < self._tokens:  # another answer: begin with a new matcher
-            self._mask = ComputedMask(self._pool.submit(self._begun, list(answer)), 0)
+            self._mask = ComputedMask(self._threads.masks.submit(self._begun, before, list(answer)), 0)
         elif new:
-            self._mask = ComputedMask(self._pool.submit(self._advanced, before, new), 0)
+            self._mask = ComputedMask(self._threads.masks.submit(self._advanced, before, new), 0)
         self._tokens = len(answer)
 
     def next_token(self, token: int) -> NextToken:
@@ -118,9 +135,12 @@ class AnswerConstraint:
         self.prepare(answer)
         return self._mask.result()
 
-    def _begun(self, answered: list[int]) -> list[Mask | RequestError]:
-        """Returns the mask after the tokens `answered`, and creates the matcher."""
+    def _begun(self, before: ComputedMask | None, answered: list[int]) -> list[Mask | RequestError]:
+        """Returns the mask after the tokens `answered`, and creates the matcher; the task of `before` may use the old
+        one."""
         try:
+            if before is not None:
+                before.result()
             self._matcher = self._template.result().matcher.deep_copy()
             return [self._computed(self._matcher, answered)]
         except BaseException as exc:  # noqa: BLE001 - a panic of Rust code is no Exception
@@ -174,12 +194,15 @@ def masks_after(tokens: Sequence[NextToken], executor: LLExecutor, words: int) -
             found[index] = grammar.last
         else:
             going.append((index, matcher, one.token))
+    if not going:
+        return found  # llguidance refuses an empty list
     executor.consume_token_par([(matcher, token) for _, matcher, token in going])
     executor.unsafe_compute_mask_ptr(
         [(matcher, index) for index, matcher, _ in going], masks.ctypes.data, masks.strides[0], len(masks)
     )
     for index, matcher, _ in going:
-        found[index] = _stuck(matcher) if matcher.is_error() else masks[index]
+        # A view would keep the masks of the whole batch, perhaps for as long as the answer is preempted.
+        found[index] = _stuck(matcher) if matcher.is_error() else masks[index].copy()
     return found
 
 
@@ -193,7 +216,7 @@ class Constraints:
         self._loading = threading.Lock()
         self._tokenizer: LLTokenizer | None = None
         self._executor: LLExecutor | None = None
-        self._pool: ThreadPoolExecutor | None = None
+        self._threads: SideThreads | None = None
         self._closed = False
         self._compiled: OrderedDict[str, Future[CompiledGrammar]] = OrderedDict()
 
@@ -204,16 +227,16 @@ class Constraints:
         with self._lock:
             if self._closed:
                 return None  # a closed engine samples no tokens
-            if self._pool is None:
-                self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="grammar")
+            if self._threads is None:
+                self._threads = SideThreads.start()
             template = self._compiled.pop(grammar, None)
             if template is None:
-                # The compilation is queued before the masks that wait for it on other threads of the pool.
-                template = self._pool.submit(self._compile, grammar)
+                # The compilation is queued before the answers that wait for it on other threads of the pool.
+                template = self._threads.grammars.submit(self._compile, grammar)
             self._compiled[grammar] = template
             while len(self._compiled) > KEPT_GRAMMARS:
                 self._compiled.popitem(last=False)
-            return AnswerConstraint(template, self._pool, answered)
+            return AnswerConstraint(template, self._threads, answered)
 
     def advance(self, answers: Sequence[tuple[AnswerConstraint | None, int]]) -> None:
         """Starts the computation of the masks of several answers, each of which gets one more token. Does not wait.
@@ -222,20 +245,21 @@ class Constraints:
         """
         tokens = [constraint.next_token(token) for constraint, token in answers if constraint is not None]
         with self._lock:
-            pool = self._pool
-        if not tokens or pool is None:
+            threads = self._threads
+        if not tokens or threads is None:
             return
-        found = pool.submit(self._advanced, tokens)
+        found = threads.masks.submit(self._advanced, tokens)
         for index, one in enumerate(tokens):
             one.constraint.follow(ComputedMask(found, index))
 
     def close(self) -> None:
         """Ends the side threads after the running computations. No answer may use its constraint afterwards."""
         with self._lock:
-            pool, self._pool, self._closed = self._pool, None, True
+            threads, self._threads, self._closed = self._threads, None, True
             self._compiled.clear()
-        if pool is not None:
+        for pool in threads or ():
             pool.shutdown(wait=True, cancel_futures=True)
+        self._executor = None  # ends llguidance's threads
 
     def _advanced(self, tokens: list[NextToken]) -> list[Mask | RequestError]:
         try:
