@@ -145,6 +145,7 @@ def colocated_config(
     max_requests: int = 8,
     max_batch: int = 8,
     groups: int = 1,
+    async_steps: bool = True,
 ) -> Config:
     """The same for groups that prefill and decode."""
     group = ColocatedConfig(
@@ -156,6 +157,7 @@ def colocated_config(
         max_context_tokens=min(512, pool_tokens),
         max_requests=max_requests,
         max_batch=max_batch,
+        async_steps=async_steps,
     )
     return Config(
         colocated=group,
