@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.internal.conjecture import providers
 
-from disagg.core.collection import YOUNG_OBJECTS, collection_paused
+from disagg.core.collection import YOUNG_OBJECTS, imports_frozen
 
 if TYPE_CHECKING:
     from scripted_server import ScriptedServer
@@ -136,12 +136,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 def pytest_collection() -> Iterator[None]:
     """The imports of all test files create two million objects that live as long as the process.
 
-    Garbage collection during them takes a third of the time, and later collections need not visit the objects.
+    Garbage collection during them takes a third of the time, and no later collection need visit the objects.
     Collections happen as seldom as in a server: with Python's thresholds they take 5 % of the tests of models.
     """
-    with collection_paused():
+    with imports_frozen():
         result = yield
-    gc.freeze()
     gc.set_threshold(YOUNG_OBJECTS, 10, 10)
     return result
 
