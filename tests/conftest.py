@@ -50,6 +50,7 @@ RAY = (
 FORKED = (
     "tests/bench/",
     "tests/transport/conformance/test_transport_processes.py",
+    "tests/transport/test_word_processes.py",
     "tests/security/test_data_plane_closed.py",
 )
 """Tests whose processes are forks. On one worker they share one fork server, which imports torch and transformers."""
