@@ -93,6 +93,11 @@ class SourceRank:
         return self._machine.advance(event)
 
     @property
+    def may_notify(self) -> bool:
+        """True while completed writes of the source count: the rank may write, and is not fenced."""
+        return self.writes and self.state is not SourceState.LOST
+
+    @property
     def ended(self) -> bool:
         """True when the source sends nothing more."""
         return self.state in (SourceState.ENDED, SourceState.LOST)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 
 from decode_node.incoming import IncomingSegment, IncomingTransfer, pool_slice
@@ -13,6 +14,7 @@ from decode_node.tickets import IncomingTickets
 from disagg.core.errors import ProtocolError, TransportError
 from disagg.node.device import DeviceQueue, is_done
 from disagg.node.sums import Sums
+from disagg.node.transfer_loop import YIELD_LIMIT_S
 from kernels.copy.scatter import scatter
 from staging.trailer import trailer
 from transport.base import Arrival, Operation, OperationState
@@ -37,6 +39,10 @@ class Landing:
         self.scattering: deque[IncomingSegment] = deque()
         """Segments whose scatter is launched, in the order of the device queue. Each segment holds its lease and its
         checksum word until the scatter is done."""
+        self._receiving = 0
+        """Number of receives under way."""
+        self._begun_s = -math.inf
+        """Time of the latest receive or scatter."""
 
     def arrived(self, incoming: IncomingTransfer, item: IncomingSegment, arrival: Arrival) -> None:
         """Receives an expected segment, if its message has the announced size and its lease is writable."""
@@ -47,11 +53,13 @@ class Landing:
             self._ring.advance(item, SegmentEvent.REJECTED)
             return
         self._ring.advance(item, SegmentEvent.ARRIVED)
-        item.started_s = self._clock()
+        item.started_s = self._begun_s = self._clock()
+        self._receiving += 1
         self._transport.receive(item.peer, arrival, self._ring.view(item), context=item)
 
     def ended(self, item: IncomingSegment, operation: Operation) -> None:
         """Scatters a received segment to its pages, unless the receive failed or the request is over."""
+        self._receiving -= 1
         if operation.state is OperationState.FAILED:
             self._tickets.fail(item.incoming, operation.error or TransportError("the receive failed"))
             self._ring.advance(item, SegmentEvent.RECEIVE_FAILED)
@@ -61,6 +69,10 @@ class Landing:
             self._record("receive", item)
             self._ring.advance(item, SegmentEvent.RECEIVED)
             self._scatter(item)
+
+    def ends_soon(self, now_s: float) -> bool:
+        """Returns whether a receive or scatter is under way that has begun within the last `YIELD_LIMIT_S`."""
+        return bool(self._receiving or self.scattering) and now_s - self._begun_s < YIELD_LIMIT_S
 
     def poll(self) -> None:
         """Verifies and counts segments whose scatter is done. The caller polls while `scattering` is not empty."""
@@ -85,7 +97,7 @@ class Landing:
         return difference == 0
 
     def _scatter(self, item: IncomingSegment) -> None:
-        item.started_s = self._clock()
+        item.started_s = self._begun_s = self._clock()
         incoming, segment = item.incoming, item.segment
         try:
             rows = pool_slice(segment, incoming, self._shard, self._pool)

@@ -13,6 +13,7 @@ from decode_node.request import DecodeRequest
 from decode_node.request import Sequence as DecodeSequence
 from decode_node.sampled_step import SampledStep
 from decode_node.scheduler import DecodeScheduler, DecodeStatistics
+from decode_node.step_planner import Stepped
 from disagg.core.errors import (
     ChecksumError,
     DisaggError,
@@ -99,6 +100,7 @@ class DecodeLeader(AdmittingLeader):
         chosen, searched = step.chosen(), step.searched()
         with self._changed, self._one_message_each():
             prefilled = any(one.prefills for one in step.stepped)
+            self._begin_masks(chosen)
             generated = 0
             for (request, sequence, _), token in chosen:
                 generated += self._go_on(request, sequence, token)
@@ -113,6 +115,20 @@ class DecodeLeader(AdmittingLeader):
                 self._observe_step(step.plan, seconds)
             self._publish_kv_events(PUBLISH_AT_EVENTS)
             self._changed.notify_all()
+
+    def _begin_masks(self, chosen: Sequence[tuple[Stepped, Chosen | RequestError]]) -> None:
+        """Starts the computation of the masks after the chosen tokens, before the tokens are streamed."""
+        failed = {
+            one.request for one, token in chosen if not isinstance(token, Chosen)
+        }  # with all their answers
+        self.constraints.advance(
+            [
+                (one.sequence.constraint, token.token)
+                for one, token in chosen
+                if isinstance(token, Chosen)
+                and not (one.sequence.ended or one.request.closing or one.request in failed)
+            ]
+        )
 
     def _go_on(self, request: DecodeRequest, sequence: DecodeSequence, chosen: Chosen | RequestError) -> bool:
         """Appends and streams a sequence's next token.

@@ -31,6 +31,8 @@ class ReceiverOptions:
     lease_timeout_s: float
     watermark_interval_s: float
     """Seconds between two repetitions of a watermark."""
+    words: bool = False
+    """Whether prefill ranks report direct writes by completion words (`transport.completion_words`)."""
 
     @staticmethod
     def of(config: Config, *, page_size: int, rows: int) -> ReceiverOptions:
@@ -47,6 +49,7 @@ class ReceiverOptions:
             quarantine_s=2 * config.control.peer_timeout_s,
             lease_timeout_s=transfer.lease_timeout_s,
             watermark_interval_s=transfer.watermark_interval_s,
+            words=config.transport.completion_words and not transfer.checksum,
         )
 
 

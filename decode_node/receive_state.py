@@ -5,12 +5,10 @@ The tables in this file list every transition; `disagg.core.state_table` applies
 
 from __future__ import annotations
 
-import enum
-
-from disagg.core.state_table import StateTable, Transition
+from disagg.core.state_table import StateEnum, StateTable, Transition
 
 
-class ReceiveState(enum.Enum):
+class ReceiveState(StateEnum):
     """State of a segment that is received through the ring. The segment holds its lease until LANDED or DROPPED."""
 
     LEASED = "leased"
@@ -25,7 +23,7 @@ class ReceiveState(enum.Enum):
     """The segment was discarded, because the request ended or a fault occurred."""
 
 
-class SegmentEvent(enum.Enum):
+class SegmentEvent(StateEnum):
     """Event of a segment that is received through the ring."""
 
     ARRIVED = "arrived"
@@ -49,7 +47,7 @@ class SegmentEvent(enum.Enum):
     """The checksum does not match; the segment is not sent again."""
 
 
-class SourceState(enum.Enum):
+class SourceState(StateEnum):
     """State of one prefill rank in one transfer."""
 
     SENDING = "sending"
@@ -61,7 +59,7 @@ class SourceState(enum.Enum):
     """The rank is fenced; its later messages are void."""
 
 
-class SourceEvent(enum.Enum):
+class SourceEvent(StateEnum):
     """Event of a prefill rank in one transfer."""
 
     STOP = "stop"
@@ -72,7 +70,7 @@ class SourceEvent(enum.Enum):
     """The rank is lost: it died or was cut off."""
 
 
-class ReceiveTransferState(enum.Enum):
+class ReceiveTransferState(StateEnum):
     """State of one ticket's transfer into this rank."""
 
     RECEIVING = "receiving"
@@ -87,7 +85,7 @@ class ReceiveTransferState(enum.Enum):
     """No rank can write the ticket's pages."""
 
 
-class ReceiveTransferEvent(enum.Enum):
+class ReceiveTransferEvent(StateEnum):
     """Event of a transfer."""
 
     COMPLETED = "completed"
@@ -99,7 +97,7 @@ class ReceiveTransferEvent(enum.Enum):
     """No ring region is held, and no writer can write."""
 
 
-class Action(enum.Enum):
+class Action(StateEnum):
     """Action that the caller performs after an event."""
 
     COUNT_LANDED = "count landed"

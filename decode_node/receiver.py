@@ -43,6 +43,7 @@ from disagg.kv.pages import slots_of
 from disagg.node.device import DeviceQueue, device_name
 from disagg.node.links import Link, fence
 from disagg.node.sums import Sums
+from disagg.node.transfer_loop import YIELD_S
 from disagg.node.warm import warm_copies
 from transport.base import Arrival, Operation
 from transport.control import messages as m
@@ -206,7 +207,7 @@ class SegmentReceiver:
         for name, link in list(self.links.items()):
             if peer in {rank.control_address for rank in link.prefill.ranks}:
                 del self.links[name]
-        self._writes.peers.discard(peer)
+        self._writes.forget(peer)
         self._messages.forget(peer)
         self._tickets.forget(peer)
         fence(self._transport, peer)
@@ -231,6 +232,10 @@ class SegmentReceiver:
 
     # --- TransferAgent
 
+    def begin_turn(self) -> None:
+        """Lets the active messages of the turn wait until `poll`, to share messages of the transport."""
+        self._messages.collect()
+
     def on_arrival(self, arrival: Arrival) -> None:
         """Receives data into its lease, or a completion notification. Discards data that is not expected."""
         if self._messages.arrived(arrival) or self._probes.arrived(arrival):
@@ -249,7 +254,7 @@ class SegmentReceiver:
     def _may_notify(self, incoming: IncomingTransfer, src_rank: int) -> bool:
         # A receive from a peer that is already fenced might never end: only the fence ends receives from a lost peer.
         source = incoming.sources.get(src_rank)
-        return source is not None and source.writes and source.state is not SourceState.LOST
+        return source is not None and source.may_notify
 
     def on_operation(self, operation: Operation) -> None:
         """Handles the end of an operation: of a segment, a notification, an active message or a probe."""
@@ -263,6 +268,8 @@ class SegmentReceiver:
 
         Returns the seconds until the next call.
         """
+        self._messages.flush()
+        self._writes.look()
         if self._landing.scattering or self._verifier.under_way:
             self._landing.poll()
             self._verifier.poll()
@@ -270,16 +277,22 @@ class SegmentReceiver:
         if due_s < math.inf and (now_s >= due_s or not self._tickets.expects_data):
             self._tickets.send_verified()
         if self._landing.scattering or self._verifier.under_way:
-            return DEVICE_POLL_S
+            return YIELD_S if self.polls and self._landing.ends_soon(now_s) else DEVICE_POLL_S
         if now_s >= self._writes.due_s:
             self._writes.expire(now_s)
         self._probes.poll(now_s)
         if now_s >= self._ring.due_s:
             self._ring.maintain(now_s)
         if self.polls and self._expects_data():
-            return ARRIVAL_POLL_S
+            soon = self._landing.ends_soon(now_s) or self._writes.ends_soon(now_s)
+            return YIELD_S if soon else ARRIVAL_POLL_S
         idle_s = self._ring.due_s - now_s if self._ring.allocator.oldest() else IDLE_S
         return min(idle_s, self._tickets.due_s - now_s)
+
+    def may_block(self) -> bool:
+        """Makes prefill ranks send a notification of each write, because completion words wake no thread. Returns
+        False if a write is reported already."""
+        return self._writes.may_block()
 
     def _expects_data(self) -> bool:
         return self._probes.lease is not None or self._tickets.expects_data
@@ -295,7 +308,7 @@ class SegmentReceiver:
             bytes_landed=self._tickets.bytes_landed,
             watermarks=self._ring.watermarks,
             watermark_repeats=self._ring.repeats,
-            stale=self._stale + self._ring.stale,
+            stale=self._stale + self._ring.stale + self._writes.stale,
             leases_expired=self._ring.expired,
             checksum_mismatches=self._repairs.mismatches,
         )

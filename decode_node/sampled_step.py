@@ -60,13 +60,8 @@ class SampledStep:
         return SampledStep(plan, stepped, single, tokens, list(beams), found, ended)
 
     def shared_tokens(self) -> torch.Tensor | None:
-        """Returns the token of each work item, int64 `[len(plan.work)]` on the device: arbitrary for an item without
-        a token. None if no work item has one.
-        """
-        if self.tokens is None or len(self.single) == len(self.stepped):
-            return self.tokens.tokens if self.tokens is not None else None
-        tokens = self.tokens.tokens
-        return tokens.new_zeros(len(self.stepped)).index_copy_(0, upload(self.single, tokens.device), tokens)
+        """Returns the token of each work item on the device; see `SampledTokens.spread`. None if none has one."""
+        return None if self.tokens is None else self.tokens.spread(self.single, len(self.stepped))
 
     def chosen(self) -> list[tuple[Stepped, Chosen | RequestError]]:
         """Returns the work items without beams that sampled a token, each with the token or an error.

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Callable
+from functools import partial
 
 import structlog
 
@@ -20,10 +22,13 @@ from decode_node.tickets import IncomingTickets
 from decode_node.verifier import Verifier
 from disagg.core.errors import ProtocolError, TransportError
 from disagg.core.types import Ticket
+from disagg.node.transfer_loop import YIELD_LIMIT_S
 from kernels.copy.layer_pool import one_tensor
 from transport.base import Arrival, Operation, OperationState
 from transport.completion_notifications import NOTIFICATION_BYTES, CompletionNotifications, Written
+from transport.completion_words import Board, Reported
 from transport.control import messages as m
+from transport.handles import BoardHandle
 from transport.peer_memory import offer
 from transport.tags import Tag, unpack
 
@@ -46,8 +51,13 @@ class PeerWrites:
         self.fences = FenceWords(options.fence_rows, self._pool.device) if options.fence_rows else None
         """Fence words of the pool's rows; None without direct writes."""
         self._notifications = CompletionNotifications(context.transport)
+        self._words = options.words
+        self._boards: dict[str, Board] = {}
+        """Completion words of each connected peer."""
         self.peers: set[str] = set()
         """Peers that were offered the pool and have not refused the offer."""
+        self.stale = 0
+        """Number of dropped reports in completion words."""
         self._overdue: deque[tuple[float, IncomingTransfer]] = deque()
         """(time, transfer): the time at which the transfer stops waiting for notifications. By then launched writes
         have ended, and later launches find the fence closed."""
@@ -67,7 +77,24 @@ class PeerWrites:
             log.info("pool_not_offered", peer=peer, why=str(exc), how="KV comes through the ring")
             return
         self.peers.add(peer)
-        self._context.send(peer, m.PoolOffer(self._rank, pools, words))
+        self._context.send(peer, m.PoolOffer(self._rank, pools, words, self._board_for(peer)))
+
+    def _board_for(self, peer: str) -> BoardHandle | None:
+        """Returns a handle of the peer's board; None where the peer sends notifications only."""
+        if self._words and peer not in self._boards:
+            try:
+                self._boards[peer] = Board()
+            except TransportError as exc:
+                log.info("no_completion_words", peer=peer, why=str(exc), how="each write has a notification")
+        board = self._boards.get(peer)
+        return board.handle if board is not None else None
+
+    def forget(self, peer: str) -> None:
+        """Handles a lost peer, which is fenced: no later report of the peer is read."""
+        self.peers.discard(peer)
+        board = self._boards.pop(peer, None)
+        if board is not None:
+            board.close()
 
     def offered_to(self, peer: str) -> bool:
         """Returns whether the peer may write to the pool."""
@@ -133,6 +160,35 @@ class PeerWrites:
         self._overdue.append((until_s, incoming))
         self.due_s = self._overdue[0][0]
 
+    # --- completion words
+
+    def look(self) -> None:
+        """Handles the writes that peers have reported in completion words."""
+        for board in self._boards.values():
+            board.wake()
+        for peer in [peer for peer, board in self._boards.items() if board.changed]:
+            for reported in self._boards[peer].take():
+                self._on_reported(peer, reported)
+
+    def ends_soon(self, now_s: float) -> bool:
+        """Returns whether a peer's device has begun a write within the last `YIELD_LIMIT_S`."""
+        return any(board.begun(now_s, YIELD_LIMIT_S) for board in self._boards.values())
+
+    def may_block(self) -> bool:
+        """Makes peers send notifications too, until `look` is called; returns False if there is a report already."""
+        for board in self._boards.values():
+            board.sleep()
+        return not any(board.changed for board in self._boards.values())
+
+    def _on_reported(self, peer: str, reported: Reported) -> None:
+        tag = unpack(reported.tag)
+        incoming = self._tickets.open.get(tag.ticket)
+        source = incoming.sources.get(tag.writer) if incoming is not None else None
+        if incoming is None or source is None or source.peer != peer or not source.may_notify:
+            self.stale += 1
+        else:
+            self._notified(incoming, tag, reported.read)
+
     # --- completion notifications
 
     def on_notification(self, incoming: IncomingTransfer, peer: str, arrival: Arrival) -> None:
@@ -152,28 +208,33 @@ class PeerWrites:
         incoming = self._notifications.ended(operation)
         if not isinstance(incoming, IncomingTransfer):
             return
-        tag = unpack(operation.tag)
+        self._notified(incoming, unpack(operation.tag), partial(self._received, operation))
+
+    def _notified(self, incoming: IncomingTransfer, tag: Tag, read: Callable[[], Written]) -> None:
+        """Handles a reported write. `read` returns the report, or raises `TransportError` or `ProtocolError`."""
         name = (tag.writer, tag.segment)
         error: TransportError | ProtocolError | None = None
         try:
-            written = self._read(operation, tag)
+            written = self._checked(read(), tag)
             again = written.again
         except (TransportError, ProtocolError) as exc:
             error, again = exc, incoming.written.repair_of(name) is not None
         new = incoming.written.notified(name, again)
         try:
-            if error is not None:
-                raise error
+            if error is not None and new:
+                raise error  # otherwise a word has reported the write, and only its message is damaged
             if new and incoming.wanted:
                 self._written(incoming, written)
         except (TransportError, ProtocolError) as exc:
             self._tickets.fail(incoming, exc)
         self._tickets.maybe_closed(incoming)
 
-    def _read(self, operation: Operation, tag: Tag) -> Written:
+    def _received(self, operation: Operation) -> Written:
         if operation.state is OperationState.FAILED:
             raise operation.error or TransportError("a completion notification was not received")
-        written = self._notifications.read(operation)
+        return self._notifications.read(operation)
+
+    def _checked(self, written: Written, tag: Tag) -> Written:
         segment = written.segment
         if (segment.src_rank, segment.index) != (tag.writer, tag.segment) or segment.dst_rank != self._rank:
             raise ProtocolError(f"a completion notification with tag {tag} names {segment}")

@@ -46,6 +46,11 @@ class Chunks:
         self.early = EarlyChunks()
         """Chunks whose tickets have not arrived."""
 
+    @property
+    def uncomputed(self) -> bool:
+        """True while layers of a planned segment are not computed."""
+        return bool(self._uncomputed)
+
     def plan(self, chunk: PlannedChunk) -> None:
         """Cuts a chunk into segments, and requests leases or prepares direct writes for the segments.
 
@@ -92,7 +97,7 @@ class Chunks:
                 self._leases.request(outgoing, peer.control_address, items)
                 if outgoing.stopped:  # the request could not be sent
                     return
-        for items, peer in written:  # after the lease requests, to overlap with their round trip
+        for items, peer in written:
             if not outgoing.stopped:
                 self._prepare(items, peer)
         self._tickets.report_if_sent(outgoing)
@@ -109,10 +114,14 @@ class Chunks:
 
     def _move(self, part: StepPart, computed: ReadyLayers) -> None:
         layers, event = computed
-        waiting: list[OutgoingSegment] = []
-        ready: list[OutgoingSegment] = []
-        for item in self._uncomputed.pop(part, []):
-            (ready if layers.covers(item.segment.layers) else waiting).append(item)
+        items = self._uncomputed.get(part, ())
+        ready = [item for item in items if layers.covers(item.segment.layers)]
+        if not ready:
+            return
+        if len(ready) == len(items):
+            del self._uncomputed[part]
+        else:
+            self._uncomputed[part] = [item for item in items if not layers.covers(item.segment.layers)]
         for item in ready:
             item.computed, item.after = True, event
             item.outgoing.uncomputed -= 1
@@ -122,8 +131,6 @@ class Chunks:
                 self._leases.computed(item)
             elif item.state is SendState.PLANNED:
                 self._mover.launch(item)
-        if waiting:
-            self._uncomputed[part] = waiting
         self._mover.pump()
 
     def _cut(self, outgoing: OutgoingTransfer, tokens: Span) -> Sequence[Segment]:

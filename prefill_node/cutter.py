@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from disagg.core.types import Segment, Shard, Span
+from disagg.core.types import KVLayout, Segment, Shard, Span
 from disagg.node.links import Link, segment_limits
 from staging.planner import group_count, plan_segments, shard_groups
+from staging.routes import Route
 from staging.wire import Wire
 
 
@@ -35,6 +36,8 @@ class Cutter:
         self._wire = wire
         self.wires: dict[str, Wire] = {}
         """Measured wires, by decode group."""
+        self._token_bytes: dict[KVLayout, int] = {}
+        """Size of a token's KV on this rank, by the decode group's layout."""
         self.limits: dict[str, dict[int, int]] = {}
         """Bytes of the largest segment, by decode group and destination rank."""
 
@@ -55,7 +58,11 @@ class Cutter:
 
     def groups_for(self, tokens: int, link: Link) -> tuple[Span, ...]:
         """Returns the layer groups in which a chunk of `tokens` tokens is sent to the link's decode group."""
-        nbytes = tokens * link.decode.layout.token_bytes_of(self._shard)
+        layout = link.decode.layout
+        token_bytes = self._token_bytes.get(layout)
+        if token_bytes is None:
+            token_bytes = self._token_bytes[layout] = layout.token_bytes_of(self._shard)
+        nbytes = tokens * token_bytes
         wire = self.wires.get(link.decode.name, self._wire)
         count = group_count(nbytes, self._most, wire.overhead_s, wire.bytes_per_s)
         return self._groups_of[count - 1]
@@ -67,23 +74,25 @@ class Cutter:
 
         `unstaged`: segment size limits in bytes, by decode rank, for ranks that are written directly.
         """
-        return self._cut(link, tokens, self.groups_for(len(tokens), link), unstaged, first_index)
+        groups = self.groups_for(len(tokens), link)
+        return self._cut(link, link.kv_from(self._rank), tokens, groups, unstaged, first_index)
 
     def cut_state(
         self, link: Link, position: Span, unstaged: dict[int, int], first_index: int
     ) -> tuple[Segment, ...]:
         """Returns the segments of the recurrent state at `position`; see `cut`."""
-        return self._cut(link, position, self.state_groups, unstaged, first_index)
+        layout = link.decode.layout
+        routes = tuple(route for route in link.from_rank(self._rank) if layout.is_state(route.layers))
+        return self._cut(link, routes, position, self.state_groups, unstaged, first_index)
 
     def _cut(
         self,
         link: Link,
+        routes: tuple[Route, ...],
         tokens: Span,
         groups: tuple[Span, ...],
         unstaged: dict[int, int],
         first_index: int,
     ) -> tuple[Segment, ...]:
-        states, layout = groups == self.state_groups, link.decode.layout
-        routes = [one for one in link.from_rank(self._rank) if layout.is_state(one.layers) == states]
         limits = self.limits[link.decode.name] | unstaged
-        return plan_segments(routes, layout, tokens, groups, limits, first_index=first_index)
+        return plan_segments(routes, link.decode.layout, tokens, groups, limits, first_index=first_index)

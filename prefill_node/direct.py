@@ -19,6 +19,7 @@ from kernels.copy.layer_pool import Pool, one_tensor
 from kernels.copy.move import prepare_move
 from kernels.copy.quantize import prepare_quantized_move
 from kernels.copy.rows import PoolSlice
+from prefill_node.boards import PeerBoard
 from staging.routes import Route
 
 if TYPE_CHECKING:
@@ -42,6 +43,8 @@ class OpenPool:
     """Fence words of the pool's rows, int64 `[rows]`."""
     quantized: torch.dtype | None = None
     """Dtype to which direct writes quantize KV; None if KV is written unchanged."""
+    board: PeerBoard | None = None
+    """Completion words that report the writes; None if each write has a notification."""
 
     def prepare(
         self,

@@ -94,6 +94,8 @@ class SenderStatistics:
     """Segments that were sent a second time, because they had arrived damaged; part of `segments_sent`."""
     segments_written: int
     """Direct writes into the destination's pool; part of `segments_sent`."""
+    segments_reported: int
+    """Direct writes that were reported by a completion word, without a notification; part of `segments_written`."""
     open_pools: int
     """Pools of decode ranks that are mapped for direct writes."""
     refused_pools: int

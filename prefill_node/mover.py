@@ -8,11 +8,13 @@ only, and compute never waits for the network.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from typing import NamedTuple
 
 from disagg.core.errors import PeerLostError, TransportError
-from disagg.node.device import DeviceQueue, is_done
+from disagg.node.device import DeviceEvent, DeviceQueue, is_done
 from disagg.node.sums import Sums
+from disagg.node.transfer_loop import YIELD_LIMIT_S
 from kernels.copy.gather import gather
 from kernels.copy.quantize import gather_quantized
 from prefill_node.direct import quantized_dtype, slice_of
@@ -63,7 +65,8 @@ class SegmentMover:
         contain dropped segments."""
         self.copying: deque[OutgoingSegment] = deque()
         """Segments whose gather or direct write is queued on the device, in the order of the device queue."""
-        self.segments_sent = self.bytes_sent = self.segments_written = self.segments_sent_again = 0
+        self.segments_sent = self.bytes_sent = self.segments_sent_again = 0
+        self.segments_written = self.segments_reported = 0
 
     def pump(self) -> None:
         """Launches the copies for which ring space and staging have become free."""
@@ -87,9 +90,9 @@ class SegmentMover:
                 self._queue.after(item.after)
                 if item.write is None:
                     self._gather(item)
+                    item.copied = self._queue.record_event()
                 else:
-                    item.write()
-                item.copied = self._queue.record_event()
+                    item.copied = self._write(item, item.write)
         except Exception as exc:  # noqa: BLE001 - a failed launch ends this request only
             actions = item.advance(SendEvent.FAILED)
             error = TransportError(f"the copy of {item.segment} failed: {exc}")
@@ -110,27 +113,42 @@ class SegmentMover:
                 _begin(item, now_s)
         self._send_copied()
 
+    def ends_soon(self, now_s: float) -> bool:
+        """Returns whether the device has reached the oldest copy within the last `YIELD_LIMIT_S`."""
+        started_s = self.copying[0].started_s if self.copying else None
+        return started_s is not None and now_s - started_s < YIELD_LIMIT_S
+
     def on_damaged(self, item: OutgoingSegment) -> None:
         """Resends a segment that arrived damaged: now, or when its first send has ended."""
         item.damaged = True
         self._resend(item)
 
     def on_notification_ended(self, operation: Operation) -> None:
-        """Handles the end of a completion notification, which ends the send of a directly written segment."""
+        """Handles the end of a completion notification, which ends the send of a directly written segment.
+
+        If a completion word has reported the write too, the notification only wakes the decode rank, and may fail.
+        """
         item = self._notifications.ended(operation)
-        if isinstance(item, OutgoingSegment):
+        if not isinstance(item, OutgoingSegment):
+            return
+        if item.report is not None and not item.report.board.closed:
+            self._sent(item)
+        else:
             self.on_send_ended(item, operation)
 
     def on_send_ended(self, item: OutgoingSegment, operation: Operation) -> None:
         """Handles the end of a segment's send: frees the segment's staging; a failed send fails the request."""
         if operation.state is OperationState.DONE:
-            self._count(item)
-            self._advance(item, SendEvent.SENT)
+            self._sent(item)
         else:
             self._fail(item, operation.error or PeerLostError("the send failed"))
+        self.pump()
+
+    def _sent(self, item: OutgoingSegment) -> None:
+        self._count(item)
+        self._advance(item, SendEvent.SENT)
         if item.damaged:
             self._resend(item)
-        self.pump()
 
     def _advance(self, item: OutgoingSegment, event: SendEvent) -> None:
         self._perform(item, item.advance(event))
@@ -144,6 +162,9 @@ class SegmentMover:
                 case SendAction.POST_SEND:
                     item.sending_s = self._clock()
                     self._transport.send(item.peer, self._tag(item), self._space.view(item), context=item)
+                case SendAction.POST_NOTIFICATION if item.report is not None and item.report.read_soon:
+                    self.segments_reported += 1
+                    self._sent(item)
                 case SendAction.POST_NOTIFICATION:
                     total = item.word.value if item.word is not None else 0
                     written = Written(item.segment, total, item.again)
@@ -167,6 +188,22 @@ class SegmentMover:
             self._advance(item, SendEvent.WRITABLE)
         else:
             self.launch(item)
+
+    def _write(self, item: OutgoingSegment, write: Callable[[], None]) -> DeviceEvent:
+        """Launches a direct write; returns an event, or the report by a completion word, which serves as event."""
+        pool = item.outgoing.direct.get(item.peer)
+        board = pool.board if pool is not None and item.word is None else None
+        report = None
+        if board is not None:
+            report = board.post(self._tag(item), Written(item.segment, 0, item.again))
+        try:
+            write()
+        except BaseException:
+            if report is not None:
+                report.cancel()
+            raise
+        item.report = report if board is not None and report is not None and board.store(report) else None
+        return item.report or self._queue.record_event()
 
     def _gather(self, item: OutgoingSegment) -> None:
         outgoing, segment = item.outgoing, item.segment
@@ -222,6 +259,8 @@ class SegmentMover:
 
 def _begin(item: OutgoingSegment, now_s: float) -> float:
     """Records that the device has reached the segment's copy; returns `now_s`."""
+    if item.report is not None:
+        item.report.board.begin(now_s)
     item.started_s = now_s
     item.outgoing.busy.begin(now_s)
     item.flow.busy.begin(now_s)

@@ -30,12 +30,19 @@ class SenderOptions:
     """Largest number of layer groups in which a chunk is sent."""
     peer_memory: bool
     """Whether KV may be written directly into pools of decode ranks."""
+    words: bool
+    """Whether direct writes are reported by completion words, where the decode rank offers these."""
     checksum: bool
     wire: Wire
     """The wire that is assumed for a link until the link's wire has been measured."""
     quarantine_s: float
     """Time for which staging that was being sent to a lost peer is not reused."""
     lease_timeout_s: float
+
+    @property
+    def writes_disabled_reason(self) -> str:
+        """Why direct writes are off; empty if enabled."""
+        return "" if self.peer_memory else "transport.peer_memory is off on the prefill rank"
 
     @staticmethod
     def of(config: Config, page_size: int) -> SenderOptions:
@@ -47,6 +54,7 @@ class SenderOptions:
             segment_bytes=transfer.segment_limit_bytes,
             groups=transfer.layer_groups,
             peer_memory=config.transport.peer_memory,
+            words=config.transport.completion_words and not transfer.checksum,
             checksum=bool(transfer.checksum),
             wire=Wire(transfer.segment_overhead_s or 0.0, transfer.wire_bytes_per_s),
             quarantine_s=2 * config.control.peer_timeout_s,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from disagg.core.state_table import StateMachine
-from disagg.core.types import RequestKey, Segment, Ticket
+from disagg.core.types import RequestKey, Segment, Span, Ticket
 from disagg.node.device import DeviceEvent
 from disagg.node.links import Link
 from disagg.node.sums import Word
@@ -30,6 +30,7 @@ from prefill_node.send_state import (
     TransferAction,
 )
 from staging.allocator import Lease
+from transport.completion_words import WordReport
 
 
 @dataclass(slots=True, eq=False)
@@ -56,6 +57,8 @@ class OutgoingSegment:
     """Region of this rank's staging, freed by `OutgoingTickets.end`; None without a region."""
     copied: DeviceEvent = None
     """Event at the end of the gather, or of the write into the destination's pool."""
+    report: WordReport | None = None
+    """Report of the latest direct write by a completion word; None if the write has a notification."""
     started_s: float | None = None
     """Time at which the device reached the copy; None before."""
     word: Word | None = None
@@ -168,7 +171,7 @@ class OutgoingTransfer:
         if self.link.decode.layout.is_state(segment.layers):
             assert self.state_slot is not None, "the model has recurrent states"
             return self.state_slot
-        return self.slots[segment.tokens.start : segment.tokens.stop]
+        return _part(self.slots, segment.tokens)
 
     def target_slots_of(self, segment: Segment) -> torch.Tensor:
         """Returns the slots of the segment's positions in the decode ranks' pools, for direct writes."""
@@ -176,8 +179,7 @@ class OutgoingTransfer:
             assert self.target_state_slot is not None, "the ticket was opened for writes"
             return self.target_state_slot
         assert self.target_slots is not None, "the ticket was opened for writes"
-        at = segment.tokens.shift(-self.ticket.tokens.start)
-        return self.target_slots[at.start : at.stop]
+        return _part(self.target_slots, segment.tokens.shift(-self.ticket.tokens.start))
 
     @property
     def whole(self) -> bool:
@@ -222,3 +224,8 @@ class OutgoingTransfer:
 
     def _to(self, peer: str) -> list[OutgoingSegment]:
         return [item for item in self.items.values() if item.peer == peer]
+
+
+def _part(slots: torch.Tensor, at: Span) -> torch.Tensor:
+    """Returns the slots at positions `at`, without a new tensor for all of them."""
+    return slots if at.start == 0 and at.stop == slots.shape[0] else slots[at.start : at.stop]

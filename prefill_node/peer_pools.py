@@ -12,6 +12,7 @@ from disagg.core.types import Shard
 from disagg.node.device import DeviceQueue
 from disagg.node.links import Link
 from disagg.node.sums import Sums
+from prefill_node.boards import PeerBoards
 from prefill_node.direct import (
     OpenPool,
     check_pool,
@@ -37,9 +38,16 @@ class PeerPools:
     """
 
     def __init__(
-        self, context: SenderContext, sums: Sums | None, links: Mapping[str, Link], disabled_reason: str
+        self,
+        context: SenderContext,
+        sums: Sums | None,
+        links: Mapping[str, Link],
+        boards: PeerBoards | None,
+        disabled_reason: str,
     ) -> None:
-        """`links`: links of the sender. `disabled_reason`: why direct writes are off, empty if enabled."""
+        """`links`: links of the sender. `boards`: boards of decode ranks; None if each write has a notification.
+        `disabled_reason`: why direct writes are off, empty if enabled."""
+        self._boards = boards
         self._rank, self._shard, self._pool = context.rank, context.shard, context.pool
         self._send, self._links, self._sums = context.control.send, links, sums
         self._disabled_reason = disabled_reason
@@ -90,6 +98,8 @@ class PeerPools:
 
     def forget(self, peer: str) -> None:
         """Unmaps the pool of a lost peer."""
+        if self._boards is not None:
+            self._boards.forget(peer)
         self._early.pop(peer, None)
         self._open.pop(peer, None)
 
@@ -135,9 +145,17 @@ class PeerPools:
         device, quantized = self._pool.device, quantized_dtype(link)
         allocations = tuple(open_memory(handle, device) for handle in offer.pools)
         pools = class_pools(allocations, link.decode.layout, shard)
-        opened = OpenPool(pools, open_memory(offer.fences, device), quantized)
+        board = None
+        if self._boards is not None and offer.board is not None:
+            board = self._boards.open(peer, offer.board)
+        opened = OpenPool(pools, open_memory(offer.fences, device), quantized, board)
         self._open[peer] = opened
         check_pool(
             opened, link.decode.layout, shard, torch.uint8 if quantized else self._pool.buffers[0].dtype
         )
-        log.info("pool_opened", peer=peer, how="this rank's kernels write into the pool directly")
+        log.info(
+            "pool_opened",
+            peer=peer,
+            how="this rank's kernels write into the pool directly",
+            completion_words=board is not None,
+        )

@@ -5,13 +5,11 @@ The two tables in this file list every transition; `disagg.core.state_table` app
 
 from __future__ import annotations
 
-import enum
-
-from disagg.core.state_table import StateMachine, StateTable, Transition
+from disagg.core.state_table import StateEnum, StateMachine, StateTable, Transition
 from disagg.core.types import RequestKey, Segment
 
 
-class SendState(enum.Enum):
+class SendState(StateEnum):
     """State of a segment."""
 
     PLANNED = "planned"
@@ -32,7 +30,7 @@ class SendState(enum.Enum):
     """The transfer ended, or a fault occurred, before the segment was sent."""
 
 
-class SendEvent(enum.Enum):
+class SendEvent(StateEnum):
     """Event of a segment."""
 
     WRITABLE = "writable"
@@ -53,7 +51,7 @@ class SendEvent(enum.Enum):
     """The destination found the segment damaged. A segment receives this event at most once."""
 
 
-class SendAction(enum.Enum):
+class SendAction(StateEnum):
     """Action that the caller of `OutgoingSegment.advance` performs."""
 
     TAKE_STAGING = "take staging"
@@ -62,7 +60,7 @@ class SendAction(enum.Enum):
     END = "free the staging region and count the segment as ended"
 
 
-class SendTransferState(enum.Enum):
+class SendTransferState(StateEnum):
     """State of a transfer. `SENT_*`: the leader has received `RankSent`."""
 
     SENDING = "sending"
@@ -79,7 +77,7 @@ class SendTransferState(enum.Enum):
     """The leader has received `RankClosed`."""
 
 
-class SendTransferEvent(enum.Enum):
+class SendTransferEvent(StateEnum):
     """Event of a transfer."""
 
     ALL_SENT = "all sent"
@@ -92,7 +90,7 @@ class SendTransferEvent(enum.Enum):
     """The leader closes the transfer, and no segment is under way."""
 
 
-class TransferAction(enum.Enum):
+class TransferAction(StateEnum):
     """Action that the caller of `OutgoingTransfer.advance` performs."""
 
     REPORT_SENT = "send RankSent to the leader"

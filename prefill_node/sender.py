@@ -10,6 +10,8 @@ StagingSpace      assigns staging regions to segments
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from disagg.core.errors import NotLinkedError, TransportError
@@ -19,7 +21,9 @@ from disagg.kv.pages import slots_of
 from disagg.node.device import DeviceEvent, DeviceQueue, device_name
 from disagg.node.links import Link, fence
 from disagg.node.sums import Sums
+from disagg.node.transfer_loop import YIELD_S
 from disagg.node.warm import warm_copies
+from prefill_node.boards import PeerBoards
 from prefill_node.chunks import Chunks
 from prefill_node.cutter import Cutter
 from prefill_node.direct import quantized_dtype
@@ -40,6 +44,11 @@ from transport.control import messages as m
 
 DEVICE_POLL_S = 0.0
 IDLE_S = 1.0
+COMPUTE_POLL_S = 50e-6
+"""Poll interval on a GPU while the KV of a planned chunk is about to be computed: the wake-up of a blocked thread
+takes longer."""
+COMPUTE_POLL_LIMIT_S = 0.02
+"""Time after the latest plan of a chunk in which the thread polls for its KV."""
 
 
 class SegmentSender:
@@ -59,7 +68,9 @@ class SegmentSender:
         self._sums = Sums(device) if options.checksum else None
         self.links: dict[str, Link] = {}
         """Linked decode groups by name."""
-        self._stale = 0
+        self.polls = device.type == "cuda"
+        """Whether `poll` returns short intervals while KV or the end of a copy is expected."""
+        self._planned_s, self._stale = -math.inf, 0
         self._active_messages = ActiveMessages(
             context.transport,
             context.control.send,
@@ -92,8 +103,8 @@ class SegmentSender:
         self._leases = Leases(context.rank, self.tickets, send, options.lease_timeout_s, clock)
         copies = CopyQueue(self.queue, self._sums)
         self._mover = SegmentMover(context, copies, self.space, self._leases, self.tickets)
-        disabled_reason = "" if options.peer_memory else "transport.peer_memory is off on the prefill rank"
-        self._pools = PeerPools(context, self._sums, self.links, disabled_reason)
+        boards = PeerBoards(self.queue) if options.words else None
+        self._pools = PeerPools(context, self._sums, self.links, boards, options.writes_disabled_reason)
         self._chunks = Chunks(
             context.rank, self.cutter, self.tickets, self._leases, self._pools, self._mover, self._flows
         )
@@ -178,6 +189,7 @@ class SegmentSender:
 
         For an early chunk, both happen when the ticket opens.
         """
+        self._planned_s = self._context.clock()
         self._chunks.plan(chunk)
         self._mover.pump()
 
@@ -264,6 +276,10 @@ class SegmentSender:
 
     # --- TransferAgent
 
+    def begin_turn(self) -> None:
+        """Lets the active messages of the turn wait until `poll`, to share messages of the transport."""
+        self._active_messages.collect()
+
     def on_operation(self, operation: Operation) -> None:
         """Handles the end of a send: of a segment, a completion notification, an active message or a probe."""
         if isinstance(operation.context, OutgoingSegment):
@@ -279,6 +295,7 @@ class SegmentSender:
 
     def poll(self, now_s: float) -> float:
         """Sends segments whose copy is done, and handles timeouts. Returns the seconds until the next call."""
+        self._active_messages.flush()
         self._exposed.poll(now_s)
         if self._mover.copying:
             self._mover.poll(now_s)
@@ -289,7 +306,14 @@ class SegmentSender:
             self._leases.expire(now_s)
             self._mover.pump()
         probe_s = self.prober.poll(now_s)
-        return DEVICE_POLL_S if self._mover.copying or self._exposed else min(IDLE_S, probe_s)
+        if self._mover.copying or self._exposed:
+            return YIELD_S if self.polls and self._mover.ends_soon(now_s) else DEVICE_POLL_S
+        computing = self._chunks.uncomputed and now_s - self._planned_s < COMPUTE_POLL_LIMIT_S
+        return min(COMPUTE_POLL_S if self.polls and computing else IDLE_S, probe_s)
+
+    def may_block(self) -> bool:
+        """Returns True: every event of a sender wakes the transport, or `poll` has returned a short interval."""
+        return True
 
     # --- statistics
 
@@ -304,6 +328,7 @@ class SegmentSender:
             bytes_sent=self._mover.bytes_sent,
             segments_sent_again=self._mover.segments_sent_again,
             segments_written=self._mover.segments_written,
+            segments_reported=self._mover.segments_reported,
             open_pools=len(self._pools),
             refused_pools=self._pools.refused,
             stale=self._stale + self.tickets.stale + self._leases.stale,

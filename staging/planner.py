@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import lru_cache
 from itertools import pairwise
+from typing import NamedTuple
 
 import msgspec
 
@@ -12,6 +14,9 @@ from disagg.core.errors import ConfigError
 from disagg.core.types import KVLayout, Segment, Shard, Span
 from staging.routes import Route
 from staging.shards import split
+
+_KEPT = 1024
+"""Largest number of cached divisions into segments: one for each size of a chunk and each link."""
 
 
 def layer_groups(layers: Span, count: int) -> tuple[Span, ...]:
@@ -66,27 +71,57 @@ def plan_segments(
     `first_index`. Raises ConfigError when one token of one layer exceeds a destination's limit. Raises ValueError
     when the groups overlap or omit a layer.
     """
+    parts = _parts(
+        tuple(routes), layout, len(tokens), tuple(groups), tuple(sorted(max_segment_bytes.items()))
+    )
+    return tuple(
+        Segment(
+            index,
+            part.src_rank,
+            part.dst_rank,
+            part.layers,
+            part.heads,
+            part.tokens.shift(tokens.start),
+            part.nbytes,
+        )
+        for index, part in enumerate(parts, first_index)
+    )
+
+
+class _Part(NamedTuple):
+    """A segment without index; its tokens count from the first one of the chunk."""
+
+    src_rank: int
+    dst_rank: int
+    layers: Span
+    heads: Span
+    tokens: Span
+    nbytes: int
+
+
+@lru_cache(maxsize=_KEPT)
+def _parts(
+    routes: tuple[Route, ...],
+    layout: KVLayout,
+    count: int,
+    groups: tuple[Span, ...],
+    limits: tuple[tuple[int, int], ...],
+) -> tuple[_Part, ...]:
+    """Returns the segments of `count` tokens, see `plan_segments`. Cached, because chunks of a size are cut alike."""
     _check_groups(routes, groups)
-    cuts: list[tuple[Route, Span, Span]] = []
+    tokens, max_segment_bytes = Span(0, count), dict(limits)
+    found: list[_Part] = []
     for group in groups:
-        in_group: list[tuple[Route, Span, Span]] = []
+        cuts: list[tuple[Route, Span, Span]] = []
         for route in routes:
             layers = route.layers.intersect(group)
             limit = max_segment_bytes[route.dst_rank]
-            in_group.extend((route, *part) for part in _cut(route, layers, tokens, layout, limit))
-        cuts.extend(sorted(in_group, key=lambda cut: (cut[2].start, cut[1].start)))
-    return tuple(
-        Segment(
-            index=index,
-            src_rank=route.src_rank,
-            dst_rank=route.dst_rank,
-            layers=layers,
-            heads=route.heads,
-            tokens=part,
-            nbytes=len(layers) * len(part) * _cell_bytes(layout, route),
-        )
-        for index, (route, layers, part) in enumerate(cuts, first_index)
-    )
+            cuts.extend((route, *part) for part in _cut(route, layers, tokens, layout, limit))
+        cuts.sort(key=lambda cut: (cut[2].start, cut[1].start))
+        for route, layers, part in cuts:
+            nbytes = len(layers) * len(part) * _cell_bytes(layout, route)
+            found.append(_Part(route.src_rank, route.dst_rank, layers, route.heads, part, nbytes))
+    return tuple(found)
 
 
 def cut_tails(

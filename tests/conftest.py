@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.internal.conjecture import providers
 
-from disagg.core.collection import YOUNG_OBJECTS, collection_paused
+from disagg.core.collection import YOUNG_OBJECTS, imports_frozen
 
 if TYPE_CHECKING:
     from scripted_server import ScriptedServer
@@ -50,6 +50,7 @@ RAY = (
 FORKED = (
     "tests/bench/",
     "tests/transport/conformance/test_transport_processes.py",
+    "tests/transport/test_word_processes.py",
     "tests/security/test_data_plane_closed.py",
 )
 """Tests whose processes are forks. On one worker they share one fork server, which imports torch and transformers."""
@@ -63,19 +64,23 @@ PROCESSES = (
     "tests/kernels/test_kernels_interpreted.py",
 )
 """Tests whose processes compute for long. They have all CPUs; other tests, and what they start, have one."""
-LONGEST = (
+FIRST = (
     *RAY,
-    *FORKED,
+    "tests/system/test_workers_real.py",
     "tests/kernels/test_kernels_interpreted.py",
     "tests/system/test_cluster_simulation.py",
-    "tests/system/test_workers_real.py",
     "tests/system/test_faults.py",
     "tests/system/test_hybrid_sequences.py",
     "tests/system/test_preemption.py",
     "tests/system/test_bit_flips.py",
     "tests/nodes/test_interleav",
+    "tests/api/",
+    *FORKED,
 )
-"""In the order in which they start."""
+"""The longest files, in the order in which they start. `FORKED` start when most of `RAY` have ended: the processes of
+both use any CPU, at best while other tests wait, as those of `tests/api/` do."""
+LAST = ("tests/kernels/", "tests/kv/", "tests/model/", "tests/plan/", "tests/staging/", "tests/vllm/")
+"""Short files that compute and hardly wait, so that no CPU is idle at the end."""
 
 # For the test process and for every rank it starts.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -136,12 +141,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 def pytest_collection() -> Iterator[None]:
     """The imports of all test files create two million objects that live as long as the process.
 
-    Garbage collection during them takes a third of the time, and later collections need not visit the objects.
+    Garbage collection during them takes a third of the time, and no later collection need visit the objects.
     Collections happen as seldom as in a server: with Python's thresholds they take 5 % of the tests of models.
     """
-    with collection_paused():
+    with imports_frozen():
         result = yield
-    gc.freeze()
     gc.set_threshold(YOUNG_OBJECTS, 10, 10)
     return result
 
@@ -160,11 +164,11 @@ def pytest_unconfigure() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Puts the files that take longest first, so that no worker runs one alone at the end."""
+    """Puts the files that take longest first, so that no worker runs one alone at the end, and `LAST` last."""
 
     def place(item: pytest.Item) -> int:
-        found = (place for place, name in enumerate(LONGEST) if item.nodeid.startswith(name))
-        return next(found, len(LONGEST))
+        found = (place for place, name in enumerate(FIRST) if item.nodeid.startswith(name))
+        return next(found, len(FIRST) + item.nodeid.startswith(LAST))
 
     if hasattr(config, "workerinput"):  # a worker of xdist
         items.sort(key=place)

@@ -8,6 +8,8 @@ with `Linked` over the control channel. The sender holds its messages until `Lin
 rank that has not linked the sender yet. A fence closes the inbox: a message from before the fence carries a closed
 number, and is dropped.
 
+Small messages to one peer that a transfer thread sends in one turn share a *frame*, one message of the transport.
+
 A process that can forge the tag could also write the ring directly, so the tag needs no authentication. Messages
 of one sender are handled in the order of `send`; a control message may overtake them. A message is lost without an
 error if the connection breaks after its send operation is done. A sender that needs a reply therefore sets a timeout.
@@ -25,8 +27,8 @@ import structlog
 
 from disagg.core.errors import ProtocolError, TransportError
 from transport.base import Arrival, Operation, OperationState, Transport
-from transport.control.messages import MAX_MESSAGE_BYTES, Linked, Message, decode, encode
-from transport.slots import Slot, Slots
+from transport.control.messages import MAX_MESSAGE_BYTES, Linked, Message, decode_frame, encode, join
+from transport.slots import SLOT_BYTES, Slot, Slots
 from transport.tags import INBOX_NUMBERS, active_message_tag, inbox_of, is_active_message
 
 log = structlog.get_logger(__name__)
@@ -35,6 +37,9 @@ Handler = Callable[[str, Any], None]
 """Callback `handler(peer, message)`; `message` has the type under which the handler is registered."""
 
 
+FRAME_BYTES = SLOT_BYTES
+"""Largest frame of several messages. A larger one would need a buffer of its own."""
+MOST_IN_FRAME = 15
 MAX_HELD_BYTES = 1 << 20
 """Limit of the bytes held for one peer that is not linked yet; a message beyond the limit is dropped."""
 
@@ -66,12 +71,12 @@ class _Outgoing:
 
     slot: Slot
     peer: str
-    message: Message
+    messages: list[Message]
 
 
 @dataclass(slots=True)
 class _Held:
-    """Messages for a linked peer that has not announced its inbox yet."""
+    """Messages for a linked peer that has not announced its inbox yet, or for one frame."""
 
     messages: list[tuple[Message, bytes]] = field(default_factory=list)
     nbytes: int = 0
@@ -99,6 +104,9 @@ class ActiveMessages:
         self._numbers: dict[str, int] = {}
         """Inbox numbers that peers have announced; a peer may announce its inbox before this rank links the peer."""
         self._held: dict[str, _Held] = {}
+        self._collects = False
+        self._frames: dict[str, _Held] = {}
+        """Messages of the current turn that share a frame, by peer."""
         self.dropped = 0
         """Number of messages dropped because of a closed inbox, an unknown type, invalid bytes or
         `MAX_HELD_BYTES`."""
@@ -124,14 +132,17 @@ class ActiveMessages:
         """
         fenced = peer in self._linked and self._numbers.get(peer, message.inbox) != message.inbox
         self._numbers[peer] = message.inbox
+        if fenced:
+            self._frames.pop(peer, None)  # for the old inbox
         for held, body in self._held.pop(peer, _Held()).messages:
-            self._post(peer, held, body)
+            self._post(peer, [held], body)
         return not fenced
 
     def forget(self, peer: str) -> None:
         """Closes a fenced peer's inbox: drops its unhandled messages, and the messages held for the peer."""
         self._numbers.pop(peer, None)
         self._held.pop(peer, None)
+        self._frames.pop(peer, None)
         inbox = self._linked.pop(peer, None)
         if inbox is not None:
             del self._inboxes[inbox.number]
@@ -142,13 +153,18 @@ class ActiveMessages:
             inbox.coming.clear()
 
     def send(self, peer: str, message: Message) -> None:
-        """Starts sending `message`, or holds it until the peer announces its inbox.
+        """Starts sending `message`, or holds it until the peer announces its inbox, or until `flush`.
 
         The caller passes each ended operation of the transport to `ended`.
         """
         body = encode(message)
-        if peer in self._numbers or peer not in self._linked:  # without a link the send fails
-            self._post(peer, message, body)
+        if (
+            peer not in self._linked
+        ):  # the send fails, now: with a link made in this turn it would reach a new inbox
+            self._post(peer, [message], body)
+            return
+        if peer in self._numbers:
+            self._send(peer, message, body)
             return
         held = self._held.setdefault(peer, _Held())
         if held.nbytes + len(body) > MAX_HELD_BYTES:
@@ -162,8 +178,39 @@ class ActiveMessages:
         held.messages.append((message, body))
         held.nbytes += len(body)
 
-    def _post(self, peer: str, message: Message, body: bytes) -> None:
-        entry = _Outgoing(self._slots.take(len(body)), peer, message)
+    def collect(self) -> None:
+        """Begins a turn of the transfer thread: from now on, messages wait for `flush`, to share a transport message
+        with other messages to the same peer."""
+        self._collects = True
+
+    def flush(self) -> None:
+        """Starts sending the messages that wait. Later messages do not wait, until `collect` is called again."""
+        self._collects = False
+        while self._frames:
+            peer, frame = self._frames.popitem()
+            self._post_frame(peer, frame)
+
+    def _send(self, peer: str, message: Message, body: bytes) -> None:
+        frame = self._frames.get(peer)
+        if frame is not None and (
+            frame.nbytes + len(body) >= FRAME_BYTES or len(frame.messages) == MOST_IN_FRAME
+        ):
+            self._post_frame(peer, self._frames.pop(peer))
+            frame = None
+        if not self._collects or len(body) >= FRAME_BYTES:
+            self._post(peer, [message], body)
+            return
+        if frame is None:
+            frame = self._frames[peer] = _Held()
+        frame.messages.append((message, body))
+        frame.nbytes += len(body)
+
+    def _post_frame(self, peer: str, frame: _Held) -> None:
+        messages, bodies = [one for one, _ in frame.messages], [body for _, body in frame.messages]
+        self._post(peer, messages, bodies[0] if len(bodies) == 1 else join(bodies))
+
+    def _post(self, peer: str, messages: list[Message], body: bytes) -> None:
+        entry = _Outgoing(self._slots.take(len(body)), peer, messages)
         entry.slot.write(body)
         tag = active_message_tag(self._numbers.get(peer, 0))
         self._transport.send(peer, tag, entry.slot.view, context=entry)
@@ -199,7 +246,8 @@ class ActiveMessages:
             self._slots.give(entry.slot)
             if failed:
                 error = operation.error or TransportError("the active message was not delivered")
-                self._undelivered(entry.peer, entry.message, error)
+                for message in entry.messages:
+                    self._undelivered(entry.peer, message, error)
         return isinstance(entry, _Incoming | _Outgoing)
 
     def _hand_over(self, coming: deque[_Incoming]) -> None:
@@ -209,16 +257,31 @@ class ActiveMessages:
             body = entry.slot.read()
             self._slots.give(entry.slot)
             if entry.came:
-                self._read(entry.inbox.peer, body)
+                try:
+                    self._read(entry.inbox, body)
+                except Exception:
+                    self._hand_over(coming)  # nothing else would look at what has arrived meanwhile
+                    raise
 
-    def _read(self, peer: str, body: bytes) -> None:
+    def _read(self, inbox: _Inbox, body: bytes) -> None:
         try:
-            message = decode(body)
-            handler = self._handlers.get(type(message))
-            if handler is None:
-                raise ProtocolError(f"{type(message).__name__} is not an active message")
+            messages = decode_frame(body)
+            for message in messages:
+                if type(message) not in self._handlers:
+                    raise ProtocolError(f"{type(message).__name__} is not an active message")
         except ProtocolError as exc:
             self.dropped += 1
-            log.warning("active_message_dropped", peer=peer, error=str(exc))
+            log.warning("active_message_dropped", peer=inbox.peer, error=str(exc))
         else:
-            handler(peer, message)
+            self._handle(inbox, messages)
+
+    def _handle(self, inbox: _Inbox, messages: list[Message]) -> None:
+        """Handles the messages of a frame. A message that raises does not keep the others from being handled."""
+        for number, message in enumerate(messages, 1):
+            if inbox.closed:
+                return
+            try:
+                self._handlers[type(message)](inbox.peer, message)
+            except Exception:
+                self._handle(inbox, messages[number:])
+                raise

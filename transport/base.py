@@ -11,7 +11,6 @@ transport) raises `ValueError`.
 
 from __future__ import annotations
 
-import enum
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
@@ -19,11 +18,12 @@ from typing import ClassVar, Literal
 import torch
 
 from disagg.core.errors import TransportError
+from disagg.core.state_table import StateEnum
 
 OperationKind = Literal["send", "receive", "discard"]
 
 
-class OperationState(enum.Enum):
+class OperationState(StateEnum):
     """State of an operation."""
 
     PENDING = "pending"

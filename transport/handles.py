@@ -29,3 +29,14 @@ class MemoryHandle(msgspec.Struct, frozen=True):
     shape: tuple[int, ...]
     ipc: IpcHandle | None
     """Handle for CUDA IPC; None for host memory, which only the owning process can open."""
+
+
+class BoardHandle(msgspec.Struct, frozen=True):
+    """A board of completion words (`transport.completion_words`) that another process of the host may map."""
+
+    host: str
+    process: int
+    file: int
+    """File descriptor of the memory in the owning process."""
+    id: bytes
+    """Random number at the start of the memory: another file cannot be mapped by mistake."""

@@ -31,12 +31,12 @@ def offer(tensor: torch.Tensor) -> MemoryHandle:
     _own[tensor.data_ptr()] = tensor
     dtype = str(tensor.dtype).removeprefix("torch.")
     ipc = _export(tensor) if tensor.is_cuda else None
-    return MemoryHandle(_host(), os.getpid(), tensor.data_ptr(), dtype, tuple(tensor.shape), ipc)
+    return MemoryHandle(host_id(), os.getpid(), tensor.data_ptr(), dtype, tuple(tensor.shape), ipc)
 
 
 def open_memory(handle: MemoryHandle, device: torch.device) -> torch.Tensor:
     """Opens the memory of `handle` and returns its tensor, for kernels on `device`. Raises `TransportError`."""
-    if handle.host != _host():
+    if handle.host != host_id():
         raise TransportError("the memory is on another host")
     if handle.process == os.getpid():
         return _own_tensor(handle, device)
@@ -103,6 +103,6 @@ def _import(handle: MemoryHandle, ipc: IpcHandle, device: torch.device) -> torch
 
 
 @cache
-def _host() -> str:
+def host_id() -> str:
     """Returns an identifier equal for all processes that run under one kernel."""
     return _BOOT_ID.read_text().strip()

@@ -9,7 +9,7 @@ import torch
 
 from transport.base import Transport
 
-SLOT_BYTES = 512
+SLOT_BYTES = 2048
 """Size of a pooled slot; a larger message gets its own allocation."""
 _MADE_AT_ONCE = 64
 

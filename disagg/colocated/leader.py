@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import structlog
 import torch
 
+from disagg.colocated.sampled_step import ColocatedStep
 from disagg.colocated.scheduler import ColocatedRequest, ColocatedScheduler, ColocatedStatistics
 from disagg.core.errors import (
     BusyError,
@@ -21,10 +22,11 @@ from disagg.core.prefixes import Tier
 from disagg.core.types import GroupInfo, RequestKey
 from disagg.kv.event_log import KVEventLog
 from disagg.model.sampling.batch import Sampler
-from disagg.model.sampling.penalties import SamplingRow, history_of
+from disagg.model.sampling.penalties import history_of
 from disagg.model.sampling.prompt_scores import PromptScores
 from disagg.model.sampling.sampled import Chosen
 from disagg.model.spec.model_spec import ModelSpec
+from disagg.node.device import wait_for
 from disagg.node.group_status import Scheduled
 from disagg.node.kv_event_publisher import PUBLISH_AT_EVENTS
 from disagg.node.leader import Send
@@ -61,35 +63,54 @@ class ColocatedLeader(ReservingLeader):
         """Raises `HandshakeError`: a colocated group has no links."""
         raise HandshakeError(f"a colocated group cannot be linked with another group ({other.name})")
 
-    def commit(self, plan: StepPlan, logits: torch.Tensor, scores: PromptScores) -> None:
-        """Ends a step: samples and streams a token for each request whose prompt is computed.
+    def is_constrained(self, plan: StepPlan) -> bool:
+        """Returns whether a sampled request of the latest plan has a grammar.
 
-        `logits`: float32 `[len(plan.work), vocab]`. `scores`: log-probabilities of prompt tokens, for the routers.
+        The grammar's mask depends on the token of the previous step, which the host must read first.
+        """
+        with self._changed:
+            found = ((self._scheduler.requests[work.key], work) for work in plan.work)
+            return any(request.constraint is not None and request.samples(work) for request, work in found)
+
+    def sample(self, plan: StepPlan, logits: torch.Tensor, scores: PromptScores) -> ColocatedStep:
+        """Launches the sampling of the latest plan's tokens on the device; `commit` reads these tokens.
+
+        `scores`: log-probabilities of prompt tokens, for the routers. `logits`: see `ColocatedStep.launch`.
         """
         with self._changed:
             requests = [self._scheduler.requests[work.key] for work in plan.work]
-        whole = [i for i, work in enumerate(plan.work) if work.span.stop >= requests[i].begin_tokens]
-        answering = [requests[i] for i in whole]
-        rows = [
-            SamplingRow(one.sampling, one.tokens, one.history, constraint=one.constraint) for one in answering
-        ]
-        wanted = logits if len(whole) == len(requests) else logits[whole]
-        tokens = self._sampler.step(wanted, rows).result() if rows else []
-        works = zip(plan.work, requests, strict=True)
+        return ColocatedStep.launch(plan, requests, logits, scores, self._sampler)
+
+    def commit(self, step: ColocatedStep) -> None:
+        """Ends the oldest step in flight: waits for the device, and streams the sampled tokens to the routers."""
+        wait_for(step.ended)  # the commit may free pages, which the next request's step overwrites
+        plan, chosen, found = step.plan, step.chosen(), step.scores.result()
+        works = zip(plan.work, step.requests, strict=True)
         prompt_tokens = sum(len(work.tokens) for work, of in works if work.start < of.begin_tokens)
-        found = scores.result()
         with self._changed, self._one_message_each():
-            self._send_prompt_logprobs(plan, requests, found)
-            generated = sum(
-                self._answer(request, chosen) for request, chosen in zip(answering, tokens, strict=True)
-            )
+            self._send_prompt_logprobs(plan, step.requests, found)
+            self._begin_masks(chosen)
+            generated = sum(self._answer(request, token) for request, token in chosen)
             self._scheduler.commit(plan)
             measures = prompt_tokens > generated and not plan.loads
             self._reports.step_ended(prompt_tokens + generated, prompt_tokens if measures else 0)
-            for request in requests:
+            for request in step.requests:
                 self._confirm_release(request)
             self._publish_kv_events(PUBLISH_AT_EVENTS)
             self._changed.notify_all()
+
+    def _begin_masks(self, chosen: Sequence[tuple[ColocatedRequest, Chosen | RequestError]]) -> None:
+        """Starts the computation of the masks after the chosen tokens, before the tokens are streamed."""
+        self.constraints.advance(
+            [
+                (request.constraint, token.token)
+                for request, token in chosen
+                if isinstance(token, Chosen) and not request.closing
+            ]
+        )
+
+    def _steps_in_flight(self) -> int:
+        return self._scheduler.steps_in_flight
 
     def statistics(self) -> ColocatedStatistics:
         """Returns the counts at this moment."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
 from disagg.colocated.leader import ColocatedLeader
+from disagg.colocated.sampled_step import ColocatedStep
 from disagg.colocated.scheduler import ColocatedScheduler
 from disagg.core.config.read import ColocatedConfig
 from disagg.core.errors import HandshakeError
@@ -21,6 +22,7 @@ from disagg.node.kv_manager import KVManager
 from disagg.node.links import Link
 from disagg.node.plan import StepPlan
 from disagg.node.rank import RankNode
+from disagg.node.step_in_flight import StepInFlight
 from disagg.node.transfer_loop import IDLE_WAIT_S
 from transport.base import Arrival, Operation, Transport
 from transport.control import messages as m
@@ -40,6 +42,9 @@ class NoTransfers:
     def __init__(self, rank: int, lane: str, device: torch.device) -> None:
         self._status = RankStatus(lane, rank, device_name(device))
 
+    def begin_turn(self) -> None:
+        """Does nothing: the agent sends no messages."""
+
     def on_operation(self, operation: Operation) -> None:
         """Never called: the agent starts no operation."""
 
@@ -49,6 +54,10 @@ class NoTransfers:
     def poll(self, now_s: float) -> float:
         """Returns the idle interval in seconds: the agent has nothing to poll."""
         return IDLE_WAIT_S
+
+    def may_block(self) -> bool:
+        """Returns True: the agent has no work."""
+        return True
 
     def adopt_thread(self) -> None:
         """Does nothing: the agent has no device queue."""
@@ -80,6 +89,21 @@ class ColocatedRank(RankNode[ColocatedConfig, ColocatedLeader, NoTransfers]):
 
     role: ClassVar[str] = "colocated"
 
+    def __init__(self, **arguments: Any) -> None:
+        """Takes the arguments of `RankNode`."""
+        super().__init__(**arguments)
+        self._in_flight: StepInFlight[ColocatedStep | None] = StepInFlight(
+            self._steps_ahead(), self._commit, self.timeline, "step", self.lane
+        )
+        """The step in flight; without sampled tokens on ranks other than 0."""
+
+    def _steps_ahead(self) -> int:
+        """Returns the number of steps planned before the host has read the running step's tokens.
+
+        None with recurrent layers: the states that a step saves for the prefix cache belong to known tokens.
+        """
+        return 0 if self.runner.states is not None else int(self.group_config.async_steps)
+
     def _make_leader(self, kv_manager: KVManager) -> ColocatedLeader:
         group, spec = self.group_config, self.runner.spec
         scheduler = ColocatedScheduler(
@@ -91,6 +115,7 @@ class ColocatedRank(RankNode[ColocatedConfig, ColocatedLeader, NoTransfers]):
             # A random number, because a message to an earlier group of this name must not match a new ticket.
             first_ticket=secrets.randbelow(TICKET_NUMBERS),
             state_interval_tokens=group.state_interval_tokens,
+            steps_ahead=self._steps_ahead(),
         )
         return ColocatedLeader(
             scheduler, spec, self.control.send, self._to_self, self.clock, group.max_waiting
@@ -109,12 +134,32 @@ class ColocatedRank(RankNode[ColocatedConfig, ColocatedLeader, NoTransfers]):
         return None
 
     def step(self, plan: StepPlan) -> None:
+        """Launches a step, then ends the previous step; see `StepInFlight`.
+
+        A step with constrained answers is sampled after the end of the previous step, whose tokens determine the
+        masks. The device computes the step meanwhile.
+        """
         self.order_copies(plan).before_all()
         if not plan.work:
+            self.end_steps()
             return
-        with self.timeline.span("step", self.lane):
-            scores = PromptScores()
-            logits = self._forward(plan, None, scores)
-            if self.leader is not None:
-                with self.recorder.part("sample and commit"):
-                    self.leader.commit(plan, logits, scores)
+        began_s = self.timeline.now()
+        scores = PromptScores()
+        logits = self._forward(plan, None, scores)
+        if self.leader is not None and self.leader.is_constrained(plan):
+            self.end_steps()
+        with self.recorder.part("sample"):
+            step = self.leader.sample(plan, logits, scores) if self.leader is not None else None
+        if plan.shared:
+            tokens = step.shared_tokens() if step is not None else None
+            self.runner.sampled.share(tokens, len(plan.work))
+        self._in_flight.launched(step, began_s)
+
+    def end_steps(self) -> None:
+        """Ends the step in flight, if there is one."""
+        self._in_flight.end()
+
+    def _commit(self, step: ColocatedStep | None) -> None:
+        if self.leader is not None and step is not None:
+            with self.recorder.part("commit"):
+                self.leader.commit(step)

@@ -3,10 +3,14 @@
 Each step decodes a token of every running answer. The rest of the step's token budget goes to prompt chunks, so
 prompts never stall answers (chunked prefill with stall-free batching, Sarathi-Serve, Agrawal et al., 2024).
 
+With `steps_ahead` a step is planned while the step before is in flight: the plan refers to tokens that are not
+sampled yet. A token that ends an answer is then known too late, and the next step computes one token too many, which
+is dropped; see docs/design/steps.md.
+
 Owner of a request's row and pages (its block table), and the code that frees them:
 
     [reserve, settled)     the request; cached pages also belong to the cache and to other requests
-    settled                `_settle` frees, once the request is closing and no running step computes the request.
+    settled                `_settle` frees, once the request is closing and no step in flight computes the request.
                            No report of the ranks is needed: they use pages in steps only, in the order of plans
     [computed, evicted)    the prefix cache owns full pages of prompts and answers; see `disagg.node.kv_manager`
 """
@@ -17,12 +21,14 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from disagg.core.errors import BusyError, PromptTooLongError
+from disagg.core.errors import BusyError, InvariantError, PromptTooLongError
 from disagg.core.prefixes import PrefixKey, Tier
 from disagg.core.tokens import TokenIds, tokens_at
 from disagg.core.types import RequestKey, SamplingParams, Span, Ticket
+from disagg.kv.cache_operations import NO_CACHE_WORK
 from disagg.kv.event_log import KVEventLog
 from disagg.model.chunks import PromptChunks
+from disagg.model.sampled_tokens import token_of
 from disagg.model.sampling.constraints import AnswerConstraint
 from disagg.model.sampling.penalties import TokenHistory
 from disagg.node.block_table import BlockTable
@@ -55,17 +61,21 @@ class ColocatedRequest:
     started: bool = False
     """Whether the router has sent `Prefill`."""
     planned_tokens: int = 0
-    """Number of tokens of prompt and earlier answer that are computed or part of the running step."""
+    """Number of tokens of prompt and earlier answer that are computed or part of a step in flight."""
     tokens: list[int] = field(default_factory=list)
-    """Tokens of the answer."""
+    """Tokens of the answer that the host has read."""
+    ahead_tokens: int = 0
+    """Number of tokens after `tokens` that steps in flight sample."""
+    work_index: int = 0
+    """Index of the request's latest work item in its plan."""
     priority: int = 0
     """Prompts of requests with a lower number are computed first."""
     history: TokenHistory | None = None
     """Token counts for penalties, owned by the compute thread; None without penalties."""
     constraint: AnswerConstraint | None = None
     """Grammar of the answer; None without one."""
-    in_step: bool = False
-    """Whether a running step computes the request, so that its memory must not be freed."""
+    steps: int = 0
+    """Number of steps in flight that compute the request; until they end, its memory must not be freed."""
     closing: bool = False
     release_requested: bool = False
     """Whether the router waits for `Released`."""
@@ -74,6 +84,20 @@ class ColocatedRequest:
     def begin_tokens(self) -> int:
         """Number of tokens to compute before a token is sampled: the prompt, and the answer of an earlier attempt."""
         return len(self.prompt) + self.answered
+
+    @property
+    def answers(self) -> bool:
+        """Whether the prompt is computed, or part of a step in flight, so that the next work is an answer's token."""
+        return len(self.tokens) + self.ahead_tokens > self.answered
+
+    @property
+    def step_decides(self) -> bool:
+        """Whether the next step can be planned only after the commit of the step in flight: with penalties."""
+        return self.history is not None
+
+    def samples(self, work: Work) -> bool:
+        """Returns whether a step with `work` samples a token for the request."""
+        return work.span.stop >= self.begin_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,11 +126,13 @@ class ColocatedScheduler:
         max_context_tokens: int,
         first_ticket: int,
         state_interval_tokens: int = 1,
+        steps_ahead: int = 0,
     ) -> None:
         """`chunks.chunk_tokens`: token budget of a step; `max_batch`: largest number of answers in a step.
 
         If answers use the whole budget, the step still has the smallest prompt chunk, so prompts never starve.
         `state_interval_tokens`: distance between cached recurrent states of a prompt; see `GroupConfig`.
+        `steps_ahead`: number of steps that may be planned while a step is in flight, 0 or 1.
         """
         self._states = StateSaves(kv_manager, chunks, state_interval_tokens)
         self.kv_manager = kv_manager
@@ -116,6 +142,9 @@ class ColocatedScheduler:
         self._max_tokens = min(max_context_tokens, kv_manager.capacity_tokens)
         self._numbers = itertools.count(first_ticket)
         self._step = 0
+        self._steps_ahead = steps_ahead
+        self.steps_in_flight = 0
+        """Number of steps with work that are planned and not committed."""
         self.requests: dict[RequestKey, ColocatedRequest] = {}
 
     def reserve(
@@ -169,34 +198,44 @@ class ColocatedScheduler:
     def next_step(self) -> StepPlan | None:
         """Returns a plan with a token of each running answer, then prompt chunks up to the token budget.
 
-        Returns None if the plan would be empty.
+        Returns None if the plan would be empty, or depends on the outcome of a step in flight.
         """
-        decodes = itertools.islice(filter(self._decodes, self.requests.values()), self._max_batch)
-        work = [self._next_token(request) for request in decodes]
+        if self.steps_in_flight > self._steps_ahead:
+            return None
+        answers = self._next_answers()
+        work = [self._next_token(request) for request in answers]
+        for (
+            request
+        ) in answers:  # to the end of the order: with more answers than `max_batch`, all make progress
+            self.requests[request.key] = self.requests.pop(request.key)
         work += self._prompts(self._chunks.chunk_tokens - len(work))
-        cache = self.kv_manager.take_cache_work()
+        # A plan of cache operations alone would make the ranks end the step in flight first.
+        goes = bool(work or not self.steps_in_flight)
+        cache = self.kv_manager.take_cache_work() if goes else NO_CACHE_WORK
         if not (work or any(cache)):
             return None
         self._step += 1
+        self.steps_in_flight += bool(work)
+        sampled = self._count_ahead(work)
         copies, saves = self._states.take_copies(), self._states.take_saves()
         return StepPlan(
             self._step,
             work,
+            shared=self._steps_ahead > 0 and sampled,
             state_copies=copies,
             state_saves=saves,
             **cache._asdict(),
         )
 
     def commit(self, plan: StepPlan) -> None:
-        """Commits a finished step, after the leader has stored the sampled tokens."""
+        """Commits the oldest step in flight, after the leader has stored the sampled tokens."""
+        self.steps_in_flight -= bool(plan.work)
         for work in plan.work:
             request = self.requests[work.key]
-            request.in_step = False
+            request.steps -= 1
+            request.ahead_tokens -= request.samples(work)
             if work.span.stop == request.begin_tokens:  # cache now: queued requests may have the same prefix
                 self._keep(request)
-            if work.start >= request.begin_tokens:
-                # To the end of the order: with more answers than `max_batch`, all make progress.
-                self.requests[request.key] = self.requests.pop(request.key)
             self._settle(request)
 
     def close(self, request: ColocatedRequest) -> None:
@@ -219,25 +258,53 @@ class ColocatedScheduler:
         live = [request for request in self.requests.values() if not request.closing]
         return ColocatedStatistics(
             reserved=sum(not r.started for r in live),
-            prefilling=sum(r.started and not self._answers(r) for r in live),
-            decoding=sum(map(self._answers, live)),
+            prefilling=sum(r.started and not r.answers for r in live),
+            decoding=sum(r.answers for r in live),
             closing=len(self.requests) - len(live),
             memory=self.kv_manager.statistics(),
         )
 
     def check(self) -> None:
-        """Raises `InvariantError` unless each used row and page belongs to one request."""
+        """Raises `InvariantError` unless each used row and page belongs to one request, and all steps are counted."""
+        for request in self.requests.values():
+            if (
+                not 0
+                <= request.ahead_tokens
+                <= request.steps
+                <= self.steps_in_flight
+                <= 1 + self._steps_ahead
+            ):
+                raise InvariantError(
+                    f"{request.key}: {request.steps} steps, {request.ahead_tokens} tokens ahead"
+                )
         self.kv_manager.check([[r.block_table] for r in self.requests.values() if r.block_table is not None])
 
-    def _answers(self, request: ColocatedRequest) -> bool:
-        return len(request.tokens) > request.answered
+    def _next_answers(self) -> list[ColocatedRequest]:
+        """Returns the requests whose next token the next step computes, at most `max_batch`.
 
-    def _decodes(self, request: ColocatedRequest) -> bool:
-        return self._answers(request) and not request.closing
+        While a step in flight decides about a request, all such requests wait: otherwise they would split into two
+        batches.
+        """
+        undecided = any(one.step_decides for one in self.requests.values() if one.ahead_tokens)
+        going = (
+            one for one in self.requests.values() if _goes_on(one) and not (undecided and one.step_decides)
+        )
+        return list(itertools.islice(going, self._max_batch))
+
+    def _count_ahead(self, works: Sequence[Work]) -> bool:
+        """Counts the tokens that the planned step samples; returns whether it samples any."""
+        sampled = False
+        for index, work in enumerate(works):
+            request = self.requests[work.key]
+            request.work_index = index
+            request.ahead_tokens += request.samples(work)
+            sampled |= request.samples(work)
+        return sampled
 
     def _next_token(self, request: ColocatedRequest) -> Work:
-        position = len(request.prompt) + len(request.tokens) - 1
-        work = self._work(request, position, request.tokens[-1:])
+        position = len(request.prompt) + len(request.tokens) + request.ahead_tokens - 1
+        known = [token_of(request.work_index)] if request.ahead_tokens else request.tokens[-1:]
+        work = self._work(request, position, known)
         if request.prefix is not None and not request.prefix.prompt_only:
             self._states.answered(request.states, work.row, work.span.stop)
         return work
@@ -261,7 +328,7 @@ class ColocatedScheduler:
 
     def _work(self, request: ColocatedRequest, start: int, tokens: list[int]) -> Work:
         assert request.block_table is not None, "a request owns memory until it closes"
-        request.in_step = True
+        request.steps += 1
         pages = request.block_table.pages if start == request.block_table.cached_tokens else []
         number, row = request.ticket.number, request.block_table.row
         saves = self._states.planned(request.states, row, start + len(tokens))
@@ -279,7 +346,7 @@ class ColocatedScheduler:
         )
 
     def _settle(self, request: ColocatedRequest) -> None:
-        if not request.closing or request.in_step or request.block_table is None:
+        if not request.closing or request.steps or request.block_table is None:
             return
         if request.planned_tokens == request.begin_tokens:
             self._keep(request)  # of an unfinished prompt, no logits have shown that the KV is valid
@@ -297,6 +364,13 @@ class ColocatedScheduler:
             return  # nothing was computed, and a part may still be loading from the second tier
         known = request.prefix.extended(request.tokens).shortened(computed)
         self._states.keep(request.states, request.block_table, known)
+
+
+def _goes_on(request: ColocatedRequest) -> bool:
+    """Returns whether the request gets another token: False if steps in flight reach the limit of the answer."""
+    if request.closing or not request.answers:
+        return False
+    return len(request.tokens) + request.ahead_tokens < request.sampling.max_tokens
 
 
 def _may_prefill(request: ColocatedRequest) -> bool:

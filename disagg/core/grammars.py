@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from disagg.core.errors import InvalidRequestError, UnsupportedModelError
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher, LLTokenizer
+    from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
 FORMATS = frozenset(
     ("date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid")
@@ -153,6 +153,13 @@ def compile_grammar(grammar: str, tokenizer: LLTokenizer) -> LLMatcher:
     if first.is_error():
         raise InvalidRequestError(f"the grammar is not valid: {matcher_error(first)}")
     return matcher
+
+
+def mask_executor(threads: int) -> LLExecutor:
+    """Creates `threads` threads of llguidance that compute the masks of several matchers at once."""
+    from llguidance import LLExecutor
+
+    return LLExecutor(num_threads=threads)
 
 
 def matcher_error(matcher: LLMatcher) -> str:

@@ -52,6 +52,7 @@ LIMITED = {
     ("info", "pool_not_offered"): "peer",
     ("info", "pool_opened"): "peer",
     ("info", "pool_refused"): "peer",
+    ("info", "no_completion_words"): "peer",
     ("info", "router_joined"): "router",
     ("info", "router_lost"): "router",
     ("info", "scale_requested"): "operator",

@@ -11,6 +11,13 @@ from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
 from disagg.core.errors import InvariantError
 
+
+class StateEnum(enum.Enum):
+    """Base class of states, events and actions. Members are hashed by identity: Enum hashes names, in Python code."""
+
+    __hash__ = object.__hash__
+
+
 StateT = TypeVar("StateT", bound=enum.Enum)
 EventT = TypeVar("EventT", bound=enum.Enum)
 ActionT = TypeVar("ActionT")

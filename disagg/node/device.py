@@ -13,6 +13,7 @@ import torch
 
 from disagg.core.config.groups import GroupConfig
 from disagg.core.ports import Clock
+from disagg.node.device_words import DeviceWords
 
 cuda: Any = torch.cuda  # its streams and events carry no types
 DeviceEvent = Any
@@ -118,6 +119,15 @@ class DeviceQueue:
         """Makes later work of this queue wait for `event` on the device, without blocking the host."""
         if self._stream is not None and event is not None:
             self._stream.wait_event(event)
+
+    def store(self, words: DeviceWords, index: int, number: int) -> None:
+        """Stores a number into a word of host memory after all work queued so far. Raises `TransportError` if the
+        store cannot be queued."""
+        words.store(self._stream, index, number)
+
+    def try_store(self, words: DeviceWords, index: int) -> None:
+        """Raises `TransportError` unless this queue can store into the word. Waits for the queue."""
+        words.try_store(self._stream, index)
 
     def mark(self) -> DeviceMark:
         """Records a point after all work queued so far, for `seconds_between`."""

@@ -41,6 +41,10 @@ class Link:
         """Returns the routes from prefill rank `src_rank`."""
         return self._from.get(src_rank, ())
 
+    def kv_from(self, src_rank: int) -> tuple[Route, ...]:
+        """Returns the routes of KV from prefill rank `src_rank`, without those of recurrent states."""
+        return self._kv_from.get(src_rank, ())
+
     def to_rank(self, dst_rank: int) -> tuple[Route, ...]:
         """Returns the routes to decode rank `dst_rank`."""
         return tuple(route for route in self.routes if route.dst_rank == dst_rank)
@@ -54,12 +58,20 @@ class Link:
         wanted = {route.src_rank for route in self.to_rank(dst_rank)}
         return tuple(rank for rank in self.prefill.ranks if rank.rank in wanted)
 
-    # The two properties below are cached, because each prompt chunk reads them.
+    # The properties below are cached, because each prompt chunk reads them.
 
     @cached_property
     def _from(self) -> dict[int, tuple[Route, ...]]:
         sources = {route.src_rank for route in self.routes}
         return {rank: tuple(route for route in self.routes if route.src_rank == rank) for rank in sources}
+
+    @cached_property
+    def _kv_from(self) -> dict[int, tuple[Route, ...]]:
+        layout = self.decode.layout
+        return {
+            rank: tuple(route for route in routes if not layout.is_state(route.layers))
+            for rank, routes in self._from.items()
+        }
 
     @cached_property
     def _destinations(self) -> dict[int, tuple[RankInfo, ...]]:

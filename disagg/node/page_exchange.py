@@ -435,6 +435,13 @@ class RankExchange:
 
     # --- events of the transfer loop
 
+    def begin_turn(self) -> None:
+        """Does nothing: messages go at once."""
+
+    def may_block(self) -> bool:
+        """Returns True: each event wakes the transport."""
+        return True
+
     def on_arrival(self, arrival: Arrival) -> None:
         """See `TransferAgent.on_arrival`."""
         peer = self._names.get(arrival.tag >> 32 & NUMBERS - 1)

@@ -35,12 +35,20 @@ LOOK_S = 0.25
 check at once."""
 SHORTEST_WAIT_S = 10e-3
 """Shortest blocking wait on the transport, so that a busy agent leaves the interpreter to the compute thread."""
+YIELD_S = -1.0
+"""Result of `TransferAgent.poll` for work that ends within microseconds: the thread then yields instead of sleeping,
+because the end of a sleep can take longer than the work. Other threads may wait for a switch interval meanwhile, so
+an agent returns this value for at most `YIELD_LIMIT_S` after the work has begun."""
+YIELD_LIMIT_S = 150e-6
 _PR_SET_TIMERSLACK = 29
 Result = TypeVar("Result")
 
 
 class TransferAgent(Protocol):
     """Handler of the loop's events. All methods run on the transfer thread."""
+
+    def begin_turn(self) -> None:
+        """Prepares for posted work, operations and arrivals; `poll` follows, and ends the turn."""
 
     def on_operation(self, operation: Operation) -> None:
         """Handles the end of an operation of this rank."""
@@ -49,7 +57,14 @@ class TransferAgent(Protocol):
         """Handles an arrived message. The agent must `receive` or `discard` it exactly once, immediately or later."""
 
     def poll(self, now_s: float) -> float:
-        """Advances work that waits for the device or a timer; returns the seconds until the next call."""
+        """Advances work that waits for the device or a timer.
+
+        Returns the seconds until the next call, or `YIELD_S`.
+        """
+
+    def may_block(self) -> bool:
+        """Prepares for a blocking wait on the transport; returns False if there is work already. The next `poll` ends
+        the wait."""
 
 
 class LoopCallbacks(NamedTuple):
@@ -162,10 +177,10 @@ class TransferLoop:
                 if busy:
                     spin_until_s = now_s + self._spin_s
                 elif timeout_s <= 0:  # the agent waits for the device, which sends no wake-up
-                    time.sleep(LONGEST_NAP_S if self._computing() else PAUSE_S)
+                    self._pause(timeout_s)
                 elif (timeout_s < LONGEST_NAP_S or now_s < spin_until_s) and not self._computing():
                     time.sleep(PAUSE_S)
-                elif not self._inbox:
+                elif not self._inbox and self._agent.may_block():
                     timeout_s = max(min(timeout_s, self._next_tick_s - now_s), SHORTEST_WAIT_S)
                     self._transport.wait(min(timeout_s, IDLE_WAIT_S))
             while self.run_posted():
@@ -176,12 +191,20 @@ class TransferLoop:
         finally:
             self._transport.close()
 
+    def _pause(self, timeout_s: float) -> None:
+        """Releases the interpreter while the device works."""
+        if self._computing():
+            time.sleep(LONGEST_NAP_S)
+        else:
+            time.sleep(PAUSE_S if timeout_s > YIELD_S else 0.0)
+
     def turn(self) -> bool:
         """Runs posted work and passes completed operations and arrivals to the agent; returns False if idle.
 
         The thread repeats `turn` and `run_timers`; a simulation without the thread calls both.
         """
         busy = False
+        self._guarded(self._agent.begin_turn, None)
         for _ in range(len(self._inbox)):
             busy = self.run_posted()
         for operation in self._transport.progress():

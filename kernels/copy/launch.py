@@ -67,7 +67,17 @@ class Launcher:
         sizes: tuple[int, ...],
         tensors: Callable[[], tuple[torch.Tensor | None, ...]],
     ) -> None:
-        """Launches the kernel on the current stream of `device`, without waiting for it.
+        """Launches the kernel on the current stream of `device`, without waiting for it; see `prepare`."""
+        self.prepare(tokens, addresses, sizes, tensors)()
+
+    def prepare(
+        self,
+        tokens: int,
+        addresses: tuple[int | None, ...],
+        sizes: tuple[int, ...],
+        tensors: Callable[[], tuple[torch.Tensor | None, ...]],
+    ) -> Callable[[], None]:
+        """Returns a function that launches the kernel on the current stream of `device`, all arguments prepared.
 
         `tensors` returns the tensors for compilation; it is called only if the kernel is not compiled yet (and by the
         interpreter). `addresses` are the addresses of the tensors' first elements, None for an absent tensor; `types`
@@ -79,39 +89,47 @@ class Launcher:
             grid = (min(prod(grid), self.most_programs), 1, 1)
         constants = (*self.constants, block_tokens, block_words)
         if self.device.type != "cuda":  # the interpreter
-            self.kernel[grid](*tensors(), *sizes, *constants)
-        elif self.device.index == torch.cuda.current_device():
-            self._run_on_device(grid, addresses, sizes, constants, tensors)
-        else:
-            with torch.cuda.device(self.device):  # Triton launches on the current device's current stream
-                self._run_on_device(grid, addresses, sizes, constants, tensors)
+            return lambda: self.kernel[grid](*tensors(), *sizes, *constants)
+        return self._prepare_on_device(grid, addresses, sizes, constants, tensors)
 
-    def _run_on_device(
+    def _prepare_on_device(
         self,
         grid: tuple[int, int, int],
         addresses: tuple[int | None, ...],
         sizes: tuple[int, ...],
         constants: tuple[int, ...],
         tensors: Callable[[], tuple[torch.Tensor | None, ...]],
-    ) -> None:
-        """Launches the compiled kernel directly, because Triton's launcher takes 17 us to look up a compiled
+    ) -> Callable[[], None]:
+        """Returns a launch of the compiled kernel, because Triton's launcher takes 17 us to look up a compiled
         kernel."""
         variant = 0
         for address in addresses:
             variant = variant << 1 | (address is not None and address % VECTOR_BYTES == 0)
         for size in sizes:
             variant = variant << 1 | (size > _INT32_MAX)
-        compiled = self._compiled.get(variant)
-        if compiled is not None:
-            compiled[grid](*addresses, *sizes, *constants)
-            return
-        self._compiled[variant] = self.kernel[grid](
-            *tensors(),
-            *sizes,
-            *constants,
-            num_warps=self.tile.warps,
-            enable_fp_fusion=False,  # the kernel has nothing to fuse; newer Triton warns about the default
-        )
+        arguments = (*addresses, *sizes, *constants)
+
+        def launch() -> None:
+            compiled = self._compiled.get(variant)
+            if compiled is not None:
+                compiled[grid](*arguments)
+                return
+            self._compiled[variant] = self.kernel[grid](
+                *tensors(),
+                *sizes,
+                *constants,
+                num_warps=self.tile.warps,
+                enable_fp_fusion=False,  # the kernel has nothing to fuse; newer Triton warns about the default
+            )
+
+        def launch_on_device() -> None:
+            if self.device.index == torch.cuda.current_device():
+                launch()
+            else:
+                with torch.cuda.device(self.device):  # Triton launches on the current device's current stream
+                    launch()
+
+        return launch_on_device
 
 
 @lru_cache(maxsize=_KEPT)

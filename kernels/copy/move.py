@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 
 import torch
 import triton
 import triton.language as tl
 
 from kernels.copy.checksum import NO_SIZES, Check, add_tile, unit_bytes
-from kernels.copy.launch import Tile, launcher
+from kernels.copy.launch import Launcher, Tile, launcher
 from kernels.copy.rows import PoolSlice, Rows, check_slots, rows_of, view_words, word_bytes
 from kernels.dispatch import backend
 
@@ -25,6 +25,8 @@ from kernels.dispatch import backend
 _TILE = Tile(words=2048, warps=1)
 # With a checksum, 2048 words need more registers: 351 GB/s for one head over NVLink, against 359 with 1024.
 _SUMMED_TILE = Tile(words=1024, warps=1)
+_KEPT = 4096
+"""Largest number of cached launchers; see `kernels.copy.rows`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,23 +106,27 @@ def _plan(
     source: PoolSlice, target: PoolSlice, fence: torch.Tensor, ticket: int, check: Check | None
 ) -> _Move | None:
     """Checks the arguments; returns None when there is nothing to move."""
-    sizes, rows = [], []
-    for place in (source, target):
-        found = rows_of(place.tensor, place.layers, place.heads, gaps=True)
-        check_slots(place.slots, place.tensor)
-        rows.append(found)
-        head_dim, element_bytes = place.tensor.shape[4], place.tensor.element_size()
-        planes, tokens = (len(place.layers), place.tensor.shape[1]), place.slots.shape[0]
-        sizes.append((*planes, len(place.heads), tokens, head_dim, element_bytes))
-    if sizes[0] != sizes[1]:
+    here, mine = _measure(source)
+    there, theirs = _measure(target)
+    if mine != theirs:
         raise ValueError(
-            f"(layers, planes of each, heads, tokens, head_dim, element bytes) differ: source {sizes[0]}, "
-            f"target {sizes[1]}"
+            f"(layers, planes of each, heads, tokens, head_dim, element bytes) differ: source {mine}, "
+            f"target {theirs}"
         )
-    check_fence(fence, source.tensor.device)
-    if not (rows[0].planes and rows[0].row_bytes and source.slots.shape[0]):
+    check_fence(fence, source.pool.device)
+    if not (here.planes and here.row_bytes and source.slots.shape[0]):
         return None
-    return _Move(source, target, fence, ticket, (rows[0], rows[1]), check)
+    return _Move(source, target, fence, ticket, (here, there), check)
+
+
+def _measure(place: PoolSlice) -> tuple[Rows, tuple[int, ...]]:
+    """Checks a slice; returns its rows and its sizes, which must be equal on both sides."""
+    tensor, slots = place.tensor, place.slots
+    rows = rows_of(tensor, place.layers, place.heads, gaps=True)
+    check_slots(slots, tensor)
+    _, planes, _, _, head_dim = tensor.shape
+    heads = len(place.heads)
+    return rows, (len(place.layers), planes, heads, slots.shape[0], head_dim, tensor.element_size())
 
 
 @triton.jit(  # type: ignore[untyped-decorator]
@@ -194,34 +200,21 @@ def _move_kernel(  # type: ignore[no-untyped-def]
 
 
 def _prepared(planned: _Move) -> Callable[[], None]:
-    source, target = planned.source, planned.target
+    source, target, check = planned.source, planned.target, planned.check
     here, there = planned.rows
-    head_bytes, aligned = source.head_bytes, planned.aligned
-    tokens, check = source.slots.shape[0], planned.check
-    word = word_bytes(aligned, check, head_bytes)
-    row_words, planes = here.row_bytes // word, source.tensor.shape[1]
-    parts = None if check is None else check.summer.parts
-    found = launcher(
-        _move_kernel,
-        source.tensor.device,
-        (word, source.slots.dtype, target.slots.dtype, check is None),
-        here.planes,
-        row_words,
-        (
-            here.token_bytes // word,
-            there.token_bytes // word,
-            row_words,
-            aligned // word,
-            2 // planes,
-            unit_bytes(head_bytes),
-        ),
-        _TILE if check is None else _SUMMED_TILE,
+    from_slots, to_slots, head_bytes, planes = (
+        source.slots,
+        target.slots,
+        source.head_bytes,
+        source.pool.shape[1],
     )
+    tokens, word = from_slots.shape[0], planned.word_bytes
+    parts = None if check is None else check.summer.parts
     addresses = (
         here.start,
-        source.slots.data_ptr(),
+        from_slots.data_ptr(),
         there.start,
-        target.slots.data_ptr(),
+        to_slots.data_ptr(),
         planned.fence.data_ptr(),
         None if parts is None else parts.data_ptr(),
     )
@@ -235,14 +228,45 @@ def _prepared(planned: _Move) -> Callable[[], None]:
 
     def tensors() -> tuple[torch.Tensor | None, ...]:
         mine, theirs = planned.words()
-        return mine, source.slots, theirs, target.slots, planned.fence, parts
+        return mine, from_slots, theirs, to_slots, planned.fence, parts
+
+    types = (word, from_slots.dtype, to_slots.dtype, check is None)
+    found = _launcher(from_slots.device, types, here, there, planes, head_bytes, planned.aligned)
+    launch = found.prepare(tokens, addresses, sizes, tensors)
+    if check is None:
+        return launch
 
     def run() -> None:
-        found.run(tokens, addresses, sizes, tensors)
-        if check is not None:
-            check.finish()
+        launch()
+        check.finish()
 
     return run
+
+
+@lru_cache(maxsize=_KEPT)
+def _launcher(
+    device: torch.device,
+    types: tuple[object, ...],
+    here: Rows,
+    there: Rows,
+    planes: int,
+    head_bytes: int,
+    aligned: int,
+) -> Launcher:
+    """Returns the launcher for rectangles `here` and `there`. Cached, because all chunks of a link share a few."""
+    word, *_, unchecked = types
+    assert isinstance(word, int), "the first type is the size of a word"
+    row_words = here.row_bytes // word
+    constants = (
+        here.token_bytes // word,
+        there.token_bytes // word,
+        row_words,
+        aligned // word,
+        2 // planes,
+        unit_bytes(head_bytes),
+    )
+    tile = _TILE if unchecked else _SUMMED_TILE
+    return launcher(_move_kernel, device, types, here.planes, row_words, constants, tile)
 
 
 def _move_torch(planned: _Move) -> None:

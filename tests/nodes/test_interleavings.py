@@ -36,6 +36,8 @@ def first_seeds(what: str) -> tuple[int, ...]:
         return (2,)
     if "storage" in what:  # with and without states in it
         return (3, 12)
+    if what == "messages fail":  # a frame that fails has a lease request or a grant
+        return (4,)
     if list(ENDS).index(what) % 2 and what != "silence":  # seed 12 ends before the silence
         return (12,)
     return (1,) if "tiers" in what else (3,)

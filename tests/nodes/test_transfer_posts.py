@@ -42,6 +42,32 @@ class Idle:
     def poll(self, now_s: float) -> float:
         return 3600.0
 
+    def begin_turn(self) -> None: ...
+
+    def may_block(self) -> bool:
+        return True
+
+
+class Found(Idle):
+    """An agent that finds work each time before its thread blocks, until it has found some."""
+
+    def __init__(self) -> None:
+        self.left, self.found = 5, threading.Event()
+
+    def may_block(self) -> bool:
+        self.left -= 1
+        if self.left == 0:
+            self.found.set()
+        return self.left <= 0
+
+
+def test_a_thread_does_not_block_while_its_agent_finds_work() -> None:
+    transport, agent = Waiting(), Found()
+    loop = TransferLoop("test", transport, agent)  # type: ignore[arg-type] # of each, what the loop uses
+    loop.start()
+    assert agent.found.wait(30)
+    loop.stop()
+
 
 def test_what_wakes_nobody_runs_before_what_is_posted_next() -> None:
     transport, ran = Waiting(), list[int]()

@@ -93,7 +93,8 @@ class Colocated(Leading):
         self.handle(m.Prefill(KEY, pack_tokens(PROMPT), ANSWER, ticket, 60.0))
 
     def commit(self, plan: StepPlan, value: float) -> None:
-        self.leader.commit(plan, torch.full((len(plan.work), VOCAB), value), PromptScores())
+        logits = torch.full((len(plan.work), VOCAB), value)
+        self.leader.commit(self.leader.sample(plan, logits, PromptScores()))
         self.leader.check()
 
 

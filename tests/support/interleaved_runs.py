@@ -91,6 +91,15 @@ def with_write_back(config: Config) -> Config:
     return msgspec.structs.replace(config, **back)
 
 
+def with_words(config: Config) -> Config:
+    """Direct writes are reported by completion words, which need segments without checksums."""
+    return msgspec.structs.replace(
+        config,
+        transfer=msgspec.structs.replace(config.transfer, checksum=False),
+        transport=msgspec.structs.replace(config.transport, peer_memory=True, completion_words=True),
+    )
+
+
 def with_storage(config: Config, choose: random.Random) -> Config:
     """Host memory for few documents, and one storage of both groups, which has all of them."""
     roles: dict[str, Any] = {}
@@ -199,6 +208,8 @@ def run(
         config = with_tiers(config, choose.choice([16, 30] if "storage" in what else [30, 100]))
     if "storage" in what:
         config = with_storage(config, choose)
+    if "words" in what:
+        config = with_words(config)
     if "back" in what:
         config = with_write_back(config)
     decode = msgspec.structs.replace(config.decode, kv_dtype=kv_dtype)

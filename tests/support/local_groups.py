@@ -77,9 +77,10 @@ def small_config(
     lease_timeout_s: float = 30.0,
     watermark_interval_s: float = 0.25,
     peer_memory: bool = False,
+    completion_words: bool = False,
     groups: tuple[int, int] = (1, 1),
     metrics_interval_s: float = 1.0,
-    checksum: bool = True,
+    checksum: bool | None = None,
     async_steps: bool = True,
 ) -> Config:
     """A configuration for tiny models; pools and rings are small, so that they fill up. Steps run as on a GPU."""
@@ -111,9 +112,11 @@ def small_config(
             layer_groups=layer_groups,
             lease_timeout_s=lease_timeout_s,
             watermark_interval_s=watermark_interval_s,
-            checksum=checksum,
+            checksum=not completion_words if checksum is None else checksum,
         ),
-        transport=TransportConfig(backend="inproc", peer_memory=peer_memory),
+        transport=TransportConfig(
+            backend="inproc", peer_memory=peer_memory, completion_words=completion_words
+        ),
         metrics=MetricsConfig(interval_s=metrics_interval_s),
         router=NOBODY_COMES,
     )
@@ -141,6 +144,7 @@ def colocated_config(
     max_requests: int = 8,
     max_batch: int = 8,
     groups: int = 1,
+    async_steps: bool = True,
 ) -> Config:
     """The same for groups that prefill and decode."""
     group = ColocatedConfig(
@@ -152,6 +156,7 @@ def colocated_config(
         max_context_tokens=min(512, pool_tokens),
         max_requests=max_requests,
         max_batch=max_batch,
+        async_steps=async_steps,
     )
     return Config(
         colocated=group,
@@ -264,7 +269,8 @@ class LocalGroups:
 
         def active(source: str, destination: str, tag: int, data: torch.Tensor) -> None:
             if is_active_message(tag):
-                callback(source, destination, m.decode(data.numpy().tobytes()))
+                for message in m.decode_frame(data.numpy().tobytes()):
+                    callback(source, destination, message)
 
         self.hub.observe(control)
         self.fabric.observe(active)

@@ -56,6 +56,11 @@ class SimulatedConstraint:
             assert list(answer[: len(known)]) == known, f"the grammar followed {known}, not {answer}"
         self._known = list(answer)
 
+    def advance(self, token: int) -> None:
+        """See `Constraints.advance`."""
+        assert self.ready, "a token was drawn without a mask"
+        self._known.append(token)
+
     def mask(self, answer: Sequence[int]) -> Mask:
         """See `AnswerConstraint.mask`."""
         assert self.ready, "a step would wait for the grammar"
@@ -74,5 +79,11 @@ class SimulatedConstraints:
     def answer(self, grammar: str, answered: Sequence[int] = ()) -> SimulatedConstraint | None:
         """See `Constraints.answer`."""
         return SimulatedConstraint(grammar, answered, self._later) if grammar else None
+
+    def advance(self, answers: Sequence[tuple[SimulatedConstraint | None, int]]) -> None:
+        """See `Constraints.advance`."""
+        for constraint, token in answers:
+            if constraint is not None:
+                constraint.advance(token)
 
     def close(self) -> None: ...

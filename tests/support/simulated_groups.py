@@ -386,16 +386,21 @@ class Simulation:
             self.ranks[destination].on_message(source, message)
 
     def _inbox(self, rank: Any) -> None:
+        """Posted work begins a turn; its active messages wait for `_wire`."""
+        rank.agent.begin_turn()
         rank.transfer_loop.run_posted()
         assert not rank.transfer_loop.faults, "an exception on the transfer thread, see the log"
 
     def _wire(self, rank: Any) -> None:
         """The transfer thread looks at its transport and its device, in the order in which it does so."""
+        rank.agent.begin_turn()
         for operation in rank.transport.progress():
             rank.agent.on_operation(operation)
         for arrival in rank.transport.arrivals():
             rank.agent.on_arrival(arrival)
         rank.agent.poll(self.now_s)
+        if self.config.transport.completion_words and self.choose.random() < 0.3:
+            rank.agent.may_block()  # from now on, a notification reports each write too
         self.now_s += 0.0005
 
     def _compute(self, rank: Any) -> None:
@@ -436,7 +441,7 @@ class Simulation:
 
     def _on_wire(self, source: str, destination: str, tag: int, data: torch.Tensor) -> None:
         if is_active_message(tag):
-            self.seen.append(m.decode(data.numpy().tobytes()))
+            self.seen += m.decode_frame(data.numpy().tobytes())
 
     # --- building
 

@@ -61,6 +61,7 @@ def replace_device(rank: Any, device: Device) -> None:
         (agent.parts.queue, agent.parts.ring) if rank.role == "decode" else (agent.queue, agent.space)
     )
     queue.record_event = device.record_event
+    queue.store = lambda words, *number: device.work.append(partial(words.store, None, *number))
     poison_ring(memory.allocator, memory.buffer.memory)
 
 

@@ -54,8 +54,8 @@ class SimulatedRequest:
     priority: int = 0
     session: Session = field(init=False)
     ticket: Ticket | None = None
-    transferred: bool = False
-    """The prefill group has reported what it sent."""
+    reported: bool = False
+    """The prefill group has reported what it sent, or that a rank is lost whose KV may have arrived."""
     ended: str = ""
     """`done`, `aborted`, `gone` with its router, or the code of the error."""
     gone: bool = False
@@ -184,11 +184,11 @@ class SimulatedRouter:
             assert session.phase is SessionPhase.RELEASING, "released without a request for it"
             # The first tokens do not need the KV.
             came = request.ended == "done" and any(len(tokens) > 1 for tokens in request.answers)
-            assert request.transferred or peer != "prefill-0" or not came, (
-                "all arrived, and nothing is reported"
-            )
-        elif isinstance(message, m.Transferred):
-            request.transferred = True
+            assert request.reported or peer != "prefill-0" or not came, "all arrived, and nothing is reported"
+        elif isinstance(message, m.Transferred) or (
+            isinstance(message, m.Failed) and message.code == PeerLostError.code
+        ):
+            request.reported = True
         elif isinstance(message, m.Reserved):
             assert request.ticket is None, "reserved twice"
             request.ticket = message.ticket

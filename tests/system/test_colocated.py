@@ -57,14 +57,16 @@ def poisoned(groups: LocalGroups) -> LocalGroups:
 
 
 @pytest.mark.parametrize(
-    ("tp", "chunk_tokens", "kv_heads"), [(1, 1, 4), (1, 64, 1), (2, 7, 4), (2, 24, 1), (3, 64, 4)]
+    ("tp", "chunk_tokens", "kv_heads", "async_steps"),
+    [(1, 1, 4, True), (1, 64, 1, False), (2, 7, 4, True), (2, 24, 1, False), (3, 64, 4, True)],
 )
 def test_tokens_are_those_of_generate(
-    checkpoints: Checkpoints, tp: int, chunk_tokens: int, kv_heads: int
+    checkpoints: Checkpoints, tp: int, chunk_tokens: int, kv_heads: int, async_steps: bool
 ) -> None:
     source = checkpoints.source("llama", kv_heads)
     prompts = random_prompts(5, 61, 29, 90, seed=1)
-    config = colocated_config(tp, chunk_tokens=chunk_tokens, page=(1, 16, 4)[tp - 1])
+    page = (1, 16, 4)[tp - 1]
+    config = colocated_config(tp, chunk_tokens=chunk_tokens, page=page, async_steps=async_steps)
     with local_groups(config, source) as groups:
         answers = groups.answers(prompts, SamplingParams(max_tokens=TOKENS))
     for prompt, answer in zip(prompts, answers, strict=True):
@@ -154,6 +156,33 @@ def test_sampling_is_that_of_the_split_system(checkpoints: Checkpoints) -> None:
             assert [one.token for one in colocated.logprobs] == [one.token for one in split.logprobs]
             for ours, theirs in zip(colocated.logprobs, split.logprobs, strict=True):
                 assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-4)
+
+
+def test_steps_ahead_change_no_answer(checkpoints: Checkpoints) -> None:
+    """Of requests that share their steps: with and without penalties, drawn, ended by a token or at once."""
+    source, prompts = checkpoints.source(), random_prompts(33, 18, 25, 9, 40, 12, seed=5)
+    ends = checkpoints.greedy(source, prompts[3], 5)[4:]
+    samplings = [
+        SamplingParams(max_tokens=14),
+        SamplingParams(max_tokens=12, repetition_penalty=1.4),
+        SamplingParams(max_tokens=13, temperature=0.8, seed=3, logprobs=1),
+        SamplingParams(max_tokens=12, stop_token_ids=tuple(ends)),
+        SamplingParams(max_tokens=1),
+        SamplingParams(max_tokens=11, frequency_penalty=0.7, temperature=1.1, seed=9),
+    ]
+
+    async def work(router: Router) -> list[Answered]:
+        each = zip(prompts, samplings, strict=True)
+        return await asyncio.gather(*(ask(router, f"r{i}", *one) for i, one in enumerate(each)))
+
+    found = []
+    for ahead in (False, True):
+        with local_groups(colocated_config(2, chunk_tokens=20, async_steps=ahead), source) as groups:
+            answers = groups.serve(work)
+            groups.settle()
+        found.append([(one.tokens, one.finish, [n.token for n in one.logprobs]) for one in answers])
+    assert found[0] == found[1]
+    assert found[0][3][1] == "stop"
 
 
 @pytest.mark.parametrize(("tp", "page"), [(1, 16), (2, 4), (3, 1)])

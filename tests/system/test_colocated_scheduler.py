@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -14,6 +15,8 @@ from disagg.core.prefixes import PrefixKey
 from disagg.core.types import RequestKey, SamplingParams
 from disagg.kv.state_slots import StateSlots
 from disagg.model.chunks import PromptChunks
+from disagg.model.sampled_tokens import token_of
+from disagg.model.sampling.penalties import history_of
 from disagg.node.kv_manager import KVManager
 from disagg.node.plan import StepPlan, Work
 
@@ -35,6 +38,12 @@ def add(scheduler: ColocatedScheduler, name: str, tokens: int, answer: int = 4) 
     return request
 
 
+def planned(scheduler: ColocatedScheduler) -> StepPlan:
+    plan = scheduler.next_step()
+    assert plan is not None
+    return plan
+
+
 def answers(work: Work) -> bool:
     return work.start >= work.prompt_tokens
 
@@ -53,16 +62,37 @@ def commit(scheduler: ColocatedScheduler, plan: StepPlan) -> None:
 class ColocatedMachine(RuleBasedStateMachine):
     """What was computed and who owns what is tracked here on its own, from what the scheduler hands out."""
 
+    steps_ahead = 0
+
     def __init__(self) -> None:
         super().__init__()
-        self.scheduler = make()
+        self.scheduler = make(steps_ahead=self.steps_ahead)
         self.count = 0
-        self.plan: StepPlan | None = None
+        self.plans: list[StepPlan] = []
+        """Plans that are not committed."""
         self.computed: dict[RequestKey, int] = {}
         self.numbers: set[int] = set()
 
     def requests(self) -> list[ColocatedRequest]:
         return list(self.scheduler.requests.values())
+
+    def ahead(self, request: ColocatedRequest) -> int:
+        """Tokens of the request that steps in flight sample."""
+        works = [work for plan in self.plans for work in plan.work if work.key == request.key]
+        return sum(work.span.stop >= work.prompt_tokens for work in works)
+
+    def goes_on(self, request: ColocatedRequest) -> bool:
+        """Whether the request gets another token of its answer, as far as the host knows."""
+        tokens = len(request.tokens) + self.ahead(request)
+        return not request.closing and 0 < tokens < request.sampling.max_tokens
+
+    def known(self, request: ColocatedRequest) -> list[int]:
+        """The prompt, the answer, and a reference to the token that the step in flight samples."""
+        known = [*request.prompt, *request.tokens]
+        if self.ahead(request):
+            [index] = [i for i, work in enumerate(self.plans[-1].work) if work.key == request.key]
+            known.append(token_of(index))
+        return known
 
     @rule(tokens=st.integers(1, 38), answer=st.integers(1, 8), priority=st.integers(0, 1))
     def reserve(self, tokens: int, answer: int, priority: int) -> None:
@@ -88,14 +118,19 @@ class ColocatedMachine(RuleBasedStateMachine):
     def start(self, data: st.DataObject) -> None:
         data.draw(st.sampled_from(self.requests())).started = True
 
-    @precondition(lambda self: self.plan is None)
     @rule()
     def step(self) -> None:
-        prompts = [r for r in self.requests() if r.started and not r.closing and not r.tokens]
+        if len(self.plans) > self.steps_ahead:
+            assert self.scheduler.next_step() is None
+            return
+        prompts = [
+            r for r in self.requests() if r.started and not r.closing and not r.tokens + [7] * self.ahead(r)
+        ]
         prompts.sort(key=lambda one: one.priority)
-        running = [r for r in self.requests() if r.tokens and not r.closing]
-        self.plan = self.scheduler.next_step()
-        work = self.plan.work if self.plan is not None else []
+        running = [r for r in self.requests() if self.goes_on(r)]
+        known = {request.key: self.known(request) for request in self.requests()}
+        plan = self.scheduler.next_step()
+        work = plan.work if plan is not None else []
         decodes = [one for one in work if answers(one)]
         chunks = [one for one in work if not answers(one)]
         assert len(decodes) == min(BATCH, len(running)), "no answer stands still for a prompt"
@@ -108,24 +143,28 @@ class ColocatedMachine(RuleBasedStateMachine):
         for one in work:
             request = self.scheduler.requests[one.key]
             assert one.start == self.computed.get(one.key, 0), "each position once, in order"
-            assert one.tokens == (request.prompt + request.tokens)[one.start : one.span.stop]
+            assert one.tokens == known[one.key][one.start : one.span.stop]
             assert bool(one.pages) == (one.start == 0)
             assert request.started
             self.computed[one.key] = one.span.stop
+        if plan is not None:
+            sampled = any(one.span.stop >= one.prompt_tokens for one in work)
+            assert plan.shared == (sampled and self.steps_ahead > 0)
+            self.plans.append(plan)
 
-    @precondition(lambda self: self.plan is not None)
+    @precondition(lambda self: self.plans)
     @rule()
     def commit(self) -> None:
-        assert self.plan is not None
-        commit(self.scheduler, self.plan)
-        self.plan = None
+        commit(self.scheduler, self.plans.pop(0))
 
     @precondition(lambda self: self.scheduler.requests)
     @rule(data=st.data())
     def close(self, data: st.DataObject) -> None:
         request = data.draw(st.sampled_from(self.requests()))
         self.scheduler.close(request)
-        assert (request.key in self.scheduler.requests) == request.in_step, "gone at once, or with its step"
+        assert (request.key in self.scheduler.requests) == bool(request.steps), (
+            "gone at once, or with its step"
+        )
         self.scheduler.close(request)
 
     @invariant()
@@ -133,14 +172,17 @@ class ColocatedMachine(RuleBasedStateMachine):
         self.scheduler.check()
         for request in self.requests():
             assert request.block_table is not None
-        for work in self.plan.work if self.plan is not None else ():
-            assert self.scheduler.requests[work.key].in_step
+        for request in self.requests():
+            steps = sum(work.key == request.key for plan in self.plans for work in plan.work)
+            assert (request.steps, request.ahead_tokens) == (steps, self.ahead(request))
+        for plan in self.plans:
+            assert all(work.key in self.scheduler.requests for work in plan.work)
         found = self.scheduler.statistics()
         assert found.reserved + found.prefilling + found.decoding + found.closing == len(self.requests())
 
     def teardown(self) -> None:
-        if self.plan is not None:
-            commit(self.scheduler, self.plan)
+        for plan in self.plans:
+            commit(self.scheduler, plan)
         for request in self.requests():
             self.scheduler.close(request)
         assert not self.scheduler.requests
@@ -153,20 +195,53 @@ TestColocated = ColocatedMachine.TestCase
 TestColocated.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
 
 
-def test_answers_beyond_the_batch_take_turns() -> None:
-    scheduler = make(rows=5, pool_tokens=640, max_batch=2, chunks=PromptChunks(100))
+class StepsAheadMachine(ColocatedMachine):
+    """The next step is planned while a step is in flight."""
+
+    steps_ahead = 1
+
+
+TestColocatedStepsAhead = StepsAheadMachine.TestCase
+TestColocatedStepsAhead.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_answers_beyond_the_batch_take_turns(ahead: int) -> None:
+    scheduler = make(rows=5, pool_tokens=640, max_batch=2, chunks=PromptChunks(100), steps_ahead=ahead)
     for number in range(5):
         add(scheduler, f"r{number}", 3, answer=30)
-    plan = scheduler.next_step()
-    assert plan is not None
-    commit(scheduler, plan)
+    plans = [planned(scheduler) for _ in range(ahead + 1)]
     served = []
     for _ in range(5):
-        plan = scheduler.next_step()
-        assert plan is not None
-        served += [work.key.request_id for work in plan.work]
-        commit(scheduler, plan)
+        commit(scheduler, plans.pop(0))
+        plans.append(planned(scheduler))
+        served += [work.key.request_id for work in plans[-1].work]
     assert sorted(served) == sorted([f"r{n}" for n in range(5)] * 2)
+
+
+def test_penalties_wait_for_the_step_in_flight() -> None:
+    """And for each other, so that they stay in one batch; other answers go on."""
+    scheduler = make(rows=3, pool_tokens=640, steps_ahead=1)
+    for name in ("a", "b", "c"):
+        add(scheduler, name, 2, answer=30)
+    first = planned(scheduler)
+    for name in ("a", "b"):
+        request = scheduler.requests[RequestKey(name)]
+        request.history = history_of(request.prompt, SamplingParams(repetition_penalty=2.0))
+    assert [work.key.request_id for work in planned(scheduler).work] == ["c"]
+    commit(scheduler, first)
+    assert {work.key.request_id for work in planned(scheduler).work} == {"a", "b", "c"}
+
+
+def test_a_step_in_flight_may_hold_the_last_token() -> None:
+    scheduler = make(steps_ahead=1)
+    add(scheduler, "a", 2, answer=2)
+    first, second = planned(scheduler), planned(scheduler)
+    assert scheduler.next_step() is None
+    commit(scheduler, first)
+    assert scheduler.next_step() is None, "the step in flight samples the last token"
+    commit(scheduler, second)
+    assert not scheduler.requests
 
 
 def test_a_budget_that_answers_take_whole_leaves_a_token_for_prompts() -> None:

@@ -95,8 +95,13 @@ def served(groups: LocalGroups, samplings: list[SamplingParams]) -> list[Answere
 
 @pytest.mark.parametrize(
     "config",
-    [small_config(2, 2), small_config(1, 2, async_steps=False), colocated_config(2)],
-    ids=["steps ahead", "steps in turn", "colocated"],
+    [
+        small_config(2, 2),
+        small_config(1, 2, async_steps=False),
+        colocated_config(2),
+        colocated_config(1, async_steps=False),
+    ],
+    ids=["steps ahead", "steps in turn", "colocated", "colocated, steps in turn"],
 )
 def test_answers_are_valid_in_every_kind_of_group(checkpoints: Checkpoints, config: Config) -> None:
     """And the same in all of them: a mask depends on grammar and answer only."""

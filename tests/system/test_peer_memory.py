@@ -159,3 +159,35 @@ def test_a_notice_that_never_comes_holds_its_request_for_a_while_only(
         answers = groups.answers(prompts, SamplingParams(max_tokens=TOKENS))
     assert lost
     assert [a.tokens for a in answers] == [checkpoints.greedy(source, p, TOKENS) for p in prompts]
+
+
+@pytest.mark.parametrize("polls", [True, False])
+def test_completion_words_report_the_writes(checkpoints: Checkpoints, polls: bool) -> None:
+    """A decode rank that polls, as on a GPU, needs no notification unless a step runs."""
+    source = checkpoints.source()
+    prompts = random_prompts(70, 55, 90, 20, seed=9)
+    config = small_config(2, 2, chunk_tokens=16, peer_memory=True, completion_words=True)
+    with local_groups(config, source) as groups:
+        for rank in groups.decode:
+            rank.agent.polls = polls
+        answers = groups.answers(prompts, SamplingParams(max_tokens=TOKENS))
+        transfers = [rank.statistics()["transfer"] for rank in groups.prefill]
+        assert written(groups) == sent(groups) > 0
+        assert not polls or sum(one.segments_reported for one in transfers) > 0
+    assert [a.tokens for a in answers] == [checkpoints.greedy(source, p, TOKENS) for p in prompts]
+
+
+def test_ranks_without_shared_memory_send_notifications(
+    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: object) -> None:
+        raise TransportError("it cannot be mapped")
+
+    monkeypatch.setattr("prefill_node.boards.OpenBoard", fail)
+    source = checkpoints.source()
+    prompts = random_prompts(70, 55, seed=10)
+    with local_groups(small_config(1, 1, peer_memory=True, completion_words=True), source) as groups:
+        answers = groups.answers(prompts, SamplingParams(max_tokens=TOKENS))
+        assert written(groups) == sent(groups) > 0
+        assert groups.prefill[0].statistics()["transfer"].segments_reported == 0
+    assert [a.tokens for a in answers] == [checkpoints.greedy(source, p, TOKENS) for p in prompts]

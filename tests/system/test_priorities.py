@@ -29,7 +29,7 @@ def one_request(config: Config, role: str) -> Config:
 @pytest.mark.parametrize("role", ["decode", "colocated"])
 def test_a_full_group_admits_by_priority(role: str, checkpoints: Checkpoints) -> None:
     """The first request decodes, and its step is held until all others wait."""
-    config = one_request(small_config() if role == "decode" else colocated_config(), role)
+    config = one_request(small_config() if role == "decode" else colocated_config(async_steps=False), role)
     source, go, begun = checkpoints.source(), threading.Event(), list[str]()
     (prompt,) = random_prompts(20)
 

@@ -37,3 +37,20 @@ def test_tokens_are_those_of_the_unsplit_engine(
             assert [answer.tokens for answer in answers] == expected
         statistics = [rank.statistics()["transfer"] for rank in groups.prefill]
         assert all(s.segments_written == (s.segments_sent if peer_memory else 0) for s in statistics)
+
+
+@pytest.mark.parametrize("tp", [(1, 1), (2, 1), (1, 2)], ids=lambda tp: f"{tp[0]}to{tp[1]}")
+def test_the_device_reports_writes_by_completion_words(checkpoints: Checkpoints, tp: tuple[int, int]) -> None:
+    source = checkpoints.source()
+    config = small_config(*tp, peer_memory=True, completion_words=True)
+    config = msgspec.structs.replace(config, model=ModelConfig(dtype="float32"))
+    prompts = random_prompts(5, 61, 150, 90, seed=1)
+    runner = make_runner(config, config.decode, source, SingleCollective(), DEVICE)
+    expected = generate_unsplit(runner, prompts, SamplingParams(max_tokens=12))
+    with local_groups(config, source, device="cuda:0") as groups:
+        for _ in range(3):
+            answers = groups.answers(prompts, SamplingParams(max_tokens=12))
+            assert [answer.tokens for answer in answers] == expected
+        statistics = [rank.statistics()["transfer"] for rank in groups.prefill]
+    assert all(one.segments_written == one.segments_sent for one in statistics)
+    assert sum(one.segments_reported for one in statistics) > 0

@@ -8,8 +8,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from disagg.core.errors import ProtocolError
 from disagg.core.types import RequestKey, Segment, Span
-from transport.active_messages import MAX_HELD_BYTES, ActiveMessages
+from transport.active_messages import MAX_HELD_BYTES, MOST_IN_FRAME, ActiveMessages
 from transport.base import Arrival, Operation, Transport
 from transport.control import messages as m
 from transport.inproc import InprocFabric, InprocTransport
@@ -36,7 +37,11 @@ class Box:
             lambda peer, message, error: self.lost.append((peer, message, str(error))),
         )
 
+    fails_at: m.Message | None = None
+
     def _came(self, peer: str, message: m.Message) -> None:
+        if message == self.fails_at:
+            raise RuntimeError("refused")
         self.came.append((peer, message))
 
     def turn(self) -> list[Arrival]:
@@ -303,3 +308,114 @@ def test_active_message_tags_are_no_ticket_s() -> None:
     assert inbox_of(tag) == 0xDEADBEEF
     with pytest.raises(ValueError, match="inbox"):
         active_message_tag(1 << 32)
+
+
+def watermark(number: int) -> m.Watermark:
+    return m.Watermark(0, number, 1 << 30)
+
+
+def collected(box: Box, peer: str, numbers: range) -> int:
+    """Sends watermarks in one turn; returns the number of transport messages."""
+    before = box.transport.statistics().pending
+    box.active_messages.collect()
+    for number in numbers:
+        box.active_messages.send(peer, watermark(number))
+    box.active_messages.flush()
+    return box.transport.statistics().pending - before
+
+
+def test_messages_of_one_turn_share_a_frame(boxes: tuple[InprocFabric, Box, Box]) -> None:
+    _, a, b = boxes
+    a.active_messages.collect()
+    a.active_messages.send("b", watermark(0))
+    assert a.transport.statistics().pending == 0
+    assert collected(a, "b", range(1, 3)) == 1
+    a.active_messages.send("b", watermark(3))  # after the turn
+    settle(a, b)
+    assert b.came == [("a", watermark(number)) for number in range(4)]
+    assert collected(a, "b", range(MOST_IN_FRAME + 1)) == 2
+    settle(a, b)
+    assert b.came[4:] == [("a", watermark(number)) for number in range(MOST_IN_FRAME + 1)]
+
+
+def test_a_large_message_does_not_overtake_a_frame(boxes: tuple[InprocFabric, Box, Box]) -> None:
+    _, a, b = boxes
+    large = m.LeaseRequest(RequestKey("r"), 7, 1, [SEGMENT] * 200)
+    a.active_messages.collect()
+    a.active_messages.send("b", watermark(1))
+    a.active_messages.send("b", large)
+    a.active_messages.send("b", watermark(2))
+    a.active_messages.flush()
+    settle(a, b)
+    assert [message for _, message in b.came] == [watermark(1), large, watermark(2)]
+
+
+def test_a_frame_that_is_lost_loses_each_of_its_messages(boxes: tuple[InprocFabric, Box, Box]) -> None:
+    fabric, a, b = boxes
+    fabric.faults.fail_send(0, lambda source, destination, tag: True)
+    collected(a, "b", range(2))
+    settle(a, b)
+    assert [message for _, message, _ in a.lost] == [watermark(0), watermark(1)]
+    assert b.came == []
+
+
+def test_a_fence_drops_what_waits_for_a_frame(boxes: tuple[InprocFabric, Box, Box]) -> None:
+    _, a, _ = boxes
+    a.active_messages.collect()
+    a.active_messages.send("b", watermark(1))
+    a.active_messages.forget("b")
+    a.active_messages.flush()
+    assert a.transport.statistics().pending == 0
+
+
+def test_a_message_without_a_link_does_not_wait_for_a_link_of_its_turn(
+    boxes: tuple[InprocFabric, Box, Box],
+) -> None:
+    """Its send fails. A new inbox of the peer does not receive it."""
+    _, a, b = boxes
+    a.active_messages.collect()
+    for one, other in ((a, b), (b, a)):
+        one.transport.disconnect(other.name)
+        one.active_messages.forget(other.name)
+    a.active_messages.send("b", watermark(1))
+    link(a, b)
+    a.active_messages.send("b", watermark(2))
+    a.active_messages.flush()
+    settle(a, b)
+    assert [message for _, message, _ in a.lost] == [watermark(1)]
+    assert b.came == [("a", watermark(2))]
+
+
+def test_a_handler_that_raises_keeps_no_other_message_of_its_frame(
+    boxes: tuple[InprocFabric, Box, Box],
+) -> None:
+    _, a, b = boxes
+    b.fails_at = watermark(0)
+    collected(a, "b", range(3))
+    with pytest.raises(RuntimeError, match="refused"):
+        settle(a, b)
+    assert b.came == [("a", watermark(1)), ("a", watermark(2))]
+
+
+def test_a_handler_that_raises_keeps_no_message_that_has_arrived_meanwhile(
+    boxes: tuple[InprocFabric, Box, Box],
+) -> None:
+    """The receive of the first message ends last."""
+    _, a, b = boxes
+    b.fails_at = watermark(0)
+    for number in range(3):
+        a.active_messages.send("b", watermark(number))
+    for arrival in b.transport.arrivals():
+        assert b.active_messages.arrived(arrival)
+    first, *others = b.transport.progress()
+    for operation in others:
+        assert b.active_messages.ended(operation)
+    assert b.came == []
+    with pytest.raises(RuntimeError, match="refused"):
+        b.active_messages.ended(first)
+    assert b.came == [("a", watermark(1)), ("a", watermark(2))]
+
+
+def test_bytes_that_are_no_frame_are_dropped() -> None:
+    with pytest.raises(ProtocolError, match="cannot be decoded"):
+        m.decode_frame(m.join([m.encode(watermark(1)), b"\xc1"]))

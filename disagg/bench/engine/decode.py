@@ -14,12 +14,14 @@ import statistics
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
 from disagg.bench.common.measure import copy_rate, rounding, seconds_of
 from disagg.bench.common.report import Measurement, Result
 from disagg.bench.engine.experts import ExpertChoices
+from disagg.bench.engine.transformers_step import fast_kernels, require_plain, transformers_seconds
 from disagg.core.config.model import RecurrentName
 from disagg.core.errors import ConfigError, InvariantError
 from disagg.core.types import Span
@@ -57,8 +59,12 @@ class DecodeBench:
     """Longest context that the block table has room for, as in a server; at least `context_tokens`."""
     recurrent_kernels: RecurrentName = "auto"
     """Kernels of recurrent layers, as in `ModelConfig.recurrent_kernels`."""
+    peer: Literal["none", "transformers"] = "none"
+    """Whether to measure transformers' own step too."""
 
     def __post_init__(self) -> None:
+        if self.peer == "transformers":
+            require_plain(self.model)
         for name in ("batch", "context_tokens", "page_size", "repeats", "prefill_tokens"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} = {getattr(self, name)} is not allowed; it must be at least 1")
@@ -66,7 +72,8 @@ class DecodeBench:
 
 def run(bench: DecodeBench, report_progress: Callable[[str], None] = lambda text: None) -> list[Result]:
     """Measures the time of a step, its read rate relative to the copy rate, and tokens per second. With
-    `bench.deterministic`, also measures prefill steps, and the slowdown of the deterministic mode."""
+    `bench.deterministic`, also measures prefill steps, and the slowdown of the deterministic mode. With `bench.peer`,
+    also measures the step of transformers, relative to this project's."""
     report_progress("device copy")
     nbytes = COPY_BYTES if bench.device.type == "cuda" else COPY_BYTES // 16
     ceiling = copy_rate(bench.device, bench.device, nbytes, bench.repeats)
@@ -74,7 +81,25 @@ def run(bench: DecodeBench, report_progress: Callable[[str], None] = lambda text
     if bench.deterministic:
         more, slower = _measure(bench, True, ceiling, report_progress)
         results += [*more, *_cost(bench, times, slower)]
+    if bench.peer == "transformers":
+        report_progress(f"{bench.model}: steps of transformers")
+        results.append(_peer_result(bench, times["decode"]))
     return results
+
+
+def _peer_result(bench: DecodeBench, ours: tuple[float, ...]) -> Result:
+    found = transformers_seconds(
+        bench.model, bench.dtype, bench.device, bench.batch, bench.context_tokens, bench.repeats
+    )
+    kernels = ", ".join(fast_kernels()) or "none"
+    return Result(
+        f"{bench.model}, batch {bench.batch}, {bench.context_tokens} tokens each: step of transformers",
+        Measurement("step of transformers", "ms", tuple(1e3 * s for s in found)),
+        None,
+        {"model": bench.model, "batch": bench.batch, "fast_kernels": kernels},
+        f"transformers' own model and cache; installed packages of fast recurrent kernels: {kernels}",
+        Measurement("step", "ms", tuple(1e3 * s for s in ours)),
+    )
 
 
 def _measure(

@@ -59,6 +59,10 @@ class DecodeOptions:
         int, typer.Option("--prefill-tokens", min=1, help="Tokens of a prefill step, with --deterministic.")
     ] = 4096
     recurrent_kernels: RecurrentFlag = "auto"
+    peer: Annotated[
+        Literal["none", "transformers"],
+        typer.Option("--peer", help="transformers: also measure transformers' own step, for comparison."),
+    ] = "none"
     repeats: RepeatsFlag = 9
     device: DeviceFlag = "auto"
     output: OutputFlags
@@ -86,6 +90,7 @@ def decode(options: DecodeOptions) -> None:
         options.prefill_tokens,
         options.max_context_tokens,
         options.recurrent_kernels,
+        options.peer,
     )
     with progress() as update:
         results = run(bench, update)

@@ -42,6 +42,13 @@ class PathFlags:
             help="ucx: always use staging and ring, even if peers can open each other's pools.",
         ),
     ] = "auto"
+    completion_words: Annotated[
+        bool,
+        typer.Option(
+            "--completion-words/--no-completion-words",
+            help="Reports of direct writes by words of shared memory (transport.completion_words).",
+        ),
+    ] = False
     checksum: Annotated[
         bool,
         typer.Option("--checksum/--no-checksum", help="Checksums of each segment (transfer.checksum)."),
@@ -64,4 +71,4 @@ class PathFlags:
         """Returns the section `transport`."""
         from disagg.core.config.read import TransportConfig
 
-        return TransportConfig(peer_memory=self.transport == "auto")
+        return TransportConfig(peer_memory=self.transport == "auto", completion_words=self.completion_words)

@@ -288,3 +288,7 @@ class ColocatedConfig(BatchingConfig, frozen=True):
     """Settings of colocated groups, which compute prompts and answers in the same steps."""
 
     role = "colocated"
+    async_steps: bool = False
+    """Whether to launch a step before the host has read the tokens of the previous one, so that the GPU does not wait
+    for the host. Has no effect on models with recurrent layers. Off by default, because its effect on a GPU has not
+    been measured yet."""

@@ -116,6 +116,10 @@ class TransportConfig(Section, frozen=True):
     peer_memory: bool = True
     """Whether prefill ranks write directly to a decode rank's pool if they can map it. Otherwise KV goes through
     staging."""
+    completion_words: bool = False
+    """Whether prefill ranks report direct writes by words of shared host memory, which their device stores, instead
+    of messages. Applies to segments without checksums, on x86-64; both ranks need one user and one PID
+    namespace."""
 
     def __post_init__(self) -> None:
         self._one_of("backend", TransportName)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from disagg.core.errors import RequestError
@@ -34,13 +33,12 @@ class TokenMasks(NamedTuple):
             return None
         errors = {i: mask for i, mask in found.items() if isinstance(mask, RequestError)}
         masks = {i: mask for i, mask in found.items() if not isinstance(mask, RequestError)}
-        words = np.zeros((len(masks), mask_words(vocab)), dtype=np.int32)
-        for place, mask in zip(words, masks.values(), strict=True):
+        cuda = device.type == "cuda"
+        host = torch.empty((len(masks), mask_words(vocab)), dtype=torch.int32, pin_memory=cuda)
+        for place, mask in zip(host.numpy(), masks.values(), strict=True):
             place[:] = mask[: len(place)]
-        host = torch.from_numpy(words)
-        if device.type == "cuda":
-            host = host.pin_memory().to(device, non_blocking=True)
-        return cls(upload([*masks], device), host, errors)
+        words = host.to(device, non_blocking=True) if cuda else host
+        return cls(upload([*masks], device), words, errors)
 
     def apply(self, logits: torch.Tensor) -> None:
         """Forbids tokens in `logits`, contiguous float32 `[n, vocab]`, in place. Does not synchronize."""

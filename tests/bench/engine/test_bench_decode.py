@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
@@ -16,6 +17,7 @@ from disagg.bench.engine.decode import (
     unread_expert_bytes,
 )
 from disagg.bench.engine.experts import ExpertChoices
+from disagg.bench.engine.transformers_step import filled_cache, random_model
 from disagg.cli import app as cli
 from disagg.core.errors import ConfigError, InvariantError
 
@@ -102,6 +104,35 @@ def test_what_the_deterministic_mode_costs(capsys: pytest.CaptureFixture[str]) -
     assert [one["labels"].get("deterministic") for one in found[:5]] == [0, 0, 0, None, 1]
     slower = found[4 + 1]["values"][0] / sorted(found[1]["values"])[0]
     assert found[8]["values"][0] <= 100 * (slower - 1) + 1e-6
+
+
+@pytest.mark.parametrize("model", ["tiny-llama", "tiny-granite-h"])
+def test_the_step_of_transformers(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = [*FLAGS, "--random-init", model, "--peer", "transformers"]
+    assert cli.run(["bench", "decode", *flags, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["results"]
+    assert [one["unit"] for one in found] == ["GB/s", "ms", "tokens/s", "ms"]
+    assert found[3]["ours"]["values"] == found[1]["values"]
+    assert found[3]["ratio"] == pytest.approx(found[3]["median"] / found[1]["median"])
+
+
+@pytest.mark.parametrize("model", ["tiny-llama", "tiny-granite-h", "tiny-mistral"])
+def test_the_context_of_the_step_of_transformers(model: str) -> None:
+    """Every attention layer reads the whole context; recurrent layers go on from a state."""
+    plain = random_model(model, torch.float32, CPU)
+    cache = filled_cache(plain, 3, 19, CPU)
+    attention = [layer for layer in cache.layers if hasattr(layer, "keys")]
+    assert attention
+    assert {layer.keys.shape[0] for layer in attention} == {3}
+    window = getattr(plain.config, "sliding_window", None) or 20
+    assert {layer.keys.shape[2] for layer in attention} == {min(19, window - 1)}
+    if len(attention) < len(cache.layers):
+        assert all(cache.has_previous_state(i) for i, one in enumerate(cache.layers) if one not in attention)
+
+
+def test_transformers_takes_no_quantized_shape() -> None:
+    with pytest.raises(ConfigError, match="--peer transformers"):
+        dataclasses.replace(bench("tiny-llama:fp8"), peer="transformers")
 
 
 def test_an_impossible_size() -> None:

@@ -50,10 +50,17 @@ def test_the_command_writes_figures(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("transport", "path"), [("auto", "peer memory"), ("ucx", "staging")])
+@pytest.mark.parametrize(
+    ("options", "path"),
+    [
+        ("--transport=auto", "peer memory"),
+        ("--completion-words", "peer memory"),
+        ("--transport=ucx", "staging"),
+    ],
+)
 @pytest.mark.parametrize("tp", [("1", "1"), ("2", "1"), ("1", "2")], ids=" to ".join)
 def test_ranks_on_gpus_move_every_byte(
-    tp: tuple[str, str], transport: str, path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tp: tuple[str, str], options: str, path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Processes that each see one GPU, which they share when there is only one."""
     rate = Measurement("raw UCX", "GB/s", (1.0,))
@@ -61,8 +68,7 @@ def test_ranks_on_gpus_move_every_byte(
     flags = ["--device", "cuda", "--layers", "4", "--tokens", "1,300", "--repeats", "2", "--in-flight", "4"]
     sizes = ["--prefill-tp", tp[0], "--decode-tp", tp[1], "--prefill-page-size", "1"]
     rings = ["--ring-bytes", "4MiB", "--staging-bytes", "4MiB"]
-    out = ["--transport", transport, "--out", str(tmp_path)]
-    assert run(["bench", "transfer", *flags, *sizes, *rings, *out]) == 0
+    assert run(["bench", "transfer", *flags, *sizes, *rings, options, "--out", str(tmp_path)]) == 0
     lines = json.loads((tmp_path / "bench_transfer.json").read_text())["results"]
     assert {line["labels"]["path"] for line in lines if line["measured"] == "pool to pool"} == {path}
 

@@ -26,7 +26,7 @@ from disagg.core.grammars import (
 from disagg.core.types import SamplingParams
 from disagg.model.load.tiny import EOS_ID, VOCAB_SIZE, byte_tokenizer
 from disagg.model.sampling.batch import Sampler
-from disagg.model.sampling.constraints import AnswerConstraint, Constraints, no_tokenizer
+from disagg.model.sampling.constraints import AnswerConstraint, Constraints, masks_after, no_tokenizer
 from disagg.model.sampling.next_tokens import next_tokens
 from disagg.model.sampling.penalties import SamplingRow
 from disagg.model.sampling.sampled import Chosen
@@ -94,6 +94,90 @@ def test_tokens_of_an_answer_rebuild_its_mask(constraints: Constraints) -> None:
         assert allowed(made(constraints, SCHEMA, text[:length]), list(text[:length])) == wanted
         assert allowed(made(constraints, SCHEMA), list(text[:length])) == wanted
     assert allowed(stepwise, list(b"{")) == allowed(made(constraints, SCHEMA), list(b"{")), "another answer"
+
+
+def test_the_masks_of_several_answers_at_once(constraints: Constraints) -> None:
+    """Each is the mask that the answer has alone; answers begin, end and fail beside others."""
+    grammars = [SCHEMA, choice_grammar(["yes", "no"]), regex_grammar("[ab]{3}"), SCHEMA, regex_grammar("x*")]
+    draw, answers = random.Random(0), [list[int]() for _ in grammars]
+    each = [made(constraints, grammar) for grammar in grammars]
+    for step in range(24):
+        going = [i for i in range(len(each)) if step % 4 or i % 2]  # now all, now some
+        tokens = [draw.choice(sorted(allowed(each[i], answers[i]))) for i in going]
+        constraints.advance([(each[i], token) for i, token in zip(going, tokens, strict=True)] + [(None, 7)])
+        for i, token in zip(going, tokens, strict=True):
+            answers[i].append(token)
+        for grammar, constraint, answer in zip(grammars, each, answers, strict=True):
+            assert allowed(constraint, answer) == allowed(made(constraints, grammar, b""), answer)
+    assert [answer[-1] for answer in answers[:3]] == [EOS_ID] * 3
+
+
+def test_masks_of_answers_that_all_have_ended(constraints: Constraints) -> None:
+    ended, failed = made(constraints, regex_grammar("ab?")), made(constraints, choice_grammar(["yes"]))
+    assert EOS_ID in allowed(ended, [ord("a")])
+    constraints.advance([(ended, EOS_ID)])
+    assert allowed(ended, [ord("a"), EOS_ID]) == {EOS_ID}
+    failed.mask([])
+    constraints.advance([(failed, ord("n"))])
+    first = failed.mask([ord("n")])
+    constraints.advance([(failed, ord("o"))])
+    assert isinstance(first, RequestError)
+    assert failed.mask(list(b"no")) is first, "the reason stays"
+
+
+def test_another_answer_waits_for_the_masks_of_a_batch(
+    constraints: Constraints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two threads must not use a matcher at once."""
+    one, go = made(constraints, choice_grammar(["yes"])), threading.Event()
+    one.mask([])
+
+    def slow(*arguments: Any) -> Any:
+        assert go.wait(30)
+        return masks_after(*arguments)
+
+    monkeypatch.setattr("disagg.model.sampling.constraints.masks_after", slow)
+    constraints.advance([(one, ord("y"))])
+    one.prepare([])
+    assert not one.ready
+    go.set()
+    assert allowed(one, []) == {ord("y")}
+
+
+def test_no_mask_waits_for_other_grammars(constraints: Constraints, monkeypatch: pytest.MonkeyPatch) -> None:
+    running, go = made(constraints, regex_grammar("a+")), threading.Event()
+    running.mask([])
+
+    def slow(*arguments: Any) -> Any:
+        assert go.wait(30)
+        return compile_grammar(*arguments)
+
+    monkeypatch.setattr("disagg.model.sampling.constraints.compile_grammar", slow)
+    waiting = [made(constraints, regex_grammar(f"b{{{n}}}")) for n in range(1, 9)]
+    try:
+        constraints.advance([(running, ord("a"))])
+        assert allowed(running, [ord("a")]) == {ord("a"), EOS_ID}
+        assert allowed(made(constraints, regex_grammar("a+")), []) == {ord("a")}, (
+            "an answer of a known grammar"
+        )
+        assert not any(one.ready for one in waiting)
+    finally:
+        go.set()
+    assert all(allowed(one, []) == {ord("b")} for one in waiting)
+
+
+def test_a_failure_beside_other_answers(constraints: Constraints) -> None:
+    good, bad = (made(constraints, choice_grammar(["yes"])) for _ in range(2))
+    for constraint in (good, bad):
+        constraint.mask([])
+    constraints.advance([(bad, ord("n")), (good, ord("y"))])
+    assert isinstance(bad.mask([ord("n")]), RequestError)
+    assert allowed(good, [ord("y")]) == {ord("e")}
+    constraints.advance([(good, ord("e")), (bad, ord("o"))])
+    assert isinstance(bad.mask(list(b"no")), RequestError), "a failure lasts"
+    assert allowed(good, list(b"ye")) == {ord("s")}
+    assert allowed(good, list(b"y")) == {ord("e")}, "another answer"
+    assert allowed(bad, []) == {ord("y")}, "another answer"
 
 
 def test_a_body_after_free_text(constraints: Constraints) -> None:

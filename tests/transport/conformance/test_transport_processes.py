@@ -16,6 +16,7 @@ from forked_processes import ForkedContext
 from transport_harness import POISON, Node, Pair, make_node, settle
 
 from disagg.core.errors import PeerLostError
+from transport.base import Operation
 
 MIB = 1 << 20
 KINDS = [
@@ -99,6 +100,14 @@ class Child:
         Pair(self.node, self.node, None, self.node.memory.device, self.backend).until(
             condition, only=self.node
         )
+
+    def fence(self, *operations: Operation) -> None:
+        """Disconnects the node here from the process, and waits until its operations have ended.
+
+        On a busy machine threads may leave an operation's memory only after `disconnect` has returned.
+        """
+        self.node.transport.disconnect("child")
+        self.until(lambda: all(operation.ended for operation in operations))
 
     def stop(self) -> None:
         """Ends both sides; the child gently unless it is dead already."""
@@ -188,9 +197,7 @@ def test_a_peer_killed_in_a_transfer_leaves_the_others_alone(child: Child) -> No
     child.until(lambda: receive.ended or bool((into != POISON).any()))
     child.kill()
     exchange(2)
-    node.transport.disconnect("child")
-    assert receive.ended
-    assert send.ended
+    child.fence(receive, send)
     assert send.error is None or isinstance(send.error, PeerLostError), "the child may have had all of it"
     exchange(3)
     assert node.transport.statistics().pending == 0
@@ -206,8 +213,7 @@ def test_a_silent_peer_can_be_fenced(child: Child) -> None:
     receive = node.transport.receive("child", node.arrival(1), node.take(32 * MIB))
     send = node.transport.send("child", 2, node.random(32 * MIB))
     node.pump()
-    node.transport.disconnect("child")
-    assert receive.ended
+    child.fence(receive, send)
     assert isinstance(send.error, PeerLostError)
     node.memory.fill_(POISON)
     child.signal(signal.SIGCONT)

@@ -7,7 +7,14 @@ the message's tag on the wire. Fields that a peer could abuse carry bounds, whic
 from __future__ import annotations
 
 from transport.control.messages.base import Message
-from transport.control.messages.codec import MAX_MESSAGE_BYTES, MESSAGE_TYPES, decode, encode
+from transport.control.messages.codec import (
+    MAX_MESSAGE_BYTES,
+    MESSAGE_TYPES,
+    decode,
+    decode_frame,
+    encode,
+    join,
+)
 from transport.control.messages.engines import EngineGroups, PushCancelled, PushRequest
 from transport.control.messages.groups import (
     CacheDigest,
@@ -145,5 +152,7 @@ __all__ = [
     "WatchItems",
     "Watermark",
     "decode",
+    "decode_frame",
     "encode",
+    "join",
 ]

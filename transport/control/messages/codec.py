@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from typing import Any, Union
 
 import msgspec
@@ -12,6 +13,8 @@ from disagg.core.tokens import TokenIds, unpack_tokens
 from transport.control.messages import engines, groups, profiles, ranks, requests, transfer
 from transport.control.messages.base import Message
 
+_FRAME = 0x90
+"""First byte of an array in MessagePack, less its length. A message alone is a map."""
 MAX_MESSAGE_BYTES = 16 << 20
 """Largest encoded message; a prompt of four million tokens fits."""
 
@@ -37,6 +40,21 @@ def decode(body: bytes) -> Message:
         raise ProtocolError(f"message of {len(body)} bytes cannot be decoded: {exc}") from exc
 
 
+def join(bodies: Sequence[bytes]) -> bytes:
+    """Returns a frame of 1 to 15 encoded messages."""
+    return bytes((_FRAME + len(bodies),)) + b"".join(bodies)
+
+
+def decode_frame(body: bytes) -> list[Message]:
+    """Returns the messages of a frame, or a message that is alone. Raises `ProtocolError` for any invalid bytes."""
+    if not body or body[0] & 0xF0 != _FRAME:
+        return [decode(body)]
+    try:
+        return _FRAME_DECODER.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
+        raise ProtocolError(f"frame of {len(body)} bytes cannot be decoded: {exc}") from exc
+
+
 def _packed(value: object) -> bytes:
     """Encodes token ids as the bytes of their array, without conversion."""
     if isinstance(value, array):
@@ -60,5 +78,9 @@ _ENCODER = msgspec.msgpack.Encoder(enc_hook=_packed)
 # The union is built at run time, because the files above are the only list of messages.
 _DECODER: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(
     Union[MESSAGE_TYPES],  # noqa: UP007
+    dec_hook=_unpacked,
+)
+_FRAME_DECODER: msgspec.msgpack.Decoder[list[Message]] = msgspec.msgpack.Decoder(
+    list[Union[MESSAGE_TYPES]],  # type: ignore[valid-type] # noqa: UP007
     dec_hook=_unpacked,
 )

@@ -20,7 +20,7 @@ from transport.control.messages.base import (
     SegmentIndex,
     TicketNumber,
 )
-from transport.handles import MemoryHandle
+from transport.handles import BoardHandle, MemoryHandle
 
 
 class LeaseRequest(Message, frozen=True):
@@ -105,6 +105,8 @@ class PoolOffer(Message, frozen=True):
     pools: tuple[MemoryHandle, ...]
     """The pool of each layer class, then each allocation of recurrent states."""
     fences: MemoryHandle
+    board: BoardHandle | None = None
+    """Completion words for the writes of this prefill rank; None if each write needs a notification."""
 
 
 class PoolRefused(Message, frozen=True):
