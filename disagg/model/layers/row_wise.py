@@ -9,6 +9,7 @@ which list the unsafe operations; this mode lists the safe ones.
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -57,11 +58,18 @@ class RowWise(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.replaced: Counter[str] = Counter()
         """Number of operations computed row by row, by name."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Leaves out torch's wrapper, which switches its compiler off and on for each operation. Nothing compiles."""
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """See `TorchDispatchMode`."""
         kwargs = kwargs or {}
+        if _sums_nothing(func):
+            return func(*args, **kwargs)
         name = func.overloadpacket.__name__
         if name in _INTO_MEMORY and "out" in kwargs:
             return func(*args, **kwargs)
@@ -70,8 +78,7 @@ class RowWise(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if replacement is not None and _sums_floats(func, operands):
             self.replaced[name] += 1
             return replacement(*args, **kwargs)
-        passes = name in _PASSING and "reduce" not in func._overloadname
-        if passes or torch.Tag.pointwise in func.tags or not _sums_floats(func, operands):
+        if _passes(func) or not _sums_floats(func, operands):
             return func(*args, **kwargs)
         if func._can_decompose():
             with self:
@@ -80,6 +87,18 @@ class RowWise(TorchDispatchMode):  # type: ignore[no-untyped-call]
             f"{self._architecture} cannot run with model.deterministic = true: the summation order of {name} is "
             "unknown; set model.deterministic to false"
         )
+
+
+@functools.cache
+def _sums_nothing(func: Any) -> bool:
+    """Returns whether an operation is never replaced and needs no look at its operands, as most operations."""
+    name = func.overloadpacket.__name__
+    return _passes(func) and name not in REPLACED and name not in ON_CPU
+
+
+def _passes(func: Any) -> bool:
+    named = func.overloadpacket.__name__ in _PASSING and "reduce" not in func._overloadname
+    return named or torch.Tag.pointwise in func.tags
 
 
 def use_linear_kernels(model: Any) -> None:
