@@ -83,7 +83,8 @@ class ColocatedLeader(ReservingLeader):
 
     def commit(self, step: ColocatedStep) -> None:
         """Ends the oldest step in flight: waits for the device, and streams the sampled tokens to the routers."""
-        wait_for(step.ended)  # the commit may free pages, which the next request's step overwrites
+        if self._scheduler.steps_ahead:
+            wait_for(step.ended)  # a step without tokens too: otherwise the host would launch without limit
         plan, chosen, found = step.plan, step.chosen(), step.scores.result()
         works = zip(plan.work, step.requests, strict=True)
         prompt_tokens = sum(len(work.tokens) for work, of in works if work.start < of.begin_tokens)

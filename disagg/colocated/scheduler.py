@@ -142,7 +142,8 @@ class ColocatedScheduler:
         self._max_tokens = min(max_context_tokens, kv_manager.capacity_tokens)
         self._numbers = itertools.count(first_ticket)
         self._step = 0
-        self._steps_ahead = steps_ahead
+        self.steps_ahead = steps_ahead
+        """Number of steps that may be planned while a step is in flight."""
         self.steps_in_flight = 0
         """Number of steps with work that are planned and not committed."""
         self.requests: dict[RequestKey, ColocatedRequest] = {}
@@ -200,7 +201,7 @@ class ColocatedScheduler:
 
         Returns None if the plan would be empty, or depends on the outcome of a step in flight.
         """
-        if self.steps_in_flight > self._steps_ahead:
+        if self.steps_in_flight > self.steps_ahead:
             return None
         answers = self._next_answers()
         work = [self._next_token(request) for request in answers]
@@ -221,7 +222,7 @@ class ColocatedScheduler:
         return StepPlan(
             self._step,
             work,
-            shared=self._steps_ahead > 0 and sampled,
+            shared=self.steps_ahead > 0 and sampled,
             state_copies=copies,
             state_saves=saves,
             **cache._asdict(),
@@ -267,13 +268,7 @@ class ColocatedScheduler:
     def check(self) -> None:
         """Raises `InvariantError` unless each used row and page belongs to one request, and all steps are counted."""
         for request in self.requests.values():
-            if (
-                not 0
-                <= request.ahead_tokens
-                <= request.steps
-                <= self.steps_in_flight
-                <= 1 + self._steps_ahead
-            ):
+            if not 0 <= request.ahead_tokens <= request.steps <= self.steps_in_flight <= 1 + self.steps_ahead:
                 raise InvariantError(
                     f"{request.key}: {request.steps} steps, {request.ahead_tokens} tokens ahead"
                 )
@@ -282,13 +277,13 @@ class ColocatedScheduler:
     def _next_answers(self) -> list[ColocatedRequest]:
         """Returns the requests whose next token the next step computes, at most `max_batch`.
 
-        While a step in flight decides about a request, all such requests wait: otherwise they would split into two
-        batches.
+        While a step in flight decides about an answer, all such answers wait: otherwise they would split into two
+        batches. After a first token only its own request waits, so that prompts never stall answers.
         """
-        undecided = any(one.step_decides for one in self.requests.values() if one.ahead_tokens)
-        going = (
-            one for one in self.requests.values() if _goes_on(one) and not (undecided and one.step_decides)
-        )
+        known = self.requests.values()
+        undecided = any(one.step_decides and one.ahead_tokens and one.tokens[one.answered :] for one in known)
+        waits = (one.step_decides and (undecided or one.ahead_tokens > 0) for one in known)
+        going = (one for one, later in zip(known, waits, strict=True) if _goes_on(one) and not later)
         return list(itertools.islice(going, self._max_batch))
 
     def _count_ahead(self, works: Sequence[Work]) -> bool:

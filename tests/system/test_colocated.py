@@ -185,15 +185,16 @@ def test_steps_ahead_change_no_answer(checkpoints: Checkpoints) -> None:
     assert found[0][3][1] == "stop"
 
 
-@pytest.mark.parametrize(("tp", "page"), [(1, 16), (2, 4), (3, 1)])
+@pytest.mark.parametrize(("tp", "page", "async_steps"), [(1, 16, False), (2, 4, True), (3, 1, False)])
 def test_what_was_computed_of_a_prompt_is_not_computed_again(
-    checkpoints: Checkpoints, tp: int, page: int
+    checkpoints: Checkpoints, tp: int, page: int, async_steps: bool
 ) -> None:
     """Of prompts that begin alike, and of conversations; what the chunks leave out is what was cached."""
     source, sampling = checkpoints.source(), SamplingParams(max_tokens=TOKENS, ignore_eos=True)
     (stem,) = random_prompts(50, seed=6)
     said = [stem + tail for tail in random_prompts(3, 30, 14, seed=7)]
-    with local_groups(colocated_config(tp, page=page, pool_tokens=512), source) as groups:
+    config = colocated_config(tp, page=page, pool_tokens=512, async_steps=async_steps)
+    with local_groups(config, source) as groups:
         plans = steps_of(poisoned(groups))
         first = groups.answers(said, sampling)
         turns = [prompt + answer.tokens + [70] for prompt, answer in zip(said, first, strict=True)]
@@ -244,13 +245,16 @@ def test_a_group_tells_of_itself(checkpoints: Checkpoints) -> None:
     assert (status.requests_running, status.pages_used, status.ranks[0].name) == (0, 0, "colocated r0")
 
 
-@pytest.mark.parametrize("tp", [1, 2])
-def test_pages_of_aborted_requests_are_never_used_again_too_early(checkpoints: Checkpoints, tp: int) -> None:
+@pytest.mark.parametrize(("tp", "async_steps"), [(1, True), (2, False)])
+def test_pages_of_aborted_requests_are_never_used_again_too_early(
+    checkpoints: Checkpoints, tp: int, async_steps: bool
+) -> None:
     """A third of the requests are cancelled, each when some message passes. The others are exact."""
     choose, source = random.Random(tp), checkpoints.source()
     prompts = random_prompts(*[choose.randrange(5, 150) for _ in range(18)], seed=3)
     victims = {index: choose.randrange(1, 12) for index in range(0, len(prompts), 3)}
-    with local_groups(colocated_config(tp, pool_tokens=512, page=4), source) as groups:
+    config = colocated_config(tp, pool_tokens=512, page=4, async_steps=async_steps)
+    with local_groups(config, source) as groups:
         results = answers_with_aborts(poisoned(groups), prompts, SamplingParams(max_tokens=8), victims)
     assert check_survivors(results, victims, lambda i: checkpoints.greedy(source, prompts[i], 8)), (
         "some were cancelled before they had ended"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from disagg.node.kv_manager import KVManager
 from disagg.node.plan import StepPlan, Work
 
 BUDGET, BATCH = 7, 3
+PENALTIES = SamplingParams(repetition_penalty=2.0)
 
 
 def make(rows: int = 4, pool_tokens: int = 80, **changes: Any) -> ColocatedScheduler:
@@ -94,8 +96,13 @@ class ColocatedMachine(RuleBasedStateMachine):
             known.append(token_of(index))
         return known
 
-    @rule(tokens=st.integers(1, 38), answer=st.integers(1, 8), priority=st.integers(0, 1))
-    def reserve(self, tokens: int, answer: int, priority: int) -> None:
+    @rule(
+        tokens=st.integers(1, 38),
+        answer=st.integers(1, 8),
+        priority=st.integers(0, 1),
+        penalties=st.booleans(),
+    )
+    def reserve(self, tokens: int, answer: int, priority: int, penalties: bool) -> None:
         self.count += 1
         sampling = SamplingParams(max_tokens=answer)
         try:
@@ -108,6 +115,7 @@ class ColocatedMachine(RuleBasedStateMachine):
             assert self.requests(), "an empty group has room for whatever fits it"
         else:
             request.priority = priority
+            request.history = history_of(request.prompt, PENALTIES) if penalties else None
             assert request.block_table is not None
             assert len(request.block_table.pages) * 4 >= tokens + answer
             assert request.ticket.number not in self.numbers
@@ -127,7 +135,12 @@ class ColocatedMachine(RuleBasedStateMachine):
             r for r in self.requests() if r.started and not r.closing and not r.tokens + [7] * self.ahead(r)
         ]
         prompts.sort(key=lambda one: one.priority)
-        running = [r for r in self.requests() if self.goes_on(r)]
+        undecided = any(r.history is not None and r.tokens and self.ahead(r) for r in self.requests())
+        running = [
+            r
+            for r in self.requests()
+            if self.goes_on(r) and not (r.history is not None and (undecided or self.ahead(r)))
+        ]
         known = {request.key: self.known(request) for request in self.requests()}
         plan = self.scheduler.next_step()
         work = plan.work if plan is not None else []
@@ -224,13 +237,30 @@ def test_penalties_wait_for_the_step_in_flight() -> None:
     scheduler = make(rows=3, pool_tokens=640, steps_ahead=1)
     for name in ("a", "b", "c"):
         add(scheduler, name, 2, answer=30)
+    commit(scheduler, planned(scheduler))
     first = planned(scheduler)
     for name in ("a", "b"):
         request = scheduler.requests[RequestKey(name)]
-        request.history = history_of(request.prompt, SamplingParams(repetition_penalty=2.0))
+        request.history = history_of(request.prompt, PENALTIES)
     assert [work.key.request_id for work in planned(scheduler).work] == ["c"]
     commit(scheduler, first)
     assert {work.key.request_id for work in planned(scheduler).work} == {"a", "b", "c"}
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_prompts_with_penalties_stall_no_answer_with_penalties(ahead: int) -> None:
+    """Each step ends the prompt of another request, whose first token is in flight when the next step is planned."""
+    scheduler = make(rows=32, pool_tokens=2000, max_batch=32, chunks=PromptChunks(40), steps_ahead=ahead)
+    plans, steps = list[StepPlan](), list[int]()
+    for number in range(30):
+        request = add(scheduler, f"r{number}", 3, answer=35)
+        request.history = history_of(request.prompt, PENALTIES)
+        plans.append(planned(scheduler))
+        if any(answers(work) and work.key == RequestKey("r0") for work in plans[-1].work):
+            steps.append(number)
+        if len(plans) > ahead:
+            commit(scheduler, plans.pop(0))
+    assert max(later - earlier for earlier, later in pairwise(steps)) == 1 + ahead
 
 
 def test_a_step_in_flight_may_hold_the_last_token() -> None:

@@ -290,5 +290,6 @@ class ColocatedConfig(BatchingConfig, frozen=True):
     role = "colocated"
     async_steps: bool = False
     """Whether to launch a step before the host has read the tokens of the previous one, so that the GPU does not wait
-    for the host. Has no effect on models with recurrent layers. Off by default, because its effect on a GPU has not
-    been measured yet."""
+    for the host. An answer with penalties then waits for its step, and gets a token in every second step beside other
+    answers. Has no effect on models with recurrent layers. Off by default, because its effect on a GPU has not been
+    measured yet."""
