@@ -118,9 +118,8 @@ class DecodeLeader(AdmittingLeader):
 
     def _begin_masks(self, chosen: Sequence[tuple[Stepped, Chosen | RequestError]]) -> None:
         """Starts the computation of the masks after the chosen tokens, before the tokens are streamed."""
-        failed = {
-            one.request for one, token in chosen if not isinstance(token, Chosen)
-        }  # with all their answers
+        # An error ends all answers of its request.
+        failed = {one.request for one, token in chosen if not isinstance(token, Chosen)}
         self.constraints.advance(
             [
                 (one.sequence.constraint, token.token)

@@ -24,7 +24,7 @@ from disagg.node.links import Link, make_link
 from disagg.node.local_prefill import local_prefill_tokens
 from disagg.node.plan import StepPlan, Swap
 from disagg.node.rank import RankNode
-from disagg.node.step_in_flight import StepInFlight
+from disagg.node.sampled_steps import SampledSteps
 from disagg.node.swap import Swapper, page_bytes, swap_bytes
 from transport.base import Transport
 from transport.control import messages as m
@@ -41,10 +41,9 @@ class DecodeRank(RankNode[DecodeConfig, DecodeLeader, SegmentReceiver]):
         super().__init__(**arguments)
         group = self.group_config
         ahead = group.steps_ahead(self.runner.device.type)
-        self._in_flight: StepInFlight[SampledStep | None] = StepInFlight(
-            ahead, self._commit, self.timeline, "decode", self.lane
+        self._steps: SampledSteps[SampledStep] = SampledSteps(
+            self.leader, self.runner.sampled, self.recorder, self.timeline, "decode", self.lane, ahead
         )
-        """The step in flight; without sampled tokens on ranks other than 0."""
         self.swapper = Swapper(
             self.runner.transfer_pools,
             group.page_size,
@@ -143,30 +142,15 @@ class DecodeRank(RankNode[DecodeConfig, DecodeLeader, SegmentReceiver]):
             self.transfer_loop.post(self._gate.retry)
 
     def _launch(self, plan: StepPlan) -> None:
-        """Launches a step, then ends the previous step; see `StepInFlight`.
-
-        A step with constrained answers is sampled after the end of the previous step, whose tokens determine the
-        masks. The device computes the step meanwhile.
-        """
+        """Launches a step, then ends the previous step; see `SampledSteps`."""
         began_s = self.timeline.now()
         logits = self._forward(plan)
-        if self.leader is not None and self.leader.is_constrained(plan):
-            self.end_steps()
-        with self.recorder.part("sample"):
-            step = self.leader.sample(plan, logits) if self.leader is not None else None
-        if plan.shared:
-            tokens = step.shared_tokens() if step is not None else None
-            self.runner.sampled.share(tokens, len(plan.work))
-        self._in_flight.launched(step, began_s)
+        sample = partial(self.leader.sample, plan, logits) if self.leader is not None else None
+        self._steps.launched(plan, began_s, sample)
 
     def end_steps(self) -> None:
         """Ends the step in flight, if there is one."""
-        self._in_flight.end()
-
-    def _commit(self, step: SampledStep | None) -> None:
-        if self.leader is not None and step is not None:
-            with self.recorder.part("commit"):
-                self.leader.commit(step)
+        self._steps.end()
 
     def _swapped(self, swap: Swap, seconds: float, error: str) -> None:
         self.to_leader(m.Swapped(swap.key, swap.ticket, self.rank, seconds, error))

@@ -16,7 +16,8 @@ from disagg.model.sampling.batch import Sampler
 from disagg.model.sampling.beam_search import Candidate
 from disagg.model.sampling.next_tokens import BeamStep, SampledBeams
 from disagg.model.sampling.penalties import SamplingRow
-from disagg.model.sampling.sampled import Chosen, SampledTokens
+from disagg.model.sampling.placed import PlacedTokens
+from disagg.model.sampling.sampled import Chosen
 from disagg.node.device import DeviceEvent, record_event
 from disagg.node.plan import StepPlan
 
@@ -28,10 +29,8 @@ class SampledStep:
     plan: StepPlan
     stepped: list[Stepped]
     """The request and the sequence of each work item."""
-    single: list[int]
-    """Indices of the work items that have a token in `tokens`, in the order of `tokens`."""
-    tokens: SampledTokens | None
-    """Single tokens of the step; None if no work item has one."""
+    tokens: PlacedTokens
+    """Next tokens of the work items without beams."""
     searches: list[DecodeRequest]
     """Requests with beams, in the order of `beams`."""
     beams: SampledBeams | None
@@ -47,30 +46,25 @@ class SampledStep:
         sampled = [index for index, one in enumerate(stepped) if one.samples]
         single = [index for index in sampled if stepped[index].request.search is None]
         rows = [_sampling_row(stepped[index].sequence) for index in single]
-        tokens = None
-        if rows:
-            whole = len(single) == len(stepped)
-            tokens = sampler.step(logits if whole else logits[upload(single, logits.device)], rows)
+        tokens = PlacedTokens.launch(logits, single, rows, sampler)
         beams: dict[DecodeRequest, list[int]] = {}
         for index in sampled:
             if stepped[index].request.search is not None:
                 beams.setdefault(stepped[index].request, []).append(index)
         found = _launch_beams(logits, beams, sampler.eos_ids)
         ended = record_event(logits.device)
-        return SampledStep(plan, stepped, single, tokens, list(beams), found, ended)
+        return SampledStep(plan, stepped, tokens, list(beams), found, ended)
 
     def shared_tokens(self) -> torch.Tensor | None:
-        """Returns the token of each work item on the device; see `SampledTokens.spread`. None if none has one."""
-        return None if self.tokens is None else self.tokens.spread(self.single, len(self.stepped))
+        """Returns the token of each work item on the device; see `PlacedTokens.on_device`."""
+        return self.tokens.on_device()
 
     def chosen(self) -> list[tuple[Stepped, Chosen | RequestError]]:
         """Returns the work items without beams that sampled a token, each with the token or an error.
 
         Waits for the device.
         """
-        if self.tokens is None:
-            return []
-        return list(zip([self.stepped[index] for index in self.single], self.tokens.result(), strict=True))
+        return self.tokens.chosen(self.stepped)
 
     def searched(self) -> dict[DecodeRequest, list[Candidate] | RequestError]:
         """Returns the most likely continuations of each beam search, or an error. Waits for the device."""

@@ -6,7 +6,6 @@ import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import pairwise
-from typing import NamedTuple
 
 import msgspec
 
@@ -71,46 +70,30 @@ def plan_segments(
     `first_index`. Raises ConfigError when one token of one layer exceeds a destination's limit. Raises ValueError
     when the groups overlap or omit a layer.
     """
-    parts = _parts(
+    found = _segments(
         tuple(routes), layout, len(tokens), tuple(groups), tuple(sorted(max_segment_bytes.items()))
     )
     return tuple(
-        Segment(
-            index,
-            part.src_rank,
-            part.dst_rank,
-            part.layers,
-            part.heads,
-            part.tokens.shift(tokens.start),
-            part.nbytes,
-        )
-        for index, part in enumerate(parts, first_index)
+        msgspec.structs.replace(one, index=index, tokens=one.tokens.shift(tokens.start))
+        for index, one in enumerate(found, first_index)
     )
 
 
-class _Part(NamedTuple):
-    """A segment without index; its tokens count from the first one of the chunk."""
-
-    src_rank: int
-    dst_rank: int
-    layers: Span
-    heads: Span
-    tokens: Span
-    nbytes: int
-
-
 @lru_cache(maxsize=_KEPT)
-def _parts(
+def _segments(
     routes: tuple[Route, ...],
     layout: KVLayout,
     count: int,
     groups: tuple[Span, ...],
     limits: tuple[tuple[int, int], ...],
-) -> tuple[_Part, ...]:
-    """Returns the segments of `count` tokens, see `plan_segments`. Cached, because chunks of a size are cut alike."""
+) -> tuple[Segment, ...]:
+    """Returns the segments of the first `count` tokens, with indices from 0; see `plan_segments`.
+
+    Cached, because chunks of a size are cut alike.
+    """
     _check_groups(routes, groups)
     tokens, max_segment_bytes = Span(0, count), dict(limits)
-    found: list[_Part] = []
+    found: list[Segment] = []
     for group in groups:
         cuts: list[tuple[Route, Span, Span]] = []
         for route in routes:
@@ -120,7 +103,8 @@ def _parts(
         cuts.sort(key=lambda cut: (cut[2].start, cut[1].start))
         for route, layers, part in cuts:
             nbytes = len(layers) * len(part) * _cell_bytes(layout, route)
-            found.append(_Part(route.src_rank, route.dst_rank, layers, route.heads, part, nbytes))
+            ranks = route.src_rank, route.dst_rank
+            found.append(Segment(len(found), *ranks, layers, route.heads, part, nbytes))
     return tuple(found)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -22,7 +23,7 @@ from disagg.node.kv_manager import KVManager
 from disagg.node.links import Link
 from disagg.node.plan import StepPlan
 from disagg.node.rank import RankNode
-from disagg.node.step_in_flight import StepInFlight
+from disagg.node.sampled_steps import SampledSteps
 from disagg.node.transfer_loop import IDLE_WAIT_S
 from transport.base import Arrival, Operation, Transport
 from transport.control import messages as m
@@ -92,10 +93,10 @@ class ColocatedRank(RankNode[ColocatedConfig, ColocatedLeader, NoTransfers]):
     def __init__(self, **arguments: Any) -> None:
         """Takes the arguments of `RankNode`."""
         super().__init__(**arguments)
-        self._in_flight: StepInFlight[ColocatedStep | None] = StepInFlight(
-            self._steps_ahead(), self._commit, self.timeline, "step", self.lane
+        ahead = self._steps_ahead()
+        self._steps: SampledSteps[ColocatedStep] = SampledSteps(
+            self.leader, self.runner.sampled, self.recorder, self.timeline, "step", self.lane, ahead
         )
-        """The step in flight; without sampled tokens on ranks other than 0."""
 
     def _steps_ahead(self) -> int:
         """Returns the number of steps planned before the host has read the running step's tokens.
@@ -134,11 +135,7 @@ class ColocatedRank(RankNode[ColocatedConfig, ColocatedLeader, NoTransfers]):
         return None
 
     def step(self, plan: StepPlan) -> None:
-        """Launches a step, then ends the previous step; see `StepInFlight`.
-
-        A step with constrained answers is sampled after the end of the previous step, whose tokens determine the
-        masks. The device computes the step meanwhile.
-        """
+        """Launches a step, then ends the previous step; see `SampledSteps`."""
         self.order_copies(plan).before_all()
         if not plan.work:
             self.end_steps()
@@ -146,20 +143,9 @@ class ColocatedRank(RankNode[ColocatedConfig, ColocatedLeader, NoTransfers]):
         began_s = self.timeline.now()
         scores = PromptScores()
         logits = self._forward(plan, None, scores)
-        if self.leader is not None and self.leader.is_constrained(plan):
-            self.end_steps()
-        with self.recorder.part("sample"):
-            step = self.leader.sample(plan, logits, scores) if self.leader is not None else None
-        if plan.shared:
-            tokens = step.shared_tokens() if step is not None else None
-            self.runner.sampled.share(tokens, len(plan.work))
-        self._in_flight.launched(step, began_s)
+        sample = partial(self.leader.sample, plan, logits, scores) if self.leader is not None else None
+        self._steps.launched(plan, began_s, sample)
 
     def end_steps(self) -> None:
         """Ends the step in flight, if there is one."""
-        self._in_flight.end()
-
-    def _commit(self, step: ColocatedStep | None) -> None:
-        if self.leader is not None and step is not None:
-            with self.recorder.part("commit"):
-                self.leader.commit(step)
+        self._steps.end()

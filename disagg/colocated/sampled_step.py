@@ -8,11 +8,11 @@ import torch
 
 from disagg.colocated.scheduler import ColocatedRequest
 from disagg.core.errors import RequestError
-from disagg.kv.upload import upload
 from disagg.model.sampling.batch import Sampler
 from disagg.model.sampling.penalties import SamplingRow
+from disagg.model.sampling.placed import PlacedTokens
 from disagg.model.sampling.prompt_scores import PromptScores
-from disagg.model.sampling.sampled import Chosen, SampledTokens
+from disagg.model.sampling.sampled import Chosen
 from disagg.node.device import DeviceEvent, record_event
 from disagg.node.plan import StepPlan
 
@@ -24,10 +24,8 @@ class ColocatedStep:
     plan: StepPlan
     requests: list[ColocatedRequest]
     """The request of each work item."""
-    answering: list[int]
-    """Indices of the work items that have a token in `tokens`, in the order of `tokens`."""
-    tokens: SampledTokens | None
-    """Sampled tokens; None for a step of chunks that complete no prompt."""
+    tokens: PlacedTokens
+    """Next tokens of the requests whose prompts are computed."""
     scores: PromptScores
     """Log-probabilities of prompt tokens, for the routers."""
     ended: DeviceEvent
@@ -49,23 +47,16 @@ class ColocatedStep:
         works = zip(plan.work, requests, strict=True)
         answering = [i for i, (work, request) in enumerate(works) if request.samples(work)]
         rows = [_sampling_row(requests[index]) for index in answering]
-        tokens = None
-        if rows:
-            whole = len(rows) == len(requests)
-            tokens = sampler.step(logits if whole else logits[upload(answering, logits.device)], rows)
-        return ColocatedStep(plan, requests, answering, tokens, scores, record_event(logits.device))
+        tokens = PlacedTokens.launch(logits, answering, rows, sampler)
+        return ColocatedStep(plan, requests, tokens, scores, record_event(logits.device))
 
     def shared_tokens(self) -> torch.Tensor | None:
-        """Returns the token of each work item on the device; see `SampledTokens.spread`. None if none has one."""
-        return None if self.tokens is None else self.tokens.spread(self.answering, len(self.requests))
+        """Returns the token of each work item on the device; see `PlacedTokens.on_device`."""
+        return self.tokens.on_device()
 
     def chosen(self) -> list[tuple[ColocatedRequest, Chosen | RequestError]]:
         """Returns the requests that sampled a token, each with the token or an error. Waits for the device."""
-        if self.tokens is None:
-            return []
-        return list(
-            zip([self.requests[index] for index in self.answering], self.tokens.result(), strict=True)
-        )
+        return self.tokens.chosen(self.requests)
 
 
 def _sampling_row(request: ColocatedRequest) -> SamplingRow:

@@ -205,9 +205,8 @@ class ColocatedScheduler:
             return None
         answers = self._next_answers()
         work = [self._next_token(request) for request in answers]
-        for (
-            request
-        ) in answers:  # to the end of the order: with more answers than `max_batch`, all make progress
+        for request in answers:
+            # To the end of the order: with more answers than `max_batch`, all make progress.
             self.requests[request.key] = self.requests.pop(request.key)
         work += self._prompts(self._chunks.chunk_tokens - len(work))
         # A plan of cache operations alone would make the ranks end the step in flight first.
@@ -280,10 +279,15 @@ class ColocatedScheduler:
         While a step in flight decides about an answer, all such answers wait: otherwise they would split into two
         batches. After a first token only its own request waits, so that prompts never stall answers.
         """
-        known = self.requests.values()
-        undecided = any(one.step_decides and one.ahead_tokens and one.tokens[one.answered :] for one in known)
-        waits = (one.step_decides and (undecided or one.ahead_tokens > 0) for one in known)
-        going = (one for one, later in zip(known, waits, strict=True) if _goes_on(one) and not later)
+        undecided = any(
+            one.ahead_tokens and one.step_decides and len(one.tokens) > one.answered
+            for one in self.requests.values()
+        )
+        going = (
+            one
+            for one in self.requests.values()
+            if _goes_on(one) and not (one.step_decides and (undecided or one.ahead_tokens))
+        )
         return list(itertools.islice(going, self._max_batch))
 
     def _count_ahead(self, works: Sequence[Work]) -> bool:

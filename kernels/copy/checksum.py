@@ -269,17 +269,15 @@ def _columns(first_unit: int, units: int, device: torch.device) -> torch.Tensor:
     Not on a GPU: another stream could read them before they are written.
     """
     kept = device.type == "cpu" and units <= _CACHED_UNITS
-    return _kept_columns(first_unit, units) if kept else _computed_columns(first_unit, units, device)
-
-
-@functools.lru_cache(maxsize=64)
-def _kept_columns(first_unit: int, units: int) -> torch.Tensor:
-    return _computed_columns(first_unit, units, torch.device("cpu"))
+    return (_kept_columns if kept else _computed_columns)(first_unit, units, device)
 
 
 def _computed_columns(first_unit: int, units: int, device: torch.device) -> torch.Tensor:
     places = torch.arange(first_unit, first_unit + units, device=device)
     return _mixed(places * _SIGNED_COLUMN) | 1
+
+
+_kept_columns = functools.lru_cache(maxsize=64)(_computed_columns)
 
 
 def _units(rows: torch.Tensor, unit: int) -> torch.Tensor:

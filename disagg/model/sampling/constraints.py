@@ -21,6 +21,7 @@ import structlog
 
 from disagg.core.errors import DisaggError, RequestError
 from disagg.core.grammars import compile_grammar, mask_executor, matcher_error
+from kernels.sampling.token_mask import WORD_BITS, mask_words
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
@@ -87,9 +88,8 @@ class AnswerConstraint:
         self._matcher: LLMatcher | None = None
         self._tokens = len(answered)
         """Number of the answer's tokens before the latest mask."""
-        pool = (
-            threads.masks if template.done() else threads.grammars
-        )  # no thread for masks waits for a grammar
+        # No thread for masks waits for a grammar.
+        pool = threads.masks if template.done() else threads.grammars
         self._mask = ComputedMask(pool.submit(self._begun, None, list(answered)), 0)
 
     @property
@@ -136,8 +136,10 @@ class AnswerConstraint:
         return self._mask.result()
 
     def _begun(self, before: ComputedMask | None, answered: list[int]) -> list[Mask | RequestError]:
-        """Returns the mask after the tokens `answered`, and creates the matcher; the task of `before` may use the old
-        one."""
+        """Returns the mask after the tokens `answered`, and creates the matcher.
+
+        `before`: the latest mask of another answer, whose task still uses that answer's matcher.
+        """
         try:
             if before is not None:
                 before.result()
@@ -267,7 +269,7 @@ class Constraints:
                 assert self._tokenizer is not None, "a compiled grammar needs the vocabulary"
                 if self._executor is None:
                     self._executor = mask_executor(THREADS)
-            return masks_after(tokens, self._executor, _mask_words(self._tokenizer))
+            return masks_after(tokens, self._executor, mask_words(self._tokenizer.vocab_size))
         except BaseException as exc:  # noqa: BLE001 - a panic of Rust code is no Exception
             return [_failed(exc)] * len(tokens)
 
@@ -277,13 +279,9 @@ class Constraints:
                 self._tokenizer = self._load()
         matcher = compile_grammar(grammar, self._tokenizer)
         ends = self._tokenizer.eos_tokens
-        bits = np.zeros(32 * _mask_words(self._tokenizer), dtype=np.uint8)
+        bits = np.zeros(WORD_BITS * mask_words(self._tokenizer.vocab_size), dtype=np.uint8)
         bits[ends] = 1
         return CompiledGrammar(matcher, frozenset(ends), np.packbits(bits, bitorder="little").view(np.int32))
-
-
-def _mask_words(tokenizer: LLTokenizer) -> int:
-    return -(-tokenizer.vocab_size // 32)
 
 
 def _stuck(matcher: LLMatcher) -> RequestError:

@@ -84,16 +84,6 @@ class SampledTokens:
         self._wanted, self._failed = wanted, failed or {}
         self._logprobs = wanted.launch(logits, tokens) if wanted is not None else None
 
-    def spread(self, places: Sequence[int], count: int) -> torch.Tensor:
-        """Returns int64 `[count]` on the device with the tokens at `places`, and arbitrary numbers elsewhere.
-
-        `places` ascend; one for each token.
-        """
-        if len(places) == count:
-            return self.tokens
-        index = upload(list(places), self.tokens.device)
-        return self.tokens.new_zeros(count).index_copy_(0, index, self.tokens)
-
     def result(self) -> list[Chosen | RequestError]:
         """Returns the token of each row, or the error of a failed row or of bad logits. Waits for the device."""
         logprobs: dict[int, TokenLogprobs] = {}
