@@ -166,8 +166,8 @@ def test_an_answer_goes_on_behind_the_death_of_its_decode_group(checkpoints: Che
 def test_only_the_rest_of_a_prompt_is_sent_again(checkpoints: Checkpoints, landed: bool) -> None:
     """The prefill group dies before or behind its first segments; the decode group keeps the pages that have landed.
 
-    A small ring reports a watermark when a chunk has landed, while later ones wait for room. Before that, a slow
-    machine repeats the first watermark, which is 0.
+    The ring, which is smaller than the prompt's KV, has a watermark above 0 when a segment has landed. The decode
+    rank reports it with the next grant if the prefill group is slow, and by itself if segments wait for room.
     """
     (prompt,) = random_prompts(90)
     prefill: list[str] = []
@@ -176,7 +176,8 @@ def test_only_the_rest_of_a_prompt_is_sent_again(checkpoints: Checkpoints, lande
         if isinstance(message, m.LeaseRequest):
             prefill.append(source[:-2])
             return None if landed else prefill[-1]
-        return prefill[-1] if landed and isinstance(message, m.Watermark) and message.watermark else None
+        reports = isinstance(message, m.LeaseGrant | m.Watermark) and message.watermark
+        return prefill[-1] if landed and reports else None
 
     sizes = {"chunk_tokens": 16, "ring_bytes": 16384, "layer_groups": 1, "decode_page": 4}
     with System(checkpoints, (2, 1), source=checkpoints.source(layers=3), **sizes) as system:
@@ -185,11 +186,13 @@ def test_only_the_rest_of_a_prompt_is_sent_again(checkpoints: Checkpoints, lande
             lambda router: answers_of(router, "r", prompt, SamplingParams(max_tokens=12))
         )
         page_size = system.groups.config.decode.page_size
+    assert system.killed
     assert found.tokens[0] == checkpoints.greedy(system.groups.source, prompt, 12)
     assert found.report.recoveries == ["prefill_lost"]
     first, second = system.tickets
     assert (first.tokens.start, first.tokens.stop) == (0, 90)
-    assert second.tokens.stop == 90
+    # The prefill group's compute thread may have chosen the first token, which then belongs to the new prompt.
+    assert second.tokens.stop in (90, 91)
     assert second.tokens.start % page_size == 0
     assert (second.tokens.start > 0) == landed
     assert second.row == first.row
