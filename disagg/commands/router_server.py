@@ -52,6 +52,22 @@ class ServerParts:
 
 
 @dataclass(frozen=True)
+class ModelFacts:
+    """What an HTTP server and its router know of the model.
+
+    A worker gets the facts of its parent, pickled, and imports neither torch nor transformers' models: they take four
+    seconds of CPU time and 300 MB in each process.
+    """
+
+    name: str
+    tokenizer: Any
+    """None for a model without a tokenizer."""
+    context_tokens: int
+    vocab_tokens: int
+    eos_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Stop:
     """Events that stop a server: `drain` lets running requests finish, `now` aborts them."""
 
@@ -80,8 +96,8 @@ def run_loop(main: Coroutine[Any, Any, None]) -> None:
         runner.run(main)
 
 
-def served_model(config: Config) -> ServedModel:
-    """Returns name, tokenizer and limits of the configured model. The caller closes it."""
+def model_facts(config: Config) -> ModelFacts:
+    """Returns name, tokenizer and limits of the configured model. Raises ConfigError or UnsupportedModelError."""
     with imports_frozen():
         import torch
 
@@ -99,26 +115,37 @@ def served_model(config: Config) -> ServedModel:
             remedy="copy the model's tokenizer files (tokenizer.json) to the folder",
         )
     spec = source.spec(torch.float32)
+    return ModelFacts(name, tokenizer, limit_tokens(config, source), spec.vocab_size, tuple(spec.eos_ids))
+
+
+def served_model(config: Config, facts: ModelFacts) -> ServedModel:
+    """Returns the model with its threads and parsers of chat answers. The caller closes it."""
     model = ServedModel(
-        name,
-        tokenizer,
-        context_tokens=limit_tokens(config, source),
-        vocab_tokens=spec.vocab_size,
-        eos_ids=spec.eos_ids,
+        facts.name,
+        facts.tokenizer,
+        context_tokens=facts.context_tokens,
+        vocab_tokens=facts.vocab_tokens,
+        eos_ids=facts.eos_ids,
         parsers=ParserNames(config.api.tool_parser, config.api.reasoning_parser),
     )
     log.info("chat_parsers", tools=model.parsers.tools, reasoning=model.parsers.reasoning)
     return model
 
 
-@asynccontextmanager
-async def joined_router(config: Config, keys: KeyRing, directory: str) -> AsyncIterator[Router]:
-    """Yields a router with its own control channel. The router uses the groups that `directory` announces, if they
-    have this process's model and protocol version."""
+def model_fingerprint(config: Config) -> str:
+    """Returns the digest of the configured model's weights and configuration. May read all weights."""
     from disagg.model.load.source import make_source
 
-    source = make_source(config)
-    fingerprint = await asyncio.to_thread(lambda: source.fingerprint)  # may read all weights
+    return make_source(config).fingerprint
+
+
+@asynccontextmanager
+async def joined_router(
+    config: Config, keys: KeyRing, directory: str, fingerprint_of: Callable[[], str]
+) -> AsyncIterator[Router]:
+    """Yields a router with its own control channel. The router uses the groups that `directory` announces, if they
+    have the model with the fingerprint that `fingerprint_of` returns, on another thread, and our protocol version."""
+    fingerprint = await asyncio.to_thread(fingerprint_of)
 
     def usable(group: GroupInfo) -> bool:
         ours = group.fingerprint == fingerprint and group.protocol_version == PROTOCOL_VERSION

@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from functools import partial
 
 import structlog
 from rich.console import Console
@@ -37,12 +38,14 @@ from disagg.commands.router_server import (
     Stop,
     api_keys,
     joined_router,
+    model_facts,
+    model_fingerprint,
     run_loop,
     serve_router,
     served_model,
 )
 from disagg.commands.signals import SIGNALS, ignore_signals, start_interruptible
-from disagg.commands.workers import run_workers
+from disagg.commands.workers import run_workers, worker_model
 from disagg.core.config.read import Config, Role
 from disagg.core.log import configure
 from disagg.core.threads import SWITCH_INTERVAL_S
@@ -76,7 +79,7 @@ def run_serve(config: Config) -> None:
         console.status("starting") as status,
         started_ray(config, status.update) as private,
     ):
-        model = served_model(config)
+        model = served_model(config, model_facts(config))
         try:
             with local_cluster(config, status.update, private) as cluster:
                 status.stop()
@@ -102,14 +105,16 @@ def run_serve_joined(config: Config, directory: str) -> None:
     control_keys = join_keys(config.control, directory, os.environ)
     with start_interruptible(), bind(config.api) as listener:
         if config.api.workers > 1:
-            run_loop(run_workers(config, directory, listener))
+            run_loop(run_workers(config, worker_model(config), directory, listener))
             return
         with traced(config.metrics) as tracing:
-            model = served_model(config)
+            model = served_model(config, model_facts(config))
             sys.setswitchinterval(SWITCH_INTERVAL_S)
             try:
                 parts = ServerParts(config, model, keys, tracing, listener, Siblings(Share()))
-                run_loop(_serve(joined_router(config, control_keys, directory), parts))
+                fingerprint_of = partial(model_fingerprint, config)
+                made = joined_router(config, control_keys, directory, fingerprint_of)
+                run_loop(_serve(made, parts))
             finally:
                 model.close()
 
@@ -125,7 +130,8 @@ def _serve_with_workers(config: Config) -> None:
         _announced_cluster(config, console) as (cluster, directory),
     ):
         log_own_sockets([rank for info in cluster.infos() for rank in info.ranks], descendants=True)
-        run_loop(run_workers(cluster.config, directory, listener, cluster.on_failed))
+        model = worker_model(cluster.config)
+        run_loop(run_workers(cluster.config, model, directory, listener, cluster.on_failed))
         ignore_signals()  # the shutdown takes seconds
         raise_failure(cluster)
 

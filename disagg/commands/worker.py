@@ -1,7 +1,7 @@
 """A worker process of `disagg serve --workers`: a router with its own control channel and its own listening socket.
 
-The new process imports this module first. torch and transformers are imported later, when `run_worker` has disabled
-SIGINT: during these imports, a SIGINT would print a traceback.
+The new process imports this module first. transformers is imported later, when `run_worker` has disabled SIGINT:
+during this import, a SIGINT would print a traceback. A worker does not import torch.
 """
 
 from __future__ import annotations
@@ -30,11 +30,22 @@ News = str | DisaggError
 
 
 @dataclass(frozen=True)
+class WorkerModel:
+    """The parent's knowledge of the model."""
+
+    facts: bytes
+    """Pickled `ModelFacts`. Unpickling them imports the tokenizer's class."""
+    fingerprint: str
+    """Digest of the model's weights and configuration."""
+
+
+@dataclass(frozen=True)
 class WorkerSettings:
     """Arguments of a worker process."""
 
     config: Config
     """The server's configuration, with the port of the HTTP API that the parent has reserved."""
+    model: WorkerModel
     directory: str
     """Control address of the directory of groups."""
     folder: Path
@@ -56,6 +67,7 @@ def run_worker(pipe: Connection, settings: WorkerSettings) -> None:
 
 def _run(pipe: Connection, settings: WorkerSettings) -> None:
     import os
+    import pickle
     import sys
 
     import structlog
@@ -64,7 +76,15 @@ def _run(pipe: Connection, settings: WorkerSettings) -> None:
     from disagg.api.tracing import traced
     from disagg.api.workers import Share, Siblings
     from disagg.cluster.keys import join_keys
-    from disagg.commands.router_server import ServerParts, api_keys, joined_router, run_loop, served_model
+    from disagg.commands.router_server import (
+        ModelFacts,
+        ServerParts,
+        api_keys,
+        joined_router,
+        run_loop,
+        served_model,
+    )
+    from disagg.core.collection import imports_frozen
     from disagg.core.log import configure
     from disagg.core.threads import SWITCH_INTERVAL_S
 
@@ -74,11 +94,14 @@ def _run(pipe: Connection, settings: WorkerSettings) -> None:
     control_keys = join_keys(config.control, settings.directory, os.environ)
     siblings = Siblings(Share(settings.worker, config.api.workers), settings.folder)
     with traced(config.metrics) as tracing, bind(config.api, shared=True) as listener:
-        model = served_model(config)
+        with imports_frozen():
+            facts: ModelFacts = pickle.loads(settings.model.facts)
+        model = served_model(config, facts)
         sys.setswitchinterval(SWITCH_INTERVAL_S)  # the tokenizer's thread shares the GIL
         try:
             parts = ServerParts(config, model, api_keys(config.api), tracing, listener, siblings)
-            made = joined_router(config, control_keys, settings.directory)
+            fingerprint = settings.model.fingerprint
+            made = joined_router(config, control_keys, settings.directory, lambda: fingerprint)
             run_loop(_serve(pipe, made, parts))
         finally:
             model.close()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import multiprocessing
+import pickle
 import socket
 import tempfile
 import time
@@ -19,11 +20,11 @@ from typing import Any
 import msgspec
 import structlog
 
-from disagg.commands.router_server import Stop
+from disagg.commands.router_server import Stop, model_facts, model_fingerprint
 from disagg.commands.signals import SIGNALS
-from disagg.commands.worker import News, Order, WorkerSettings, run_worker
+from disagg.commands.worker import News, Order, WorkerModel, WorkerSettings, run_worker
 from disagg.core.config.read import Config
-from disagg.core.errors import DisaggError
+from disagg.core.errors import ConfigError, DisaggError, first_line
 from disagg.sockets.guards import WORKERS_FOLDER
 
 log = structlog.get_logger(__name__)
@@ -36,8 +37,23 @@ EARLY_S = 60.0
 """A worker that ends sooner than this after its start counts as an early end."""
 
 
+def worker_model(config: Config) -> WorkerModel:
+    """Returns what workers need of the configured model. Raises ConfigError if its tokenizer cannot be copied."""
+    facts = model_facts(config)
+    try:
+        pickled = pickle.dumps(facts)
+    except Exception as exc:
+        kind = type(facts.tokenizer).__name__
+        raise ConfigError(
+            f"the tokenizer of {facts.name}, a {kind}, cannot be copied to worker processes ({first_line(exc)}): "
+            "set api.workers (--workers) to 1"
+        ) from exc
+    return WorkerModel(pickled, model_fingerprint(config))
+
+
 async def run_workers(
     config: Config,
+    model: WorkerModel,
     directory: str,
     listener: socket.socket,
     on_failed: Callable[[Callable[[], None]], None] = lambda stop: None,
@@ -48,7 +64,7 @@ async def run_workers(
     callback may be called on any thread. If a worker fails before all workers have served, raises the worker's error.
     """
     with _shared(config, listener) as shared, tempfile.TemporaryDirectory(prefix=WORKERS_FOLDER) as folder:
-        supervisor = _WorkerSupervisor(shared, directory, Path(folder))
+        supervisor = _WorkerSupervisor(shared, model, directory, Path(folder))
         loop = asyncio.get_running_loop()
         for number in SIGNALS:
             loop.add_signal_handler(number, supervisor.stop)
@@ -74,8 +90,8 @@ def _shared(config: Config, listener: socket.socket) -> Iterator[Config]:
 class _WorkerSupervisor:
     """Starts the workers, and restarts those that end, until `stop`. Used on one event loop."""
 
-    def __init__(self, config: Config, directory: str, folder: Path) -> None:
-        self._config, self._directory, self._folder = config, directory, folder
+    def __init__(self, config: Config, model: WorkerModel, directory: str, folder: Path) -> None:
+        self._config, self._model, self._directory, self._folder = config, model, directory, folder
         self._workers: dict[int, _WorkerProcess] = {}
         self._stop = Stop()
         self._served = False
@@ -131,7 +147,7 @@ class _WorkerSupervisor:
         worker.kill()
 
     def _start(self, number: int) -> _WorkerProcess:
-        settings = WorkerSettings(self._config, self._directory, self._folder, number)
+        settings = WorkerSettings(self._config, self._model, self._directory, self._folder, number)
         return _WorkerProcess(settings, self._on_listening)
 
     def _on_listening(self, worker: _WorkerProcess) -> None:

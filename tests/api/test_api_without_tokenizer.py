@@ -10,7 +10,7 @@ import pytest
 from api_server import ApiServer
 from fake_generator import ANSWER
 
-from disagg.commands.router_server import served_model
+from disagg.commands.router_server import model_facts
 from disagg.core.config.read import Config, ModelConfig
 from disagg.model.load.source import ModelSource
 from disagg.model.load.tiny import make_tiny_checkpoint
@@ -75,8 +75,8 @@ def test_the_start_says_it_in_one_line(tmp_path: Path, capsys: pytest.CaptureFix
     assert has_tokenizer(ModelSource.from_directory(folder))
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         (folder / name).unlink(missing_ok=True)
-    model = served_model(Config(model=ModelConfig(path=str(folder))))
-    model.close()
+    facts = model_facts(Config(model=ModelConfig(path=str(folder))))
+    assert facts.tokenizer is None
     [line] = [line for line in capsys.readouterr().out.splitlines() if "no_tokenizer" in line]
     for said in (str(folder), "token ids", "tokenizer.json"):
         assert said in line

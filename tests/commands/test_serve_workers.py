@@ -12,6 +12,10 @@ from pathlib import Path
 import pytest
 from serve_process import LIGHT, Command, command, until_gone
 
+from disagg.commands import workers
+from disagg.commands.router_server import ModelFacts
+from disagg.core.config.read import Config
+from disagg.core.errors import ConfigError
 from disagg.model.load.tiny import make_tiny_checkpoint
 from transport.keys.curve import make_keys
 from transport.keys.file import save_keys
@@ -84,6 +88,28 @@ def test_a_port_in_use_is_refused_before_workers_start(tmp_path: Path, running: 
     with command(tmp_path, [*arguments_in(tmp_path), "--port", port]) as other:
         assert f"cannot listen on 127.0.0.1:{port}" in ends(other)
         assert other.process.returncode == 2
+
+
+def test_workers_import_no_torch(running: Command) -> None:
+    """They get the tokenizer from their parent, which has read the model's configuration with torch."""
+    running.logged(r'"url": "([^"]+)"')
+    parent, *others = (
+        {Path(one.path).name for one in process.memory_maps()}
+        for process in running.family()
+        if "resource_tracker" not in " ".join(process.cmdline())
+    )
+    assert "libtorch_cpu.so" in parent
+    assert len(others) == 2
+    assert all("libtorch_cpu.so" not in other for other in others)
+
+
+def test_a_tokenizer_that_cannot_be_copied_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = ModelFacts("tiny", lambda text: text, context_tokens=8, vocab_tokens=8, eos_ids=())
+    monkeypatch.setattr(workers, "model_facts", lambda config: facts)
+    with pytest.raises(
+        ConfigError, match=r"tokenizer of tiny, a function, .*set api.workers \(--workers\) to 1"
+    ):
+        workers.worker_model(Config())
 
 
 def test_a_signal_ends_all_workers(running: Command) -> None:

@@ -105,7 +105,10 @@ class _Sharder:
         self._misfit = misfit
         query_spans(spec, collective.rank, collective.size)  # raises if the ranks cannot share the heads
         self._cuts: dict[str, Cut] = {}
-        self._recurrent = set(recurrent_layers(model.config))
+        self._modules = dict(model.named_modules(remove_duplicate=False))
+        """Modules by name. `get_submodule` looks up each part of a name again."""
+        self._linear_attention = set(recurrent_layers(model.config)) - set(attention_layers(model.config))
+        """Indices of the layers with a recurrent state only."""
 
     def run(self, without: Container[str]) -> Sharding:
         whole: dict[str, str] = {}
@@ -168,11 +171,11 @@ class _Sharder:
                 yield name, parts
 
     def _is_attention(self, parent: str) -> bool:
-        module = self._model.get_submodule(parent)
+        module = self._modules[parent]
         if hasattr(module, "self_attn"):
             return False  # a whole decoder layer may have a layer number too
         layer = getattr(module, "layer_idx", None)
-        if layer in self._recurrent - set(attention_layers(self._model.config)):
+        if layer in self._linear_attention:
             return False  # linear attention has "attention" in its name too
         return "attn" in parent or "attention" in parent or layer is not None
 
@@ -221,7 +224,7 @@ class _Sharder:
         A vector of a module within a child, as large as a head, can belong to one head of several (StableLM).
         """
         layers = (*parts.columns, parts.row)
-        for name, parameter in self._model.get_submodule(parent).named_parameters():
+        for name, parameter in self._modules[parent].named_parameters():
             owner = name.rpartition(".")[0]
             known = owner in layers or owner in parts.norms or name in parts.vectors
             known |= any(f"{name}.".startswith(f"{whole}.") for whole in parts.whole)
@@ -230,7 +233,7 @@ class _Sharder:
                 raise IndivisibleError(f"its {name} {tuple(parameter.shape)} is neither split nor per head")
 
     def _class_of(self, parent: str) -> int:
-        return self._spec.class_of(self._model.get_submodule(parent).layer_idx) if self._spec.more else 0
+        return self._spec.class_of(self._modules[parent].layer_idx) if self._spec.more else 0
 
     def _has(self, parent: str, child: str) -> bool:
         """Returns whether the module `parent` has the layer or parameter `child`.
@@ -241,7 +244,7 @@ class _Sharder:
         return self._child(parent, child) is not None
 
     def _child(self, parent: str, child: str) -> Any:
-        found = self._model.get_submodule(parent)
+        found = self._modules[parent]
         for name in child.split("."):
             found = getattr(found, name, None)
         return found
@@ -253,7 +256,7 @@ class _Sharder:
         own, slices = even_span(rank, size, width), _Slices()
         if width < size:
             raise IndivisibleError(f"{size} ranks cannot share {width} inner elements")
-        for child in parts.layers_of(self._model.get_submodule(parent)):
+        for child in parts.layers_of(self._modules[parent]):
             outputs = self._linear(parent, child).out_features
             if outputs % width:
                 raise IndivisibleError(f"its {child} has {outputs} out_features instead of {width}")
@@ -262,7 +265,7 @@ class _Sharder:
         return slices
 
     def _mlp_of_plan(self, parent: str, plan: dict[str, str]) -> MLPParts:
-        module = self._model.get_submodule(parent)
+        module = self._modules[parent]
         if getattr(module, "activation_sparsity", 0.0):
             raise IndivisibleError("the threshold of its sparse activations depends on all activations")
         columns = tuple(sorted(child for child, style in plan.items() if style == "colwise"))
@@ -293,7 +296,7 @@ class _Sharder:
         return module
 
     def _cut(self, parent: str, slices: _Slices) -> None:
-        module = self._model.get_submodule(parent)
+        module = self._modules[parent]
         for child, cut in slices.columns.items():
             cut_outputs(self._linear(parent, child), f"{parent}.{child}", cut, self._cuts)
         for child, own in slices.rows.items():

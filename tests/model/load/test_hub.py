@@ -13,7 +13,7 @@ from huggingface_hub import constants
 from huggingface_hub.utils import enable_progress_bars
 
 from disagg.commands.early import check_model, pinned
-from disagg.commands.router_server import served_model
+from disagg.commands.router_server import model_facts, served_model
 from disagg.core.config.read import Config, ModelConfig
 from disagg.core.errors import ConfigError
 from disagg.model.load.hub import checkpoint_folder, download, is_hub_name
@@ -158,6 +158,6 @@ def test_the_api_has_the_name_of_the_hub(hub: FakeHub) -> None:
     check_model(config().model)
     snapshot = str(checkpoint_folder(NAME, None))
     for one in (pinned(config()), Config(model=ModelConfig(path=snapshot))):
-        model = served_model(one)
+        model = served_model(one, model_facts(one))
         model.close()
         assert model.name == NAME
