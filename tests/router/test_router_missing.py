@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from conditions import PATIENCE_S
+from conditions import PATIENCE_S, until_async
 
 from disagg.api.errors import api_error
 from disagg.core.errors import RequestInUseError
@@ -58,8 +58,7 @@ def test_a_group_whose_report_says_broken_is_missing() -> None:
             async with asyncio.timeout(PATIENCE_S), watching(router.statuses, 60.0):
                 await watched.wait()
                 leader.send("router", m.GroupReport(GroupStatus("decode", "decode", broken="a step failed")))
-                while not router.missing():
-                    await asyncio.sleep(0.005)
+                await until_async(router.missing)
                 assert router.missing() == ["decode"]
         finally:
             leader.close()
