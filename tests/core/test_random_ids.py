@@ -47,4 +47,4 @@ assert not found & {random_id() for _ in range(IDS_AT_ONCE)}
 
 
 def test_a_forked_process_draws_its_own() -> None:
-    subprocess.run([sys.executable, "-c", FORKING], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", FORKING], check=True, timeout=PATIENCE_S)

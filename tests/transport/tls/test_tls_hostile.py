@@ -279,7 +279,7 @@ def test_a_connection_cannot_be_replayed(monkeypatch: pytest.MonkeyPatch) -> Non
             for _ in range(2):
                 client, _ = tap.accept()
                 server = socket.socket()
-                server.settimeout(10)
+                server.settimeout(PATIENCE_S)
                 server.connect((HOST, b.transport.listener.port))  # resolves no name
                 recorded.append(bytearray())
                 for ends in ((client, server, recorded[-1]), (server, client, None)):
