@@ -9,7 +9,8 @@ from contextlib import ExitStack, contextmanager
 from unittest.mock import patch
 
 import pytest
-from api_server import ApiServer, LogLines, until
+from api_server import ApiServer, LogLines
+from conditions import PATIENCE_S, until
 
 from disagg.api import connections
 from disagg.api.connection_table import SPARE
@@ -22,7 +23,7 @@ GET = b"GET %s HTTP/1.1\r\nhost: x\r\n\r\n"
 @contextmanager
 def connected(server: ApiServer) -> Iterator[socket.socket]:
     port = int(server.url.rsplit(":", 1)[1])
-    with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+    with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S) as connection:
         yield connection
 
 

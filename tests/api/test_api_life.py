@@ -12,7 +12,8 @@ from typing import Any
 
 import httpx
 import pytest
-from api_server import ApiServer, body, until
+from api_server import ApiServer, body
+from conditions import PATIENCE_S, until
 
 from disagg.core.errors import BusyError, PeerLostError, PromptTooLongError, RequestError
 
@@ -232,7 +233,7 @@ def test_many_at_once() -> None:
         barrier = threading.Barrier(16)
 
         def one(number: int) -> str:
-            barrier.wait(10)
+            barrier.wait(PATIENCE_S)
             return str(server.ask(prompt=str(number), max_tokens=5).json()["choices"][0]["text"])
 
         assert set(pool.map(one, range(16))) == {"abcde"}

@@ -12,7 +12,8 @@ from contextlib import ExitStack
 from unittest.mock import patch
 
 import pytest
-from api_server import ApiServer, until
+from api_server import ApiServer
+from conditions import PATIENCE_S, until
 
 from disagg.api import connections
 
@@ -38,7 +39,7 @@ def many_files() -> Iterator[None]:
 
 def connect(server: ApiServer, source: str = "127.0.0.1") -> socket.socket:
     port = int(server.url.rsplit(":", 1)[1])
-    return socket.create_connection(("127.0.0.1", port), timeout=20, source_address=(source, 0))
+    return socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S, source_address=(source, 0))
 
 
 def first_bytes(connection: socket.socket) -> bytes:
@@ -188,7 +189,7 @@ def test_a_client_that_reads_slowly_is_given_up() -> None:
         socket.socket() as slow,
     ):
         slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
-        slow.settimeout(20)
+        slow.settimeout(PATIENCE_S)
         slow.connect(("127.0.0.1", int(server.url.rsplit(":", 1)[1])))
         slow.sendall(GET % b"/" * 30)
 

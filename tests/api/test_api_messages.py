@@ -18,7 +18,8 @@ from anthropic_types import (
     failure_of,
     message_of,
 )
-from api_server import ApiServer, body, until
+from api_server import ApiServer, body
+from conditions import until
 from test_api_life import filled
 from test_api_tools import ANSWER, CALL, TEMPLATE
 

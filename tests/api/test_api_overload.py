@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
-from api_server import ApiServer, body, until
+from api_server import ApiServer, body
+from conditions import PATIENCE_S, until
 
 PATH = "/v1/completions"
 
@@ -30,7 +31,7 @@ def test_it_is_refused_before_its_body_comes_and_the_connection_is_kept(full: Ap
     content = json.dumps(body(PATH)).encode()
     head = "POST {} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer key\r\ncontent-length: {}\r\n\r\n"
     host, port = full.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=10) as raw, raw.makefile("rb") as lines:
+    with socket.create_connection((host, int(port)), timeout=PATIENCE_S) as raw, raw.makefile("rb") as lines:
 
         def reply() -> tuple[bytes, dict[bytes, bytes], bytes]:
             status = lines.readline()

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from api_server import ApiServer, body
+from conditions import PATIENCE_S
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 LIMITS = {
@@ -265,7 +266,7 @@ def test_a_body_too_large(server: ApiServer) -> None:
 
 def test_a_body_that_does_not_come(server: ApiServer) -> None:
     host, port = server.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=10) as raw:
+    with socket.create_connection((host, int(port)), timeout=PATIENCE_S) as raw:
         raw.sendall(b"POST /tokenize HTTP/1.1\r\ncontent-length: 9\r\nx-request-timeout-s: 0.1\r\n\r\n{")
         answer = b"".join(iter(lambda: raw.recv(4096), b""))
     assert answer.startswith(b"HTTP/1.1 408 ")
@@ -284,7 +285,7 @@ def test_heads_too_large(server: ApiServer) -> None:
 @pytest.mark.parametrize("head", [b"x: " + b"y" * 3000, b"x: y\r\n" * 600])
 def test_a_head_that_does_not_end(server: ApiServer, head: bytes) -> None:
     host, port = server.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=10) as raw:
+    with socket.create_connection((host, int(port)), timeout=PATIENCE_S) as raw:
         raw.sendall(b"GET /health HTTP/1.1\r\n" + head)
         answer = b"".join(iter(lambda: raw.recv(4096), b""))
     assert answer.startswith(b"HTTP/1.1 431 ")
@@ -293,7 +294,7 @@ def test_a_head_that_does_not_end(server: ApiServer, head: bytes) -> None:
 
 def test_many_small_requests_on_one_connection_are_no_large_head(server: ApiServer) -> None:
     host, port = server.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=10) as raw:
+    with socket.create_connection((host, int(port)), timeout=PATIENCE_S) as raw:
         for _ in range(40):
             raw.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\npadding: " + b"y" * 100 + b"\r\n\r\n")
             answer = b""

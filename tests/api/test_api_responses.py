@@ -9,7 +9,8 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from api_server import ApiServer, body, until
+from api_server import ApiServer, body
+from conditions import until
 from openai import OpenAI
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter

@@ -9,7 +9,8 @@ from functools import partial
 from typing import Any
 
 import pytest
-from api_server import CONTEXT_TOKENS, ApiServer, body, until
+from api_server import CONTEXT_TOKENS, ApiServer, body
+from conditions import until
 from prometheus_client.parser import text_string_to_metric_families
 
 from disagg.core.errors import DisaggError

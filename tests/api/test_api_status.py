@@ -6,7 +6,8 @@ import random
 
 import msgspec
 import pytest
-from api_server import ApiServer, until
+from api_server import ApiServer
+from conditions import until
 from prometheus_client.parser import text_string_to_metric_families
 
 from disagg.api.quantiles import RollingQuantiles

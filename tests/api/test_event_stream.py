@@ -7,6 +7,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
+from conditions import until_async
 
 from disagg.api.answers import Answers, Sink
 from disagg.api.body_writer import EXTENSION
@@ -80,12 +81,6 @@ class Client:
         return {"type": "http.disconnect"}
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not condition():
-            await asyncio.sleep(0)
-
-
 def run(work: Callable[[Client], Coroutine[Any, Any, None]]) -> None:
     async def main() -> None:
         client = Client()
@@ -102,7 +97,7 @@ def run(work: Callable[[Client], Coroutine[Any, Any, None]]) -> None:
 def test_tokens_behind_the_first_are_written_at_once() -> None:
     async def work(client: Client) -> None:
         client.put("a")
-        await until(lambda: client.texts == "a")
+        await until_async(lambda: client.texts == "a")
         await asyncio.sleep(0)
         for text in "bcd":
             client.put(text)
@@ -120,7 +115,7 @@ def test_tokens_behind_the_first_are_written_at_once() -> None:
 def test_a_slow_client_gets_everything_in_order() -> None:
     async def work(client: Client) -> None:
         client.put("a")
-        await until(lambda: client.texts == "a")
+        await until_async(lambda: client.texts == "a")
         client.reads = False
         client.blocked.clear()
         letters = "bcdefghijk" * EVENTS_AT_ONCE
@@ -132,7 +127,7 @@ def test_a_slow_client_gets_everything_in_order() -> None:
         client.put("M")
         assert client.texts == "a"
         client.blocked.set()
-        await until(lambda: client.texts == f"a{letters}LM")
+        await until_async(lambda: client.texts == f"a{letters}LM")
         client.put("N")
         client.put("O", "stop")
         await client.task
@@ -144,7 +139,7 @@ def test_a_slow_client_gets_everything_in_order() -> None:
 def test_an_error_while_unsent_events_are_sent_is_raised() -> None:
     async def work(client: Client) -> None:
         client.put("a")
-        await until(lambda: client.texts == "a")
+        await until_async(lambda: client.texts == "a")
         client.reads, client.send_error = False, OSError("broken")
         client.put("b")
         with pytest.raises(OSError, match="broken"):
@@ -180,7 +175,7 @@ def test_a_client_that_goes_aborts_its_answer(begun: bool) -> None:
     async def work(client: Client) -> None:
         if begun:
             client.put("a")
-            await until(lambda: client.texts == "a")
+            await until_async(lambda: client.texts == "a")
         client.gone.set()
         await client.task
         assert client.exchange.ended == CLIENT_GONE

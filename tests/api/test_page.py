@@ -11,8 +11,9 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
-from api_server import ApiServer, body, until
+from api_server import ApiServer, body
 from browser import CHROMIUM, WHY_SKIPPED, Browser, Tab
+from conditions import until
 from msgspec.structs import replace
 from page_server import PageServer
 from status_pictures import service, with_states, with_tiers

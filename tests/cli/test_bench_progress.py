@@ -5,20 +5,19 @@ from __future__ import annotations
 import queue
 
 import pytest
+from conditions import PATIENCE_S
 
 from disagg.cli.bench.common import latest_lines, progress, progress_lines
-
-TIMEOUT_S = 30.0
 
 
 def test_a_changed_text_is_reported_and_an_equal_one_is_not() -> None:
     lines: queue.Queue[str] = queue.Queue()
     with latest_lines(lines.put, 0.001) as update:
         update("copies")
-        assert lines.get(timeout=TIMEOUT_S) == "copies"
+        assert lines.get(timeout=PATIENCE_S) == "copies"
         update("copies")
         update("loading")
-        assert lines.get(timeout=TIMEOUT_S) == "loading"
+        assert lines.get(timeout=PATIENCE_S) == "loading"
     assert lines.empty()
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
-from api_server import until
+from conditions import PATIENCE_S, until
 from fake_ranks import FakeCall, FakeRanks
 
 from disagg.cluster import pulses
@@ -29,8 +29,6 @@ from transport.keys.curve import KeySet, make_keys
 from transport.keys.ring import KeyRing
 
 pytestmark = pytest.mark.usefixtures("short_waits")
-
-TIMEOUT_S = 10.0
 
 
 @pytest.fixture
@@ -159,10 +157,10 @@ def test_a_death_is_told_to_all_others_and_of_its_group_once(cluster: Cluster, r
     ranks.calls.clear()
     first, second = cluster.prefill.actors
     first.die()
-    assert addresses.get(timeout=TIMEOUT_S) == "tcp://prefill/0"
+    assert addresses.get(timeout=PATIENCE_S) == "tcp://prefill/0"
     assert ranks.calls == [f"{name} peer_lost tcp://prefill/0" for name in ("prefill/1", "decode/0")]
     second.die()
-    assert addresses.get(timeout=TIMEOUT_S) == "tcp://prefill/1"
+    assert addresses.get(timeout=PATIENCE_S) == "tcp://prefill/1"
     assert groups == ["prefill"]
     assert ranks.calls[2:] == ["decode/0 peer_lost tcp://prefill/1"]
 
@@ -177,7 +175,7 @@ def test_a_broken_group_is_reported_with_its_reason(
     groups: queue.Queue[Group] = queue.Queue()
     cluster.on_group_lost(groups.put)
     cluster.decode.actors[0].die(result)
-    group = groups.get(timeout=TIMEOUT_S)
+    group = groups.get(timeout=PATIENCE_S)
     assert (group.name, group.why_lost) == ("decode", why)
 
 
@@ -210,7 +208,7 @@ def test_a_rank_that_answers_nothing_is_killed_with_its_group(ranks: FakeRanks) 
     cluster.start(lambda text: None)
     try:
         cluster.prefill.actors[1].stopped = True
-        group = groups.get(timeout=TIMEOUT_S)
+        group = groups.get(timeout=PATIENCE_S)
         assert ranks.killed == ["prefill"]
         assert (group.name, group.lost) == ("prefill", {1})
         assert group.why_lost == "rank 1 has not answered for 0.5 s (cluster.hang_timeout_s)"
@@ -243,7 +241,7 @@ def test_a_new_group_waits_until_a_group_that_is_cut_off_is_killed(
     cluster.start(lambda text: None)
     try:
         cluster.prefill.actors[1].stopped = True
-        assert CutReach.looked.wait(TIMEOUT_S)
+        assert CutReach.looked.wait(PATIENCE_S)
         [new] = cluster.add_groups("decode", 1, lambda text: None)
         assert new.up
         assert ranks.killed == ["prefill"]
@@ -285,10 +283,10 @@ def test_when_ray_fails_every_rank_is_killed_and_nothing_is_replaced(
     cluster.on_group_lost(groups.append)
     cluster.on_lost(addresses.put)
     ranks.failed = "Ray's raylet (pid 7) has ended"
-    assert failed.wait(TIMEOUT_S)
+    assert failed.wait(PATIENCE_S)
     assert ranks.killed == ["prefill", "decode"]
     assert cluster.failed == "Ray's raylet (pid 7) has ended"
-    assert {addresses.get(timeout=TIMEOUT_S) for _ in range(3)} == {
+    assert {addresses.get(timeout=PATIENCE_S) for _ in range(3)} == {
         "tcp://prefill/0",
         "tcp://prefill/1",
         "tcp://decode/0",
@@ -313,7 +311,7 @@ def test_a_group_that_loses_a_rank_while_it_is_linked_does_not_come_up(
     def strike(calls: Sequence[FakeCall], timeout_s: float) -> list[Any]:
         if calls[0].name == "decode-2/0 link":
             cluster.groups[-1].actors[0].die()
-            assert lost.wait(TIMEOUT_S)
+            assert lost.wait(PATIENCE_S)
         return results(calls, timeout_s)
 
     monkeypatch.setattr(ranks, "results", strike)
@@ -372,7 +370,7 @@ def test_groups_of_a_killed_launch_are_adopted_and_none_is_started(ranks: FakeRa
         groups: queue.Queue[Group] = queue.Queue()
         cluster.on_group_lost(groups.put)
         cluster.decode.actors[0].die()
-        assert groups.get(timeout=TIMEOUT_S).name == "decode", "it is supervised"
+        assert groups.get(timeout=PATIENCE_S).name == "decode", "it is supervised"
         cluster.take_down(cluster.decode)
         assert cluster.add_groups("decode", 1, lambda text: None)[0].name == "decode-2"
         assert {owner.token for owner in ranks.owners} == {"new"}
@@ -458,7 +456,7 @@ def test_a_launch_that_lost_its_groups_to_another_one_ends_and_leaves_them(
     cluster.on_failed(failed.set)
     cluster.place("decode", lambda text: None)  # no launch adopts a group that starts
     cluster.decode.actors[0].die(DISOWNED)
-    assert failed.wait(TIMEOUT_S)
+    assert failed.wait(PATIENCE_S)
     cluster.stop()
     assert (ranks.killed, ranks.taken_down) == ([], ["decode-2"])
     with pytest.raises(DisaggError, match="another launch has adopted the group, which continues"):

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from conditions import PATIENCE_S, until_async
 from structlog.testing import capture_logs
 
 from disagg.api.service import Service
@@ -28,7 +29,6 @@ from transport.control.inproc import InprocControl, InprocHub
 from transport.control.reliable import ReliableOptions
 
 SHORT = ReliableOptions(heartbeat_s=0.05, peer_timeout_s=0.4)
-TIMEOUT_S = 10.0
 
 
 def group(name: str, ranks: int = 1, addresses: str = "", **limits: int) -> GroupInfo:
@@ -90,12 +90,6 @@ def names(router: Router) -> list[str]:
     return [engine.group.name for engine in router.engines]
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(TIMEOUT_S):
-        while not condition():
-            await asyncio.sleep(0.002)
-
-
 def run(main: Coroutine[None, None, None]) -> None:
     asyncio.run(main)
 
@@ -105,13 +99,13 @@ def test_a_router_hears_of_groups_at_once_and_when_they_change(place: DirectoryH
         place.tell([group("prefill")], [])
         async with place.router() as (router, _):
             assert router.missing() == ["decode", "prefill"], "not ready before it has heard"
-            await until(lambda: names(router) == ["prefill"])
+            await until_async(lambda: names(router) == ["prefill"])
             assert router.missing() == ["decode"]
             place.tell([group("prefill"), group("decode"), group("decode-2")], [])
-            await until(lambda: names(router) == ["prefill", "decode", "decode-2"])
+            await until_async(lambda: names(router) == ["prefill", "decode", "decode-2"])
             assert router.missing() == []
             async with place.router("second") as (second, _):
-                await until(lambda: names(second) == names(router))
+                await until_async(lambda: names(second) == names(router))
 
     run(main())
 
@@ -147,10 +141,10 @@ def test_a_server_that_joins_has_the_limits_of_a_server_of_the_same_groups(place
             ):
                 place.tell(groups, draining)
                 owned = service_of(Router(dispatcher, [one for one in groups if one.name not in draining]))
-                await until(lambda owned=owned: limits_of(joining) == limits_of(owned))
+                await until_async(lambda owned=owned: limits_of(joining) == limits_of(owned))
                 assert limits_of(given) == (3, limits_of(owned)[1])
             place.tell([prefill], [])
-            await until(lambda: names(router) == ["prefill"])
+            await until_async(lambda: names(router) == ["prefill"])
             assert limits_of(joining) == (9, 4096), (
                 "nothing decodes: the server refuses requests, its limit stays"
             )
@@ -163,7 +157,7 @@ def test_a_group_of_another_model_is_not_used(place: DirectoryHarness) -> None:
         other = msgspec.structs.replace(group("decode"), fingerprint="another")
         place.tell([group("prefill"), other], [])
         async with place.router() as (router, _):
-            await until(lambda: names(router) == ["prefill"])
+            await until_async(lambda: names(router) == ["prefill"])
 
     run(main())
 
@@ -173,16 +167,16 @@ def test_a_group_drains_until_no_router_uses_it(place: DirectoryHarness) -> None
         groups = [group("prefill"), group("decode"), group("decode-2")]
         place.tell(groups, [])
         async with place.router() as (router, _), place.router("idle") as (idle, _):
-            await until(lambda: len(names(router)) == len(names(idle)) == 3)
+            await until_async(lambda: len(names(router)) == len(names(idle)) == 3)
             engine = next(e for e in router.engines if e.group.name == "decode-2")
             engine.requests = 1
             place.tell(groups, ["decode-2"])
             assert not await asyncio.to_thread(place.directory.wait_unused, ["decode-2"], 0.05)
-            await until(lambda: names(idle) == ["prefill", "decode"])
+            await until_async(lambda: names(idle) == ["prefill", "decode"])
             assert engine.draining
             assert not await asyncio.to_thread(place.directory.wait_unused, ["decode-2"], 0.05)
             engine.requests = 0
-            assert await asyncio.to_thread(place.directory.wait_unused, ["decode-2"], TIMEOUT_S)
+            assert await asyncio.to_thread(place.directory.wait_unused, ["decode-2"], PATIENCE_S)
             assert names(router) == ["prefill", "decode"]
             assert not await asyncio.to_thread(place.directory.wait_unused, ["decode"], 0.0)
 
@@ -195,15 +189,15 @@ def test_a_group_that_a_new_directory_does_not_drain_is_used_again(place: Direct
     async def main() -> None:
         place.tell([group("prefill"), group("decode")], [])
         async with place.router() as (router, _):
-            await until(lambda: not router.missing())
+            await until_async(lambda: not router.missing())
             engine = next(e for e in router.engines if e.group.name == "decode")
             engine.requests = 1
             place.tell([group("prefill"), group("decode")], ["decode"])
-            await until(lambda: engine.draining)
+            await until_async(lambda: engine.draining)
             await asyncio.to_thread(place.directory.close)
             place.directory = place.new_directory()
             place.tell([group("prefill"), group("decode")], [])
-            await until(lambda: not engine.draining)
+            await until_async(lambda: not engine.draining)
             engine.requests = 0
             assert not await asyncio.to_thread(place.directory.wait_unused, ["decode"], 0.1)
             assert names(router) == ["prefill", "decode"]
@@ -218,16 +212,16 @@ def test_lists_in_quick_succession_drain_a_group_again(place: DirectoryHarness) 
         groups = [group("prefill"), group("decode")]
         place.tell(groups, [])
         async with place.router() as (router, _):
-            await until(lambda: not router.missing())
+            await until_async(lambda: not router.missing())
             engine = next(e for e in router.engines if e.group.name == "decode")
             engine.requests = 1
             follower = Follower(router)
             follower.apply(groups, ["decode"])
-            await until(lambda: engine.draining)
+            await until_async(lambda: engine.draining)
             follower.apply(groups, [])
             follower.apply(groups, ["decode"])
             engine.requests = 0
-            await until(lambda: names(router) == ["prefill"])
+            await until_async(lambda: names(router) == ["prefill"])
 
     run(main())
 
@@ -235,14 +229,14 @@ def test_lists_in_quick_succession_drain_a_group_again(place: DirectoryHarness) 
 def test_a_new_group_is_known_when_every_router_uses_it(place: DirectoryHarness) -> None:
     """A router that refuses it is named; one that is gone does not count."""
 
-    async def known(*names: str, timeout_s: float = TIMEOUT_S) -> tuple[str, ...]:
+    async def known(*names: str, timeout_s: float = PATIENCE_S) -> tuple[str, ...]:
         return await asyncio.to_thread(place.directory.wait_known, names, timeout_s)
 
     async def main() -> None:
         place.tell([group("decode")], [])
         assert await known("decode") == (), "no router is connected"
         async with place.router() as (router, _), place.router("other") as (other, _):
-            await until(lambda: len(place.directory.routers) == 2)
+            await until_async(lambda: len(place.directory.routers) == 2)
             assert await known("decode") == ()
             place.tell([group("decode"), group("decode-2")], [])
             assert await known("decode-2") == ()
@@ -261,11 +255,11 @@ def test_a_router_that_is_gone_is_not_waited_for(place: DirectoryHarness) -> Non
     async def main() -> None:
         place.tell([group("decode")], [])
         async with place.router() as (router, _):
-            await until(lambda: names(router) == ["decode"])
+            await until_async(lambda: names(router) == ["decode"])
             router.engines[0].requests = 1
             place.tell([group("decode")], ["decode"])
             place.hub.cut("router")
-            assert await asyncio.to_thread(place.directory.wait_unused, ["decode"], TIMEOUT_S)
+            assert await asyncio.to_thread(place.directory.wait_unused, ["decode"], PATIENCE_S)
             assert place.directory.routers == ()
 
     run(main())
@@ -275,11 +269,11 @@ def test_a_router_that_leaves_says_so(place: DirectoryHarness) -> None:
     async def main() -> None:
         place.tell([group("decode")], [])
         async with place.router() as (router, _):
-            await until(lambda: names(router) == ["decode"])
+            await until_async(lambda: names(router) == ["decode"])
             assert not await asyncio.to_thread(place.directory.wait_unused, ["decode"], 0.0)
         place.hub.cut("router")
         began_s = time.monotonic()
-        assert await asyncio.to_thread(place.directory.wait_unused, ["decode"], TIMEOUT_S)
+        assert await asyncio.to_thread(place.directory.wait_unused, ["decode"], PATIENCE_S)
         assert time.monotonic() - began_s < SHORT.peer_timeout_s / 2, "before its silence was noticed"
 
     run(main())
@@ -292,9 +286,9 @@ def test_an_answer_to_older_news_hides_nothing(place: DirectoryHarness) -> None:
     async def main() -> None:
         place.tell([], [])
         async with place.router() as (router, _):
-            await until(lambda: place.directory.routers == ("router",))
+            await until_async(lambda: place.directory.routers == ("router",))
             place.tell([group("decode")], [])
-            await until(lambda: names(router) == ["decode"])
+            await until_async(lambda: names(router) == ["decode"])
             place.hub.release()
             assert not await asyncio.to_thread(place.directory.wait_unused, ["decode"], 0.1)
 
@@ -307,15 +301,15 @@ def test_a_group_that_vanishes_ends_its_requests_and_its_addresses_may_come_back
     async def main() -> None:
         place.tell([group("prefill", 2), group("decode")], [])
         async with place.router() as (router, dispatcher):
-            await until(lambda: not router.missing())
+            await until_async(lambda: not router.missing())
             with dispatcher.open(RequestKey("r")) as box:
                 place.tell([group("decode")], [])
-                async with asyncio.timeout(TIMEOUT_S):
+                async with asyncio.timeout(PATIENCE_S):
                     lost = {(await box.get())[0] for _ in range(2)}
             assert lost == {"prefill/0", "prefill/1"}
             assert router.missing() == ["prefill"]
             place.tell([group("decode"), group("prefill-2", 2, addresses="prefill")], [])
-            await until(lambda: names(router) == ["decode", "prefill-2"])
+            await until_async(lambda: names(router) == ["decode", "prefill-2"])
             assert router.missing() == [], "the new group is not the one that died"
 
     run(main())
@@ -325,13 +319,13 @@ def test_a_lost_directory_is_asked_again_and_its_groups_are_used_on(place: Direc
     async def main() -> None:
         place.tell([group("prefill"), group("decode")], [])
         async with place.router() as (router, dispatcher):
-            await until(lambda: not router.missing())
+            await until_async(lambda: not router.missing())
             await asyncio.to_thread(place.directory.close)
-            await until(lambda: "directory" in dispatcher.lost)
+            await until_async(lambda: "directory" in dispatcher.lost)
             assert router.missing() == []
             place.directory = place.new_directory()
             place.tell([group("decode"), group("prefill-7")], [])
-            await until(lambda: names(router) == ["decode", "prefill-7"])
+            await until_async(lambda: names(router) == ["decode", "prefill-7"])
 
     run(main())
 
@@ -344,13 +338,13 @@ def test_a_directory_that_starts_says_nothing_of_groups_before_it_has_found_them
     async def main() -> None:
         place.tell([group("prefill")], [])
         async with place.router() as (router, _):
-            await until(lambda: names(router) == ["prefill"])
+            await until_async(lambda: names(router) == ["prefill"])
             with capture_logs() as lines:
                 await asyncio.to_thread(place.directory.close)
                 place.directory = place.new_directory()
-                await until(lambda: bool(place.directory.routers))
+                await until_async(lambda: bool(place.directory.routers))
                 place.tell([group("prefill"), group("decode")], [])
-                await until(lambda: names(router) == ["prefill", "decode"])
+                await until_async(lambda: names(router) == ["prefill", "decode"])
             assert "group_gone" not in [line["event"] for line in lines]
 
     run(main())

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
 import pytest
+from conditions import PATIENCE_S, until
 
 from disagg.cluster.guard import processes_of
 from disagg.cluster.local_ray import PrivateRay, guarded
 
 ROOT = Path(__file__).parents[2]
-TIMEOUT_S = 30.0
 COMMAND = """
 import subprocess, sys, time
 from pathlib import Path
@@ -35,10 +34,10 @@ with guarded(folder):
 
 
 def until_gone(process: psutil.Process) -> None:
-    until_s = time.monotonic() + TIMEOUT_S
-    while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
-        assert time.monotonic() < until_s, process
-        time.sleep(0.01)
+    until(
+        lambda: not process.is_running() or process.status() == psutil.STATUS_ZOMBIE,
+        lambda: f"{process} ends",
+    )
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the guard reads /proc")
@@ -65,7 +64,7 @@ def test_nothing_outlives_the_command(tmp_path: Path, killed: bool) -> None:
                 command.stdin.close()
             for process in ours:
                 until_gone(process)
-            command.wait(TIMEOUT_S)
+            command.wait(PATIENCE_S)
             assert other.is_running(), "a process that is not Ray's goes on"
         finally:
             for process in (other, *ours):
@@ -73,10 +72,7 @@ def test_nothing_outlives_the_command(tmp_path: Path, killed: bool) -> None:
                     process.kill()
             command.kill()
     assert command.returncode == (-9 if killed else 0), "the guard spares the command"
-    until_s = time.monotonic() + TIMEOUT_S
-    while killed and folder.exists():
-        assert time.monotonic() < until_s
-        time.sleep(0.01)
+    until(lambda: not killed or not folder.exists(), "the folder is removed")
     assert folder.exists() is not killed, (
         "a command that ends by itself removes its folder, or keeps the logs"
     )
@@ -96,7 +92,7 @@ def test_a_failed_ray_is_named_and_its_processes_are_killed(tmp_path: Path) -> N
             until_gone(psutil.Process(raylet.pid))
             assert private.failure() == f"Ray's raylet (pid {raylet.pid}) has ended"
             private.kill()
-            assert agent.wait(TIMEOUT_S) == -9
+            assert agent.wait(PATIENCE_S) == -9
             assert private.failure(), "also when its status was read"
         finally:
             for process in (raylet, agent):

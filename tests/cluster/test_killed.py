@@ -6,12 +6,12 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import httpx
 import psutil
 import pytest
+from conditions import PATIENCE_S, until
 from serve_process import (
     GONE_S,
     LIGHT,
@@ -27,20 +27,12 @@ from serve_process import (
 
 from disagg.model.load.tiny import make_tiny_checkpoint
 
-TIMEOUT_S = 60.0
 START_END_S = 3.0
 STALL_S = 2.0
 """Longest time for which a loaded machine may run none of the processes."""
 HANG_S = 8.0
 STOPPED_S = 5.0
 """A stop that costs time only."""
-
-
-def until(condition: Callable[[], bool], timeout_s: float = TIMEOUT_S) -> None:
-    until_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < until_s, "not in time"
-        time.sleep(0.02)
 
 
 def rank(served: Served, actor: str) -> psutil.Process:
@@ -52,7 +44,7 @@ def rank(served: Served, actor: str) -> psutil.Process:
 
 
 def ready(served: Served) -> bool:
-    return httpx.get(f"{served.url}/ready", trust_env=False, timeout=TIMEOUT_S).status_code == 200
+    return httpx.get(f"{served.url}/ready", trust_env=False, timeout=PATIENCE_S).status_code == 200
 
 
 def answers(served: Served) -> bool:
@@ -96,7 +88,7 @@ def test_a_signal_to_the_process_group_ends_the_server_in_order(tmp_path: Path) 
         assert served.process.pid not in groups, "Ray must not receive the signals of the command's group"
         began_s = time.monotonic()
         os.killpg(served.process.pid, signal.SIGTERM)
-        assert served.process.wait(TIMEOUT_S) == 0, served.log.read_text()
+        assert served.process.wait(PATIENCE_S) == 0, served.log.read_text()
         assert time.monotonic() - began_s < GONE_S, served.log.read_text()
         until_gone(family)
         log = served.log.read_text()
@@ -116,7 +108,7 @@ def test_a_signal_while_ray_starts_ends_the_command(tmp_path: Path, number: sign
         family = starting.family()
         os.killpg(starting.process.pid, number)
         began_s = time.monotonic()
-        assert starting.process.wait(TIMEOUT_S) == 130, starting.log.read_text()
+        assert starting.process.wait(PATIENCE_S) == 130, starting.log.read_text()
         assert time.monotonic() - began_s < START_END_S + STALL_S, starting.log.read_text()
         until_gone(family)
         log = starting.log.read_text()
@@ -138,7 +130,7 @@ def test_a_short_stop_costs_time_and_a_long_one_the_group(tmp_path: Path) -> Non
         assert "group_lost" not in served.log.read_text()
 
         decode.suspend()
-        until_gone([decode], 2 * HANG_S + TIMEOUT_S)
+        until_gone([decode], 2 * HANG_S + PATIENCE_S)
         until(lambda: not ready(served))
         until(lambda: ready(served))
         assert answers(served)

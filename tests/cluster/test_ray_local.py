@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from conditions import PATIENCE_S
 from structlog.testing import capture_logs
 
 from disagg.cluster.local_ray import LOOPBACK_ENV, ensure_token, loopback_env, session_folder
@@ -159,5 +160,5 @@ def test_a_call_after_the_end_starts_no_new_ray() -> None:
         "    raise SystemExit(0 if not ray.is_initialized() else 7)\n"
         "raise SystemExit(8)\n"
     )
-    ended = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], timeout=60)
+    ended = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], timeout=PATIENCE_S)
     assert ended.returncode == 0

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from api_server import until
+from conditions import PATIENCE_S, until
 from fake_ranks import SPEC, FakeRanks
 
 from disagg.cluster.group import Group
@@ -25,7 +25,6 @@ from transport.keys.curve import make_keys
 
 pytestmark = pytest.mark.usefixtures("short_waits")
 
-TIMEOUT_S = 10.0
 BATCH = [m.RollSetting("decode", "max_requests", 7, "flag decode.max_requests")]
 """A changed setting of decode groups alone."""
 CHUNK = m.RollSetting("prefill", "chunk_tokens", 64, "flag prefill.chunk_tokens")
@@ -95,7 +94,7 @@ class System:
                 self.steps.append(message.text)
 
         def wait() -> m.Rolled:
-            assert ended.wait(TIMEOUT_S), replies
+            assert ended.wait(PATIENCE_S), replies
             last = replies[-1]
             assert isinstance(last, m.Rolled)
             return last
@@ -133,7 +132,7 @@ def system(
 ) -> Iterator[System]:
     config = Config(
         model=ModelConfig(deterministic=deterministic),
-        cluster=ClusterConfig(**({"restart_backoff_s": 0.0, "start_timeout_s": TIMEOUT_S} | cluster)),
+        cluster=ClusterConfig(**({"restart_backoff_s": 0.0, "start_timeout_s": PATIENCE_S} | cluster)),
         transfer=TransferConfig(drain_timeout_s=0.2),
     )
     ranks = Devices(devices)

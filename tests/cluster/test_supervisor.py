@@ -10,14 +10,13 @@ from typing import Any
 
 import pytest
 import structlog
+from conditions import PATIENCE_S, until
 
 from disagg.cluster.supervisor import Supervisor, supervised
 from disagg.core.config.read import ClusterConfig, Config, TransferConfig
 from disagg.core.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("short_waits")
-
-TIMEOUT_S = 10.0
 
 
 @dataclass(eq=False)
@@ -71,7 +70,7 @@ class FakeCluster:
         assert count == 1
         self.starts += 1
         if self.blocked is not None:
-            assert self.blocked.wait(TIMEOUT_S)
+            assert self.blocked.wait(PATIENCE_S)
             raise ConfigError("abandoned")
         if self.failing:
             self.failing -= 1
@@ -117,7 +116,7 @@ class RouterUpdates:
         with self._changed:
             expected = (sorted(names), list(draining))
             assert self._changed.wait_for(
-                lambda: any((sorted(g), d) == expected for g, d in self.announced), TIMEOUT_S
+                lambda: any((sorted(g), d) == expected for g, d in self.announced), PATIENCE_S
             ), self.announced
 
 
@@ -130,15 +129,6 @@ def logs() -> Iterator[list[Any]]:
 def cluster_with(**settings: Any) -> FakeCluster:
     cluster = ClusterConfig(**{"restart_backoff_s": 0.0, **settings})
     return FakeCluster(Config(cluster=cluster, transfer=TransferConfig(drain_timeout_s=0.2)))
-
-
-def until(condition: Callable[[], bool]) -> None:
-    done = threading.Event()
-    for _ in range(int(TIMEOUT_S / 0.005)):
-        if condition():
-            return
-        done.wait(0.005)
-    raise AssertionError("it did not happen in time")
 
 
 def scaled(supervisor: Supervisor, role: str, count: int) -> str:
@@ -274,7 +264,7 @@ def test_a_stop_does_not_wait_for_a_group_that_starts(logs: list[Any]) -> None:
     with supervised(cluster, updates.announce, updates.wait_unused) as supervisor:  # type: ignore[arg-type]
         cluster.die("decode")
         until(lambda: cluster.starts == 1)
-        assert supervisor.drain(TIMEOUT_S, threading.Event())
+        assert supervisor.drain(PATIENCE_S, threading.Event())
     assert updates.announced[-1] == (["prefill"], ["prefill"])
     assert not any(line["event"] == "group_stays_down" for line in logs)
 

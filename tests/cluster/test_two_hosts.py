@@ -7,7 +7,7 @@ from concurrent.futures import Future
 
 import httpx
 import pytest
-from api_server import until
+from conditions import until
 from two_host_site import TOKENS, Site, site
 from two_hosts import two_hosts, why_not
 
@@ -77,12 +77,12 @@ def test_requests_go_on_after_a_long_cut(running: Site, expected: list[str], end
     running.hosts.link.cut(*ends)
     assert not streaming.done()
     asked = [running.ask(prompt) for prompt in PROMPTS]
-    until(lambda: not running.ready(), timeout_s=30)
+    until(lambda: not running.ready())
     running.hosts.link.mend()
     assert texts(asked) == expected
     assert texts([streaming]) == texts([running.ask(PROMPTS[1], **LONG)])
     assert running.log("router").count("request_recovered") > recovered
-    until(running.ready, timeout_s=30)
+    until(running.ready)
     assert texts([running.ask(prompt) for prompt in PROMPTS]) == expected
 
 

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launched import PROMPT, answer, joined_router, names, scale_to, until
+from conditions import until_async
+from launched import PROMPT, answer, joined_router, names, scale_to
 
 from disagg.cluster.directory import Directory
 from disagg.cluster.lifecycle import Cluster
@@ -62,7 +63,7 @@ def test_groups_that_die_are_replaced_and_their_number_can_be_changed(tmp_path: 
 
     async def main(cluster: Cluster) -> None:
         async with joined_router(config, keys, directory.address) as router:
-            await until(lambda: not router.missing())
+            await until_async(lambda: not router.missing())
             assert await answer(router, "r0", GREEDY) == expected
             await killed(cluster, router)
             await broken(cluster, router)
@@ -73,9 +74,9 @@ def test_groups_that_die_are_replaced_and_their_number_can_be_changed(tmp_path: 
         running = asyncio.create_task(answer(router, "r1", GREEDY))
         pids = [started.pid for started in cluster.prefill.started]
         os.kill(pids[1], signal.SIGKILL)
-        await until(lambda: "prefill" not in names(router))
+        await until_async(lambda: "prefill" not in names(router))
         await asyncio.gather(running, return_exceptions=True)
-        await until(lambda: names(router) == ["decode", "prefill-2"])
+        await until_async(lambda: names(router) == ["decode", "prefill-2"])
         assert await answer(router, "r2", GREEDY) == expected
 
     async def broken(cluster: Cluster, router: Router) -> None:
@@ -85,12 +86,12 @@ def test_groups_that_die_are_replaced_and_their_number_can_be_changed(tmp_path: 
         (decode,) = [group for group in cluster.groups if group.name == "decode"]
         ray.get(decode.actors[0].__ray_call__.remote(lambda host: setattr(host.node, "executor", None)))
         assert await answer(router, "r3", GREEDY) == expected, "it goes on in the group's replacement"
-        await until(lambda: names(router) == ["decode-2", "prefill-2"])
+        await until_async(lambda: names(router) == ["decode-2", "prefill-2"])
         assert await answer(router, "r4", GREEDY) == expected
 
     async def scaled(router: Router) -> None:
         await asyncio.to_thread(scale_to, config, keys, directory.address, {"decode": 2})
-        await until(lambda: names(router) == ["decode-2", "decode-3", "prefill-2"])
+        await until_async(lambda: names(router) == ["decode-2", "decode-3", "prefill-2"])
         assert await asyncio.gather(*(answer(router, f"more{i}", GREEDY) for i in range(4))) == [expected] * 4
         await asyncio.to_thread(scale_to, config, keys, directory.address, {"decode": 1})
         assert names(router) == ["decode-2", "prefill-2"], (

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 
 import pytest
+from conditions import PATIENCE_S
 
 from disagg.cluster.directory import Directory
 from disagg.commands.roll import roll
@@ -16,7 +17,6 @@ from transport.control.inproc import InprocControl, InprocHub
 from transport.control.reliable import ReliableOptions
 
 SHORT = ReliableOptions(heartbeat_s=0.05, peer_timeout_s=0.4)
-TIMEOUT_S = 10.0
 REQUEST = m.Roll([m.RollSetting("decode", "max_requests", 2, "flag decode.max_requests")])
 
 
@@ -105,7 +105,7 @@ def test_a_signal_stops_the_roll_and_waits_for_its_end(script: Script) -> None:
     )
     with pytest.raises(KeyboardInterrupt):
         script.roll()
-    assert script.stopped.get(timeout=TIMEOUT_S) == "operator"
+    assert script.stopped.get(timeout=PATIENCE_S) == "operator"
     assert script.lines[-1].startswith(
         "the operator has stopped the roll. new groups: decode-2; old groups: decode. All of them serve"
     )
@@ -121,9 +121,9 @@ def test_a_second_signal_does_not_wait_and_the_lost_operator_stops_the_roll(scri
     script.on_begin = begin
     with pytest.raises(KeyboardInterrupt):
         script.roll()
-    assert script.stopped.get(timeout=TIMEOUT_S) == "operator"
+    assert script.stopped.get(timeout=PATIENCE_S) == "operator"
     script.hub.cut("operator")
-    assert script.stopped.get(timeout=TIMEOUT_S) == "operator", "also without a message"
+    assert script.stopped.get(timeout=PATIENCE_S) == "operator", "also without a message"
 
 
 def test_a_lost_directory_ends_the_command(script: Script) -> None:
@@ -132,4 +132,4 @@ def test_a_lost_directory_ends_the_command(script: Script) -> None:
     script.on_begin = cutter.start
     with pytest.raises(PeerLostError, match="no directory answers at directory"):
         script.roll()
-    cutter.join(TIMEOUT_S)
+    cutter.join(PATIENCE_S)

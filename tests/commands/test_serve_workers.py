@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from conditions import PATIENCE_S
 from serve_process import LIGHT, Command, command, until_gone
 
 from disagg.commands import workers
@@ -20,7 +21,6 @@ from disagg.model.load.tiny import make_tiny_checkpoint
 from transport.keys.curve import make_keys
 from transport.keys.file import save_keys
 
-END_S = 60.0
 SIGNAL_END_S = 20.0
 
 
@@ -52,7 +52,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Command]:
 
 def ends(one: Command) -> str:
     """The log of a command, once it and its processes have ended."""
-    one.process.wait(END_S)
+    one.process.wait(PATIENCE_S)
     return one.log.read_text()
 
 
@@ -118,7 +118,7 @@ def test_a_signal_ends_all_workers(running: Command) -> None:
     family, began_s = running.family(), time.monotonic()
     assert len(family) > 2, "the parent and two workers"
     running.process.send_signal(signal.SIGTERM)
-    assert running.process.wait(END_S) == 0, running.log.read_text()
+    assert running.process.wait(PATIENCE_S) == 0, running.log.read_text()
     until_gone(family)
     assert time.monotonic() - began_s < SIGNAL_END_S
     assert running.log.read_text().count('"event": "stopping"') == 2, "each worker has drained"

@@ -7,6 +7,8 @@ import subprocess
 import sys
 import threading
 
+from conditions import PATIENCE_S
+
 from disagg.core.random_ids import IDS_AT_ONCE, random_id
 
 
@@ -15,7 +17,7 @@ def test_ids_differ_in_all_threads() -> None:
     barrier = threading.Barrier(4)
 
     def draw() -> None:
-        barrier.wait(10)
+        barrier.wait(PATIENCE_S)
         found.extend([random_id() for _ in range(5 * IDS_AT_ONCE)])
 
     threads = [threading.Thread(target=draw) for _ in range(4)]
@@ -45,4 +47,4 @@ assert not found & {random_id() for _ in range(IDS_AT_ONCE)}
 
 
 def test_a_forked_process_draws_its_own() -> None:
-    subprocess.run([sys.executable, "-c", FORKING], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", FORKING], check=True, timeout=PATIENCE_S)

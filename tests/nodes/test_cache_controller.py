@@ -7,6 +7,7 @@ from itertools import count
 
 import pytest
 import torch
+from conditions import PATIENCE_S
 from fake_model import STATE_FORMS
 
 from decode_node.costs import CostEstimates
@@ -74,7 +75,7 @@ class Controller:
             loaded.after(layer)
         numbers = {operation.number for operation in operations}
         with self.reported:
-            assert self.reported.wait_for(lambda: self.broken or numbers <= self.moved.keys(), 60)
+            assert self.reported.wait_for(lambda: self.broken or numbers <= self.moved.keys(), PATIENCE_S)
 
     def page(self, number: int) -> torch.Tensor:
         return self.pool.buffer[:, :, number * PAGE : (number + 1) * PAGE].clone()

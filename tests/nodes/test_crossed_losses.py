@@ -6,9 +6,8 @@ import threading
 from typing import Any
 
 import pytest
+from conditions import PATIENCE_S
 from local_groups import Checkpoints, exact_again, local_groups, small_config
-
-TIMEOUT_S = 20.0
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
@@ -19,12 +18,12 @@ def test_a_peer_that_is_met_before_its_loss_is_repeated(checkpoints: Checkpoints
         rank: Any = getattr(groups, role)[0]
         silences, other = rank.peers.silences, groups.infos["decode" if role == "prefill" else "prefill"]
         peer = other.leader.control_address
-        rank.transfer_loop.post(lambda: connected.wait(TIMEOUT_S))
+        rank.transfer_loop.post(lambda: connected.wait(PATIENCE_S))
         silences.dead(peer)  # as before `RankNode.link`
         rank.peers.silent(peer)
         silences.linked(other, [peer])  # as `RankNode.link` does at the end of its connect
         rank.peers.met(peer)
         connected.set()
-        rank.transfer_loop.call(lambda: None, TIMEOUT_S)
+        rank.transfer_loop.call(lambda: None, PATIENCE_S)
         groups.serve(lambda router: exact_again(router, checkpoints))
         assert not silences.silent

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import structlog
+from conditions import until
 from faulty_disk import ManualClock
-from page_peers import until
 
 from disagg.core.errors import TransportError
 from disagg.core.prefixes import PrefixKey

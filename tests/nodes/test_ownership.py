@@ -6,6 +6,7 @@ import threading
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 
 import pytest
+from conditions import PATIENCE_S
 
 from decode_node.rank import DecodeRank
 from disagg.core.config.read import Config
@@ -13,7 +14,6 @@ from disagg.node.host import RankHost
 from disagg.node.ownership import DISOWNED, NO_COUNTS, GroupCounts, Owner, Ownership
 from transport.keys.curve import make_keys
 
-TIMEOUT_S = 10.0
 LAPSE_S = 3.0
 FIRST, SECOND, THIRD = Owner("first", 1), Owner("second", 2), Owner("third", 3)
 
@@ -87,7 +87,7 @@ def test_a_rank_is_abandoned_when_the_pulses_end() -> None:
     for _ in range(20):
         assert not abandoned.wait(0.05), "the owner lives"
         ownership.pulse("first")
-    assert abandoned.wait(TIMEOUT_S)
+    assert abandoned.wait(PATIENCE_S)
 
 
 class Host(RankHost):
@@ -105,12 +105,12 @@ def test_a_later_park_of_the_owner_ends_the_earlier_one(time: Time) -> None:
     with ThreadPoolExecutor(3) as threads:
         earlier = threads.submit(host.park, "first")
         later = threads.submit(host.park, "first")
-        done, _ = wait([earlier, later], TIMEOUT_S, FIRST_COMPLETED)
+        done, _ = wait([earlier, later], PATIENCE_S, FIRST_COMPLETED)
         assert [one.result() for one in done] == [""]
         assert host.park("another launch") == DISOWNED
         assert not (earlier.done() and later.done())
         host.stop(0.0)
-        assert (earlier.result(TIMEOUT_S), later.result(TIMEOUT_S)) == ("", "")
+        assert (earlier.result(PATIENCE_S), later.result(PATIENCE_S)) == ("", "")
 
 
 def test_park_of_a_former_owner_ends_and_the_new_owner_s_does_not(time: Time) -> None:
@@ -126,11 +126,11 @@ def test_park_of_a_former_owner_ends_and_the_new_owner_s_does_not(time: Time) ->
         assert not host.pulse("stranger", NO_COUNTS)
         time.now_s += config.cluster.hang_timeout_s + 1.0  # its pulse has lapsed
         granted = host.claim(SECOND)
-        assert former.result(TIMEOUT_S) == DISOWNED
+        assert former.result(PATIENCE_S) == DISOWNED
         assert not host.pulse("first")
         owners = threads.submit(host.park, "second")
         host.stop(0.0)
-        assert owners.result(TIMEOUT_S) == ""
+        assert owners.result(PATIENCE_S) == ""
     assert granted.epoch == 2
     assert granted.record is not None
     assert granted.record.unusable == "its start or its end was interrupted"

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import structlog
 import torch
+from conditions import until
 from faulty_disk import ManualClock
-from page_peers import REPLY, ExchangingRank, PageCluster, Records, page_cluster, until
+from page_peers import REPLY, ExchangingRank, PageCluster, Records, page_cluster
 from slow_parameters import sampled
 from storage_pages import get, key, put
 

@@ -6,13 +6,12 @@ import threading
 from typing import Any
 
 import pytest
+from conditions import PATIENCE_S
 from local_groups import Checkpoints, ask, local_groups, random_prompts, small_config
 
 from disagg.core.types import RequestKey, SamplingParams
 from disagg.router.router import Router
 from transport.control import messages as m
-
-TIMEOUT_S = 20.0
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
@@ -40,11 +39,11 @@ def test_the_transfer_thread_does_not_wait_for_the_leader(
 
         with rank.leader.changed:
             for number in range(5):
-                rank.transfer_loop.call(lambda number=number: report(number), TIMEOUT_S)
+                rank.transfer_loop.call(lambda number=number: report(number), PATIENCE_S)
             assert handled == []
         for number in range(5, 10):
-            rank.transfer_loop.call(lambda number=number: report(number), TIMEOUT_S)
-        assert done.wait(TIMEOUT_S)
+            rank.transfer_loop.call(lambda number=number: report(number), PATIENCE_S)
+        assert done.wait(PATIENCE_S)
         assert handled == list(range(10))
 
         async def work(router: Router) -> None:
@@ -75,7 +74,7 @@ def test_a_handler_that_fails_delays_no_message_behind_it(
             patch.setattr(leader, "handle", handle)
             another = threading.Thread(target=post)
             another.start()
-            another.join(TIMEOUT_S)
+            another.join(PATIENCE_S)
             with pytest.raises(ExceptionGroup, match="posted"):
                 leader.handle_posted()
         assert handled == [0, 1, 2]

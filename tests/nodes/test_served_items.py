@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from conditions import PATIENCE_S
 
 from disagg.core.item_events import ItemChanges, ItemPosition
 from disagg.core.prefixes import PrefixKey
@@ -126,7 +127,7 @@ def test_a_plan_does_not_wait_for_a_reader_that_lacks_many_changes(
 
     def during_a_plan(changes: LoggedChanges) -> ItemChanges:
         plan.start()
-        plan.join(5.0)
+        plan.join(PATIENCE_S)
         assert not plan.is_alive(), "the compute thread waits"
         return events(changes)
 

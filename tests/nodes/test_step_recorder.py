@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from conditions import PATIENCE_S
 
 from disagg.core.config.read import MetricsConfig
 from disagg.core.profile.trace import WARM_STEPS
@@ -40,7 +41,9 @@ class Sent:
     def wait_for(self, kind: type[m.Message]) -> Any:
         """The first message of the kind."""
         with self._came:
-            assert self._came.wait_for(lambda: any(isinstance(one, kind) for one in self.messages), 30)
+            assert self._came.wait_for(
+                lambda: any(isinstance(one, kind) for one in self.messages), PATIENCE_S
+            )
             return next(one for one in self.messages if isinstance(one, kind))
 
 
@@ -201,7 +204,7 @@ def test_the_profiler_starts_and_stops_outside_of_the_time_of_a_step(tmp_path: P
 
     thread = ComputeThread("decode r0", next_plan, step, lambda: None, lambda error: None, watch, recorder)
     thread.start()
-    assert ended.wait(30)
+    assert ended.wait(PATIENCE_S)
     thread.stop(lambda: None)
     assert running == [True]
     assert set(seen) == {False}

@@ -6,6 +6,7 @@ import threading
 
 import pytest
 import torch
+from conditions import PATIENCE_S
 
 from disagg.core.config.groups import DecodeConfig, PrefillConfig
 from disagg.core.types import KVLayout, RequestKey
@@ -35,7 +36,7 @@ class Done:
         self._one.release()
 
     def wait(self) -> str:
-        assert self._one.acquire(timeout=30)
+        assert self._one.acquire(timeout=PATIENCE_S)
         return self.reported[-1][1]
 
 

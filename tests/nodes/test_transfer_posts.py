@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from conditions import PATIENCE_S
 from local_groups import Checkpoints, local_groups, random_prompts, small_config
 
 from disagg.core.errors import RequestTimeoutError
@@ -65,7 +66,7 @@ def test_a_thread_does_not_block_while_its_agent_finds_work() -> None:
     transport, agent = Waiting(), Found()
     loop = TransferLoop("test", transport, agent)  # type: ignore[arg-type] # of each, what the loop uses
     loop.start()
-    assert agent.found.wait(30)
+    assert agent.found.wait(PATIENCE_S)
     loop.stop()
 
 

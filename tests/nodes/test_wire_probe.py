@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -14,7 +13,8 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from local_groups import TIMEOUT_S, Checkpoints, LocalGroups, local_groups, random_prompts, small_config
+from conditions import PATIENCE_S, until
+from local_groups import Checkpoints, LocalGroups, local_groups, random_prompts, small_config
 from slow_parameters import sampled
 
 import decode_node.probe
@@ -236,14 +236,14 @@ def test_one_of_its_messages_is_lost(
     faults = groups.fabric.faults
     add = faults.fail_send if what == "fail" else faults.hold
     add(nth, lambda source, destination, tag: LOST[kind](tag))
-    set_limits(monkeypatch, TIMEOUT_S if over or at_once else 1.0)
+    set_limits(monkeypatch, PATIENCE_S if over or at_once else 1.0)
     assert groups.prefill[0].calibrate(groups.decode_info).failed is not over
     groups.fabric.release()
     receiver = groups.decode[0]
     receiver.transfer_loop.call(lambda: receiver.agent.parts.probes.poll(math.inf))  # its time is over
     groups.settle()
     check_exact(groups, checkpoints)
-    set_limits(monkeypatch, TIMEOUT_S)
+    set_limits(monkeypatch, PATIENCE_S)
     assert groups.prefill[0].calibrate(groups.decode_info).found.startswith("measured"), (
         "and it can be repeated"
     )
@@ -305,11 +305,8 @@ def test_messages_of_no_probe_are_dropped(
 
     for number, nbytes in ((7, 513), (8, 512)):
         sender.transfer_loop.call(partial(send, number, nbytes))
-    deadline_s = time.monotonic() + TIMEOUT_S
-    while (seen := receiver.transport.statistics()).discards_done < 2:
-        assert time.monotonic() < deadline_s, seen
-        time.sleep(0.002)
-    assert seen.receives_done == 0
+    until(lambda: receiver.transport.statistics().discards_done >= 2, receiver.transport.statistics)
+    assert receiver.transport.statistics().receives_done == 0
     receiver.transfer_loop.call(lambda: receiver.agent.parts.probes.on_ended("prefill-0", m.ProbeEnded(7)))
     groups.settle()
     check_exact(groups, checkpoints)

@@ -9,6 +9,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
+from conditions import PATIENCE_S
 
 from decode_node.probe import ProbeReceiver
 from prefill_node.probe import Probed, Prober
@@ -20,7 +21,6 @@ from transport.control import messages as m
 from transport.select import make_transport
 
 RING_BYTES = 16 << 20
-TIMEOUT_S = 30.0
 
 
 class End:
@@ -43,7 +43,7 @@ class End:
         assert self.active_messages.on_linked(peer, pipe.recv())
 
     def drive(self, probes: Any, until: Callable[[], bool]) -> None:
-        deadline_s = time.monotonic() + TIMEOUT_S
+        deadline_s = time.monotonic() + PATIENCE_S
         while not until():
             assert time.monotonic() < deadline_s, self.name
             for operation in self.transport.progress():
@@ -96,7 +96,7 @@ def test_a_wire_between_two_processes() -> None:
     took_s = time.monotonic() - started_s
     pipe.send("go")
     assigned, received_bytes = pipe.recv()
-    child.join(TIMEOUT_S)
+    child.join(PATIENCE_S)
     end.transport.close()
     [probed] = ended
     assert probed.wire is not None, probed

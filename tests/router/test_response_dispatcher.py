@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
+from conditions import until_async
+
 from disagg.core.errors import PeerLostError
 from disagg.core.types import RequestKey
 from disagg.router.response_dispatcher import ResponseDispatcher
@@ -94,9 +96,7 @@ def test_a_message_that_fails_does_not_keep_the_next_ones() -> None:
         with dispatcher.receiving(ONE, lambda peer, message: found.append(message)):
             channel.handler("bad", m.Using(1, []))
             channel.handler("good", m.Released(ONE))
-            async with asyncio.timeout(10):
-                while not found:
-                    await asyncio.sleep(0)
+            await until_async(lambda: found)
         assert found == [m.Released(ONE)]
 
     asyncio.run(main())

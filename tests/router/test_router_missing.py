@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from conditions import PATIENCE_S, until_async
 
 from disagg.api.errors import api_error
 from disagg.core.errors import RequestInUseError
@@ -54,11 +55,10 @@ def test_a_group_whose_report_says_broken_is_missing() -> None:
         leader.start(lambda peer, message: loop.call_soon_threadsafe(watched.set), lambda peer: None)
         try:
             router = Router(dispatcher, [group("prefill", 1), group("decode", 1)])
-            async with asyncio.timeout(30), watching(router.statuses, 60.0):
+            async with asyncio.timeout(PATIENCE_S), watching(router.statuses, 60.0):
                 await watched.wait()
                 leader.send("router", m.GroupReport(GroupStatus("decode", "decode", broken="a step failed")))
-                while not router.missing():
-                    await asyncio.sleep(0.005)
+                await until_async(router.missing)
                 assert router.missing() == ["decode"]
         finally:
             leader.close()

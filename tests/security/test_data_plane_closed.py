@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from api_server import until
+from conditions import until
 from hostile_frames import UCX_MAGIC, ucx_put
 from rank_processes import RankProcess, exchange, rank_processes
 from second_namespace import outside, why_no_namespace

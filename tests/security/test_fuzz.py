@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 from api_server import ApiServer
+from conditions import PATIENCE_S
 from hostile_frames import fuzz_port
 
 from disagg.core.types import RequestKey
@@ -36,7 +37,7 @@ def test_a_control_channel(channels: tuple[ZmqControl, ZmqControl]) -> None:
     assert fuzz_port("127.0.0.1", port, FRAMES, seed=1).frames == FRAMES
     token = FirstTokens(RequestKey("r"), 5, [1])
     a.send(b.address, token)
-    assert received.get(timeout=20) == token
+    assert received.get(timeout=PATIENCE_S) == token
     assert received.empty()
     assert strange.empty()
 

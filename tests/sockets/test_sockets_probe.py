@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import zmq
-from api_server import until
+from conditions import until
 from structlog.testing import capture_logs
 
 from disagg.core.config.read import ControlConfig

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import errno
 import os
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import structlog
+from conditions import PATIENCE_S, until
 from faulty_disk import flip_bit
 from file_storages import PAGES_EACH, SEGMENT_BYTES, Opened, opened
-from storage_pages import TIMEOUT_S, content, exists, get, key, memory, put
+from storage_pages import AT_ONCE_S, content, exists, get, key, memory, put
 
 from disagg.core.errors import ConfigError
 from disagg.storage.files import FileSettings, FileStorage
@@ -23,18 +23,11 @@ __all__ = ["opened"]
 SHORT_S = 0.05
 
 
-def wait_for(condition: Callable[[], bool]) -> None:
-    ends_s = time.monotonic() + TIMEOUT_S
-    while not condition():
-        assert time.monotonic() < ends_s
-        threading.Event().wait(0.002)
-
-
 def call_until_hung(opened: Opened, call: Callable[[], list[bool]], writes: int = 1) -> None:
     """Repeats a late call until `writes` writes hang: a loaded machine may not begin one within the limit."""
     begun = opened.disk.writes
     opened.disk.writes_go.clear()
-    ends_s = time.monotonic() + TIMEOUT_S
+    ends_s = time.monotonic() + PATIENCE_S
     while opened.disk.writes < begun + writes:
         assert time.monotonic() < ends_s
         opened.clock.now_s += 100  # no pause lasts
@@ -180,7 +173,7 @@ def test_a_write_into_a_segment_that_vanishes_is_forgotten(opened: Opened) -> No
     opened.disk.writes_go.set()
     opened.clock.now_s += 100
     assert put(storage, ["b"]) == [True]
-    wait_for(lambda: storage.statistics().put_bytes == 3 * 5000)
+    until(lambda: storage.statistics().put_bytes == 3 * 5000)
     storage.check()
     assert get(storage, ["late", "b"]) == [False, True]
 
@@ -192,7 +185,7 @@ def test_a_hanging_read_is_late_and_touches_no_memory(opened: Opened) -> None:
     into = [memory(5000) for _ in range(4)]
     started_s = time.monotonic()
     assert storage.get([key(name) for name in range(4)], into, SHORT_S) == [False] * 4
-    assert time.monotonic() - started_s < TIMEOUT_S / 2
+    assert time.monotonic() - started_s < AT_ONCE_S
     assert storage.statistics().late == 4
     for page in into:
         page[:] = b"\xcd" * 5000  # the caller uses its memory for something else
@@ -229,7 +222,7 @@ def test_a_late_write_stores_the_page_as_it_was(opened: Opened) -> None:
     call_until_hung(opened, lambda: storage.put([key("a")], [memoryview(page)], SHORT_S))
     page[:] = bytes(5000)
     opened.disk.writes_go.set()
-    wait_for(lambda: exists(storage, ["a"]) == [True])
+    until(lambda: exists(storage, ["a"]) == [True])
     assert get(storage, ["a"]) == [True]
     storage.check()
 
@@ -241,7 +234,7 @@ def test_a_call_behind_hanging_ones_writes_nothing_later(opened: Opened) -> None
     opened.disk.writes_go.set()
     opened.clock.now_s += 100
     assert put(storage, ["after"]) == [True]
-    wait_for(lambda: storage.statistics().put_bytes == 3 * 5000)
+    until(lambda: storage.statistics().put_bytes == 3 * 5000)
     assert exists(storage, range(6)).count(True) <= 2  # both threads can hang with the same page
     storage.check()
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import structlog
+from conditions import PATIENCE_S
 from counted_machine import CountedMachine, counted, run_steps
 from faulty_disk import FaultyDisk, ManualClock, flip_bit
 from hypothesis import strategies as st
@@ -27,7 +28,6 @@ SEGMENT_BYTES, SEGMENTS = 64 << 10, 5
 NAMES = st.lists(st.integers(0, 40), min_size=1, max_size=8, unique=True)
 PLACES = st.integers(0, 1 << 20)
 ERRORS = st.sampled_from([errno.EIO, errno.ENOSPC, errno.EROFS])
-TIMEOUT_S = 20.0
 CALM = 3
 
 
@@ -77,7 +77,7 @@ class FileMachine(CountedMachine):
 
     def read(self, storage: FileStorage, names: list[int]) -> list[bool]:
         into = [memory(length_of(name)) for name in names]
-        hits = storage.get([key(name) for name in names], into, TIMEOUT_S)
+        hits = storage.get([key(name) for name in names], into, PATIENCE_S)
         for name, page, hit in zip(names, into, hits, strict=True):
             assert page == (content(name, length_of(name)) if hit else b"\xab" * len(page))
             assert not hit or name in self.ever
@@ -98,7 +98,7 @@ class FileMachine(CountedMachine):
         self.calm += 1
         pages = [memoryview(content(name, length_of(name))) for name in names]
         self.ever.update(names)
-        stored = self.storage.put([key(name) for name in names], pages, TIMEOUT_S)
+        stored = self.storage.put([key(name) for name in names], pages, PATIENCE_S)
         # With an eviction in the same call, a page can be evicted right after it was found.
         if not self.count_evicted():
             landed = {name for name, there in zip(names, stored, strict=True) if there}

@@ -7,11 +7,11 @@ import random
 import threading
 from pathlib import Path
 
+from conditions import until
 from faulty_disk import FaultyDisk
 from file_storages import PAGES_EACH, SEGMENT_BYTES, Opened, opened
 from storage_pages import exists, get, put
 from test_file_crash import killed_writer
-from test_file_faults import wait_for
 
 __all__ = ["opened"]
 
@@ -80,12 +80,12 @@ def test_reads_while_segments_are_evicted(opened: Opened) -> None:
     thread = threading.Thread(target=read)
     thread.start()
     try:
-        wait_for(lambda: len(rounds) > 0)
+        until(lambda: len(rounds) > 0)
         for name in range(8, 20 * PAGES_EACH):
             assert put(storage, [name]) == [True]
             if name % PAGES_EACH == 0:
                 seen = len(rounds)
-                wait_for(lambda seen=seen: len(rounds) > seen + 1)  # type: ignore[misc]
+                until(lambda seen=seen: len(rounds) > seen + 1)  # type: ignore[misc]
     finally:
         stop.set()
         thread.join()
@@ -131,7 +131,7 @@ def test_another_storage_reads_segments_that_are_being_written(opened: Opened) -
 def test_a_background_thread_refreshes(opened: Opened) -> None:
     first, second = opened(), opened(refresh_s=0.01)
     put(first, ["a"])
-    wait_for(lambda: exists(second, ["a"]) == [True])
+    until(lambda: exists(second, ["a"]) == [True])
     second.close()
     assert not [thread for thread in threading.enumerate() if thread.name == "storage-refresh"]
 

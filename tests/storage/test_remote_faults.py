@@ -13,7 +13,7 @@ import pytest
 import structlog
 from faulty_disk import ManualClock
 from redis_servers import FakeServer, RealServer, fake_server, real_server
-from storage_pages import TIMEOUT_S, content, exists, get, key, memory, put
+from storage_pages import AT_ONCE_S, TIMEOUT_S, content, exists, get, key, memory, put
 
 from disagg.core.errors import ConfigError
 from disagg.storage.breaker import PauseSettings
@@ -50,7 +50,7 @@ def test_a_hanging_server_is_late_and_touches_no_memory(server: FakeServer, stor
     into = [memory(5000) for _ in range(4)]
     started_s = time.monotonic()
     assert storage.get([key(name) for name in range(4)], into, SHORT_S) == [False] * 4
-    assert time.monotonic() - started_s < TIMEOUT_S / 2
+    assert time.monotonic() - started_s < AT_ONCE_S
     for page in into:
         page[:] = b"\xcd" * 5000
     server.hangs.clear()
@@ -209,7 +209,7 @@ def test_close_does_not_wait_for_a_hanging_server(server: FakeServer, storage: R
     get(storage, ["a"], timeout_s=SHORT_S)
     started_s = time.monotonic()
     storage.close()
-    assert time.monotonic() - started_s < TIMEOUT_S / 2
+    assert time.monotonic() - started_s < AT_ONCE_S
 
 
 def test_large_batches_are_sent_in_parts(server: FakeServer, storage: RemoteStorage) -> None:

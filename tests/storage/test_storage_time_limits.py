@@ -5,9 +5,10 @@ from __future__ import annotations
 import random
 import threading
 
+from conditions import PATIENCE_S
 from faulty_disk import FaultyDisk
 from file_storages import Opened, opened
-from storage_pages import TIMEOUT_S, content, exists, get, key, memory, put
+from storage_pages import content, exists, get, key, memory, put
 
 from disagg.storage.batch import PageBatch
 
@@ -107,7 +108,7 @@ def test_wait_lasts_until_copies_have_ended() -> None:
         with batch.memory(0) as memory:
             assert memory is not None
             copying.set()
-            page.wait(TIMEOUT_S)
+            page.wait(PATIENCE_S)
 
     def wait() -> None:
         batch.wait(0)
@@ -115,7 +116,7 @@ def test_wait_lasts_until_copies_have_ended() -> None:
 
     threads = [threading.Thread(target=copy), threading.Thread(target=wait)]
     threads[0].start()
-    assert copying.wait(TIMEOUT_S)
+    assert copying.wait(PATIENCE_S)
     threads[1].start()
     while batch.is_open:
         page.wait(0.001)
@@ -123,6 +124,6 @@ def test_wait_lasts_until_copies_have_ended() -> None:
     with batch.memory(0) as late:
         assert late is None
     page.set()
-    assert ended.wait(TIMEOUT_S)
+    assert ended.wait(PATIENCE_S)
     for thread in threads:
         thread.join()

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import ExitStack, asynccontextmanager
 from typing import Any, TypeVar
 from unittest.mock import patch
 
 import httpx
+from conditions import PATIENCE_S
 from fake_generator import FakeGenerator
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -85,18 +85,18 @@ class ApiServer:
         for module in ("edge", "server", "service"):
             self._patches.enter_context(patch(f"disagg.api.{module}.log", self.log))
         self.thread.start()
-        assert self._up.wait(20), "the server did not come up"
+        assert self._up.wait(PATIENCE_S), "the server did not come up"
         if self._with_tokenizer:  # starts the tokenizer's thread, which is the server's and no test's
             self.run(self.model.encode("x" * (SHORT_CHARACTERS + 1)))
             self.run(self.model.check_grammar(regex_grammar("a"), "regex"))  # and the grammars' thread
-        self.client = httpx.Client(base_url=self.url, timeout=20, trust_env=False)
+        self.client = httpx.Client(base_url=self.url, timeout=PATIENCE_S, trust_env=False)
         return self
 
     def __exit__(self, *exc: object) -> None:
         self.client.close()
         self.stop()
         self.stop_now()
-        self.thread.join(20)
+        self.thread.join(PATIENCE_S)
         self.model.close()
         self._patches.close()
         assert not self.thread.is_alive(), "the server did not stop"
@@ -119,7 +119,7 @@ class ApiServer:
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """The result of `work` on the server's loop."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(20)
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(PATIENCE_S)
 
     def ask(self, path: str = "/v1/completions", **fields: Any) -> httpx.Response:
         """A request with `model` and a prompt, unless `fields` say otherwise."""
@@ -187,12 +187,3 @@ def samples_of(metrics: str) -> dict[tuple[str, frozenset[tuple[str, str]]], flo
         for family in text_string_to_metric_families(metrics)
         for sample in family.samples
     }
-
-
-def until(condition: Callable[[], Any], timeout_s: float = 30.0) -> Any:
-    """Waits for `condition` and returns its value."""
-    deadline_s = time.monotonic() + timeout_s
-    while not (value := condition()):
-        assert time.monotonic() < deadline_s, "the condition did not come true"
-        time.sleep(0.005)
-    return value

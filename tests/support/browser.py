@@ -16,9 +16,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+from conditions import PATIENCE_S
+
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 WHY_SKIPPED = "no chromium on the PATH (Debian: apt-get install --no-install-recommends chromium)"
-TIMEOUT_S = 30.0
+END_S = 30.0
 FLAGS = (
     "--headless=new",
     "--remote-debugging-pipe",
@@ -78,7 +80,7 @@ class Browser:
         finally:
             os.close(self._write)  # without its pipe it ends
             try:
-                self._process.wait(TIMEOUT_S)
+                self._process.wait(END_S)
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 self._process.wait()
@@ -114,7 +116,7 @@ class Browser:
         if session is not None:
             message["sessionId"] = session
         os.write(self._write, json.dumps(message).encode() + b"\0")
-        deadline_s = time.monotonic() + TIMEOUT_S
+        deadline_s = time.monotonic() + PATIENCE_S
         while (reply := self.hear(deadline_s)).get("id") != self._number:
             pass
         assert "error" not in reply, f"{method}: {reply['error']}"
@@ -153,7 +155,7 @@ class Tab:
 
     def load(self, method: str = "Page.reload", **params: Any) -> None:
         """Another page, or the same one again; returns when it is there."""
-        loads, deadline_s = self._loads, time.monotonic() + TIMEOUT_S
+        loads, deadline_s = self._loads, time.monotonic() + PATIENCE_S
         self.call(method, **params)
         while self._loads == loads:
             self._browser.hear(deadline_s)
@@ -179,7 +181,7 @@ class Tab:
         assert "exceptionDetails" not in reply, reply["exceptionDetails"]
         return reply["result"].get("value")
 
-    def until(self, expression: str, timeout_s: float = TIMEOUT_S) -> Any:
+    def until(self, expression: str, timeout_s: float = PATIENCE_S) -> Any:
         """Waits until the value is true, and returns it."""
         deadline_s = time.monotonic() + timeout_s
         while not (value := self.value(expression)):

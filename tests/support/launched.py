@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
+from conditions import PATIENCE_S
 from serve_process import Command, command
 
 from disagg.cluster.local_ray import LOOPBACK_ENV
@@ -22,7 +23,6 @@ from transport.control.zmq import make_control
 from transport.keys.ring import AnyKeys
 
 PROMPT = list(range(40, 90))
-TIMEOUT_S = 60.0
 
 
 @contextmanager
@@ -63,13 +63,6 @@ def scale_to(config: Config, keys: AnyKeys, directory: str, counts: dict[Role, i
         control.close()
 
 
-async def until(condition: Callable[[], bool], timeout_s: float = TIMEOUT_S) -> None:
-    """Waits until the condition holds."""
-    async with asyncio.timeout(timeout_s):
-        while not condition():
-            await asyncio.sleep(0.01)
-
-
 def reservations() -> list[str]:
     """Names of the placement groups of the running Ray."""
     import ray
@@ -88,6 +81,6 @@ async def answer(
 ) -> list[int]:
     """The tokens of one request's answer."""
     report = SessionReport()
-    async for _ in router.generate(request_id, prompt, sampling, timeout_s=TIMEOUT_S, report=report):
+    async for _ in router.generate(request_id, prompt, sampling, timeout_s=PATIENCE_S, report=report):
         pass
     return report.tokens

@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+from conditions import PATIENCE_S
+
 ROOT = Path(__file__).parents[2]
 HEAVY = ("torch", "transformers", "ray", "numpy")
 # The imports are those of most commands, which would take each fork a quarter of a second.
@@ -82,4 +84,4 @@ def light_commands() -> Iterator[LightCommands]:
         yield LightCommands(process)
         assert process.stdin is not None
         process.stdin.close()
-        assert process.wait(60) == 0
+        assert process.wait(PATIENCE_S) == 0

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from conditions import PATIENCE_S, until
 from copied_runners import copied_runner
 from plain_greedy import clearly_largest
 from transformers import AutoModelForCausalLM
@@ -55,7 +56,6 @@ from transport.control.reliable import ReliableOptions
 from transport.inproc import InprocFabric, InprocTransport
 from transport.tags import is_active_message
 
-TIMEOUT_S = 30.0
 RANKS: dict[str, type[Any]] = {"prefill": PrefillRank, "decode": DecodeRank, "colocated": ColocatedRank}
 
 
@@ -244,17 +244,11 @@ class LocalGroups:
 
     def wait_for_pools(self) -> None:
         """Returns when every prefill rank has opened the pools that it writes to, or refused them."""
-        deadline_s = time.monotonic() + TIMEOUT_S
         decodes = [info for info in self.infos.values() if info.role == "decode"]
         for rank in [rank for rank in self.ranks if rank.role == "prefill"]:
             links = [make_link(self.infos[rank.name], decode) for decode in decodes]
             wanted = sum(len(link.destinations_of(rank.rank)) for link in links)
-            while True:
-                transfer = rank.statistics()["transfer"]
-                if transfer.open_pools + transfer.refused_pools == wanted:
-                    break
-                assert time.monotonic() < deadline_s, transfer
-                time.sleep(0.002)
+            until(partial(_known_pools, rank, wanted), lambda rank=rank: rank.statistics()["transfer"])  # type: ignore[misc]
 
     def observe(self, callback: Callable[[str, str, m.Message], None]) -> None:
         """Calls back with source, destination and message, whichever way it goes. Under a lock: must not send.
@@ -317,7 +311,7 @@ class LocalGroups:
 
     def settle(self, dead: Sequence[str] = ()) -> None:
         """Soon everything is free and every book is right, on all ranks but the `dead`. No request is under way."""
-        deadline_s = time.monotonic() + TIMEOUT_S
+        deadline_s = time.monotonic() + PATIENCE_S
         while True:
             try:
                 self._check_free(dead)
@@ -424,10 +418,15 @@ class LocalGroups:
         )
 
 
+def _known_pools(rank: Any, wanted: int) -> bool:
+    transfer = rank.statistics()["transfer"]
+    return bool(transfer.open_pools + transfer.refused_pools == wanted)
+
+
 def _collectives(group: GroupConfig) -> list[tuple[int, Any]]:
     if group.ranks == 1:
         return [(0, SingleCollective())]
-    return list(enumerate(ThreadCollective.group(group.ranks, timeout_s=TIMEOUT_S)))
+    return list(enumerate(ThreadCollective.group(group.ranks, timeout_s=PATIENCE_S)))
 
 
 @contextmanager
@@ -560,7 +559,7 @@ class Checkpoints:
 async def exact_again(router: Router, checkpoints: Checkpoints) -> None:
     """Soon requests are taken again; meanwhile they end with a clear error, and what ends well is exact."""
     prompts, greedy = random_prompts(60, 30), SamplingParams(max_tokens=8)
-    async with asyncio.timeout(TIMEOUT_S):
+    async with asyncio.timeout(PATIENCE_S):
         for number in range(1_000_000):
             asked = (ask(router, f"again{number}-{i}", p, greedy) for i, p in enumerate(prompts))
             try:
@@ -585,7 +584,7 @@ async def ask(
     prompt: Sequence[int],
     sampling: SamplingParams,
     *,
-    timeout_s: float = TIMEOUT_S,
+    timeout_s: float = PATIENCE_S,
     decode: Any = None,
     on_output: Callable[[Output], None] = lambda _: None,
     answered: Answered | None = None,

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
+from conditions import until
 
 from disagg.core.clock import Clock
 from disagg.core.item_events import ItemPosition
@@ -21,15 +22,7 @@ from disagg.storage.peers import Answer, PeerStorage
 from disagg.storage.record import HEADER_BYTES
 from transport.inproc import InprocFabric, InprocTransport
 
-WAIT_S = 20.0
 REPLY = 1 << 63
-
-
-def until(condition: Callable[[], bool], what: str) -> None:
-    deadline_s = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline_s, what
-        time.sleep(0.002)
 
 
 class Records:

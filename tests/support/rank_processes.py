@@ -11,6 +11,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
+from conditions import PATIENCE_S
 from forked_processes import ForkedContext
 
 from disagg.core.config.read import TransportConfig
@@ -19,7 +20,6 @@ from transport.reach import Choice, choose
 from transport.select import make_transport
 
 NBYTES = 1 << 20
-_ANSWER_S = 60.0
 
 
 def content(tag: int) -> bytes:
@@ -60,7 +60,7 @@ class RankProcess:
         self._pipe.close()
 
     def _answer(self) -> Any:
-        assert self._pipe.poll(_ANSWER_S), "the rank does not answer"
+        assert self._pipe.poll(PATIENCE_S), "the rank does not answer"
         try:
             return self._pipe.recv()
         except EOFError:
@@ -108,7 +108,7 @@ def _serve(pipe: Connection, choice: Choice) -> None:
                 made.send("peer", tag, memory[:NBYTES])
                 pipe.send(None)
             case ("receive", tag):
-                until_s = time.monotonic() + _ANSWER_S
+                until_s = time.monotonic() + PATIENCE_S
                 while tag not in arrived and time.monotonic() < until_s:
                     _drive(made, arrived)
                 into = memory[NBYTES:]

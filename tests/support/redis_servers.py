@@ -6,13 +6,13 @@ import shutil
 import socket
 import subprocess
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+from conditions import PATIENCE_S, until
 
 SERVERS = ("redis-server", "valkey-server")
 
@@ -32,11 +32,8 @@ class RealServer:
 
     def start(self) -> None:
         self._process = subprocess.Popen(self._command, cwd=self._folder, stdout=subprocess.DEVNULL)
-        ends_s = time.monotonic() + 30
-        while not self._answers():
-            assert self._process.poll() is None, "the server did not start"
-            assert time.monotonic() < ends_s, "the server does not answer"
-            threading.Event().wait(0.02)
+        until(lambda: self._answers() or self._process.poll() is not None, "the server answers")
+        assert self._process.poll() is None, "the server did not start"
 
     def stop(self) -> None:
         self._process.kill()
@@ -90,7 +87,7 @@ class FakeServer:
         self._listener.close()
         self.disconnect_all()
         for thread in self._threads:
-            thread.join(5)
+            thread.join(PATIENCE_S)
 
     def disconnect_all(self) -> None:
         for client in list(self._open):

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from launched import TIMEOUT_S, answer, joined_router, until
+from conditions import until_async
+from launched import answer, joined_router
 
 from disagg.cluster.directory import Directory
 from disagg.cluster.lifecycle import Cluster
@@ -99,7 +100,7 @@ def roll_under_load(
 
     async def main() -> None:
         async with joined_router(config, keys, directory.address) as router, asyncio.TaskGroup() as tasks:
-            await until(lambda: not router.missing(), TIMEOUT_S)
+            await until_async(lambda: not router.missing())
             streams = [
                 tasks.create_task(stream(router, f"s{number}", GREEDY, number, right))
                 for number, right in enumerate(expected)

@@ -10,6 +10,8 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any, NamedTuple
 
+from conditions import PATIENCE_S
+
 
 class Seen(NamedTuple):
     """A request that came."""
@@ -104,14 +106,14 @@ class ScriptedServer:
 
     def __enter__(self) -> ScriptedServer:
         self._thread.start()
-        assert self._started.wait(30)
+        assert self._started.wait(PATIENCE_S)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._stop()
-        self._thread.join(30)
+        self._thread.join(PATIENCE_S)
 
     async def _serve(self) -> None:
         loop, stopped = asyncio.get_running_loop(), asyncio.Event()

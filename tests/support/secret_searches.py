@@ -11,6 +11,7 @@ from pathlib import Path
 
 import httpx
 import psutil
+from conditions import PATIENCE_S
 from serve_process import Served
 
 from transport.keys.curve import ControlKeys
@@ -89,7 +90,7 @@ class SearchedServer:
             f"{self.served.url}/v1/completions",
             json={"model": "tiny", "prompt": "abc", "max_tokens": 4, "temperature": 0},
             headers={"authorization": f"Bearer {self.secrets.file_key}"},
-            timeout=60,
+            timeout=PATIENCE_S,
             trust_env=False,
         )
 

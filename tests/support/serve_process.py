@@ -17,6 +17,7 @@ import httpx
 import openai
 import psutil
 from api_server import TEMPLATE
+from conditions import PATIENCE_S
 
 from disagg.model.load.tiny import byte_tokenizer, make_tiny_checkpoint
 from disagg.sockets.processes import ListeningSocket, listeners, process_tree
@@ -130,7 +131,7 @@ def ends_without(one: Command, name: str) -> None:
     family = one.family()
     [server] = [process for process in family if is_named(process, name)]
     os.kill(server.pid, signal.SIGKILL)
-    assert one.process.wait(END_TIMEOUT_S) == 1
+    assert one.process.wait(PATIENCE_S) == 1
     until_gone(family)
     log = one.log.read_text()
     assert log.count(f"Ray's {name} (pid {server.pid}) has ended") == 2, (
@@ -204,5 +205,7 @@ def serve_process(
     arguments += ["--port", "0", "--api-key-file", str(folder / "keys"), "--set", "log.format=json", *flags]
     with command(folder, arguments, environment, watched=watched) as one:
         url = one.logged(r'"url": "([^"]+)"')
-        with openai.OpenAI(base_url=f"{url}/v1", api_key=api_key, max_retries=0, timeout=60) as client:
+        with openai.OpenAI(
+            base_url=f"{url}/v1", api_key=api_key, max_retries=0, timeout=PATIENCE_S
+        ) as client:
             yield Served(one.process, one.log, one.home, one.seen, watched, url, checkpoint, client)

@@ -8,10 +8,14 @@ from collections.abc import Sequence
 from functools import lru_cache
 from hashlib import blake2b
 
+from conditions import PATIENCE_S
+
 from disagg.storage.contract import PageStorage
 
-TIMEOUT_S = 20.0
+TIMEOUT_S = PATIENCE_S
 """Time limit of a call, which only a call with a fault reaches."""
+AT_ONCE_S = 10.0
+"""Longest time of a call that must end long before its limit."""
 
 
 def key(name: object) -> bytes:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
-from launched import until
-from local_groups import TIMEOUT_S, LocalGroups, ask, random_prompts
+from conditions import PATIENCE_S, until, until_async
+from local_groups import LocalGroups, ask, random_prompts
 
 from disagg.core.config.read import Config, ModelConfig
 from disagg.core.types import SamplingParams
@@ -27,7 +26,7 @@ def with_storage(where: Path | str, config: Config, *roles: str, **more: Any) ->
         "host_cache_bytes": 16 << 20,
         "storage": str(where),
         "storage_bytes": 4 << 20,
-        "prefetch_base_s": TIMEOUT_S,
+        "prefetch_base_s": PATIENCE_S,
         "prefetch_min_tokens": 1,
         **more,
     }
@@ -57,7 +56,7 @@ def serve_one_by_one(groups: LocalGroups, ranks: list[Any], prompts: Sequence[li
         answers = []
         for i, prompt in enumerate(prompts):
             answers.append((await ask(router, f"r{i}", prompt, GREEDY)).tokens)
-            await until(lambda: all_written(ranks))
+            await until_async(lambda: all_written(ranks))
         return answers
 
     answers: list[list[int]] = groups.serve(work)
@@ -72,7 +71,4 @@ def all_written(ranks: list[Any], pages: int = 0, states: int = 0) -> bool:
 
 
 def wait_until_written(ranks: list[Any], pages: int, states: int = 0) -> None:
-    deadline_s = time.monotonic() + TIMEOUT_S
-    while not all_written(ranks, pages, states):
-        assert time.monotonic() < deadline_s, tier_of(ranks)
-        time.sleep(0.005)
+    until(lambda: all_written(ranks, pages, states), lambda: tier_of(ranks))

@@ -11,6 +11,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
 import torch
+from conditions import PATIENCE_S
 from pumped import Pumped
 
 from transport.base import Arrival, Operation
@@ -46,7 +47,7 @@ class Station(Pumped):
         return parse_address("it", self.transport.address)
 
 
-def pump_until(condition: Callable[[], bool], *stations: Station, timeout_s: float = 30.0) -> None:
+def pump_until(condition: Callable[[], bool], *stations: Station, timeout_s: float = PATIENCE_S) -> None:
     """Drives the stations until `condition` holds."""
     deadline_s = time.monotonic() + timeout_s
     while not condition():
@@ -95,12 +96,12 @@ def move(a: Station, b: Station, nbytes: int, tag: int = 7, a_name: str = "a", b
 
 def dial(station: Station) -> socket.socket:
     """A stranger's connection."""
-    return socket.create_connection((HOST, station.transport.listener.port), 10)
+    return socket.create_connection((HOST, station.transport.listener.port), PATIENCE_S)
 
 
 def is_hung_up(connection: socket.socket) -> bool:
     """Whether the other side ends the connection; waits for that."""
-    connection.settimeout(20)
+    connection.settimeout(PATIENCE_S)
     try:
         while connection.recv(1 << 16):
             pass
@@ -114,7 +115,7 @@ def is_hung_up(connection: socket.socket) -> bool:
 def authenticated(station: Station, contexts: Contexts) -> TlsStream:
     """A connection of someone who holds the keys, and has not said hello."""
     stream = make_stream(socket.socket(), contexts, False)
-    deadline_s = time.monotonic() + 10
+    deadline_s = time.monotonic() + PATIENCE_S
     try:
         stream.connect((HOST, station.where.port), deadline_s)
         stream.authenticate(contexts, deadline_s)

@@ -13,7 +13,7 @@ from subprocess import Popen
 from typing import Any
 
 import httpx
-from api_server import until
+from conditions import PATIENCE_S, until
 from two_hosts import Host, TwoHosts
 
 from disagg.model.load.tiny import make_tiny_checkpoint
@@ -68,7 +68,7 @@ class Site:
     def start_until(self, said: str, host: Host, name: str, *command: str) -> None:
         """Starts a process and waits until its log contains `said`."""
         process = self.start(host, name, *command)
-        until(lambda: said in self.log(name) or process.poll() is not None, timeout_s=120)
+        until(lambda: said in self.log(name) or process.poll() is not None)
         assert process.poll() is None, self.log(name)
 
     @property
@@ -82,7 +82,7 @@ class Site:
     def ask(self, prompt: str, **fields: Any) -> Future[httpx.Response]:
         body = {"model": "tiny", "prompt": prompt, "max_tokens": TOKENS, "temperature": 0, **fields}
         url = "http://127.0.0.1:8000/v1/completions"
-        return self.threads.submit(httpx.post, url, json=body, timeout=60, trust_env=False)
+        return self.threads.submit(httpx.post, url, json=body, timeout=PATIENCE_S, trust_env=False)
 
     def ready(self) -> bool:
         def look() -> bool:
@@ -121,7 +121,7 @@ def site(
         )
         here.start_until('"launched"', hosts.a, "launch", *launch)
         here.start_until('"serving"', hosts.a, "router", *serve, "--join", here.directory)
-        until(here.ready, timeout_s=30)
+        until(here.ready)
         yield here
 
 

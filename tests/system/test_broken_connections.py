@@ -8,6 +8,7 @@ import threading
 from typing import Any
 
 import pytest
+from conditions import PATIENCE_S, until_async
 from local_groups import (
     Checkpoints,
     LocalGroups,
@@ -34,7 +35,6 @@ from transport.ucx.transport import UcxTransport
 PATIENT = ReliableOptions(peer_timeout_s=60.0)
 """The control channel loses nobody within a test."""
 GREEDY = SamplingParams(max_tokens=8)
-TIMEOUT_S = 30.0
 SIDES = pytest.mark.parametrize("side", ["prefill", "decode"])
 
 
@@ -125,7 +125,7 @@ def test_tls_connections_that_are_cut(checkpoints: Checkpoints, side: str, when:
                 cut_sockets(rank, peer)
             else:
                 groups.hub.observe(observe)
-            async with asyncio.timeout(TIMEOUT_S):
+            async with asyncio.timeout(PATIENCE_S):
                 while not sum(each.peers.mending.rounds for each in groups.ranks):
                     await asyncio.gather(
                         ask(router, "r", random_prompts(50)[0], GREEDY), return_exceptions=True
@@ -175,9 +175,7 @@ def test_a_ucx_endpoint_that_ends(
         async def work(router: Router) -> None:
             await exact_again(router, checkpoints)
             rank.transfer_loop.call(lambda: rank.transport.peers[peer].endpoint.close_blocking())
-            async with asyncio.timeout(TIMEOUT_S):
-                while not rank.peers.mending.rounds:
-                    await asyncio.sleep(0.005)
+            await until_async(lambda: rank.peers.mending.rounds)
             await exact_again(router, checkpoints)
 
         groups.serve(work)

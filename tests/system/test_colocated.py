@@ -11,6 +11,7 @@ import msgspec
 import pytest
 from aborted_answers import answers_with_aborts, check_survivors
 from architectures import HYBRIDS, save
+from conditions import PATIENCE_S
 from local_groups import (
     Answered,
     Checkpoints,
@@ -356,7 +357,7 @@ def test_messages_that_are_void_change_nothing(checkpoints: Checkpoints) -> None
             arrived.put(message)
 
     def replies(count: int) -> list[m.Message]:
-        return [arrived.get(timeout=20.0) for _ in range(count)]
+        return [arrived.get(timeout=PATIENCE_S) for _ in range(count)]
 
     with local_groups(colocated_config(1, max_requests=1), source) as groups:
         leader = groups.groups["colocated"][0].leader

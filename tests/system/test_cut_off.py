@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 
 import msgspec
 import pytest
+from conditions import PATIENCE_S, until_async
 from local_groups import (
     Checkpoints,
     LocalGroups,
@@ -24,7 +24,6 @@ from transport.control import messages as m
 from transport.control.reliable import ReliableOptions
 
 SOON = ReliableOptions(peer_timeout_s=1.0, heartbeat_s=0.1)
-TIMEOUT_S = 30.0
 LONG_TOKENS = 150
 """Length of an answer that still runs when the test has seen its first tokens and cuts the network."""
 SIDES = {
@@ -34,15 +33,9 @@ SIDES = {
 }
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(TIMEOUT_S):
-        while not condition():
-            await asyncio.sleep(0.005)
-
-
 @pytest.mark.parametrize("side", SIDES)
 def test_a_stream_goes_on_behind_a_cut(checkpoints: Checkpoints, side: str) -> None:
-    config = msgspec.structs.replace(small_config(2, 2), router=RouterConfig(group_wait_s=TIMEOUT_S))
+    config = msgspec.structs.replace(small_config(2, 2), router=RouterConfig(group_wait_s=PATIENCE_S))
     with local_groups(config, checkpoints.source(), options=SOON) as groups:
 
         async def work(router: Router) -> None:
@@ -51,9 +44,9 @@ def test_a_stream_goes_on_behind_a_cut(checkpoints: Checkpoints, side: str) -> N
             await _streams(groups)
             groups.hub.part(SIDES[side])
             roles = 2 if side == "router" else 1
-            await until(lambda: len(router.missing()) >= roles)
+            await until_async(lambda: len(router.missing()) >= roles)
             groups.hub.part([])
-            await until(lambda: not router.missing())
+            await until_async(lambda: not router.missing())
             answered = await running
             assert answered.tokens == checkpoints.greedy(checkpoints.source(), prompt, LONG_TOKENS)
             assert answered.report.recoveries == ([] if side == "prefill" else ["decode_lost"])
@@ -63,7 +56,7 @@ def test_a_stream_goes_on_behind_a_cut(checkpoints: Checkpoints, side: str) -> N
 
 
 def test_a_cut_shorter_than_the_patience_is_not_noticed(checkpoints: Checkpoints) -> None:
-    patient = ReliableOptions(peer_timeout_s=TIMEOUT_S, heartbeat_s=0.1)
+    patient = ReliableOptions(peer_timeout_s=PATIENCE_S, heartbeat_s=0.1)
     with local_groups(small_config(2, 2), checkpoints.source(), options=patient) as groups:
 
         async def work(router: Router) -> None:
@@ -72,7 +65,7 @@ def test_a_cut_shorter_than_the_patience_is_not_noticed(checkpoints: Checkpoints
             await _streams(groups)
             groups.hub.part(SIDES["decode"])
             sent_again = groups.decode[0].control.statistics().retransmitted
-            await until(lambda: groups.decode[0].control.statistics().retransmitted > sent_again)
+            await until_async(lambda: groups.decode[0].control.statistics().retransmitted > sent_again)
             assert not running.done()
             groups.hub.part([])
             assert (await running).tokens == checkpoints.greedy(checkpoints.source(), prompt, 40)

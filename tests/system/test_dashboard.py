@@ -11,7 +11,8 @@ from typing import Any
 
 import msgspec
 import pytest
-from api_server import samples_of, until
+from api_server import samples_of
+from conditions import until
 from local_groups import Checkpoints, LocalGroups, small_config
 from promql_page import Page, QueryError
 from system_server import SystemServer

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import random
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 from aborted_answers import answers_with_aborts, check_survivors
+from conditions import PATIENCE_S, until_async
 from local_groups import Checkpoints, ask, local_groups, random_prompts, small_config
 from prefix_caches import cache_of, with_caches
 from simulated_memory import poison_pages
@@ -109,12 +109,17 @@ def test_salts_are_kept_apart_on_both_sides(checkpoints: Checkpoints) -> None:
 
         async def work(router: Router) -> None:
             for index, salt in enumerate(["", "a", "b", "a"]):
-                outputs = router.generate(f"r{index}", prompt, GREEDY, timeout_s=30, cache_salt=salt)
+                outputs = router.generate(f"r{index}", prompt, GREEDY, timeout_s=PATIENCE_S, cache_salt=salt)
                 assert [output async for output in outputs]
 
         groups.serve(work)
         found = cache_of(groups.decode)
     assert (found.hits, found.misses, found.hit_tokens) == (1, 3, 48)
+
+
+def versions(router: Router) -> int:
+    """Changes with each report about the pages that a group holds."""
+    return sum(engine.held.version or 0 for engine in router.engines)
 
 
 def test_who_decodes_is_chosen_by_what_it_holds(checkpoints: Checkpoints) -> None:
@@ -130,13 +135,11 @@ def test_who_decodes_is_chosen_by_what_it_holds(checkpoints: Checkpoints) -> Non
             for first, turns in conversations:
                 prompt, used = first, set()
                 for index, more in enumerate([*turns, []]):
-                    before = sum(engine.held.version or 0 for engine in router.engines)
+                    before = versions(router)
                     answer = await ask(router, f"{first[0]}-{index}", prompt, SamplingParams(max_tokens=30))
                     used.add(answer.report.decode)
                     prompt = [*prompt, *answer.tokens, *more]
-                    async with asyncio.timeout(10):
-                        while before == sum(engine.held.version or 0 for engine in router.engines):
-                            await asyncio.sleep(0.002)
+                    await until_async(lambda before=before: versions(router) != before)  # type: ignore[misc]
                 homes.append(used)
             return homes
 

@@ -9,7 +9,6 @@ import asyncio
 import importlib
 import itertools
 import threading
-import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -17,8 +16,8 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from conditions import PATIENCE_S, until, until_async
 from local_groups import (
-    TIMEOUT_S,
     Answered,
     Checkpoints,
     LocalGroups,
@@ -423,7 +422,7 @@ def test_a_rank_that_dies_ends_the_requests_that_need_its_group(
 
         def held(*arguments: Any) -> Any:
             if struck.is_set():
-                assert noticed.wait(TIMEOUT_S)
+                assert noticed.wait(PATIENCE_S)
             return forward(*arguments)
 
         groups.observe(observe)
@@ -433,9 +432,7 @@ def test_a_rank_that_dies_ends_the_requests_that_need_its_group(
         async def work(router: Router) -> Any:
             sampling = SamplingParams(max_tokens=60)
             asked = [asyncio.create_task(ask(router, f"r{i}", p, sampling)) for i, p in enumerate(prompts)]
-            async with asyncio.timeout(TIMEOUT_S):
-                while role not in router.missing():
-                    await asyncio.sleep(0.005)
+            await until_async(lambda: role in router.missing())
             noticed.set()
             return await asyncio.gather(*asked, return_exceptions=True)
 
@@ -479,10 +476,10 @@ def test_the_memory_of_a_lost_decode_rank_is_unmapped(
         assert all(reference() is not None for reference in mapped)
         with collection_paused():  # an idle rank collects nothing
             groups.kill("decode-0")
-            deadline_s = time.monotonic() + 20.0
-            while any(reference() is not None for reference in mapped):
-                assert time.monotonic() < deadline_s, "a lost rank's pool is still mapped"
-                time.sleep(0.005)
+            until(
+                lambda: not any(reference() is not None for reference in mapped),
+                "a lost rank's pool is unmapped",
+            )
     finally:
         groups.stop()
 

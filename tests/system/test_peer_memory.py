@@ -6,7 +6,7 @@ import itertools
 import math
 
 import pytest
-from api_server import until
+from conditions import until
 from local_groups import (
     Checkpoints,
     LocalGroups,

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 from aborted_answers import answers_with_aborts, check_survivors
+from conditions import PATIENCE_S
 from local_groups import Checkpoints, LocalGroups, ask, local_groups, random_prompts, small_config
 from prefix_caches import cache_of, with_caches
 from simulated_groups import Simulation
@@ -93,7 +94,7 @@ def test_salts_share_nothing(checkpoints: Checkpoints) -> None:
         async def work(router: Router) -> list[list[int]]:
             answers = []
             for index, salt in enumerate(salts):
-                outputs = router.generate(f"r{index}", prompt, GREEDY, timeout_s=30, cache_salt=salt)
+                outputs = router.generate(f"r{index}", prompt, GREEDY, timeout_s=PATIENCE_S, cache_salt=salt)
                 answers.append([token async for output in outputs for token in output.tokens])
             return answers
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from conditions import PATIENCE_S, until_async
 from local_groups import Checkpoints, colocated_config, local_groups, random_prompts, small_config
 
 from disagg.core.config.read import Config
@@ -15,7 +16,6 @@ from disagg.core.types import SamplingParams
 from disagg.router.answers import Output, RouterRequest
 from disagg.router.router import Router
 
-TIMEOUT_S = 30.0
 QUEUED = {"batch-1": 5, "batch-2": 5, "interactive": 0, "batch-3": 5, "urgent": -1}
 
 
@@ -41,7 +41,7 @@ def test_a_full_group_admits_by_priority(role: str, checkpoints: Checkpoints) ->
             tokens.extend(output.tokens)
 
         sampling = SamplingParams(max_tokens=4)
-        await router.run(RouterRequest(name, prompt, sampling, TIMEOUT_S, priority=priority), emit)
+        await router.run(RouterRequest(name, prompt, sampling, PATIENCE_S, priority=priority), emit)
         return tokens
 
     with local_groups(config, source) as groups:
@@ -50,20 +50,17 @@ def test_a_full_group_admits_by_priority(role: str, checkpoints: Checkpoints) ->
 
         def held(plan: Any, *rest: Any) -> Any:
             if any(work.start >= work.prompt_tokens for work in plan.work):
-                assert go.wait(TIMEOUT_S)
+                assert go.wait(PATIENCE_S)
             return compute(plan, *rest)
 
         rank.executor.run = held
 
         async def work(router: Router) -> list[list[int]]:
             tasks = [asyncio.create_task(run(router, "first", 9))]
-            async with asyncio.timeout(TIMEOUT_S):
-                while not begun:
-                    await asyncio.sleep(0.001)
-                for count, (name, priority) in enumerate(QUEUED.items(), 1):
-                    tasks.append(asyncio.create_task(run(router, name, priority)))
-                    while len(rank.leader.waiting) < count:
-                        await asyncio.sleep(0.001)
+            await until_async(lambda: begun)
+            for count, (name, priority) in enumerate(QUEUED.items(), 1):
+                tasks.append(asyncio.create_task(run(router, name, priority)))
+                await until_async(lambda count=count: len(rank.leader.waiting) >= count)  # type: ignore[misc]
             go.set()
             return await asyncio.gather(*tasks)
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import msgspec
 import pytest
+from conditions import PATIENCE_S, until_async
 from local_groups import (
-    TIMEOUT_S,
     Answered,
     Checkpoints,
     LocalGroups,
@@ -74,9 +74,9 @@ def test_a_prefix_that_left_the_pool_is_found_in_the_group_that_has_it_in_host_m
 
     async def work(router: Router) -> Answered:
         async def until(holds: Callable[[RoutedGroup], bool]) -> RoutedGroup:
-            async with asyncio.timeout(TIMEOUT_S):
-                while not (found := [one for one in router.engines if holds(one)]):
-                    await asyncio.sleep(0.005)
+            found: list[RoutedGroup] = await until_async(
+                lambda: [one for one in router.engines if holds(one)]
+            )
             return found[0]
 
         await ask(router, "first", text, sampling)
@@ -277,9 +277,7 @@ def test_prompts_that_begin_alike_meet_where_their_beginning_is_cached(checkpoin
 
         async def work(router: Router) -> tuple[list[list[Any]], list[Any]]:
             async def heard(count: int) -> None:
-                async with asyncio.timeout(10):
-                    while sum(len(engine.held) for engine in router.engines) < count:
-                        await asyncio.sleep(0.002)
+                await until_async(lambda: sum(len(engine.held) for engine in router.engines) >= count)
 
             calm = []
             for number, begin_alike in enumerate(prompts):
@@ -330,7 +328,7 @@ def test_a_session_is_decoded_in_one_place(checkpoints: Checkpoints) -> None:
                         f"{session}{index}",
                         prompt,
                         SamplingParams(max_tokens=2),
-                        timeout_s=30,
+                        timeout_s=PATIENCE_S,
                         report=report,
                         session=session,
                     )

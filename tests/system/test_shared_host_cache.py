@@ -13,7 +13,7 @@ import pytest
 import structlog
 import torch
 from architectures import hybrid, save
-from launched import until
+from conditions import PATIENCE_S, until, until_async
 from local_groups import (
     Checkpoints,
     LocalGroups,
@@ -23,7 +23,6 @@ from local_groups import (
     random_prompts,
     small_config,
 )
-from page_peers import until as wait_until
 from storing_groups import GREEDY, PROMPTS, TOKENS, all_written, tier_of, wait_until_written, with_storage
 
 from disagg.core.config.read import Config
@@ -61,7 +60,7 @@ def serve_in_turn(groups: LocalGroups, salts: Sequence[str] = ("", "")) -> list[
             if number:
                 wait_until_written(groups.groups["colocated"], PAGES)
                 wait_until_announced(groups.groups["colocated-2"], groups.groups["colocated"])
-            outputs = router.generate(f"r{number}", PROMPTS[0], GREEDY, timeout_s=30.0, cache_salt=salt)
+            outputs = router.generate(f"r{number}", PROMPTS[0], GREEDY, timeout_s=PATIENCE_S, cache_salt=salt)
             tokens.append([token async for output in outputs for token in output.tokens])
         return tokens
 
@@ -80,7 +79,7 @@ def wait_until_announced(readers: Sequence[Any], owners: Sequence[Any]) -> None:
             for owner, one in known.items()
         )
 
-    wait_until(lambda: all(map(announced, readers)), "announced")
+    until(lambda: all(map(announced, readers)), "announced")
 
 
 def page_reply(source: str, destination: str, tag: int) -> bool:
@@ -247,7 +246,7 @@ def test_blocks_that_have_other_pages_by_now_are_not_read(checkpoints: Checkpoin
             tokens = []
             for number, prompt in enumerate(prompts):  # groups 1, 2, 1, 2
                 tokens.append((await ask(router, f"r{number}", prompt, GREEDY)).tokens)
-                await until(lambda: all(all_written(ranks) for ranks in groups.groups.values()))
+                await until_async(lambda: all(all_written(ranks) for ranks in groups.groups.values()))
                 first, second = groups.groups.values()
                 wait_until_announced(first, second)
                 wait_until_announced(second, first)
@@ -277,10 +276,10 @@ def test_a_group_that_has_ended_is_forgotten(checkpoints: Checkpoints) -> None:
     source = checkpoints.source()
     with local_groups(two_groups(), source, dead=["colocated-0"]) as groups:
         (rank,) = groups.groups["colocated-2"]
-        wait_until(lambda: rank.statistics()["sharing"].peers == 1, "connected")
+        until(lambda: rank.statistics()["sharing"].peers == 1, "connected")
         groups.kill("colocated-0")
         rank.peer_lost("colocated-0")
-        wait_until(lambda: not rank.statistics()["sharing"].peers, "forgotten")
+        until(lambda: not rank.statistics()["sharing"].peers, "forgotten")
         assert rank.statistics()["sharing"].lost_peers == 0
         rank.know_groups([groups.infos["colocated-2"]])
 
@@ -298,9 +297,7 @@ def test_a_group_that_starts_again_under_the_same_name(checkpoints: Checkpoints,
         groups.kill("colocated-0")
         first = groups.restart("colocated", loss_known=loss_known)
         assert first.sharing.served.epoch != epoch
-        wait_until(
-            lambda: second.sharing.index.position("colocated-0").epoch != epoch, "the old index is gone"
-        )
+        until(lambda: second.sharing.index.position("colocated-0").epoch != epoch, "the old index is gone")
         wait_until_announced([first], [second])
         wait_until_announced([second], [first])
 
@@ -308,7 +305,7 @@ def test_a_group_that_starts_again_under_the_same_name(checkpoints: Checkpoints,
             tokens = []
             for number, prompt in enumerate([PROMPTS[0], PROMPTS[0], other, other]):  # groups 1, 2, 1, 2
                 tokens.append((await ask(router, f"again-{number}", prompt, GREEDY)).tokens)
-                await until(lambda: all(all_written(ranks) for ranks in groups.groups.values()))
+                await until_async(lambda: all(all_written(ranks) for ranks in groups.groups.values()))
                 wait_until_announced([second], [first])
             return tokens
 
@@ -341,7 +338,7 @@ def test_a_transport_that_fails_is_replaced(
 
         async def work(router: Router) -> list[list[int]]:
             tokens = [(await ask(router, "r0", PROMPTS[0], GREEDY)).tokens]
-            await until(lambda: all_written([first], PAGES))
+            await until_async(lambda: all_written([first], PAGES))
             wait_until_announced([second], [first])
             assert found() == [True] * PAGES
             server, name = failing.sharing.server, f"{broken}-0-pages"
@@ -349,15 +346,15 @@ def test_a_transport_that_fails_is_replaced(
                 groups.closed.add(name)
                 groups.fabric.transports[name].progress = fail  # type: ignore[method-assign]
                 failing.sharing.lost("nobody")  # wakes the thread
-                wait_until(lambda: "page_transport_not_opened" in events(logs), "cannot be opened")
+                until(lambda: "page_transport_not_opened" in events(logs), "cannot be opened")
                 assert found() == [False] * PAGES, "reads are misses at once"
                 failing.sharing.check()
                 groups.closed.clear()
-                wait_until(lambda: failing.sharing.server != server, "another transport")
+                until(lambda: failing.sharing.server != server, "another transport")
                 for rank in (first, second):
-                    wait_until(lambda rank=rank: rank.sharing.statistics().peers == 1, "connected")  # type: ignore[misc]
+                    until(lambda rank=rank: rank.sharing.statistics().peers == 1, "connected")  # type: ignore[misc]
             assert {"host_cache_not_shared", "host_cache_shared_again"} <= events(logs)
-            wait_until(lambda: found() == [True] * PAGES, "found again, after the pause of a breaker")
+            until(lambda: found() == [True] * PAGES, "found again, after the pause of a breaker")
             tokens.append((await ask(router, "r1", PROMPTS[0], GREEDY)).tokens)
             return tokens
 

@@ -3,23 +3,14 @@
 from __future__ import annotations
 
 import signal
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from conditions import until
 from serve_process import Served, serve_process
 
 PROMPT = "All happy families are alike; every unhappy family is unhappy in its own way. " * 3
 SETTINGS = ("groups=2", "tp=1", "host_cache_shared=true", "prefetch_min_tokens=16", "prefetch_base_s=5")
-WAIT_S = 60.0
-
-
-def until(condition: Callable[[], bool], what: str) -> None:
-    deadline_s = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline_s, what
-        time.sleep(0.05)
 
 
 def total(served: Served, role: str, name: str) -> float:

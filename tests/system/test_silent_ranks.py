@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 
 import msgspec
 import pytest
+from conditions import PATIENCE_S, until_async
 from local_groups import (
     Checkpoints,
     LocalGroups,
@@ -25,15 +25,8 @@ from disagg.router.router import Router
 from transport.control import messages as m
 from transport.control.reliable import ReliableOptions
 
-TIMEOUT_S = 60.0
 TOKENS = 30
-OPTIONS = ReliableOptions(peer_timeout_s=TIMEOUT_S, heartbeat_s=0.1, suspect_after_s=0.4)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(TIMEOUT_S):
-        while not condition():
-            await asyncio.sleep(0.005)
+OPTIONS = ReliableOptions(peer_timeout_s=PATIENCE_S, heartbeat_s=0.1, suspect_after_s=0.4)
 
 
 async def mended(groups: LocalGroups, router: Router, *ranks: str) -> None:
@@ -43,7 +36,7 @@ async def mended(groups: LocalGroups, router: Router, *ranks: str) -> None:
     """
     for rank in ranks:
         groups.hub.mend(rank)
-    await until(lambda: not router.suspected())
+    await until_async(lambda: not router.suspected())
     await asyncio.to_thread(groups.settle)
 
 
@@ -94,7 +87,7 @@ def test_requests_leave_a_group_with_a_silent_rank(checkpoints: Checkpoints, ran
             assert not any(one.broken for one in groups.ranks)
             assert router.missing() == []
             used = set()
-            async with asyncio.timeout(TIMEOUT_S):
+            async with asyncio.timeout(PATIENCE_S):
                 while name not in used:
                     asked = (ask(router, f"again{len(used)}-{i}", p, sampling) for i, p in enumerate(prompts))
                     again = await asyncio.gather(*asked)
@@ -152,7 +145,7 @@ def test_requests_wait_for_a_silent_group_without_another_one(checkpoints: Check
 
         async def work(router: Router) -> None:
             running = asyncio.create_task(ask(router, "r", prompt, sampling))
-            await until(lambda: bool(router.suspected()))
+            await until_async(lambda: bool(router.suspected()))
             assert router.missing() == []
             assert not running.done()
             groups.hub.mend(rank)
@@ -176,13 +169,13 @@ def test_a_suspicion_and_the_loss_that_follows_are_one_fault(checkpoints: Checkp
         async def work(router: Router) -> None:
             asked = [ask(router, f"r{i}", prompt, sampling) for i, prompt in enumerate(prompts)]
             running = asyncio.gather(*asked)
-            await until(lambda: router.suspected() == (name,))
-            await until(lambda: name not in {group.name for group in router.groups()})
+            await until_async(lambda: router.suspected() == (name,))
+            await until_async(lambda: name not in {group.name for group in router.groups()})
             assert router.suspected() == ()
             groups.hub.mend(rank)
             causes = [cause for one in await running for cause in one.report.recoveries]
             assert set(causes) == {f"{name}_suspected"}
-            await until(lambda: len(router.groups()) == 4)
+            await until_async(lambda: len(router.groups()) == 4)
             await exact_again(router, checkpoints)
 
         groups.serve(work)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from api_server import until
+from conditions import until
 from local_groups import Checkpoints, LocalGroups, small_config
 from system_server import SystemServer
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 import pytest
 import torch
 from architectures import HYBRIDS, save
+from conditions import until_async
 from local_groups import Checkpoints, LocalGroups, ask, local_groups, random_prompts, small_config
 from slow_parameters import sampled
 from transformers import AutoModelForCausalLM
@@ -26,12 +26,6 @@ from transport.control.reliable import ReliableOptions
 torch.set_num_threads(1)
 INTERVAL_S = 0.02
 TOKENS = 6
-
-
-async def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
-    async with asyncio.timeout(timeout_s):
-        while not condition():
-            await asyncio.sleep(0.002)
 
 
 def idle(statuses: tuple[GroupStatus, ...]) -> bool:
@@ -55,7 +49,7 @@ async def served(groups: LocalGroups, router: Router, prompts: list[list[int]]) 
         sent = sum(route.bytes_total for rank in ranks for route in rank.routes)
         return idle(router.groups()) and sent == sum(rank.landed_bytes_total for rank in ranks) == nbytes
 
-    await until(complete)
+    await until_async(complete)
     return router.groups()
 
 
@@ -134,7 +128,7 @@ def test_states_of_recurrent_layers_are_told_while_they_are_held(tmp_path: Path)
         async def work(router: Router) -> None:
             sampling = SamplingParams(max_tokens=60, ignore_eos=True)
             running = asyncio.create_task(ask(router, "r", random_prompts(90)[0], sampling))
-            await until(lambda: any(g.role == "decode" and g.tokens_total for g in router.groups()))
+            await until_async(lambda: any(g.role == "decode" and g.tokens_total for g in router.groups()))
             decode = router.groups()[1]
             assert (decode.state_slots, decode.state_slots_used) == (config.decode.max_requests, 1)
             assert (decode.cached_state_slots, decode.cached_states) == (1, 0), "for preempted requests"
@@ -143,7 +137,7 @@ def test_states_of_recurrent_layers_are_told_while_they_are_held(tmp_path: Path)
             await asyncio.gather(
                 *(ask(router, f"r{i}", random_prompts(90, seed=i)[0], sampling) for i in (5, 6))
             )
-            await until(
+            await until_async(
                 lambda: idle(router.groups()) and not any(g.state_slots_used for g in router.groups())
             )
             first = router.groups()[0]
@@ -173,7 +167,7 @@ def test_memory_and_requests_are_told_while_they_are_held(checkpoints: Checkpoin
         async def work(router: Router) -> None:
             sampling = SamplingParams(max_tokens=400, ignore_eos=True)
             running = asyncio.create_task(ask(router, "r", random_prompts(33)[0], sampling))
-            await until(lambda: any(g.role == "decode" and g.tokens_total for g in router.groups()))
+            await until_async(lambda: any(g.role == "decode" and g.tokens_total for g in router.groups()))
             decode = router.groups()[1]
             assert decode.requests_running == decode.routers == 1
             held = decode.tokens_held
@@ -182,8 +176,8 @@ def test_memory_and_requests_are_told_while_they_are_held(checkpoints: Checkpoin
             )
             assert decode.pages_used == -(-held // decode.page_size)
             running.cancel()
-            await until(lambda: idle(router.groups()))
-            await until(lambda: not any(group.routers for group in router.groups()))
+            await until_async(lambda: idle(router.groups()))
+            await until_async(lambda: not any(group.routers for group in router.groups()))
 
         groups.serve(work)
 
@@ -209,10 +203,10 @@ def test_several_groups_and_one_that_dies(checkpoints: Checkpoints) -> None:
             broken = [g.name for g in router.groups() if g.broken]
             return broken == ["decode-2"] and gone not in shown(router)
 
-        await until(noticed)
+        await until_async(noticed)
         groups.kill("decode-2-0")
-        await until(lambda: [group.name for group in router.groups()] == names[:3])
-        await until(lambda: not {name for name in shown(router) if name.startswith("decode-2")})
+        await until_async(lambda: [group.name for group in router.groups()] == names[:3])
+        await until_async(lambda: not {name for name in shown(router) if name.startswith("decode-2")})
 
     try:
         groups.serve(work)
@@ -244,15 +238,15 @@ def test_a_router_that_stops_asking_is_forgotten(
         groups.hub.observe(observe)
 
         async def work(router: Router) -> None:
-            await until(lambda: idle(router.groups()))
+            await until_async(lambda: idle(router.groups()))
             assert leader.watchers == ("router",)
             silent.append(True)
-            await until(lambda: not leader.watchers)
+            await until_async(lambda: not leader.watchers)
             seen = len(ranks_told)
-            await until(lambda: len(ranks_told) > seen)  # ranks go on to tell their leader
+            await until_async(lambda: len(ranks_told) > seen)  # ranks go on to tell their leader
             assert set(ranks_told) == {1}, "rank 0 is the leader's own"
             silent.clear()
-            await until(lambda: leader.watchers == ("router",))
+            await until_async(lambda: leader.watchers == ("router",))
 
         groups.serve(work)
 

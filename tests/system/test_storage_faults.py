@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import shutil
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 import structlog
+from conditions import PATIENCE_S, until
 from faulty_disk import FaultyDisk
 from local_groups import (
     Checkpoints,
@@ -38,8 +38,7 @@ OTHERS = random_prompts(70, 40, seed=12)
 """Prompts that nobody has stored, of 4 + 2 full pages."""
 SHORT_PAUSE = PauseSettings(faults=1, first_s=0.02, longest_s=0.02)
 CALL_LIMIT_S = 0.1
-WAIT = threading.Event()
-"""Never set."""
+"""Of calls to a storage that hangs."""
 
 
 @pytest.fixture
@@ -151,7 +150,7 @@ def test_a_disk_with_a_fault(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The group starts with the fault, and stores pages after it. A restarted group serves no torn page."""
-    monkeypatch.setattr(storage_controller, "CALL_LIMIT_S", CALL_LIMIT_S)
+    monkeypatch.setattr(storage_controller, "CALL_LIMIT_S", CALL_LIMIT_S if fault is hung else PATIENCE_S)
     with local_groups(config_of(folder), checkpoints.source()) as groups:
         fault(disk)
         with structlog.testing.capture_logs() as lines:
@@ -160,7 +159,7 @@ def test_a_disk_with_a_fault(
         require_logged(lines, "storage_paused")
         assert tier_of(ranks_of(groups)).fetched_pages == (PAGES if fault in (full, torn) else 0)
         works(disk)
-        monkeypatch.setattr(storage_controller, "CALL_LIMIT_S", 2.0)
+        monkeypatch.setattr(storage_controller, "CALL_LIMIT_S", PATIENCE_S)
         wait_for_writes(groups, checkpoints)
     with local_groups(config_of(folder), checkpoints.source()) as groups:
         exact(groups, checkpoints, PROMPTS + OTHERS)
@@ -169,9 +168,7 @@ def test_a_disk_with_a_fault(
 
 def wait_for_faults(groups: LocalGroups) -> None:
     """Writes end after the answers."""
-    wait_until(
-        lambda: status_of(groups).storage_faults_total > 0 and not tier_of(ranks_of(groups)).writing_pages
-    )
+    until(lambda: status_of(groups).storage_faults_total > 0 and not tier_of(ranks_of(groups)).writing_pages)
 
 
 def wait_for_writes(groups: LocalGroups, checkpoints: Checkpoints) -> None:
@@ -183,15 +180,7 @@ def wait_for_writes(groups: LocalGroups, checkpoints: Checkpoints) -> None:
             tier_of(ranks_of(groups)).written_pages + tier_of(ranks_of(groups)).fetched_pages >= PAGES + 4 + 2
         )
 
-    wait_until(stored)
-
-
-def wait_until(true: Callable[[], bool]) -> None:
-    for _ in range(2000):
-        if true():
-            return
-        WAIT.wait(0.005)
-    pytest.fail(f"{true} is still False")
+    until(stored)
 
 
 def test_a_folder_that_is_removed(folder: Path, disk: FaultyDisk, checkpoints: Checkpoints) -> None:
@@ -236,9 +225,7 @@ def test_two_groups_share_a_folder(folder: Path, disk: FaultyDisk, checkpoints: 
         assert [one.tokens for one in answers] == expected
         both = [tier_of(groups.groups[name]) for name in ("prefill", "prefill-2")]
         assert all(tier.fetched_pages or tier.written_pages for tier in both)
-        wait_until(
-            lambda: not any(tier_of(groups.groups[one]).writing_pages for one in ("prefill", "prefill-2"))
-        )
+        until(lambda: not any(tier_of(groups.groups[one]).writing_pages for one in ("prefill", "prefill-2")))
     with local_groups(config_of(folder), checkpoints.source()) as groups:
         exact(groups, checkpoints, [*PROMPTS, *more])
         assert tier_of(ranks_of(groups)).fetched_pages == PAGES + 6 * 5
@@ -282,12 +269,12 @@ def test_a_server_with_a_fault(
     checkpoints: Checkpoints,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(storage_controller, "CALL_LIMIT_S", CALL_LIMIT_S)
+    monkeypatch.setattr(storage_controller, "CALL_LIMIT_S", CALL_LIMIT_S if fault is hangs else PATIENCE_S)
     with local_groups(config_of(server.url), checkpoints.source()) as groups:
         fault(server)
         with structlog.testing.capture_logs() as lines:
             exact(groups, checkpoints, PROMPTS + OTHERS)
-            wait_until(
+            until(
                 lambda: status_of(groups).storage_faults_total + status_of(groups).storage_corrupt_total > 0
             )
         require_logged(lines, SERVER_FAULTS[fault])

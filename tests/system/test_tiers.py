@@ -9,7 +9,7 @@ import msgspec
 import pytest
 import torch
 from architectures import HYBRIDS, save
-from launched import until
+from conditions import until_async
 from local_groups import (
     Checkpoints,
     LocalGroups,
@@ -70,7 +70,7 @@ def one_by_one(groups: LocalGroups, prompts: list[list[int]]) -> list[Any]:
         answers = []
         for number, prompt in enumerate(prompts):
             answers.append(await ask(router, f"r{number}", prompt, GREEDY))
-            await until(stored)
+            await until_async(stored)
         return answers
 
     answers: list[Any] = groups.serve(work)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import httpx
 import psutil
 import pytest
-from api_server import until
+from conditions import PATIENCE_S, until
 from prometheus_client.parser import text_string_to_metric_families
 from serve_process import API_KEY, ONE_RANK, PROMPT, TOKENS, Served, serve_process
 
@@ -30,7 +30,7 @@ END_S = 20.0
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("workers")
     with serve_process(folder, "--workers", "2", "--set", "api.max_queued=33", groups=ONE_RANK) as served:
-        until(lambda: httpx.get(f"{served.url}/ready", trust_env=False).status_code == 200, timeout_s=60)
+        until(lambda: httpx.get(f"{served.url}/ready", trust_env=False).status_code == 200)
         yield served
 
 
@@ -47,7 +47,7 @@ def ask(served: Served) -> str:
     body = {"model": "tiny", "prompt": PROMPT, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
     headers = {"authorization": f"Bearer {API_KEY}"}
     reply = httpx.post(
-        f"{served.url}/v1/completions", json=body, headers=headers, trust_env=False, timeout=60
+        f"{served.url}/v1/completions", json=body, headers=headers, trust_env=False, timeout=PATIENCE_S
     )
     reply.raise_for_status()
     return str(reply.json()["choices"][0]["text"])
@@ -103,7 +103,7 @@ def test_a_killed_worker_comes_back_while_the_other_serves(served: Served, expec
     until(lambda: "worker_ended" in served.log.read_text())
     assert [ask(served) for _ in range(8)] == [expected] * 8
     assert sorted(totals(served, "disagg_generated_tokens_total")) == ["1"]
-    until(lambda: len(re.findall("worker_serves", served.log.read_text())) == 3, timeout_s=60)
+    until(lambda: len(re.findall("worker_serves", served.log.read_text())) == 3)
     assert workers(served)[1].pid == before[1].pid
     until(lambda: sorted(totals(served, "disagg_generated_tokens_total")) == ["0", "1"])
     served_by_new = totals(served, "disagg_generated_tokens_total")["0"]

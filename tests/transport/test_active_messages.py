@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from conditions import PATIENCE_S
 
 from disagg.core.errors import ProtocolError
 from disagg.core.types import RequestKey, Segment, Span
@@ -149,7 +150,7 @@ def test_later_messages_do_not_overtake_a_large_one(backend: str) -> None:
         ]
         for message in sent:
             a.active_messages.send("b", message)
-        until_s = time.monotonic() + 10
+        until_s = time.monotonic() + PATIENCE_S
         while len(b.came) < len(sent) and time.monotonic() < until_s:
             settle(a, b)
         assert b.came == [("a", message) for message in sent]

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+from conditions import PATIENCE_S
 
 from transport.alarm import Alarm
 
@@ -47,7 +48,7 @@ def test_only_the_first_wake_costs_a_system_call(alarm: Alarm, monkeypatch: pyte
 def test_another_thread_ends_the_wait(alarm: Alarm) -> None:
     thread = threading.Thread(target=alarm.wake)
     thread.start()
-    assert is_up(alarm, timeout_s=30)
+    assert is_up(alarm, timeout_s=PATIENCE_S)
     thread.join()
 
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from conditions import PATIENCE_S
 
 from disagg.core.errors import PeerLostError, TransportError
 from transport.base import Operation
 from transport.ucx.transport import FENCE_TIMEOUT_S, UcxTransport
 
-TIMEOUT_S = 30.0
 NBYTES = 4 << 20
 
 
@@ -60,7 +60,7 @@ class Trio:
         self.c.progress()
 
     def until(self, condition: Any) -> None:
-        until_s = time.monotonic() + TIMEOUT_S
+        until_s = time.monotonic() + PATIENCE_S
         while not condition():
             self.pump()
             assert time.monotonic() < until_s

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import psutil
 import pytest
-from api_server import until
+from conditions import PATIENCE_S, until
 
 from disagg.bench.chaos.faults import FaultInjector, TargetRank
 
@@ -32,7 +32,7 @@ def is_stopped(child: subprocess.Popen[bytes]) -> bool:
 def test_kill(child: subprocess.Popen[bytes]) -> None:
     injector = FaultInjector()
     assert injector.inject("kill", target(child))
-    assert child.wait(10) == -9
+    assert child.wait(PATIENCE_S) == -9
     assert injector.wounded == {"decode-2"}
     assert str(target(child)) == "decode-2 r1"
 
@@ -54,7 +54,7 @@ def test_a_rank_that_hangs_is_killed_on_request_or_at_the_end(child: subprocess.
     assert injector.inject("hang", target(child))
     until(lambda: is_stopped(child))
     injector.close()
-    assert child.wait(10) == -9
+    assert child.wait(PATIENCE_S) == -9
     assert injector.wounded == {"decode-2"}, "its group does not serve again"
     injector.finish(target(child))
     injector.resume(target(child))

@@ -6,6 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
+from conditions import PATIENCE_S
 from scripted_server import Reply, ScriptedServer, Seen, answer_rightly
 
 from disagg.bench.serve.answer import RequestResult
@@ -166,7 +167,7 @@ def test_an_answer_that_never_ends_times_out() -> None:
 
     with ScriptedServer(script) as server:
         row = send(server.url, timeout_s=0.2)
-        assert server.gone.acquire(timeout=30)
+        assert server.gone.acquire(timeout=PATIENCE_S)
     assert row.kind == "timeout"
     assert "0.2 s" in row.problem
 

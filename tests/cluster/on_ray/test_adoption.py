@@ -11,7 +11,8 @@ from pathlib import Path
 import msgspec
 import psutil
 import pytest
-from launched import PROMPT, TIMEOUT_S, answer, joined_router, launch_process, names, reservations, until
+from conditions import PATIENCE_S, until_async
+from launched import PROMPT, answer, joined_router, launch_process, names, reservations
 from serve_process import LIGHT, START_TIMEOUT_S, Command, until_gone
 
 from disagg.cluster.keys import join_keys
@@ -85,7 +86,7 @@ class Stream:
     async def more(self, count: int) -> None:
         """Waits for `count` more answers."""
         wanted = self.answered + count
-        await until(lambda: self.answered >= wanted or self._task.done())
+        await until_async(lambda: self.answered >= wanted or self._task.done())
         if self._task.done():
             self._task.result()
 
@@ -103,8 +104,8 @@ def check_ranks() -> None:
     assert sorted(found) == ["decode/0", "prefill/0"]
     for name in found:
         actor = ray.get_actor(name, f"{NAMESPACE}/{ClusterConfig().name}")
-        ray.get(actor.check.remote(), timeout=TIMEOUT_S)
-        statistics = ray.get(actor.statistics.remote(), timeout=TIMEOUT_S)
+        ray.get(actor.check.remote(), timeout=PATIENCE_S)
+        statistics = ray.get(actor.statistics.remote(), timeout=PATIENCE_S)
         assert (statistics["transfer"].tickets, statistics["faults"]) == (0, 0), name
 
 
@@ -112,9 +113,9 @@ async def request_fails_with(decode: psutil.Process, config: Config, keys: AnyKe
     """A rank hangs while a request runs, of a router that waits for no other group: an error follows in seconds."""
     config = msgspec.structs.replace(config, router=RouterConfig(group_wait_s=0.0))
     async with joined_router(config, keys, directory) as router:
-        await until(lambda: not router.missing())
+        await until_async(lambda: not router.missing())
         endless = SamplingParams(max_tokens=1900, ignore_eos=True)
-        stream = router.generate("endless", list(range(40, 140)), endless, timeout_s=TIMEOUT_S)
+        stream = router.generate("endless", list(range(40, 140)), endless, timeout_s=PATIENCE_S)
         await anext(stream)
         decode.suspend()
         hung_s = time.monotonic()
@@ -156,7 +157,7 @@ def test_groups_of_a_killed_launch_serve_on_and_the_next_launch_adopts_them(
     async def main(first: Command) -> None:
         keys = join_keys(config.control, directory, os.environ)
         async with joined_router(config, keys, directory) as router:
-            await until(lambda: not router.missing())
+            await until_async(lambda: not router.missing())
             before, engines = leaders(router), router.engines
             stream = Stream(router, expected)
             await stream.more(1)
@@ -166,18 +167,20 @@ def test_groups_of_a_killed_launch_serve_on_and_the_next_launch_adopts_them(
                 await asyncio.to_thread(
                     second.logged, r'("groups": \["decode", "prefill"\].*"event": "adopted")'
                 )
-                await until(lambda: "router_joined" in second.log.read_text())
+                await until_async(lambda: "router_joined" in second.log.read_text())
                 await stream.more(2)
                 await stream.close()
                 assert (leaders(router), router.engines) == (before, engines)
                 await asyncio.to_thread(check_ranks)
                 await request_fails_with(before["decode"], config, keys, directory)
                 # A rank that starts on a busy machine takes long, and a busy one may count as hanging too.
-                await until(lambda: "decode" not in names(router) and not router.missing(), START_TIMEOUT_S)
+                await until_async(
+                    lambda: "decode" not in names(router) and not router.missing(), timeout_s=START_TIMEOUT_S
+                )
                 assert await answer(router, "last", GREEDY) == expected
                 await asyncio.to_thread(run_scale, config, directory, {"decode": 1})  # has an effect already
                 second.process.terminate()
-                assert await asyncio.to_thread(second.process.wait, TIMEOUT_S) == 0
+                assert await asyncio.to_thread(second.process.wait, PATIENCE_S) == 0
             assert reservations() == []
             await asyncio.to_thread(until_gone, list(before.values()))
 
@@ -195,15 +198,15 @@ def test_ranks_without_an_owner_end_and_free_their_resources(ray_session: None) 
     keys = KeySet(make_keys())
     group = ranks.place("colocated-9", settings, keys, Owner("dead", 1), lambda: False)
     try:
-        assert ranks.results([actor.pulse.remote("dead") for actor in group.actors], TIMEOUT_S) == [True]
+        assert ranks.results([actor.pulse.remote("dead") for actor in group.actors], PATIENCE_S) == [True]
         [found] = ranks.survivors(placement)
         assert (found.name, found.role, len(found.actors)) == ("colocated-9", "colocated", 1)
         [name] = reservations()
         assert name.endswith("/colocated-9")
         with pytest.raises(ConfigError, match=r"another `disagg launch` .* starts colocated-9"):
             ranks.place("colocated-9", settings, keys, Owner("late", 1), lambda: False)
-        ended = ranks.ended([actor.park.remote("dead") for actor in group.actors], TIMEOUT_S)
+        ended = ranks.ended([actor.park.remote("dead") for actor in group.actors], PATIENCE_S)
         assert ended, "Ray reports the end of the processes"
-        asyncio.run(until(lambda: not reservations() and not ranks.survivors(placement)))
+        asyncio.run(until_async(lambda: not reservations() and not ranks.survivors(placement)))
     finally:
         ranks.take_down(group)

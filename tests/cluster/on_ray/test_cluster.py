@@ -19,6 +19,7 @@ import psutil
 import pytest
 import torch
 from broken_checkpoints import AT_BUILD
+from conditions import PATIENCE_S
 from launched import launch_process, reservations
 from serve_process import LIGHT, ONE_RANK, SPLIT, START_TIMEOUT_S, until_gone
 
@@ -85,7 +86,7 @@ def prompts(count: int) -> list[list[int]]:
 
 async def answer(router: Any, number: int, prompt: list[int], sampling: SamplingParams) -> SessionReport:
     report = SessionReport()
-    async for _ in router.generate(f"r{number}", prompt, sampling, timeout_s=60, report=report):
+    async for _ in router.generate(f"r{number}", prompt, sampling, timeout_s=PATIENCE_S, report=report):
         pass
     return report
 
@@ -163,7 +164,9 @@ def ends_requests(cluster: Cluster, group: Group) -> None:
 
     async def main() -> float:
         async with local_router(cluster) as router:
-            stream = router.generate("r", list(range(40, 140)), SamplingParams(max_tokens=400), timeout_s=60)
+            stream = router.generate(
+                "r", list(range(40, 140)), SamplingParams(max_tokens=400), timeout_s=PATIENCE_S
+            )
             first = asyncio.ensure_future(anext(stream))
             if group.role == "decode":
                 await first

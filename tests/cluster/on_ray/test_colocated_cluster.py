@@ -10,7 +10,8 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from launched import TIMEOUT_S, joined_router, names, scale_to, until
+from conditions import PATIENCE_S, until_async
+from launched import joined_router, names, scale_to
 
 from disagg.cluster.directory import Directory
 from disagg.cluster.lifecycle import Cluster
@@ -53,7 +54,7 @@ def config_for(checkpoint: Path) -> Config:
 
 async def answer(router: Router, request_id: str, prompt: list[int]) -> list[int]:
     report = SessionReport()
-    async for _ in router.generate(request_id, prompt, GREEDY, timeout_s=TIMEOUT_S, report=report):
+    async for _ in router.generate(request_id, prompt, GREEDY, timeout_s=PATIENCE_S, report=report):
         pass
     assert (report.released, report.segments) == (True, 0)
     return report.tokens
@@ -107,16 +108,16 @@ def test_groups_are_scaled_and_replaced(ray_session: None, config: Config, expec
 
     async def main(cluster: Cluster) -> None:
         async with joined_router(config, keys, directory.address) as router:
-            await until(lambda: bool(router.engines))
+            await until_async(lambda: bool(router.engines))
             assert router.missing() == []
             await exact(router, "first")
             await asyncio.to_thread(scale_to, config, keys, directory.address, {"colocated": 2})
-            await until(lambda: names(router) == ["colocated", "colocated-2"])
+            await until_async(lambda: names(router) == ["colocated", "colocated-2"])
             await exact(router, "second")
             await asyncio.to_thread(scale_to, config, keys, directory.address, {"colocated": 1})
             assert names(router) == ["colocated"]
             os.kill(cluster.groups[0].started[1].pid, signal.SIGKILL)
-            await until(lambda: names(router) == ["colocated-3"])
+            await until_async(lambda: names(router) == ["colocated-3"])
             await exact(router, "third")
 
     try:

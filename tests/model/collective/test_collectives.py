@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed
+from conditions import PATIENCE_S
 
 from disagg.core.errors import PeerLostError
 from disagg.core.folders import private_folder
@@ -28,7 +29,6 @@ from disagg.model.collective.shared import SharedCollective
 from kernels.layers.rank_sum import rank_sum_reference
 
 Group = Callable[[int], list[Callable[[], Collective]]]
-TIMEOUT_S = 20.0
 
 
 def single(size: int) -> list[Callable[[], Collective]]:
@@ -36,7 +36,7 @@ def single(size: int) -> list[Callable[[], Collective]]:
 
 
 def threads(size: int) -> list[Callable[[], Collective]]:
-    members = ThreadCollective.group(size, timeout_s=TIMEOUT_S)
+    members = ThreadCollective.group(size, timeout_s=PATIENCE_S)
     return [lambda member=member: member for member in members]  # type: ignore[misc]
 
 
@@ -44,7 +44,7 @@ def shared(size: int) -> list[Callable[[], Collective]]:
     folder = private_folder("test")
 
     def join(rank: int) -> Collective:
-        collective = SharedCollective(rank=rank, size=size, directory=folder, timeout_s=TIMEOUT_S)
+        collective = SharedCollective(rank=rank, size=size, directory=folder, timeout_s=PATIENCE_S)
         if rank == 0:
             folder.rmdir()  # nothing is left in it once all have met
         return collective
@@ -65,7 +65,7 @@ class GlooInOrder:
 
     def __init__(self, rank: int, size: int, store: Any) -> None:
         self.rank, self.size = rank, size
-        self._group = torch.distributed.ProcessGroupGloo(store, rank, size, timedelta(seconds=TIMEOUT_S))
+        self._group = torch.distributed.ProcessGroupGloo(store, rank, size, timedelta(seconds=PATIENCE_S))
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         all_reduce_in_order(self._group, tensor, self.size)
@@ -261,7 +261,7 @@ def test_a_late_shared_rank_is_waited_for_only_so_long(tmp_path: Path) -> None:
 
 
 def _sum_until_killed(directory: Path, ready: Any) -> None:
-    collective = SharedCollective(rank=1, size=2, directory=directory, timeout_s=TIMEOUT_S)
+    collective = SharedCollective(rank=1, size=2, directory=directory, timeout_s=PATIENCE_S)
     collective.all_reduce(torch.ones(3))
     ready.set()
     threading.Event().wait()  # until it is killed
@@ -276,7 +276,7 @@ def test_a_killed_process_is_detected_at_once(tmp_path: Path) -> None:
     collective = SharedCollective(rank=0, size=2, directory=tmp_path, timeout_s=600.0)
     collective.all_reduce(tensor)
     assert tensor.tolist() == [2.5] * 3
-    ready.wait(TIMEOUT_S)
+    ready.wait(PATIENCE_S)
     process.kill()
     process.join()
     with pytest.raises(PeerLostError):  # the test's own limit is shorter than the collective's
@@ -290,7 +290,7 @@ def test_strangers_at_the_meeting_are_sent_away(tmp_path: Path) -> None:
     joined: list[object] = []
     host = threading.Thread(
         target=lambda: joined.append(
-            SharedCollective(rank=0, size=2, directory=tmp_path, timeout_s=TIMEOUT_S)
+            SharedCollective(rank=0, size=2, directory=tmp_path, timeout_s=PATIENCE_S)
         )
     )
     host.start()
@@ -299,7 +299,7 @@ def test_strangers_at_the_meeting_are_sent_away(tmp_path: Path) -> None:
             stranger.sendall(greeting)
             stranger.shutdown(socket.SHUT_WR)
             assert _ended(stranger)
-    rank = SharedCollective(rank=1, size=2, directory=tmp_path, timeout_s=TIMEOUT_S)
+    rank = SharedCollective(rank=1, size=2, directory=tmp_path, timeout_s=PATIENCE_S)
     host.join()
     assert isinstance(joined[0], SharedCollective)
     rank.close()

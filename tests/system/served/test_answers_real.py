@@ -14,7 +14,7 @@ import openai
 import psutil
 import pytest
 import torch
-from api_server import until
+from conditions import until
 from serve_process import PROMPT, TOKENS, Served
 from transformers import AutoModelForCausalLM
 

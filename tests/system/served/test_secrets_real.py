@@ -10,7 +10,7 @@ import httpx
 import msgspec
 import psutil
 import zmq
-from api_server import until
+from conditions import until
 from secret_searches import SearchedServer, log_files
 from zmq.utils.monitor import recv_monitor_message
 
@@ -69,7 +69,7 @@ def test_one_forged_frame_does_nothing(place: SearchedServer) -> None:
             return {port for port, which in refused if {(port, 0), (port, 1)} <= refused}
 
         # Two prefill ranks, a decode rank and the router listen for control messages.
-        until(lambda: len(control_ports()) >= 4, timeout_s=60)
+        until(lambda: len(control_ports()) >= 4)
         assert place.complete().status_code == 200
     assert place.complete().status_code == 200
 
@@ -84,7 +84,7 @@ def test_no_request_fails_while_keys_rotate(place: SearchedServer) -> None:
 
     def go_on() -> None:
         count = len(replies)
-        until(lambda: len(replies) >= count + 3, timeout_s=60)
+        until(lambda: len(replies) >= count + 3)
 
     client = threading.Thread(target=ask)
     client.start()
@@ -93,10 +93,10 @@ def test_no_request_fails_while_keys_rotate(place: SearchedServer) -> None:
         fresh = rotate_keys(place.key_file, 0.0).next
         assert fresh is not None
         place.secrets.generations.append(fresh)
-        until(lambda: tells_of_keys(place, [fresh.name, old.name]), timeout_s=60)
+        until(lambda: tells_of_keys(place, [fresh.name, old.name]))
         go_on()
         retire_keys(place.key_file)
-        until(lambda: tells_of_keys(place, [fresh.name]), timeout_s=60)
+        until(lambda: tells_of_keys(place, [fresh.name]))
         go_on()
     finally:
         over.set()

@@ -11,7 +11,7 @@ import httpx
 import openai
 import psutil
 import pytest
-from api_server import until
+from conditions import PATIENCE_S, until
 from secret_searches import SearchedServer, log_files
 from serve_process import PROMPT, Served
 
@@ -29,7 +29,7 @@ def test_a_group_that_dies_is_replaced_and_its_stream_goes_on(served: Served, ex
     first = next(iter(stream))
     decode.send_signal(signal.SIGABRT)  # a crash that writes all it can
     until(lambda: not ready())
-    until(ready, timeout_s=60)
+    until(ready)
     text = first.choices[0].text + "".join(chunk.choices[0].text for chunk in stream)
     whole = served.client.completions.create(**asked)  # type: ignore[call-overload]
     assert whole.choices[0].finish_reason == "length"
@@ -44,7 +44,7 @@ def test_secrets_are_nowhere(place: SearchedServer) -> None:
     """Behind good and bad requests, a rotation of keys, and the crash of a rank, in the tests before and here."""
     url, keys = place.served.url, place.secrets
     assert place.complete().status_code == 200
-    with httpx.Client(base_url=url, trust_env=False, timeout=60) as client:
+    with httpx.Client(base_url=url, trust_env=False, timeout=PATIENCE_S) as client:
         good = {"authorization": f"Bearer {keys.variable_key}"}
         bodies: list[bytes] = []
         for headers in (good, {"authorization": f"Basic {keys.file_key}"}, {"x-api-key": keys.file_key}):
@@ -61,7 +61,7 @@ def test_secrets_are_nowhere(place: SearchedServer) -> None:
         bodies.extend(client.get(path, headers=good).content for path in paths)
     for body in bodies:
         keys.missing_from("a reply", body)
-    until(lambda: bool(place.collector.received), timeout_s=60)
+    until(lambda: bool(place.collector.received))
     for spans in place.collector.received:
         keys.missing_from("a span", spans)
     for process in place.family:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from conditions import PATIENCE_S
 from transport_harness import POISON, Pair, break_connection, settle
 
 from disagg.core.errors import PeerLostError
@@ -171,7 +172,7 @@ def test_wake_before_wait_is_not_lost(make_pair: Callable[..., Pair]) -> None:
 
 def test_wait_returns_when_a_message_came(pair: Pair) -> None:
     pair.a.transport.send("b", 1, pair.a.random(10))
-    deadline_s = time.monotonic() + 30
+    deadline_s = time.monotonic() + PATIENCE_S
     while not pair.b.arrived:
         pair.a.pump()
         pair.b.transport.wait(0.05)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from conditions import PATIENCE_S
 from transport_harness import POISON, Node, Pair, settle
 
 from transport.base import OperationState
@@ -141,7 +142,7 @@ def test_two_threads(pair: Pair) -> None:
     for tag, view in enumerate(sent):
         pair.a.transport.send("b", tag, view)
     run(pair.a, lambda: len(pair.a.ended) == count, lambda: None)
-    receiver.join(30)
+    receiver.join(PATIENCE_S)
     assert not errors
     assert not receiver.is_alive()
     settle(pair.b.memory)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from conditions import PATIENCE_S
 from forked_processes import ForkedContext
 from transport_harness import POISON, Node, Pair, make_node, settle
 
@@ -113,7 +114,7 @@ class Child:
         """Ends both sides; the child gently unless it is dead already."""
         with contextlib.suppress(BrokenPipeError):
             self.command("close")
-        self.process.join(20)
+        self.process.join(PATIENCE_S)
         if self.process.is_alive():
             self.process.kill()
             self.process.join()
@@ -142,7 +143,7 @@ def test_sizes_there_and_back(child: Child) -> None:
         settle(got)
         assert torch.equal(sent, got)
     child.command("close")
-    child.process.join(20)
+    child.process.join(PATIENCE_S)
     assert child.process.exitcode == 0
 
 
@@ -230,7 +231,7 @@ def test_a_peer_that_closes_ends_everything(child: Child) -> None:
     child.until(lambda: node.has(1, 2))
     child.command("close")
     receive = node.transport.receive("child", node.arrival(1), node.take(16 * MIB))
-    child.process.join(20)
+    child.process.join(PATIENCE_S)
     child.until(lambda: receive.ended)
     late = node.transport.send("child", 3, node.memory[:100])
     child.until(lambda: late.ended)

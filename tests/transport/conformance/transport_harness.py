@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from conditions import PATIENCE_S
 from pumped import Pumped
 
 from transport.base import Arrival, Operation, Transport
@@ -72,7 +73,9 @@ class Pair:
     device: torch.device
     backend: str
 
-    def until(self, condition: Callable[[], bool], timeout_s: float = 30.0, only: Node | None = None) -> None:
+    def until(
+        self, condition: Callable[[], bool], timeout_s: float = PATIENCE_S, only: Node | None = None
+    ) -> None:
         """Drives both nodes (or one) until `condition` holds."""
         deadline_s = time.monotonic() + timeout_s
         while not condition():

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import pytest
+from conditions import PATIENCE_S, until
 
 from disagg.core.errors import ProtocolError
 from disagg.core.types import RequestKey
@@ -43,7 +44,7 @@ class Station:
         return self
 
     def next(self) -> tuple[str, Message]:
-        return self.received.get(timeout=20)
+        return self.received.get(timeout=PATIENCE_S)
 
 
 class FailingTurns(ThreadedControl):
@@ -104,14 +105,6 @@ def net(request: pytest.FixtureRequest) -> Iterator[Net]:
     for station in net.stations:
         station.channel.check()
         station.channel.close()
-
-
-def until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
-    """Polls, gently, until `condition` holds."""
-    deadline_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline_s, "condition not met"
-        threading.Event().wait(0.005)
 
 
 def token(number: int) -> FirstTokens:
@@ -234,7 +227,7 @@ def test_a_peer_that_is_not_there_is_lost(net: Net) -> None:
     b.channel.close()
     net.stations.remove(b)
     a.channel.send(address, token(1))
-    assert a.lost.get(timeout=20) == address
+    assert a.lost.get(timeout=PATIENCE_S) == address
     assert "silent for 1 s" in a.channel.statistics().last_lost
 
 
@@ -245,7 +238,7 @@ def test_a_watched_peer_that_dies_is_lost_and_no_other_peer(net: Net) -> None:
         a.channel.send(other.address, token(1))
         other.next()
     b.channel.close()
-    assert a.lost.get(timeout=20) == b.address
+    assert a.lost.get(timeout=PATIENCE_S) == b.address
     a.channel.send(c.address, token(2))
     assert c.next() == (a.address, token(2))
     assert a.lost.empty()
@@ -257,7 +250,7 @@ def test_a_watched_peer_that_was_never_there_is_lost(net: Net) -> None:
     b.channel.close()
     net.stations.remove(b)
     a.channel.watch(address)
-    assert a.lost.get(timeout=20) == address
+    assert a.lost.get(timeout=PATIENCE_S) == address
     until(lambda: a.channel.statistics().peers == 0)
 
 
@@ -279,7 +272,7 @@ def test_a_restart_under_the_same_address_is_a_loss_and_then_goes_on(net: Net) -
     again = net.station(b.address).start()
     again.channel.send(a.address, token(7))
     assert a.next() == (b.address, token(7))
-    assert a.lost.get(timeout=20) == b.address
+    assert a.lost.get(timeout=PATIENCE_S) == b.address
     a.channel.send(b.address, token(8))
     assert again.next() == (a.address, token(8))
 
@@ -292,7 +285,7 @@ def test_forget_is_silent_here_and_a_loss_there(net: Net) -> None:
     a.channel.forget(b.address)
     until(lambda: a.channel.statistics().peers == 0)
     b.channel.send(a.address, token(2))
-    assert b.lost.get(timeout=20) == a.address
+    assert b.lost.get(timeout=PATIENCE_S) == a.address
     b.channel.send(a.address, token(3))
     assert a.next() == (b.address, token(3))
     assert a.lost.empty()
@@ -331,7 +324,7 @@ def test_no_callback_after_close(net: Net) -> None:
     b.next()
     b.channel.close()
     a.channel.send(b.address, token(2))
-    assert a.lost.get(timeout=20) == b.address
+    assert a.lost.get(timeout=PATIENCE_S) == b.address
     assert b.received.empty()
 
 
@@ -376,7 +369,7 @@ def test_a_cut_peer_is_lost_and_can_come_back(hub_net: Net) -> None:
     a.channel.send(b.address, token(1))
     b.next()
     hub_net.hub.cut(b.address)
-    assert a.lost.get(timeout=20) == b.address
+    assert a.lost.get(timeout=PATIENCE_S) == b.address
     hub_net.hub.mend(b.address)
     a.channel.send(b.address, token(2))
     assert b.next() == (a.address, token(2))
@@ -447,7 +440,7 @@ def test_a_turn_that_fails_again_and_again(net: Net, monkeypatch: pytest.MonkeyP
     channel.send(b.address, token(1))
     b.channel.send(channel.address, token(2))
     for _ in range(5):
-        assert pauses.get(timeout=20) > 0
+        assert pauses.get(timeout=PATIENCE_S) > 0
     go_on.set()
     channel.close()
     assert channel.failures <= pauses.qsize() + 6, "a turn without a pause behind it"

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 import pytest
-from api_server import until
+from conditions import PATIENCE_S, until
 from two_hosts import TwoHosts, two_hosts, why_not
 
 from disagg.core.types import RequestKey
@@ -70,7 +70,7 @@ def _exchange(a: Station, b: Station) -> None:
         a.channel.send(b.channel.address, token)
         b.channel.send(a.channel.address, token)
     for station in (a, b):
-        assert [station.received.get(timeout=20) for _ in range(MESSAGES)] == _tokens(MESSAGES)
+        assert [station.received.get(timeout=PATIENCE_S) for _ in range(MESSAGES)] == _tokens(MESSAGES)
 
 
 def test_everything_arrives_once_and_in_order(hosts: TwoHosts, stations: list[Station]) -> None:

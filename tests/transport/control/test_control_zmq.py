@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
@@ -17,6 +17,7 @@ import msgspec
 import pytest
 import structlog
 import zmq
+from conditions import PATIENCE_S, until
 
 from disagg.core.config.read import LogConfig
 from disagg.core.errors import ConfigError, ProtocolError
@@ -62,13 +63,6 @@ def raw(address: str | None, keys: ControlKeys | None = None) -> Iterator[zmq.So
         yield socket
 
 
-def until(condition: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline_s, "condition not met"
-        threading.Event().wait(0.005)
-
-
 def speak(source: str) -> bytes:
     return encode_envelope(Envelope(source, 1, 1, 1, 0, 0, 0, encode(HELLO)))
 
@@ -77,7 +71,7 @@ def test_the_shared_keys_let_in() -> None:
     keys = make_keys()
     with listening(keys) as (channel, received), raw(channel.address, keys) as socket:
         socket.send(speak("tcp://127.0.0.1:9"))
-        assert received.get(timeout=20) == ("tcp://127.0.0.1:9", HELLO)
+        assert received.get(timeout=PATIENCE_S) == ("tcp://127.0.0.1:9", HELLO)
 
 
 @pytest.mark.parametrize("stranger", ["no keys", "own client key", "own server key"])
@@ -108,7 +102,7 @@ def test_clients_with_other_keys_are_refused(stranger: str) -> None:
         monitor.close()
         # The door works, and the stranger's message did not come through it before.
         inside.send(speak("tcp://127.0.0.1:9"))
-        assert received.get(timeout=20)[0] == "tcp://127.0.0.1:9"
+        assert received.get(timeout=PATIENCE_S)[0] == "tcp://127.0.0.1:9"
         assert received.empty()
         assert channel.statistics().peers == 1
 
@@ -128,7 +122,7 @@ def test_bytes_of_anybody_are_counted_and_dropped() -> None:
             socket.send_multipart(frame)
         until(lambda: channel.statistics().bad_frames >= len(frames))
         socket.send(encode_envelope(Envelope("tcp://127.0.0.1:9", 1, 2, 1, 0, 0, 0, encode(HELLO))))
-        assert received.get(timeout=20)[1] == HELLO
+        assert received.get(timeout=PATIENCE_S)[1] == HELLO
 
 
 def test_a_frame_that_is_too_large_ends_only_its_connection() -> None:
@@ -140,7 +134,7 @@ def test_a_frame_that_is_too_large_ends_only_its_connection() -> None:
     ):
         big.send(bytes(1 << 20))
         small.send(speak("tcp://127.0.0.1:9"))
-        assert received.get(timeout=20)[1] == HELLO
+        assert received.get(timeout=PATIENCE_S)[1] == HELLO
         assert received.empty()
 
 
@@ -160,7 +154,7 @@ def test_only_addresses_are_connected_to() -> None:
         for source in sources:
             socket.send(speak(source))
         for _ in sources:
-            received.get(timeout=20)
+            received.get(timeout=PATIENCE_S)
         until(lambda: channel.statistics().bad_frames >= len(sources) - 1)
         assert not [peer for peer in channel.links.peers if not peer.startswith("tcp://")]
 
@@ -188,7 +182,7 @@ def test_numbers_out_of_range_are_bad_frames() -> None:
             )
         until(lambda: channel.statistics().bad_frames == 4)
         socket.send(speak("tcp://127.0.0.1:9"))
-        assert received.get(timeout=20)[1] == HELLO
+        assert received.get(timeout=PATIENCE_S)[1] == HELLO
 
 
 def test_a_killed_process_is_lost_in_time(tmp_path: Path) -> None:
@@ -208,14 +202,14 @@ def test_a_killed_process_is_lost_in_time(tmp_path: Path) -> None:
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])},
     )
     try:
-        peer, message = received.get(timeout=30)
+        peer, message = received.get(timeout=PATIENCE_S)
         assert message == HELLO
         channel.watch(peer)
         channel.send(peer, HELLO)
-        assert received.get(timeout=20) == (peer, HELLO)
+        assert received.get(timeout=PATIENCE_S) == (peer, HELLO)
         process.kill()
         killed_s = time.monotonic()
-        assert lost.get(timeout=20) == peer
+        assert lost.get(timeout=PATIENCE_S) == peer
         assert time.monotonic() - killed_s < OPTIONS.peer_timeout_s + 2
     finally:
         process.kill()
@@ -229,7 +223,7 @@ def test_nothing_is_leaked() -> None:
     def use() -> None:
         with listening(keys) as (a, _), listening(keys) as (b, received):
             a.send(b.address, HELLO)
-            assert received.get(timeout=20)[1] == HELLO
+            assert received.get(timeout=PATIENCE_S)[1] == HELLO
             port = int(a.address.rsplit(":", 1)[1])
             with pytest.raises(ConfigError):
                 ZmqControl("127.0.0.1", port, keys=keys)
@@ -287,7 +281,7 @@ def test_a_message_that_peers_would_drop_is_refused_at_once() -> None:
         largest = Plan(1, bytes(room))
         assert LIMIT_BYTES - 4 <= len(encode(largest)) <= LIMIT_BYTES
         a.send(b.address, largest)
-        assert received.get(timeout=20) == (a.address, largest)
+        assert received.get(timeout=PATIENCE_S) == (a.address, largest)
 
 
 def test_one_forged_frame_does_nothing() -> None:
@@ -301,7 +295,7 @@ def test_one_forged_frame_does_nothing() -> None:
     }
     with listening(keys) as (rank, received), listening(keys) as (leader, _):
         leader.send(rank.address, HELLO)
-        assert received.get(timeout=20) == (leader.address, HELLO)
+        assert received.get(timeout=PATIENCE_S) == (leader.address, HELLO)
         with ExitStack() as stack:
             for theirs in strangers.values():
                 socket = stack.enter_context(raw(rank.address, theirs))
@@ -321,7 +315,7 @@ def test_one_forged_frame_does_nothing() -> None:
             for number in range(20):
                 message = Plan(number, b"real")
                 leader.send(rank.address, message)
-                assert received.get(timeout=20) == (leader.address, message)
+                assert received.get(timeout=PATIENCE_S) == (leader.address, message)
         assert rank.statistics().peers == 1
         assert rank.statistics().peers_lost == rank.statistics().bad_frames == 0
         rank.check()

@@ -19,6 +19,7 @@ import msgspec
 import psutil
 import pytest
 import zmq
+from conditions import PATIENCE_S, until
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from zmq.utils.monitor import recv_monitor_message
@@ -37,13 +38,6 @@ OPTIONS = ReliableOptions(peer_timeout_s=10.0, heartbeat_s=0.1)
 POLL_S = 0.01
 REFUSED = (zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL, zmq.EVENT_HANDSHAKE_FAILED_AUTH)
 """By a server with other keys; or, just before a listener closes, because its generation's clients are not valid."""
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline_s, "condition not met"
-        threading.Event().wait(0.005)
 
 
 class Station:
@@ -283,7 +277,7 @@ def test_a_listener_that_cannot_be_opened_is_tried_again(
     fresh = make_keys()
     ring.replace(KeySet(ring.generations[0], fresh, 0.0))
     for _ in range(4):
-        assert tried.acquire(timeout=20)
+        assert tried.acquire(timeout=PATIENCE_S)
     traffic.goes_on()
     monkeypatch.setattr(Doors, "listen", listens)
     c = place(fresh)

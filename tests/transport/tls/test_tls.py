@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from conditions import PATIENCE_S
 from tls_peers import MIB, Station, authenticated, keys, link, move, pump_until, stations
 
 import transport.tls.incoming
@@ -193,7 +194,7 @@ def test_a_renewal_waits_for_the_last_one(monkeypatch: pytest.MonkeyPatch) -> No
     may_take, too_early, idle = threading.Event(), [], Idle()
 
     def take_later(channel: Any) -> Any:
-        may_take.wait(30)
+        may_take.wait(PATIENCE_S)
         return take(channel)
 
     def note(channel: Any, lane: int, deadline_s: float) -> Any:
@@ -223,7 +224,7 @@ def test_a_lane_has_one_connection_at_a_time(monkeypatch: pytest.MonkeyPatch) ->
     may_read, waits, connections = threading.Event(), threading.Event(), []
 
     def read_later(*given: Any) -> bool:
-        may_read.wait(30)
+        may_read.wait(PATIENCE_S)
         return read(*given)
 
     def count(channel: Any, *given: Any) -> None:
@@ -280,18 +281,18 @@ class LateThread:
 
         def stay() -> None:
             entered.set()
-            self._may_leave.wait(60)
+            self._may_leave.wait(PATIENCE_S)
 
         channel = station.transport.peers[peer].outgoing
         if incoming:
             [channel] = station.transport.incoming.values()
         self._thread = threading.Thread(target=channel.adopt, args=(stay,))
         self._thread.start()
-        assert entered.wait(20)
+        assert entered.wait(PATIENCE_S)
 
     def leave(self) -> None:
         self._may_leave.set()
-        self._thread.join(20)
+        self._thread.join(PATIENCE_S)
 
 
 def test_a_late_fence_blocks_no_other_peer() -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from conditions import PATIENCE_S
 from structlog.testing import capture_logs
 from tls_peers import (
     HOST,
@@ -105,7 +106,7 @@ def test_garbage_is_hung_up_on(garbage: bytes) -> None:
 @pytest.mark.parametrize("certificate", [None, Contexts([keys("theirs")])], ids=["none", "another's"])
 def test_a_client_without_our_certificate_is_refused(certificate: Contexts | None) -> None:
     with guarded() as [a, b], dial(b) as raw:
-        raw.settimeout(20)
+        raw.settimeout(PATIENCE_S)
         client = stranger_context(certificate).wrap_socket(raw)
         with client:
             # In TLS 1.3 a client learns with its first read that the server refused its certificate.
@@ -137,7 +138,7 @@ def test_a_server_without_our_certificate_gets_nothing(certificate: Contexts | N
             raw, _ = server.accept()
             server.close()  # the next attempt is refused
             with raw:
-                raw.settimeout(20)
+                raw.settimeout(PATIENCE_S)
                 if certificate is None:
                     raw.sendall(b"\x15\x03\x03\x00\x02\x02\x28")
                     return
@@ -155,7 +156,7 @@ def test_a_server_without_our_certificate_gets_nothing(certificate: Contexts | N
         a.transport.connect("b", address)
         sends = [a.transport.send("b", 1, a.memory[:size]) for size in (10, MIB)]
         pump_until(lambda: all(send.ended for send in sends), a)
-        thread.join(20)
+        thread.join(PATIENCE_S)
         assert all(isinstance(send.error, PeerLostError) for send in sends)
         assert received in ([], [b""])
 
@@ -233,7 +234,7 @@ def test_a_fault_of_one_connection_ends_that_connection_only(
         with monkeypatch.context() as faulty, capture_logs() as lines:
             faulty.setattr(transport.tls.listener, step, fail)
             with dial(b) as raw:
-                raw.settimeout(20)
+                raw.settimeout(PATIENCE_S)
                 if step == "FrameReader":
                     with OURS.client.wrap_socket(raw) as client:
                         assert is_hung_up(client)
@@ -278,7 +279,7 @@ def test_a_connection_cannot_be_replayed(monkeypatch: pytest.MonkeyPatch) -> Non
             for _ in range(2):
                 client, _ = tap.accept()
                 server = socket.socket()
-                server.settimeout(10)
+                server.settimeout(PATIENCE_S)
                 server.connect((HOST, b.transport.listener.port))  # resolves no name
                 recorded.append(bytearray())
                 for ends in ((client, server, recorded[-1]), (server, client, None)):
@@ -299,10 +300,10 @@ def test_a_connection_cannot_be_replayed(monkeypatch: pytest.MonkeyPatch) -> Non
             a.transport.connect("b", b.transport.address)
             b.transport.connect("a", a.transport.address)
             move(a, b, 100)
-        accepting.join(20)
+        accepting.join(PATIENCE_S)
         a.transport.close()
         for thread in threads:
-            thread.join(20)
+            thread.join(PATIENCE_S)
         arrivals = b.transport.statistics().arrivals
         refused = b.transport.listener.refused
         for record in recorded:
@@ -527,7 +528,7 @@ def test_a_peer_that_stops_reading_can_be_fenced() -> None:
                 raw, _ = server.accept()
                 stream = make_stream(raw, OURS, True)
                 streams.append(stream)
-                stream.authenticate(OURS, time.monotonic() + 20)
+                stream.authenticate(OURS, time.monotonic() + PATIENCE_S)
                 FrameReader(stream).hello()
                 if len(streams) == 1:
                     stream.write(Frame(Kind.WELCOME, 0).pack())
@@ -539,7 +540,7 @@ def test_a_peer_that_stops_reading_can_be_fenced() -> None:
         thread.start()
         a.transport.connect("deaf", address)
         sends = [a.transport.send("deaf", tag, a.memory) for tag in (1, 2)]
-        thread.join(20)
+        thread.join(PATIENCE_S)
         move(a, b, MIB, 99)
         assert not sends[0].ended
         a.transport.disconnect("deaf")
