@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from disagg.core.errors import InvalidRequestError, UnsupportedModelError
+from disagg.core.json_schema.document import changed
+from disagg.core.json_schema.exclusive import without_one_of
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
@@ -20,14 +22,12 @@ FORMATS = frozenset(
     ("date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid")
 )
 """Values of `format` in JSON schemas that llguidance knows."""
-_SCHEMAS_BY_NAME = frozenset(
-    ("$defs", "definitions", "dependencies", "dependentSchemas", "patternProperties", "properties")
-)
-"""Keywords whose values are schemas by name; a name can be that of a keyword."""
-_PLAIN_VALUES = frozenset(("const", "default", "enum", "examples"))
-"""Keywords whose values are no schemas."""
 MAX_SPACES = 40
 """Longest white space between the tokens of JSON. Without a limit, a model could generate white space forever."""
+_UNPROVEN = (
+    "a value of oneOf must satisfy exactly one branch, and the server cannot express this for branches that may "
+    "overlap: give each branch a required property with a const of its own, or use anyOf"
+)
 _JSON_OPTIONS = {"whitespace_pattern": rf"[\x20\x0A\x0D\x09]{{1,{MAX_SPACES}}}"}
 
 
@@ -37,7 +37,11 @@ def schema_grammar(schema: dict[str, Any]) -> str:
     Of `format`, only `FORMATS` restrict a text; others are annotations, as JSON Schema allows. Raises
     `InvalidRequestError` for a schema that is nested more deeply than Python's recursion limit allows.
     """
-    return f'{{"grammars": [{{"json_schema": {_schema_text(schema)}}}]}}'
+    return _grammar_of_schema(_schema_text(schema))
+
+
+def _grammar_of_schema(text: str) -> str:
+    return f'{{"grammars": [{{"json_schema": {text}}}]}}'
 
 
 def schema_rule(schema: dict[str, Any]) -> str:
@@ -49,26 +53,30 @@ def schema_rule(schema: dict[str, Any]) -> str:
 
 
 def _schema_text(schema: dict[str, Any]) -> str:
-    """Returns the JSON text of a schema as llguidance reads it: with options, without unknown formats."""
+    """Returns the JSON text of a schema as llguidance reads it: with options, without unknown formats, and with
+    `anyOf` in the place of `oneOf` where possible."""
     try:
-        return json.dumps({"x-guidance": _JSON_OPTIONS} | _with_known_formats(schema))
+        known = changed(schema, _with_known_format)
+        return json.dumps({"x-guidance": _JSON_OPTIONS} | without_one_of(known, _no_text))
     except RecursionError as exc:
         raise InvalidRequestError("a JSON schema is nested too deeply: use fewer levels, or $ref") from exc
 
 
-def _with_known_formats(value: Any, keyword: str = "") -> Any:
-    """Returns a part of a schema without formats that llguidance does not know. `keyword`: the key of the part."""
-    if isinstance(value, list):
-        return [_with_known_formats(one) for one in value]
-    if not isinstance(value, dict):
-        return value
-    if keyword in _SCHEMAS_BY_NAME:
-        return {name: _with_known_formats(one) for name, one in value.items()}
-    return {
-        key: one if key in _PLAIN_VALUES else _with_known_formats(one, key)
-        for key, one in value.items()
-        if key != "format" or not isinstance(one, str) or one in FORMATS
-    }
+def _with_known_format(schema: dict[str, Any]) -> dict[str, Any]:
+    """Returns a schema without a format that llguidance does not know."""
+    given = schema.get("format")
+    known = not isinstance(given, str) or given in FORMATS
+    return schema if known else {key: one for key, one in schema.items() if key != "format"}
+
+
+def _no_text(strings: list[dict[str, Any]]) -> bool:
+    """Whether llguidance proves that no text satisfies all of some schemas of strings."""
+    from llguidance import LLMatcher
+
+    schema = {"type": "string", "allOf": strings}
+    return LLMatcher.validate_grammar(_grammar_of_schema(json.dumps(schema))).startswith(
+        "Unsatisfiable schema"
+    )
 
 
 def regex_grammar(regex: str) -> str:
@@ -164,4 +172,5 @@ def mask_executor(threads: int) -> LLExecutor:
 
 def matcher_error(matcher: LLMatcher) -> str:
     """Returns the error of a matcher in one line, without llguidance's dump of its state."""
-    return " ".join(matcher.get_error().split("<state>")[0].split())[:500]
+    error = " ".join(matcher.get_error().split("<state>")[0].split())
+    return _UNPROVEN if "oneOf constraints are not supported" in error else error[:500]

@@ -140,6 +140,12 @@ FIELDS: list[tuple[str, dict[str, Any], str, str | None]] = [
     (CHAT, {"response_format": {"type": "json_schema"}}, "response_format.json_schema", None),
     (CHAT, {"response_format": schema_format({"type": "objec"})}, "response_format", "invalid_grammar"),
     (CHAT, {"response_format": schema_format({"$ref": "http://x/y"})}, "response_format", "invalid_grammar"),
+    (
+        CHAT,
+        {"response_format": schema_format({"oneOf": [{}, {"pattern": "a"}]})},
+        "response_format",
+        "invalid_grammar",
+    ),
     (COMPLETIONS, {"structured_outputs": {"regex": "(a"}}, "structured_outputs.regex", "invalid_grammar"),
     (
         COMPLETIONS,

@@ -29,6 +29,11 @@ SCHEMA = {
     "additionalProperties": False,
     "$defs": {"n": {"type": "integer", "minimum": 0, "maximum": 9}},
 }
+EITHER = {
+    "type": "object",
+    "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
+    "oneOf": [{"required": ["a"]}, {"required": ["b"]}],
+}
 TOOLS = [
     {"type": "function", "function": {"name": "f", "parameters": SCHEMA}},
     {"type": "function", "function": {"name": "g", "parameters": {**SCHEMA, "$defs": {"n": {"const": "x"}}}}},
@@ -65,6 +70,7 @@ def schema_format(schema: Any) -> dict[str, Any]:
     [
         ({"response_format": {"type": "json_object"}}, b'{"x": [1, null]}', b"[1]"),
         ({"response_format": schema_format(SCHEMA)}, b'{"a": 3}', b'{"a": 30}'),
+        ({"response_format": schema_format(EITHER)}, b'{"b": 3}', b'{"a": 3, "b": 3}'),
         ({"structured_outputs": {"json": SCHEMA}}, b'{\n  "a": 3\n}', b'{"b": 3}'),
         ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, b'{"a":3}', b"{}"),
         ({"structured_outputs": {"json_object": True}}, b"{}", b"3"),

@@ -29,6 +29,8 @@ from serve_process import ROOT, SPLIT, command
 HERE = Path(__file__).parent
 KEY = "secret"
 MODEL = "tiny-chat"
+REQUEST_TIMEOUT_S = 600
+"""Answers of a whole context, some at once on a busy CPU, take minutes."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,7 @@ def served(folder: Path) -> Iterator[list[str]]:
     (folder / "keys").write_text(f"{KEY}\n")
     arguments = ["serve", "--device", "cpu", *SPLIT, "--port", "0", "--api-key-file", str(folder / "keys")]
     arguments += ["--set", "log.format=json", "--set", "api.tool_parser=hermes"]
+    arguments += ["--set", f"api.request_timeout_s={REQUEST_TIMEOUT_S}"]
     with command(folder, arguments) as server:
         url = server.logged(r'"url": "([^"]+)"')
         [checkpoint] = server.home.glob(f".cache/disagg/*/{MODEL}")

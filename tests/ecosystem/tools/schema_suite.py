@@ -3,7 +3,10 @@
 The suite is part of the source distribution of `jsonschema`, which pip downloads. With SCHEMAS_FOLDER in the
 environment, the schemas are the JSON files below that folder instead, such as `data` of JSONSchemaBench
 (github.com/guidance-ai/jsonschemabench, by the authors of llguidance). The model is random, and a bias toward quotes,
-brackets and the end makes its answers short. `answers.jsonl` in the output folder has all answers.
+brackets and the end makes its answers short. A truncated answer is asked for again, with more tokens and a stronger
+bias. What is truncated then needs more tokens than the model's context has, or a text that a random model does not
+find, such as a UUID anywhere in a text.
+`answers.jsonl` in the output folder has all answers.
 """
 
 from __future__ import annotations
@@ -27,7 +30,8 @@ from jsonschema.validators import validator_for
 SCHEMAS = 1000
 SEED = 7
 AT_ONCE = 16
-ANSWER_TOKENS = 400
+ANSWER_TOKENS, MORE_TOKENS = 400, 1900
+"""Limits of the first answer, and of the second one, which almost fills the model's context."""
 DIALECTS = {
     "draft4": "http://json-schema.org/draft-04/schema#",
     "draft6": "http://json-schema.org/draft-06/schema#",
@@ -35,11 +39,17 @@ DIALECTS = {
     "draft2019-09": "https://json-schema.org/draft/2019-09/schema",
     "draft2020-12": "https://json-schema.org/draft/2020-12/schema",
 }
-MIN_VALID, MAX_TRUNCATED = 500, 50
+MIN_VALID, MAX_TRUNCATED = 500, 15
 """Bounds of the numbers of answers. Without them, a server that refuses or truncates everything passes."""
 END_ID = 257
 BIAS = {str(ord(character)): 6.0 for character in '"}]'} | {str(END_ID): 12.0}
 """`logit_bias` of the tiny model, whose tokens are bytes."""
+STRONG_BIAS = {
+    str(ord(character)): bias
+    for characters, bias in (('"', 80.0), ("@./#-", 75.0), ("}]", 70.0), (",:", 60.0), (" \t\r\n", -50.0))
+    for character in characters
+} | {str(END_ID): 90.0}
+"""Ends each value as soon as its schema allows. A text that must not end yet gets what many patterns need once."""
 
 
 class Asked(NamedTuple):
@@ -51,6 +61,8 @@ class Asked(NamedTuple):
     """The answer, or the reason of the refusal."""
     whole: bool
     """Whether the answer is not truncated."""
+    again: bool = False
+    """Whether this is the second answer."""
 
 
 def schemas_in(folder: Path) -> list[dict[str, Any]]:
@@ -79,21 +91,27 @@ def suite(out: Path) -> list[dict[str, Any]]:
     return list(found.values())
 
 
-def ask(server: Target, schema: dict[str, Any], seed: int) -> Asked:
-    """Asks for an answer that follows the schema."""
+def ask(server: Target, schema: dict[str, Any], seed: int, again: bool = False) -> Asked:
+    """Asks for an answer that follows the schema. `again`: with more tokens and a stronger bias."""
     body = {
         "model": server.model,
         "messages": [{"role": "user", "content": "JSON, please."}],
-        "max_tokens": ANSWER_TOKENS,
+        "max_tokens": MORE_TOKENS if again else ANSWER_TOKENS,
         "seed": seed,
-        "logit_bias": BIAS,
+        "logit_bias": STRONG_BIAS if again else BIAS,
         "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}},
     }
     status, reply = server.post("/v1/chat/completions", body)
     if status != 200:
-        return Asked(schema, status, reply["error"]["message"], whole=False)
+        return Asked(schema, status, reply["error"]["message"], whole=False, again=again)
     [choice] = reply["choices"]
-    return Asked(schema, status, choice["message"]["content"] or "", choice["finish_reason"] == "stop")
+    return Asked(schema, status, choice["message"]["content"] or "", choice["finish_reason"] == "stop", again)
+
+
+def ask_until_whole(server: Target, schema: dict[str, Any], seed: int) -> Asked:
+    """Asks for an answer, and again if the answer is truncated."""
+    first = ask(server, schema, seed)
+    return ask(server, schema, seed, again=True) if first.status == 200 and not first.whole else first
 
 
 def fault_of(asked: Asked) -> str:
@@ -118,12 +136,12 @@ def answered(server: Target) -> list[Asked]:
     folder = os.environ.get("SCHEMAS_FOLDER")
     schemas = random.Random(SEED).sample(schemas_in(Path(folder)) if folder else suite(server.out), SCHEMAS)
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        return list(pool.map(lambda pair: ask(server, pair[1], pair[0]), enumerate(schemas)))
+        return list(pool.map(lambda pair: ask_until_whole(server, pair[1], pair[0]), enumerate(schemas)))
 
 
 def checked(server: Target) -> str:
     """Validates each complete answer, and the number of answers."""
-    counts, faults, lines = Counter[str](), list[str](), list[str]()
+    counts, faults, lines, again = Counter[str](), list[str](), list[str](), 0
     for asked in answered(server):
         try:
             fault = fault_of(asked) if asked.whole else ""
@@ -131,11 +149,12 @@ def checked(server: Target) -> str:
         except re.error as limit:  # expressions that JavaScript has, and Python has not
             kind, fault = "not checked", f"jsonschema: {limit}"
         counts[kind] += 1
+        again += asked.again
         lines.append(json.dumps({"kind": kind, **asked._asdict(), "fault": fault}))
         if kind in ("invalid", "failed"):
             faults.append(f"{fault or asked.text} ({json.dumps(asked.schema)} -> {asked.text[:200]})")
     (server.out / "answers.jsonl").write_text("\n".join(lines))
-    shown = ", ".join(f"{number} {kind}" for kind, number in counts.most_common())
+    shown = ", ".join(f"{number} {kind}" for kind, number in counts.most_common()) + f"; {again} asked again"
     if faults or counts["valid"] < MIN_VALID or counts["truncated"] > MAX_TRUNCATED:
         raise AssertionError(f"{shown}; {faults[:3]}")
     return shown

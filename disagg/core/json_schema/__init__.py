@@ -1,0 +1,1 @@
+"""JSON schemas: what values a schema excludes, and `oneOf` in terms of `anyOf`."""
