@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple, get_args
 
 import msgspec
@@ -31,7 +32,7 @@ from disagg.api.generation_request import (
 from disagg.api.model import Rendered, ServedModel
 from disagg.api.parsers.build import AnswerPlan
 from disagg.api.parsers.texts import load_json
-from disagg.api.structured import Wanted, wanted_grammar
+from disagg.api.structured import Wanted, has_grammar, wanted_grammar
 from disagg.core.config.api import ToolParserName
 from disagg.core.config.read import ApiConfig
 
@@ -77,13 +78,14 @@ async def chat_generation(
     plan = AnswerPlan(
         model.parsers, tools, _forced(body), rendered.thinking, parallel=body.parallel_tool_calls
     )
-    if wanted := _grammar(body, plan, model):
+    makes = has_grammar(body) or plan.forced is not None
+    if makes and (wanted := await model.make_grammar(partial(_grammar, body, plan, model))):
         plan = replace(plan, constrained=True)
         if tools:
             # The grammar of the content is checked alone first, so that an error of it names the content's field.
             await model.check_grammar(wanted.grammar, wanted.param)
             wanted = wanted._replace(param="tools")
-        whole = answer_grammar(plan, wanted.grammar, model.marker)
+        whole = await model.make_grammar(partial(answer_grammar, plan, wanted.grammar, model.marker))
         request = await with_grammar(request, wanted._replace(grammar=whole), model)
     return replace(request, plan=plan, decode=request.decode or model.chat_decode) if plan.parses else request
 

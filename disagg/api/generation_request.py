@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -13,7 +14,7 @@ from disagg.api.errors import ApiError, bad
 from disagg.api.fields import COMPLETION_OFF, AnswerBody, ChatBody, CompletionBody
 from disagg.api.model import ServedModel
 from disagg.api.parsers.build import AnswerPlan
-from disagg.api.structured import Wanted, wanted_grammar
+from disagg.api.structured import Wanted, has_grammar, wanted_grammar
 from disagg.core.config.read import ApiConfig
 from disagg.core.errors import InvalidRequestError
 from disagg.core.sampling import check_sampling, sampling_of
@@ -141,7 +142,7 @@ async def parse_completion(raw: bytes, model: ServedModel, config: ApiConfig) ->
     max_tokens = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
     only_echo = body.echo and max_tokens == 0
     request = make_request(body, prompts, "prompt", 1 if only_echo else max_tokens, body.logprobs, model)
-    if wanted := wanted_grammar(body):
+    if has_grammar(body) and (wanted := await model.make_grammar(partial(wanted_grammar, body))):
         request = await with_grammar(request, wanted, model)
     echo = tuple(_texts(body.prompt, prompts, model)) if body.echo else ()
     return replace(request, token_ids=body.return_tokens_as_token_ids, echo=echo, only_echo=only_echo)

@@ -1,13 +1,14 @@
-"""Checks the grammar of each request before the request is admitted."""
+"""Makes and checks the grammar of each request before the request is admitted."""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from disagg.api.errors import bad
 from disagg.core.errors import DisaggError
@@ -17,12 +18,13 @@ from disagg.core.sampling import MAX_GRAMMAR_CHARACTERS
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
+T = TypeVar("T")
 KEPT_CHECKS = 1024
 """Number of cached check results."""
 
 
 class GrammarChecks:
-    """Checks grammars by compiling them on a separate thread. Callers run on one event loop."""
+    """Makes grammars on a separate thread, and checks them by compiling them. Callers run on one event loop."""
 
     def __init__(self, tokenizer: Any, vocab_tokens: int, eos_ids: Sequence[int]) -> None:
         """`tokenizer`: a transformers tokenizer. The checking thread reads its vocabulary once."""
@@ -36,6 +38,10 @@ class GrammarChecks:
         """Ends the thread."""
         self._thread.shutdown(wait=True, cancel_futures=True)
 
+    async def call(self, make: Callable[[], T]) -> T:
+        """Runs `make` on the thread. A schema with `oneOf` of many branches takes up to half a second."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, make)
+
     async def check(self, grammar: str, param: str) -> None:
         """Raises a 400 that names `param` for a grammar that is invalid, too large or too complex."""
         if len(grammar) > MAX_GRAMMAR_CHARACTERS:
@@ -46,8 +52,7 @@ class GrammarChecks:
         key = hashlib.blake2b(grammar.encode(errors="surrogatepass"), digest_size=16).digest()
         error = self._errors.get(key)
         if error is None:
-            loop = asyncio.get_running_loop()
-            error = await loop.run_in_executor(self._thread, self._error_of, grammar)
+            error = await self.call(partial(self._error_of, grammar))
             self._errors[key] = error
             if len(self._errors) > KEPT_CHECKS:
                 self._errors.popitem(last=False)

@@ -67,6 +67,7 @@ class ServedModel:
         self.name, self.context_tokens, self.vocab_tokens = name, context_tokens, vocab_tokens
         self.created_s = int(time.time())
         self._tokens: Any = list[Annotated[int, msgspec.Meta(ge=0, lt=vocab_tokens)]]
+        self._special_tokens = {} if tokenizer is None else _special_tokens(tokenizer)
         self.decode: Decode = IdDecode() if tokenizer is None else decode_with(tokenizer)
         """Decodes an answer to text, without special tokens such as the end token. Without a tokenizer, the text is
         the token ids."""
@@ -76,7 +77,7 @@ class ServedModel:
         self.chat_decode: Decode = decode_with(tokenizer, visible) if visible else self.decode
         """Decodes a chat answer for its parser; the parser's markers stay in the text."""
         self.whole_decode: Decode = (
-            self.decode if tokenizer is None else decode_with(tokenizer, _special_texts(tokenizer))
+            self.decode if tokenizer is None else decode_with(tokenizer, frozenset(self._special_tokens))
         )
         """Decodes an answer to text that includes the special tokens."""
         self._tokenizer, self._encoder = tokenizer, copy.deepcopy(tokenizer)
@@ -84,9 +85,13 @@ class ServedModel:
         self._grammars = GrammarChecks(self._encoder, vocab_tokens, eos_ids)
 
     def close(self) -> None:
-        """Stops the threads that encode texts and check grammars."""
+        """Stops the threads that encode texts, and make and check grammars."""
         self._thread.shutdown(wait=True, cancel_futures=True)
         self._grammars.close()
+
+    async def make_grammar(self, make: Callable[[], T]) -> T:
+        """Returns the result of `make`, which runs on the thread that also checks grammars."""
+        return await self._grammars.call(make)
 
     async def check_grammar(self, grammar: str, param: str) -> None:
         """Raises a 400 that names `param` unless `grammar` can constrain answers of the model."""
@@ -95,10 +100,8 @@ class ServedModel:
 
     def marker(self, text: str) -> str:
         """Returns a marker as a term of a Lark grammar: the special token with this text, or else the text."""
-        for token, added in self._tokenizer.added_tokens_decoder.items():
-            if added.special and added.content == text:
-                return f"<[{token}]>"
-        return text_literal(text)
+        token = self._special_tokens.get(text)
+        return text_literal(text) if token is None else f"<[{token}]>"
 
     def require_tokenizer(self, param: str) -> None:
         """Raises a 400 that names the text parameter `param`, if the model has no tokenizer."""
@@ -208,9 +211,10 @@ def _render(
     return text, encode_text(tokenizer, text, False)  # the template already contains the special tokens
 
 
-def _special_texts(tokenizer: Any) -> frozenset[str]:
-    """Returns the texts of all special tokens."""
-    return frozenset(one.content for one in tokenizer.added_tokens_decoder.values() if one.special)
+def _special_tokens(tokenizer: Any) -> dict[str, int]:
+    """Returns the special tokens, by their texts."""
+    added = list(tokenizer.added_tokens_decoder.items())
+    return {one.content: token for token, one in reversed(added) if one.special}
 
 
 def _template_text(tokenizer: Any) -> str:

@@ -19,6 +19,12 @@ class Wanted(NamedTuple):
     grammar: str
 
 
+def has_grammar(body: AnswerBody) -> bool:
+    """Returns whether a request has a field for which `wanted_grammar` may make a grammar."""
+    guided = (body.guided_json, body.guided_regex, body.guided_choice, body.guided_grammar)
+    return any(one is not None for one in (body.response_format, body.structured_outputs, *guided))
+
+
 def wanted_grammar(body: AnswerBody) -> Wanted | None:
     """Returns the grammar in a request, or None. Raises a 400 for an invalid field, or for several fields with a
     grammar."""

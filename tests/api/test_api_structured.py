@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -17,8 +18,10 @@ from disagg.api.parsers.build import AnswerPlan
 from disagg.api.parsers.harmony import HarmonyParser
 from disagg.api.parsers.parts import Call, Content, Part, Reasoning, joined, parse_all
 from disagg.api.parsers.registry import ParserNames
+from disagg.core import grammars
 from disagg.core.config.api import ToolParserName
 from disagg.core.grammars import FORMATS, compile_grammar, grammar_tokenizer, schema_grammar
+from disagg.core.json_schema.document import NoText
 from disagg.model.load.tiny import EOS_ID, VOCAB_SIZE, byte_tokenizer
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -90,6 +93,24 @@ def test_each_field_has_its_grammar(
     grammar = grammar_of(server, path, **fields)
     assert accepts(grammar, good)
     assert not accepts(grammar, bad)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"response_format": schema_format(EITHER)}, {"tools": TOOLS, "tool_choice": "required"}]
+)
+def test_grammars_are_not_made_on_the_event_loop(
+    server: ApiServer, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A schema may take half a second."""
+    makers = set()
+
+    def noted(schema: dict[str, Any], no_text: NoText) -> dict[str, Any]:
+        makers.add(threading.current_thread().name.split("_")[0])
+        return schema
+
+    monkeypatch.setattr(grammars, "without_one_of", noted)
+    server.ask(CHAT, max_tokens=4, **fields)
+    assert makers == {"grammar"}
 
 
 def test_text_is_no_constraint(server: ApiServer) -> None:
