@@ -54,6 +54,16 @@ FORKED = (
     "tests/security/test_data_plane_closed.py",
 )
 """Tests whose processes are forks. On one worker they share one fork server, which imports torch and transformers."""
+COMPILED = (
+    "tests/kernels/attention/test_attention_code.py",
+    "tests/kernels/copy/test_copy_code.py",
+    "tests/kernels/layers/test_expert_code.py",
+    "tests/kernels/layers/test_quantized_code.py",
+    "tests/kernels/layers/test_small_layers_code.py",
+    "tests/kernels/recurrent/test_recurrent_code.py",
+    "tests/kernels/sampling/test_sampling_code.py",
+)
+"""Tests that compile kernels. On one worker: the first compilation of a process hashes all of Triton, for 2 s."""
 PROCESSES = (
     *RAY,
     *FORKED,
@@ -69,6 +79,7 @@ FIRST = (
     "tests/system/test_workers_real.py",
     "tests/kernels/test_kernels_interpreted.py",
     "tests/system/test_cluster_simulation.py",
+    *COMPILED,
     "tests/system/test_faults.py",
     "tests/system/test_hybrid_sequences.py",
     "tests/system/test_preemption.py",
@@ -133,7 +144,8 @@ os.environ.setdefault("RAY_AUTH_MODE", "token")
 
 @pytest.hookimpl(optionalhook=True)  # without xdist there is no such hook
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Keeps files on one worker: those of a folder with an `__init__.py`, which share a server, `RAY` and `FORKED`.
+    """Keeps files on one worker: those of a folder with an `__init__.py`, which share a server, `RAY`, `FORKED` and
+    `COMPILED`.
 
     Files go out as `pytest_collection_modifyitems` orders them; xdist would put those with few tests last.
     """
@@ -148,6 +160,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
                 return "ray"
             if nodeid.startswith(FORKED):
                 return "forked"
+            if nodeid.startswith(COMPILED):
+                return "compiled"
             file: str = super()._split_scope(nodeid)
             folder = Path(file).parent
             return str(folder) if (config.rootpath / folder / "__init__.py").exists() else file
