@@ -177,7 +177,10 @@ def _group_of(group: Any, *, alone: bool) -> CacheGroup:
     spec, *_ = getattr(group.kv_cache_spec, "kv_cache_specs", {"": group.kv_cache_spec}).values()
     match type(spec).__name__:
         case "SlidingWindowSpec":
-            return CacheGroup(size, layers, window=spec.sliding_window)
+            # vLLM keeps more tokens for some ways of speculative decoding.
+            return CacheGroup(
+                size, layers, window=spec.sliding_window + getattr(spec, "extra_retained_tokens", 0)
+            )
         case "ChunkedLocalAttentionSpec":
             return CacheGroup(size, layers, chunk=spec.attention_chunk_size)
         case "FullAttentionSpec":
@@ -230,7 +233,8 @@ def drop_last_prompt_token(request: Any) -> None:
     tokens, own = request.prompt_token_ids, vars(request)["_all_token_ids"]
     asked = getattr(request, "skip_reading_prefix_cache", False)
     if tokens and not asked and len(tokens) == len(own) == request.num_prompt_tokens > 1:
-        del tokens[-1:], own[-1:]
+        request.prompt_token_ids = tokens[:-1]  # a copy: vLLM's frontend may have the same list
+        del own[-1:]
         request.num_prompt_tokens -= 1
 
 

@@ -27,6 +27,7 @@ from disagg.vllm.work import ReceiveWork, StepWork
 LAYERS, BLOCKS, TOKENS = 3, 24, 50
 FULL, RECURRENT = spec_of("FullAttentionSpec", sliding_window=None), spec_of("MambaSpec")
 SLIDING = spec_of("SlidingWindowSpec", sliding_window=20)
+RETAINING = spec_of("SlidingWindowSpec", sliding_window=20, extra_retained_tokens=3)
 CHUNKED = spec_of("ChunkedLocalAttentionSpec", attention_chunk_size=32)
 LARGER = spec_of("SlidingWindowSpec", block_size=32, sliding_window=20)
 NO_REQUESTS = SimpleNamespace(
@@ -175,6 +176,7 @@ def test_several_groups_need_reports_of_failed_requests(
         ([FULL], [CacheGroup(16, ("layers.0",))]),
         ([spec_of("MLAAttentionSpec", ("FullAttentionSpec",))], [CacheGroup(16, ("layers.0",))]),
         ([FULL, SLIDING], [CacheGroup(16, ("layers.0",)), CacheGroup(16, ("layers.1",), window=20)]),
+        ([RETAINING], [CacheGroup(16, ("layers.0",), window=23)]),
         ([FULL, CHUNKED], [CacheGroup(16, ("layers.0",)), CacheGroup(16, ("layers.1",), chunk=32)]),
         (
             [spec_of("UniformSpecs", kv_cache_specs={"a": SLIDING})],
