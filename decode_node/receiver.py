@@ -39,6 +39,7 @@ from decode_node.verifier import Verifier
 from decode_node.writes import PeerWrites
 from disagg.core.errors import InvariantError, NotLinkedError, PeerLostError, TransportError
 from disagg.core.status import RankStatus
+from disagg.kv.page_tables import table_slots
 from disagg.node.device import DeviceQueue, device_name
 from disagg.node.links import Link, fence
 from disagg.node.sums import Sums
@@ -152,7 +153,8 @@ class SegmentReceiver:
     def _make_incoming(self, message: m.OpenReceive, link: Link) -> IncomingTransfer:
         ticket, tables = message.ticket, self._options.tables
         ticket.check_starts(link.decode.layout)
-        slots = [self._queue.upload(s) for s in tables.slots([message.pages, *message.more], ticket.tokens)]
+        slots = table_slots(tables, [message.pages, *message.more], ticket.tokens)
+        uploaded = [self._queue.upload(one) for one in slots]
         row = None
         if link.decode.layout.states:
             row = self._queue.upload(torch.tensor([ticket.row], dtype=torch.int32))
@@ -163,7 +165,7 @@ class SegmentReceiver:
             )
             for source in link.sources_of(self._rank)
         }
-        by_class = tables.by_class(slots, len(self._shard.parts))
+        by_class = tables.by_class(uploaded, len(self._shard.parts))
         return IncomingTransfer(ticket, by_class, row, coverage, sources)
 
     def close(self, message: m.CloseTransfer) -> None:

@@ -17,6 +17,7 @@ import torch
 from disagg.core.errors import NotLinkedError, TransportError
 from disagg.core.status import Path, RankStatus
 from disagg.core.types import RequestKey, Span
+from disagg.kv.page_tables import table_slots
 from disagg.node.device import DeviceEvent, DeviceQueue, device_name
 from disagg.node.links import Link, fence
 from disagg.node.sums import Sums
@@ -166,7 +167,8 @@ class SegmentSender:
             return
         try:
             ticket.check_starts(link.decode.layout)
-            slots = self._tables.slots([message.pages, *message.more], Span(0, ticket.tokens.stop))
+            pages = [message.pages, *message.more]
+            slots = table_slots(self._tables, pages, Span(0, ticket.tokens.stop))
             uploaded = [self.queue.upload(one) for one in slots]
             row = None
             if link.decode.layout.states:

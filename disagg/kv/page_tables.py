@@ -24,16 +24,17 @@ class PageTables:
         """Returns the table of class `number`."""
         return self.of_classes[number] if self.of_classes else 0
 
-    def slots(self, tables: Sequence[Sequence[int]], span: Span) -> list[torch.Tensor]:
-        """Returns for each table the slots of positions `span`, int32 `[len(span)]` on the CPU.
-
-        `tables[i][j]` is the page of positions `j * page_sizes[i]` and following. Raises ValueError for too few pages
-        or another number of tables.
-        """
-        if len(tables) != len(self.page_sizes):
-            raise ValueError(f"the request has {len(tables)} page tables, not {len(self.page_sizes)}")
-        return [slots_of(pages, size, span) for pages, size in zip(tables, self.page_sizes, strict=True)]
-
     def by_class(self, slots: Sequence[torch.Tensor], classes: int) -> tuple[torch.Tensor, ...]:
         """Returns the slots of each of `classes` layer classes, from those of each table."""
         return tuple(slots[self.table_of(number)] for number in range(classes))
+
+
+def table_slots(tables: PageTables, pages: Sequence[Sequence[int]], span: Span) -> list[torch.Tensor]:
+    """Returns for each table the slots of positions `span`, int32 `[len(span)]` on the CPU.
+
+    `pages[i][j]` is the page of positions `j * page_sizes[i]` and following in table `i`. Raises ValueError for too
+    few pages or another number of tables.
+    """
+    if len(pages) != len(tables.page_sizes):
+        raise ValueError(f"the request has {len(pages)} page tables, not {len(tables.page_sizes)}")
+    return [slots_of(one, size, span) for one, size in zip(pages, tables.page_sizes, strict=True)]

@@ -1,6 +1,6 @@
 """What `disagg.vllm` reads from vLLM's objects, and its imports of vLLM: all that may differ between versions.
 
-Written for the interface of vLLM 0.26 (`KVConnectorBase_V1`).
+Written for the interface of vLLM 0.26 (`KVConnectorBase_V1`), with what 0.32 adds for several KV cache groups.
 """
 
 from __future__ import annotations

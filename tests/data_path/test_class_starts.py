@@ -20,7 +20,7 @@ from disagg.core.types import (
     Span,
     Ticket,
 )
-from disagg.kv.page_tables import PageTables
+from disagg.kv.page_tables import PageTables, table_slots
 from disagg.node.links import Link, make_link
 from prefill_node.cutter import Cutter
 from staging.shards import layout_shards
@@ -81,10 +81,10 @@ def test_starts_of_other_classes_are_refused() -> None:
 
 def test_each_class_has_the_slots_of_its_table() -> None:
     tables = PageTables((4, 2), (1, 0, 1))
-    slots = tables.slots([[5, 2], [0, 9, 7]], Span(3, 6))
+    slots = table_slots(tables, [[5, 2], [0, 9, 7]], Span(3, 6))
     assert [one.tolist() for one in slots] == [[23, 8, 9], [19, 14, 15]]
     assert [one.tolist() for one in tables.by_class(slots, 3)] == [[19, 14, 15], [23, 8, 9], [19, 14, 15]]
     with pytest.raises(ValueError, match="1 page tables, not 2"):
-        tables.slots([[5, 2]], Span(0, 6))
+        table_slots(tables, [[5, 2]], Span(0, 6))
     with pytest.raises(ValueError, match="beyond 2 pages of 2 tokens"):
-        tables.slots([[5, 2], [0, 9]], Span(0, 6))
+        table_slots(tables, [[5, 2], [0, 9]], Span(0, 6))
