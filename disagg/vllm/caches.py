@@ -50,7 +50,7 @@ def borrow_caches(caches: Mapping[str, torch.Tensor], facts: EngineFacts, tp_ran
     classes: dict[_Class, list[str]] = {}
     planes, seen = {}, set[tuple[int, int]]()
     group_of = _groups_by_layer(caches, facts)
-    for name in sorted(caches, key=_order):
+    for name in sorted(group_of, key=_order):
         group = group_of[name]
         parts = planes_of(name, caches[name], facts, group)
         if (parts[0].data_ptr(), group) in seen:
@@ -80,15 +80,15 @@ def borrow_caches(caches: Mapping[str, torch.Tensor], facts: EngineFacts, tp_ran
 
 
 def _groups_by_layer(caches: Mapping[str, torch.Tensor], facts: EngineFacts) -> dict[str, int]:
-    """Returns the KV cache group of each layer. A layer that no group names has the group of its tensor's layer."""
+    """Returns the KV cache group of each layer, without those that use the KV of a layer of a group."""
     if len(facts.groups) == 1:
         return dict.fromkeys(caches, 0)
-    found = {name: number for number, group in enumerate(facts.groups) for name in group.layers}
-    tensors = {caches[name].data_ptr(): number for name, number in found.items() if name in caches}
+    groups = enumerate(facts.groups)
+    found = {name: number for number, group in groups for name in group.layers if name in caches}
+    tensors = {caches[name].data_ptr() for name in found}
     for name in caches.keys() - found.keys():
         if caches[name].data_ptr() not in tensors:
             raise ConfigError(f"{name} is in none of the model's {len(facts.groups)} KV cache groups")
-        found[name] = tensors[caches[name].data_ptr()]
     return found
 
 

@@ -55,19 +55,19 @@ def test_layers_of_other_shapes_are_classes() -> None:
 
 def test_layers_of_different_groups_share_tensors() -> None:
     """As in vLLM, where layer i of each group has the same memory, but other blocks."""
-    full, sliding = ("layers.0", "layers.3"), ("layers.1", "layers.4")
+    full, sliding = ("layers.0", "layers.3"), ("layers.2", "layers.4")
     facts = replace(FACTS, groups=(CacheGroup(16, full), CacheGroup(16, sliding, window=20)))
     first, second = cache(2, 6, 16, 4, 8), cache(2, 6, 16, 4, 8)
     caches = {"layers.0": first, "layers.1": first, "layers.2": first, "layers.3": second, "layers.4": second}
     with pytest.raises(ConfigError, match=r"layers.5 is in none of the model's 2 KV cache groups"):
         borrow_caches(caches | {"layers.5": cache(2, 6, 16, 4, 8)}, facts, 0)
-    found = borrow_caches(caches, facts, 0)  # layer 2 uses the KV of layer 0 or 1
+    found = borrow_caches(caches, facts, 0)  # layer 1 uses the KV of layer 0
     assert found.layout == KVLayout(2, 4, 8, "float16", more=(LayerClass(2, 4, 8),))
     assert found.groups == (0, 1)
     places = [[planes[0].data_ptr() for planes in pool.layers] for pool in found.pools.buffers]
     assert places == [[first.data_ptr(), second.data_ptr()]] * 2
     assert found.layers == {"layers.0": Span(0, 1), "layers.3": Span(0, 2)} | {
-        "layers.1": Span(2, 3),
+        "layers.2": Span(2, 3),
         "layers.4": Span(2, 4),
     }
 
