@@ -19,17 +19,17 @@ class Coverage:
     (route, layer) therefore describes the part that was announced.
     """
 
-    def __init__(self, routes: tuple[Route, ...], tokens: Span, layout: KVLayout) -> None:
-        """`tokens`: positions of the ticket. A recurrent state, if `layout` has one, follows these positions."""
-        self._routes, self._tokens, self._layout = routes, tokens, layout
-        moved = {route: layout.moved_tokens(route.layers, tokens) for route in routes}
-        self._next = {route: [moved[route].start] * len(route.layers) for route in routes}
+    def __init__(
+        self, routes: tuple[Route, ...], tokens: Span, layout: KVLayout, starts: tuple[int, ...] = ()
+    ) -> None:
+        """`tokens`, `starts`: those of the ticket. A recurrent state, if `layout` has one, follows the positions."""
+        self._tokens, self._layout = tokens, layout
+        self._moved = {route: layout.moved_tokens(route.layers, tokens, starts) for route in routes}
+        self._next = {route: [moved.start] * len(route.layers) for route, moved in self._moved.items()}
         self._from: Counter[int] = Counter()
-        for route in routes:
-            self._from[route.src_rank] += self._bytes(route.layers, route.heads, moved[route])
+        for route, moved in self._moved.items():
+            self._from[route.src_rank] += self._bytes(route.layers, route.heads, moved)
         self.total_bytes = self._from.total()
-        kv = [route for route in routes if not layout.is_state(route.layers)]
-        self._kv_bytes = sum(self._bytes(route.layers, route.heads, tokens) for route in kv)
 
     def bytes_from(self, src_rank: int) -> int:
         """Returns the bytes that one source rank sends in total."""
@@ -43,8 +43,9 @@ class Coverage:
             raise ProtocolError(f"{segment} has {segment.nbytes} bytes instead of {nbytes}")
         rows = segment.layers.shift(-route.layers.start)
         ahead = self._next[route]
-        tokens = self._layout.moved_tokens(segment.layers, self._tokens)
-        if not tokens.covers(segment.tokens) or any(ahead[row] != segment.tokens.start for row in rows):
+        if not self._moved[route].covers(segment.tokens) or any(
+            ahead[row] != segment.tokens.start for row in rows
+        ):
             raise ProtocolError(
                 f"{segment} does not follow its route's previous segment, or exceeds the ticket"
             )
@@ -63,19 +64,23 @@ class Coverage:
 
         `segments` must not overlap.
         """
-        count = len(self._tokens)
+        count, first = len(self._tokens), self._tokens.start
         changes = np.zeros(count + 1, np.int64)
+        for route, moved in self._moved.items():
+            if not self._layout.is_state(route.layers):
+                token_bytes = self._bytes(route.layers, route.heads, Span(0, 1))
+                changes[moved.start - first] += token_bytes
+                changes[moved.stop - first] -= token_bytes
         for segment in segments:
-            if self._layout.is_state(segment.layers):
-                continue
-            token_bytes = segment.nbytes // len(segment.tokens)
-            changes[segment.tokens.start - self._tokens.start] += token_bytes
-            changes[segment.tokens.stop - self._tokens.start] -= token_bytes
-        missing = np.flatnonzero(np.cumsum(changes[:count]) * count != self._kv_bytes)
+            if not self._layout.is_state(segment.layers):
+                token_bytes = segment.nbytes // len(segment.tokens)
+                changes[segment.tokens.start - first] -= token_bytes
+                changes[segment.tokens.stop - first] += token_bytes
+        missing = np.flatnonzero(np.cumsum(changes[:count]))
         return int(missing[0]) if len(missing) else count
 
     def _route_of(self, segment: Segment) -> Route:
-        for route in self._routes:
+        for route in self._moved:
             same = route.src_rank == segment.src_rank and route.heads == segment.heads
             if same and segment.layers and segment.tokens and route.layers.covers(segment.layers):
                 return route

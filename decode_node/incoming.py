@@ -108,8 +108,9 @@ class IncomingTransfer:
     """One ticket's transfer into this rank."""
 
     ticket: Ticket
-    slots: torch.Tensor
-    """Slot of each position of `ticket.tokens`, int32 `[len(ticket.tokens)]`, on the pool's device."""
+    slots: tuple[torch.Tensor, ...]
+    """For each class of the KV cache the slot of each position of `ticket.tokens`, int32 `[len(ticket.tokens)]`, on
+    the pool's device. Slots before `ticket.starts` are not used."""
     state_slot: torch.Tensor | None
     """Slot of the recurrent state, int32 `[1]`, on the pool's device; None for a model without one."""
     coverage: Coverage
@@ -193,10 +194,11 @@ def pool_slice(segment: Segment, incoming: IncomingTransfer, shard: Shard, pool:
     """Returns the slice of `pool` that holds the segment. `shard`: the shard of the pool's rank."""
     number = shard.part_of(segment.layers)
     part, tokens = shard.all_parts[number], segment.tokens.shift(-incoming.ticket.tokens.start)
-    slots = incoming.slots[tokens.start : tokens.stop]
     if number >= len(shard.parts):
         assert incoming.state_slot is not None, "the model has recurrent states"
         slots = incoming.state_slot
+    else:
+        slots = incoming.slots[number][tokens.start : tokens.stop]
     return PoolSlice(
         pool.buffers[number],
         slots,

@@ -9,6 +9,7 @@ from disagg.core.config.read import Config
 from disagg.core.ports import Clock
 from disagg.core.timeline import Timeline
 from disagg.core.types import Shard
+from disagg.kv.page_tables import PageTables
 from disagg.kv.transfer_pools import CopyPools
 from disagg.node.rank import aligned
 from transport.base import Transport
@@ -19,8 +20,8 @@ from transport.control import messages as m
 class ReceiverOptions:
     """Settings of one receiver."""
 
-    page_size: int
-    """Tokens of a page."""
+    tables: PageTables
+    """Page tables of this rank's pools."""
     ring_bytes: int
     fence_rows: int
     """Number of fence words, which control direct writes into the pool; with 0 the pool is offered to no peer."""
@@ -35,14 +36,14 @@ class ReceiverOptions:
     """Whether prefill ranks report direct writes by completion words (`transport.completion_words`)."""
 
     @staticmethod
-    def of(config: Config, *, page_size: int, rows: int) -> ReceiverOptions:
+    def of(config: Config, *, tables: PageTables, rows: int) -> ReceiverOptions:
         """Returns the options from `config`, whose automatic transfer sizes are already chosen for the device.
 
         `rows`: number of rows, one for each request that can run at the same time.
         """
         transfer = config.transfer
         return ReceiverOptions(
-            page_size=page_size,
+            tables=tables,
             ring_bytes=aligned(transfer.ring_bytes),
             fence_rows=rows if config.transport.peer_memory else 0,
             checksum=bool(transfer.checksum),

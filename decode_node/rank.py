@@ -18,6 +18,7 @@ from decode_node.scheduler_options import SchedulerOptions
 from decode_node.step_gate import StepGate
 from disagg.core.config.read import DecodeConfig
 from disagg.core.types import GroupInfo, RankInfo
+from disagg.kv.page_tables import PageTables
 from disagg.node.device import record_event
 from disagg.node.kv_manager import KVManager
 from disagg.node.links import Link, make_link
@@ -80,7 +81,8 @@ class DecodeRank(RankNode[DecodeConfig, DecodeLeader, SegmentReceiver]):
 
     def _make_agent(self, transport: Transport) -> SegmentReceiver:
         group = self.group_config
-        options = ReceiverOptions.of(self.config, page_size=group.page_size, rows=group.max_requests)
+        tables = PageTables((group.page_size,))
+        options = ReceiverOptions.of(self.config, tables=tables, rows=group.max_requests)
         context = ReceiverContext(
             rank=self.rank,
             shard=self.runner.shard,

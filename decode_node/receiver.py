@@ -39,7 +39,7 @@ from decode_node.verifier import Verifier
 from decode_node.writes import PeerWrites
 from disagg.core.errors import InvariantError, NotLinkedError, PeerLostError, TransportError
 from disagg.core.status import RankStatus
-from disagg.kv.pages import slots_of
+from disagg.kv.page_tables import table_slots
 from disagg.node.device import DeviceQueue, device_name
 from disagg.node.links import Link, fence
 from disagg.node.sums import Sums
@@ -151,19 +151,22 @@ class SegmentReceiver:
         self._tickets.opened(ticket)
 
     def _make_incoming(self, message: m.OpenReceive, link: Link) -> IncomingTransfer:
-        ticket = message.ticket
-        slots = self._queue.upload(slots_of(message.pages, self._options.page_size, ticket.tokens))
+        ticket, tables = message.ticket, self._options.tables
+        ticket.check_starts(link.decode.layout)
+        slots = table_slots(tables, [message.pages, *message.more], ticket.tokens)
+        uploaded = [self._queue.upload(one) for one in slots]
         row = None
         if link.decode.layout.states:
             row = self._queue.upload(torch.tensor([ticket.row], dtype=torch.int32))
-        coverage = Coverage(link.to_rank(self._rank), ticket.tokens, link.decode.layout)
+        coverage = Coverage(link.to_rank(self._rank), ticket.tokens, link.decode.layout, ticket.starts)
         sources = {
             source.rank: SourceRank(
                 source.rank, source.control_address, self._writes.may_write(ticket, source.control_address)
             )
             for source in link.sources_of(self._rank)
         }
-        return IncomingTransfer(ticket, slots, row, coverage, sources)
+        by_class = tables.by_class(uploaded, len(self._shard.parts))
+        return IncomingTransfer(ticket, by_class, row, coverage, sources)
 
     def close(self, message: m.CloseTransfer) -> None:
         """Closes the transfer of an ended request; `RankClosed` follows when no rank can write the ticket's pages."""

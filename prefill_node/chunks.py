@@ -139,7 +139,8 @@ class Chunks:
         unstaged = {peer.rank: NO_LIMIT for peer in peers if peer.control_address in outgoing.direct}
         if tokens.start >= stop:
             return self._cutter.cut_state(link, tokens, unstaged, first_index=len(outgoing.items))
-        segments = self._cutter.cut(link, tokens, unstaged, first_index=len(outgoing.items))
+        starts = outgoing.ticket.starts
+        segments = self._cutter.cut(link, tokens, unstaged, first_index=len(outgoing.items), starts=starts)
         if link.checked and unstaged and tokens.stop == stop:
             return cut_tails(segments, unstaged, CHECKED_TAIL_BYTES)
         return segments

@@ -68,14 +68,29 @@ class Cutter:
         return self._groups_of[count - 1]
 
     def cut(
-        self, link: Link, tokens: Span, unstaged: dict[int, int], first_index: int
+        self,
+        link: Link,
+        tokens: Span,
+        unstaged: dict[int, int],
+        first_index: int,
+        starts: tuple[int, ...] = (),
     ) -> tuple[Segment, ...]:
         """Returns the segments that this rank sends for the positions `tokens`; their indices start at `first_index`.
 
-        `unstaged`: segment size limits in bytes, by decode rank, for ranks that are written directly.
+        `unstaged`: segment size limits in bytes, by decode rank, for ranks that are written directly. `starts`: as in
+        `Ticket`.
         """
-        groups = self.groups_for(len(tokens), link)
-        return self._cut(link, link.kv_from(self._rank), tokens, groups, unstaged, first_index)
+        groups, routes = self.groups_for(len(tokens), link), link.kv_from(self._rank)
+        if not starts:
+            return self._cut(link, routes, tokens, groups, unstaged, first_index)
+        parts: dict[Span, list[Route]] = {}
+        for route in routes:
+            moved = link.decode.layout.moved_tokens(route.layers, tokens, starts)
+            parts.setdefault(moved, []).append(route)
+        found: list[Segment] = []
+        for moved, some in parts.items():
+            found += self._cut(link, tuple(some), moved, groups, unstaged, first_index + len(found))
+        return tuple(found)
 
     def cut_state(
         self, link: Link, position: Span, unstaged: dict[int, int], first_index: int

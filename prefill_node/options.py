@@ -9,6 +9,7 @@ from disagg.core.config.read import Config
 from disagg.core.ports import Clock
 from disagg.core.timeline import Timeline
 from disagg.core.types import Shard
+from disagg.kv.page_tables import PageTables
 from disagg.kv.transfer_pools import CopyPools
 from disagg.node.rank import aligned
 from staging.wire import Wire
@@ -21,8 +22,8 @@ from transport.control.base import ControlChannel
 class SenderOptions:
     """Sizes and limits of a sender."""
 
-    page_size: int
-    """Tokens in a page of this rank's pool."""
+    tables: PageTables
+    """Page tables of this rank's pools."""
     staging_bytes: int
     segment_bytes: int
     """Size of the largest segment until the wire has been measured."""
@@ -45,11 +46,11 @@ class SenderOptions:
         return "" if self.peer_memory else "transport.peer_memory is off on the prefill rank"
 
     @staticmethod
-    def of(config: Config, page_size: int) -> SenderOptions:
+    def of(config: Config, tables: PageTables) -> SenderOptions:
         """Returns the options from `config`, whose automatic transfer sizes are already chosen for the device."""
         transfer = config.transfer
         return SenderOptions(
-            page_size=page_size,
+            tables=tables,
             staging_bytes=aligned(transfer.staging_bytes),
             segment_bytes=transfer.segment_limit_bytes,
             groups=transfer.layer_groups,

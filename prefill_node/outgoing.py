@@ -105,8 +105,9 @@ class OutgoingTransfer:
     reservation: int
     """Number of the page reservation that `slots` belong to; each reservation of the request has its own number."""
     link: Link
-    slots: torch.Tensor
-    """Slot of each position of the prompt, int32 `[ticket.tokens.stop]`, on the pool's device."""
+    slots: tuple[torch.Tensor, ...]
+    """For each class of the KV cache the slot of each position of the prompt, int32 `[ticket.tokens.stop]`, on the
+    pool's device. Slots before `ticket.starts` are not used."""
     state_slot: torch.Tensor | None
     """Slot of the recurrent state, int32 `[1]`, on the pool's device; None for a model without one."""
     direct: dict[str, OpenPool] = field(default_factory=dict)
@@ -168,10 +169,11 @@ class OutgoingTransfer:
 
     def slots_of(self, segment: Segment) -> torch.Tensor:
         """Returns the slots of the segment's positions in this rank's pools."""
-        if self.link.decode.layout.is_state(segment.layers):
+        layout = self.link.decode.layout
+        if layout.is_state(segment.layers):
             assert self.state_slot is not None, "the model has recurrent states"
             return self.state_slot
-        return _part(self.slots, segment.tokens)
+        return _part(self.slots[layout.number_of(segment.layers)], segment.tokens)
 
     def target_slots_of(self, segment: Segment) -> torch.Tensor:
         """Returns the slots of the segment's positions in the decode ranks' pools, for direct writes."""

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from disagg.core.config.read import PrefillConfig
 from disagg.core.types import GroupInfo, RankInfo, Span
+from disagg.kv.page_tables import PageTables
 from disagg.model.sampling.prompt_scores import PromptScores
 from disagg.node.device import DeviceEvent, record_event
 from disagg.node.kv_manager import KVManager
@@ -84,7 +85,9 @@ class PrefillRank(RankNode[PrefillConfig, PrefillLeader, SegmentSender]):
             self.timeline,
             self.clock,
         )
-        return SegmentSender(SenderOptions.of(self.config, self.group_config.page_size), context)
+        return SegmentSender(
+            SenderOptions.of(self.config, PageTables((self.group_config.page_size,))), context
+        )
 
     def _make_link(self, other: GroupInfo) -> Link:
         return make_link(self.group, other)

@@ -17,7 +17,7 @@ import torch
 from disagg.core.errors import NotLinkedError, TransportError
 from disagg.core.status import Path, RankStatus
 from disagg.core.types import RequestKey, Span
-from disagg.kv.pages import slots_of
+from disagg.kv.page_tables import table_slots
 from disagg.node.device import DeviceEvent, DeviceQueue, device_name
 from disagg.node.links import Link, fence
 from disagg.node.sums import Sums
@@ -60,7 +60,7 @@ class SegmentSender:
 
     def __init__(self, options: SenderOptions, context: SenderContext) -> None:
         """Allocates staging and registers the memory with the transport."""
-        self._context, self._page_size = context, options.page_size
+        self._context, self._tables = context, options.tables
         self._rank, self._transport = context.rank, context.transport
         device, clock = context.pool.device, context.clock
         self.queue = DeviceQueue(device)
@@ -166,13 +166,21 @@ class SegmentSender:
             )
             return
         try:
-            slots = slots_of(message.pages, self._page_size, Span(0, ticket.tokens.stop))
-            uploaded = self.queue.upload(slots)
+            ticket.check_starts(link.decode.layout)
+            pages = [message.pages, *message.more]
+            slots = table_slots(self._tables, pages, Span(0, ticket.tokens.stop))
+            uploaded = [self.queue.upload(one) for one in slots]
             row = None
             if link.decode.layout.states:
                 row = self.queue.upload(torch.tensor([message.row], dtype=torch.int32))
             outgoing = OutgoingTransfer(
-                message.key, ticket, message.reservation, link, uploaded, row, planned_to=ticket.tokens.start
+                message.key,
+                ticket,
+                message.reservation,
+                link,
+                self._tables.by_class(uploaded, len(self._context.shard.parts)),
+                row,
+                planned_to=ticket.tokens.start,
             )
             self._pools.aim(outgoing, self.queue)
         except Exception as exc:  # noqa: BLE001 - any failure ends this request only

@@ -182,19 +182,31 @@ class KVLayout(msgspec.Struct, frozen=True):
         the range must belong to one class."""
         if not (self.more or self.states):
             return self
+        return self.all_classes[self.number_of(layers)]
+
+    def number_of(self, layers: Span) -> int:
+        """Returns the index in `all_classes` of the class that contains `layers`; see `class_of`."""
+        if not (self.more or self.states):
+            return 0
         spans = (*self.spans, *self.state_spans)
-        return next(one for one, span in zip(self.all_classes, spans, strict=True) if layers.start in span)
+        return next(number for number, span in enumerate(spans) if layers.start in span)
 
     def is_state(self, layers: Span) -> bool:
         """Returns whether `layers`, which must be of one class, are tensors of a recurrent state."""
         return layers.start >= self.kv_layers
 
-    def moved_tokens(self, layers: Span, tokens: Span) -> Span:
+    def moved_tokens(self, layers: Span, tokens: Span, starts: tuple[int, ...] = ()) -> Span:
         """Returns the positions that a ticket for `tokens` transfers in `layers`, which must be of one class.
 
-        A recurrent state is the state after `tokens`. Its position is therefore the one after `tokens`.
+        A recurrent state is the state after `tokens`. Its position is therefore the one after `tokens`. `starts`: see
+        `Ticket`.
         """
-        return Span(tokens.stop, tokens.stop + 1) if self.is_state(layers) else tokens
+        if self.is_state(layers):
+            return Span(tokens.stop, tokens.stop + 1)
+        if not starts:
+            return tokens
+        start = max(tokens.start, starts[self.number_of(layers)])
+        return Span(min(start, tokens.stop), tokens.stop)
 
     @staticmethod
     def _spans(*counts: int) -> tuple[Span, ...]:
@@ -461,7 +473,18 @@ class Ticket(msgspec.Struct, frozen=True):
     word that a writer's kernel checks."""
     pages: tuple[int, ...] = ()
     """Pages of the positions in `tokens`, the same on every decode rank. The ticket omits earlier pages, which are
-    shared and must not be written."""
+    shared and must not be written. Empty if no rank may write to them directly."""
+    starts: tuple[int, ...] = ()
+    """First position to transfer of each class of the KV cache: layers with a sliding window need no earlier ones.
+    Empty: `tokens.start` for all classes."""
+
+    def check_starts(self, layout: KVLayout) -> None:
+        """Raises ValueError unless `starts` fits the classes of `layout`."""
+        if self.starts and len(self.starts) != len(layout.classes):
+            raise ValueError(
+                f"ticket {self.number} has the first positions of {len(self.starts)} layer classes, not of "
+                f"{len(layout.classes)}"
+            )
 
 
 class Segment(msgspec.Struct, frozen=True):
@@ -483,4 +506,4 @@ class Segment(msgspec.Struct, frozen=True):
 
 CHECKSUM_BYTES = 8
 """Size of a segment's checksum; `staging.trailer` defines its position."""
-PROTOCOL_VERSION = 25
+PROTOCOL_VERSION = 26

@@ -1,7 +1,7 @@
 """The receiving side of the data path, for an engine that decodes from its own pools.
 
     consumer.after(event)                      if work on the device may still use the pages
-    consumer.open(ticket, pages, group)        the pages are reserved; OPENED or FAILED follows
+    consumer.open(ticket, tables, group)       the pages are reserved; OPENED or FAILED follows
     ... LANDED                                 all KV is in the pages
     consumer.close(key, ticket, reason)        after LANDED or FAILED, or at any other time
     ... CLOSED                                 no rank can write to the pages
@@ -11,7 +11,7 @@ All calls run on the transfer thread (`Endpoint.post`).
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Sequence
 
 from decode_node.build import build_receiver
 from decode_node.options import ReceiverContext, ReceiverOptions
@@ -31,11 +31,16 @@ class KVConsumer(Endpoint[SegmentReceiver]):
         """Makes later writes to the pools wait, on the device, for work of the pages' earlier owners."""
         self.agent.parts.queue.after(event)
 
-    def open(self, ticket: Ticket, pages: list[int], group: str) -> None:
-        """Accepts the ticket's KV from the linked group `group`. `pages` begin with the page of the first token."""
-        first = ticket.tokens.start // self.options.page_size
+    def open(self, ticket: Ticket, tables: Sequence[Sequence[int]], group: str) -> None:
+        """Accepts the ticket's KV from the linked group `group`.
+
+        `tables`: this rank's pages in each table, from the page of `ticket.tokens.start` on. Pages before
+        `ticket.starts` are not written.
+        """
         # The receiver counts pages from position 0; earlier pages are not written, and any number stands for them.
-        self.agent.open(m.OpenReceive(ticket, [0] * first + pages, group))
+        unused = [ticket.tokens.start // size for size in self.options.tables.page_sizes]
+        first, *more = ([0] * count + list(pages) for count, pages in zip(unused, tables, strict=True))
+        self.agent.open(m.OpenReceive(ticket, first, group, tuple(map(tuple, more))))
 
     def close(self, key: RequestKey, ticket: int, reason: str) -> None:
         """Ends a transfer. CLOSED follows when no rank can write to its pages; also for an unknown ticket."""
@@ -55,7 +60,7 @@ class KVConsumer(Endpoint[SegmentReceiver]):
             timeline=self.timeline,
             clock=wires.clock,
         )
-        return build_receiver(ReceiverOptions.of(self.config, page_size=options.page_size, rows=0), context)
+        return build_receiver(ReceiverOptions.of(self.config, tables=options.tables, rows=0), context)
 
     def _make_link(self, own: GroupInfo, other: GroupInfo) -> Link:
         return make_link(other, own)

@@ -22,6 +22,7 @@ from disagg.core.ports import Clock
 from disagg.core.timeline import Timeline
 from disagg.core.types import GroupInfo, RankInfo, Shard
 from disagg.data_path.events import TransferEvent, event_of
+from disagg.kv.page_tables import PageTables
 from disagg.kv.transfer_pools import CopyPools
 from disagg.node.agent import Agent
 from disagg.node.device import memory_bytes, use_device
@@ -67,9 +68,9 @@ class EndpointOptions:
     rank: int
     shard: Shard
     pools: CopyPools
-    page_size: int
-    """Positions in a page, that is in a block of the engine's block tables: the block's tokens, or one if blocks are
-    moved whole."""
+    tables: PageTables
+    """The engine's block tables. A page is a block; it has a position for each token, or one if blocks are moved
+    whole."""
     config: Config = field(default_factory=Config)
     """Configuration, of which the sections `transfer`, `transport` and `control` are used."""
 

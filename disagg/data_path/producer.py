@@ -3,7 +3,7 @@
     part = producer.next_part()
     producer.plan(key, part, positions)        before the step that computes the positions
     producer.computed(part, layers, event)     after each layer group; layers grow from the first of their class
-    producer.open(ticket, pages)               when the ticket is known: before, during or after the step
+    producer.open(ticket, tables)              when the ticket is known: before, during or after the step
     producer.close(key, ticket, reason)        after SENT, STOPPED or FAILED, or at any other time
     ... CLOSED                                 the pages may be reused
 
@@ -13,7 +13,7 @@ All calls run on the transfer thread (`Endpoint.post`), except `next_part`.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Container
+from collections.abc import Container, Sequence
 
 from disagg.core.types import GroupInfo, RankInfo, RequestKey, Span, Ticket
 from disagg.data_path.endpoint import Endpoint, EndpointOptions, Engine, Wires
@@ -54,12 +54,13 @@ class KVProducer(Endpoint[SegmentSender]):
         """Reports that the KV of `layers` (global) of `part` is written once `event` is done on the device."""
         self.agent.layers_ready(part, layers, event)
 
-    def open(self, ticket: Ticket, pages: list[int]) -> None:
-        """Opens a ticket. `pages`: this rank's pages of all positions from 0 to `ticket.tokens.stop`.
+    def open(self, ticket: Ticket, tables: Sequence[Sequence[int]]) -> None:
+        """Opens a ticket. `tables`: this rank's pages of all positions from 0 to `ticket.tokens.stop`, in each table.
 
-        Positions that were planned and computed before are sent at once.
+        Positions that were planned and computed before are sent at once. Pages before `ticket.starts` are not read.
         """
-        self.agent.open(m.OpenSend(ticket.key, ticket, pages))
+        first, *more = tables
+        self.agent.open(m.OpenSend(ticket.key, ticket, list(first), more=tuple(map(tuple, more))))
 
     def drop(self, key: RequestKey) -> None:
         """Forgets the planned positions of a prompt whose ticket was not opened."""
@@ -82,7 +83,7 @@ class KVProducer(Endpoint[SegmentSender]):
             self.timeline,
             wires.clock,
         )
-        return SegmentSender(SenderOptions.of(self.config, options.page_size), context)
+        return SegmentSender(SenderOptions.of(self.config, options.tables), context)
 
     def _make_link(self, own: GroupInfo, other: GroupInfo) -> Link:
         return make_link(own, other)

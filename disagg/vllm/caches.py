@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -26,32 +27,47 @@ class BorrowedCaches:
     pools: BorrowedPools
     layers: dict[str, Span]
     """For each layer's name, the layers (global) of its class up to and including the layer."""
+    groups: tuple[int, ...]
+    """KV cache group of each class."""
+
+
+class _Class(NamedTuple):
+    """What layers of one class have in common."""
+
+    group: int
+    heads: int
+    head_dim: int
+    planes: int
 
 
 def borrow_caches(caches: Mapping[str, torch.Tensor], facts: EngineFacts, tp_rank: int) -> BorrowedCaches:
     """Returns the pools over `caches` (`register_kv_caches`). Raises ConfigError for caches that are not supported.
 
-    Layers are ordered by the numbers in their names. Layers with other heads or another head size form a class.
-    Layers that share the tensors of an earlier layer are ignored.
+    Layers are ordered by the numbers in their names. Layers of another KV cache group, with other heads or another
+    head size form a class. Layers that share the tensors of an earlier layer of their group are ignored; layers of
+    different groups share tensors too, but no blocks.
     """
-    classes: dict[tuple[int, int, int], list[str]] = {}
-    planes, seen = {}, set()
-    for name in sorted(caches, key=_order):
-        parts = planes_of(name, caches[name], facts)
-        if parts[0].data_ptr() in seen:
+    classes: dict[_Class, list[str]] = {}
+    planes, seen = {}, set[tuple[int, int]]()
+    group_of = _groups_by_layer(caches, facts)
+    for name in sorted(group_of, key=_order):
+        group = group_of[name]
+        parts = planes_of(name, caches[name], facts, group)
+        if (parts[0].data_ptr(), group) in seen:
             continue
-        seen.add(parts[0].data_ptr())
+        seen.add((parts[0].data_ptr(), group))
         planes[name] = parts
-        classes.setdefault((parts[0].shape[2], parts[0].shape[3], len(parts)), []).append(name)
+        kind = _Class(group, parts[0].shape[2], parts[0].shape[3], len(parts))
+        classes.setdefault(kind, []).append(name)
     if not planes:
         raise ConfigError("vLLM registered no KV cache; DisaggConnector needs a model with attention layers")
-    layout = _layout(classes, next(iter(planes.values()))[0].dtype, facts)
+    layout = _layout(classes, {one.dtype for parts in planes.values() for one in parts}, facts)
     shard = layout_shards(layout, facts.tp_size)[tp_rank]
-    for (heads, _, _), part in zip(classes, shard.parts, strict=True):
-        if heads != len(part.heads):
+    for kind, part in zip(classes, shard.parts, strict=True):
+        if kind.heads != len(part.heads):
             raise ConfigError(
-                f"worker {tp_rank} of {facts.tp_size} has {heads} KV heads a layer, not {len(part.heads)} of the "
-                f"model's {facts.kv_heads}; DisaggConnector cannot split these heads"
+                f"worker {tp_rank} of {facts.tp_size} has {kind.heads} KV heads a layer, not {len(part.heads)} of "
+                f"the model's {facts.kv_heads}; DisaggConnector cannot split these heads"
             )
     try:
         pools = tuple(LayerPool([planes[name] for name in names]) for names in classes.values())
@@ -60,10 +76,23 @@ def borrow_caches(caches: Mapping[str, torch.Tensor], facts: EngineFacts, tp_ran
     layers: dict[str, Span] = {}
     for names, span in zip(classes.values(), layout.spans, strict=True):
         layers.update({name: Span(span.start, span.start + i + 1) for i, name in enumerate(names)})
-    return BorrowedCaches(layout, shard, BorrowedPools(pools), layers)
+    return BorrowedCaches(layout, shard, BorrowedPools(pools), layers, tuple(kind.group for kind in classes))
 
 
-def planes_of(name: str, cache: torch.Tensor, facts: EngineFacts) -> list[torch.Tensor]:
+def _groups_by_layer(caches: Mapping[str, torch.Tensor], facts: EngineFacts) -> dict[str, int]:
+    """Returns the KV cache group of each layer, without those that use the KV of a layer of a group."""
+    if len(facts.groups) == 1:
+        return dict.fromkeys(caches, 0)
+    groups = enumerate(facts.groups)
+    found = {name: number for number, group in groups for name in group.layers if name in caches}
+    tensors = {caches[name].data_ptr() for name in found}
+    for name in caches.keys() - found.keys():
+        if caches[name].data_ptr() not in tensors:
+            raise ConfigError(f"{name} is in none of the model's {len(facts.groups)} KV cache groups")
+    return found
+
+
+def planes_of(name: str, cache: torch.Tensor, facts: EngineFacts, group: int = 0) -> list[torch.Tensor]:
     """Returns the planes of a layer, views `[blocks, block_size, heads, head_dim]`. Raises ConfigError.
 
     vLLM passes logical views, whatever the order in memory: `[blocks, heads, block_size, 2 * head_dim]` with K and V
@@ -71,7 +100,8 @@ def planes_of(name: str, cache: torch.Tensor, facts: EngineFacts) -> list[torch.
     `whole_blocks`, all elements of a head in a block form the row of one position.
     """
     dims = cache.dim() if isinstance(cache, torch.Tensor) else 0  # a recurrent layer has a list of states
-    tokens = facts.blocks * facts.block_size
+    block_size = facts.groups[group].block_size
+    tokens = facts.blocks * block_size
     if dims == 3:
         found = [cache.unsqueeze(2)]
     elif dims == 4:
@@ -86,7 +116,7 @@ def planes_of(name: str, cache: torch.Tensor, facts: EngineFacts) -> list[torch.
         shape = f"the shape {list(cache.shape)}" if dims else f"the type {type(cache).__name__}"
         raise ConfigError(
             f"the KV cache of {name} has {shape}, which does not hold {facts.blocks} blocks of "
-            f"{facts.block_size} tokens in a layout that DisaggConnector knows"
+            f"{block_size} tokens in a layout that DisaggConnector knows"
         )
     return found
 
@@ -99,16 +129,18 @@ def _whole_blocks(plane: torch.Tensor) -> list[torch.Tensor]:
     return [plane.transpose(1, 2).view(blocks, 1, heads, size * row)]
 
 
-def _layout(
-    classes: Mapping[tuple[int, int, int], list[str]], dtype: torch.dtype, facts: EngineFacts
-) -> KVLayout:
+def _layout(classes: Mapping[_Class, list[str]], dtypes: set[torch.dtype], facts: EngineFacts) -> KVLayout:
+    if len(dtypes) > 1:
+        names = ", ".join(sorted(map(dtype_name, dtypes)))
+        raise ConfigError(f"layers of vLLM's KV cache hold {names}; DisaggConnector needs one element type")
+    (dtype,) = dtypes
     # Quantized caches of vLLM have no scales in their rows: they are moved as plain bytes.
     name = "uint8" if dtype.itemsize == 1 else dtype_name(dtype)
     if name not in DTYPE_BYTES:
         raise ConfigError(f"vLLM's KV cache holds {name}; DisaggConnector moves {', '.join(DTYPE_BYTES)}")
     found = [
-        LayerClass(len(names), facts.kv_heads, head_dim, planes == 2)
-        for (_, head_dim, planes), names in classes.items()
+        LayerClass(len(names), facts.kv_heads, kind.head_dim, kind.planes == 2)
+        for kind, names in classes.items()
     ]
     first, *more = found
     return KVLayout(first.layers, first.kv_heads, first.head_dim, name, more=tuple(more), has_v=first.has_v)

@@ -1,6 +1,6 @@
 """What `disagg.vllm` reads from vLLM's objects, and its imports of vLLM: all that may differ between versions.
 
-Written for the interface of vLLM 0.26 (`KVConnectorBase_V1`).
+Written for the interface of vLLM 0.26 (`KVConnectorBase_V1`), with what 0.32 adds for several KV cache groups.
 """
 
 from __future__ import annotations
@@ -12,10 +12,13 @@ from typing import Any
 
 from disagg.core.errors import ConfigError
 from disagg.core.types import Span
+from disagg.vllm.groups import BlockTables, CacheGroup
 
 BASE_MODULE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
 _COMPUTED = ("FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED")
 """Final statuses of a request whose prompt is computed."""
+_FREEING = {"SlidingWindowSpec", "ChunkedLocalAttentionSpec", "MambaSpec"}
+"""vLLM's specifications of groups whose blocks it frees early. Their subclasses are not supported."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,11 +33,11 @@ class EngineFacts:
     kv_heads: int
     """KV heads of the whole model; 1 for a latent cache (MLA)."""
     blocks: int
-    """Blocks of the KV cache."""
-    block_size: int
-    """Tokens in a block of the block tables."""
+    """Blocks of the KV cache, which all groups share."""
+    groups: tuple[CacheGroup, ...]
+    """KV cache groups, in the order of the block tables."""
     fingerprint: str
-    """Names of the model and of the cache's element type, which both engines must have."""
+    """Names of the model and of the cache's element type, and the groups, which both engines must have."""
     async_scheduling: bool
     """Whether vLLM schedules a step before the previous one has ended."""
     extra: dict[str, Any]
@@ -43,14 +46,38 @@ class EngineFacts:
     """Whether only the attention kernels know the order of elements in a block, as on a CPU."""
 
     @property
-    def page_size(self) -> int:
-        """Positions of the data path in a block: a block that is moved as a whole is one position."""
-        return 1 if self.whole_blocks else self.block_size
+    def local(self) -> bool:
+        """Whether vLLM frees blocks of running requests, because of sliding windows or chunked local attention."""
+        return any(group.local for group in self.groups)
+
+    @property
+    def page_sizes(self) -> tuple[int, ...]:
+        """Positions of the data path in a block of each group: a block that is moved as a whole is one position."""
+        return tuple(1 if self.whole_blocks else group.block_size for group in self.groups)
 
     def positions(self, tokens: Span) -> Span:
         """Returns the positions of the data path that hold `tokens`."""
-        size = self.block_size // self.page_size
+        size = self.groups[0].block_size if self.whole_blocks else 1
         return Span(tokens.start // size, -(-tokens.stop // size))
+
+    def handed_over(self, prompt_tokens: int) -> int:
+        """Returns how many tokens of a prompt are computed by the producer.
+
+        The consumer computes the prompt's last token again. With a sliding window, this token may attend to one token
+        that vLLM has freed when the whole prompt is computed; the producer therefore computes one token less.
+        """
+        return max(0, prompt_tokens - 1) if self.local else prompt_tokens
+
+    def starts(self, tokens: Span, of_classes: tuple[int, ...]) -> tuple[int, ...]:
+        """Returns `Ticket.starts` for a consumer that needs `tokens`; `of_classes`: the group of each layer class."""
+        if not self.local:
+            return ()
+        needed = [max(tokens.start, group.first_needed(tokens.stop)) for group in self.groups]
+        return tuple(self.positions(Span(needed[group], tokens.stop)).start for group in of_classes)
+
+    def kept(self, tables: BlockTables, tokens: int) -> BlockTables:
+        """Returns a request's block tables as vLLM has them when `tokens` are computed; see `CacheGroup.kept`."""
+        return tuple(group.kept(blocks, tokens) for group, blocks in zip(self.groups, tables, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,19 +85,31 @@ class ScheduledTokens:
     """One request's part of a step."""
 
     request_id: str
-    blocks: list[int]
+    tables: BlockTables
+    """Blocks of each group; empty if the step adds none."""
     replaces: bool
-    """Whether `blocks` are all blocks of the request; otherwise they follow the earlier ones."""
+    """Whether `tables` are all blocks of the request; otherwise they follow the earlier ones."""
     computed: int
     """Tokens computed before the step."""
     tokens: int
     """Tokens that the step computes."""
 
 
-def base_class() -> type:
-    """Imports vLLM and returns the base class of connectors."""
-    found: type = importlib.import_module(BASE_MODULE).KVConnectorBase_V1
-    return found
+def base_classes() -> tuple[type, ...]:
+    """Imports vLLM and returns the base classes of connectors.
+
+    With `SupportsHMA`, vLLM makes several KV cache groups. Versions without `KVConnectorTransferResults` cannot be
+    told which request's KV did not come if there are several groups; there, vLLM keeps one group.
+    """
+    base = importlib.import_module(BASE_MODULE)
+    several = hasattr(base, "SupportsHMA") and hasattr(base, "KVConnectorTransferResults")
+    return (base.KVConnectorBase_V1, base.SupportsHMA) if several else (base.KVConnectorBase_V1,)
+
+
+def transfer_results(sent: set[str] | None, received: set[str] | None, failed: set[str]) -> Any:
+    """Returns the requests in vLLM's type: those of `get_finished`, and those whose KV did not come."""
+    results = importlib.import_module(BASE_MODULE).KVConnectorTransferResults
+    return results(finished_sending=sent or set(), finished_recving=received or set(), failed_recving=failed)
 
 
 def tensor_parallel_rank() -> int:
@@ -94,14 +133,12 @@ def facts_of(vllm_config: Any, kv_cache_config: Any) -> EngineFacts:
         raise ConfigError(
             f"pipeline_parallel_size is {parallel.pipeline_parallel_size}; DisaggConnector supports 1 only"
         )
-    groups = kv_cache_config.kv_cache_groups
-    if len(groups) != 1:
-        raise ConfigError(
-            f"the model has {len(groups)} KV cache groups; DisaggConnector supports one: start vLLM with "
-            "--disable-hybrid-kv-cache-manager, or use a model whose layers are all alike"
-        )
     latent = bool(getattr(model, "use_mla", False))
     dtype = vllm_config.cache_config.cache_dtype
+    whole_blocks = vllm_config.device_config.device_type == "cpu"
+    groups = _groups_of(kv_cache_config.kv_cache_groups, whole_blocks)
+    several = len(groups) > 1 or groups[0].local
+    known = f"{model.model} {model.dtype if dtype == 'auto' else dtype}"
     return EngineFacts(
         engine_id=str(transfer.engine_id),
         produces=bool(transfer.is_kv_producer),
@@ -110,44 +147,95 @@ def facts_of(vllm_config: Any, kv_cache_config: Any) -> EngineFacts:
         dp_rank=getattr(parallel, "data_parallel_index", 0),
         kv_heads=1 if latent else model.get_total_num_kv_heads(),
         blocks=kv_cache_config.num_blocks,
-        block_size=groups[0].kv_cache_spec.block_size,
-        fingerprint=f"{model.model} {model.dtype if dtype == 'auto' else dtype}",
+        groups=groups,
+        fingerprint=" | ".join([known, *(group.describe() for group in groups)]) if several else known,
         async_scheduling=bool(getattr(vllm_config.scheduler_config, "async_scheduling", False)),
         extra=dict(transfer.kv_connector_extra_config or {}),
-        whole_blocks=vllm_config.device_config.device_type == "cpu",
+        whole_blocks=whole_blocks,
     )
+
+
+def _groups_of(groups: Sequence[Any], whole_blocks: bool) -> tuple[CacheGroup, ...]:
+    found = tuple(_group_of(group, alone=len(groups) == 1) for group in groups)
+    sizes = sorted({group.block_size for group in found})
+    if whole_blocks and len(sizes) > 1:
+        raise ConfigError(
+            f"the KV cache groups have blocks of {', '.join(map(str, sizes))} tokens; on a CPU, DisaggConnector "
+            "needs one size: start vLLM with --disable-hybrid-kv-cache-manager"
+        )
+    if all(group.chunk or group.window == 1 for group in found):
+        raise ConfigError(
+            "all layers of the model have chunked local attention, so that there is no KV to move at the end of a "
+            "chunk; DisaggConnector does not support this: start vLLM with --disable-hybrid-kv-cache-manager"
+        )
+    return found
+
+
+def _group_of(group: Any, *, alone: bool) -> CacheGroup:
+    size, layers = group.kv_cache_spec.block_size, tuple(getattr(group, "layer_names", ()))
+    # Layers of different heads can have a group together, with a specification for each layer.
+    spec, *_ = getattr(group.kv_cache_spec, "kv_cache_specs", {"": group.kv_cache_spec}).values()
+    match type(spec).__name__:
+        case "SlidingWindowSpec":
+            # vLLM keeps more tokens for some ways of speculative decoding.
+            return CacheGroup(
+                size, layers, window=spec.sliding_window + getattr(spec, "extra_retained_tokens", 0)
+            )
+        case "ChunkedLocalAttentionSpec":
+            return CacheGroup(size, layers, chunk=spec.attention_chunk_size)
+        case "FullAttentionSpec":
+            return CacheGroup(size, layers)
+    if not alone or _FREEING & {base.__name__ for base in type(spec).__mro__}:
+        raise ConfigError(
+            f"the model has a KV cache group of {type(spec).__name__}; DisaggConnector supports groups of full "
+            "attention, sliding windows and chunked local attention. Start vLLM with "
+            "--disable-hybrid-kv-cache-manager, if it runs the model so"
+        )
+    return CacheGroup(size, layers)
 
 
 def scheduled(output: Any) -> Iterator[ScheduledTokens]:
     """Yields each request of a `SchedulerOutput`."""
     counts = output.num_scheduled_tokens
     for new in output.scheduled_new_reqs:
-        blocks = one_group(new.block_ids)
-        yield ScheduledTokens(new.req_id, blocks, True, new.num_computed_tokens, counts[new.req_id])
+        tables = tables_of(new.block_ids)
+        yield ScheduledTokens(new.req_id, tables, True, new.num_computed_tokens, counts[new.req_id])
     cached = output.scheduled_cached_reqs
     for index, request_id in enumerate(cached.req_ids):
-        blocks = one_group(cached.new_block_ids[index] or ())
+        tables = tables_of(cached.new_block_ids[index] or ())
         resumed = request_id in cached.resumed_req_ids
         yield ScheduledTokens(
-            request_id, blocks, resumed, cached.num_computed_tokens[index], counts[request_id]
+            request_id, tables, resumed, cached.num_computed_tokens[index], counts[request_id]
         )
 
 
-def block_ids_of(blocks: Any) -> list[int]:
+def block_tables_of(blocks: Any) -> BlockTables:
     """Returns all block ids of a request's `KVCacheBlocks`, shared ones included."""
-    return one_group(blocks.get_block_ids())
+    return tables_of(blocks.get_block_ids())
 
 
-def one_group(block_ids: Sequence[Any]) -> list[int]:
-    """Returns the block ids of the only KV cache group; vLLM passes a list, or a tuple of lists."""
-    if isinstance(block_ids, tuple):
-        return list(block_ids[0]) if block_ids else []
-    return list(block_ids)
+def tables_of(block_ids: Sequence[Any]) -> BlockTables:
+    """Returns the block ids of each KV cache group; vLLM passes a tuple of lists, or the list of the only group."""
+    return tuple(map(list, block_ids)) if isinstance(block_ids, tuple) else (list(block_ids),)
 
 
 def prompt_is_computed(request: Any) -> bool:
     """Returns whether a finished request has its whole prompt in the KV cache."""
     return request.status.name in _COMPUTED
+
+
+def drop_last_prompt_token(request: Any) -> None:
+    """Shortens the prompt of a waiting request by one token, as vLLM's NixlConnector does for recurrent models.
+
+    The request's answer is then of no use. A prompt of one token, one without token ids, and one whose
+    log-probabilities are asked for stay as they are.
+    """
+    tokens, own = request.prompt_token_ids, vars(request)["_all_token_ids"]
+    asked = getattr(request, "skip_reading_prefix_cache", False)
+    if tokens and not asked and len(tokens) == len(own) == request.num_prompt_tokens > 1:
+        request.prompt_token_ids = tokens[:-1]  # a copy: vLLM's frontend may have the same list
+        del own[-1:]
+        request.num_prompt_tokens -= 1
 
 
 def answers_one_token(request: Any) -> bool:

@@ -78,11 +78,20 @@ class ConnectorMethods:
         """Returns the requests whose blocks may be freed, and the requests whose KV has come or failed to."""
         return self.working.get_finished()
 
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        """Returns the requests of `get_finished`, and those whose KV did not come; newer versions of vLLM call it."""
+        sent, received = self.get_finished(finished_req_ids)
+        return compat.transfer_results(sent, received, self.working.failed_requests())
+
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Returns the blocks whose KV did not come."""
         return self.working.get_block_ids_with_load_errors()
 
     # --- scheduler
+
+    def on_new_request(self, request: Any) -> None:
+        """Shortens a prompt by one token if the model has sliding windows and another engine continues it."""
+        self.scheduling.on_new_request(request)
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, WorkerHandshake]) -> None:
         """Begins to answer other engines."""
@@ -102,7 +111,13 @@ class ConnectorMethods:
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Returns whether the request's blocks are held, and the parameters of the consumer's request."""
-        return self.scheduling.request_finished(request, block_ids)
+        return self.scheduling.request_finished(request, compat.tables_of(block_ids))
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Does the same for all KV cache groups, in versions of vLLM where the connector `SupportsHMA`."""
+        return self.scheduling.request_finished(request, compat.tables_of(block_ids))
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Forgets the requests that all workers have reported."""
@@ -123,7 +138,7 @@ class ConnectorMethods:
 
 @cache
 def _connector_class() -> type:
-    bases = (ConnectorMethods, compat.base_class())
+    bases = (ConnectorMethods, *compat.base_classes())
     return type("DisaggConnector", bases, {"__module__": __name__, "__doc__": ConnectorMethods.__doc__})
 
 

@@ -80,7 +80,9 @@ class Consuming:
         self.finished: deque[str] = deque()
         """Requests whose blocks nobody writes any more; any thread may pop."""
         self.failed_blocks: deque[int] = deque()
-        """Blocks without their KV; a request's blocks come before the request in `finished`."""
+        """Blocks of the first KV cache group without their KV; a request's blocks come before it in `finished`."""
+        self.failed_requests: deque[str] = deque()
+        """Requests without their KV; each one comes here before it comes in `finished`."""
 
     # --- work of the engine's scheduler
 
@@ -162,7 +164,7 @@ class Consuming:
         if linked and reserved.state is IncomingState.UNLINKED:
             reserved.state, reserved.until_s = IncomingState.OPEN, self._clock() + self._lease_s
             ticket = reserved.ticket
-            self.endpoint.open(ticket, list(ticket.pages), reserved.work.group)
+            self.endpoint.open(ticket, reserved.work.tables, reserved.work.group)
 
     def _fail(self, reserved: ReservedBlocks, reason: str) -> None:
         if reserved.state in (IncomingState.UNLINKED, IncomingState.OPEN):
@@ -184,7 +186,8 @@ class Consuming:
         del self._open[reserved.ticket.number]
         if reserved.state is not IncomingState.LANDED:
             if reserved.failed:
-                self.failed_blocks.extend(reserved.ticket.pages)
+                self.failed_requests.append(reserved.work.request_id)
+                self.failed_blocks.extend(reserved.work.tables[0])
             self.finished.append(reserved.work.request_id)
 
     def _send_releases(self) -> None:

@@ -16,12 +16,13 @@ import structlog
 
 from disagg.core.errors import DisaggError, InvariantError
 from disagg.core.ports import Clock
-from disagg.core.types import GroupInfo, RankInfo, RequestKey, Span
+from disagg.core.types import GroupInfo, RankInfo, RequestKey, Span, Ticket
 from disagg.data_path.events import TransferEvent, TransferEventKind
 from disagg.data_path.producer import KVProducer
 from disagg.kv.pages import pages_for
 from disagg.node.device import DeviceEvent
 from disagg.node.links import Link
+from disagg.vllm.groups import BlockTables, CacheGroup
 from disagg.vllm.work import HoldWork, PrefillWork
 from prefill_node.step_part import StepPart
 from transport.control import messages as m
@@ -47,7 +48,7 @@ class HeldPrompt:
 
     key: RequestKey
     request_id: str
-    blocks: list[int]
+    tables: BlockTables
     positions: int
     """Positions of the data path that hold the prompt; see `EngineFacts.positions`."""
     state: OutgoingState = OutgoingState.WAITING
@@ -103,7 +104,7 @@ class Producing:
         and the positions of the step."""
         if work.key in self._prompts:
             return  # `hold` reports the request whose key another one has
-        prompt = self._add(work.key, work.request_id, work.blocks, work.positions.stop)
+        prompt = self._add(work.key, work.request_id, work.tables, work.positions.stop)
         earlier, chunk = parts
         if work.positions.start:
             self.endpoint.plan(prompt.key, earlier, Span(0, work.positions.start))
@@ -115,7 +116,7 @@ class Producing:
         """Holds a computed prompt. `event` marks the end of its computation."""
         prompt = self._prompts.get(work.key)
         if prompt is None:
-            prompt = self._add(work.key, work.request_id, work.blocks, work.positions)
+            prompt = self._add(work.key, work.request_id, work.tables, work.positions)
             self.endpoint.plan(prompt.key, part, Span(0, work.positions))
             self._computed(part, event)
         elif prompt.request_id != work.request_id:
@@ -212,8 +213,8 @@ class Producing:
 
     # --- states
 
-    def _add(self, key: str, request_id: str, blocks: list[int], positions: int) -> HeldPrompt:
-        prompt = HeldPrompt(RequestKey(key), request_id, blocks, positions)
+    def _add(self, key: str, request_id: str, tables: BlockTables, positions: int) -> HeldPrompt:
+        prompt = HeldPrompt(RequestKey(key), request_id, tables, positions)
         self._prompts[key], self._keys[request_id] = prompt, key
         return prompt
 
@@ -234,17 +235,31 @@ class Producing:
         link = self.endpoint.link_with(push.ticket.group)
         if link is None or not {peer.rank for peer in requesters(link, self._rank)} <= set(pushes.requests):
             return
-        if push.ticket.tokens.stop > prompt.positions:
-            self._refuse_all(
-                prompt, f"the prompt has {prompt.positions} positions here, not {push.ticket.tokens.stop}"
-            )
-            self._end(prompt, "the prompts of both engines differ")
+        if problem := self._missing(prompt, push.ticket):
+            self._refuse_all(prompt, problem)
+            self._end(prompt, problem)
             return
         prompt.state, prompt.ticket = OutgoingState.OPEN, push.ticket.number
         prompt.until_s = self._clock() + self._lease_s
-        size = self.endpoint.options.page_size
+        sizes = self.endpoint.options.tables.page_sizes
+        needed = [pages_for(push.ticket.tokens.stop, size) for size in sizes]
+        tables = [blocks[:count] for blocks, count in zip(prompt.tables, needed, strict=True)]
         # The sender looks tickets up by this key; a second ticket of the same key is refused while this one is open.
-        self.endpoint.open(push.ticket, prompt.blocks[: pages_for(push.ticket.tokens.stop, size)])
+        self.endpoint.open(push.ticket, tables)
+
+    def _missing(self, prompt: HeldPrompt, ticket: Ticket) -> str:
+        """Returns which KV of the ticket this engine does not have; empty if it has all."""
+        tables, stop = self.endpoint.options.tables, ticket.tokens.stop
+        if stop > prompt.positions:
+            return f"the prompts of both engines differ: {prompt.positions} positions here, not {stop}"
+        for number, start in enumerate(ticket.starts or [ticket.tokens.start]):
+            table = tables.table_of(number)
+            if not CacheGroup(tables.page_sizes[table]).holds(prompt.tables[table], start, stop):
+                return (
+                    f"vLLM has freed blocks of positions {start} to {stop - 1} here. With sliding windows, the "
+                    "producer's request must have max_tokens 1, and the consumer's blocks must not be larger"
+                )
+        return ""
 
     def _end(self, prompt: HeldPrompt, reason: str) -> None:
         """Stops the transfer; the blocks stay held until the data path has closed it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import secrets
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import structlog
@@ -15,11 +15,13 @@ from disagg.vllm.compat import (
     EngineFacts,
     ScheduledTokens,
     answers_one_token,
-    block_ids_of,
+    block_tables_of,
+    drop_last_prompt_token,
     prompt_is_computed,
     scheduled,
 )
 from disagg.vllm.directory import EngineDirectory
+from disagg.vllm.groups import BlockTables
 from disagg.vllm.work import HoldWork, PrefillWork, ReceiveWork, ReleaseWork, StepWork, WorkerHandshake
 from transport.tags import TICKET_NUMBERS
 
@@ -36,7 +38,7 @@ class _Prompt:
     tokens: int
     one_token: bool
     """Whether the request ends with the step that computes its prompt."""
-    blocks: list[int] = field(default_factory=list)
+    tables: BlockTables = ()
     announced: bool = False
     """Whether the workers may read its blocks."""
 
@@ -60,6 +62,8 @@ class SchedulerSide:
         self._prompts: dict[str, _Prompt] = {}
         self._holding: set[str] = set()
         self._receiving: set[str] = set()
+        self._groups: tuple[int, ...] = (0,)
+        """KV cache group of each layer class."""
         self._computed: dict[str, int] = {}
         """First token that each request may receive; vLLM may reserve blocks for a part of the tokens after it."""
         # Not from 0: messages of an earlier life of this engine must not match a new ticket.
@@ -70,6 +74,7 @@ class SchedulerSide:
     def set_xfer_handshake_metadata(self, workers: Mapping[int, WorkerHandshake]) -> None:
         """Makes the engine's groups known to other engines, from the workers' handshake metadata by rank."""
         ordered = [workers[rank] for rank in sorted(workers)]
+        self._groups = ordered[0].groups
         producers = [one.producer for one in ordered if one.producer is not None]
         consumers = [one.consumer for one in ordered if one.consumer is not None]
         groups = [
@@ -86,7 +91,7 @@ class SchedulerSide:
             protocol_version=PROTOCOL_VERSION,
             fingerprint=self._facts.fingerprint,
             layout=first.layout,
-            page_size=self._facts.page_size,
+            page_size=self._facts.page_sizes[0],
             transport=first.transport,
             ranks=tuple(ranks),
             checksum=first.checksum,
@@ -94,12 +99,18 @@ class SchedulerSide:
 
     # --- scheduling
 
+    def on_new_request(self, request: Any) -> None:
+        """Shortens a prompt that another engine continues, where `EngineFacts.handed_over` says so."""
+        params = request.kv_transfer_params or {}
+        if params.get("do_remote_decode") and self._facts.produces and self._facts.local:
+            drop_last_prompt_token(request)
+
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
         """Returns how many tokens after the computed ones another engine sends, and whether asynchronously."""
         params = request.kv_transfer_params or {}
         if params.get("do_remote_prefill") and self._facts.consumes:
             missing = [name for name in _SOURCE if not params.get(name)]
-            count = request.num_prompt_tokens - num_computed_tokens
+            count = self._facts.handed_over(request.num_prompt_tokens) - num_computed_tokens
             if missing:
                 log.warning("kv_transfer_params", request=request.request_id, missing=", ".join(missing))
             elif count > 0:
@@ -122,19 +133,22 @@ class SchedulerSide:
             self._directory.meet(_address_of(params))
             if num_external_tokens > 0:
                 tokens = Span(computed, computed + num_external_tokens)
-                self._receive(request, block_ids_of(blocks), tokens)
+                self._receive(request, block_tables_of(blocks), tokens)
             else:
                 self._release(params)
 
-    def _receive(self, request: Any, blocks: list[int], tokens: Span) -> None:
-        params, size = request.kv_transfer_params, self._facts.block_size
-        pages = tuple(blocks[tokens.start // size : -(-tokens.stop // size)])
+    def _receive(self, request: Any, tables: BlockTables, tokens: Span) -> None:
+        params = request.kv_transfer_params
+        needed = tuple(
+            blocks[tokens.start // group.block_size : -(-tokens.stop // group.block_size)]
+            for group, blocks in zip(self._facts.groups, tables, strict=True)
+        )
         group = group_name(self._facts.engine_id, "decode")
         number = next(self._numbers) % TICKET_NUMBERS
-        positions = self._facts.positions(tokens)
-        ticket = Ticket(RequestKey(_key_of(params)), number, group, positions, -1, pages)
+        positions, starts = self._facts.positions(tokens), self._facts.starts(tokens, self._groups)
+        ticket = Ticket(RequestKey(_key_of(params)), number, group, positions, starts=starts)
         source, held = group_name(params["remote_engine_id"], "prefill"), bool(params.get("remote_block_ids"))
-        self._work.receives.append(ReceiveWork(request.request_id, ticket, source, held))
+        self._work.receives.append(ReceiveWork(request.request_id, ticket, needed, source, held))
         self._receiving.add(request.request_id)
 
     def _release(self, params: Mapping[str, Any]) -> None:
@@ -151,23 +165,25 @@ class SchedulerSide:
         return work
 
     def _scheduled(self, one: ScheduledTokens, prompt: _Prompt) -> None:
-        if one.replaces:
-            prompt.blocks.clear()
-        prompt.blocks.extend(one.blocks)
+        if one.replaces or not prompt.tables:
+            prompt.tables = one.tables
+        else:
+            for blocks, more in zip(prompt.tables, one.tables, strict=False):  # there may be no new blocks
+                blocks.extend(more)
         last = one.computed + one.tokens >= prompt.tokens
         # With asynchronous scheduling vLLM may preempt the request, and give its blocks away, before the step ends.
         if last and prompt.one_token and not prompt.announced and not self._facts.async_scheduling:
             prompt.announced = True
             positions = self._facts.positions(Span(one.computed, prompt.tokens))
-            self._work.prefills.append(
-                PrefillWork(prompt.key, one.request_id, list(prompt.blocks), positions)
-            )
+            # When the step ends, vLLM frees the blocks that `kept` leaves out.
+            tables = self._facts.kept(prompt.tables, prompt.tokens)
+            self._work.prefills.append(PrefillWork(prompt.key, one.request_id, tables, positions))
 
     # --- ends
 
-    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(self, request: Any, tables: BlockTables) -> tuple[bool, dict[str, Any] | None]:
         """Returns whether the request's blocks are held until `get_finished` names the request, and the parameters of
-        the consumer's request."""
+        the consumer's request. `tables`: blocks of each group, with null blocks for those that vLLM has freed."""
         request_id, params = request.request_id, request.kv_transfer_params or {}
         self._computed.pop(request_id, None)
         if params.get("do_remote_prefill") and self._facts.consumes:  # its blocks were never reserved
@@ -182,18 +198,18 @@ class SchedulerSide:
         prompt = self._prompts.pop(request_id, None)
         if prompt is None:
             return False, None
-        if prompt_is_computed(request) and block_ids:
+        if prompt_is_computed(request) and any(tables):
             self._holding.add(request_id)
             positions = self._facts.positions(Span(0, prompt.tokens)).stop
-            self._work.holds.append(HoldWork(prompt.key, request_id, list(block_ids), positions))
-            return True, self._consumer_params(request_id, params, block_ids)
+            self._work.holds.append(HoldWork(prompt.key, request_id, tables, positions))
+            return True, self._consumer_params(request_id, params, tables)
         if prompt.announced:
             self._holding.add(request_id)
             self._work.drops.append(request_id)
         return prompt.announced, None
 
     def _consumer_params(
-        self, request_id: str, params: Mapping[str, Any], block_ids: list[int]
+        self, request_id: str, params: Mapping[str, Any], tables: BlockTables
     ) -> dict[str, Any]:
         host, port = self._address
         found = {
@@ -201,7 +217,7 @@ class SchedulerSide:
             "do_remote_decode": False,
             "remote_engine_id": self._facts.engine_id,
             "remote_request_id": request_id,
-            "remote_block_ids": [list(block_ids)],  # a list for each KV cache group, as NixlConnector's
+            "remote_block_ids": list(tables),  # a list for each KV cache group, as NixlConnector's
             "remote_host": host,
             "remote_port": port,
             "tp_size": self._facts.tp_size,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from disagg.core.types import KVLayout, RankInfo, Span, Ticket
+from disagg.vllm.groups import BlockTables
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,7 +15,7 @@ class PrefillWork:
     key: str
     """Name of the transfer on both sides."""
     request_id: str
-    blocks: list[int]
+    tables: BlockTables
     positions: Span
     """Positions of the data path that the step computes; earlier ones are computed."""
 
@@ -25,7 +26,7 @@ class HoldWork:
 
     key: str
     request_id: str
-    blocks: list[int]
+    tables: BlockTables
     positions: int
     """Positions of the data path that hold the prompt; see `EngineFacts.positions`."""
 
@@ -36,6 +37,8 @@ class ReceiveWork:
 
     request_id: str
     ticket: Ticket
+    tables: BlockTables
+    """Blocks of each KV cache group, from the block of the ticket's first token on."""
     group: str
     """Name of the producer's group."""
     held: bool
@@ -74,3 +77,5 @@ class WorkerHandshake:
     checksum: bool
     producer: RankInfo | None
     consumer: RankInfo | None
+    groups: tuple[int, ...] = (0,)
+    """KV cache group of each layer class."""

@@ -18,6 +18,7 @@ from disagg.core.types import Span
 from disagg.data_path.consumer import KVConsumer
 from disagg.data_path.endpoint import Endpoint, EndpointOptions, Wires
 from disagg.data_path.producer import KVProducer
+from disagg.kv.page_tables import PageTables
 from disagg.node.device import record_event
 from disagg.vllm.caches import BorrowedCaches, borrow_caches
 from disagg.vllm.compat import EngineFacts
@@ -47,6 +48,7 @@ class WorkerSide:
     ) -> None:
         self._facts, self._settings, self._tp_rank = facts, settings, tp_rank
         self._make_wires = make_wires
+        self._by_blocks = len(facts.groups) == 1 and not facts.local
         self.producing = Producing(tp_rank, settings.lease_s, clock) if facts.produces else None
         """Outgoing transfers; None in a consumer."""
         link_s = settings.config.control.peer_timeout_s
@@ -82,7 +84,8 @@ class WorkerSide:
 
     def _endpoint_options(self, caches: BorrowedCaches, role: str) -> EndpointOptions:
         name, config = group_name(self._facts.engine_id, role), self._settings.config
-        return EndpointOptions(name, self._tp_rank, caches.shard, caches.pools, self._facts.page_size, config)
+        tables = PageTables(self._facts.page_sizes, caches.groups)
+        return EndpointOptions(name, self._tp_rank, caches.shard, caches.pools, tables, config)
 
     def get_handshake_metadata(self) -> WorkerHandshake:
         """Returns this worker's part of the engine's groups. Raises ConfigError before `register_kv_caches`."""
@@ -94,6 +97,7 @@ class WorkerSide:
             bool(self._settings.config.transfer.checksum),
             self.producing.endpoint.info() if self.producing is not None else None,
             self.consuming.endpoint.info() if self.consuming is not None else None,
+            self._caches.groups,
         )
 
     # --- steps
@@ -174,9 +178,19 @@ class WorkerSide:
         received = _taken(self.consuming.finished) if self.consuming is not None else set()
         return sent or None, received or None
 
+    def failed_requests(self) -> set[str]:
+        """Returns the requests whose KV did not come, if vLLM cannot find them by their blocks.
+
+        That is so with several KV cache groups, and where vLLM takes tokens before the first such block as computed
+        although their KV was not needed. The caller has called `get_finished` before.
+        """
+        failed = _taken(self.consuming.failed_requests) if self.consuming is not None else set()
+        return set() if self._by_blocks else failed
+
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Returns the blocks whose KV did not come."""
-        return _taken(self.consuming.failed_blocks) if self.consuming is not None else set()
+        """Returns the blocks whose KV did not come, where `failed_requests` has nothing to report."""
+        failed = _taken(self.consuming.failed_blocks) if self.consuming is not None else set()
+        return failed if self._by_blocks else set()
 
     def shutdown(self) -> None:
         """Ends the endpoints' threads and connections."""

@@ -14,6 +14,7 @@ from disagg.data_path.consumer import KVConsumer
 from disagg.data_path.endpoint import GONE_S, EndpointOptions
 from disagg.data_path.events import TransferEvent, TransferEventKind
 from disagg.data_path.producer import KVProducer
+from disagg.kv.page_tables import PageTables
 from disagg.kv.pool import make_pool
 from disagg.kv.transfer_pools import BorrowedPools, CopyPools, TransferPools
 from staging.shards import layout_shards
@@ -83,7 +84,9 @@ class Pair:
 
     @staticmethod
     def _options(name: str, rank: int, tp: int, pools: CopyPools, page_size: int) -> EndpointOptions:
-        return EndpointOptions(name, rank, layout_shards(LAYOUT, tp)[rank], pools, page_size, CONFIG)
+        return EndpointOptions(
+            name, rank, layout_shards(LAYOUT, tp)[rank], pools, PageTables((page_size,)), CONFIG
+        )
 
     @staticmethod
     def _group(name: str, role: str, ranks: list[Any], page_size: int) -> GroupInfo:
@@ -99,7 +102,7 @@ class Pair:
 
     def receive(self) -> None:
         for consumer in self.consumers:
-            consumer.open(self.ticket, TARGET, "p")
+            consumer.open(self.ticket, [TARGET], "p")
         self.network.settle()
         assert [engine.kinds for engine in self.engines[1:]] == [[KIND.OPENED], [KIND.OPENED]]
 
@@ -130,7 +133,7 @@ def test_layers_are_sent_as_they_are_computed() -> None:
     pair.receive()
     part = pair.producer.next_part()
     pair.producer.plan(KEY, part, Span(0, TOKENS))
-    pair.producer.open(pair.ticket, PAGES)
+    pair.producer.open(pair.ticket, [PAGES])
     for layer in range(3):
         pair.producer.computed(part, Span(0, layer + 1), None)
         pair.network.settle()
@@ -147,7 +150,7 @@ def test_a_ticket_may_come_after_the_prompt_is_computed() -> None:
     pair.producer.plan(KEY, part, Span(0, TOKENS))
     pair.producer.computed(part, Span(0, 3), None)
     pair.receive()
-    pair.producer.open(pair.ticket, PAGES)
+    pair.producer.open(pair.ticket, [PAGES])
     pair.network.settle()
     pair.check_cells()
     pair.close()
@@ -158,7 +161,7 @@ def test_a_closed_consumer_stops_its_producer() -> None:
     pair.receive()
     part = pair.producer.next_part()
     pair.producer.plan(KEY, part, Span(0, TOKENS))
-    pair.producer.open(pair.ticket, PAGES)
+    pair.producer.open(pair.ticket, [PAGES])
     pair.network.settle()
     for consumer in pair.consumers:
         consumer.close(KEY, 5, "aborted")
@@ -203,7 +206,7 @@ def test_a_rank_that_never_returns_is_not_watched_for_ever() -> None:
     pair.receive()
     part = pair.producer.next_part()
     pair.producer.plan(KEY, part, Span(0, TOKENS))
-    pair.producer.open(pair.ticket, PAGES)
+    pair.producer.open(pair.ticket, [PAGES])
     pair.producer.computed(part, Span(0, 3), None)
     pair.network.settle()
     pair.check_cells()

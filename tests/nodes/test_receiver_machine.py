@@ -17,6 +17,7 @@ from decode_node.receive_state import ReceiveState, ReceiveTransferState
 from disagg.core.errors import ProtocolError, TransportError
 from disagg.core.timeline import Timeline
 from disagg.core.types import GroupInfo, KVLayout, RankInfo, RequestKey, Segment, Shard, Span, Ticket
+from disagg.kv.page_tables import PageTables
 from disagg.kv.pool import MHATokenToKVPool
 from disagg.kv.transfer_pools import TransferPools
 from disagg.node.links import make_link
@@ -77,7 +78,7 @@ class ReceiverMachine(RuleBasedStateMachine):
         pool = MHATokenToKVPool(LAYOUT.layers, 32, LAYOUT.kv_heads, 4, torch.float32, torch.device("cpu"))
         transport: Any = self.transport
         self.receiver = build_receiver(
-            ReceiverOptions(PAGE_SIZE, RING_BYTES, 0, False, 1.0, 5.0, 0.1),
+            ReceiverOptions(PageTables((PAGE_SIZE,)), RING_BYTES, 0, False, 1.0, 5.0, 0.1),
             ReceiverContext(
                 0,
                 shard,

@@ -111,7 +111,7 @@ class Sender:
     def open(self) -> None:
         number = len(self.all)
         ticket = Ticket(RequestKey(f"r{number}"), number, "decode", Span(0, 8))
-        outgoing = OutgoingTransfer(ticket.key, ticket, 0, LINK, NOTHING, NOTHING, planned_to=8)
+        outgoing = OutgoingTransfer(ticket.key, ticket, 0, LINK, (NOTHING,), NOTHING, planned_to=8)
         for rank, peer in enumerate((STAGED, DIRECT)):
             write = self.launch if peer == DIRECT else None
             segments = [Segment(i, 0, rank, Span(0, 1), Span(0, 1), Span(0, 8), 256) for i in (0, 1)]

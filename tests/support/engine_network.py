@@ -118,8 +118,9 @@ class EngineNetwork:
         patch.setattr("decode_node.landing.scatter", late_scatter)
 
     def _check_owned(self, pool: LayerPool, slots: torch.Tensor) -> None:
-        """Called when a copy runs: no copy may access a free block."""
+        """Called when a copy runs: no copy may access a free block, or vLLM's null block."""
         used = set((slots // pool.block_size).tolist())
+        assert 0 not in used
         assert not used & set(self.free_blocks[pool.planes[0].data_ptr()])
 
     def step(self, choose: random.Random) -> bool:

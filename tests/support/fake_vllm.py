@@ -2,12 +2,15 @@
 
 Each cell of KV has a value that depends on prompt, position, layer, head and plane. Freed blocks are poisoned, and
 must still be poison when they are allocated again: a late write shows, and so does a late read, at the other engine.
+
+With several KV cache groups, layer i of each group shares the tensor of layer i of the other ones, as in vLLM. Groups
+with a window free blocks before it, and have the null block (number 0, always poison) in their place.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +22,7 @@ from disagg.core.config.read import Config, TransferConfig, TransportConfig
 from disagg.core.types import head_span
 from disagg.vllm.compat import EngineFacts
 from disagg.vllm.directory import EngineDirectory
+from disagg.vllm.groups import NULL_BLOCK, CacheGroup
 from disagg.vllm.scheduler import SchedulerSide
 from disagg.vllm.settings import VllmSettings
 from disagg.vllm.work import StepWork
@@ -52,12 +56,28 @@ class FakeRequest:
     computed: int = 0
     cached: int = 0
     """Tokens that the engine's prefix cache holds."""
-    blocks: list[int] = field(default_factory=list)
+    tables: list[list[int]] = field(default_factory=list)
+    """Blocks of each KV cache group, as vLLM's scheduler has them."""
     answer_params: dict[str, Any] | None = None
     landed: bool = False
     """Whether all its KV came from another engine."""
     recomputed: bool = False
     allocated: bool = False
+
+    def __post_init__(self) -> None:
+        self.tokens = self.num_prompt_tokens
+        self.prompt_token_ids = [self.prompt] * self.tokens
+        self._all_token_ids = list(self.prompt_token_ids)
+
+    @property
+    def end(self) -> int:
+        """Tokens that are computed; answers are computed like prompts."""
+        return self.num_prompt_tokens + self.max_tokens - 1
+
+    @property
+    def blocks(self) -> list[int]:
+        """Blocks of all groups, without the null block."""
+        return [block for table in self.tables for block in table if block != NULL_BLOCK]
 
     @property
     def finished(self) -> bool:
@@ -68,7 +88,18 @@ class FakeRequest:
 
 
 def facts(name: str, tp: int, block_size: int, blocks: int, kv_heads: int = HEADS) -> EngineFacts:
-    return EngineFacts(name, True, True, tp, 0, kv_heads, blocks, block_size, "model float16", False, {})
+    groups = (CacheGroup(block_size),)
+    return EngineFacts(name, True, True, tp, 0, kv_heads, blocks, groups, "model float16", False, {})
+
+
+def _names(first: int, step: int) -> tuple[str, ...]:
+    """Layers of a group; those of all groups take turns."""
+    return tuple(f"model.layers.{first + i * step}.attn" for i in range(LAYERS))
+
+
+def full_and(*windows: int) -> tuple[CacheGroup, ...]:
+    """Groups of full attention and of these windows; negative numbers are chunks of local attention."""
+    return tuple(CacheGroup(16, window=max(0, one), chunk=max(0, -one)) for one in (0, *windows))
 
 
 class FakeEngine:
@@ -87,13 +118,20 @@ class FakeEngine:
         kv_heads: int = HEADS,
         chunk: int = CHUNK,
         late_loads: bool = False,
+        groups: tuple[CacheGroup, ...] = (),
     ) -> None:
-        """`late_loads`: vLLM 0.32 calls `start_load_kv` after the model has run, vLLM 0.26 before."""
-        self.network, self.name, self.tp, self.block_size, self.chunk = network, name, tp, block_size, chunk
+        """`late_loads`: vLLM 0.32 calls `start_load_kv` after the model has run, vLLM 0.26 before. `groups`: KV cache
+        groups, whose blocks have equal sizes in bytes; by default, one of full attention."""
+        self.network, self.name, self.tp, self.chunk = network, name, tp, chunk
+        groups = groups or (CacheGroup(block_size),)
+        self.groups = tuple(replace(one, layers=_names(i, len(groups))) for i, one in enumerate(groups))
+        self.block_size = self.groups[0].block_size
+        turns = zip(*(group.layers for group in self.groups), strict=True)
+        self.names = [name for turn in turns for name in turn]
         self.latent = layout == "one latent head"
-        self.row = HEAD_DIM * (HEADS if self.latent else 1 if "kv first" in layout else 2)
-        """Elements of a head in a plane."""
-        known = facts(name, tp, block_size, blocks, 1 if self.latent else kv_heads)
+        known = replace(
+            facts(name, tp, block_size, blocks, 1 if self.latent else kv_heads), groups=self.groups
+        )
         settings = settings or small_settings()
         self.channel = QueuedChannel(network, f"tcp://{name}:5580")
         directory = EngineDirectory(self.channel, network.clock)
@@ -107,27 +145,45 @@ class FakeEngine:
         self.failed: set[str] = set()
         self.alive = True
         self.workers, self.memories, self.heads = [], [], []
+        self.planes: list[dict[str, tuple[torch.Tensor, ...]]] = []
+        """Planes of each layer on each worker."""
         for rank in range(tp):
             span = head_span(rank, tp, known.kv_heads)
             heads = HEADS if self.latent else len(span)  # the latent head has HEADS * HEAD_DIM elements
-            memory = Memory(layout, LAYERS, blocks, block_size, heads, HEAD_DIM, DTYPE, None)
+            memory = Memory(layout, LAYERS, blocks, self.groups[0].block_size, heads, HEAD_DIM, DTYPE, None)
             worker = WorkerSide(known, settings, rank, lambda device: network.wires(name), network.clock)
-            worker.register_kv_caches(
-                {f"model.layers.{i}.attn": cache for i, cache in enumerate(memory.caches)}
-            )
+            caches, planes = self._layers_of(memory)
+            worker.register_kv_caches(caches)
             for endpoint in worker.endpoints:
                 network.add(endpoint)
             network.free_blocks[memory.pool.planes[0].data_ptr()] = self.free
             self.workers.append(worker)
             self.memories.append(memory)
+            self.planes.append(planes)
             self.heads.append(span)
         self.scheduler.set_xfer_handshake_metadata(
             {rank: worker.get_handshake_metadata() for rank, worker in enumerate(self.workers)}
         )
 
+    def _layers_of(
+        self, memory: Memory
+    ) -> tuple[dict[str, torch.Tensor], dict[str, tuple[torch.Tensor, ...]]]:
+        """The tensor of each layer as vLLM passes it, and its planes."""
+        caches, planes = {}, {}
+        for group in self.groups:
+            for name, cache, parts in zip(group.layers, memory.caches, memory.pool.layers, strict=True):
+                caches[name], planes[name] = cache, parts
+                if group.block_size != self.groups[0].block_size:  # smaller heads, of "nhd, packed"
+                    blocks, _, heads, row = parts[0].shape
+                    row = row * parts[0].shape[1] // group.block_size
+                    plane = parts[0].reshape(blocks, group.block_size, heads, row)
+                    caches[name], planes[name] = plane.transpose(1, 2), (plane,)
+        return caches, planes
+
     # --- requests
 
     def submit(self, request: FakeRequest) -> FakeRequest:
+        self.scheduler.on_new_request(request)
         self.requests[request.request_id] = request
         return request
 
@@ -144,11 +200,11 @@ class FakeEngine:
             worker.begin_step(work)
         if not self._late_loads:
             self._load(work)
-        for layer in range(LAYERS):
+        for name in self.names:
             for request, start, stop in computing:
-                self._compute(request, layer, start, stop)
+                self._compute(request, name, start, stop)
             for worker in self.workers if computing else ():
-                worker.save_kv_layer(f"model.layers.{layer}.attn")
+                worker.save_kv_layer(name)
         if self._late_loads:
             self._load(work)
         for worker in self.workers if computing else ():
@@ -168,27 +224,27 @@ class FakeEngine:
             if request.computed == 0 and first:
                 count, asynchronous = self.scheduler.get_num_new_matched_tokens(request, request.cached)
                 wanted = request.cached + count or min(self.chunk, request.num_prompt_tokens)
-                if not self._allocate(request, wanted):
+                if not self._allocate(request, wanted, request.cached + count):
                     continue
-                for layer in range(LAYERS if request.cached else 0):
-                    self._compute(request, layer, 0, request.cached)
-                blocks = SimpleNamespace(get_block_ids=lambda ids=request.blocks: (list(ids),))
+                for name in self.names if request.cached else ():
+                    self._compute(request, name, 0, request.cached)
+                blocks = SimpleNamespace(get_block_ids=lambda ids=request.tables: tuple(map(list, ids)))
                 self.scheduler.update_state_after_alloc(request, blocks, count)
                 request.allocated = True
                 if asynchronous:
                     request.become("WAITING_FOR_REMOTE_KVS")
                     continue
-            had = 0 if first else len(request.blocks)
+            had = [0] * len(self.groups) if first else [len(table) for table in request.tables]
             start = request.computed
-            stop = min(start + self.chunk, request.num_prompt_tokens)
-            if not self._allocate(request, stop):
+            stop = min(start + self.chunk, request.end)
+            if not self._allocate(request, stop, start):
                 continue
             counts[request.request_id] = stop - start
             computing.append((request, start, stop))
-            fresh = request.blocks[had:]
+            fresh = tuple(table[count:] for table, count in zip(request.tables, had, strict=True))
             if first:
                 new.append(
-                    SimpleNamespace(req_id=request.request_id, block_ids=(fresh,), num_computed_tokens=start)
+                    SimpleNamespace(req_id=request.request_id, block_ids=fresh, num_computed_tokens=start)
                 )
             else:
                 cached.append((request.request_id, fresh, start))
@@ -197,7 +253,7 @@ class FakeEngine:
             scheduled_new_reqs=new,
             scheduled_cached_reqs=SimpleNamespace(
                 req_ids=[one[0] for one in cached],
-                new_block_ids=[(one[1],) if one[1] else None for one in cached],
+                new_block_ids=[one[1] if any(one[1]) else None for one in cached],
                 num_computed_tokens=[one[2] for one in cached],
                 resumed_req_ids=set(),
             ),
@@ -214,29 +270,49 @@ class FakeEngine:
         if request.request_id in self.failed:  # policy "recompute"
             self.failed.discard(request.request_id)
             request.recomputed = True
+            if len(self.groups) > 1 or self.groups[0].local:
+                self._give_back(request.blocks)
+                request.tables, request.allocated = [], False
             return True
         self.check_kv(request)
         request.landed = True
         request.computed = request.num_prompt_tokens - 1  # vLLM computes the last token again
         return True
 
-    def _allocate(self, request: FakeRequest, tokens: int) -> bool:
-        missing = -(-tokens // self.block_size) - len(request.blocks)
-        if missing > len(self.free):
+    def _allocate(self, request: FakeRequest, tokens: int, computed: int) -> bool:
+        """Gives the request blocks for `tokens`, and frees those before the windows of `computed` tokens."""
+        request.tables = request.tables or [[] for _ in self.groups]
+        self._free_skipped(request, computed)
+        missing = [
+            -(-tokens // group.block_size) - len(table)
+            for group, table in zip(self.groups, request.tables, strict=True)
+        ]
+        skipped = [group.first_needed(computed) // group.block_size for group in self.groups]
+        null = [max(0, count - len(table)) for count, table in zip(skipped, request.tables, strict=True)]
+        if sum(max(0, count) for count in missing) - sum(null) > len(self.free):
             return False
-        for _ in range(missing):
-            block = self.free.pop(0)
-            self._check_poison(block)
-            request.blocks.append(block)
+        for table, count, nulls in zip(request.tables, missing, null, strict=True):
+            table += [NULL_BLOCK] * nulls
+            for _ in range(count - nulls):
+                table.append(self.free.pop(0))
+                self._check_poison(table[-1])
         return True
+
+    def _free_skipped(self, request: FakeRequest, computed: int) -> None:
+        for group, table in zip(self.groups, request.tables, strict=True):
+            kept = group.kept(table, computed)
+            self._give_back([block for block, now in zip(table, kept, strict=True) if block != now])
+            table[:] = kept
 
     def _update(self, computing: list[tuple[FakeRequest, int, int]]) -> None:
         finished = SimpleNamespace(finished_sending=set(), finished_recving=set())
         for worker in self.workers:
             sent, received = worker.get_finished()
-            bad = worker.get_block_ids_with_load_errors()
+            failed, bad = worker.failed_requests(), worker.get_block_ids_with_load_errors()
+            assert not bad or len(self.groups) == 1, "vLLM would raise an error"
             for request in self.requests.values():
-                if bad & set(request.blocks) and request.status.name == "WAITING_FOR_REMOTE_KVS":
+                named = request.request_id in failed or bad & set(request.blocks)
+                if named and request.status.name == "WAITING_FOR_REMOTE_KVS":
                     self.failed.add(request.request_id)
             for name, ids, done in (
                 ("sent", sent, finished.finished_sending),
@@ -249,7 +325,7 @@ class FakeEngine:
         for request, _, stop in computing:
             if not request.finished:
                 request.computed = stop
-                if stop == request.num_prompt_tokens:
+                if stop == request.end:
                     self._finish(request, "FINISHED_LENGTH_CAPPED")
         self.scheduler.update_connector_output(finished)
         for request_id in finished.finished_recving:
@@ -265,7 +341,10 @@ class FakeEngine:
     def _finish(self, request: FakeRequest, status: str) -> None:
         waiting = request.status.name == "WAITING_FOR_REMOTE_KVS"
         request.become(status)
-        delay, request.answer_params = self.scheduler.request_finished(request, request.blocks)
+        if request.tables:
+            self._free_skipped(request, request.computed)
+        tables = tuple(map(list, request.tables)) or tuple([] for _ in self.groups)
+        delay, request.answer_params = self.scheduler.request_finished(request, tables)
         if waiting and request.request_id not in self.finished_recving:
             assert delay, "blocks that are written must not be freed"
         self.finished_recving.discard(request.request_id)
@@ -275,48 +354,55 @@ class FakeEngine:
 
     def _free(self, request: FakeRequest) -> None:
         del self.requests[request.request_id]
-        assert not set(request.blocks) & set(self.free)
-        for block in request.blocks:
+        self._give_back(request.blocks)
+        request.tables = []
+
+    def _give_back(self, blocks: list[int]) -> None:
+        assert not set(blocks) & set(self.free)
+        for block in blocks:
             for memory in self.memories:
                 for plane in memory.pool.planes:
                     plane[block] = POISONED
-        self.free += request.blocks
-        request.blocks = []
+        self.free += blocks
 
     # --- KV
 
-    def _compute(self, request: FakeRequest, layer: int, start: int, stop: int) -> None:
-        for rank, memory in enumerate(self.memories):
-            for number, plane in enumerate(memory.pool.layers[layer]):
-                blocks, offsets = self._places(request, start, stop)
-                plane.view(torch.int16)[blocks, offsets] = self._values(
-                    request, rank, layer, number, start, stop
-                )
+    def _compute(self, request: FakeRequest, name: str, start: int, stop: int) -> None:
+        group, number = self._group_of(name)
+        positions = torch.arange(start, stop)
+        blocks = torch.tensor(request.tables[number])[positions // group.block_size]
+        held = blocks != NULL_BLOCK  # others have a cached prefix before the window
+        positions, blocks = positions[held], blocks[held]
+        for plane, rank, part in self._planes_of(name):
+            values = self._values(request, rank, name, part, positions, plane.shape[3])
+            plane.view(torch.int16)[blocks, positions % group.block_size] = values
 
     def check_kv(self, request: FakeRequest) -> None:
-        """Compares each cell of the prompt on every worker."""
-        stop = request.num_prompt_tokens
-        blocks, offsets = self._places(request, 0, stop)
-        for rank, memory in enumerate(self.memories):
-            for layer, planes in enumerate(memory.pool.layers):
-                for number, plane in enumerate(planes):
-                    expected = self._values(request, rank, layer, number, 0, stop)
-                    found = plane.view(torch.int16)[blocks, offsets]
-                    assert torch.equal(found, expected), f"rank {rank}, layer {layer}"
+        """Compares each cell of the prompt, before the token that is computed next, on every worker."""
+        stop = request.num_prompt_tokens - any(group.local for group in self.groups)
+        for name in self.names:
+            group, number = self._group_of(name)
+            positions = torch.arange(group.first_needed(stop), stop)
+            blocks = torch.tensor(request.tables[number])[positions // group.block_size]
+            assert NULL_BLOCK not in blocks.tolist()
+            for plane, rank, part in self._planes_of(name):
+                expected = self._values(request, rank, name, part, positions, plane.shape[3])
+                found = plane.view(torch.int16)[blocks, positions % group.block_size]
+                assert torch.equal(found, expected), f"rank {rank}, {name}"
 
-    def _places(self, request: FakeRequest, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
-        positions = torch.arange(start, stop)
-        return torch.tensor(request.blocks)[positions // self.block_size], positions % self.block_size
+    def _group_of(self, name: str) -> tuple[CacheGroup, int]:
+        return next((one, number) for number, one in enumerate(self.groups) if name in one.layers)
+
+    def _planes_of(self, name: str) -> list[tuple[torch.Tensor, int, int]]:
+        """Planes of a layer with their worker and number."""
+        layers = [planes[name] for planes in self.planes]
+        return [(one, rank, part) for rank, parts in enumerate(layers) for part, one in enumerate(parts)]
 
     def _values(
-        self, request: FakeRequest, rank: int, layer: int, plane: int, start: int, stop: int
+        self, request: FakeRequest, rank: int, name: str, plane: int, positions: torch.Tensor, row: int
     ) -> torch.Tensor:
-        span = self.heads[rank]
-        heads, dim = (
-            torch.arange(span.start, span.stop),
-            torch.arange(self.row),
-        )
-        positions = torch.arange(start, stop)
+        span, layer = self.heads[rank], int(name.split(".")[2])
+        heads, dim = torch.arange(span.start, span.stop), torch.arange(row)
         first = request.prompt * 7919 + layer * 1009 + plane * 503
         cells = positions[:, None, None] * 131 + heads[:, None] * 17 + dim + first
         return (cells % 32003).to(torch.int16)
@@ -350,7 +436,7 @@ class FakeEngine:
         self.check()
         assert not self.requests, [(one.request_id, one.status.name) for one in self.requests.values()]
         assert len(self.free) == self.blocks - 1
-        for block in self.free:
+        for block in (NULL_BLOCK, *self.free):
             self._check_poison(block)
         counts = self.scheduler.statistics()
         assert (counts.prompts, counts.holding, counts.receiving) == (0, 0, 0)
@@ -374,4 +460,4 @@ def asks_prefill(name: str, prompt: int, tokens: int, transfer_id: str = "") -> 
 def asks_decode(name: str, prefilled: FakeRequest) -> FakeRequest:
     """The continuation of a prefilled request, as a proxy makes it."""
     assert prefilled.answer_params is not None
-    return FakeRequest(name, prefilled.prompt, prefilled.num_prompt_tokens, dict(prefilled.answer_params))
+    return FakeRequest(name, prefilled.prompt, prefilled.tokens, dict(prefilled.answer_params))

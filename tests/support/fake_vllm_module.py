@@ -5,12 +5,15 @@ from __future__ import annotations
 import enum
 import sys
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
 from disagg.vllm.compat import BASE_MODULE
+
+NEWER = ("SupportsHMA", "KVConnectorTransferResults")
 
 
 class Role(enum.Enum):
@@ -57,14 +60,39 @@ class Base(ABC):
     def build_connector_meta(self, scheduler_output: Any) -> Any: ...
 
 
-def install(patch: pytest.MonkeyPatch, tp_rank: int = 0) -> None:
-    """Makes vLLM importable, as far as the connector needs it."""
-    base = ModuleType(BASE_MODULE)
-    base.KVConnectorBase_V1 = Base  # type: ignore[attr-defined]
+class Hybrid(ABC):
+    """vLLM's `SupportsHMA`."""
+
+    @abstractmethod
+    def request_finished_all_groups(self, request: Any, block_ids: Any) -> Any: ...
+
+
+@dataclass
+class Results:
+    """vLLM's `KVConnectorTransferResults`."""
+
+    finished_sending: set[str]
+    finished_recving: set[str]
+    failed_recving: set[str]
+
+
+def install(patch: pytest.MonkeyPatch, tp_rank: int = 0, names: tuple[str, ...] = NEWER) -> None:
+    """Makes vLLM importable, as far as the connector needs it. `names`: those that not all versions have."""
+    base: Any = ModuleType(BASE_MODULE)
+    base.KVConnectorBase_V1 = Base
+    for name, found in zip(NEWER, (Hybrid, Results), strict=True):
+        if name in names:
+            setattr(base, name, found)
     parallel = ModuleType("vllm.distributed.parallel_state")
     parallel.get_tensor_model_parallel_rank = lambda: tp_rank  # type: ignore[attr-defined]
     patch.setitem(sys.modules, BASE_MODULE, base)
     patch.setitem(sys.modules, "vllm.distributed.parallel_state", parallel)
+
+
+def spec_of(kind: str, parents: tuple[str, ...] = (), block_size: int = 16, **values: Any) -> Any:
+    """A specification of vLLM: an instance of a class of this name, with parents of these names."""
+    bases = tuple(type(name, (), {}) for name in parents)
+    return type(kind, bases, {"block_size": block_size, **values})()
 
 
 def configs(engine_id: str, extra: dict[str, Any], **changes: Any) -> tuple[Any, Any]:
@@ -73,11 +101,11 @@ def configs(engine_id: str, extra: dict[str, Any], **changes: Any) -> tuple[Any,
         "tp": 1,
         "pp": 1,
         "blocks": 24,
-        "block_size": 16,
-        "groups": 1,
+        "groups": [spec_of("FullAttentionSpec")],
         "kv_heads": 4,
         "use_mla": False,
         "cache_dtype": "auto",
+        "device": "cuda",
         "role": ("producer", "consumer"),
     } | changes
     vllm_config = SimpleNamespace(
@@ -98,8 +126,10 @@ def configs(engine_id: str, extra: dict[str, Any], **changes: Any) -> tuple[Any,
         ),
         cache_config=SimpleNamespace(cache_dtype=values["cache_dtype"]),
         scheduler_config=SimpleNamespace(async_scheduling=False),
-        device_config=SimpleNamespace(device_type="cuda"),
+        device_config=SimpleNamespace(device_type=values["device"]),
     )
-    spec = SimpleNamespace(block_size=values["block_size"])
-    groups = [SimpleNamespace(kv_cache_spec=spec)] * values["groups"]
+    groups = [
+        SimpleNamespace(kv_cache_spec=spec, layer_names=[f"layers.{number}"])
+        for number, spec in enumerate(values["groups"])
+    ]
     return vllm_config, SimpleNamespace(num_blocks=values["blocks"], kv_cache_groups=groups)

@@ -1,7 +1,8 @@
 """An engine with vLLM's own scheduler, KV cache manager and connector factory; only the model is imitated.
 
 The model writes, for each position that the scheduler asks for, a value that depends on position, token, layer and
-element, and checks the cells of all earlier positions: what an attention kernel would read.
+element, and checks the cells of all earlier positions, within the window if there is one: what an attention kernel
+would read. Layer i of each KV cache group shares the tensor of layer i of the other ones.
 """
 
 from __future__ import annotations
@@ -27,20 +28,22 @@ from vllm.config import (
 )
 from vllm.distributed import parallel_state
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 HEADS, ROW, LAYERS, BLOCK_SIZE = 4, 16, 3, 16
-NAMES = [f"model.layers.{i}.self_attn.attn" for i in range(LAYERS)]
 DTYPE = torch.float16
+SEVERAL_GROUPS = hasattr(base, "KVConnectorTransferResults")
+"""Whether `DisaggConnector` supports several KV cache groups in this version."""
 LATE_LOADS = "has_sync_kv_loads" in SchedulerOutput.__dataclass_fields__
 """Whether vLLM calls `start_load_kv` after the model has run, if no load is synchronous."""
 
@@ -59,14 +62,16 @@ class RealEngine:
         asynchronous: bool = False,
         policy: str = "recompute",
         whole_blocks: bool = False,
+        windows: tuple[int, ...] = (),
     ) -> None:
+        """`windows`: sliding windows of the KV cache groups after the first, which has full attention."""
         patch.setattr(parallel_state, "get_tensor_model_parallel_rank", lambda: 0)
         init_none_hash(sha256)
         self.config = vllm_config(model, extra, role, asynchronous, policy)
         if not whole_blocks:
             self.config.device_config.device_type = "cuda"  # only the connector reads it here
-        spec = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=HEADS, head_size=ROW // 2, dtype=DTYPE)
-        groups = [KVCacheGroupSpec(NAMES, spec)]
+        self.windows = (0, *windows)
+        groups = groups_of(self.windows)
         caches = KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=groups)
         self.config.cache_config.num_gpu_blocks = blocks
         kind = AsyncScheduler if asynchronous else Scheduler
@@ -78,11 +83,15 @@ class RealEngine:
         )
         # On a GPU tokens come before heads in memory; the view has heads before tokens.
         shape = (blocks, HEADS, BLOCK_SIZE, ROW) if whole_blocks else (blocks, BLOCK_SIZE, HEADS, ROW)
-        made = [torch.zeros(shape, dtype=torch.int16).view(DTYPE) for _ in NAMES]
+        made = [torch.zeros(shape, dtype=torch.int16).view(DTYPE) for _ in range(LAYERS)]
         self.caches = {
             name: cache if whole_blocks else cache.transpose(1, 2)
-            for name, cache in zip(NAMES, made, strict=True)
+            for group in groups
+            for name, cache in zip(group.layer_names, made, strict=True)
         }
+        self.names = [
+            name for turn in zip(*(group.layer_names for group in groups), strict=True) for name in turn
+        ]
         self.worker = KVConnectorFactory.create_connector(self.config, KVConnectorRole.WORKER, caches)
         self.worker.register_kv_caches(self.caches)
         metadata = {(0, 0): pickle.loads(pickle.dumps(self.worker.get_handshake_metadata()))}
@@ -136,7 +145,7 @@ class RealEngine:
         starts = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
         cached = output.scheduled_cached_reqs
         starts |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-        for layer, name in enumerate(NAMES):
+        for layer, name in enumerate(self.names):
             # As in an attention kernel, KV of all requests is written before it is read.
             for check in (False, True):
                 for request_id, start in starts.items():
@@ -150,7 +159,15 @@ class RealEngine:
         for request_id, start in starts.items():
             self.external.setdefault(request_id, start)
         found = KVConnectorOutput()
-        found.finished_sending, found.finished_recving = self.worker.get_finished(output.finished_req_ids)
+        if SEVERAL_GROUPS:
+            results = self.worker.get_transfer_results(output.finished_req_ids)
+            found.finished_sending, found.finished_recving = (
+                results.finished_sending,
+                results.finished_recving,
+            )
+            found.failed_recving = results.failed_recving
+        else:
+            found.finished_sending, found.finished_recving = self.worker.get_finished(output.finished_req_ids)
         found.invalid_block_ids = self.worker.get_block_ids_with_load_errors()
         self.worker.clear_connector_metadata()
         names = list(counts)
@@ -163,17 +180,20 @@ class RealEngine:
         )
 
     def _compute(self, request_id: str, layer: int, start: int, stop: int, check: bool) -> None:
-        """Writes the KV of the step's tokens, or checks the KV of all tokens up to `stop`."""
-        request = self.requests[request_id]
-        (blocks,) = self.scheduler.kv_cache_manager.get_block_ids(request_id)
-        positions = torch.arange(stop)
-        tokens = torch.tensor([*request.all_token_ids, *[7] * 4][:stop])
+        """Writes the KV of the step's tokens, or checks the KV of all tokens that they attend to."""
+        request, group = self.requests[request_id], layer % len(self.windows)
+        blocks = self.scheduler.kv_cache_manager.get_block_ids(request_id)[group]
+        first = max(0, start - self.windows[group] + 1) if self.windows[group] else 0
+        assert 0 not in blocks[first // BLOCK_SIZE : -(-stop // BLOCK_SIZE)], f"{request_id}: a null block"
+        positions = torch.arange(first, stop)
+        tokens = torch.tensor([*request.all_token_ids, *[7] * 4][first:stop])
         values = (positions * 131 + tokens * 31 + layer * 1009)[:, None, None]
         values = (values + torch.arange(HEADS)[:, None] * 17 + torch.arange(ROW)) % 32003
         places = torch.tensor(blocks)[positions // BLOCK_SIZE], positions % BLOCK_SIZE
-        plane = self.caches[NAMES[layer]].transpose(1, 2).view(torch.int16)
+        plane = self.caches[self.names[layer]].transpose(1, 2).view(torch.int16)
         if not check:
-            plane[places[0][start:], places[1][start:]] = values[start:].to(torch.int16)
+            new = slice(start - first, None)
+            plane[places[0][new], places[1][new]] = values[new].to(torch.int16)
             return
         found = plane[places]
         assert torch.equal(found, values.to(torch.int16)), f"{request_id}: layer {layer}, computed {start}"
@@ -189,6 +209,7 @@ class RealEngine:
         assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
         counts = scheduler.connector.scheduling.statistics()
         assert (counts.prompts, counts.holding, counts.receiving) == (0, 0, 0)
+        assert all(not cache[0].any() for cache in self.caches.values()), "the null block was written"
 
     def state(self) -> str:
         """What the engine waits for, for the message of a failed test."""
@@ -204,6 +225,17 @@ class RealEngine:
     def shutdown(self) -> None:
         self.worker.shutdown()
         self.scheduler.shutdown()
+
+
+def groups_of(windows: tuple[int, ...]) -> list[KVCacheGroupSpec]:
+    """KV cache groups whose layers take turns; 0: full attention."""
+    shape = {"block_size": BLOCK_SIZE, "num_kv_heads": HEADS, "head_size": ROW // 2, "dtype": DTYPE}
+    found = []
+    for number, window in enumerate(windows):
+        layers = range(number, LAYERS * len(windows), len(windows))
+        spec = SlidingWindowSpec(**shape, sliding_window=window) if window else FullAttentionSpec(**shape)
+        found.append(KVCacheGroupSpec([f"model.layers.{i}.self_attn.attn" for i in layers], spec))
+    return found
 
 
 def vllm_config(

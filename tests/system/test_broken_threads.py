@@ -63,7 +63,7 @@ def test_no_memory_for_a_ticket_ends_its_request_alone(
     checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch, module: Any
 ) -> None:
     with local_groups(without_recovery(small_config(1, 1)), checkpoints.source()) as groups:
-        monkeypatch.setattr(module, "slots_of", fails_once(module.slots_of))
+        monkeypatch.setattr(module, "table_slots", fails_once(module.table_slots))
         assert isinstance(error_of(groups, "victim"), TransportError)
         assert error_of(groups, "next") is None
 

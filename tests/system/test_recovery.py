@@ -253,7 +253,7 @@ def fails_once(monkeypatch: pytest.MonkeyPatch, where: str) -> list[str]:
     return struck
 
 
-LAUNCHES = ["prefill_node.mover.gather", "decode_node.landing.scatter", "decode_node.receiver.slots_of"]
+LAUNCHES = ["prefill_node.mover.gather", "decode_node.landing.scatter", "decode_node.receiver.table_slots"]
 
 
 @pytest.mark.parametrize("where", LAUNCHES)

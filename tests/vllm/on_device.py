@@ -30,10 +30,13 @@ from typing import Any
 
 TAIL_LINES = 60
 MODEL = """
-import sys
+import json, pathlib, sys
 from disagg.model.load.tiny import make_tiny_checkpoint
 sizes = {"layers": 8, "hidden": 512, "q_heads": 8, "kv_heads": 4, "head_dim": 64, "mlp": 1024, "context_tokens": 8192}
-make_tiny_checkpoint(sys.argv[1], **sizes)
+file, window = make_tiny_checkpoint(pathlib.Path(sys.argv[1]), **sizes) / "config.json", int(sys.argv[2])
+if window:
+    kinds = ["full_attention", "sliding_attention", "sliding_attention", "sliding_attention"] * 2
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"layer_types": kinds, "sliding_window": window}))
 """
 """Makes the model: its greedy answers depend on the whole prompt, and the best token leads by a clear margin."""
 
@@ -74,6 +77,12 @@ def parser(description: str) -> argparse.ArgumentParser:
     parser.add_argument("--memory", default="0.3", help="--gpu-memory-utilization of each server")
     parser.add_argument("--kv-bytes", default=str(1 << 30), help="--kv-cache-memory-bytes of each server")
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument(
+        "--window",
+        type=int,
+        default=0,
+        help="sliding window of six of the eight layers: several KV cache groups",
+    )
     parser.add_argument("--graphs", action="store_true", help="without --enforce-eager")
     parser.add_argument(
         "--sync", action="store_true", help="--no-async-scheduling: layers leave during the step"
@@ -112,7 +121,7 @@ class Run:
     def start(self) -> None:
         model, keys = self.out / "model", self.out / "keys.json"
         if not (model / "config.json").exists():
-            self.ours("model", "-c", MODEL, str(model))
+            self.ours("model", "-c", MODEL, str(model), str(self.options.window))
         if not keys.exists():
             self.ours("keys", "-m", "disagg", "keys", str(keys))
         self.serve("prefill", self.options.prefill_gpu, self.options.prefill_tp, "kv_producer")

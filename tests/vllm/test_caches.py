@@ -12,6 +12,7 @@ from layer_pools import VLLM_LAYOUTS, Memory
 from disagg.core.errors import ConfigError
 from disagg.core.types import KVLayout, LayerClass, Span
 from disagg.vllm.caches import borrow_caches
+from disagg.vllm.groups import CacheGroup
 
 FACTS = facts("e", 1, 16, 6)
 
@@ -52,6 +53,34 @@ def test_layers_of_other_shapes_are_classes() -> None:
     assert found.layers == {"layers.0": Span(0, 1), "layers.2": Span(0, 2), "layers.1": Span(2, 3)}
 
 
+def test_layers_of_different_groups_share_tensors() -> None:
+    """As in vLLM, where layer i of each group has the same memory, but other blocks."""
+    full, sliding = ("layers.0", "layers.3"), ("layers.2", "layers.4")
+    facts = replace(FACTS, groups=(CacheGroup(16, full), CacheGroup(16, sliding, window=20)))
+    first, second = cache(2, 6, 16, 4, 8), cache(2, 6, 16, 4, 8)
+    caches = {"layers.0": first, "layers.1": first, "layers.2": first, "layers.3": second, "layers.4": second}
+    with pytest.raises(ConfigError, match=r"layers.5 is in none of the model's 2 KV cache groups"):
+        borrow_caches(caches | {"layers.5": cache(2, 6, 16, 4, 8)}, facts, 0)
+    found = borrow_caches(caches, facts, 0)  # layer 1 uses the KV of layer 0
+    assert found.layout == KVLayout(2, 4, 8, "float16", more=(LayerClass(2, 4, 8),))
+    assert found.groups == (0, 1)
+    places = [[planes[0].data_ptr() for planes in pool.layers] for pool in found.pools.buffers]
+    assert places == [[first.data_ptr(), second.data_ptr()]] * 2
+    assert found.layers == {"layers.0": Span(0, 1), "layers.3": Span(0, 2)} | {
+        "layers.2": Span(2, 3),
+        "layers.4": Span(2, 4),
+    }
+
+
+def test_groups_have_blocks_of_their_own_size() -> None:
+    groups = (CacheGroup(16, ("layers.0",)), CacheGroup(32, ("layers.1",), window=20))
+    caches = {"layers.0": cache(2, 6, 16, 4, 8), "layers.1": cache(2, 6, 32, 4, 4)}
+    found = borrow_caches(caches, replace(FACTS, groups=groups), 0)
+    assert [pool.block_size for pool in found.pools.buffers] == [16, 32]
+    with pytest.raises(ConfigError, match="does not hold 6 blocks of 32 tokens"):
+        borrow_caches(caches | {"layers.1": cache(2, 6, 16, 4, 8)}, replace(FACTS, groups=groups), 0)
+
+
 def test_a_latent_cache_has_one_head_on_every_worker() -> None:
     latent = replace(FACTS, kv_heads=1, tp_size=2)
     found = borrow_caches(named(cache(6, 16, 576)), latent, 1)
@@ -81,6 +110,7 @@ def test_quantized_caches_are_bytes() -> None:
         (named(cache(2, 6, 16, 4, 8), cache(2, 16, 6, 4, 8).transpose(1, 2)), "layer 1"),
         ({"layers.0.mixer": [cache(6, 16, 8)]}, "has the type list"),  # states of a recurrent layer
         (named(cache(2, 6, 16, 4, 8, dtype=torch.float64)), "holds float64"),
+        (named(cache(2, 6, 16, 4, 8), cache(2, 6, 16, 4, 16, dtype=torch.float32)), "hold float16, float32"),
     ],
 )
 def test_other_caches_are_refused(caches: dict[str, torch.Tensor], named_in_the_error: str) -> None:
@@ -99,7 +129,7 @@ def test_whole_blocks_are_rows_of_one_position() -> None:
     assert torch.equal(
         pool.planes[0][5, 0, 3].view(torch.int16), memory.caches[0][5, 3].flatten().view(torch.int16)
     )
-    assert facts.page_size == 1
+    assert facts.page_sizes == (1,)
     assert [facts.positions(Span(0, 33)), facts.positions(Span(16, 32))] == [Span(0, 3), Span(1, 2)]
     for other in ("nhd, packed", "padded blocks"):
         memory = Memory(other, 2, 6, 16, 4, 8, torch.float16, torch.Generator().manual_seed(1))

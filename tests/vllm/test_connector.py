@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import pickle
 import sys
 import time
@@ -14,12 +15,21 @@ import pytest
 import torch
 from connector_settings import connector_settings, free_port
 from fake_vllm import FakeRequest, asks_decode, asks_prefill
-from fake_vllm_module import Base, Role, configs, install
+from fake_vllm_module import NEWER, Base, Hybrid, Results, Role, configs, install, spec_of
 from layer_pools import Memory
 
 from disagg.core.errors import ConfigError
+from disagg.core.types import RequestKey, Span, Ticket
+from disagg.vllm.compat import facts_of
+from disagg.vllm.groups import CacheGroup
+from disagg.vllm.work import ReceiveWork, StepWork
 
 LAYERS, BLOCKS, TOKENS = 3, 24, 50
+FULL, RECURRENT = spec_of("FullAttentionSpec", sliding_window=None), spec_of("MambaSpec")
+SLIDING = spec_of("SlidingWindowSpec", sliding_window=20)
+RETAINING = spec_of("SlidingWindowSpec", sliding_window=20, extra_retained_tokens=3)
+CHUNKED = spec_of("ChunkedLocalAttentionSpec", attention_chunk_size=32)
+LARGER = spec_of("SlidingWindowSpec", block_size=32, sliding_window=20)
 NO_REQUESTS = SimpleNamespace(
     num_scheduled_tokens={},
     scheduled_new_reqs=[],
@@ -148,11 +158,82 @@ def test_the_class_has_the_base_class_of_vllm(extra: dict[str, Any]) -> None:
         _ = module.NixlConnector
 
 
+@pytest.mark.parametrize("names", [NEWER, NEWER[:1], ()])
+def test_several_groups_need_reports_of_failed_requests(
+    names: tuple[str, ...], extra: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM makes one group for a connector without `SupportsHMA`."""
+    import disagg.vllm.connector as module
+
+    install(monkeypatch, names=names)
+    importlib.reload(module)
+    assert issubclass(module.DisaggConnector, Hybrid) is (names == NEWER)
+
+
+@pytest.mark.parametrize(
+    ("groups", "expected"),
+    [
+        ([FULL], [CacheGroup(16, ("layers.0",))]),
+        ([spec_of("MLAAttentionSpec", ("FullAttentionSpec",))], [CacheGroup(16, ("layers.0",))]),
+        ([FULL, SLIDING], [CacheGroup(16, ("layers.0",)), CacheGroup(16, ("layers.1",), window=20)]),
+        ([RETAINING], [CacheGroup(16, ("layers.0",), window=23)]),
+        ([FULL, CHUNKED], [CacheGroup(16, ("layers.0",)), CacheGroup(16, ("layers.1",), chunk=32)]),
+        (
+            [spec_of("UniformSpecs", kv_cache_specs={"a": SLIDING})],
+            [CacheGroup(16, ("layers.0",), window=20)],
+        ),
+    ],
+)
+def test_groups_of_vllm(groups: list[Any], expected: list[CacheGroup], extra: dict[str, Any]) -> None:
+    vllm_config, caches = configs("p", extra, groups=groups)
+    found = facts_of(vllm_config, caches)
+    assert found.groups == tuple(expected)
+    plain = found.fingerprint == "tiny float16"
+    assert plain is (expected == [CacheGroup(16, ("layers.0",))])
+
+
+def test_failed_requests_are_named(extra: dict[str, Any]) -> None:
+    """Of a model with several groups, because block ids do not tell the group."""
+    from disagg.vllm.connector import DisaggConnector
+
+    port = {"port": free_port()}
+    settings = configs("p", extra | port, groups=[FULL, SLIDING], blocks=BLOCKS)
+    worker = DisaggConnector(settings[0], Role.WORKER, settings[1])
+    memory = Memory("nhd, packed", 1, BLOCKS, 16, 4, 8, torch.float16, None)
+    worker.register_kv_caches({f"layers.{i}": memory.caches[0] for i in range(2)})
+    try:
+        assert len(worker.get_handshake_metadata().layout.classes) == 2
+        assert worker.get_transfer_results(set()) == Results(set(), set(), set())
+        ticket = Ticket(RequestKey("t"), 1, "p/decode", Span(0, 32), starts=(0, 13))
+        receive = ReceiveWork("d1", ticket, ([1, 2], [3, 4]), "gone/prefill", True)
+        worker.bind_connector_metadata(StepWork(receives=[receive], cancels=[]))
+        worker.start_load_kv(None)
+        found: list[Results] = []
+        wait(
+            lambda: (
+                found.append(worker.get_transfer_results(set())) is None and bool(found[-1].finished_recving)
+            )
+        )
+        assert found[-1] == Results(set(), {"d1"}, {"d1"})
+        assert worker.get_block_ids_with_load_errors() == set()
+    finally:
+        worker.shutdown()
+
+
 @pytest.mark.parametrize(
     ("changes", "extra_changes", "named"),
     [
         ({"pp": 2}, {}, "pipeline_parallel_size is 2"),
-        ({"groups": 3}, {}, "3 KV cache groups"),
+        (
+            {"groups": [FULL, RECURRENT]},
+            {},
+            "KV cache group of MambaSpec; .* --disable-hybrid-kv-cache-manager",
+        ),
+        ({"groups": [RECURRENT]}, {}, "KV cache group of MambaSpec"),
+        ({"groups": [spec_of("SlidingWindowMLASpec", ("SlidingWindowSpec",))]}, {}, "SlidingWindowMLASpec"),
+        ({"groups": [FULL, spec_of("MLAAttentionSpec")]}, {}, "KV cache group of MLAAttentionSpec"),
+        ({"groups": [CHUNKED, CHUNKED]}, {}, "no KV to move at the end of a chunk"),
+        ({"groups": [FULL, LARGER], "device": "cpu"}, {}, "blocks of 16, 32 tokens; on a CPU"),
         ({}, {"ports": 1}, "has ports; DisaggConnector knows port"),
         ({}, {"port": 70000}, "port of kv_connector_extra_config is 70000"),
         ({}, {"lease_s": 0}, "lease_s of kv_connector_extra_config is 0"),

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 from engine_network import EngineNetwork
-from fake_vllm import LEASE_S, FakeEngine, FakeRequest, asks_decode, asks_prefill, small_settings
+from fake_vllm import LEASE_S, FakeEngine, FakeRequest, asks_decode, asks_prefill, full_and, small_settings
+
+from disagg.vllm.groups import CacheGroup
 
 TOKENS = 90
 
@@ -21,13 +24,14 @@ class HandOver:
         both_at_once: bool,
         patch: pytest.MonkeyPatch | None = None,
         checksum: bool = False,
+        groups: tuple[CacheGroup, ...] = (),
         **sizes: int,
     ) -> None:
         self.network, self.choose = EngineNetwork(patch), random.Random(seed)
         settings = small_settings(checksum)
-        self.p = FakeEngine(self.network, "p", tp=sizes.get("p", 1), settings=settings)
-        layout = "hnd, packed"
-        self.d = FakeEngine(self.network, "d", tp=sizes.get("d", 1), layout=layout, settings=settings)
+        options: dict[str, Any] = {"settings": settings, "groups": groups, "blocks": 24 if not groups else 40}
+        self.p = FakeEngine(self.network, "p", tp=sizes.get("p", 1), **options)
+        self.d = FakeEngine(self.network, "d", tp=sizes.get("d", 1), layout="hnd, packed", **options)
         self.first = self.p.submit(asks_prefill("p1", 3, TOKENS, "both" if both_at_once else ""))
         self.second: FakeRequest | None = self._consumer() if both_at_once else None
 
@@ -62,6 +66,7 @@ class HandOver:
             engine.check_empty()
 
 
+GROUPS = [(), full_and(20)]
 FIRST = [0, *(pytest.param(first, marks=pytest.mark.slow) for first in range(1, 70))]
 """Each value is a sample of the steps of a hand-over, which has 80 to 280; together they are all of them."""
 
@@ -69,13 +74,20 @@ FIRST = [0, *(pytest.param(first, marks=pytest.mark.slow) for first in range(1, 
 @pytest.mark.parametrize("first", FIRST)
 @pytest.mark.parametrize("both_at_once", [False, True])
 @pytest.mark.parametrize("who", ["p", "d", "both"])
-def test_aborts_at_every_step(who: str, both_at_once: bool, first: int) -> None:
+@pytest.mark.parametrize("groups", GROUPS)
+def test_aborts_at_every_step(
+    groups: tuple[CacheGroup, ...], who: str, both_at_once: bool, first: int
+) -> None:
     for steps in range(first, 280, 70):
         with pytest.MonkeyPatch.context() as patch:
-            run = HandOver(
-                steps, both_at_once=both_at_once, patch=patch, p=1 + steps % 2, d=1 + steps // 2 % 2
-            )
-            abort_after(run, steps, who)
+            abort_after(hand_over(steps, groups, both_at_once, patch), steps, who)
+
+
+def hand_over(
+    steps: int, groups: tuple[CacheGroup, ...], both_at_once: bool, patch: pytest.MonkeyPatch
+) -> HandOver:
+    tp = {"p": 1 + steps % 2, "d": 1 + steps // 2 % 2}
+    return HandOver(steps, both_at_once=both_at_once, patch=patch, groups=groups, **tp)
 
 
 def abort_after(run: HandOver, steps: int, who: str) -> None:
@@ -91,13 +103,14 @@ def abort_after(run: HandOver, steps: int, who: str) -> None:
 @pytest.mark.parametrize("first", FIRST)
 @pytest.mark.parametrize("both_at_once", [False, True])
 @pytest.mark.parametrize("who", ["p", "d"])
-def test_deaths_at_every_step(who: str, both_at_once: bool, first: int) -> None:
+@pytest.mark.parametrize("groups", GROUPS)
+def test_deaths_at_every_step(
+    groups: tuple[CacheGroup, ...], who: str, both_at_once: bool, first: int
+) -> None:
     """A dead producer's prompt is computed by the consumer; a dead consumer's blocks are freed by the producer."""
     for steps in range(first, 280, 70):
         with pytest.MonkeyPatch.context() as patch:
-            run = HandOver(
-                steps, both_at_once=both_at_once, patch=patch, p=1 + steps % 2, d=1 + steps // 2 % 2
-            )
+            run = hand_over(steps, groups, both_at_once, patch)
             for _ in range(steps):
                 run.step()
             (run.p if who == "p" else run.d).kill()

@@ -114,10 +114,10 @@ def test_kv_is_sent_while_the_prompt_is_computed(late_loads: bool) -> None:
     landed: list[int] = []
     compute = p._compute  # noqa: SLF001
 
-    def computing(request: FakeRequest, layer: int, start: int, stop: int) -> None:
+    def computing(request: FakeRequest, name: str, start: int, stop: int) -> None:
         network.settle()
         landed.append(d.workers[0].consuming.endpoint.agent.statistics().segments_landed)
-        compute(request, layer, start, stop)
+        compute(request, name, start, stop)
 
     p._compute = computing  # type: ignore[method-assign]  # noqa: SLF001
     p.submit(asks_prefill("p2", 6, 30, "both"))

@@ -5,10 +5,11 @@ from __future__ import annotations
 import itertools
 import random
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from engine_network import EngineNetwork
-from fake_vllm import LEASE_S, FakeEngine, FakeRequest, asks_decode, asks_prefill, small_settings
+from fake_vllm import LEASE_S, FakeEngine, FakeRequest, asks_decode, asks_prefill, full_and, small_settings
 from layer_pools import SHARED
 
 LAYOUTS = ("nhd, packed", "hnd, packed", "padded blocks", *SHARED)
@@ -19,8 +20,9 @@ MOST_AT_ONCE = 5
 class Lifecycles:
     """Two engines that both produce and consume, and the requests between them."""
 
-    def __init__(self, seed: int, patch: pytest.MonkeyPatch) -> None:
-        self.choose = random.Random(seed)
+    def __init__(self, seed: int, patch: pytest.MonkeyPatch, windows: tuple[int, ...] | None = None) -> None:
+        """`windows`: those of further KV cache groups; None: one group."""
+        self.choose, self._windows = random.Random(seed), windows
         self.network = EngineNetwork(patch)
         self._settings = small_settings(checksum=seed % 2 == 1)
         self.lives = Counter({"a": 0, "b": 0})
@@ -34,19 +36,23 @@ class Lifecycles:
     def _engine(self, name: str) -> FakeEngine:
         """A new life of an engine, under a new id, as vLLM makes one."""
         self.lives[name] += 1
+        tp, layout, size = (self.choose.choice(values) for values in ((1, 1, 2), LAYOUTS, (16, 32)))
+        groups = () if self._windows is None else full_and(*self._windows)
         return FakeEngine(
             self.network,
             f"{name}{self.lives[name]}",
-            tp=self.choose.choice((1, 1, 2)),
-            layout=self.choose.choice(LAYOUTS),
-            block_size=self.choose.choice((16, 32)),
-            blocks=24,
+            tp=tp,
+            layout=layout,
+            block_size=size,
+            blocks=24 * max(1, len(groups)),
             settings=self._settings,
             late_loads=self.choose.random() < 0.5,
+            groups=tuple(replace(group, block_size=size) for group in groups),
         )
 
     def run(self, lifecycles: int) -> None:
-        kinds = [self._message] * 80 + [self._step] * 12 + [self._submit] * 2 + [self._continue] * 3
+        messages = 80 * (1 + len(self._windows or ()))  # each group has segments of its own
+        kinds = [self._message] * messages + [self._step] * 12 + [self._submit] * 2 + [self._continue] * 3
         kinds += [self._abort, self._pass_time]
         while len(self.submitted) < lifecycles:
             self.choose.choice(kinds)()
@@ -134,11 +140,11 @@ class Lifecycles:
             engine.check_empty()
 
 
-def check(seeds: range, in_a_run: int) -> Counter[str]:
+def check(seeds: range, in_a_run: int, windows: tuple[int, ...] | None = None) -> Counter[str]:
     ends: Counter[str] = Counter()
     for seed in seeds:
         with pytest.MonkeyPatch.context() as patch:
-            lifecycles = Lifecycles(seed, patch)
+            lifecycles = Lifecycles(seed, patch, windows)
             lifecycles.run(in_a_run)
         ends["lifecycles"] += len(lifecycles.submitted)
         ends["lives"] += lifecycles.lives.total()
@@ -151,10 +157,11 @@ def check(seeds: range, in_a_run: int) -> Counter[str]:
     return ends
 
 
-def test_no_block_is_leaked() -> None:
-    ends = check(range(6), IN_A_RUN)
-    assert ends["lifecycles"] >= 6 * IN_A_RUN
-    assert ends["landed"] > 30
+@pytest.mark.parametrize(("windows", "runs"), [(None, 6), ((20, -32), 3)])
+def test_no_block_is_leaked(windows: tuple[int, ...] | None, runs: int) -> None:
+    ends = check(range(runs), IN_A_RUN, windows)
+    assert ends["lifecycles"] >= runs * IN_A_RUN
+    assert ends["landed"] > 5 * runs
     assert min(ends["recomputed"], ends["aborted"], ends["landed after a prefix"]) > 0
 
 
@@ -164,3 +171,11 @@ def test_no_block_is_leaked_in_100_000_lifecycles(part: int) -> None:
     ends = check(range(10 + 5 * part, 15 + 5 * part), 1000)
     assert ends["lifecycles"] >= 5_000
     assert ends["lives"] > 10  # engines died, and others took their places
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(10, 30))
+def test_no_block_is_leaked_in_20_000_lifecycles_with_windows(seed: int) -> None:
+    ends = check(range(seed, seed + 1), 1000, (20, -32))
+    assert ends["lifecycles"] >= 1_000
+    assert ends["lives"] > 5

@@ -8,14 +8,16 @@ from typing import Any
 
 import pytest
 from engine_network import EngineNetwork, QueuedChannel
-from fake_vllm import FakeRequest, asks_prefill, facts
+from fake_vllm import FakeRequest, asks_prefill, facts, full_and
 
-from disagg.core.types import Span
+from disagg.core.types import KVLayout, Span
 from disagg.vllm.directory import REPEAT_S, RESEND_S, EngineDirectory
+from disagg.vllm.groups import CacheGroup
 from disagg.vllm.scheduler import SchedulerSide
-from disagg.vllm.work import PrefillWork, ReleaseWork
+from disagg.vllm.work import PrefillWork, ReleaseWork, WorkerHandshake
 from transport.control import messages as m
 
+LAYOUT = KVLayout(3, 4, 8, "float16")
 SOURCE: dict[str, Any] = {
     "do_remote_prefill": True,
     "remote_engine_id": "p",
@@ -41,19 +43,26 @@ class Scheduling:
         return len(self.network.queues.get(("tcp://d:5580", "tcp://p:5580"), ()))
 
     def work(self, *cached: tuple[Any, ...], new: tuple[Any, ...] = ()) -> Any:
-        """The work of a step; scheduled requests are (id, new blocks, computed, tokens[, resumed])."""
-        fresh = [SimpleNamespace(req_id=r, block_ids=(b,), num_computed_tokens=c) for r, b, c, _ in new]
+        """The work of a step; scheduled requests are (id, new blocks, computed, tokens[, resumed]).
+
+        The blocks are a list, or a tuple of lists.
+        """
+        fresh = [SimpleNamespace(req_id=r, block_ids=tables(b), num_computed_tokens=c) for r, b, c, _ in new]
         output = SimpleNamespace(
             num_scheduled_tokens={one[0]: one[3] for one in (*new, *cached)},
             scheduled_new_reqs=fresh,
             scheduled_cached_reqs=SimpleNamespace(
                 req_ids=[one[0] for one in cached],
-                new_block_ids=[(one[1],) if one[1] else None for one in cached],
+                new_block_ids=[tables(one[1]) if one[1] else None for one in cached],
                 num_computed_tokens=[one[2] for one in cached],
                 resumed_req_ids={one[0] for one in cached if len(one) > 4},
             ),
         )
         return self.side.build_connector_meta(output)
+
+
+def tables(blocks: Any) -> tuple[list[int], ...]:
+    return blocks if isinstance(blocks, tuple) else (blocks,)
 
 
 def blocks(*ids: int) -> Any:
@@ -70,7 +79,7 @@ def test_a_ticket_has_the_blocks_of_the_missing_tokens() -> None:
     one.side.update_state_after_alloc(request, blocks(7, 3, 9), 24)
     (receive,) = one.work().receives
     assert receive.ticket.tokens == Span(16, 40)
-    assert receive.ticket.pages == (3, 9)
+    assert receive.tables == ([3, 9],)
     assert (receive.ticket.group, receive.group, receive.held) == ("d/decode", "p/prefill", True)
     assert receive.ticket.key.request_id == "p1"
     assert one.work().receives == []
@@ -83,7 +92,7 @@ def test_vllm_may_take_a_part_of_the_offer() -> None:
     assert one.side.get_num_new_matched_tokens(request, 16) == (24, True)
     one.side.update_state_after_alloc(request, blocks(7, 3), 16)
     (receive,) = one.work().receives
-    assert (receive.ticket.tokens, receive.ticket.pages) == (Span(16, 32), (3,))
+    assert (receive.ticket.tokens, receive.tables) == (Span(16, 32), ([3],))
 
 
 def test_whole_blocks_are_positions() -> None:
@@ -92,7 +101,7 @@ def test_whole_blocks_are_positions() -> None:
     one.side.get_num_new_matched_tokens(request, 16)
     one.side.update_state_after_alloc(request, blocks(7, 3, 9), 24)
     (receive,) = one.work().receives
-    assert (receive.ticket.tokens, receive.ticket.pages) == (Span(1, 3), (3, 9))
+    assert (receive.ticket.tokens, receive.tables) == (Span(1, 3), ([3, 9],))
     prompt = asks_prefill("p1", 1, 40)
     one.side.update_state_after_alloc(prompt, blocks(4, 5, 6), 0)
     assert one.work(new=(("p1", [4, 5], 0, 20),)).prefills == []
@@ -114,7 +123,7 @@ def test_without_an_address_the_prompt_is_computed_here(name: str) -> None:
     one, request = Scheduling(), consumer(**{name: None})
     assert one.side.get_num_new_matched_tokens(request, 0) == (0, False)
     one.side.update_state_after_alloc(request, blocks(1, 2, 3), 0)
-    assert one.side.request_finished(request, [1, 2, 3]) == (False, None)
+    assert one.side.request_finished(request, ([1, 2, 3],)) == (False, None)
     assert one.work().releases == []
 
 
@@ -124,7 +133,7 @@ def test_roles() -> None:
     request = asks_prefill("p1", 1, 20)
     only_consumer.side.update_state_after_alloc(request, blocks(1, 2), 0)
     request.become("FINISHED_LENGTH_CAPPED")
-    assert only_consumer.side.request_finished(request, [1, 2]) == (False, None)
+    assert only_consumer.side.request_finished(request, ([1, 2],)) == (False, None)
 
 
 def test_the_producer_may_free_what_is_not_needed() -> None:
@@ -132,7 +141,7 @@ def test_the_producer_may_free_what_is_not_needed() -> None:
     one, hit, aborted = Scheduling(), consumer(), consumer("d2", remote_request_id="p2")
     one.side.update_state_after_alloc(hit, blocks(1, 2, 3), 0)
     aborted.become("FINISHED_ABORTED")
-    assert one.side.request_finished(aborted, []) == (False, None)
+    assert one.side.request_finished(aborted, ([],)) == (False, None)
     assert one.work().releases == [ReleaseWork("p1", "p/prefill"), ReleaseWork("p2", "p/prefill")]
 
 
@@ -140,7 +149,7 @@ def test_an_aborted_receive_holds_its_blocks() -> None:
     one, request = Scheduling(), consumer()
     one.side.update_state_after_alloc(request, blocks(1, 2, 3), 40)
     request.become("FINISHED_ABORTED")
-    assert one.side.request_finished(request, [1, 2, 3]) == (True, None)
+    assert one.side.request_finished(request, ([1, 2, 3],)) == (True, None)
     assert one.work().cancels == ["d1"]
     one.side.update_connector_output(SimpleNamespace(finished_sending=None, finished_recving={"d1"}))
     assert one.side.statistics().receiving == 0
@@ -152,7 +161,9 @@ def test_the_last_chunk_is_announced_with_all_blocks() -> None:
     assert one.work(new=(("p1", [4, 5], 0, 32),)).prefills == []
     assert one.work(("p1", [8], 32, 16)).prefills == []
     assert one.work(("p1", [1, 2, 3, 6], 0, 60, "resumed")).prefills == []
-    assert one.work(("p1", [9], 60, 10)).prefills == [PrefillWork("p1", "p1", [1, 2, 3, 6, 9], Span(60, 70))]
+    assert one.work(("p1", [9], 60, 10)).prefills == [
+        PrefillWork("p1", "p1", ([1, 2, 3, 6, 9],), Span(60, 70))
+    ]
     assert one.work(("p1", None, 69, 1)).prefills == []
 
 
@@ -163,11 +174,67 @@ def test_blocks_that_may_be_preempted_are_not_announced(changes: dict[str, Any],
     one.side.update_state_after_alloc(request, blocks(4, 5), 0)
     assert one.work(new=(("p1", [4, 5], 0, 20),)).prefills == []
     request.become("FINISHED_STOPPED")  # its one token was the end token
-    held, params = one.side.request_finished(request, [4, 5])
+    held, params = one.side.request_finished(request, ([4, 5],))
     assert held
     assert params is not None
     assert params["remote_block_ids"] == [[4, 5]]
     assert one.work().holds[0].positions == 20
+
+
+def test_windows_need_the_end_of_a_prompt() -> None:
+    """The consumer computes the last token; the class of the window needs the tokens that this one attends to."""
+    one, request = Scheduling(groups=full_and(20)), consumer(tokens=90)
+    one.side.set_xfer_handshake_metadata({0: WorkerHandshake(LAYOUT, "tls", False, None, None, (1, 0))})
+    assert one.side.get_num_new_matched_tokens(request, 32) == (57, True)
+    reserved = ([1, 2, 3, 4, 5, 6], [0, 0, 0, 0, 7, 8])
+    one.side.update_state_after_alloc(request, SimpleNamespace(get_block_ids=lambda: reserved), 57)
+    (receive,) = one.work().receives
+    assert (receive.ticket.tokens, receive.ticket.starts) == (Span(32, 89), (64, 32))
+    assert receive.tables == ([3, 4, 5, 6], [0, 0, 7, 8])
+
+
+def test_whole_blocks_before_a_window_are_not_needed() -> None:
+    one, request = Scheduling(groups=full_and(20), whole_blocks=True), consumer(tokens=90)
+    one.side.set_xfer_handshake_metadata({0: WorkerHandshake(LAYOUT, "tls", False, None, None, (0, 1))})
+    one.side.get_num_new_matched_tokens(request, 32)
+    reserved = ([1, 2, 3, 4, 5, 6], [0, 0, 0, 0, 7, 8])
+    one.side.update_state_after_alloc(request, SimpleNamespace(get_block_ids=lambda: reserved), 57)
+    (receive,) = one.work().receives
+    assert (receive.ticket.tokens, receive.ticket.starts) == (Span(2, 6), (2, 4))
+
+
+def test_blocks_before_a_window_are_not_announced() -> None:
+    """vLLM frees them when the step ends, while the workers read the others."""
+    one, request = Scheduling(groups=full_and(20)), asks_prefill("p1", 1, 71)
+    one.side.on_new_request(request)
+    assert (request.num_prompt_tokens, len(request.prompt_token_ids)) == (70, 70)
+    one.side.update_state_after_alloc(request, blocks(), 0)
+    assert one.work(new=(("p1", ([1, 2], [3, 4]), 0, 32),)).prefills == []
+    (prefill,) = one.work(("p1", ([5, 6, 7], [8, 9, 10]), 32, 38)).prefills
+    assert prefill.tables == ([1, 2, 5, 6, 7], [0, 0, 0, 9, 10])
+    assert prefill.positions == Span(32, 70)
+
+
+@pytest.mark.parametrize(
+    ("groups", "tokens", "changes", "left"),
+    [
+        (full_and(20), 50, {}, 49),
+        (full_and(20), 1, {}, 1),
+        (full_and(20), 50, {"skip_reading_prefix_cache": True}, 50),  # log-probabilities of the prompt
+        (full_and(20), 50, {"prompt_token_ids": None}, 50),  # embeddings
+        (full_and(20), 50, {"kv_transfer_params": None}, 50),
+        (full_and(), 50, {}, 50),
+    ],
+)
+def test_prompts_are_shortened_for_windows_only(
+    groups: tuple[CacheGroup, ...], tokens: int, changes: dict[str, Any], left: int
+) -> None:
+    one, request = Scheduling(groups=groups), asks_prefill("p1", 1, tokens)
+    for name, value in changes.items():
+        setattr(request, name, value)
+    one.side.on_new_request(request)
+    assert request.num_prompt_tokens == left
+    assert request.prompt_token_ids is None or len(request.prompt_token_ids) == left
 
 
 @pytest.mark.parametrize("announced", [False, True])
@@ -176,7 +243,7 @@ def test_an_aborted_prompt_is_held_only_if_workers_may_read_it(announced: bool) 
     one.side.update_state_after_alloc(request, blocks(4, 5), 0)
     one.work(new=(("p1", [4, 5], 0, 20 if announced else 10),))
     request.become("FINISHED_ABORTED")
-    assert one.side.request_finished(request, [4, 5]) == (announced, None)
+    assert one.side.request_finished(request, ([4, 5],)) == (announced, None)
     assert one.work().drops == ["p1"] * announced
     assert one.side.has_pending_push_work() is announced
 

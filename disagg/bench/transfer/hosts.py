@@ -18,6 +18,7 @@ from disagg.bench.common.ranks import BenchRank, RankOptions
 from disagg.core.errors import TransportError
 from disagg.core.timeline import Timeline
 from disagg.core.types import RequestKey, Span
+from disagg.kv.page_tables import PageTables
 from disagg.kv.transfer_pools import TransferPools
 from disagg.node.device import DeviceEvent, record_event
 from prefill_node.flows import SenderStatistics
@@ -128,7 +129,7 @@ class PrefillHost(BenchRank):
             Timeline(),
             time.monotonic,
         )
-        return SegmentSender(SenderOptions.of(config, options.page_size), context)
+        return SegmentSender(SenderOptions.of(config, PageTables((options.page_size,))), context)
 
     def _handler(self, peer: str, message: m.Message) -> Callable[[], None] | None:
         match message:
@@ -164,7 +165,8 @@ class DecodeHost(BenchRank):
 
     def _make_agent(self) -> SegmentReceiver:
         config = msgspec.structs.replace(self._options.config, transfer=self._transfer)
-        options = ReceiverOptions.of(config, page_size=self._options.page_size, rows=self._options.rows)
+        tables = PageTables((self._options.page_size,))
+        options = ReceiverOptions.of(config, tables=tables, rows=self._options.rows)
         context = ReceiverContext(
             rank=self._options.rank,
             shard=self._shard,

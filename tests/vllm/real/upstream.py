@@ -27,13 +27,11 @@ FILES = ("test_remote_prefill_lifecycle.py", "test_remote_decode_lifecycle.py")
 """The tests whose subject is the connector that `create_vllm_config` names. Others of the folder replace the
 scheduler's connector by a mock, or call the internals of one connector of vLLM."""
 
-SEVERAL_GROUPS = "the model has several KV cache groups, which DisaggConnector refuses"
+RECURRENT = "the model has recurrent layers, which DisaggConnector refuses"
 NOT_APPLICABLE = {
-    "test_p_side_chunked_prefill_mamba": "the test patches NixlConnector, and " + SEVERAL_GROUPS,
-    "test_async_load_reserves_blocks_for_promotion_margin[multiple-groups]": SEVERAL_GROUPS,
-    "test_async_load_reserves_blocks_for_promotion_margin[different-block-sizes]": SEVERAL_GROUPS,
-    "test_async_load_does_not_double_reserve_mamba_spec_blocks[none-128-18]": SEVERAL_GROUPS,
-    "test_async_load_does_not_double_reserve_mamba_spec_blocks[align-16-18]": SEVERAL_GROUPS,
+    "test_p_side_chunked_prefill_mamba": "the test patches NixlConnector, and " + RECURRENT,
+    "test_async_load_does_not_double_reserve_mamba_spec_blocks[none-128-18]": RECURRENT,
+    "test_async_load_does_not_double_reserve_mamba_spec_blocks[align-16-18]": RECURRENT,
 }
 """Tests that are skipped, with the reason. A name that vLLM does not have any more is reported."""
 
@@ -44,6 +42,8 @@ class Substitution:
     def __init__(self, utils: Any, model: Path, extra: dict[str, Any]) -> None:
         self._model, self._extra = model, extra
         self._create_config, self._create_scheduler = utils.create_vllm_config, utils.create_scheduler
+        base = importlib.import_module("vllm.distributed.kv_transfer.kv_connector.v1.base")
+        self._several_groups = hasattr(base, "KVConnectorTransferResults")
         self._schedulers: list[Any] = []
         utils.create_vllm_config, utils.create_scheduler = self.config, self.scheduler
 
@@ -57,8 +57,11 @@ class Substitution:
             "kv_role": "kv_both",  # NixlConnector, the default of the helper, does both in any role
             "kv_connector_extra_config": self._extra | {"port": free_port()},
         }
-        # A test of one group also turns the manager of hybrid models on, which this connector does not support.
-        return self._create_config(**settings | options | {"disable_hybrid_kv_cache_manager": True})
+        if not self._several_groups:  # a test of one group also turns the manager of several groups on
+            options["disable_hybrid_kv_cache_manager"] = True
+        made = self._create_config(**settings | options)
+        made.device_config.device_type = "cuda"  # only the connector reads it here
+        return made
 
     def scheduler(self, *args: Any, **options: Any) -> Any:
         made = self._create_scheduler(*args, **options)

@@ -26,6 +26,8 @@ class OpenSend(Message, frozen=True):
     """Whether steps planned before this message compute KV in `pages`; this KV is sent too."""
     row: Count = 0
     """Row of the request, which is also the slot of its recurrent state."""
+    more: tuple[tuple[Count, ...], ...] = ()
+    """Pages of the page tables after the first, on ranks with several (`disagg.kv.page_tables`)."""
 
 
 class RankSent(Message, frozen=True):
@@ -53,6 +55,8 @@ class OpenReceive(Message, frozen=True):
     ticket: Ticket
     pages: list[Count]
     prefill_group: str
+    more: tuple[tuple[Count, ...], ...] = ()
+    """Pages of the page tables after the first, on ranks with several (`disagg.kv.page_tables`)."""
 
 
 class RankOpened(Message, frozen=True):

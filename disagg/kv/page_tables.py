@@ -1,0 +1,40 @@
+"""Page tables of one rank: all layer classes of its pools share one, or some classes have tables of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from disagg.core.types import Span
+from disagg.kv.pages import slots_of
+
+
+@dataclass(frozen=True, slots=True)
+class PageTables:
+    """The page sizes of a rank's tables, and the table of each layer class."""
+
+    page_sizes: tuple[int, ...]
+    """Positions in a page of each table."""
+    of_classes: tuple[int, ...] = ()
+    """Table of each class of the KV cache; empty if all classes use the first table."""
+
+    def table_of(self, number: int) -> int:
+        """Returns the table of class `number`."""
+        return self.of_classes[number] if self.of_classes else 0
+
+    def by_class(self, slots: Sequence[torch.Tensor], classes: int) -> tuple[torch.Tensor, ...]:
+        """Returns the slots of each of `classes` layer classes, from those of each table."""
+        return tuple(slots[self.table_of(number)] for number in range(classes))
+
+
+def table_slots(tables: PageTables, pages: Sequence[Sequence[int]], span: Span) -> list[torch.Tensor]:
+    """Returns for each table the slots of positions `span`, int32 `[len(span)]` on the CPU.
+
+    `pages[i][j]` is the page of positions `j * page_sizes[i]` and following in table `i`. Raises ValueError for too
+    few pages or another number of tables.
+    """
+    if len(pages) != len(tables.page_sizes):
+        raise ValueError(f"the request has {len(pages)} page tables, not {len(tables.page_sizes)}")
+    return [slots_of(one, size, span) for one, size in zip(pages, tables.page_sizes, strict=True)]

@@ -1,0 +1,59 @@
+"""KV cache groups of vLLM: layers that share a block table, and the tokens that they still need."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+NULL_BLOCK = 0
+"""vLLM's block in the place of freed and skipped ones; it holds no KV."""
+BlockTables = tuple[list[int], ...]
+"""Blocks of a request, for each KV cache group."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheGroup:
+    """One KV cache group."""
+
+    block_size: int
+    """Tokens in a block of the block tables."""
+    layers: tuple[str, ...] = ()
+    """Names of the layers. Layers that use the KV of other ones may be missing."""
+    window: int = 0
+    """Tokens that a token attends to, itself included; 0 without a sliding window."""
+    chunk: int = 0
+    """Size in tokens of the chunks of chunked local attention; 0 for other attention."""
+
+    @property
+    def local(self) -> bool:
+        """Whether vLLM frees blocks that no later token attends to."""
+        return bool(self.window or self.chunk)
+
+    def first_needed(self, tokens: int) -> int:
+        """Returns the first token of the blocks that vLLM keeps when `tokens` are computed.
+
+        The next token attends to a token of the first one of these blocks; see `get_num_skipped_tokens` of vLLM's
+        `SingleTypeKVCacheManager`. vLLM caches this block for later prompts, so that all its tokens are needed.
+        """
+        first = 0
+        if self.window:
+            first = max(0, tokens - self.window + 1)
+        elif self.chunk:
+            first = tokens // self.chunk * self.chunk
+        return first // self.block_size * self.block_size
+
+    def kept(self, blocks: Sequence[int], tokens: int) -> list[int]:
+        """Returns the block table as vLLM has it when `tokens` are computed, with null blocks for freed ones."""
+        freed = min(len(blocks), self.first_needed(tokens) // self.block_size)
+        return [NULL_BLOCK] * freed + list(blocks[freed:])
+
+    def holds(self, blocks: Sequence[int], start: int, stop: int) -> bool:
+        """Returns whether the block table has a block for each token from `start` to `stop`."""
+        first, end = start // self.block_size, -(-stop // self.block_size)
+        return len(blocks) >= end and NULL_BLOCK not in blocks[first:end]
+
+    def describe(self) -> str:
+        """Returns the kind of attention and the layers' numbers, equal in all engines of the same model."""
+        kind = f"window {self.window}" if self.window else f"chunk {self.chunk}" if self.chunk else "full"
+        return f"{kind}: {' '.join(sorted('.'.join(re.findall(r'[0-9]+', name)) or name for name in self.layers))}"
