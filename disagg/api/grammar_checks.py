@@ -7,7 +7,6 @@ import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from disagg.api.errors import bad
@@ -24,23 +23,26 @@ KEPT_CHECKS = 1024
 
 
 class GrammarChecks:
-    """Makes grammars on a separate thread, and checks them by compiling them. Callers run on one event loop."""
+    """Makes grammars, and checks them by compiling them, each on a separate thread. Callers run on one event loop."""
 
     def __init__(self, tokenizer: Any, vocab_tokens: int, eos_ids: Sequence[int]) -> None:
         """`tokenizer`: a transformers tokenizer. The checking thread reads its vocabulary once."""
         self._tokenizer, self._vocab_tokens, self._eos_ids = tokenizer, vocab_tokens, eos_ids
         self._vocabulary: LLTokenizer | None = None
+        self._maker = ThreadPoolExecutor(1, thread_name_prefix="grammar-maker")
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")
         self._errors: OrderedDict[bytes, str] = OrderedDict()
         """Error message by the grammar's hash; empty for a valid grammar."""
 
     def close(self) -> None:
-        """Ends the thread."""
+        """Ends the threads."""
+        self._maker.shutdown(wait=True, cancel_futures=True)
         self._thread.shutdown(wait=True, cancel_futures=True)
 
-    async def call(self, make: Callable[[], T]) -> T:
-        """Runs `make` on the thread. A schema with `oneOf` of many branches takes up to half a second."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, make)
+    async def make(self, make: Callable[[], T]) -> T:
+        """Runs `make`, which returns a grammar, on a thread of its own: a schema with `oneOf` of many branches takes
+        up to half a second, and no known grammar waits for a compilation."""
+        return await asyncio.get_running_loop().run_in_executor(self._maker, make)
 
     async def check(self, grammar: str, param: str) -> None:
         """Raises a 400 that names `param` for a grammar that is invalid, too large or too complex."""
@@ -52,7 +54,8 @@ class GrammarChecks:
         key = hashlib.blake2b(grammar.encode(errors="surrogatepass"), digest_size=16).digest()
         error = self._errors.get(key)
         if error is None:
-            error = await self.call(partial(self._error_of, grammar))
+            loop = asyncio.get_running_loop()
+            error = await loop.run_in_executor(self._thread, self._error_of, grammar)
             self._errors[key] = error
             if len(self._errors) > KEPT_CHECKS:
                 self._errors.popitem(last=False)

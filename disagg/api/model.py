@@ -90,8 +90,8 @@ class ServedModel:
         self._grammars.close()
 
     async def make_grammar(self, make: Callable[[], T]) -> T:
-        """Returns the result of `make`, which runs on the thread that also checks grammars."""
-        return await self._grammars.call(make)
+        """Returns the result of `make`, which runs on the thread that makes grammars."""
+        return await self._grammars.make(make)
 
     async def check_grammar(self, grammar: str, param: str) -> None:
         """Raises a 400 that names `param` unless `grammar` can constrain answers of the model."""

@@ -20,9 +20,11 @@ class Wanted(NamedTuple):
 
 
 def has_grammar(body: AnswerBody) -> bool:
-    """Returns whether a request has a field for which `wanted_grammar` may make a grammar."""
+    """Returns whether a request has a field for which `wanted_grammar` makes a grammar, or which it refuses."""
     guided = (body.guided_json, body.guided_regex, body.guided_choice, body.guided_grammar)
-    return any(one is not None for one in (body.response_format, body.structured_outputs, *guided))
+    asked = body.response_format is not None and body.response_format.type != "text"
+    outputs = body.structured_outputs is not None and body.structured_outputs != StructuredOutputs()
+    return asked or outputs or any(one is not None for one in guided)
 
 
 def wanted_grammar(body: AnswerBody) -> Wanted | None:

@@ -105,7 +105,8 @@ def run_serve_joined(config: Config, directory: str) -> None:
     control_keys = join_keys(config.control, directory, os.environ)
     with start_interruptible(), bind(config.api) as listener:
         if config.api.workers > 1:
-            run_loop(run_workers(config, worker_model(config), directory, listener))
+            copied = worker_model(config, model_fingerprint(config))
+            run_loop(run_workers(config, copied, directory, listener))
             return
         with traced(config.metrics) as tracing:
             model = served_model(config, model_facts(config))
@@ -130,7 +131,7 @@ def _serve_with_workers(config: Config) -> None:
         _announced_cluster(config, console) as (cluster, directory),
     ):
         log_own_sockets([rank for info in cluster.infos() for rank in info.ranks], descendants=True)
-        model = worker_model(cluster.config)
+        model = worker_model(cluster.config, cluster.infos()[0].fingerprint)
         run_loop(run_workers(cluster.config, model, directory, listener, cluster.on_failed))
         ignore_signals()  # the shutdown takes seconds
         raise_failure(cluster)

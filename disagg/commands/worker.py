@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import signal
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -23,20 +24,13 @@ if TYPE_CHECKING:
     from disagg.commands.router_server import ServerParts
     from disagg.router.router import Router
 
+FACTS = "model"
+"""File with the pickled `ModelFacts`, which a parent with a larger tokenizer than a pipe holds cannot send through it
+without blocking."""
 Order = Literal["drain", "abort"]
 """Message of the parent to a worker. If the parent ends, its pipe closes, which counts as `drain`."""
 News = str | DisaggError
 """Message of a worker to the parent: the URL at which the worker listens, or the error that ends the worker."""
-
-
-@dataclass(frozen=True)
-class WorkerModel:
-    """The parent's knowledge of the model."""
-
-    facts: bytes
-    """Pickled `ModelFacts`. Unpickling them imports the tokenizer's class."""
-    fingerprint: str
-    """Digest of the model's weights and configuration."""
 
 
 @dataclass(frozen=True)
@@ -45,11 +39,12 @@ class WorkerSettings:
 
     config: Config
     """The server's configuration, with the port of the HTTP API that the parent has reserved."""
-    model: WorkerModel
+    fingerprint: str
+    """Digest of the model's weights and configuration."""
     directory: str
     """Control address of the directory of groups."""
     folder: Path
-    """Private folder for the unix sockets of the workers."""
+    """Private folder of the workers: for their unix sockets, and with the file `FACTS`."""
     worker: int
     """Number of the worker, from 0."""
 
@@ -95,13 +90,13 @@ def _run(pipe: Connection, settings: WorkerSettings) -> None:
     siblings = Siblings(Share(settings.worker, config.api.workers), settings.folder)
     with traced(config.metrics) as tracing, bind(config.api, shared=True) as listener:
         with imports_frozen():
-            facts: ModelFacts = pickle.loads(settings.model.facts)
+            facts: ModelFacts = pickle.loads((settings.folder / FACTS).read_bytes())
         model = served_model(config, facts)
         sys.setswitchinterval(SWITCH_INTERVAL_S)  # the tokenizer's thread shares the GIL
         try:
             parts = ServerParts(config, model, api_keys(config.api), tracing, listener, siblings)
-            fingerprint = settings.model.fingerprint
-            made = joined_router(config, control_keys, settings.directory, lambda: fingerprint)
+            fingerprint_of = partial(str, settings.fingerprint)
+            made = joined_router(config, control_keys, settings.directory, fingerprint_of)
             run_loop(_serve(pipe, made, parts))
         finally:
             model.close()

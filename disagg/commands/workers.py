@@ -14,15 +14,16 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import structlog
 
-from disagg.commands.router_server import Stop, model_facts, model_fingerprint
+from disagg.commands.router_server import Stop, model_facts
 from disagg.commands.signals import SIGNALS
-from disagg.commands.worker import News, Order, WorkerModel, WorkerSettings, run_worker
+from disagg.commands.worker import FACTS, News, Order, WorkerSettings, run_worker
 from disagg.core.config.read import Config
 from disagg.core.errors import ConfigError, DisaggError, first_line
 from disagg.sockets.guards import WORKERS_FOLDER
@@ -37,18 +38,29 @@ EARLY_S = 60.0
 """A worker that ends sooner than this after its start counts as an early end."""
 
 
-def worker_model(config: Config) -> WorkerModel:
+@dataclass(frozen=True)
+class WorkerModel:
+    """What workers need to know of the model."""
+
+    facts: bytes
+    """Pickled `ModelFacts`."""
+    fingerprint: str
+    """Digest of the model's weights and configuration."""
+
+
+def worker_model(config: Config, fingerprint: str) -> WorkerModel:
     """Returns what workers need of the configured model. Raises ConfigError if its tokenizer cannot be copied."""
     facts = model_facts(config)
     try:
         pickled = pickle.dumps(facts)
+        pickle.loads(pickled)
     except Exception as exc:
         kind = type(facts.tokenizer).__name__
         raise ConfigError(
             f"the tokenizer of {facts.name}, a {kind}, cannot be copied to worker processes ({first_line(exc)}): "
             "set api.workers (--workers) to 1"
         ) from exc
-    return WorkerModel(pickled, model_fingerprint(config))
+    return WorkerModel(pickled, fingerprint)
 
 
 async def run_workers(
@@ -64,7 +76,8 @@ async def run_workers(
     callback may be called on any thread. If a worker fails before all workers have served, raises the worker's error.
     """
     with _shared(config, listener) as shared, tempfile.TemporaryDirectory(prefix=WORKERS_FOLDER) as folder:
-        supervisor = _WorkerSupervisor(shared, model, directory, Path(folder))
+        (Path(folder) / FACTS).write_bytes(model.facts)
+        supervisor = _WorkerSupervisor(shared, model.fingerprint, directory, Path(folder))
         loop = asyncio.get_running_loop()
         for number in SIGNALS:
             loop.add_signal_handler(number, supervisor.stop)
@@ -90,8 +103,13 @@ def _shared(config: Config, listener: socket.socket) -> Iterator[Config]:
 class _WorkerSupervisor:
     """Starts the workers, and restarts those that end, until `stop`. Used on one event loop."""
 
-    def __init__(self, config: Config, model: WorkerModel, directory: str, folder: Path) -> None:
-        self._config, self._model, self._directory, self._folder = config, model, directory, folder
+    def __init__(self, config: Config, fingerprint: str, directory: str, folder: Path) -> None:
+        self._config, self._fingerprint, self._directory, self._folder = (
+            config,
+            fingerprint,
+            directory,
+            folder,
+        )
         self._workers: dict[int, _WorkerProcess] = {}
         self._stop = Stop()
         self._served = False
@@ -147,7 +165,7 @@ class _WorkerSupervisor:
         worker.kill()
 
     def _start(self, number: int) -> _WorkerProcess:
-        settings = WorkerSettings(self._config, self._model, self._directory, self._folder, number)
+        settings = WorkerSettings(self._config, self._fingerprint, self._directory, self._folder, number)
         return _WorkerProcess(settings, self._on_listening)
 
     def _on_listening(self, worker: _WorkerProcess) -> None:

@@ -7,12 +7,13 @@ vocabulary.
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from disagg.core.errors import InvalidRequestError, UnsupportedModelError
-from disagg.core.json_schema.document import changed
+from disagg.core.json_schema.document import changed, without_ignored
 from disagg.core.json_schema.exclusive import without_one_of
 
 if TYPE_CHECKING:
@@ -24,6 +25,11 @@ FORMATS = frozenset(
 """Values of `format` in JSON schemas that llguidance knows."""
 MAX_SPACES = 40
 """Longest white space between the tokens of JSON. Without a limit, a model could generate white space forever."""
+KEPT_SCHEMAS = 256
+"""Number of rewritten schemas that a process keeps, the latest ones."""
+MAX_PROVEN_CHARACTERS = 1 << 16
+"""Longest schema, as JSON text, in which `oneOf` is rewritten."""
+_TOO_DEEP = "a JSON schema is nested too deeply: use fewer levels, or $ref"
 _UNPROVEN = (
     "a value of oneOf must satisfy exactly one branch, and the server cannot express this for branches that may "
     "overlap: give each branch a required property with a const of its own, or use anyOf"
@@ -56,10 +62,17 @@ def _schema_text(schema: dict[str, Any]) -> str:
     """Returns the JSON text of a schema as llguidance reads it: with options, without unknown formats, and with
     `anyOf` in the place of `oneOf` where possible."""
     try:
-        known = changed(schema, _with_known_format)
-        return json.dumps({"x-guidance": _JSON_OPTIONS} | without_one_of(known, _no_text))
+        return _rewritten(json.dumps(schema))
     except RecursionError as exc:
-        raise InvalidRequestError("a JSON schema is nested too deeply: use fewer levels, or $ref") from exc
+        raise InvalidRequestError(_TOO_DEEP) from exc
+
+
+@functools.lru_cache(KEPT_SCHEMAS)
+def _rewritten(given: str) -> str:
+    known = changed(without_ignored(json.loads(given)), _with_known_format)
+    if len(given) <= MAX_PROVEN_CHARACTERS:
+        known = without_one_of(known, _no_text)
+    return json.dumps({"x-guidance": _JSON_OPTIONS} | known)
 
 
 def _with_known_format(schema: dict[str, Any]) -> dict[str, Any]:
@@ -106,8 +119,11 @@ def any_grammar(text: str) -> str:
 
 def followed_by(first: str, grammar: str) -> str:
     """Returns the grammar of the Lark rules `first`, in which `@body` refers to `grammar`."""
-    [body] = json.loads(grammar)["grammars"]
-    return json.dumps({"grammars": [{"lark_grammar": first}, {"name": "body", **body}]})
+    try:
+        [body] = json.loads(grammar)["grammars"]
+        return json.dumps({"grammars": [{"lark_grammar": first}, {"name": "body", **body}]})
+    except RecursionError as exc:
+        raise InvalidRequestError(_TOO_DEEP) from exc
 
 
 def text_literal(text: str) -> str:

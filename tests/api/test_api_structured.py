@@ -96,7 +96,16 @@ def test_each_field_has_its_grammar(
 
 
 @pytest.mark.parametrize(
-    "fields", [{"response_format": schema_format(EITHER)}, {"tools": TOOLS, "tool_choice": "required"}]
+    "fields",
+    [
+        {"response_format": schema_format({**EITHER, "title": "new"})},
+        {
+            "tools": [
+                {"type": "function", "function": {"name": "f", "parameters": {**EITHER, "title": "newer"}}}
+            ],
+            "tool_choice": "required",
+        },
+    ],
 )
 def test_grammars_are_not_made_on_the_event_loop(
     server: ApiServer, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -105,12 +114,12 @@ def test_grammars_are_not_made_on_the_event_loop(
     makers = set()
 
     def noted(schema: dict[str, Any], no_text: NoText) -> dict[str, Any]:
-        makers.add(threading.current_thread().name.split("_")[0])
+        makers.add(threading.current_thread().name.rpartition("_")[0])
         return schema
 
     monkeypatch.setattr(grammars, "without_one_of", noted)
     server.ask(CHAT, max_tokens=4, **fields)
-    assert makers == {"grammar"}
+    assert makers == {"grammar-maker"}
 
 
 def test_text_is_no_constraint(server: ApiServer) -> None:

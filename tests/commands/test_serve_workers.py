@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import multiprocessing.spawn
 import signal
 import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing import resource_tracker
 from pathlib import Path
 
 import pytest
@@ -15,8 +18,8 @@ from serve_process import LIGHT, Command, command, until_gone
 
 from disagg.commands import workers
 from disagg.commands.router_server import ModelFacts
-from disagg.core.config.read import Config
-from disagg.core.errors import ConfigError
+from disagg.core.config.read import ApiConfig, Config
+from disagg.core.errors import ConfigError, DisaggError
 from disagg.model.load.tiny import make_tiny_checkpoint
 from transport.keys.curve import make_keys
 from transport.keys.file import save_keys
@@ -109,7 +112,20 @@ def test_a_tokenizer_that_cannot_be_copied_is_refused(monkeypatch: pytest.Monkey
     with pytest.raises(
         ConfigError, match=r"tokenizer of tiny, a function, .*set api.workers \(--workers\) to 1"
     ):
-        workers.worker_model(Config())
+        workers.worker_model(Config(), "")
+
+
+def test_a_worker_that_dies_at_once_ends_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also with a tokenizer that is larger than a pipe, which nobody would read."""
+    resource_tracker.ensure_running()
+    monkeypatch.setattr(multiprocessing.spawn, "_python_exe", b"/bin/false")
+    config = Config(api=ApiConfig(workers=2))
+    model = workers.WorkerModel(bytes(1 << 20), "fingerprint")
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        pytest.raises(DisaggError, match="a worker ended: exit code 1"),
+    ):
+        asyncio.run(workers.run_workers(config, model, "tcp://127.0.0.1:1", listener))
 
 
 def test_a_signal_ends_all_workers(running: Command) -> None:

@@ -13,7 +13,7 @@ from llguidance import LLTokenizer
 from small_schemas import RandomSchemas, small_values
 
 from disagg.core.errors import InvalidRequestError
-from disagg.core.grammars import compile_grammar, schema_grammar, schema_rule
+from disagg.core.grammars import MAX_PROVEN_CHARACTERS, compile_grammar, schema_grammar, schema_rule
 from disagg.core.json_schema.document import MAX_REGEX_PROOFS, MAX_STEPS, Document, GaveUpError
 from disagg.core.json_schema.exclusive import without_one_of
 from disagg.core.json_schema.impossible import impossible
@@ -36,6 +36,11 @@ REWRITTEN: dict[str, dict[str, Any]] = {
     "types behind references": {
         "oneOf": [{"$ref": "#/$defs/x"}, {"type": "null"}],
         "$defs": {"x": {"$ref": "#/$defs/y~1z"}, "y/z": {"type": "string"}},
+    },
+    "keywords beside a reference before draft 2019": {
+        **DRAFT_7,
+        "oneOf": [{"$ref": "#/definitions/x", "type": "string"}, {"type": "null"}],
+        "definitions": {"x": {}},
     },
     "equal branches": {"oneOf": [{"type": "string"}, {"type": "string"}, {"type": "null"}]},
     "equal branches with a pattern": {
@@ -141,12 +146,6 @@ STAYS: dict[str, dict[str, Any]] = {
     "objects open at the ends": {
         "oneOf": [{"properties": {"a": {"pattern": "a"}}}, {"properties": {"b": {"pattern": "b"}}}]
     },
-    "const before draft 6": {**DRAFT_4, "oneOf": [{"const": 1}, {"const": 2}]},
-    "keywords beside a reference before draft 2019": {
-        **DRAFT_7,
-        "oneOf": [{"$ref": "#/definitions/x", "type": "string"}, {"type": "null"}],
-        "definitions": {"x": {}},
-    },
     "reference into a branch": {
         "oneOf": [{"type": "null"}, {"type": "array", "items": {"$ref": "#/oneOf/0"}}],
     },
@@ -154,6 +153,28 @@ STAYS: dict[str, dict[str, Any]] = {
         "oneOf": [{"$id": "http://x/y", "type": "array", "items": {"$ref": "#/$defs/z"}}, {"type": "null"}],
     },
     "integers before draft 6": {**DRAFT_4, "oneOf": [{"enum": [1.0]}, {"type": "integer"}]},
+    "a value that no float holds": {
+        "oneOf": [{"type": "integer", "minimum": 0, "maximum": 1 << 55}, {"const": (1 << 55) - 1}]
+    },
+    "limits that no float holds": {
+        "oneOf": [{"type": "integer", "minimum": 0}, {"type": "integer", "maximum": (1 << 53) + 1}]
+    },
+    "exclusive limits that no float holds": {
+        "oneOf": [
+            {"type": "integer", "exclusiveMinimum": 0},
+            {"type": "integer", "exclusiveMaximum": 1 << 54},
+        ]
+    },
+    "long lists of values": {
+        "oneOf": [
+            {"enum": [f"a{number}" for number in range(2000)]},
+            {"enum": [f"a{number}" for number in range(1, 2001)]},
+        ]
+    },
+    "more characters than are read": {
+        "description": "a" * MAX_PROVEN_CHARACTERS,
+        "oneOf": [{"required": ["a"]}, {"required": ["b"]}],
+    },
     "items of tuples beside the branches": {
         "prefixItems": [{}],
         "items": {"type": "null"},
@@ -305,6 +326,7 @@ def test_what_is_proven_impossible_has_no_value() -> None:
             {"const": math.inf},
             {"const": 10**400},
         ),
+        *({"$ref": f"#/oneOf/{'1' * 5000}"}, {"$ref": "#/oneOf/01"}, {"$ref": "#/oneOf/\u0663"}),
         *({"$ref": 5}, {"$ref": "#/nowhere"}, {"allOf": {}}, {"anyOf": [[]]}, {"minLength": -1}),
     ],
     ids=lambda part: str(part)[:20],
@@ -314,6 +336,24 @@ def test_what_is_no_schema_is_left_to_llguidance(part: dict[str, Any]) -> None:
         {"oneOf": [part, {"type": "number", **part}, {"type": "object", "required": ["a"]}]}
     )
     assert text.startswith('{"grammars"')
+
+
+@pytest.mark.parametrize(
+    ("schema", "read"),
+    [
+        (
+            {**DRAFT_7, "anyOf": [{"type": "null"}, {"$ref": "#/definitions/q", "type": "boolean"}]},
+            {**DRAFT_7, "anyOf": [{"type": "null"}, {"$ref": "#/definitions/q"}]},
+        ),
+        ({**DRAFT_4, "type": "string", "const": "a"}, {**DRAFT_4, "type": "string"}),
+        ({**DRAFT_7, "const": {"$ref": "x", "const": 1}}, {**DRAFT_7, "const": {"$ref": "x", "const": 1}}),
+        ({"$ref": "#/definitions/q", "type": "boolean"}, {"$ref": "#/definitions/q", "type": "boolean"}),
+    ],
+    ids=["beside a reference", "const in draft 4", "plain values", "2020-12"],
+)
+def test_llguidance_does_not_read_what_a_draft_ignores(schema: dict[str, Any], read: dict[str, Any]) -> None:
+    definitions = {"definitions": {"q": True}}
+    assert rewritten({**schema, **definitions}) == {**read, **definitions}
 
 
 def test_one_of_in_plain_values_and_as_a_name_is_no_keyword() -> None:

@@ -88,7 +88,8 @@ class ApiServer:
         assert self._up.wait(PATIENCE_S), "the server did not come up"
         if self._with_tokenizer:  # starts the tokenizer's thread, which is the server's and no test's
             self.run(self.model.encode("x" * (SHORT_CHARACTERS + 1)))
-            self.run(self.model.check_grammar(regex_grammar("a"), "regex"))  # and the grammars' thread
+            self.run(self.model.check_grammar(regex_grammar("a"), "regex"))  # and the grammars' threads
+            self.run(self.model.make_grammar(lambda: None))
         self.client = httpx.Client(base_url=self.url, timeout=PATIENCE_S, trust_env=False)
         return self
 

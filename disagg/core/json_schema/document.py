@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 from urllib.parse import unquote
@@ -15,6 +16,8 @@ MISSING = object()
 """Returned for a reference that leads nowhere."""
 MAX_STEPS = 6_000
 """Limit of the schemas that the proofs about one document may read, and of the cases that they may combine."""
+VALUES_OF_STEP = 32
+"""Values of an `enum` that a proof reads in the time of a step."""
 MAX_REGEX_PROOFS = 12
 """Limit of the proofs about one document that compare regular expressions; each takes some milliseconds."""
 _SCHEMAS_BY_NAME = frozenset(
@@ -24,6 +27,10 @@ _SCHEMAS_BY_NAME = frozenset(
 _PLAIN_VALUES = frozenset(("const", "default", "enum", "examples"))
 """Keywords whose values are no schemas."""
 
+_INDEX = re.compile(r"0|[1-9][0-9]{0,8}")
+"""An index of a list in a `$ref`."""
+_BESIDE_REF = frozenset(("$defs", "$id", "$ref", "$schema", "definitions", "id"))
+"""Keywords beside `$ref` to which references may lead, or that name the schema."""
 _LIMITS = frozenset(("const", "enum", "exclusiveMaximum", "exclusiveMinimum", "maximum", "minimum"))
 
 
@@ -55,13 +62,34 @@ _UNKNOWN = Dialect(const=False, numeric_exclusive=False, ref_siblings=False)
 """Proofs use only keywords on which all drafts agree."""
 
 
+def dialect_of(root: dict[str, Any]) -> Dialect:
+    """Returns the dialect that a schema names, by default that of 2020-12."""
+    name = root.get("$schema", "https://json-schema.org/draft/2020-12/schema")
+    return _DIALECTS.get(name.rstrip("#"), _UNKNOWN) if isinstance(name, str) else _UNKNOWN
+
+
+def without_ignored(root: dict[str, Any]) -> dict[str, Any]:
+    """Returns a schema without the keywords that its draft ignores, and that llguidance would apply: those beside
+    `$ref` up to draft 7, and `const` in draft 4."""
+    dialect = dialect_of(root)
+    if dialect == _UNKNOWN or dialect.ref_siblings:
+        return root
+
+    def applied(schema: dict[str, Any]) -> dict[str, Any]:
+        if "$ref" in schema:
+            return {key: one for key, one in schema.items() if key in _BESIDE_REF}
+        return {key: one for key, one in schema.items() if dialect.const or key != "const"}
+
+    found: dict[str, Any] = changed(root, applied)
+    return found
+
+
 class Document:
     """A whole schema, within which references are resolved."""
 
     def __init__(self, root: dict[str, Any], no_text: NoText) -> None:
         self.root = root
-        name = root.get("$schema", "https://json-schema.org/draft/2020-12/schema")
-        self.dialect = _DIALECTS.get(name.rstrip("#"), _UNKNOWN) if isinstance(name, str) else _UNKNOWN
+        self.dialect = dialect_of(root)
         self._no_text = no_text
         self._regex_proofs: dict[str, bool] = {}
         self._texts: dict[int, tuple[Schema, str]] = {}
@@ -117,7 +145,7 @@ def pointed(root: object, ref: object) -> object:
         name = unquote(segment).replace("~1", "/").replace("~0", "~")
         if isinstance(found, dict) and name in found:
             found = found[name]
-        elif isinstance(found, list) and name.isdecimal() and int(name) < len(found):
+        elif isinstance(found, list) and _INDEX.fullmatch(name) and int(name) < len(found):
             found = found[int(name)]
         else:
             return MISSING

@@ -15,6 +15,7 @@ from typing import Any
 
 from disagg.core.json_schema.document import (
     MISSING,
+    VALUES_OF_STEP,
     Document,
     GaveUpError,
     Schema,
@@ -224,6 +225,7 @@ def _string_schemas(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
 def _value_lists(document: Document, schema: dict[str, Any]) -> Iterator[list[Facts]]:
     """Yields the cases of `enum`, and of `const`."""
     if isinstance(schema.get("enum"), list):
+        document.spend(len(schema["enum"]) // VALUES_OF_STEP)
         yield facts_of_values(schema["enum"])
     if "const" in schema and document.dialect.const:
         yield facts_of_values([schema["const"]])

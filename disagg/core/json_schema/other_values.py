@@ -16,6 +16,8 @@ Union = list[Schema]
 Rule = Callable[[Context, dict[str, Any]], Union | None]
 """Returns the values of a context that violate a keyword of a schema; None without such a union."""
 _MAX_NUMBERS = 16
+_MOST_EXACT = 1 << 53
+"""llguidance compares numbers as 64-bit floats, which hold every integer up to this one."""
 
 
 def union_of(parts: Iterable[Union | None]) -> Union | None:
@@ -53,7 +55,7 @@ def limit_rule(keyword: str) -> Rule:
 
     def rule(context: Context, schema: dict[str, Any]) -> Union | None:
         limit = schema[keyword]
-        if not is_number(limit):
+        if not is_number(limit) or abs(limit) >= _MOST_EXACT:
             return None
         if context.document.dialect.boolean_exclusive and schema.get(exclusive) is True:
             return [{"type": "number", opposite: limit}]
@@ -70,9 +72,8 @@ def exclusive_rule(keyword: str) -> Rule:
         limit, dialect = schema[keyword], context.document.dialect
         if dialect.boolean_exclusive and isinstance(limit, bool):
             return []  # the rule of the limit reads this keyword
-        return (
-            [{"type": "number", opposite: limit}] if dialect.numeric_exclusive and is_number(limit) else None
-        )
+        exact = dialect.numeric_exclusive and is_number(limit) and abs(limit) < _MOST_EXACT
+        return [{"type": "number", opposite: limit}] if exact else None
 
     return rule
 
@@ -82,6 +83,8 @@ def _beyond(context: Context, keyword: str, limit: float) -> Union | None:
 
     llguidance 1.9 generates 1 for numbers above 1 and below 1.5. No such range can arise if all limits are integers.
     """
+    if abs(limit) >= _MOST_EXACT:
+        return None
     if context.document.has_fractions() and not context.excludes({"type": FRACTION}):
         return None
     exclusive = f"exclusive{keyword.capitalize()}"
