@@ -178,7 +178,7 @@ def pytest_collection() -> Iterator[None]:
     """
     with imports_frozen():
         result = yield
-    gc.set_threshold(YOUNG_OBJECTS, 10, 10)
+    gc.set_threshold(YOUNG_OBJECTS, 20, 20)
     return result
 
 
