@@ -102,8 +102,13 @@ def base_classes() -> tuple[type, ...]:
     told which request's KV did not come if there are several groups; there, vLLM keeps one group.
     """
     base = importlib.import_module(BASE_MODULE)
-    several = hasattr(base, "SupportsHMA") and hasattr(base, "KVConnectorTransferResults")
+    several = hasattr(base, "SupportsHMA") and reports_failed_requests()
     return (base.KVConnectorBase_V1, base.SupportsHMA) if several else (base.KVConnectorBase_V1,)
+
+
+def reports_failed_requests() -> bool:
+    """Returns whether this vLLM can be told which request's KV did not come."""
+    return hasattr(importlib.import_module(BASE_MODULE), "KVConnectorTransferResults")
 
 
 def transfer_results(sent: set[str] | None, received: set[str] | None, failed: set[str]) -> Any:
@@ -138,6 +143,11 @@ def facts_of(vllm_config: Any, kv_cache_config: Any) -> EngineFacts:
     whole_blocks = vllm_config.device_config.device_type == "cpu"
     groups = _groups_of(kv_cache_config.kv_cache_groups, whole_blocks)
     several = len(groups) > 1 or groups[0].local
+    if groups[0].local and len(groups) == 1 and not reports_failed_requests():
+        raise ConfigError(
+            "all layers of the model have sliding windows, and this version of vLLM cannot be told which request's "
+            "KV did not come; DisaggConnector needs a version with KVConnectorTransferResults for this model"
+        )
     known = f"{model.model} {model.dtype if dtype == 'auto' else dtype}"
     return EngineFacts(
         engine_id=str(transfer.engine_id),
@@ -227,15 +237,18 @@ def prompt_is_computed(request: Any) -> bool:
 def drop_last_prompt_token(request: Any) -> None:
     """Shortens the prompt of a waiting request by one token, as vLLM's NixlConnector does for recurrent models.
 
-    The request's answer is then of no use. A prompt of one token, one without token ids, and one whose
-    log-probabilities are asked for stay as they are.
+    The request's answer is then of no use, and ends with its first token: the KV of further ones would be cached for
+    the tokens of the whole prompt, whose hashes vLLM has computed. A prompt of one token, one without token ids or
+    with embeddings, and one whose log-probabilities are asked for stay as they are.
     """
     tokens, own = request.prompt_token_ids, vars(request)["_all_token_ids"]
     asked = getattr(request, "skip_reading_prefix_cache", False)
-    if tokens and not asked and len(tokens) == len(own) == request.num_prompt_tokens > 1:
+    embedded = getattr(request, "prompt_embeds", None) is not None
+    if tokens and not asked and not embedded and len(tokens) == len(own) == request.num_prompt_tokens > 1:
         request.prompt_token_ids = tokens[:-1]  # a copy: vLLM's frontend may have the same list
         del own[-1:]
         request.num_prompt_tokens -= 1
+        request.max_tokens = 1
 
 
 def answers_one_token(request: Any) -> bool:

@@ -190,6 +190,8 @@ class WorkerSide:
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Returns the blocks whose KV did not come, where `failed_requests` has nothing to report."""
         failed = _taken(self.consuming.failed_blocks) if self.consuming is not None else set()
+        if self._by_blocks and self.consuming is not None:
+            self.consuming.failed_requests.clear()  # nobody asks for them
         return failed if self._by_blocks else set()
 
     def shutdown(self) -> None:

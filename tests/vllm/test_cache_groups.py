@@ -147,11 +147,13 @@ def test_both_engines_at_once(checksum: bool) -> None:
 
 
 def test_a_producer_that_has_freed_the_window_refuses() -> None:
-    """A request with a long answer: its window has moved on. The consumer computes the prompt at once."""
+    """A request with a long answer, whose prompt is not shortened: its window has moved on. The consumer computes the
+    prompt at once."""
     network = EngineNetwork()
     p, d = (FakeEngine(network, name, groups=full_and(20), blocks=40) for name in ("p", "d"))
     first = asks_prefill("p1", 5, TOKENS)
     first.max_tokens = 60
+    first.skip_reading_prefix_cache = True
     p.submit(first)
     run(network, p)
     second = d.submit(asks_decode("d1", first))

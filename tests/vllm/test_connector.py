@@ -192,6 +192,16 @@ def test_groups_of_vllm(groups: list[Any], expected: list[CacheGroup], extra: di
     assert plain is (expected == [CacheGroup(16, ("layers.0",))])
 
 
+def test_windows_only_need_a_version_that_is_told_of_failed_requests(
+    extra: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM would take the first blocks of such a request, which are freed or null, as computed."""
+    install(monkeypatch, names=())
+    vllm_config, caches = configs("p", extra, groups=[SLIDING])
+    with pytest.raises(ConfigError, match="needs a version with KVConnectorTransferResults"):
+        facts_of(vllm_config, caches)
+
+
 def test_failed_requests_are_named(extra: dict[str, Any]) -> None:
     """Of a model with several groups, because block ids do not tell the group."""
     from disagg.vllm.connector import DisaggConnector

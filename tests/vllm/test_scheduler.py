@@ -222,6 +222,7 @@ def test_blocks_before_a_window_are_not_announced() -> None:
         (full_and(20), 1, {}, 1),
         (full_and(20), 50, {"skip_reading_prefix_cache": True}, 50),  # log-probabilities of the prompt
         (full_and(20), 50, {"prompt_token_ids": None}, 50),  # embeddings
+        (full_and(20), 50, {"prompt_embeds": object()}, 50),  # token ids and embeddings
         (full_and(20), 50, {"kv_transfer_params": None}, 50),
         (full_and(), 50, {}, 50),
     ],
@@ -230,10 +231,11 @@ def test_prompts_are_shortened_for_windows_only(
     groups: tuple[CacheGroup, ...], tokens: int, changes: dict[str, Any], left: int
 ) -> None:
     one, request = Scheduling(groups=groups), asks_prefill("p1", 1, tokens)
-    for name, value in changes.items():
+    for name, value in {"max_tokens": 9, **changes}.items():
         setattr(request, name, value)
     one.side.on_new_request(request)
     assert request.num_prompt_tokens == left
+    assert request.max_tokens == (9 if left == tokens else 1), "vLLM has the hashes of the whole prompt"
     assert request.prompt_token_ids is None or len(request.prompt_token_ids) == left
 
 
