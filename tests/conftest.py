@@ -125,13 +125,9 @@ def _rotated(tests: Path) -> list[str]:
     In a fresh clone pytest compiles each test file. Workers that collect in one order compile every file at the same
     time; here each finds most files compiled by another one.
     """
-    found = sorted(str(path) for path in tests.iterdir() if any(path.glob("**/test_*.py")) or _is_test(path))
+    found = sorted({str(tests / path.relative_to(tests).parts[0]) for path in tests.rglob("test_*.py")})
     first = len(found) * int(WORKER.removeprefix("gw")) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
     return found[first:] + found[:first]
-
-
-def _is_test(path: Path) -> bool:
-    return path.name.startswith("test_") and path.suffix == ".py"
 
 
 def _own_cpu() -> int:

@@ -85,8 +85,9 @@ async def chat_generation(
             # The grammar of the content is checked alone first, so that an error of it names the content's field.
             await model.check_grammar(wanted.grammar, wanted.param)
             wanted = wanted._replace(param="tools")
-        whole = await model.make_grammar(partial(answer_grammar, plan, wanted.grammar, model.marker))
-        request = await with_grammar(request, wanted._replace(grammar=whole), model)
+        whole = partial(answer_grammar, plan, wanted.grammar, model.marker)
+        grammar = await model.make_grammar(whole) if tools else whole()  # only schemas of tools take long
+        request = await with_grammar(request, wanted._replace(grammar=grammar), model)
     return replace(request, plan=plan, decode=request.decode or model.chat_decode) if plan.parses else request
 
 

@@ -30,14 +30,14 @@ class GrammarChecks:
         self._tokenizer, self._vocab_tokens, self._eos_ids = tokenizer, vocab_tokens, eos_ids
         self._vocabulary: LLTokenizer | None = None
         self._maker = ThreadPoolExecutor(1, thread_name_prefix="grammar-maker")
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")
+        self._checker = ThreadPoolExecutor(1, thread_name_prefix="grammar")
         self._errors: OrderedDict[bytes, str] = OrderedDict()
         """Error message by the grammar's hash; empty for a valid grammar."""
 
     def close(self) -> None:
         """Ends the threads."""
         self._maker.shutdown(wait=True, cancel_futures=True)
-        self._thread.shutdown(wait=True, cancel_futures=True)
+        self._checker.shutdown(wait=True, cancel_futures=True)
 
     async def make(self, make: Callable[[], T]) -> T:
         """Runs `make`, which returns a grammar, on a thread of its own: a schema with `oneOf` of many branches takes
@@ -55,7 +55,7 @@ class GrammarChecks:
         error = self._errors.get(key)
         if error is None:
             loop = asyncio.get_running_loop()
-            error = await loop.run_in_executor(self._thread, self._error_of, grammar)
+            error = await loop.run_in_executor(self._checker, self._error_of, grammar)
             self._errors[key] = error
             if len(self._errors) > KEPT_CHECKS:
                 self._errors.popitem(last=False)

@@ -212,7 +212,7 @@ def _render(
 
 
 def _special_tokens(tokenizer: Any) -> dict[str, int]:
-    """Returns the special tokens, by their texts."""
+    """Returns the special tokens by their texts: of several tokens with one text, the first."""
     added = list(tokenizer.added_tokens_decoder.items())
     return {one.content: token for token, one in reversed(added) if one.special}
 

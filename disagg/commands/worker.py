@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import signal
 from dataclasses import dataclass
-from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -95,8 +94,7 @@ def _run(pipe: Connection, settings: WorkerSettings) -> None:
         sys.setswitchinterval(SWITCH_INTERVAL_S)  # the tokenizer's thread shares the GIL
         try:
             parts = ServerParts(config, model, api_keys(config.api), tracing, listener, siblings)
-            fingerprint_of = partial(str, settings.fingerprint)
-            made = joined_router(config, control_keys, settings.directory, fingerprint_of)
+            made = joined_router(config, control_keys, settings.directory, lambda: settings.fingerprint)
             run_loop(_serve(pipe, made, parts))
         finally:
             model.close()

@@ -104,12 +104,8 @@ class _WorkerSupervisor:
     """Starts the workers, and restarts those that end, until `stop`. Used on one event loop."""
 
     def __init__(self, config: Config, fingerprint: str, directory: str, folder: Path) -> None:
-        self._config, self._fingerprint, self._directory, self._folder = (
-            config,
-            fingerprint,
-            directory,
-            folder,
-        )
+        self._config, self._fingerprint = config, fingerprint
+        self._directory, self._folder = directory, folder
         self._workers: dict[int, _WorkerProcess] = {}
         self._stop = Stop()
         self._served = False

@@ -12,7 +12,7 @@ from typing import Any
 
 from disagg.core.errors import ConfigError
 from disagg.core.types import Span
-from disagg.vllm.groups import BlockTables, CacheGroup
+from disagg.vllm.groups import BlockTables, CacheGroup, is_plain
 
 BASE_MODULE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
 _COMPUTED = ("FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED")
@@ -142,8 +142,8 @@ def facts_of(vllm_config: Any, kv_cache_config: Any) -> EngineFacts:
     dtype = vllm_config.cache_config.cache_dtype
     whole_blocks = vllm_config.device_config.device_type == "cpu"
     groups = _groups_of(kv_cache_config.kv_cache_groups, whole_blocks)
-    several = len(groups) > 1 or groups[0].local
-    if groups[0].local and len(groups) == 1 and not reports_failed_requests():
+    plain = is_plain(groups)
+    if len(groups) == 1 and not plain and not reports_failed_requests():
         raise ConfigError(
             "all layers of the model have sliding windows, and this version of vLLM cannot be told which request's "
             "KV did not come; DisaggConnector needs a version with KVConnectorTransferResults for this model"
@@ -158,7 +158,7 @@ def facts_of(vllm_config: Any, kv_cache_config: Any) -> EngineFacts:
         kv_heads=1 if latent else model.get_total_num_kv_heads(),
         blocks=kv_cache_config.num_blocks,
         groups=groups,
-        fingerprint=" | ".join([known, *(group.describe() for group in groups)]) if several else known,
+        fingerprint=" | ".join([known, *(group.describe() for group in groups)]) if not plain else known,
         async_scheduling=bool(getattr(vllm_config.scheduler_config, "async_scheduling", False)),
         extra=dict(transfer.kv_connector_extra_config or {}),
         whole_blocks=whole_blocks,

@@ -79,9 +79,7 @@ class Consuming:
         self._landed = self._failed = self._cancelled = 0
         self.finished: deque[str] = deque()
         """Requests whose blocks nobody writes any more; any thread may pop."""
-        self.failed_blocks: deque[int] = deque()
-        """Blocks of the first KV cache group without their KV; a request's blocks come before it in `finished`."""
-        self.failed_requests: deque[str] = deque()
+        self.failed: deque[ReceiveWork] = deque()
         """Requests without their KV; each one comes here before it comes in `finished`."""
 
     # --- work of the engine's scheduler
@@ -186,8 +184,7 @@ class Consuming:
         del self._open[reserved.ticket.number]
         if reserved.state is not IncomingState.LANDED:
             if reserved.failed:
-                self.failed_requests.append(reserved.work.request_id)
-                self.failed_blocks.extend(reserved.work.tables[0])
+                self.failed.append(reserved.work)
             self.finished.append(reserved.work.request_id)
 
     def _send_releases(self) -> None:

@@ -6,6 +6,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from disagg.kv.pages import pages_for
+
 NULL_BLOCK = 0
 """vLLM's block in the place of freed and skipped ones; it holds no KV."""
 BlockTables = tuple[list[int], ...]
@@ -48,12 +50,22 @@ class CacheGroup:
         freed = min(len(blocks), self.first_needed(tokens) // self.block_size)
         return [NULL_BLOCK] * freed + list(blocks[freed:])
 
-    def holds(self, blocks: Sequence[int], start: int, stop: int) -> bool:
-        """Returns whether the block table has a block for each token from `start` to `stop`."""
-        first, end = start // self.block_size, -(-stop // self.block_size)
-        return len(blocks) >= end and NULL_BLOCK not in blocks[first:end]
-
     def describe(self) -> str:
         """Returns the kind of attention and the layers' numbers, equal in all engines of the same model."""
         kind = f"window {self.window}" if self.window else f"chunk {self.chunk}" if self.chunk else "full"
         return f"{kind}: {' '.join(sorted('.'.join(re.findall(r'[0-9]+', name)) or name for name in self.layers))}"
+
+
+def is_plain(groups: Sequence[CacheGroup]) -> bool:
+    """Returns whether one group has all layers, and vLLM keeps all blocks of a running request."""
+    return len(groups) == 1 and not groups[0].local
+
+
+def block_span(start: int, stop: int, block_size: int) -> slice:
+    """Returns the part of a block table that has the tokens from `start` to `stop`."""
+    return slice(start // block_size, pages_for(stop, block_size))
+
+
+def holds(blocks: Sequence[int], part: slice) -> bool:
+    """Returns whether a block table has a block at each place of `part`."""
+    return len(blocks) >= part.stop and NULL_BLOCK not in blocks[part]

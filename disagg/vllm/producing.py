@@ -22,7 +22,7 @@ from disagg.data_path.producer import KVProducer
 from disagg.kv.pages import pages_for
 from disagg.node.device import DeviceEvent
 from disagg.node.links import Link
-from disagg.vllm.groups import BlockTables, CacheGroup
+from disagg.vllm.groups import BlockTables, block_span, holds
 from disagg.vllm.work import HoldWork, PrefillWork
 from prefill_node.step_part import StepPart
 from transport.control import messages as m
@@ -254,7 +254,7 @@ class Producing:
             return f"the prompts of both engines differ: {prompt.positions} positions here, not {stop}"
         for number, start in enumerate(ticket.starts or [ticket.tokens.start]):
             table = tables.table_of(number)
-            if not CacheGroup(tables.page_sizes[table]).holds(prompt.tables[table], start, stop):
+            if not holds(prompt.tables[table], block_span(start, stop, tables.page_sizes[table])):
                 return (
                     f"vLLM has freed blocks of positions {start} to {stop - 1} here. With sliding windows, the "
                     "producer's request must have max_tokens 1, and the consumer's blocks must not be larger"

@@ -21,7 +21,7 @@ from disagg.vllm.compat import (
     scheduled,
 )
 from disagg.vllm.directory import EngineDirectory
-from disagg.vllm.groups import BlockTables
+from disagg.vllm.groups import BlockTables, block_span
 from disagg.vllm.work import HoldWork, PrefillWork, ReceiveWork, ReleaseWork, StepWork, WorkerHandshake
 from transport.tags import TICKET_NUMBERS
 
@@ -100,7 +100,7 @@ class SchedulerSide:
     # --- scheduling
 
     def on_new_request(self, request: Any) -> None:
-        """Shortens a prompt that another engine continues, where `EngineFacts.handed_over` says so."""
+        """Shortens a prompt that another engine continues, where `EngineFacts.handed_over` counts one token less."""
         params = request.kv_transfer_params or {}
         if params.get("do_remote_decode") and self._facts.produces and self._facts.local:
             drop_last_prompt_token(request)
@@ -140,7 +140,7 @@ class SchedulerSide:
     def _receive(self, request: Any, tables: BlockTables, tokens: Span) -> None:
         params = request.kv_transfer_params
         needed = tuple(
-            blocks[tokens.start // group.block_size : -(-tokens.stop // group.block_size)]
+            blocks[block_span(tokens.start, tokens.stop, group.block_size)]
             for group, blocks in zip(self._facts.groups, tables, strict=True)
         )
         group = group_name(self._facts.engine_id, "decode")

@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -23,6 +23,7 @@ from disagg.node.device import record_event
 from disagg.vllm.caches import BorrowedCaches, borrow_caches
 from disagg.vllm.compat import EngineFacts
 from disagg.vllm.consuming import Consuming
+from disagg.vllm.groups import is_plain
 from disagg.vllm.producing import Producing
 from disagg.vllm.scheduler import group_name
 from disagg.vllm.settings import VllmSettings
@@ -31,6 +32,7 @@ from prefill_node.step_part import StepPart
 from transport.control.zmq import make_control
 from transport.select import TLSOptions, make_transport
 
+T = TypeVar("T")
 MakeWires = Callable[[torch.device], Wires]
 """Makes the connections of one endpoint, whose pools are on the device."""
 
@@ -48,7 +50,6 @@ class WorkerSide:
     ) -> None:
         self._facts, self._settings, self._tp_rank = facts, settings, tp_rank
         self._make_wires = make_wires
-        self._by_blocks = len(facts.groups) == 1 and not facts.local
         self.producing = Producing(tp_rank, settings.lease_s, clock) if facts.produces else None
         """Outgoing transfers; None in a consumer."""
         link_s = settings.config.control.peer_timeout_s
@@ -174,8 +175,8 @@ class WorkerSide:
         """Returns the requests whose blocks are read no more, and those whose blocks are written no more."""
         for endpoint in self.endpoints:
             endpoint.computing = False  # vLLM calls this method at the end of each step
-        sent = _taken(self.producing.finished) if self.producing is not None else set()
-        received = _taken(self.consuming.finished) if self.consuming is not None else set()
+        sent = set(_taken(self.producing.finished)) if self.producing is not None else set()
+        received = set(_taken(self.consuming.finished)) if self.consuming is not None else set()
         return sent or None, received or None
 
     def failed_requests(self) -> set[str]:
@@ -184,15 +185,15 @@ class WorkerSide:
         That is so with several KV cache groups, and where vLLM takes tokens before the first such block as computed
         although their KV was not needed. The caller has called `get_finished` before.
         """
-        failed = _taken(self.consuming.failed_requests) if self.consuming is not None else set()
-        return set() if self._by_blocks else failed
+        if self.consuming is None or is_plain(self._facts.groups):
+            return set()
+        return {work.request_id for work in _taken(self.consuming.failed)}
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Returns the blocks whose KV did not come, where `failed_requests` has nothing to report."""
-        failed = _taken(self.consuming.failed_blocks) if self.consuming is not None else set()
-        if self._by_blocks and self.consuming is not None:
-            self.consuming.failed_requests.clear()  # nobody asks for them
-        return failed if self._by_blocks else set()
+        if self.consuming is None or not is_plain(self._facts.groups):
+            return set()
+        return {block for work in _taken(self.consuming.failed) for block in work.tables[0]}
 
     def shutdown(self) -> None:
         """Ends the endpoints' threads and connections."""
@@ -216,9 +217,9 @@ def host_of(address: str) -> str:
     return address.removeprefix("tcp://").rpartition(":")[0]
 
 
-def _taken(queue: deque[Any]) -> set[Any]:
+def _taken(queue: deque[T]) -> list[T]:
     """Empties a queue that the transfer thread fills."""
-    found = set()
+    found = []
     while queue:
-        found.add(queue.popleft())
+        found.append(queue.popleft())
     return found

@@ -461,3 +461,23 @@ def asks_decode(name: str, prefilled: FakeRequest) -> FakeRequest:
     """The continuation of a prefilled request, as a proxy makes it."""
     assert prefilled.answer_params is not None
     return FakeRequest(name, prefilled.prompt, prefilled.tokens, dict(prefilled.answer_params))
+
+
+def run(network: EngineNetwork, *engines: FakeEngine, steps: int = 12) -> None:
+    """Steps and checks the engines in turns, and delivers all messages."""
+    for _ in range(steps):
+        for engine in engines:
+            engine.step()
+            engine.check()
+        network.settle()
+
+
+def handed_over(network: EngineNetwork, p: FakeEngine, d: FakeEngine, tokens: int) -> FakeRequest:
+    """Runs a prompt at `p`, then at `d`. Returns the request of `d`, which has ended."""
+    first = p.submit(asks_prefill("p1", 5, tokens))
+    run(network, p)
+    assert first.finished
+    second = d.submit(asks_decode("d1", first))
+    run(network, p, d)
+    assert second.finished
+    return second

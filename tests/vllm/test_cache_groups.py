@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import pytest
 from engine_network import EngineNetwork
-from fake_vllm import FakeEngine, FakeRequest, asks_decode, asks_prefill, full_and, small_settings
+from fake_vllm import (
+    FakeEngine,
+    FakeRequest,
+    asks_decode,
+    asks_prefill,
+    full_and,
+    handed_over,
+    run,
+    small_settings,
+)
 
 from disagg.vllm.groups import CacheGroup
 
@@ -12,21 +21,9 @@ TOKENS = 90
 OTHERS = [19, 20, *range(80, 83), *range(85, 97)]
 
 
-def run(network: EngineNetwork, *engines: FakeEngine, steps: int = 12) -> None:
-    for _ in range(steps):
-        for engine in engines:
-            engine.step()
-            engine.check()
-        network.settle()
-
-
-def handed_over(network: EngineNetwork, p: FakeEngine, d: FakeEngine, tokens: int = TOKENS) -> FakeRequest:
+def landed(network: EngineNetwork, p: FakeEngine, d: FakeEngine) -> FakeRequest:
     """`check_kv` of the consumer compares each cell that it reads later."""
-    first = p.submit(asks_prefill("p1", 5, tokens))
-    run(network, p)
-    assert first.finished
-    second = d.submit(asks_decode("d1", first))
-    run(network, p, d)
+    second = handed_over(network, p, d, TOKENS)
     assert second.landed
     p.check_empty()
     d.check_empty()
@@ -45,7 +42,7 @@ def test_only_the_window_is_moved(prefill_tp: int, decode_tp: int) -> None:
     groups = full_and(20, 50)
     p = FakeEngine(network, "p", tp=prefill_tp, groups=groups, blocks=40)
     d = FakeEngine(network, "d", tp=decode_tp, groups=groups, blocks=40, layout="hnd, packed")
-    handed_over(network, p, d)
+    landed(network, p, d)
     # The token after 89 attends to 19 and 49 tokens before it, which are in blocks of 16 tokens.
     assert tokens_sent(p) == 89 + (89 - 64) + (89 - 32)
 
@@ -80,7 +77,7 @@ def test_groups_with_blocks_of_other_sizes(
         FakeEngine(network, name, groups=(CacheGroup(sizes[0]), CacheGroup(sizes[1], window=20)), blocks=40)
         for name, sizes in (("p", prefill_sizes), ("d", decode_sizes))
     )
-    handed_over(network, p, d)
+    landed(network, p, d)
 
 
 def test_larger_blocks_of_the_consumer() -> None:
@@ -122,7 +119,7 @@ def test_a_prefix_hit_of_the_consumer(cached: int) -> None:
 def test_one_group_of_sliding_windows() -> None:
     network = EngineNetwork()
     p, d = (FakeEngine(network, name, groups=(CacheGroup(16, window=30),)) for name in ("p", "d"))
-    handed_over(network, p, d)
+    landed(network, p, d)
     assert tokens_sent(p) == 89 - 48
 
 
@@ -133,7 +130,7 @@ def test_both_engines_at_once(checksum: bool) -> None:
     p, d = (
         FakeEngine(network, name, groups=full_and(20), blocks=40, settings=settings) for name in ("p", "d")
     )
-    handed_over(network, p, d)  # links the engines
+    landed(network, p, d)  # links the engines
     source = {"remote_engine_id": "p", "remote_request_id": "p2", "remote_host": "p", "remote_port": 5580}
     second = d.submit(
         FakeRequest("d2", 6, TOKENS, {"do_remote_prefill": True, "transfer_id": "both", **source})

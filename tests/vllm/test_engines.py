@@ -4,35 +4,17 @@ from __future__ import annotations
 
 import pytest
 from engine_network import EngineNetwork
-from fake_vllm import FakeEngine, FakeRequest, asks_decode, asks_prefill, small_settings
+from fake_vllm import FakeEngine, FakeRequest, asks_decode, asks_prefill, handed_over, run, small_settings
 from layer_pools import VLLM_LAYOUTS
 
 TOKENS = 70
-
-
-def run(network: EngineNetwork, *engines: FakeEngine, steps: int = 12) -> None:
-    for _ in range(steps):
-        for engine in engines:
-            engine.step()
-            engine.check()
-        network.settle()
-
-
-def handed_over(network: EngineNetwork, p: FakeEngine, d: FakeEngine, tokens: int = TOKENS) -> FakeRequest:
-    first = p.submit(asks_prefill("p1", 5, tokens))
-    run(network, p)
-    assert first.finished
-    second = d.submit(asks_decode("d1", first))
-    run(network, p, d)
-    assert second.finished
-    return second
 
 
 @pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(1, 1), (1, 2), (2, 1), (3, 2), (4, 4)])
 def test_any_tp_sizes(prefill_tp: int, decode_tp: int) -> None:
     network = EngineNetwork()
     p, d = FakeEngine(network, "p", tp=prefill_tp), FakeEngine(network, "d", tp=decode_tp)
-    assert handed_over(network, p, d).landed
+    assert handed_over(network, p, d, TOKENS).landed
     p.check_empty()
     d.check_empty()
 
@@ -51,7 +33,7 @@ def test_any_layouts_and_block_sizes(
     other = layout if layout in ("one latent head", "nhd, kv first") else "nhd, packed"
     p = FakeEngine(network, "p", tp=prefill_tp, layout=layout, block_size=prefill_blocks)
     d = FakeEngine(network, "d", tp=decode_tp, layout=other, block_size=decode_blocks)
-    assert handed_over(network, p, d).landed
+    assert handed_over(network, p, d, TOKENS).landed
     p.check_empty()
     d.check_empty()
 
@@ -59,7 +41,7 @@ def test_any_layouts_and_block_sizes(
 def test_replicated_heads_are_sent_once() -> None:
     network = EngineNetwork()
     p, d = (FakeEngine(network, name, tp=2, kv_heads=1) for name in ("p", "d"))
-    assert handed_over(network, p, d).landed
+    assert handed_over(network, p, d, TOKENS).landed
     sent = [worker.producing.endpoint.agent.statistics().bytes_sent for worker in p.workers]
     assert sum(sent) == 2 * TOKENS * 3 * 2 * 4 * 2  # two consumers, and no byte twice
     p.check_empty()
@@ -88,7 +70,7 @@ def test_checksums() -> None:
     network, settings = EngineNetwork(), small_settings(checksum=True)
     p = FakeEngine(network, "p", tp=2, layout="hnd, packed", settings=settings)
     d = FakeEngine(network, "d", tp=1, settings=settings)
-    assert handed_over(network, p, d).landed
+    assert handed_over(network, p, d, TOKENS).landed
     p.check_empty()
     d.check_empty()
 
@@ -106,7 +88,7 @@ def test_kv_is_sent_while_the_prompt_is_computed(late_loads: bool) -> None:
     """Both engines start at once, with a name for the transfer: first layers arrive before the last is computed."""
     network = EngineNetwork()
     p, d = (FakeEngine(network, name, late_loads=late_loads) for name in ("p", "d"))
-    handed_over(network, p, d)  # links the engines
+    handed_over(network, p, d, TOKENS)  # links the engines
     source = {"remote_engine_id": "p", "remote_request_id": "p2", "remote_host": "p", "remote_port": 5580}
     params = {"do_remote_prefill": True, "transfer_id": "both", **source}
     second = d.submit(FakeRequest("d2", 6, 30, params))
@@ -132,7 +114,7 @@ def test_unlike_engines_do_not_link() -> None:
     """The consumer computes the prompt itself, at once."""
     network = EngineNetwork()
     p, d = FakeEngine(network, "p", kv_heads=4), FakeEngine(network, "d", kv_heads=2)
-    assert handed_over(network, p, d).recomputed
+    assert handed_over(network, p, d, TOKENS).recomputed
     network.now_s += 100
     run(network, p, d)
     p.check_empty()

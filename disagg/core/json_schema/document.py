@@ -15,7 +15,7 @@ NoText = Callable[[list[dict[str, Any]]], bool]
 MISSING = object()
 """Returned for a reference that leads nowhere."""
 MAX_STEPS = 6_000
-"""Limit of the schemas that the proofs about one document may read, and of the cases that they may combine."""
+"""Effort that all proofs about one document may take: schemas read plus pairs of cases combined."""
 VALUES_OF_STEP = 32
 """Values of an `enum` that a proof reads in the time of a step."""
 MAX_REGEX_PROOFS = 12

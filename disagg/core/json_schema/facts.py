@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any
+from typing import Any, TypeGuard
 
 from disagg.core.json_schema.document import (
     MISSING,
@@ -74,7 +74,8 @@ class Items:
 
 @dataclass(frozen=True)
 class Facts:
-    """Restrictions that a value satisfies at the same time; each applies to the kinds that it names."""
+    """Restrictions that one value satisfies together. Each restricts values of one kind: `texts` strings, `low` and
+    `high` numbers, and so on."""
 
     kinds: frozenset[str] = KINDS
     booleans: frozenset[bool] = frozenset((False, True))
@@ -98,11 +99,7 @@ class Facts:
             kinds=self.kinds & other.kinds,
             booleans=self.booleans & other.booleans,
             low=max((one.low for one in (self, other) if one.low), default=None),
-            high=min(
-                (one.high for one in (self, other) if one.high),
-                default=None,
-                key=lambda one: (one[0], not one[1]),
-            ),
+            high=_lowest([one.high for one in (self, other) if one.high], default=None),
             texts=self.texts & other.texts if self.texts is not None and other.texts is not None else texts,
             strings=self.strings + other.strings,
             min_items=max(self.min_items, other.min_items),
@@ -191,7 +188,7 @@ def count(schema: dict[str, Any], keyword: str) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
 
 
-def is_number(value: object) -> bool:
+def is_number(value: object) -> TypeGuard[float]:
     """Whether a JSON value is a number, and finite: Python also reads NaN and 1e999."""
     return (isinstance(value, int) and not isinstance(value, bool)) or (
         isinstance(value, float) and math.isfinite(value)

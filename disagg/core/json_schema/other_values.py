@@ -17,7 +17,7 @@ Rule = Callable[[Context, dict[str, Any]], Union | None]
 """Returns the values of a context that violate a keyword of a schema; None without such a union."""
 _MAX_NUMBERS = 16
 _MOST_EXACT = 1 << 53
-"""llguidance compares numbers as 64-bit floats, which hold every integer up to this one."""
+"""64-bit floats hold every integer up to this one."""
 
 
 def union_of(parts: Iterable[Union | None]) -> Union | None:
@@ -55,7 +55,7 @@ def limit_rule(keyword: str) -> Rule:
 
     def rule(context: Context, schema: dict[str, Any]) -> Union | None:
         limit = schema[keyword]
-        if not is_number(limit) or abs(limit) >= _MOST_EXACT:
+        if not _is_exact(limit):
             return None
         if context.document.dialect.boolean_exclusive and schema.get(exclusive) is True:
             return [{"type": "number", opposite: limit}]
@@ -72,10 +72,15 @@ def exclusive_rule(keyword: str) -> Rule:
         limit, dialect = schema[keyword], context.document.dialect
         if dialect.boolean_exclusive and isinstance(limit, bool):
             return []  # the rule of the limit reads this keyword
-        exact = dialect.numeric_exclusive and is_number(limit) and abs(limit) < _MOST_EXACT
+        exact = dialect.numeric_exclusive and _is_exact(limit)
         return [{"type": "number", opposite: limit}] if exact else None
 
     return rule
+
+
+def _is_exact(limit: object) -> bool:
+    """Whether a limit is a number that llguidance, which compares 64-bit floats, holds as it is."""
+    return is_number(limit) and abs(limit) < _MOST_EXACT
 
 
 def _beyond(context: Context, keyword: str, limit: float) -> Union | None:
@@ -83,8 +88,6 @@ def _beyond(context: Context, keyword: str, limit: float) -> Union | None:
 
     llguidance 1.9 generates 1 for numbers above 1 and below 1.5. No such range can arise if all limits are integers.
     """
-    if abs(limit) >= _MOST_EXACT:
-        return None
     if context.document.has_fractions() and not context.excludes({"type": FRACTION}):
         return None
     exclusive = f"exclusive{keyword.capitalize()}"
@@ -124,7 +127,7 @@ def _other_numbers(context: Context, numbers: list[float]) -> Union | None:
     kept = [one for one in numbers if not context.excludes({"enum": [one]})]
     if not kept or context.excludes({"type": "number"}):
         return [{"type": "number"}]
-    if len(kept) > _MAX_NUMBERS:
+    if len(kept) > _MAX_NUMBERS or not all(map(_is_exact, kept)):
         return None
     low, high = _beyond(context, "maximum", kept[0]), _beyond(context, "minimum", kept[-1])
     return union_of((low, *(_between(context, one, other) for one, other in pairwise(kept)), high))

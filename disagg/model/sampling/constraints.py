@@ -88,7 +88,7 @@ class AnswerConstraint:
         self._matcher: LLMatcher | None = None
         self._tokens = len(answered)
         """Number of the answer's tokens before the latest mask."""
-        # No thread for masks waits for a grammar.
+        # Threads that compute masks must not wait for the compilation of a grammar.
         pool = threads.masks if template.done() else threads.grammars
         self._mask = ComputedMask(pool.submit(self._begun, None, list(answered)), 0)
 
