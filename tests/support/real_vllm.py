@@ -67,7 +67,9 @@ class RealEngine:
         """`windows`: sliding windows of the KV cache groups after the first, which has full attention."""
         patch.setattr(parallel_state, "get_tensor_model_parallel_rank", lambda: 0)
         init_none_hash(sha256)
-        self.config = vllm_config(model, extra, role, asynchronous, policy)
+        self.config = vllm_config(model, extra, role, policy)
+        # vLLM switches it off for CPUs.
+        self.config.scheduler_config.async_scheduling = asynchronous
         if not whole_blocks:
             self.config.device_config.device_type = "cuda"  # only the connector reads it here
         self.windows = (0, *windows)
@@ -238,9 +240,7 @@ def groups_of(windows: tuple[int, ...]) -> list[KVCacheGroupSpec]:
     return found
 
 
-def vllm_config(
-    model: Path, extra: dict[str, Any], role: str, asynchronous: bool = False, policy: str = "recompute"
-) -> VllmConfig:
+def vllm_config(model: Path, extra: dict[str, Any], role: str, policy: str = "recompute") -> VllmConfig:
     """vLLM's configuration of an engine with the connector."""
     return VllmConfig(
         model_config=ModelConfig(model=str(model), dtype="float16", max_model_len=512),
@@ -249,7 +249,6 @@ def vllm_config(
             max_num_batched_tokens=64,
             max_model_len=512,
             is_encoder_decoder=False,
-            async_scheduling=asynchronous,
         ),
         cache_config=CacheConfig(block_size=BLOCK_SIZE, enable_prefix_caching=True),
         kv_transfer_config=KVTransferConfig(
