@@ -110,7 +110,7 @@ class DecodeLeader(AdmittingLeader):
                     generated += len(going)
                     self._scheduler.branch(request, going)
                 self._confirm_release(request)
-            seconds = self._reports.step_ended(generated)
+            seconds = self._step_ended(generated)
             if not prefilled:  # otherwise the step's time is not that of a recomputation
                 self._observe_step(step.plan, seconds)
             self._publish_kv_events(PUBLISH_AT_EVENTS)

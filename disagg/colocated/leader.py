@@ -94,7 +94,7 @@ class ColocatedLeader(ReservingLeader):
             generated = sum(self._answer(request, token) for request, token in chosen)
             self._scheduler.commit(plan)
             measures = prompt_tokens > generated and not plan.loads
-            self._reports.step_ended(prompt_tokens + generated, prompt_tokens if measures else 0)
+            self._step_ended(prompt_tokens + generated, prompt_tokens if measures else 0)
             for request in step.requests:
                 self._confirm_release(request)
             self._publish_kv_events(PUBLISH_AT_EVENTS)

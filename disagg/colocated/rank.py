@@ -103,7 +103,7 @@ class ColocatedRank(RankNode[ColocatedConfig, ColocatedLeader, NoTransfers]):
 
         None with recurrent layers: the states that a step saves for the prefix cache belong to known tokens.
         """
-        return 0 if self.runner.states is not None else int(self.group_config.async_steps)
+        return 0 if self.runner.states is not None else self.group_config.steps_ahead(self.runner.device.type)
 
     def _make_leader(self, kv_manager: KVManager) -> ColocatedLeader:
         group, spec = self.group_config, self.runner.spec

@@ -47,6 +47,9 @@ MOST_ROUNDS = 8
 """Largest number of operations that a prefetch waits for one after another."""
 LONGEST_S = 60.0
 """Time limit of a find or a fetch under the prefetch policies `best_effort` and `wait`, which set no limit."""
+TRIALS = 16
+"""Where fetching takes longer than computing, one of so many requests waits for its prefetch under the policy
+`timeout`, so that the rate of fetches is measured again."""
 
 Links = Callable[[PrefixKey], Sequence[bytes]]
 """Function that returns the link of each whole page of a prompt."""
@@ -62,6 +65,8 @@ class Prefetch:
     """Link of each page of `prefix`."""
     waits: bool
     """Whether the request waits for the end of the prefetch."""
+    limit_s: float = LONGEST_S
+    """Upper bound of the time limit of each operation under the policy `timeout`."""
     have_pages: int = 0
     """Number of pages that memory can already load at the start of the prefetch."""
     operation: int | None = None
@@ -189,7 +194,10 @@ class StorageTier:
         """Pages in the storage."""
         self.states = StoredStates(index, states, blocks.page_size)
         """Recurrent states in the storage."""
+        self.prompt_tokens_per_s = 0.0
+        """Rate at which the group computes prompts, set by its leader; 0 if it is not measured."""
         self._number, self._fetch_s, self._fetch_rate = 0, 0.0, TokenRate()
+        self._slow_prefetches = 0
 
     # --- writes
 
@@ -221,10 +229,21 @@ class StorageTier:
         prefix = prefix.shortened(prefix.tokens // self._page_size * self._page_size)
         if prefix.tokens - have_tokens < max(1, self._group.prefetch_min_tokens):
             return None
-        waits, have_pages = self._group.prefetch != "best_effort", have_tokens // self._page_size
-        one = Prefetch(prefix, self._links(prefix), waits, have_pages)
+        waits, limit_s = self._patience(prefix.tokens - have_tokens)
+        one = Prefetch(prefix, self._links(prefix), waits, limit_s, have_tokens // self._page_size)
         self._begin(one)
         return one if one.operation is not None else None
+
+    def _patience(self, tokens: int) -> tuple[bool, float]:
+        """Returns whether a request waits for a prefetch of `tokens` tokens, and the limit of each operation.
+
+        Under the policy `timeout`, a request does not wait for a storage that takes longer than computing.
+        """
+        fetched, computed = self._fetch_rate.tokens_per_s, self.prompt_tokens_per_s
+        if self._group.prefetch != "timeout" or not 0 < fetched < computed:
+            return self._group.prefetch != "best_effort", LONGEST_S
+        self._slow_prefetches += 1
+        return self._slow_prefetches % TRIALS == 0, tokens / computed
 
     def release(self, prefetch: Prefetch) -> None:
         """Ends a prefetch, because its request gets its pages or ends. Landed pages stay in the second tier."""
@@ -283,7 +302,8 @@ class StorageTier:
         if group.prefetch != "timeout":
             return LONGEST_S
         tokens = len(work.links) * self._page_size + len(work.states) * self.state_tokens
-        return group.prefetch_base_s + group.prefetch_s_per_1k_tokens * tokens / 1024
+        limit_s = group.prefetch_base_s + group.prefetch_s_per_1k_tokens * tokens / 1024
+        return min(limit_s, max(one.limit_s for one in work.users))
 
     # --- operations
 

@@ -275,6 +275,11 @@ class KVManager:
             return None
         return self.storage.prefetch(prompt.shortened(prompt.tokens - 1), self.cached_tokens(prompt))
 
+    def set_prompt_rate(self, tokens_per_s: float) -> None:
+        """Sets the measured rate at which the group computes prompts: the third tier is compared with it."""
+        if self.storage is not None:
+            self.storage.prompt_tokens_per_s = tokens_per_s
+
     def end_prefetch(self, prefetch: Prefetch | None) -> None:
         """Ends a prefetch whose request has its pages, or has ended. Idempotent."""
         if self.storage is not None and prefetch is not None:

@@ -230,6 +230,12 @@ class Leader(ABC):
 
     # --- for the kinds of leader
 
+    def _step_ended(self, tokens: int, prompt_tokens: int = 0) -> float:
+        """Counts a step as ended, and returns its duration in seconds; see `Reports.step_ended`."""
+        seconds = self._reports.step_ended(tokens, prompt_tokens)
+        self._scheduler.kv_manager.set_prompt_rate(self._reports.prompt_tokens_per_s)
+        return seconds
+
     @property
     def max_sequences(self) -> int:
         """Largest number of answers or beams of one request."""

@@ -7,12 +7,13 @@ the test says so.
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 from three_tiers import PAGE, StoringGroup, Tokens, links, prompt
 
 from disagg.core.prefixes import PrefixKey
-from disagg.kv.storage_tier import Prefetch
+from disagg.kv.storage_tier import LONGEST_S, TRIALS, Prefetch
 
 
 @pytest.fixture
@@ -60,6 +61,57 @@ def test_the_rate_of_fetches_is_that_of_the_slowest_rank() -> None:
     for seconds, fetch in zip((0.5, 0.125), list(group.works), strict=True):
         group.work(fetch, seconds=seconds)
     assert (group.counts.fetch_s, group.counts.fetch_tokens_per_s) == (0.5, 19 * PAGE / 0.5)
+
+
+def group_of_slow_fetches(prompt_tokens_per_s: float, **settings: Any) -> StoringGroup:
+    """A group that has fetched 76 tokens in a second; it lacks the 76 tokens of another prompt, which is stored."""
+    prompts = prompt(*range(1, 20)), prompt(*range(21, 40))
+    group = StoringGroup.of(pages=100, blocks=160)
+    for one in prompts:
+        group.answer(one)
+    group = group.restarted(pages=100, blocks=160, **settings)
+    group.kv_manager.set_prompt_rate(prompt_tokens_per_s)
+    first = group.prefetch(prompts[0])
+    assert first is not None
+    assert first.holds, "the rate of fetches is not known yet"
+    group.work_once()
+    group.work(group.works[0], seconds=1.0)
+    assert group.counts.fetch_tokens_per_s == 19 * PAGE
+    return group
+
+
+def test_a_request_does_not_wait_for_fetches_slower_than_computing() -> None:
+    group = group_of_slow_fetches(prompt_tokens_per_s=1520.0)
+    for turn in range(1, 2 * TRIALS + 1):
+        one = group.prefetch(prompt(*range(21, 40)))
+        assert one is not None
+        assert one.holds == (turn % TRIALS == 0), "one request of a few measures the rate again"
+        assert group.works[-1].operation.limit_s == 76 / 1520.0, "it waits no longer than computing takes"
+        if turn < 2 * TRIALS:
+            group.tier.release(one)
+            group.work_once()  # the find ends without a user: nothing is fetched
+    group.settle()
+    assert group.counts.fetched_pages == 38
+    group.check()
+
+
+def test_what_has_landed_is_used_although_the_request_did_not_wait() -> None:
+    group = group_of_slow_fetches(prompt_tokens_per_s=1520.0)
+    one = group.prefetch(prompt(*range(21, 40)))
+    assert one is not None
+    assert not one.holds
+    group.settle()
+    assert group.answer(prompt(*range(21, 40))) == 76
+
+
+@pytest.mark.parametrize(("rate", "policy"), [(76.0, "timeout"), (0.0, "timeout"), (152.0, "wait")])
+def test_a_request_waits_for_fetches_that_are_faster_or_wanted(rate: float, policy: str) -> None:
+    group = group_of_slow_fetches(rate, prefetch=policy, prefetch_base_s=0.2, prefetch_s_per_1k_tokens=0.1)
+    one = group.prefetch(prompt(*range(21, 40)))
+    assert one is not None
+    assert one.holds
+    limit_s = LONGEST_S if policy == "wait" else 0.2 + 0.1 * 76 / 1024
+    assert group.works[-1].operation.limit_s == limit_s
 
 
 def test_a_prompt_that_is_not_stored_evicts_nothing(stored: StoringGroup) -> None:

@@ -224,15 +224,19 @@ class _TiersRun:
         return runs
 
     def _groups_by_tiers(self) -> dict[str, ColocatedConfig]:
-        """Returns groups without lower tiers, with host memory for all KV, and with less of it and a storage."""
+        """Returns groups without lower tiers, with host memory for all KV, and with less of it and a storage.
+
+        Conversations wait for the storage as long as they do with the default settings.
+        """
         pool_tokens = self._group.pool_tokens
         all_tokens = (
             self._conversations * (self._options.history_tokens + self._group.page_size) + pool_tokens
         )
+        stored = self._with_tiers(2 * pool_tokens, all_tokens, "turns")
         return {
             "no lower tier": self._group,
             "host memory": self._with_tiers(all_tokens, 0, ""),
-            "host memory and storage": self._with_tiers(2 * pool_tokens, all_tokens, "turns"),
+            "host memory and storage": msgspec.structs.replace(stored, prefetch=ColocatedConfig().prefetch),
         }
 
     def _check_disk(self) -> None:

@@ -100,7 +100,7 @@ class GroupConfig(Section, frozen=True):
     prefetch: PrefetchName = "timeout"
     """Whether a queued prompt waits while its KV is read from `storage` into host memory. best_effort: no; the prompt
     uses the pages that have been read by the time it is scheduled. wait: until all pages are read. timeout: as wait,
-    with a time limit."""
+    with a time limit; as best_effort while reading is measured to take longer than computing."""
     prefetch_base_s: float = 0.2
     """Constant part of the time limit of `prefetch = "timeout"`. The search and the reading have a separate limit
     each."""
@@ -288,8 +288,14 @@ class ColocatedConfig(BatchingConfig, frozen=True):
     """Settings of colocated groups, which compute prompts and answers in the same steps."""
 
     role = "colocated"
-    async_steps: bool = False
+    async_steps: bool | None = None
     """Whether to launch a step before the host has read the tokens of the previous one, so that the GPU does not wait
-    for the host. An answer with penalties then waits for its step, and gets a token in every second step beside other
-    answers. Has no effect on models with recurrent layers. Off by default, because its effect on a GPU has not been
-    measured yet."""
+    for the host. None: on a GPU only. An answer with penalties then waits for its step, and gets a token in every
+    second step beside other answers. Has no effect on models with recurrent layers."""
+
+    def steps_ahead(self, device: str) -> int:
+        """Returns the number of steps planned before the host has read the running step's tokens: 0 or 1.
+
+        `device`: `cpu` or `cuda`.
+        """
+        return _steps_ahead(self.async_steps, device)
