@@ -31,6 +31,7 @@ from disagg.core.errors import InvariantError
 from disagg.core.prefixes import PrefixKey
 from disagg.kv.cache_operations import StorageOperation, StorageOperationKind, StorageReport
 from disagg.kv.event_log import MAX_BLOCK_HASHES
+from disagg.kv.fetch_patience import LONGEST_S, FetchPatience
 from disagg.kv.pages import TokenToKVPoolAllocator
 from disagg.kv.radix import RadixCache
 from disagg.kv.radix_node import Node
@@ -45,11 +46,6 @@ MOST_PAGES = 4096
 operations."""
 MOST_ROUNDS = 8
 """Largest number of operations that a prefetch waits for one after another."""
-LONGEST_S = 60.0
-"""Time limit of a find or a fetch under the prefetch policies `best_effort` and `wait`, which set no limit."""
-TRIALS = 16
-"""Where fetching takes longer than computing, one of so many requests waits for its prefetch under the policy
-`timeout`, so that the rate of fetches is measured again."""
 
 Links = Callable[[PrefixKey], Sequence[bytes]]
 """Function that returns the link of each whole page of a prompt."""
@@ -194,10 +190,9 @@ class StorageTier:
         """Pages in the storage."""
         self.states = StoredStates(index, states, blocks.page_size)
         """Recurrent states in the storage."""
-        self.prompt_tokens_per_s = 0.0
-        """Rate at which the group computes prompts, set by its leader; 0 if it is not measured."""
+        self.patience = FetchPatience(group.prefetch)
+        """Whether requests wait for their prefetches."""
         self._number, self._fetch_s, self._fetch_rate = 0, 0.0, TokenRate()
-        self._slow_prefetches = 0
 
     # --- writes
 
@@ -229,21 +224,10 @@ class StorageTier:
         prefix = prefix.shortened(prefix.tokens // self._page_size * self._page_size)
         if prefix.tokens - have_tokens < max(1, self._group.prefetch_min_tokens):
             return None
-        waits, limit_s = self._patience(prefix.tokens - have_tokens)
+        waits, limit_s = self.patience.of(prefix.tokens - have_tokens)
         one = Prefetch(prefix, self._links(prefix), waits, limit_s, have_tokens // self._page_size)
         self._begin(one)
         return one if one.operation is not None else None
-
-    def _patience(self, tokens: int) -> tuple[bool, float]:
-        """Returns whether a request waits for a prefetch of `tokens` tokens, and the limit of each operation.
-
-        Under the policy `timeout`, a request does not wait for a storage that takes longer than computing.
-        """
-        fetched, computed = self._fetch_rate.tokens_per_s, self.prompt_tokens_per_s
-        if self._group.prefetch != "timeout" or not 0 < fetched < computed:
-            return self._group.prefetch != "best_effort", LONGEST_S
-        self._slow_prefetches += 1
-        return self._slow_prefetches % TRIALS == 0, tokens / computed
 
     def release(self, prefetch: Prefetch) -> None:
         """Ends a prefetch, because its request gets its pages or ends. Landed pages stay in the second tier."""
@@ -465,7 +449,9 @@ class StorageTier:
         self._index.unlock(work.node, state=False)
         self.pages.release(work.blocks[work.inserted :], failed=work.failed)
         self._fetch_s += work.seconds
-        self._fetch_rate.add(min(min(work.finished), len(work.links)) * self._page_size, work.seconds)
+        tokens = min(min(work.finished), len(work.links)) * self._page_size
+        self._fetch_rate.add(tokens, work.seconds)
+        self.patience.fetched(tokens, work.seconds)
         missed = [item for item in work.states if not item.attached]
         for item in missed:
             self.states.release(item, failed=work.failed)
@@ -501,6 +487,7 @@ class StorageTier:
         """Raises `InvariantError` unless operations, blocks, locks and users agree."""
         self.prefixes.check()
         self._fetch_rate.check()
+        self.patience.check()
         works = self._under_way
         writes = [work for work in works.values() if work.kind == "write"]
         fetches = [work for work in works.values() if work.kind == "fetch"]

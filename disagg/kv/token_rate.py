@@ -7,7 +7,7 @@ from disagg.core.errors import InvariantError
 LEAST_TOKENS = 64
 """Smallest operation that is measured. The duration of a smaller one is mostly a fixed cost, not a cost per token."""
 HALF_LIFE_TOKENS = 32768
-"""Number of later tokens after which the weight of a token is halved."""
+"""Number of later tokens after which the weight of a token is halved, by default."""
 
 
 class TokenRate:
@@ -16,7 +16,8 @@ class TokenRate:
     Not thread-safe.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, half_life_tokens: int = HALF_LIFE_TOKENS) -> None:
+        self._half_life_tokens = half_life_tokens
         self._tokens = self._seconds = 0.0
 
     @property
@@ -28,7 +29,7 @@ class TokenRate:
         """Counts an operation on `tokens` tokens; ignores small ones, and those too short for the clock."""
         if tokens < LEAST_TOKENS or seconds <= 0:
             return
-        weight = 0.5 ** (tokens / HALF_LIFE_TOKENS)
+        weight = 0.5 ** (tokens / self._half_life_tokens)
         self._tokens = self._tokens * weight + tokens
         self._seconds = self._seconds * weight + seconds
 

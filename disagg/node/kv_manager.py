@@ -278,7 +278,7 @@ class KVManager:
     def set_prompt_rate(self, tokens_per_s: float) -> None:
         """Sets the measured rate at which the group computes prompts: the third tier is compared with it."""
         if self.storage is not None:
-            self.storage.prompt_tokens_per_s = tokens_per_s
+            self.storage.patience.prompt_tokens_per_s = tokens_per_s
 
     def end_prefetch(self, prefetch: Prefetch | None) -> None:
         """Ends a prefetch whose request has its pages, or has ended. Idempotent."""

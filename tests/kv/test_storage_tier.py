@@ -13,7 +13,8 @@ import pytest
 from three_tiers import PAGE, StoringGroup, Tokens, links, prompt
 
 from disagg.core.prefixes import PrefixKey
-from disagg.kv.storage_tier import LONGEST_S, TRIALS, Prefetch
+from disagg.kv.fetch_patience import LONGEST_S, RECENT_TOKENS, TRIAL_AFTER
+from disagg.kv.storage_tier import Prefetch
 
 
 @pytest.fixture
@@ -80,23 +81,53 @@ def group_of_slow_fetches(prompt_tokens_per_s: float, **settings: Any) -> Storin
     return group
 
 
-def test_a_request_does_not_wait_for_fetches_slower_than_computing() -> None:
-    group = group_of_slow_fetches(prompt_tokens_per_s=1520.0)
-    for turn in range(1, 2 * TRIALS + 1):
-        one = group.prefetch(prompt(*range(21, 40)))
-        assert one is not None
-        assert one.holds == (turn % TRIALS == 0), "one request of a few measures the rate again"
-        assert group.works[-1].operation.limit_s == 76 / 1520.0, "it waits no longer than computing takes"
-        if turn < 2 * TRIALS:
-            group.tier.release(one)
-            group.work_once()  # the find ends without a user: nothing is fetched
+def end(group: StoringGroup, prefetch: Prefetch | None) -> bool:
+    """Ends a prefetch and the operations under way; returns whether the request would have waited."""
+    assert prefetch is not None
+    holds = prefetch.holds
+    group.tier.release(prefetch)
     group.settle()
+    return holds
+
+
+def test_a_request_does_not_wait_for_fetches_slower_than_computing() -> None:
+    """After some requests, each one waits for a short time, until a fetch is measured."""
+    group = group_of_slow_fetches(prompt_tokens_per_s=760.0)
+    stored, other = prompt(*range(21, 40)), prompt(*[50] * 19)
+    for _ in range(TRIAL_AFTER):
+        assert not end(group, group.prefetch(stored))
+    assert end(group, group.prefetch(other))
+    one = group.prefetch(stored)
+    assert one is not None
+    assert one.holds
+    assert group.works[0].operation.limit_s == 76 / 760.0, "a trial waits no longer than computing takes"
+    group.work_once()
+    assert group.works[0].operation.limit_s == 76 / 760.0
+    group.work(group.works[0], seconds=0.5)
+    assert not end(group, group.prefetch(other)), "the fetch was slow again"
     assert group.counts.fetched_pages == 38
     group.check()
 
 
+def test_a_storage_that_has_become_fast_is_waited_for_again() -> None:
+    group = group_of_slow_fetches(prompt_tokens_per_s=760.0)
+    for _ in range(2 * RECENT_TOKENS // 76):
+        group.tier.patience.fetched(76, 0.01)
+    assert end(group, group.prefetch(prompt(*range(21, 40))))
+
+
+def test_a_fetch_that_lands_nothing_in_time_is_slow() -> None:
+    group = group_of_slow_fetches(prompt_tokens_per_s=0.0)
+    group.kv_manager.set_prompt_rate(760.0)
+    for _ in range(2 * RECENT_TOKENS // 76):
+        group.tier.patience.fetched(76, 0.01)
+    for _ in range(30):
+        group.tier.patience.fetched(0, 0.4)
+    assert not end(group, group.prefetch(prompt(*range(21, 40))))
+
+
 def test_what_has_landed_is_used_although_the_request_did_not_wait() -> None:
-    group = group_of_slow_fetches(prompt_tokens_per_s=1520.0)
+    group = group_of_slow_fetches(prompt_tokens_per_s=760.0)
     one = group.prefetch(prompt(*range(21, 40)))
     assert one is not None
     assert not one.holds

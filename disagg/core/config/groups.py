@@ -100,7 +100,8 @@ class GroupConfig(Section, frozen=True):
     prefetch: PrefetchName = "timeout"
     """Whether a queued prompt waits while its KV is read from `storage` into host memory. best_effort: no; the prompt
     uses the pages that have been read by the time it is scheduled. wait: until all pages are read. timeout: as wait,
-    with a time limit; as best_effort while reading is measured to take longer than computing."""
+    with a time limit; in prefill and colocated groups as best_effort while reading is measured to take longer than
+    computing, but for short trials."""
     prefetch_base_s: float = 0.2
     """Constant part of the time limit of `prefetch = "timeout"`. The search and the reading have a separate limit
     each."""
