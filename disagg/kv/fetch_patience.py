@@ -9,12 +9,13 @@ from disagg.kv.token_rate import LEAST_TOKENS, TokenRate
 LONGEST_S = 60.0
 """Time limit of a find or a fetch under the prefetch policies `best_effort` and `wait`, which set no limit."""
 TRIAL_AFTER = 15
-"""Under the policy `timeout`, number of requests that do not wait because fetching takes longer than computing. The
-next ones wait for a short time, until a fetch has been measured again."""
+"""If fetching takes longer than computing, so many requests in turn do not wait for the storage. Then each request
+waits for a short time (a trial), until a fetch has been measured again."""
 LEAST_TRIAL_S = 0.05
-"""Least time limit of an operation that a trial waits for: a find that is late would count as no page."""
+"""Least time limit of a find or a fetch in a trial. A find that exceeds its limit counts as one without a result."""
 RECENT_TOKENS = 4096
-"""Half-life of the rate of fetches that is compared with computing: a few fetches suffice to see a faster storage."""
+"""Number of fetched tokens after which an earlier measurement counts half. A small number, so that a storage that has
+become faster is seen after a few fetches."""
 
 
 class FetchPatience:
@@ -30,7 +31,7 @@ class FetchPatience:
         """Rate at which the group computes prompts, set by its leader; 0 if it is not measured."""
         self._rate = TokenRate(RECENT_TOKENS)
         self._not_awaited = 0
-        """Prefetches that no request waits for, since a fetch was measured."""
+        """Number of requests that did not wait for their prefetch, since a fetch was measured."""
 
     def of(self, tokens: int) -> tuple[bool, float]:
         """Returns whether a request waits for a prefetch of `tokens` tokens, and a limit in seconds of each
@@ -45,9 +46,8 @@ class FetchPatience:
 
     def fetched(self, tokens: int, seconds: float) -> None:
         """Counts a fetch of `tokens` tokens that has ended after `seconds`."""
-        if (
-            seconds * self.prompt_tokens_per_s > LEAST_TOKENS
-        ):  # slow, even if its limit left time for few tokens only
+        # A fetch that took longer than computing is slow, even if its limit left time for few tokens only.
+        if seconds * self.prompt_tokens_per_s > LEAST_TOKENS:
             tokens = max(LEAST_TOKENS, tokens)
         self._rate.add(tokens, seconds)
         if tokens >= LEAST_TOKENS:

@@ -276,7 +276,7 @@ class KVManager:
         return self.storage.prefetch(prompt.shortened(prompt.tokens - 1), self.cached_tokens(prompt))
 
     def set_prompt_rate(self, tokens_per_s: float) -> None:
-        """Sets the measured rate at which the group computes prompts: the third tier is compared with it."""
+        """Sets the measured rate at which the group computes prompts; see `FetchPatience`."""
         if self.storage is not None:
             self.storage.patience.prompt_tokens_per_s = tokens_per_s
 

@@ -158,7 +158,7 @@ def facts_of(vllm_config: Any, kv_cache_config: Any) -> EngineFacts:
         kv_heads=1 if latent else model.get_total_num_kv_heads(),
         blocks=kv_cache_config.num_blocks,
         groups=groups,
-        fingerprint=" | ".join([known, *(group.describe() for group in groups)]) if not plain else known,
+        fingerprint=known if plain else " | ".join([known, *(group.describe() for group in groups)]),
         async_scheduling=bool(getattr(vllm_config.scheduler_config, "async_scheduling", False)),
         extra=dict(transfer.kv_connector_extra_config or {}),
         whole_blocks=whole_blocks,

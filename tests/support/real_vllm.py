@@ -68,7 +68,7 @@ class RealEngine:
         patch.setattr(parallel_state, "get_tensor_model_parallel_rank", lambda: 0)
         init_none_hash(sha256)
         self.config = vllm_config(model, extra, role, policy)
-        # vLLM switches it off for CPUs.
+        # vLLM switches this option off for CPUs; the connector must see what the scheduler below does.
         self.config.scheduler_config.async_scheduling = asynchronous
         if not whole_blocks:
             self.config.device_config.device_type = "cuda"  # only the connector reads it here

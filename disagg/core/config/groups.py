@@ -110,6 +110,12 @@ class GroupConfig(Section, frozen=True):
     counts as the tokens whose KV has as many bytes."""
     prefetch_min_tokens: int = 256
     """Smallest number of tokens of a prompt, beyond those cached in memory, for which `storage` is searched."""
+    async_steps: bool | None = None
+    """Whether to launch a step before the host has read the tokens of the previous one, so that the GPU does not wait
+    for the host. None: on a GPU only. On a CPU the launch of a step computes the whole step, so this option would
+    only delay its tokens by one step. In a colocated group with this option, an answer with penalties waits for its
+    step, and gets a token in every second step beside other answers. The option has no effect on colocated groups of
+    models with recurrent layers."""
     eviction: EvictionName = "lru"
     """Eviction policy of the prefix cache. lru: least recently used. lfu: least frequently used. fifo: oldest."""
 
@@ -164,6 +170,13 @@ class GroupConfig(Section, frozen=True):
         """Largest number of answers in one step, valid after `sized`; 0 in a role that does not decode."""
         return 0
 
+    def steps_ahead(self, device: str) -> int:
+        """Returns the number of steps planned before the host has read the running step's tokens: 0 or 1.
+
+        `device`: `cpu` or `cuda`.
+        """
+        return int(device == "cuda" if self.async_steps is None else self.async_steps)
+
     def sized(self, device: str, *, requests: bool = True) -> Self:
         """Returns the section with its automatic sizes chosen for `device`, `cpu` or `cuda`.
 
@@ -202,13 +215,6 @@ class PrefillConfig(GroupConfig, frozen=True):
     """Settings of prefill groups, which compute prompts."""
 
     role = "prefill"
-    async_steps: bool | None = None
-    """Whether to launch a step before the host has read the first tokens of the previous one, so that the GPU does
-    not wait for the host. None: on a GPU only."""
-
-    def steps_ahead(self, device: str) -> int:
-        """Returns the number of steps planned while a step is in flight: 0 or 1. `device`: `cpu` or `cuda`."""
-        return _steps_ahead(self.async_steps, device)
 
 
 class BatchingConfig(GroupConfig, frozen=True):
@@ -255,11 +261,6 @@ class DecodeConfig(BatchingConfig, frozen=True):
     of the host's memory; 0 on a CPU."""
     watermark: float = 0.01
     """Fraction of a group's pages that admission keeps free for running requests."""
-    async_steps: bool | None = None
-    """Whether to launch a step before the host has read the tokens of the previous one, so that the GPU does not wait
-    for the host. None: on a GPU only. On a CPU the launch of a step computes the whole step, so this option would
-    only delay its tokens by one step."""
-
     local_prefill_tokens: int | None = None
     """Tokens of a step in which the group also computes prompts, one of each running answer included; at least 64
     tokens of prompts. Routers send the group whole requests while the prefill groups are busy
@@ -273,30 +274,8 @@ class DecodeConfig(BatchingConfig, frozen=True):
         self._at_least(0, "swap_bytes", "local_prefill_tokens")
         self._needs(0 <= self.watermark < 1, "watermark", "at least 0 and less than 1")
 
-    def steps_ahead(self, device: str) -> int:
-        """Returns the number of steps planned before the host has read the running step's tokens: 0 or 1.
-
-        `device`: `cpu` or `cuda`.
-        """
-        return _steps_ahead(self.async_steps, device)
-
-
-def _steps_ahead(async_steps: bool | None, device: str) -> int:
-    return int(device == "cuda" if async_steps is None else async_steps)
-
 
 class ColocatedConfig(BatchingConfig, frozen=True):
     """Settings of colocated groups, which compute prompts and answers in the same steps."""
 
     role = "colocated"
-    async_steps: bool | None = None
-    """Whether to launch a step before the host has read the tokens of the previous one, so that the GPU does not wait
-    for the host. None: on a GPU only. An answer with penalties then waits for its step, and gets a token in every
-    second step beside other answers. Has no effect on models with recurrent layers."""
-
-    def steps_ahead(self, device: str) -> int:
-        """Returns the number of steps planned before the host has read the running step's tokens: 0 or 1.
-
-        `device`: `cpu` or `cuda`.
-        """
-        return _steps_ahead(self.async_steps, device)
