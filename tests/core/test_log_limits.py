@@ -8,6 +8,7 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -163,7 +164,9 @@ def test_any_sequence_is_bounded_and_nothing_is_uncounted(
 
 
 @pytest.fixture
-def stream() -> Iterator[io.StringIO]:
+def stream(monkeypatch: pytest.MonkeyPatch) -> Iterator[io.StringIO]:
+    """The configured log. No timer runs: after a minute it would print in the middle of another test."""
+    monkeypatch.setattr("disagg.core.log.LogLimits", partial(LogLimits, start=lambda after_s, call: None))
     stream = io.StringIO()
     configure(LogConfig(format="json"), stream)
     yield stream
