@@ -241,15 +241,16 @@ def test_many_at_once() -> None:
 
 
 def test_a_client_that_never_reads_is_left_after_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stream is ten times what the kernel takes, and the engine makes all of it well before the deadline."""
     monkeypatch.setattr("disagg.api.responses.SEND_GRACE_S", 0.1)
-    content = json.dumps(body("", max_tokens=190, n=16, logprobs=20, stream=True)).encode()
+    content = json.dumps(body("", max_tokens=190, n=2, logprobs=20, stream=True)).encode()
     with ApiServer(send_buffer_bytes=4096) as server, socket.socket() as raw:
         raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         host, port = server.url.removeprefix("http://").split(":")
         raw.connect((host, int(port)))
         head = (
-            f"POST {COMPLETIONS} HTTP/1.1\r\ncontent-length: {len(content)}\r\nx-request-timeout-s: 1\r\n\r\n"
+            f"POST {COMPLETIONS} HTTP/1.1\r\ncontent-length: {len(content)}\r\nx-request-timeout-s: 2\r\n\r\n"
         )
         raw.sendall(head.encode() + content)
         until(lambda: server.value("disagg_requests_total", outcome="aborted") == 1)
-        assert server.value("disagg_generated_tokens_total") == 16 * 190, "the engine did not wait for it"
+        assert server.value("disagg_generated_tokens_total") == 2 * 190, "the engine did not wait for it"

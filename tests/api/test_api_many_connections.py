@@ -19,6 +19,7 @@ from disagg.api import connections
 
 GET = b"GET %s HTTP/1.1\r\nhost: x\r\n\r\n"
 POST = b"POST /tokenize HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n"
+SLOW_BYTES_PER_S = 10_000
 IDLE = 1200
 """Connections of the attack; the server's limits are the defaults."""
 FILES = 4096
@@ -182,22 +183,31 @@ def test_slow_bodies_do_not_lock_out_others_and_leave_nothing() -> None:
 
 
 def test_a_client_that_reads_slowly_is_given_up() -> None:
-    """Its window opens now and then, so the kernel keeps it; the least rate does not."""
+    """Its window opens now and then, so the kernel keeps it; the least rate does not.
+
+    Between two checks it reads too little for the server to resume writing: 48 KiB.
+    """
     with (
         patch.object(connections, "MIN_SEND_BYTES_PER_S", 1 << 30),
-        ApiServer(send_buffer_bytes=4096, idle_timeout_s=1) as server,
+        ApiServer(send_buffer_bytes=4096, idle_timeout_s=2) as server,
         socket.socket() as slow,
     ):
         slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
         slow.settimeout(PATIENCE_S)
         slow.connect(("127.0.0.1", int(server.url.rsplit(":", 1)[1])))
         slow.sendall(GET % b"/" * 30)
+        began_s, taken = time.monotonic(), 0
 
         def given_up() -> bool:
+            nonlocal taken
+            if taken > SLOW_BYTES_PER_S * (time.monotonic() - began_s):
+                return False
             try:
-                return not slow.recv(500)
+                part = len(slow.recv(500))
             except ConnectionError:
                 return True
+            taken += part
+            return part == 0
 
         until(given_up)
         emptied(server)
