@@ -11,12 +11,13 @@ VLLM_PACKAGES := tests/vllm/real/requirements.txt
 PACKAGES := disagg kernels staging transport prefill_node decode_node deploy
 SOURCES := $(PACKAGES) tests docs .ci
 
-.PHONY: help venv demo test test-slow test-gpu test-vllm test-ecosystem check format clean
+.PHONY: help venv demo test sample test-slow test-gpu test-vllm test-ecosystem check format clean
 
 help:
 	@echo "make demo       install, then run the demo: prefill on two ranks, decode on one"
 	@echo "make test       every test without a GPU; of long sweeps a sample"
 	@echo "make test-slow  the rest of the sweeps, and tests longer than a minute"
+	@echo "make sample     choose the variants that make test runs, by CPU time and branches (an hour)"
 	@echo "make test-gpu   the tests that need CUDA devices"
 	@echo "make test-vllm  the connector inside vLLM on a CPU, in an environment of its own"
 	@echo "make test-ecosystem  clients, evaluation and load tools against disagg serve; TOOLS=\"openai aiperf\" selects"
@@ -38,6 +39,13 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n 4 --dist loadfile
+
+# A pass with coverage takes twice as long as a test run. Waits that are too short for it fail tests, which is no error.
+sample: $(STAMP)
+	rm -rf .sample
+	for pass in costs branches; do DISAGG_SAMPLE_PASS=$$pass $(BIN)/python -m pytest -n 4 --dist loadfile \
+		-p sample_recorder -m 'not gpu and (not slow or variant)' -o filterwarnings= || true; done
+	PYTHONPATH=tests/support $(BIN)/python tests/support/choose_sample.py
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m 'slow and not gpu' --timeout 1800

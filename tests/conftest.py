@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import variants
 from hypothesis import HealthCheck, settings
 from hypothesis.internal.conjecture import providers
 
@@ -176,6 +177,11 @@ def pytest_collection() -> Iterator[None]:
         result = yield
     gc.set_threshold(YOUNG_OBJECTS, 20, 20)
     return result
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Variants that are not in the sample of `make test` are slow."""
+    variants.mark(item)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,0 +1,86 @@
+"""Writes `tests/slow_variants.txt`: the variants of costly tests that `make test` leaves to `make test-slow`.
+
+`make sample` runs the tests of `make test`, and the variants listed before, with `sample_recorder.py`. The sample
+keeps all light tests. Of the costly ones it keeps, greedily by branches per CPU second, tests that together take
+every branch of the product that a costly test takes and no light one does. Each test function keeps a variant.
+"""
+
+from __future__ import annotations
+
+import heapq
+import sqlite3
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+from sample_recorder import COSTLY_S, FOLDER, LIGHT, costs_s
+from variants import LIST, function_of
+
+HEADING = """\
+# Variants of tests that `make test` leaves to `make test-slow`, written by `make sample`. The variants that remain
+# take the same branches of the product, and each test function has one.
+"""
+
+Branches = dict[str, set[tuple[str, int, int]]]
+
+
+def recorded(folder: Path) -> Branches:
+    """Returns the branches of each context: file, line before, line behind."""
+    found: Branches = defaultdict(set)
+    for file in folder.glob("branches.*"):
+        with sqlite3.connect(file) as data:
+            rows = data.execute(
+                "select context.context, file.path, arc.fromno, arc.tono from arc"
+                " join context on context.id = arc.context_id join file on file.id = arc.file_id"
+            )
+            for test, path, before, behind in rows:
+                found[test].add((path, before, behind))
+    return found
+
+
+def chosen(branches: Branches, cost_s: dict[str, float]) -> set[str]:
+    """Returns costly tests that together take every branch of costly tests that no light test takes.
+
+    Greedy set cover: the next test takes the most branches per CPU second that no chosen test takes. A heap with
+    outdated entries is enough, because what a test adds only shrinks.
+    """
+    light = branches.get(LIGHT, set())
+    added = {test: taken - light for test, taken in branches.items() if test != LIGHT}
+    left = set[tuple[str, int, int]]().union(*added.values())
+    heap = [(-len(more) / cost_s[test], test) for test, more in added.items()]
+    heapq.heapify(heap)
+    found = set()
+    while left:
+        _, test = heapq.heappop(heap)
+        rate = -len(added[test] & left) / cost_s[test]
+        if heap and rate > heap[0][0]:
+            heapq.heappush(heap, (rate, test))
+            continue
+        found.add(test)
+        left -= added[test]
+    return found
+
+
+def slow_variants(branches: Branches, cost_s: dict[str, float]) -> list[str]:
+    """Returns the costly tests that leave the sample."""
+    kept = chosen(branches, cost_s)
+    costly = {test for test, cost in cost_s.items() if cost >= COSTLY_S and test in branches}
+    functions = {function_of(test) for test in cost_s if test not in costly or test in kept}
+    for test in sorted(costly, key=lambda test: (cost_s[test], test)):
+        if function_of(test) not in functions:
+            functions.add(function_of(test))
+            kept.add(test)
+    return sorted(costly - kept)
+
+
+def main() -> None:
+    """Writes the list."""
+    cost_s = costs_s(FOLDER)
+    slow = slow_variants(recorded(FOLDER), cost_s)
+    LIST.write_text(HEADING + "".join(f"{test}\n" for test in slow))
+    left_s, all_s = sum(cost_s[test] for test in slow), sum(cost_s.values())
+    sys.stdout.write(f"{len(slow)} variants, {left_s:.0f} of {all_s:.0f} CPU s\n")
+
+
+if __name__ == "__main__":
+    main()
