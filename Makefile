@@ -41,11 +41,12 @@ test: $(STAMP)
 	$(BIN)/python -m pytest -n 4 --dist loadfile
 
 # A pass with coverage takes twice as long as a test run. Waits that are too short for it fail tests, which is no error.
+sample: export PYTHONPATH = tests/support
 sample: $(STAMP)
 	rm -rf .sample
 	for pass in costs branches; do DISAGG_SAMPLE_PASS=$$pass $(BIN)/python -m pytest -n 4 --dist loadfile \
 		-p sample_recorder -m 'not gpu and (not slow or variant)' -o filterwarnings= || true; done
-	PYTHONPATH=tests/support $(BIN)/python tests/support/choose_sample.py
+	$(BIN)/python tests/support/choose_sample.py
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m 'slow and not gpu' --timeout 1800

@@ -27,8 +27,16 @@ def test_every_branch_is_taken_by_the_cheapest_tests() -> None:
 
 def test_each_function_keeps_its_cheapest_variant() -> None:
     branches = {LIGHT: taken(1), "a[1]": taken(1), "a[2]": taken(1), "b": taken(1), "c[1]": taken(1)}
-    cost_s = {"a[1]": 5.0, "a[2]": 2.0, "b": 9.0, "c[1]": 3.0, "c[2]": 0.1}
+    cost_s = {"a[1]": 5.0, "a[2]": 2.0, "b": 9.0, "c[1]": 3.0, "c[2]": 0.01}
     assert slow_variants(branches, cost_s) == ["a[1]", "c[1]"], "c has a light variant"
+
+
+def test_tests_that_are_interpreted_too_stay() -> None:
+    names = ["tests/kernels/copy/test_x.py::t[1]", "tests/kernels/copy/test_x.py::t[2]"]
+    assert (
+        slow_variants({LIGHT: taken(1), **{name: taken(1) for name in names}}, dict.fromkeys(names, 9.0))
+        == []
+    )
 
 
 def test_the_list_names_tests_whose_functions_keep_a_variant(request: pytest.FixtureRequest) -> None:

@@ -21,7 +21,24 @@ HEADING = """\
 # take the same branches of the product, and each test function has one.
 """
 
+INTERPRETED = (
+    "tests/bench/kernels/",
+    "tests/kernels/",
+    "tests/model/attention/test_attention_kernels.py",
+    "tests/model/experts/test_grouped_experts.py",
+    "tests/model/experts/test_quantized_forward.py",
+    "tests/model/recurrent/test_packed_steps.py",
+)
+"""Tests that also run with interpreted kernels, whose branches are not recorded: all stay in the sample."""
+COMPILED = "_code.py"
+"""End of the files in `INTERPRETED` that only compile kernels."""
+
 Branches = dict[str, set[tuple[str, int, int]]]
+
+
+def interpreted(test: str) -> bool:
+    """Returns whether the test also runs with interpreted kernels."""
+    return test.startswith(INTERPRETED) and not test.split("::", 1)[0].endswith(COMPILED)
 
 
 def recorded(folder: Path) -> Branches:
@@ -64,8 +81,9 @@ def chosen(branches: Branches, cost_s: dict[str, float]) -> set[str]:
 def slow_variants(branches: Branches, cost_s: dict[str, float]) -> list[str]:
     """Returns the costly tests that leave the sample."""
     kept = chosen(branches, cost_s)
-    costly = {test for test, cost in cost_s.items() if cost >= COSTLY_S and test in branches}
-    functions = {function_of(test) for test in cost_s if test not in costly or test in kept}
+    costly = {test for test in branches if cost_s.get(test, 0.0) >= COSTLY_S and not interpreted(test)}
+    stay = {test for test, cost in cost_s.items() if cost < COSTLY_S or interpreted(test)}
+    functions = {function_of(test) for test in stay | kept}
     for test in sorted(costly, key=lambda test: (cost_s[test], test)):
         if function_of(test) not in functions:
             functions.add(function_of(test))

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-COSTLY_S = 0.25
+COSTLY_S = 0.05
 """CPU seconds from which a test may leave the sample of `make test`."""
 LIGHT = "light"
 """Context of the branches of all other tests, and of imports."""

@@ -23,8 +23,8 @@ from slow_parameters import sampled
 
 SAMPLE, ALL, AT_ONCE = 200, 10_000, 25
 """Seeds of `make test`, of `make test-slow`, and of one test."""
-STATES_AT_ONCE = 10
-FEATURES_AT_ONCE = 20
+STATES_AT_ONCE = 5
+FEATURES_AT_ONCE = 10
 BUG_SEEDS = {
     "never resend": 8,
     "deliver twice": 6,
