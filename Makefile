@@ -44,7 +44,7 @@ test: $(STAMP)
 sample: export PYTHONPATH = tests/support
 sample: $(STAMP)
 	rm -rf .sample
-	for pass in costs branches; do DISAGG_SAMPLE_PASS=$$pass $(BIN)/python -m pytest -n 4 --dist loadfile \
+	for pass in costs branches; do SAMPLE_PASS=$$pass $(BIN)/python -m pytest -n 4 --dist loadfile \
 		-p sample_recorder -m 'not gpu and (not slow or variant)' -o filterwarnings= || true; done
 	$(BIN)/python tests/support/choose_sample.py
 
@@ -79,5 +79,5 @@ format: $(STAMP)
 	$(BIN)/ruff format $(SOURCES)
 
 clean:
-	rm -rf build dist out *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf build dist out .sample *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find $(SOURCES) -name __pycache__ -prune -exec rm -rf {} +

@@ -180,7 +180,7 @@ def pytest_collection() -> Iterator[None]:
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Variants that are not in the sample of `make test` are slow."""
+    """Marks the variants of `tests/slow_variants.txt` as slow."""
     variants.mark(item)
 
 

@@ -1,4 +1,4 @@
-"""The sample of `make test`: what `choose_sample` keeps, and that its list names tests that exist."""
+"""Tests of the choice of variants for `make test`, and of the list of the others."""
 
 from __future__ import annotations
 
@@ -31,8 +31,9 @@ def test_each_function_keeps_its_cheapest_variant() -> None:
     assert slow_variants(branches, cost_s) == ["a[1]", "c[1]"], "c has a light variant"
 
 
-def test_tests_that_are_interpreted_too_stay() -> None:
-    names = ["tests/kernels/copy/test_x.py::t[1]", "tests/kernels/copy/test_x.py::t[2]"]
+@pytest.mark.parametrize("file", ["tests/kernels/copy/test_x.py", "tests/staging/test_moves.py"])
+def test_tests_that_are_interpreted_too_and_combinations_stay(file: str) -> None:
+    names = [f"{file}::t[1]", f"{file}::t[2]"]
     assert (
         slow_variants({LIGHT: taken(1), **{name: taken(1) for name in names}}, dict.fromkeys(names, 9.0))
         == []
@@ -40,7 +41,7 @@ def test_tests_that_are_interpreted_too_stay() -> None:
 
 
 def test_the_list_names_tests_whose_functions_keep_a_variant(request: pytest.FixtureRequest) -> None:
-    """Of the files that this session collects, which are all in `make test`."""
+    """Checks the files that were collected: all of them in `make test`."""
     if any("::" in argument for argument in request.config.args):
         pytest.skip("collects parts of files")
     files = {test.split("::", 1)[0] for test in COLLECTED}

@@ -30,14 +30,25 @@ INTERPRETED = (
     "tests/model/recurrent/test_packed_steps.py",
 )
 """Tests that also run with interpreted kernels, whose branches are not recorded: all stay in the sample."""
+COMBINATIONS = (
+    "tests/nodes/test_interleav",
+    "tests/router/test_session.py",
+    "tests/staging/",
+    "tests/system/test_cluster_simulation.py",
+    "tests/system/test_exact_matrix.py",
+)
+"""Tests about orders of events, or pairs of group sizes. Their variants take the same branches, and find different
+bugs: all stay in the sample."""
 COMPILED = "_code.py"
 """End of the files in `INTERPRETED` that only compile kernels."""
 
 Branches = dict[str, set[tuple[str, int, int]]]
 
 
-def interpreted(test: str) -> bool:
-    """Returns whether the test also runs with interpreted kernels."""
+def stays(test: str) -> bool:
+    """Returns whether the test stays in the sample whatever it costs."""
+    if test.startswith(COMBINATIONS):
+        return True
     return test.startswith(INTERPRETED) and not test.split("::", 1)[0].endswith(COMPILED)
 
 
@@ -81,8 +92,8 @@ def chosen(branches: Branches, cost_s: dict[str, float]) -> set[str]:
 def slow_variants(branches: Branches, cost_s: dict[str, float]) -> list[str]:
     """Returns the costly tests that leave the sample."""
     kept = chosen(branches, cost_s)
-    costly = {test for test in branches if cost_s.get(test, 0.0) >= COSTLY_S and not interpreted(test)}
-    stay = {test for test, cost in cost_s.items() if cost < COSTLY_S or interpreted(test)}
+    costly = {test for test in branches if cost_s.get(test, 0.0) >= COSTLY_S and not stays(test)}
+    stay = {test for test, cost in cost_s.items() if cost < COSTLY_S or stays(test)}
     functions = {function_of(test) for test in stay | kept}
     for test in sorted(costly, key=lambda test: (cost_s[test], test)):
         if function_of(test) not in functions:

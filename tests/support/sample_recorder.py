@@ -1,4 +1,4 @@
-"""pytest plugin that records what each test costs, and which branches of the product only the costly tests take.
+"""pytest plugin that records the CPU seconds of each test, and the branches of the product that it takes.
 
 `make sample` runs it twice, see `choose_sample.py`: the first pass records CPU seconds, the second one branches.
 """
@@ -18,14 +18,14 @@ import pytest
 COSTLY_S = 0.05
 """CPU seconds from which a test may leave the sample of `make test`."""
 LIGHT = "light"
-"""Context of the branches of all other tests, and of imports."""
+"""Name under which coverage records the branches of imports and of tests below `COSTLY_S`."""
 PACKAGES = ["disagg", "kernels", "staging", "transport", "prefill_node", "decode_node"]
-FOLDER = Path(os.environ.get("DISAGG_SAMPLE", ".sample"))
+FOLDER = Path(".sample").resolve()
 WORKER = os.environ.get("PYTEST_XDIST_WORKER", "")
 
 
 def costs_s(folder: Path) -> dict[str, float]:
-    """Returns the CPU seconds of each test, with those of its processes."""
+    """Returns the recorded CPU seconds of each test; they include processes that the test has started and awaited."""
     found: dict[str, float] = {}
     for file in folder.glob("costs.*.json"):
         found |= json.loads(file.read_text())
@@ -84,5 +84,5 @@ def pytest_configure(config: pytest.Config) -> None:
     """Only workers run tests."""
     if WORKER:
         FOLDER.mkdir(exist_ok=True)
-        branches = os.environ.get("DISAGG_SAMPLE_PASS") == "branches"
+        branches = os.environ.get("SAMPLE_PASS") == "branches"
         config.pluginmanager.register(BranchRecorder() if branches else CostRecorder())

@@ -1,4 +1,4 @@
-"""The variants of `tests/slow_variants.txt`, which `make sample` writes, and the tests of this session."""
+"""Marks the variants that `tests/slow_variants.txt` lists, and keeps the names of all collected tests."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import pytest
 LIST = Path(__file__).parents[1] / "slow_variants.txt"
 SLOW_VARIANTS = frozenset(line for line in LIST.read_text().splitlines() if not line.startswith("#"))
 COLLECTED: set[str] = set()
-"""All tests of the collected files, also deselected ones."""
+"""Names of all collected tests, with those that `-m` or `-k` deselects."""
 IN_SAMPLE: set[str] = set()
-"""Those of them that `make test` runs."""
+"""Names of the collected tests that are neither slow nor need a GPU."""
 
 
 def function_of(test: str) -> str:
@@ -20,7 +20,7 @@ def function_of(test: str) -> str:
 
 
 def mark(item: pytest.Item) -> None:
-    """Marks a collected variant that is not in the sample of `make test`."""
+    """Marks a collected test as slow if the list has it."""
     if item.nodeid in SLOW_VARIANTS:
         item.add_marker(pytest.mark.slow)
         item.add_marker(pytest.mark.variant)

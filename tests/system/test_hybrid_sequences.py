@@ -38,7 +38,7 @@ TWO_FORMULAS = ("zamba2", "nemotron-h")
 SIZES = [((1, 1), (4, 16)), ((2, 1), (8, 4)), ((1, 2), (16, 8)), ((4, 2), (4, 4))]
 """`tp` and page size of both groups."""
 WAYS = {"qwen3-next": "recompute", "falcon-h1": "swap"}
-"""How sequences of these models are preempted in `make test`."""
+"""How sequences of these models are preempted in the sample."""
 MOST = [((2, 1), (8, 4)), ((1, 2), (16, 8))]
 THREE_TO_TWO = [(f"{name}/3", ((3, 2), (8, 4))) for name in MODELS]
 """Models with 6 heads, from 3 ranks to 2."""
@@ -261,7 +261,7 @@ def test_a_preempted_answer_begins_again_at_a_cached_state(
 STARTS = (21, 36, 17)
 """Tokens of the first prompts of conversations."""
 OF_MODELS = dict(zip(["zamba2", "nemotron-h", "falcon-h1"], STARTS, strict=True))
-"""The conversation that each model has in `make test`."""
+"""The conversation that each model has in the sample."""
 
 
 def turns(groups: LocalGroups, tokens: int, starts: Sequence[int]) -> list[tuple[list[int], Answered]]:

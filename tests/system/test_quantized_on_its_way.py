@@ -95,7 +95,7 @@ LANDINGS = [
     ("float8_e4m3fn", (2, 3), (1, 16), 1 << 20, False),
     ("float8_e5m2", (1, 2), (4, 8), 4096, True),
 ]
-"""Those of `make test`; `make test-slow` takes the other way with each, staged or written."""
+"""Those of the sample; `make test-slow` takes the other way with each, staged or written."""
 
 
 @pytest.mark.parametrize("device", DEVICES)
