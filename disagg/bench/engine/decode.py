@@ -5,6 +5,8 @@ step's tokens choose.
 
 With `deterministic`, the benchmark also measures the cost of `model.deterministic`: decode and prefill steps in both
 modes, in one run. It then checks that a request's logits have the same bits alone and in the batch.
+
+With `prompt_tokens`, it also measures steps that compute a chunk of a new prompt (`disagg.bench.engine.mixed_step`).
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import statistics
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -21,6 +24,13 @@ import torch
 from disagg.bench.common.measure import copy_rate, rounding, seconds_of
 from disagg.bench.common.report import Measurement, Result
 from disagg.bench.engine.experts import ExpertChoices
+from disagg.bench.engine.mixed_step import (
+    mixed_buckets,
+    mixed_results,
+    place_prompt,
+    prompt_room,
+    with_prompt,
+)
 from disagg.bench.engine.transformers_step import fast_kernels, require_plain, transformers_seconds
 from disagg.core.config.model import RecurrentName
 from disagg.core.errors import ConfigError, InvariantError
@@ -61,10 +71,14 @@ class DecodeBench:
     """Kernels of recurrent layers, as in `ModelConfig.recurrent_kernels`."""
     peer: Literal["none", "transformers"] = "none"
     """Whether to measure transformers' own step too."""
+    prompt_tokens: tuple[int, ...] = ()
+    """Chunks of a new prompt, in tokens; for each, the step that also computes it is measured."""
 
     def __post_init__(self) -> None:
         if self.peer == "transformers":
             require_plain(self.model)
+        if min(self.prompt_tokens, default=1) < 1:
+            raise ConfigError(f"prompt_tokens = {self.prompt_tokens} is not allowed; each must be at least 1")
         for name in ("batch", "context_tokens", "page_size", "repeats", "prefill_tokens"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} = {getattr(self, name)} is not allowed; it must be at least 1")
@@ -120,17 +134,34 @@ def _measure_mode(
     report_progress(f"{bench.model}{mode}: loading")
     runner, batch = prepare(bench, deterministic)
     runner.record(bench.batch)
+    runner.record_mixed(mixed_buckets(bench.batch, bench.prompt_tokens))
     report_progress(f"decode steps{mode}")
     times = {"decode": seconds_of(lambda: runner.forward(batch), bench.device, bench.repeats)}
     check(runner, batch)
     weights_bytes = read_weights_bytes(runner) - unread_expert_bytes(runner, batch)
     results = _decode_results(bench, runner, f"{bench.model}{mode}", times["decode"], ceiling, weights_bytes)
+    if bench.prompt_tokens:
+        report_progress(f"steps with prompts{mode}")
+        results += _mixed_results(bench, runner, batch, f"{bench.model}{mode}", times["decode"])
     if bench.deterministic:
         report_progress(f"prefill steps{mode}")
         chunk = prefill_step(bench, batch)
         times["prefill"] = seconds_of(lambda: runner.forward(chunk), bench.device, bench.repeats)
         results.append(_prefill_result(bench, f"{bench.model}{mode}", chunk, times["prefill"]))
     return results, times
+
+
+def _mixed_results(
+    bench: DecodeBench, runner: ModelRunner, batch: StepBatch, name: str, alone: tuple[float, ...]
+) -> list[Result]:
+    first = bench.batch * -(-bench.context_tokens // bench.page_size) + 1
+    row = place_prompt(runner, range(first, runner.pages))
+    times = {}
+    for tokens in bench.prompt_tokens:
+        step = with_prompt(batch, row, tokens)
+        times[tokens] = seconds_of(partial(runner.forward, step), bench.device, bench.repeats)
+        check(runner, step)
+    return mixed_results(f"{name}, batch {bench.batch}", times, alone, runner.recorded)
 
 
 def _decode_results(
@@ -221,14 +252,16 @@ def prepare(bench: DecodeBench, deterministic: bool = False) -> tuple[ModelRunne
     """
     pages_each = -(-bench.context_tokens // bench.page_size)
     pages = bench.batch * pages_each
+    room_tokens = prompt_room(bench.prompt_tokens)
+    prompt_pages = -(-room_tokens // bench.page_size)
     runner = ModelRunner(
         ModelSource.random_init(bench.model),
         RunnerOptions(
             dtype=bench.dtype,
-            pool_tokens=(pages + 1) * bench.page_size,
+            pool_tokens=(pages + prompt_pages + 1) * bench.page_size,
             page_size=bench.page_size,
-            rows=bench.batch,
-            max_tokens=max(bench.context_tokens, bench.max_context_tokens),
+            rows=bench.batch + (room_tokens > 0),
+            max_tokens=max(bench.context_tokens, bench.max_context_tokens, prompt_pages * bench.page_size),
             deterministic=deterministic,
             recurrent_kernels=bench.recurrent_kernels,
         ),

@@ -15,6 +15,7 @@ from disagg.cli.bench.common import (
     RepeatsFlag,
     device_of,
     name_of,
+    parse_numbers,
     progress,
     show_results,
 )
@@ -58,6 +59,14 @@ class DecodeOptions:
     prefill_tokens: Annotated[
         int, typer.Option("--prefill-tokens", min=1, help="Tokens of a prefill step, with --deterministic.")
     ] = 4096
+    prompt_tokens: Annotated[
+        str,
+        typer.Option(
+            "--prompt-tokens",
+            metavar="N,N,...",
+            help="Also measure steps that compute N more tokens, of a new prompt.",
+        ),
+    ] = ""
     recurrent_kernels: RecurrentFlag = "auto"
     peer: Annotated[
         Literal["none", "transformers"],
@@ -91,6 +100,7 @@ def decode(options: DecodeOptions) -> None:
         options.max_context_tokens,
         options.recurrent_kernels,
         options.peer,
+        parse_numbers("--prompt-tokens", options.prompt_tokens) if options.prompt_tokens else (),
     )
     with progress() as update:
         results = run(bench, update)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import statistics
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from disagg.bench.engine.decode import (
     unread_expert_bytes,
 )
 from disagg.bench.engine.experts import ExpertChoices
+from disagg.bench.engine.mixed_step import place_prompt, with_prompt
 from disagg.bench.engine.transformers_step import filled_cache, random_model
 from disagg.cli import app as cli
 from disagg.core.errors import ConfigError, InvariantError
@@ -93,6 +95,31 @@ def test_command(capsys: pytest.CaptureFixture[str]) -> None:
     read = rate["labels"]["weights_bytes"] + rate["labels"]["kv_bytes"]
     assert rate["values"] == pytest.approx([read / (ms / 1e3) / 1e9 for ms in step["values"]])
     assert rate["ceiling"]["name"] == "device copy"
+
+
+def test_steps_with_prompts(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["bench", "decode", *FLAGS, "--prompt-tokens", "5,21", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["results"]
+    step, mixed = found[1], found[3:]
+    assert [(one["labels"]["prompt_tokens"], one["unit"]) for one in mixed] == [
+        (5, "ms"),
+        (5, "us"),
+        (21, "ms"),
+        (21, "us"),
+    ]
+    beyond = [1e3 * (ms - statistics.median(step["values"])) / 21 for ms in mixed[2]["values"]]
+    assert mixed[3]["values"] == pytest.approx(beyond)
+
+
+def test_a_prompt_in_a_step_has_pages_of_its_own() -> None:
+    runner, batch = prepare(dataclasses.replace(bench(), prompt_tokens=(20,)))
+    row = place_prompt(runner, range(3 * 3 + 1, runner.pages))
+    step = with_prompt(batch, row, 20)
+    assert step.tokens == 3 + 20
+    answers = [runner.req_to_token.table[one.row, :40] for one in batch.sequences]
+    slots = torch.cat([*answers, runner.req_to_token.table[row, :40]])
+    assert len(slots.unique()) == 4 * 40
+    check(runner, step)
 
 
 def test_what_the_deterministic_mode_costs(capsys: pytest.CaptureFixture[str]) -> None:
