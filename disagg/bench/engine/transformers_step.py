@@ -6,7 +6,10 @@ unless the packages of their fast kernels are installed.
 
 from __future__ import annotations
 
-import importlib.util
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import torch
@@ -21,16 +24,26 @@ _PROMPT_TOKENS = 2
 """Tokens that are computed to create the cache and its recurrent states; other KV is noise."""
 
 
+@dataclass(frozen=True)
+class PeerSteps:
+    """Decode steps of transformers."""
+
+    seconds: tuple[float, ...]
+    """The time of each step."""
+    fast_kernels: tuple[str, ...]
+    """Packages of `FAST_KERNELS` that a step called, with their versions."""
+
+
 def require_plain(name: str) -> None:
     """Raises `ConfigError` for a model that transformers cannot make with random weights."""
     if ":" in name:
         raise ConfigError(f"--peer transformers takes no quantized shape, but --random-init is {name}")
 
 
-def transformers_seconds(
+def transformers_steps(
     name: str, dtype: torch.dtype, device: torch.device, batch: int, context_tokens: int, repeats: int
-) -> tuple[float, ...]:
-    """Returns the seconds of decode steps of transformers, each for one token of `batch` requests.
+) -> PeerSteps:
+    """Measures decode steps of transformers, each for one token of `batch` requests.
 
     The context of the first step has `context_tokens` tokens, and grows by one with each step. `name`: a model name
     of `disagg.model.load.named`.
@@ -39,12 +52,35 @@ def transformers_seconds(
     with torch.inference_mode():
         cache = filled_cache(model, batch, context_tokens - 1, device)
         tokens = torch.arange(batch, device=device)[:, None] % 256
-        return seconds_of(lambda: model(tokens, past_key_values=cache, use_cache=True), device, repeats)
+
+        def step() -> object:
+            return model(tokens, past_key_values=cache, use_cache=True)
+
+        seconds = seconds_of(step, device, repeats)
+        return PeerSteps(seconds, fast_kernels(step))
 
 
-def fast_kernels() -> list[str]:
-    """Returns the packages of `FAST_KERNELS` that are installed."""
-    return [package for package in FAST_KERNELS if importlib.util.find_spec(package) is not None]
+def fast_kernels(step: Callable[[], object]) -> tuple[str, ...]:
+    """Returns the packages of `FAST_KERNELS` whose functions `step` calls, with their versions, by running it once.
+
+    An installed package is no proof: transformers computes in plain torch, without a word, where an import fails.
+    """
+    called: set[str] = set()
+
+    def note(frame: FrameType, event: str, _argument: object) -> None:
+        if event == "call":
+            called.add(str(frame.f_globals.get("__name__")).partition(".")[0])
+
+    previous = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        step()
+    finally:
+        sys.setprofile(previous)
+    found = [package for package in FAST_KERNELS if package in called]
+    return tuple(
+        f"{package} {getattr(sys.modules.get(package), '__version__', '')}".strip() for package in found
+    )
 
 
 def random_model(name: str, dtype: torch.dtype, device: torch.device) -> Any:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 import statistics
+import sys
+from types import ModuleType
 
 import pytest
 import torch
@@ -19,7 +22,7 @@ from disagg.bench.engine.decode import (
 )
 from disagg.bench.engine.experts import ExpertChoices
 from disagg.bench.engine.mixed_step import place_prompt, with_prompt
-from disagg.bench.engine.transformers_step import filled_cache, random_model
+from disagg.bench.engine.transformers_step import filled_cache, random_model, transformers_steps
 from disagg.cli import app as cli
 from disagg.core.errors import ConfigError, InvariantError
 
@@ -141,6 +144,21 @@ def test_the_step_of_transformers(model: str, capsys: pytest.CaptureFixture[str]
     assert [one["unit"] for one in found] == ["GB/s", "ms", "tokens/s", "ms"]
     assert found[3]["ours"]["values"] == found[1]["values"]
     assert found[3]["ratio"] == pytest.approx(found[3]["median"] / found[1]["median"])
+    assert found[3]["labels"]["fast_kernels"] == "none"
+
+
+def test_fast_kernels_of_transformers_are_those_that_it_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither of the two packages computes anything here; the step calls a function of one."""
+    modeling = importlib.import_module("transformers.models.granitemoehybrid.modeling_granitemoehybrid")
+    called, idle = ModuleType("mamba_ssm"), ModuleType("causal_conv1d")
+    vars(called).update(__version__="9.8", plain=modeling.mamba2_selective_state_update)
+    exec("def update(*tensors, **settings): return plain(*tensors, **settings)", vars(called))
+    for module in (called, idle):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(modeling, "mamba2_selective_state_update", vars(called)["update"])
+    steps = transformers_steps("tiny-granite-h", torch.float32, CPU, 2, 5, 1)
+    assert steps.fast_kernels == ("mamba_ssm 9.8",)
+    assert len(steps.seconds) == 1
 
 
 @pytest.mark.parametrize("model", ["tiny-llama", "tiny-granite-h", "tiny-mistral"])
