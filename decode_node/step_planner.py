@@ -205,14 +205,15 @@ class StepPlanner:
         The oldest request comes first. Preempted requests get `chunks.chunk_tokens` in all. Otherwise prompts of new
         requests get what `running` sequences leave of `local_prefill_tokens`, so that no answer stalls (stall-free
         batching, Sarathi-Serve, Agrawal et al., OSDI 2024). They use free seats of the batch, one if there are none,
-        and at most `CHUNKS`, like recorded steps. Steps without prompts follow, the more the more sequences run.
+        and at most `CHUNKS`, like recorded steps. Steps without prompts follow: more of them if more sequences run,
+        fewer if more prompts wait.
         """
         oldest = sorted(computing, key=lambda one: one.order)
         preempted = [request for request in oldest if not request.prefills]
         batch = self._first_chunks(preempted, self._chunks.chunk_tokens, self._max_batch)
         full = running >= self._max_batch
-        if not batch and self._since_prefill >= max(pauses(running), int(full)):
-            prompts = [request for request in oldest if request.prefills]
+        prompts = [request for request in oldest if request.prefills]
+        if not batch and prompts and self._since_prefill >= max(pauses(running, len(prompts)), int(full)):
             seats = 1 if full else min(CHUNKS, self._max_batch - running)
             batch = self._first_chunks(prompts, prefill_room(self._prefill_tokens, running), seats)
         return batch

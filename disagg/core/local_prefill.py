@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from disagg.core.types import SamplingParams
 
-MIN_PREFILL_TOKENS = 64
+MIN_PREFILL_TOKENS = 48
 """Smallest number of prompt tokens in a step, however many answers run."""
-ANSWERS_PER_PAUSE = 32
-"""Number of running answers for each of which one more step without prompts follows a step with prompts."""
-_SINGLES = (16, 32, 64, 96, 128, 192)
+ANSWERS_PER_PAUSE = 8
+"""Number of running answers, for each prompt that waits, for each of which one more step without prompts follows a
+step with prompts."""
+MOST_PAUSES = 8
+"""Largest number of steps without prompts between two steps with prompts, so that no prompt waits for long."""
+_SINGLES = (16, 32, 48, 64, 80, 96, 128)
 _STEP = 64
+_TILE_ROWS = 64
+"""Rows of a tile of a matrix product: a step takes as long for each number of tokens between two multiples."""
 
 
 def padded_answers(running: int) -> int:
@@ -18,22 +23,29 @@ def padded_answers(running: int) -> int:
 
 
 def prefill_room(step_tokens: int, running: int) -> int:
-    """Returns the most prompt tokens in a step with `running` answers: what their padded number leaves of
-    `step_tokens`, but at least `MIN_PREFILL_TOKENS`."""
-    return max(step_tokens - padded_answers(running), MIN_PREFILL_TOKENS)
+    """Returns the most prompt tokens in a step with `running` answers, at least `MIN_PREFILL_TOKENS`.
 
-
-def pauses(running: int) -> int:
-    """Returns the number of steps without prompts between two steps with prompts, while `running` answers run.
-
-    A step with prompts delays every running answer, so the delay of one prompt is weighed against theirs.
+    The step has `step_tokens`, the padded number of answers included, or whole tiles if that is too few.
     """
-    return running // ANSWERS_PER_PAUSE
+    answers = padded_answers(running)
+    if step_tokens - answers < MIN_PREFILL_TOKENS:
+        step_tokens = -(-(answers + MIN_PREFILL_TOKENS) // _TILE_ROWS) * _TILE_ROWS
+    return step_tokens - answers
 
 
-def slowdown(step_tokens: int, running: int) -> float:
-    """Returns the time to compute a prompt beside `running` answers, relative to that without any."""
-    return (1 + pauses(running)) * prefill_room(step_tokens, 0) / prefill_room(step_tokens, running)
+def pauses(running: int, waiting: int) -> int:
+    """Returns the number of steps without prompts between two steps with prompts, while `running` answers run and
+    `waiting` prompts wait, one at least.
+
+    A step with prompts delays every running answer, and brings every waiting prompt nearer to its first token.
+    """
+    return min(running // (ANSWERS_PER_PAUSE * waiting), MOST_PAUSES)
+
+
+def slowdown(step_tokens: int, running: int, waiting: int) -> float:
+    """Returns the time to compute a prompt beside `running` answers, relative to that without any. `waiting`: prompts
+    in the queue, this one included."""
+    return (1 + pauses(running, waiting)) * prefill_room(step_tokens, 0) / prefill_room(step_tokens, running)
 
 
 def computes_locally(sampling: SamplingParams) -> bool:

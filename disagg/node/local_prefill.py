@@ -6,9 +6,9 @@ from disagg.core.config.read import Config, DecodeConfig, GroupConfig
 from disagg.core.errors import ConfigError
 from disagg.model.runner import ModelRunner
 
-GPU_TOKENS = 256
-"""Automatic value of `decode.local_prefill_tokens` on a GPU. Up to there, a step of an 8B model becomes little longer
-with each further token."""
+GPU_TOKENS = 128
+"""Automatic value of `decode.local_prefill_tokens` on a GPU. On an H200, products of an 8B model take 4.0 ms for 64
+tokens, 4.6 ms for 128, and 6.0 ms for 256."""
 
 
 def local_prefill_tokens(config: Config, group: GroupConfig, runner: ModelRunner) -> int:

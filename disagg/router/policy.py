@@ -264,11 +264,7 @@ class LocalPrefill:
         able = computing_prompts(decodes)
         if not able:
             return None
-        costs = [
-            (one.local_tokens * one.routers + request.missing_tokens(one))
-            * slowdown(one.group.leader.local_prefill_tokens, one.requests * one.routers)
-            for one in able
-        ]
+        costs = [_local_cost(one, request) for one in able]
         least = min(costs)
         if prefill is not None and self.cost * least >= waiting_tokens + request.missing_tokens(prefill):
             return None
@@ -276,6 +272,17 @@ class LocalPrefill:
             one for one, cost in zip(able, costs, strict=True) if cost <= least + request.tokens // SLACK
         ]
         return min(equal, key=lambda one: (one.requests, one.tokens, one.served))
+
+
+def _local_cost(decode: RoutedGroup, request: RoutingRequest) -> float:
+    """Returns the tokens that the group computes up to the end of the request's prompt, weighted by `slowdown`.
+
+    The number of prompts in the group's queue is not known here: all are assumed to be as long as this one.
+    """
+    queued, missing = decode.local_tokens * decode.routers, request.missing_tokens(decode)
+    waiting = 1 + queued // max(1, missing)
+    running = decode.requests * decode.routers
+    return (queued + missing) * slowdown(decode.group.leader.local_prefill_tokens, running, waiting)
 
 
 def computing_prompts(decodes: Iterable[RoutedGroup]) -> list[RoutedGroup]:

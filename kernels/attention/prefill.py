@@ -40,8 +40,9 @@ from kernels.attention.splits import (
     write_results,
 )
 
-_LEAST_SPLIT_TOKENS = 256
-"""Minimum tokens of a split. With fewer tokens, the join kernel costs more than the split saves."""
+_LEAST_SPLIT_TOKENS = 512
+"""Minimum tokens of a split. With fewer tokens, the join kernel costs more than the split saves (measured on an
+H200)."""
 _MOST_PARTIALS_BYTES = 256 << 20
 """Limit of the memory for partial results of fixed splits. The profile run of the largest step, which sizes the KV
 pool, does not include this memory."""
@@ -88,19 +89,33 @@ _TILES = (
 )
 """Tiles for many rows in 16 bits, fastest first (measured on an H200). The first tile that fits into shared memory is
 used."""
+_FEW_BLOCKS = PrefillTile(rows=64, warps=4)
+"""Tile for launches that would use at most half of the multiprocessors with blocks of 128 rows: twice as many
+programs, two of which fit on a multiprocessor."""
 
 
 def prefill_tile_of(
-    dtype: torch.dtype, rows: int, head_dim: int, element_bytes: int, shared_bytes: int
+    dtype: torch.dtype,
+    rows: int,
+    head_dim: int,
+    element_bytes: int,
+    shared_bytes: int,
+    *,
+    few_blocks: bool = False,
 ) -> PrefillTile:
     """Returns the tile for queries of type `dtype` and at most `rows` rows per sequence, given the sizes of a head, a
-    pool element, and a program's shared memory."""
+    pool element, and a program's shared memory.
+
+    `few_blocks`: whether blocks of 128 rows would use at most half of the multiprocessors.
+    """
     if dtype == torch.float32:  # no tensor cores: small tiles, whose sums fit in registers
         return PrefillTile(rows=32 if head_dim <= 128 else 16, tokens=16, stages=2)
     if rows <= 32:
         return PrefillTile(rows=16 if rows <= 16 else 32, warps=4)
     if rows <= 64 or head_dim > 128:
         return PrefillTile(rows=64, tokens=64 if head_dim <= 128 else 32, warps=4, stages=2)
+    if few_blocks and element_bytes == 2:
+        return _FEW_BLOCKS
     tiles = _TILES if element_bytes == 2 else _TILES[1:]  # quantized values pass through registers
     room = shared_bytes - SPARE_SHARED_BYTES
     return next((tile for tile in tiles if tile_shared_bytes(tile, head_dim) <= room), tiles[-1])
@@ -136,10 +151,11 @@ def fixed_tile_of(
     return PrefillTile(rows=128, tokens=64, warps=8, stages=3)
 
 
-def prefill_splits_of(programs: int, max_tokens: int, device: torch.device) -> Splits:
-    """Returns the splits for `programs` before any context is split; splits create at most one program per
-    multiprocessor."""
-    return splits_of(programs, multiprocessors(device), max_tokens, _LEAST_SPLIT_TOKENS)
+def prefill_splits_of(programs: int, max_tokens: int, tile: PrefillTile, device: torch.device) -> Splits:
+    """Returns the splits for `programs` before any context is split; splits create at most as many programs as run at
+    the same time."""
+    at_once = multiprocessors(device) * (2 if tile == _FEW_BLOCKS else 1)
+    return splits_of(programs, at_once, max_tokens, _LEAST_SPLIT_TOKENS)
 
 
 def prefill_attention(
@@ -189,12 +205,13 @@ def _tile_for(q: torch.Tensor, kv: LayerKV, rows: int, head_dim: int, determinis
 
     The number of programs is derived from the tokens in `q`, because most sequences of a captured step may be empty.
     """
-    head_dim = block_of(head_dim)
+    head_dim, kv_heads = block_of(head_dim), kv.k.shape[1]
+    programs = -(-q.shape[0] * (q.shape[1] // kv_heads) // 128) * kv_heads
     if deterministic:
-        kv_heads = kv.k.shape[1]
-        programs = -(-q.shape[0] * (q.shape[1] // kv_heads) // 128) * kv_heads
         return fixed_tile_of(q.dtype, rows, programs, head_dim, q.device)
-    return prefill_tile_of(q.dtype, rows, head_dim, kv.k.element_size(), shared_bytes(q.device))
+    few_blocks = 2 * programs <= multiprocessors(q.device)
+    sizes = rows, head_dim, kv.k.element_size(), shared_bytes(q.device)
+    return prefill_tile_of(q.dtype, *sizes, few_blocks=few_blocks)
 
 
 def _splits_for(
@@ -213,7 +230,7 @@ def _splits_for(
     if params.window_tokens:  # one window, and one token more for each further query token of the block
         seen = min(seen, params.window_tokens + -(-tile.rows // group))
     if not deterministic:
-        return prefill_splits_of(programs, seen, q.device)
+        return prefill_splits_of(programs, seen, tile, q.device)
     splits = fixed_splits(seen, window=params.window_tokens is not None)
     small = partials_bytes(out, splits) <= _MOST_PARTIALS_BYTES
     if not small or programs >= multiprocessors(q.device):  # one program per block gives the same bits

@@ -27,6 +27,8 @@ length."""
 _MAX_SPLITS = 128
 _COMBINED_ELEMENTS = 4096
 """Elements of partial results that a program of the join kernel loads at once."""
+_FEW_SPLITS = 4
+"""Number of splits up to which one warp joins the splits of a row: most of a larger block would be masked."""
 _LOADED_AHEAD = 4
 """Number of fixed splits whose partial results the join kernel loads ahead of their use."""
 
@@ -102,6 +104,8 @@ class Partials:
             return
         tokens, q_heads, v_dim = self._out.shape
         block_v = block_of(v_dim)
+        few = self._splits.most <= _FEW_SPLITS
+        block_splits = _FEW_SPLITS if few else max(1, _COMBINED_ELEMENTS // block_v)
         join_kernel[(q_heads, tokens)](
             self.values,
             self.levels,
@@ -111,8 +115,9 @@ class Partials:
             self._splits.most,
             V_DIM=v_dim,
             FIXED=self._splits.fixed,
-            BLOCK_SPLITS=_LOADED_AHEAD if self._splits.fixed else max(1, _COMBINED_ELEMENTS // block_v),
+            BLOCK_SPLITS=_LOADED_AHEAD if self._splits.fixed else block_splits,
             BLOCK_V=block_v,
+            num_warps=1 if few and not self._splits.fixed else 4,
             enable_fp_fusion=True,
         )
 

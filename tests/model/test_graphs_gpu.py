@@ -10,7 +10,7 @@ import pytest
 import torch
 from model_helpers import make_runner, prompts
 
-from disagg.core.local_prefill import prefill_room
+from disagg.core.local_prefill import MIN_PREFILL_TOKENS, prefill_room
 from disagg.model import piecewise
 from disagg.model.batch import SequenceSlice, StepBatch
 from disagg.model.graphs import ChunkGraphs, batch_sizes, chunk_sizes, context_limits
@@ -64,7 +64,8 @@ def test_the_numbers_of_a_step_smaller_than_its_bucket() -> None:
 
 
 @pytest.mark.parametrize(
-    ("largest", "step_tokens"), [(1, 256), (32, 256), (33, 100), (200, 256), (256, 512), (500, 1024)]
+    ("largest", "step_tokens"),
+    [(256, 128), (1, 256), (32, 256), (33, 100), (200, 256), (256, 512), (500, 1024)],
 )
 def test_sizes_of_steps_with_chunks(largest: int, step_tokens: int) -> None:
     """Every number of answers, with the prompt tokens for which there is room, fits a bucket."""
@@ -74,8 +75,8 @@ def test_sizes_of_steps_with_chunks(largest: int, step_tokens: int) -> None:
         assert size.singles > smaller.singles
     for singles in range(largest + 1):
         fitting = next(one for one in sizes if singles <= one.singles)
-        assert 64 <= prefill_room(step_tokens, singles) <= fitting.chunk_tokens
-        assert fitting.chunk_tokens == 64 or sum(fitting) <= step_tokens
+        assert MIN_PREFILL_TOKENS <= prefill_room(step_tokens, singles) <= fitting.chunk_tokens
+        assert sum(fitting) <= step_tokens or fitting.chunk_tokens < MIN_PREFILL_TOKENS + 64
 
 
 def test_the_numbers_of_a_step_with_chunks() -> None:

@@ -16,7 +16,7 @@ from decode_node.scheduler import DecodeScheduler
 from decode_node.scheduler_options import SchedulerOptions
 from disagg.core.config.read import Config, DecodeConfig, ModelConfig, PrefillConfig
 from disagg.core.errors import ConfigError
-from disagg.core.local_prefill import MIN_PREFILL_TOKENS
+from disagg.core.local_prefill import MIN_PREFILL_TOKENS, prefill_room
 from disagg.core.prefixes import PrefixKey
 from disagg.core.tokens import pack_tokens
 from disagg.core.types import RequestKey, SamplingParams
@@ -104,26 +104,34 @@ def test_chunks_and_the_first_token_are_planned_ahead() -> None:
     scheduler.commit(after)
 
 
-def test_answers_leave_the_rest_of_a_step_and_at_least_a_minimum() -> None:
+def test_answers_leave_the_rest_of_a_step() -> None:
     scheduler = scheduler_of(steps_ahead=0)
     for number in range(20):
         begin(scheduler, f"running-{number}", 1)
     begin(scheduler, "new", 1000)
+    for _ in range(2):
+        assert "new" not in step(scheduler), "each step with a prompt delays 20 answers"
     found = step(scheduler)
     assert found["new"] == (0, STEP_TOKENS - 32), "20 answers count as 32"
     assert list(found)[-1] == "new", "answers come first"
-    for number in range(11):
+    begin(scheduler, "second", 200)
+    assert "new" not in step(scheduler)
+    assert step(scheduler)["new"] == (84, 168), "two prompts wait, so half as many steps pass between"
+    begin(scheduler, "third", 100)
+    assert step(scheduler)["new"] == (168, 252)
+    for number in range(13):
         begin(scheduler, f"more-{number}", 1)
-    assert step(scheduler)["new"] == (84, 168)
-    begin(scheduler, "one more", 1)
-    for _ in range(2):
-        assert "new" not in step(scheduler), "32 answers are delayed by every other step only"
-        assert step(scheduler)["new"][0] in (168, 252)
-    for number in range(20):
-        begin(scheduler, f"many-{number}", 1)
-    step(scheduler)
+    assert "new" not in step(scheduler), "33 answers and three prompts"
     start, stop = step(scheduler)["new"]
-    assert stop - start == MIN_PREFILL_TOKENS
+    assert stop - start == STEP_TOKENS - 48
+
+
+def test_more_answers_leave_the_rest_of_whole_tiles() -> None:
+    assert [prefill_room(128, answers) for answers in (0, 16, 64, 65, 80, 81, 96, 97, 128, 129)] == [
+        *(112, 112, 64, 48, 48),
+        *(192 - 96, 192 - 96, 192 - 128, 192 - 128, 256 - 192),
+    ]
+    assert prefill_room(20, 0) == MIN_PREFILL_TOKENS
 
 
 def test_the_oldest_prompt_is_first_unless_a_lower_number_comes() -> None:

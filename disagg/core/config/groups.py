@@ -262,10 +262,10 @@ class DecodeConfig(BatchingConfig, frozen=True):
     watermark: float = 0.01
     """Fraction of a group's pages that admission keeps free for running requests."""
     local_prefill_tokens: int | None = None
-    """Tokens of a step in which the group also computes prompts, one of each running answer included; at least 64
+    """Tokens of a step in which the group also computes prompts, one of each running answer included; at least 48
     tokens of prompts. Routers send the group whole requests while the prefill groups are busy
     (`router.local_prefill_queue_tokens`) or down. 0: prefill groups compute all prompts. At most `chunk_tokens`.
-    None: 256 on a GPU; 0 on a CPU, for models with recurrent layers, with a `kv_dtype` of the group's own, and with
+    None: 128 on a GPU; 0 on a CPU, for models with recurrent layers, with a `kv_dtype` of the group's own, and with
     `model.deterministic` if `prefill.tp` differs from `tp`."""
 
     def __post_init__(self) -> None:

@@ -183,12 +183,12 @@ def test_tokens_of_no_sequence_are_left_alone(device: str) -> None:
 def test_splits_fill_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kernels.attention.prefill.multiprocessors", lambda device: 132)
     device = torch.device("cuda")
-    assert prefill_splits_of(16, 8192, device) == Splits(8, 256)
-    assert prefill_splits_of(16, 300, device) == Splits(2, 256)
-    assert prefill_splits_of(67, 8192, device) == Splits(
-        1, 256
-    )  # a second wave would cost more than it gives
-    assert prefill_splits_of(512, 8192, device) == Splits(1, 256)
+    wide, few = PrefillTile(128, 128, 8, 3), prefill_tile_of(torch.bfloat16, 8192, 128, 2, 1, few_blocks=True)
+    assert prefill_splits_of(16, 8192, wide, device) == Splits(8, 512)
+    assert prefill_splits_of(16, 600, wide, device) == Splits(2, 512)
+    assert prefill_splits_of(67, 8192, wide, device) == Splits(1, 512), "a second wave would cost more"
+    assert prefill_splits_of(512, 8192, wide, device) == Splits(1, 512)
+    assert prefill_splits_of(67, 8192, few, device) == Splits(3, 512), "two programs on a multiprocessor"
 
 
 def test_a_tile_has_room() -> None:
@@ -198,6 +198,8 @@ def test_a_tile_has_room() -> None:
     hopper, ampere, ada = 227 << 10, 163 << 10, 99 << 10
     assert tile(hopper) == PrefillTile(128, 128, 8, 3)
     assert tile(hopper, 1) == tile(ampere) == PrefillTile(128, 64, 8, 3)
+    assert prefill_tile_of(torch.bfloat16, 1024, 128, 2, ada, few_blocks=True) == PrefillTile(64, 64, 4, 3)
+    assert prefill_tile_of(torch.bfloat16, 1024, 128, 1, hopper, few_blocks=True) == tile(hopper, 1)
     assert tile(ada) == tile(80 << 10) == PrefillTile(128, 64, 8, 2)
     assert tile(64 << 10) == PrefillTile(64, 32, 4, 2)
 
