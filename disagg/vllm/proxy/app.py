@@ -14,8 +14,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import httpx
 import msgspec
+from aiohttp import ClientResponse
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
@@ -53,7 +53,8 @@ class PairingProxy:
         """`prefill`, `decode`: base URLs. `at_once`: whether both servers get a request at the same time."""
         self._prefill, self._decode = itertools.cycle(prefill), itertools.cycle(decode)
         self._at_once = at_once
-        self._servers = VllmServers()
+        self._servers: VllmServers
+        """Made when the application starts, because it belongs to the event loop."""
         self._sources: dict[str, dict[str, Any]] = {}
         """Parameters of each prefill server's engine, from the server's latest answer; see `source_of`."""
 
@@ -69,6 +70,7 @@ class PairingProxy:
 
     @asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
+        self._servers = VllmServers()
         yield
         await self._servers.close()
 
@@ -88,7 +90,7 @@ class PairingProxy:
         decode, content = next(self._decode), await request.body()
         return await _reply(request, decode, self._ask(request, decode, content))
 
-    async def _ask(self, request: Request, server: str, content: bytes) -> httpx.Response:
+    async def _ask(self, request: Request, server: str, content: bytes) -> ClientResponse:
         query = f"?{request.url.query}" if request.url.query else ""
         return await self._servers.ask(
             request.method, server, request.url.path + query, request.headers, content
@@ -96,7 +98,7 @@ class PairingProxy:
 
     # --- both servers
 
-    async def _answer(self, pair: _Pair) -> httpx.Response:
+    async def _answer(self, pair: _Pair) -> ClientResponse:
         source = self._sources.get(pair.prefill) if self._at_once else None
         if source is None:
             return await self._generated(pair, await self._computed(pair))
@@ -138,19 +140,19 @@ class PairingProxy:
         self._sources[pair.prefill] = source_of(params)
         return params
 
-    async def _generated(self, pair: _Pair, params: Mapping[str, Any]) -> httpx.Response:
+    async def _generated(self, pair: _Pair, params: Mapping[str, Any]) -> ClientResponse:
         content = msgspec.json.encode(decode_body(pair.body, params))
         return await self._servers.ask("POST", pair.decode, pair.path, pair.headers, content)
 
 
-async def _reply(request: Request, server: str, asking: Coroutine[Any, Any, httpx.Response]) -> Response:
+async def _reply(request: Request, server: str, asking: Coroutine[Any, Any, ClientResponse]) -> Response:
     answer = await _unless_gone(request, asking)
     if answer is None:
         return Response(status_code=CLIENT_GONE)
     kind = answer.headers.get("content-type", "application/json")
     if kind.startswith("text/event-stream"):
-        return StreamingResponse(pieces(server, answer), answer.status_code, media_type=kind)
-    return Response(await whole(server, answer), answer.status_code, media_type=kind)
+        return StreamingResponse(pieces(server, answer), answer.status, media_type=kind)
+    return Response(await whole(server, answer), answer.status, media_type=kind)
 
 
 async def _error_reply(request: Request, error: Exception) -> Response:
@@ -167,8 +169,8 @@ def _object(content: bytes) -> Body:
 
 
 async def _unless_gone(
-    request: Request, asking: Coroutine[Any, Any, httpx.Response]
-) -> httpx.Response | None:
+    request: Request, asking: Coroutine[Any, Any, ClientResponse]
+) -> ClientResponse | None:
     """Awaits `asking`. If the client disconnects first: ends `asking`, so that vLLM stops computing; returns None."""
     task, gone = asyncio.create_task(asking), asyncio.create_task(_disconnected(request))
     try:
@@ -187,11 +189,11 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-async def _end(task: asyncio.Task[httpx.Response]) -> None:
+async def _end(task: asyncio.Task[ClientResponse]) -> None:
     """Cancels a request, or closes its answer: vLLM aborts a request whose connection is closed."""
     await _end_unread(task)
     if not task.cancelled() and task.exception() is None:
-        await task.result().aclose()
+        task.result().close()
 
 
 async def _end_unread(task: asyncio.Task[Any]) -> None:
