@@ -29,6 +29,8 @@ _COLUMNS = range(2048, 8193)
 fewer were not measured."""
 _LONG_SUM = 8192
 """Elements of a sum from which the kernel is faster than cuBLAS for more than 32 rows too."""
+_FEW_COLUMNS, _FEW_SPLIT_ROWS = 2048, 32
+"""Columns up to which four programs share a sum, and rows from which this was measured to be faster than two."""
 _STEP = 128
 """Largest number of elements that a tile sums in one step."""
 _LEAST_COLUMNS = 32
@@ -50,11 +52,15 @@ class FewRowsTile:
     stages: int = 4
 
 
-def tile_of(rows: int, gated: bool) -> FewRowsTile:
-    """Returns the fastest tile for a product of `rows`, measured on an H200 with weights of an 8B Llama."""
+def tile_of(rows: int, columns: int, gated: bool) -> FewRowsTile:
+    """Returns the fastest tile for a product of `rows` and `columns`, measured on an H200 with weights of an 8B Llama
+    and a Granite 4 of 3B."""
     if gated:
         return FewRowsTile(64, 128, stages=3) if rows <= 16 else FewRowsTile(64, 64, stages=4)
-    return FewRowsTile(64, 128, splits=2, stages=5)
+    # Fewer columns are fewer programs: more of them share a sum, so that they fill the multiprocessors.
+    return FewRowsTile(
+        64, 128, splits=4 if columns <= _FEW_COLUMNS and rows > _FEW_SPLIT_ROWS else 2, stages=5
+    )
 
 
 def most_rows_of(weight: torch.Tensor, *, gated: bool = False) -> int:
@@ -115,7 +121,7 @@ class FewRowsProduct:
             return few_rows_reference(x, self._weight, self._bias, gated=self._gated)
         out = torch.empty(*x.shape[:-1], self._columns, dtype=x.dtype, device=x.device)
         if rows:
-            tile = tile or tile_of(rows, self._gated)
+            tile = tile or tile_of(rows, self._columns, self._gated)
             if self._summed % tile.summed or tile.columns < _LEAST_COLUMNS:
                 raise ValueError(
                     f"{tile} does not fit sums of {self._summed} elements: the elements of a step must divide those "
