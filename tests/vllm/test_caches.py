@@ -63,7 +63,7 @@ def test_layers_of_different_groups_share_tensors() -> None:
         borrow_caches(caches | {"layers.5": cache(2, 6, 16, 4, 8)}, facts, 0)
     found = borrow_caches(caches, facts, 0)  # layer 1 uses the KV of layer 0
     assert found.layout == KVLayout(2, 4, 8, "float16", more=(LayerClass(2, 4, 8),))
-    assert found.groups == (0, 1)
+    assert found.tables.of_classes == (0, 1)
     places = [[planes[0].data_ptr() for planes in pool.layers] for pool in found.pools.buffers]
     assert places == [[first.data_ptr(), second.data_ptr()]] * 2
     assert found.layers == {"layers.0": Span(0, 1), "layers.3": Span(0, 2)} | {
@@ -108,7 +108,7 @@ def test_quantized_caches_are_bytes() -> None:
         (named(cache(6, 16)), r"\[6, 16\]"),
         (named(cache(2, 6, 16, 3, 8)), "has 3 KV heads a layer, not 4"),
         (named(cache(2, 6, 16, 4, 8), cache(2, 16, 6, 4, 8).transpose(1, 2)), "layer 1"),
-        ({"layers.0.mixer": [cache(6, 16, 8)]}, "has the type list"),  # states of a recurrent layer
+        ({"layers.0.attn": [cache(6, 16, 8)]}, "has the type list"),
         (named(cache(2, 6, 16, 4, 8, dtype=torch.float64)), "holds float64"),
         (named(cache(2, 6, 16, 4, 8), cache(2, 6, 16, 4, 16, dtype=torch.float32)), "hold float16, float32"),
     ],
