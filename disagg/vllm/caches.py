@@ -54,13 +54,10 @@ def borrow_caches(caches: Mapping[str, torch.Tensor], facts: EngineFacts, tp_ran
     """
     classes: dict[_Class, list[str]] = {}
     planes, seen = {}, set[tuple[int, int]]()
-    group_of = _groups_by_layer(caches, facts)
-    tables = {id(group): number for number, group in enumerate(facts.attention)}
-    for name in sorted(group_of, key=_order):
-        group = facts.groups[group_of[name]]
-        if group.recurrent is not None:
-            continue
-        parts, table = planes_of(name, caches[name], facts, group), tables[id(group)]
+    tables = _tables_by_layer(caches, facts)
+    for name in sorted(tables, key=_order):
+        table = tables[name]
+        parts = planes_of(name, caches[name], facts, facts.attention[table])
         if (parts[0].data_ptr(), table) in seen:
             continue
         seen.add((parts[0].data_ptr(), table))
@@ -118,14 +115,15 @@ def _borrow_states(caches: Mapping[str, torch.Tensor], facts: EngineFacts, tp_ra
     return found
 
 
-def _groups_by_layer(caches: Mapping[str, torch.Tensor], facts: EngineFacts) -> dict[str, int]:
-    """Returns the KV cache group of each layer, without those that use the KV of a layer of a group."""
+def _tables_by_layer(caches: Mapping[str, torch.Tensor], facts: EngineFacts) -> dict[str, int]:
+    """Returns the page table of each attention layer, without those that use the KV of a layer of a group."""
     if len(facts.groups) == 1:
         return dict.fromkeys(caches, 0)
-    groups = enumerate(facts.groups)
+    groups = enumerate(facts.attention)
     found = {name: number for number, group in groups for name in group.layers if name in caches}
     tensors = {caches[name].data_ptr() for name in found}
-    for name in caches.keys() - found.keys():
+    recurrent = {name for group in facts.groups if group.recurrent is not None for name in group.layers}
+    for name in caches.keys() - found.keys() - recurrent:
         if caches[name].data_ptr() not in tensors:
             raise ConfigError(f"{name} is in none of the model's {len(facts.groups)} KV cache groups")
     return found
