@@ -111,8 +111,8 @@ class IncomingTransfer:
     slots: tuple[torch.Tensor, ...]
     """For each class of the KV cache the slot of each position of `ticket.tokens`, int32 `[len(ticket.tokens)]`, on
     the pool's device. Slots before `ticket.starts` are not used."""
-    state_slot: torch.Tensor | None
-    """Slot of the recurrent state, int32 `[1]`, on the pool's device; None for a model without one."""
+    state_slots: tuple[torch.Tensor, ...]
+    """For each class of recurrent states the slot, int32 `[1]`, on the pool's device."""
     coverage: Coverage
     sources: dict[int, SourceRank]
     """Prefill ranks that send to this rank, by rank number."""
@@ -195,8 +195,7 @@ def pool_slice(segment: Segment, incoming: IncomingTransfer, shard: Shard, pool:
     number = shard.part_of(segment.layers)
     part, tokens = shard.all_parts[number], segment.tokens.shift(-incoming.ticket.tokens.start)
     if number >= len(shard.parts):
-        assert incoming.state_slot is not None, "the model has recurrent states"
-        slots = incoming.state_slot
+        slots = incoming.state_slots[number - len(shard.parts)]
     else:
         slots = incoming.slots[number][tokens.start : tokens.stop]
     return PoolSlice(

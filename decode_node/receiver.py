@@ -155,9 +155,10 @@ class SegmentReceiver:
         ticket.check_starts(link.decode.layout)
         slots = table_slots(tables, [message.pages, *message.more], ticket.tokens)
         uploaded = [self._queue.upload(one) for one in slots]
-        row = None
-        if link.decode.layout.states:
-            row = self._queue.upload(torch.tensor([ticket.row], dtype=torch.int32))
+        states: tuple[torch.Tensor, ...] = ()
+        if classes := len(link.decode.layout.states):
+            rows = [torch.tensor([slot], dtype=torch.int32) for slot in message.states or (ticket.row,)]
+            states = tables.by_state_class([self._queue.upload(one) for one in rows], classes)
         coverage = Coverage(link.to_rank(self._rank), ticket.tokens, link.decode.layout, ticket.starts)
         sources = {
             source.rank: SourceRank(
@@ -166,7 +167,7 @@ class SegmentReceiver:
             for source in link.sources_of(self._rank)
         }
         by_class = tables.by_class(uploaded, len(self._shard.parts))
-        return IncomingTransfer(ticket, by_class, row, coverage, sources)
+        return IncomingTransfer(ticket, by_class, states, coverage, sources)
 
     def close(self, message: m.CloseTransfer) -> None:
         """Closes the transfer of an ended request; `RankClosed` follows when no rank can write the ticket's pages."""

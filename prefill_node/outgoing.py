@@ -108,8 +108,8 @@ class OutgoingTransfer:
     slots: tuple[torch.Tensor, ...]
     """For each class of the KV cache the slot of each position of the prompt, int32 `[ticket.tokens.stop]`, on the
     pool's device. Slots before `ticket.starts` are not used."""
-    state_slot: torch.Tensor | None
-    """Slot of the recurrent state, int32 `[1]`, on the pool's device; None for a model without one."""
+    state_slots: tuple[torch.Tensor, ...]
+    """For each class of recurrent states the slot, int32 `[1]`, on the pool's device."""
     direct: dict[str, OpenPool] = field(default_factory=dict)
     """Mapped pools by control address of the decode rank, for direct writes. Other decode ranks of the ticket receive
     segments through their rings."""
@@ -171,8 +171,7 @@ class OutgoingTransfer:
         """Returns the slots of the segment's positions in this rank's pools."""
         layout = self.link.decode.layout
         if layout.is_state(segment.layers):
-            assert self.state_slot is not None, "the model has recurrent states"
-            return self.state_slot
+            return self.state_slots[layout.number_of(segment.layers) - len(layout.classes)]
         return _part(self.slots[layout.number_of(segment.layers)], segment.tokens)
 
     def target_slots_of(self, segment: Segment) -> torch.Tensor:

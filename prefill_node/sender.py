@@ -170,16 +170,17 @@ class SegmentSender:
             pages = [message.pages, *message.more]
             slots = table_slots(self._tables, pages, Span(0, ticket.tokens.stop))
             uploaded = [self.queue.upload(one) for one in slots]
-            row = None
-            if link.decode.layout.states:
-                row = self.queue.upload(torch.tensor([message.row], dtype=torch.int32))
+            states: tuple[torch.Tensor, ...] = ()
+            if classes := len(link.decode.layout.states):
+                rows = [torch.tensor([slot], dtype=torch.int32) for slot in message.states or (message.row,)]
+                states = self._tables.by_state_class([self.queue.upload(one) for one in rows], classes)
             outgoing = OutgoingTransfer(
                 message.key,
                 ticket,
                 message.reservation,
                 link,
                 self._tables.by_class(uploaded, len(self._context.shard.parts)),
-                row,
+                states,
                 planned_to=ticket.tokens.start,
             )
             self._pools.aim(outgoing, self.queue)

@@ -31,16 +31,18 @@ class KVConsumer(Endpoint[SegmentReceiver]):
         """Makes later writes to the pools wait, on the device, for work of the pages' earlier owners."""
         self.agent.parts.queue.after(event)
 
-    def open(self, ticket: Ticket, tables: Sequence[Sequence[int]], group: str) -> None:
+    def open(
+        self, ticket: Ticket, tables: Sequence[Sequence[int]], group: str, states: tuple[int, ...] = ()
+    ) -> None:
         """Accepts the ticket's KV from the linked group `group`.
 
         `tables`: this rank's pages in each table, from the page of `ticket.tokens.start` on. Pages before
-        `ticket.starts` are not written.
+        `ticket.starts` are not written. `states`: slots of the recurrent state, see `PageTables.of_states`.
         """
         # The receiver counts pages from position 0; earlier pages are not written, and any number stands for them.
         unused = [ticket.tokens.start // size for size in self.options.tables.page_sizes]
         first, *more = ([0] * count + list(pages) for count, pages in zip(unused, tables, strict=True))
-        self.agent.open(m.OpenReceive(ticket, first, group, tuple(map(tuple, more))))
+        self.agent.open(m.OpenReceive(ticket, first, group, tuple(map(tuple, more)), states))
 
     def close(self, key: RequestKey, ticket: int, reason: str) -> None:
         """Ends a transfer. CLOSED follows when no rank can write to its pages; also for an unknown ticket."""

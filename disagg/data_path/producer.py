@@ -2,6 +2,7 @@
 
     part = producer.next_part()
     producer.plan(key, part, positions)        before the step that computes the positions
+    producer.plan_state(key, part, after)      the same for the recurrent state, in a model that has one
     producer.computed(part, layers, event)     after each layer group; layers grow from the first of their class
     producer.open(ticket, tables)              when the ticket is known: before, during or after the step
     producer.close(key, ticket, reason)        after SENT, STOPPED or FAILED, or at any other time
@@ -39,8 +40,8 @@ class KVProducer(Endpoint[SegmentSender]):
 
     @property
     def classes(self) -> tuple[Span, ...]:
-        """All layers of each layer class."""
-        return tuple(part.layers for part in self.options.shard.parts)
+        """All layers of each layer class, and the numbers of each class of recurrent states."""
+        return tuple(part.layers for part in self.options.shard.all_parts)
 
     def next_part(self) -> StepPart:
         """Returns a new unit of work that becomes computed together; any thread may call this."""
@@ -50,17 +51,27 @@ class KVProducer(Endpoint[SegmentSender]):
         """Announces that `part` computes `positions` of a prompt; leases are requested if the ticket is open."""
         self.agent.plan_chunk(PlannedChunk(part, key, 0, positions, early=True))
 
+    def plan_state(self, key: RequestKey, part: StepPart, after: int) -> None:
+        """Announces that `part` computes the recurrent state after `after` positions, which are all of the prompt.
+
+        Does nothing in a model without such states.
+        """
+        if self.options.shard.states:
+            self.plan(key, part, Span(after, after + 1))
+
     def computed(self, part: StepPart, layers: Span, event: DeviceEvent) -> None:
         """Reports that the KV of `layers` (global) of `part` is written once `event` is done on the device."""
         self.agent.layers_ready(part, layers, event)
 
-    def open(self, ticket: Ticket, tables: Sequence[Sequence[int]]) -> None:
+    def open(self, ticket: Ticket, tables: Sequence[Sequence[int]], states: tuple[int, ...] = ()) -> None:
         """Opens a ticket. `tables`: this rank's pages of all positions from 0 to `ticket.tokens.stop`, in each table.
 
         Positions that were planned and computed before are sent at once. Pages before `ticket.starts` are not read.
+        `states`: slots of the recurrent state, see `PageTables.of_states`.
         """
         first, *more = tables
-        self.agent.open(m.OpenSend(ticket.key, ticket, list(first), more=tuple(map(tuple, more))))
+        message = m.OpenSend(ticket.key, ticket, list(first), more=tuple(map(tuple, more)), states=states)
+        self.agent.open(message)
 
     def drop(self, key: RequestKey) -> None:
         """Forgets the planned positions of a prompt whose ticket was not opened."""

@@ -19,6 +19,8 @@ class PageTables:
     """Positions in a page of each table."""
     of_classes: tuple[int, ...] = ()
     """Table of each class of the KV cache; empty if all classes use the first table."""
+    of_states: tuple[int, ...] = ()
+    """For each class of recurrent states, which of a request's state slots it is in; empty if a request has one."""
 
     def table_of(self, number: int) -> int:
         """Returns the table of class `number`."""
@@ -27,6 +29,16 @@ class PageTables:
     def by_class(self, slots: Sequence[torch.Tensor], classes: int) -> tuple[torch.Tensor, ...]:
         """Returns the slots of each of `classes` layer classes, from those of each table."""
         return tuple(slots[self.table_of(number)] for number in range(classes))
+
+    def by_state_class(self, slots: Sequence[torch.Tensor], classes: int) -> tuple[torch.Tensor, ...]:
+        """Returns the slot of each of `classes` classes of recurrent states, from a request's state slots.
+
+        Raises ValueError unless each class has a slot.
+        """
+        of_states = self.of_states or (0,) * classes
+        if len(of_states) != classes or not all(number < len(slots) for number in of_states):
+            raise ValueError(f"{len(slots)} state slots do not hold {classes} classes of recurrent states")
+        return tuple(slots[number] for number in of_states)
 
 
 def table_slots(tables: PageTables, pages: Sequence[Sequence[int]], span: Span) -> list[torch.Tensor]:

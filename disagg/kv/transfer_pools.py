@@ -31,10 +31,10 @@ class CopyPools(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class BorrowedPools:
-    """Pools of separate layers that another engine owns, for example vLLM. They have no recurrent states."""
+    """Pools of separate layers that another engine owns, for example vLLM."""
 
     buffers: tuple[LayerPool, ...]
-    """A pool for each of `KVLayout.classes`."""
+    """A pool for each of `KVLayout.all_classes`; those of recurrent states hold bytes."""
 
     @property
     def allocations(self) -> tuple[LayerPool, ...]:

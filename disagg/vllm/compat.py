@@ -13,12 +13,11 @@ from typing import Any
 from disagg.core.errors import ConfigError
 from disagg.core.types import Span
 from disagg.vllm.groups import BlockTables, CacheGroup, is_plain
+from disagg.vllm.specs import cache_groups
 
 BASE_MODULE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
 _COMPUTED = ("FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED")
 """Final statuses of a request whose prompt is computed."""
-_FREEING = {"SlidingWindowSpec", "ChunkedLocalAttentionSpec", "MambaSpec"}
-"""vLLM's specifications of groups whose blocks it frees early. Their subclasses are not supported."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,37 +46,55 @@ class EngineFacts:
 
     @property
     def local(self) -> bool:
-        """Whether vLLM frees blocks of running requests, because of sliding windows or chunked local attention."""
+        """Whether vLLM frees blocks of running requests, because of windows, chunks or recurrent layers."""
         return any(group.local for group in self.groups)
 
     @property
+    def attention(self) -> tuple[CacheGroup, ...]:
+        """The groups whose blocks hold KV of tokens: the page tables of the data path, in this order."""
+        return tuple(group for group in self.groups if group.recurrent is None)
+
+    @property
     def page_sizes(self) -> tuple[int, ...]:
-        """Positions of the data path in a block of each group: a block that is moved as a whole is one position."""
-        return tuple(1 if self.whole_blocks else group.block_size for group in self.groups)
+        """Positions of the data path in a block of each page table: a block that is moved as a whole is one."""
+        return tuple(1 if self.whole_blocks else group.block_size for group in self.attention)
 
     def positions(self, tokens: Span) -> Span:
         """Returns the positions of the data path that hold `tokens`."""
-        size = self.groups[0].block_size if self.whole_blocks else 1
+        size = self.attention[0].block_size if self.whole_blocks else 1
         return Span(tokens.start // size, -(-tokens.stop // size))
 
     def handed_over(self, prompt_tokens: int) -> int:
         """Returns how many tokens of a prompt are computed by the producer.
 
         The consumer computes the prompt's last token again. With a sliding window, this token may attend to one token
-        that vLLM has freed when the whole prompt is computed; the producer therefore computes one token less.
+        that vLLM has freed when the whole prompt is computed, and a recurrent layer needs the state before this
+        token; the producer therefore computes one token less.
         """
         return max(0, prompt_tokens - 1) if self.local else prompt_tokens
 
     def starts(self, tokens: Span, of_classes: tuple[int, ...]) -> tuple[int, ...]:
-        """Returns `Ticket.starts` for a consumer that needs `tokens`; `of_classes`: the group of each layer class."""
+        """Returns `Ticket.starts` for a consumer that needs `tokens`. `of_classes`: page table of each class."""
         if not self.local:
             return ()
-        needed = [max(tokens.start, group.first_needed(tokens.stop)) for group in self.groups]
+        needed = [max(tokens.start, group.first_needed(tokens.stop)) for group in self.attention]
         return tuple(self.positions(Span(needed[group], tokens.stop)).start for group in of_classes)
 
     def kept(self, tables: BlockTables, tokens: int) -> BlockTables:
         """Returns a request's block tables as vLLM has them when `tokens` are computed; see `CacheGroup.kept`."""
         return tuple(group.kept(blocks, tokens) for group, blocks in zip(self.groups, tables, strict=True))
+
+    def page_tables(self, tables: BlockTables) -> BlockTables:
+        """Returns those of a request's block tables that are page tables of the data path; see `attention`."""
+        pairs = zip(self.groups, tables, strict=True)
+        return tuple(blocks for group, blocks in pairs if group.recurrent is None)
+
+    def state_blocks(self, tables: BlockTables, tokens: int) -> tuple[int, ...]:
+        """Returns the block of each group of recurrent layers that has the state after `tokens`."""
+        pairs = zip(self.groups, tables, strict=True)
+        return tuple(
+            group.state_block(blocks, tokens) for group, blocks in pairs if group.recurrent is not None
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,12 +158,17 @@ def facts_of(vllm_config: Any, kv_cache_config: Any) -> EngineFacts:
     latent = bool(getattr(model, "use_mla", False))
     dtype = vllm_config.cache_config.cache_dtype
     whole_blocks = vllm_config.device_config.device_type == "cpu"
-    groups = _groups_of(kv_cache_config.kv_cache_groups, whole_blocks)
-    plain = is_plain(groups)
-    if len(groups) == 1 and not plain and not reports_failed_requests():
+    groups = cache_groups(kv_cache_config.kv_cache_groups, whole_blocks, _head_groups(model))
+    if any(group.recurrent for group in groups) and getattr(vllm_config.cache_config, "use_replayssm", False):
         raise ConfigError(
-            "all layers of the model have sliding windows, and this version of vLLM cannot be told which request's "
-            "KV did not come; DisaggConnector needs a version with KVConnectorTransferResults for this model"
+            "DisaggConnector does not move the inputs that ReplaySSM keeps: start vLLM without --use-replayssm"
+        )
+    plain = is_plain(groups)
+    if not plain and not reports_failed_requests():
+        raise ConfigError(
+            "all layers of the model have sliding windows, or some are recurrent, and this version of vLLM cannot be "
+            "told which request's KV did not come; DisaggConnector needs a version with KVConnectorTransferResults "
+            "for this model"
         )
     known = f"{model.model} {model.dtype if dtype == 'auto' else dtype}"
     return EngineFacts(
@@ -165,43 +187,11 @@ def facts_of(vllm_config: Any, kv_cache_config: Any) -> EngineFacts:
     )
 
 
-def _groups_of(groups: Sequence[Any], whole_blocks: bool) -> tuple[CacheGroup, ...]:
-    found = tuple(_group_of(group, alone=len(groups) == 1) for group in groups)
-    sizes = sorted({group.block_size for group in found})
-    if whole_blocks and len(sizes) > 1:
-        raise ConfigError(
-            f"the KV cache groups have blocks of {', '.join(map(str, sizes))} tokens; on a CPU, DisaggConnector "
-            "needs one size: start vLLM with --disable-hybrid-kv-cache-manager"
-        )
-    if all(group.chunk or group.window == 1 for group in found):
-        raise ConfigError(
-            "all layers of the model have chunked local attention, so that there is no KV to move at the end of a "
-            "chunk; DisaggConnector does not support this: start vLLM with --disable-hybrid-kv-cache-manager"
-        )
-    return found
-
-
-def _group_of(group: Any, *, alone: bool) -> CacheGroup:
-    size, layers = group.kv_cache_spec.block_size, tuple(getattr(group, "layer_names", ()))
-    # Layers of different heads can have a group together, with a specification for each layer.
-    spec, *_ = getattr(group.kv_cache_spec, "kv_cache_specs", {"": group.kv_cache_spec}).values()
-    match type(spec).__name__:
-        case "SlidingWindowSpec":
-            # vLLM keeps more tokens for some ways of speculative decoding.
-            return CacheGroup(
-                size, layers, window=spec.sliding_window + getattr(spec, "extra_retained_tokens", 0)
-            )
-        case "ChunkedLocalAttentionSpec":
-            return CacheGroup(size, layers, chunk=spec.attention_chunk_size)
-        case "FullAttentionSpec":
-            return CacheGroup(size, layers)
-    if not alone or _FREEING & {base.__name__ for base in type(spec).__mro__}:
-        raise ConfigError(
-            f"the model has a KV cache group of {type(spec).__name__}; DisaggConnector supports groups of full "
-            "attention, sliding windows and chunked local attention. Start vLLM with "
-            "--disable-hybrid-kv-cache-manager, if it runs the model so"
-        )
-    return CacheGroup(size, layers)
+def _head_groups(model: Any) -> int:
+    """Returns the groups of a Mamba-2 layer's heads in the model's configuration; 0 if it names none."""
+    config = getattr(model, "hf_text_config", None)
+    names = ("mamba_n_groups", "n_groups", "mamba_ngroups")
+    return next((int(getattr(config, name)) for name in names if getattr(config, name, None)), 0)
 
 
 def scheduled(output: Any) -> Iterator[ScheduledTokens]:

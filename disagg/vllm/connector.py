@@ -90,7 +90,7 @@ class ConnectorMethods:
     # --- scheduler
 
     def on_new_request(self, request: Any) -> None:
-        """Shortens a prompt by one token if the model has sliding windows and another engine continues it."""
+        """Shortens a prompt by one token if another engine continues it, and vLLM frees blocks or has states."""
         self.scheduling.on_new_request(request)
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, WorkerHandshake]) -> None:
@@ -100,6 +100,14 @@ class ConnectorMethods:
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
         """Returns how many tokens another engine sends, and True if it sends any."""
         return self.scheduling.get_num_new_matched_tokens(request, num_computed_tokens)
+
+    def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
+        """Returns no group: vLLM zeroes the blocks of the KV of another engine before the step that passes them on.
+
+        The KV does not fill the last block, and the rest may hold a recurrent state that reads as infinite KV.
+        Transfers into the blocks begin after the step's work on the device (`WorkerSide.start_load_kv`).
+        """
+        return ()
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Follows a prompt to be sent, or reserves `blocks` for KV of another engine."""

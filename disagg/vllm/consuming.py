@@ -18,6 +18,7 @@ from disagg.core.types import GroupInfo, Ticket
 from disagg.data_path.consumer import KVConsumer
 from disagg.data_path.events import TransferEvent, TransferEventKind
 from disagg.vllm.producing import pushed_to
+from disagg.vllm.states import check_exchange
 from disagg.vllm.work import ReceiveWork, ReleaseWork
 from transport.control import messages as m
 
@@ -114,6 +115,7 @@ class Consuming:
 
     def _link(self, own: GroupInfo, other: GroupInfo) -> None:
         try:
+            check_exchange(own, other)
             self.endpoint.link(own, other)
         except DisaggError as exc:
             log.error("not_linked", group=other.name, error=str(exc))
@@ -133,7 +135,9 @@ class Consuming:
             return
         match event.kind:
             case TransferEventKind.OPENED if reserved.state is IncomingState.OPEN:
-                push = m.PushRequest(reserved.ticket, self._rank, reserved.work.held)
+                push = m.PushRequest(
+                    reserved.ticket, self._rank, reserved.work.held, reserved.work.states.tokens
+                )
                 self._send(reserved.work.group, push)
             case TransferEventKind.LANDED if reserved.state is IncomingState.OPEN:
                 self._landed += 1
@@ -162,7 +166,8 @@ class Consuming:
         if linked and reserved.state is IncomingState.UNLINKED:
             reserved.state, reserved.until_s = IncomingState.OPEN, self._clock() + self._lease_s
             ticket = reserved.ticket
-            self.endpoint.open(ticket, reserved.work.tables, reserved.work.group)
+            work = reserved.work
+            self.endpoint.open(ticket, work.tables, work.group, work.states.blocks)
 
     def _fail(self, reserved: ReservedBlocks, reason: str) -> None:
         if reserved.state in (IncomingState.UNLINKED, IncomingState.OPEN):

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from disagg.kv.pages import pages_for
+from disagg.vllm.states import RecurrentLayers
 
 NULL_BLOCK = 0
 """vLLM's block in the place of freed and skipped ones; it holds no KV."""
@@ -26,11 +27,14 @@ class CacheGroup:
     """Tokens that a token attends to, itself included; 0 without a sliding window."""
     chunk: int = 0
     """Size in tokens of the chunks of chunked local attention; 0 for other attention."""
+    recurrent: RecurrentLayers | None = None
+    """Set for recurrent layers, whose blocks hold a state each. The state after a number of tokens is in the block of
+    the last of them; vLLM frees earlier blocks."""
 
     @property
     def local(self) -> bool:
-        """Whether vLLM frees blocks that no later token attends to."""
-        return bool(self.window or self.chunk)
+        """Whether vLLM frees blocks that no later token needs."""
+        return bool(self.window or self.chunk or self.recurrent)
 
     def first_needed(self, tokens: int) -> int:
         """Returns the first token of the blocks that vLLM keeps when `tokens` are computed.
@@ -43,6 +47,8 @@ class CacheGroup:
             first = max(0, tokens - self.window + 1)
         elif self.chunk:
             first = tokens // self.chunk * self.chunk
+        elif self.recurrent:
+            first = max(0, tokens - 1)
         return first // self.block_size * self.block_size
 
     def kept(self, blocks: Sequence[int], tokens: int) -> list[int]:
@@ -50,9 +56,16 @@ class CacheGroup:
         freed = min(len(blocks), self.first_needed(tokens) // self.block_size)
         return [NULL_BLOCK] * freed + list(blocks[freed:])
 
+    def state_block(self, blocks: Sequence[int], tokens: int) -> int:
+        """Returns the block with the state after `tokens`; the null block if there is none."""
+        at = max(0, tokens - 1) // self.block_size
+        return blocks[at] if at < len(blocks) else NULL_BLOCK
+
     def describe(self) -> str:
-        """Returns the kind of attention and the layers' numbers, equal in all engines of the same model."""
+        """Returns the kind of layers and their numbers, equal in all engines of the same model."""
         kind = f"window {self.window}" if self.window else f"chunk {self.chunk}" if self.chunk else "full"
+        if self.recurrent is not None:
+            kind = f"recurrent {self.recurrent.describe()}"
         return f"{kind}: {' '.join(sorted('.'.join(re.findall(r'[0-9]+', name)) or name for name in self.layers))}"
 
 

@@ -22,8 +22,9 @@ from disagg.data_path.producer import KVProducer
 from disagg.kv.pages import pages_for
 from disagg.node.device import DeviceEvent
 from disagg.node.links import Link
-from disagg.vllm.groups import BlockTables, block_span, holds
-from disagg.vllm.work import HoldWork, PrefillWork
+from disagg.vllm.groups import NULL_BLOCK, BlockTables, block_span, holds
+from disagg.vllm.states import check_exchange
+from disagg.vllm.work import HoldWork, PrefillWork, PromptStates
 from prefill_node.step_part import StepPart
 from transport.control import messages as m
 
@@ -51,6 +52,7 @@ class HeldPrompt:
     tables: BlockTables
     positions: int
     """Positions of the data path that hold the prompt; see `EngineFacts.positions`."""
+    states: PromptStates
     state: OutgoingState = OutgoingState.WAITING
     held: bool = False
     """Whether the request has finished: its blocks are freed when this worker reports the request."""
@@ -104,20 +106,22 @@ class Producing:
         and the positions of the step."""
         if work.key in self._prompts:
             return  # `hold` reports the request whose key another one has
-        prompt = self._add(work.key, work.request_id, work.tables, work.positions.stop)
+        prompt = self._add(work, work.positions.stop)
         earlier, chunk = parts
         if work.positions.start:
             self.endpoint.plan(prompt.key, earlier, Span(0, work.positions.start))
             self._computed(earlier, event)
         self.endpoint.plan(prompt.key, chunk, work.positions)
+        self.endpoint.plan_state(prompt.key, chunk, work.positions.stop)
         self._maybe_open(prompt)
 
     def hold(self, work: HoldWork, part: StepPart, event: DeviceEvent) -> None:
         """Holds a computed prompt. `event` marks the end of its computation."""
         prompt = self._prompts.get(work.key)
         if prompt is None:
-            prompt = self._add(work.key, work.request_id, work.tables, work.positions)
+            prompt = self._add(work, work.positions)
             self.endpoint.plan(prompt.key, part, Span(0, work.positions))
+            self.endpoint.plan_state(prompt.key, part, work.positions)
             self._computed(part, event)
         elif prompt.request_id != work.request_id:
             log.warning("key_in_use", key=work.key, request=work.request_id)
@@ -142,6 +146,7 @@ class Producing:
         match message:
             case m.EngineGroups(groups=[own, other]):
                 try:
+                    check_exchange(own, other)
                     self.endpoint.link(own, other)
                 except DisaggError as exc:
                     log.error("not_linked", group=other.name, error=str(exc))
@@ -213,9 +218,9 @@ class Producing:
 
     # --- states
 
-    def _add(self, key: str, request_id: str, tables: BlockTables, positions: int) -> HeldPrompt:
-        prompt = HeldPrompt(RequestKey(key), request_id, tables, positions)
-        self._prompts[key], self._keys[request_id] = prompt, key
+    def _add(self, work: PrefillWork | HoldWork, positions: int) -> HeldPrompt:
+        prompt = HeldPrompt(RequestKey(work.key), work.request_id, work.tables, positions, work.states)
+        self._prompts[work.key], self._keys[work.request_id] = prompt, work.key
         return prompt
 
     def _hold(self, prompt: HeldPrompt) -> None:
@@ -235,7 +240,7 @@ class Producing:
         link = self.endpoint.link_with(push.ticket.group)
         if link is None or not {peer.rank for peer in requesters(link, self._rank)} <= set(pushes.requests):
             return
-        if problem := self._missing(prompt, push.ticket):
+        if problem := self._missing(prompt, push.ticket) or self._missing_state(prompt, push.tokens):
             self._refuse_all(prompt, problem)
             self._end(prompt, problem)
             return
@@ -245,7 +250,7 @@ class Producing:
         needed = [pages_for(push.ticket.tokens.stop, size) for size in sizes]
         tables = [blocks[:count] for blocks, count in zip(prompt.tables, needed, strict=True)]
         # The sender looks tickets up by this key; a second ticket of the same key is refused while this one is open.
-        self.endpoint.open(push.ticket, tables)
+        self.endpoint.open(push.ticket, tables, prompt.states.blocks)
 
     def _missing(self, prompt: HeldPrompt, ticket: Ticket) -> str:
         """Returns which KV of the ticket this engine does not have; empty if it has all."""
@@ -259,6 +264,19 @@ class Producing:
                     f"vLLM has freed blocks of positions {start} to {stop - 1} here. With sliding windows, the "
                     "producer's request must have max_tokens 1, and the consumer's blocks must not be larger"
                 )
+        return ""
+
+    def _missing_state(self, prompt: HeldPrompt, tokens: int) -> str:
+        """Returns why this engine does not have the recurrent state after `tokens`; empty if it has."""
+        if not self.endpoint.options.shard.states:
+            return ""
+        if not prompt.states.blocks or NULL_BLOCK in prompt.states.blocks:
+            return "the recurrent state of the prompt is gone here: the producer's request must have max_tokens 1"
+        if tokens != prompt.states.tokens:
+            return (
+                f"the recurrent state here is that after {prompt.states.tokens} tokens, not {tokens}. Both engines "
+                "need the same prompt, and the producer's request must not ask for log-probabilities of the prompt"
+            )
         return ""
 
     def _end(self, prompt: HeldPrompt, reason: str) -> None:

@@ -22,7 +22,15 @@ from disagg.vllm.compat import (
 )
 from disagg.vllm.directory import EngineDirectory
 from disagg.vllm.groups import BlockTables, block_span
-from disagg.vllm.work import HoldWork, PrefillWork, ReceiveWork, ReleaseWork, StepWork, WorkerHandshake
+from disagg.vllm.work import (
+    HoldWork,
+    PrefillWork,
+    PromptStates,
+    ReceiveWork,
+    ReleaseWork,
+    StepWork,
+    WorkerHandshake,
+)
 from transport.tags import TICKET_NUMBERS
 
 log = structlog.get_logger(__name__)
@@ -62,8 +70,8 @@ class SchedulerSide:
         self._prompts: dict[str, _Prompt] = {}
         self._holding: set[str] = set()
         self._receiving: set[str] = set()
-        self._groups: tuple[int, ...] = (0,)
-        """KV cache group of each layer class."""
+        self._tables: tuple[int, ...] = (0,)
+        """Page table of each layer class."""
         self._computed: dict[str, int] = {}
         """First token that each request may receive; vLLM may reserve blocks for a part of the tokens after it."""
         # Not from 0: messages of an earlier life of this engine must not match a new ticket.
@@ -74,7 +82,7 @@ class SchedulerSide:
     def set_xfer_handshake_metadata(self, workers: Mapping[int, WorkerHandshake]) -> None:
         """Makes the engine's groups known to other engines, from the workers' handshake metadata by rank."""
         ordered = [workers[rank] for rank in sorted(workers)]
-        self._groups = ordered[0].groups
+        self._tables = ordered[0].tables
         producers = [one.producer for one in ordered if one.producer is not None]
         consumers = [one.consumer for one in ordered if one.consumer is not None]
         groups = [
@@ -141,14 +149,15 @@ class SchedulerSide:
         params = request.kv_transfer_params
         needed = tuple(
             blocks[block_span(tokens.start, tokens.stop, group.block_size)]
-            for group, blocks in zip(self._facts.groups, tables, strict=True)
+            for group, blocks in zip(self._facts.attention, self._facts.page_tables(tables), strict=True)
         )
         group = group_name(self._facts.engine_id, "decode")
         number = next(self._numbers) % TICKET_NUMBERS
-        positions, starts = self._facts.positions(tokens), self._facts.starts(tokens, self._groups)
+        positions, starts = self._facts.positions(tokens), self._facts.starts(tokens, self._tables)
         ticket = Ticket(RequestKey(_key_of(params)), number, group, positions, starts=starts)
         source, held = group_name(params["remote_engine_id"], "prefill"), bool(params.get("remote_block_ids"))
-        self._work.receives.append(ReceiveWork(request.request_id, ticket, needed, source, held))
+        states = self._states(tables, tokens.stop)
+        self._work.receives.append(ReceiveWork(request.request_id, ticket, needed, states, source, held))
         self._receiving.add(request.request_id)
 
     def _release(self, params: Mapping[str, Any]) -> None:
@@ -177,7 +186,11 @@ class SchedulerSide:
             positions = self._facts.positions(Span(one.computed, prompt.tokens))
             # When the step ends, vLLM frees the blocks that `kept` leaves out.
             tables = self._facts.kept(prompt.tables, prompt.tokens)
-            self._work.prefills.append(PrefillWork(prompt.key, one.request_id, tables, positions))
+            pages, states = self._facts.page_tables(tables), self._states(tables, prompt.tokens)
+            self._work.prefills.append(PrefillWork(prompt.key, one.request_id, pages, positions, states))
+
+    def _states(self, tables: BlockTables, tokens: int) -> PromptStates:
+        return PromptStates(tokens, self._facts.state_blocks(tables, tokens))
 
     # --- ends
 
@@ -201,7 +214,10 @@ class SchedulerSide:
         if prompt_is_computed(request) and any(tables):
             self._holding.add(request_id)
             positions = self._facts.positions(Span(0, prompt.tokens)).stop
-            self._work.holds.append(HoldWork(prompt.key, request_id, tables, positions))
+            # The state moves on with each token of an answer: a longer answer leaves none of the prompt.
+            states = self._states(tables, prompt.tokens) if prompt.one_token else PromptStates(0)
+            pages = self._facts.page_tables(tables)
+            self._work.holds.append(HoldWork(prompt.key, request_id, pages, positions, states))
             return True, self._consumer_params(request_id, params, tables)
         if prompt.announced:
             self._holding.add(request_id)

@@ -9,6 +9,16 @@ from disagg.vllm.groups import BlockTables
 
 
 @dataclass(frozen=True, slots=True)
+class PromptStates:
+    """Recurrent states of one request after a part of its prompt."""
+
+    tokens: int
+    """Tokens of this part."""
+    blocks: tuple[int, ...] = ()
+    """Block of each group of recurrent layers; the null block if vLLM has no such state any more."""
+
+
+@dataclass(frozen=True, slots=True)
 class PrefillWork:
     """Producer: the step computes the last positions of a prompt that is sent while it is computed."""
 
@@ -16,8 +26,10 @@ class PrefillWork:
     """Name of the transfer on both sides."""
     request_id: str
     tables: BlockTables
+    """Blocks of each group of attention layers."""
     positions: Span
     """Positions of the data path that the step computes; earlier ones are computed."""
+    states: PromptStates
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +39,10 @@ class HoldWork:
     key: str
     request_id: str
     tables: BlockTables
+    """Blocks of each group of attention layers."""
     positions: int
     """Positions of the data path that hold the prompt; see `EngineFacts.positions`."""
+    states: PromptStates
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +52,8 @@ class ReceiveWork:
     request_id: str
     ticket: Ticket
     tables: BlockTables
-    """Blocks of each KV cache group, from the block of the ticket's first token on."""
+    """Blocks of each group of attention layers, from the block of the ticket's first token on."""
+    states: PromptStates
     group: str
     """Name of the producer's group."""
     held: bool
@@ -77,5 +92,5 @@ class WorkerHandshake:
     checksum: bool
     producer: RankInfo | None
     consumer: RankInfo | None
-    groups: tuple[int, ...] = (0,)
-    """KV cache group of each layer class."""
+    tables: tuple[int, ...] = (0,)
+    """Page table of each layer class; see `EngineFacts.attention`."""

@@ -18,7 +18,6 @@ from disagg.core.types import Span
 from disagg.data_path.consumer import KVConsumer
 from disagg.data_path.endpoint import Endpoint, EndpointOptions, Wires
 from disagg.data_path.producer import KVProducer
-from disagg.kv.page_tables import PageTables
 from disagg.node.device import record_event
 from disagg.vllm.caches import BorrowedCaches, borrow_caches
 from disagg.vllm.compat import EngineFacts
@@ -85,8 +84,7 @@ class WorkerSide:
 
     def _endpoint_options(self, caches: BorrowedCaches, role: str) -> EndpointOptions:
         name, config = group_name(self._facts.engine_id, role), self._settings.config
-        tables = PageTables(self._facts.page_sizes, caches.groups)
-        return EndpointOptions(name, self._tp_rank, caches.shard, caches.pools, tables, config)
+        return EndpointOptions(name, self._tp_rank, caches.shard, caches.pools, caches.tables, config)
 
     def get_handshake_metadata(self) -> WorkerHandshake:
         """Returns this worker's part of the engine's groups. Raises ConfigError before `register_kv_caches`."""
@@ -98,7 +96,7 @@ class WorkerSide:
             bool(self._settings.config.transfer.checksum),
             self.producing.endpoint.info() if self.producing is not None else None,
             self.consuming.endpoint.info() if self.consuming is not None else None,
-            self._caches.groups,
+            self._caches.tables.of_classes,
         )
 
     # --- steps

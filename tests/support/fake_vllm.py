@@ -4,7 +4,8 @@ Each cell of KV has a value that depends on prompt, position, layer, head and pl
 must still be poison when they are allocated again: a late write shows, and so does a late read, at the other engine.
 
 With several KV cache groups, layer i of each group shares the tensor of layer i of the other ones, as in vLLM. Groups
-with a window free blocks before it, and have the null block (number 0, always poison) in their place.
+with a window free blocks before it, and have the null block (number 0, always poison) in their place. Groups of
+recurrent layers have a state in the block of the last computed token, and null blocks before.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 from engine_network import EngineNetwork, QueuedChannel
+from fake_states import StateModel
 from layer_pools import POISON, Memory
 
 from disagg.core.config.read import Config, TransferConfig, TransportConfig
@@ -97,6 +99,13 @@ def _names(first: int, step: int) -> tuple[str, ...]:
     return tuple(f"model.layers.{first + i * step}.attn" for i in range(LAYERS))
 
 
+def full_and_states(size: int = 16, *windows: int) -> tuple[CacheGroup, ...]:
+    """Groups of full attention, of windows, and two of recurrent layers, with a block for `size` tokens: as in vLLM
+    with a prefix cache (mode "align"), or one block for each request (mode "none")."""
+    one = CacheGroup(size, recurrent=StateModel().layers(1))
+    return (*full_and(*windows), one, one)
+
+
 def full_and(*windows: int) -> tuple[CacheGroup, ...]:
     """Groups of full attention and of these windows; negative numbers are chunks of local attention."""
     return tuple(CacheGroup(16, window=max(0, one), chunk=max(0, -one)) for one in (0, *windows))
@@ -119,12 +128,20 @@ class FakeEngine:
         chunk: int = CHUNK,
         late_loads: bool = False,
         groups: tuple[CacheGroup, ...] = (),
+        states: StateModel = StateModel(),  # noqa: B008
+        asynchronous: bool = False,
     ) -> None:
         """`late_loads`: vLLM 0.32 calls `start_load_kv` after the model has run, vLLM 0.26 before. `groups`: KV cache
-        groups, whose blocks have equal sizes in bytes; by default, one of full attention."""
+        groups, whose blocks have equal sizes in bytes; by default, one of full attention. `states`: those of the
+        groups of recurrent layers, which need a layout with a block's bytes in one piece. `asynchronous`: the engine
+        says that it schedules a step before the previous one has ended, so that KV leaves after the prompt."""
         self.network, self.name, self.tp, self.chunk = network, name, tp, chunk
         groups = groups or (CacheGroup(block_size),)
-        self.groups = tuple(replace(one, layers=_names(i, len(groups))) for i, one in enumerate(groups))
+        self._states, own = states, states.layers(tp)
+        self.groups = tuple(
+            replace(one, layers=_names(i, len(groups)), recurrent=one.recurrent and own)
+            for i, one in enumerate(groups)
+        )
         self.block_size = self.groups[0].block_size
         turns = zip(*(group.layers for group in self.groups), strict=True)
         self.names = [name for turn in turns for name in turn]
@@ -132,6 +149,7 @@ class FakeEngine:
         known = replace(
             facts(name, tp, block_size, blocks, 1 if self.latent else kv_heads), groups=self.groups
         )
+        known = replace(known, async_scheduling=asynchronous)
         settings = settings or small_settings()
         self.channel = QueuedChannel(network, f"tcp://{name}:5580")
         directory = EngineDirectory(self.channel, network.clock)
@@ -156,7 +174,8 @@ class FakeEngine:
             worker.register_kv_caches(caches)
             for endpoint in worker.endpoints:
                 network.add(endpoint)
-            network.free_blocks[memory.pool.planes[0].data_ptr()] = self.free
+            for pool in worker.endpoints[0].options.pools.buffers:
+                network.free_blocks[pool.planes[0].data_ptr()] = self.free
             self.workers.append(worker)
             self.memories.append(memory)
             self.planes.append(planes)
@@ -173,7 +192,10 @@ class FakeEngine:
         for group in self.groups:
             for name, cache, parts in zip(group.layers, memory.caches, memory.pool.layers, strict=True):
                 caches[name], planes[name] = cache, parts
-                if group.block_size != self.groups[0].block_size:  # smaller heads, of "nhd, packed"
+                if group.recurrent is not None:
+                    caches[name] = _pages(parts[0])
+                    planes[name] = (caches[name],)
+                elif group.block_size != self.groups[0].block_size:  # smaller heads, of "nhd, packed"
                     blocks, _, heads, row = parts[0].shape
                     row = row * parts[0].shape[1] // group.block_size
                     plane = parts[0].reshape(blocks, group.block_size, heads, row)
@@ -287,7 +309,10 @@ class FakeEngine:
             -(-tokens // group.block_size) - len(table)
             for group, table in zip(self.groups, request.tables, strict=True)
         ]
-        skipped = [group.first_needed(computed) // group.block_size for group in self.groups]
+        skipped = [
+            (group.first_needed(computed) if group.recurrent is None else tokens - 1) // group.block_size
+            for group in self.groups
+        ]
         null = [max(0, count - len(table)) for count, table in zip(skipped, request.tables, strict=True)]
         if sum(max(0, count) for count in missing) - sum(null) > len(self.free):
             return False
@@ -369,6 +394,14 @@ class FakeEngine:
 
     def _compute(self, request: FakeRequest, name: str, start: int, stop: int) -> None:
         group, number = self._group_of(name)
+        if group.recurrent is not None:
+            if start and request.tables[number][(start - 1) // group.block_size]:
+                self._check_state(request, name, start)
+            if block := request.tables[number][(stop - 1) // group.block_size]:
+                for page, rank, _ in self._planes_of(name):
+                    state = self._state(request, name, rank, stop)
+                    page[block, 0, 0, : len(state)] = state
+            return
         positions = torch.arange(start, stop)
         blocks = torch.tensor(request.tables[number])[positions // group.block_size]
         held = blocks != NULL_BLOCK  # others have a cached prefix before the window
@@ -382,6 +415,9 @@ class FakeEngine:
         stop = request.num_prompt_tokens - any(group.local for group in self.groups)
         for name in self.names:
             group, number = self._group_of(name)
+            if group.recurrent is not None:
+                self._check_state(request, name, stop)
+                continue
             positions = torch.arange(group.first_needed(stop), stop)
             blocks = torch.tensor(request.tables[number])[positions // group.block_size]
             assert NULL_BLOCK not in blocks.tolist()
@@ -389,6 +425,18 @@ class FakeEngine:
                 expected = self._values(request, rank, name, part, positions, plane.shape[3])
                 found = plane.view(torch.int16)[blocks, positions % group.block_size]
                 assert torch.equal(found, expected), f"rank {rank}, {name}"
+
+    def _check_state(self, request: FakeRequest, name: str, tokens: int) -> None:
+        """Compares each byte of the state after `tokens`, on every worker."""
+        group, number = self._group_of(name)
+        block = request.tables[number][(tokens - 1) // group.block_size]
+        assert block != NULL_BLOCK
+        for page, rank, _ in self._planes_of(name):
+            expected = self._state(request, name, rank, tokens)
+            assert torch.equal(page[block, 0, 0, : len(expected)], expected), f"rank {rank}, {name}, {tokens}"
+
+    def _state(self, request: FakeRequest, name: str, rank: int, tokens: int) -> torch.Tensor:
+        return self._states.page(request.prompt, tokens, int(name.split(".")[2]), rank, self.tp)
 
     def _group_of(self, name: str) -> tuple[CacheGroup, int]:
         return next((one, number) for number, one in enumerate(self.groups) if name in one.layers)
@@ -447,6 +495,15 @@ class FakeEngine:
             assert worker.consuming.endpoint.agent.statistics().tickets == 0
             assert worker.consuming.endpoint.agent.statistics().ring_in_use_bytes == 0
             assert worker.producing.endpoint.agent.statistics().staging_in_use_bytes == 0
+
+
+def _pages(plane: torch.Tensor) -> torch.Tensor:
+    """The bytes of each block of a plane, uint8 `[blocks, 1, 1, bytes]`, as vLLM passes recurrent layers."""
+    page_bytes = plane[0].numel() * plane.itemsize
+    stride = plane.stride(0) * plane.itemsize
+    assert page_bytes == stride, "the layout has gaps between blocks"
+    memory = torch.empty(0, dtype=torch.uint8).set_(plane.untyped_storage())
+    return memory.as_strided((plane.shape[0], 1, 1, page_bytes), (stride, page_bytes, page_bytes, 1))
 
 
 def asks_prefill(name: str, prompt: int, tokens: int, transfer_id: str = "") -> FakeRequest:

@@ -105,6 +105,7 @@ def configs(engine_id: str, extra: dict[str, Any], **changes: Any) -> tuple[Any,
         "kv_heads": 4,
         "use_mla": False,
         "cache_dtype": "auto",
+        "use_replayssm": False,
         "device": "cuda",
         "role": ("producer", "consumer"),
     } | changes
@@ -124,7 +125,9 @@ def configs(engine_id: str, extra: dict[str, Any], **changes: Any) -> tuple[Any,
             use_mla=values["use_mla"],
             get_total_num_kv_heads=lambda: values["kv_heads"],
         ),
-        cache_config=SimpleNamespace(cache_dtype=values["cache_dtype"]),
+        cache_config=SimpleNamespace(
+            cache_dtype=values["cache_dtype"], use_replayssm=values["use_replayssm"]
+        ),
         scheduler_config=SimpleNamespace(async_scheduling=False),
         device_config=SimpleNamespace(device_type=values["device"]),
     )

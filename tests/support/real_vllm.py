@@ -2,7 +2,8 @@
 
 The model writes, for each position that the scheduler asks for, a value that depends on position, token, layer and
 element, and checks the cells of all earlier positions, within the window if there is one: what an attention kernel
-would read. Layer i of each KV cache group shares the tensor of layer i of the other ones.
+would read. Recurrent layers check the state before the step's tokens, and write that after them. Layer i of each KV
+cache group shares the tensor of layer i of the other ones.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from fake_states import StateModel
 from vllm import SamplingParams
 from vllm.config import (
     CacheConfig,
@@ -35,13 +37,20 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-HEADS, ROW, LAYERS, BLOCK_SIZE = 4, 16, 3, 16
+HEADS, ROW, LAYERS, BLOCK_SIZE, LONGEST = 4, 16, 3, 16, 512
 DTYPE = torch.float16
+STATES = StateModel()
 SEVERAL_GROUPS = hasattr(base, "KVConnectorTransferResults")
 """Whether `DisaggConnector` supports several KV cache groups in this version."""
 LATE_LOADS = "has_sync_kv_loads" in SchedulerOutput.__dataclass_fields__
@@ -63,32 +72,41 @@ class RealEngine:
         policy: str = "recompute",
         whole_blocks: bool = False,
         windows: tuple[int, ...] = (),
+        states: str = "",
     ) -> None:
-        """`windows`: sliding windows of the KV cache groups after the first, which has full attention."""
+        """`windows`: sliding windows of the KV cache groups after the first, which has full attention. `states`:
+        cache mode of two groups of recurrent layers, which follow; empty without them."""
         patch.setattr(parallel_state, "get_tensor_model_parallel_rank", lambda: 0)
         init_none_hash(sha256)
-        self.config = vllm_config(model, extra, role, policy)
+        self.config = vllm_config(model, extra, role, policy, states)
         # vLLM switches this option off for CPUs; the connector must see what the scheduler below does.
         self.config.scheduler_config.async_scheduling = asynchronous
         if not whole_blocks:
             self.config.device_config.device_type = "cuda"  # only the connector reads it here
         self.windows = (0, *windows)
-        groups = groups_of(self.windows)
+        groups = [*groups_of(self.windows), *state_groups(len(self.windows), states)]
+        self._group_of = {name: number for number, one in enumerate(groups) for name in one.layer_names}
         caches = KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=groups)
         self.config.cache_config.num_gpu_blocks = blocks
         kind = AsyncScheduler if asynchronous else Scheduler
+        # As vLLM resolves it, a hash is for all tokens of a state where each request has one state.
+        self._hash_tokens = LONGEST if states == "none" else BLOCK_SIZE
         self.scheduler = kind(
             vllm_config=self.config,
             kv_cache_config=caches,
             structured_output_manager=StructuredOutputManager(self.config),
-            block_size=BLOCK_SIZE,
+            block_size=self._hash_tokens,
         )
         # On a GPU tokens come before heads in memory; the view has heads before tokens.
         shape = (blocks, HEADS, BLOCK_SIZE, ROW) if whole_blocks else (blocks, BLOCK_SIZE, HEADS, ROW)
         made = [torch.zeros(shape, dtype=torch.int16).view(DTYPE) for _ in range(LAYERS)]
         self.caches = {
-            name: cache if whole_blocks else cache.transpose(1, 2)
-            for group in groups
+            name: pages_of(cache)
+            if number >= len(self.windows)
+            else cache
+            if whole_blocks
+            else cache.transpose(1, 2)
+            for number, group in enumerate(groups)
             for name, cache in zip(group.layer_names, made, strict=True)
         }
         self.names = [
@@ -110,7 +128,7 @@ class RealEngine:
 
     def submit(self, name: str, prompt: list[int], params: dict[str, Any] | None, answer: int = 3) -> Request:
         sampling = SamplingParams(max_tokens=answer, extra_args={"kv_transfer_params": params})
-        hasher = get_request_block_hasher(BLOCK_SIZE, sha256)
+        hasher = get_request_block_hasher(self._hash_tokens, sha256)
         request = Request(name, list(prompt), sampling, None, block_hasher=hasher)
         self.requests[name] = request
         self.scheduler.add_request(request)
@@ -139,6 +157,7 @@ class RealEngine:
                         self.params[one.request_id] = one.kv_transfer_params
 
     def _run(self, output: Any) -> ModelRunnerOutput:
+        self._prepare_blocks(output)
         self.worker.handle_preemptions(output.kv_connector_metadata)
         self.worker.bind_connector_metadata(pickle.loads(pickle.dumps(output.kv_connector_metadata)))
         if not LATE_LOADS:
@@ -181,9 +200,41 @@ class RealEngine:
             kv_connector_output=found,
         )
 
+    def _prepare_blocks(self, output: Any) -> None:
+        """Zeroes new blocks and copies blocks of partial prefix hits, as the model runner does before the model."""
+        attention = [cache for name, cache in self.caches.items() if self._group_of[name] < len(self.windows)]
+        for block in getattr(output, "new_block_ids_to_zero", None) or ():
+            for cache in attention:
+                cache[block] = 0
+        for source, target in getattr(output, "kv_cache_block_copies", None) or ():
+            for cache in attention:  # all groups have the same tensors
+                cache[target] = cache[source]
+
+    def _compute_state(self, name: str, request_id: str, start: int, stop: int) -> None:
+        """Checks the state before the step's tokens, and writes the state after them."""
+        request, group = self.requests[request_id], self._group_of[name]
+        blocks = self.scheduler.kv_cache_manager.get_block_ids(request_id)[group]
+        size = self.scheduler.kv_cache_config.kv_cache_groups[group].kv_cache_spec.block_size
+        tokens = [*request.all_token_ids, *[7] * 4]
+        for at in (start, stop):
+            if at == 0:
+                continue
+            block, prompt = blocks[(at - 1) // size], sum(tokens[:at]) % 1000
+            assert block, f"{request_id}: a null block"
+            state = STATES.page(prompt, at, int(name.split(".")[2]), 0, 1).view(torch.int8)
+            place = self.caches[name][block, 0, 0, : len(state)]
+            if at == start:
+                assert torch.equal(place, state), f"{request_id}: {name}, computed {start}"
+            else:
+                place.copy_(state)
+
     def _compute(self, request_id: str, layer: int, start: int, stop: int, check: bool) -> None:
         """Writes the KV of the step's tokens, or checks the KV of all tokens that they attend to."""
-        request, group = self.requests[request_id], layer % len(self.windows)
+        request, group = self.requests[request_id], self._group_of[self.names[layer]]
+        if group >= len(self.windows):
+            if not check:
+                self._compute_state(self.names[layer], request_id, start, stop)
+            return
         blocks = self.scheduler.kv_cache_manager.get_block_ids(request_id)[group]
         first = max(0, start - self.windows[group] + 1) if self.windows[group] else 0
         assert 0 not in blocks[first // BLOCK_SIZE : -(-stop // BLOCK_SIZE)], f"{request_id}: a null block"
@@ -240,17 +291,42 @@ def groups_of(windows: tuple[int, ...]) -> list[KVCacheGroupSpec]:
     return found
 
 
-def vllm_config(model: Path, extra: dict[str, Any], role: str, policy: str = "recompute") -> VllmConfig:
-    """vLLM's configuration of an engine with the connector."""
+def state_groups(first: int, mode: str) -> list[KVCacheGroupSpec]:
+    """Two groups of recurrent layers, numbered after those of `first` groups; none without a cache mode."""
+    shapes = STATES.layers(1).tensors
+    spec = MambaSpec(
+        block_size=BLOCK_SIZE if mode == "align" else LONGEST,
+        shapes=tuple(one.shape for one in shapes),
+        dtypes=tuple(one.dtype for one in shapes),
+        page_size_padded=BLOCK_SIZE * HEADS * ROW * DTYPE.itemsize,
+        mamba_cache_mode=mode,
+    )
+    names = [
+        [f"model.layers.{(first + i) * LAYERS + layer}.mixer" for layer in range(LAYERS)] for i in (0, 1)
+    ]
+    return [KVCacheGroupSpec(one, spec) for one in names if mode]
+
+
+def pages_of(cache: torch.Tensor) -> torch.Tensor:
+    """The view of a contiguous cache as vLLM passes it for recurrent layers: int8 `[blocks, 1, 1, bytes]`."""
+    return cache.view(torch.int8).flatten(1)[:, None, None]
+
+
+def vllm_config(
+    model: Path, extra: dict[str, Any], role: str, policy: str = "recompute", states: str = ""
+) -> VllmConfig:
+    """vLLM's configuration of an engine with the connector. `states`: cache mode of recurrent layers."""
     return VllmConfig(
-        model_config=ModelConfig(model=str(model), dtype="float16", max_model_len=512),
+        model_config=ModelConfig(model=str(model), dtype="float16", max_model_len=LONGEST),
         scheduler_config=SchedulerConfig(
             max_num_seqs=8,
             max_num_batched_tokens=64,
-            max_model_len=512,
+            max_model_len=LONGEST,
             is_encoder_decoder=False,
         ),
-        cache_config=CacheConfig(block_size=BLOCK_SIZE, enable_prefix_caching=True),
+        cache_config=CacheConfig(
+            block_size=BLOCK_SIZE, enable_prefix_caching=states != "none", mamba_cache_mode=states or "none"
+        ),
         kv_transfer_config=KVTransferConfig(
             kv_connector="DisaggConnector",
             kv_connector_module_path="disagg.vllm.connector",

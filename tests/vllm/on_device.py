@@ -83,6 +83,9 @@ def parser(description: str) -> argparse.ArgumentParser:
         default=0,
         help="sliding window of six of the eight layers: several KV cache groups",
     )
+    parser.add_argument(
+        "--recurrent", action="store_true", help="a model with recurrent layers: six of eight are of Mamba-2"
+    )
     parser.add_argument("--graphs", action="store_true", help="without --enforce-eager")
     parser.add_argument(
         "--sync", action="store_true", help="--no-async-scheduling: layers leave during the step"
@@ -120,7 +123,9 @@ class Run:
 
     def start(self) -> None:
         model, keys = self.out / "model", self.out / "keys.json"
-        if not (model / "config.json").exists():
+        if not (model / "config.json").exists() and self.options.recurrent:
+            self.ours("model", str(Path(__file__).with_name("tiny_hybrid.py")), str(model))
+        elif not (model / "config.json").exists():
             self.ours("model", "-c", MODEL, str(model), str(self.options.window))
         if not keys.exists():
             self.ours("keys", "-m", "disagg", "keys", str(keys))

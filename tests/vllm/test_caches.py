@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from fake_states import StateModel
 from fake_vllm import facts
 from layer_pools import VLLM_LAYOUTS, Memory
 
 from disagg.core.errors import ConfigError
-from disagg.core.types import KVLayout, LayerClass, Span
+from disagg.core.types import KVLayout, LayerClass, Span, StateClass
+from disagg.kv.page_tables import PageTables
 from disagg.vllm.caches import borrow_caches
+from disagg.vllm.compat import EngineFacts
 from disagg.vllm.groups import CacheGroup
 
 FACTS = facts("e", 1, 16, 6)
@@ -63,7 +67,7 @@ def test_layers_of_different_groups_share_tensors() -> None:
         borrow_caches(caches | {"layers.5": cache(2, 6, 16, 4, 8)}, facts, 0)
     found = borrow_caches(caches, facts, 0)  # layer 1 uses the KV of layer 0
     assert found.layout == KVLayout(2, 4, 8, "float16", more=(LayerClass(2, 4, 8),))
-    assert found.groups == (0, 1)
+    assert found.tables.of_classes == (0, 1)
     places = [[planes[0].data_ptr() for planes in pool.layers] for pool in found.pools.buffers]
     assert places == [[first.data_ptr(), second.data_ptr()]] * 2
     assert found.layers == {"layers.0": Span(0, 1), "layers.3": Span(0, 2)} | {
@@ -108,7 +112,7 @@ def test_quantized_caches_are_bytes() -> None:
         (named(cache(6, 16)), r"\[6, 16\]"),
         (named(cache(2, 6, 16, 3, 8)), "has 3 KV heads a layer, not 4"),
         (named(cache(2, 6, 16, 4, 8), cache(2, 16, 6, 4, 8).transpose(1, 2)), "layer 1"),
-        ({"layers.0.mixer": [cache(6, 16, 8)]}, "has the type list"),  # states of a recurrent layer
+        ({"layers.0.attn": [cache(6, 16, 8)]}, "has the type list"),
         (named(cache(2, 6, 16, 4, 8, dtype=torch.float64)), "holds float64"),
         (named(cache(2, 6, 16, 4, 8), cache(2, 6, 16, 4, 16, dtype=torch.float32)), "hold float16, float32"),
     ],
@@ -137,3 +141,50 @@ def test_whole_blocks_are_rows_of_one_position() -> None:
             borrow_caches(named(*memory.caches), facts, 0)
     with pytest.raises(ConfigError, match="does not hold 6 blocks"):
         borrow_caches(named(cache(12, 4, 8, 16)), facts, 0)
+
+
+def recurrent_facts(*layers: str) -> EngineFacts:
+    groups = (CacheGroup(16, ("layers.0",)), CacheGroup(512, layers, recurrent=StateModel().layers(1)))
+    return replace(FACTS, groups=groups)
+
+
+def test_states_are_classes_of_bytes_in_the_blocks_of_their_layers() -> None:
+    """A window has a class for x, B and C each; the KV of attention layers may share the memory."""
+    attention, pages = cache(2, 6, 16, 4, 8), torch.zeros(6, 1, 1, 600, dtype=torch.int8)
+    facts = recurrent_facts("layers.1", "layers.2")
+    found = borrow_caches({"layers.0": attention, "layers.1": pages, "layers.2": pages}, facts, 0)
+    assert found.layout.states == (
+        StateClass(2, 4, 4 * 3 * 2, False, 4, 2),
+        StateClass(2, 2, 4 * 3 * 2, True, 4, 2),
+        StateClass(2, 2, 4 * 3 * 2, True, 4, 2),
+        StateClass(2, 4, 4 * 4 * 4, False, 4, 2),
+    )
+    assert found.tables == PageTables((16,), (0,), (0, 0, 0, 0))
+    places = [pool.planes[0].data_ptr() - pages.data_ptr() for pool in found.pools.buffers[1:]]
+    assert places == [0, 96, 144, 192]
+    assert [pool.shape for pool in found.pools.buffers[1:3]] == [(2, 1, 6, 4, 24), (2, 1, 6, 2, 24)]
+
+
+@pytest.mark.parametrize(
+    ("states", "named_in_the_error"),
+    [
+        (
+            {"layers.1": [torch.zeros(6, 3, 4)]},
+            r"state of layers.1 is list, not int8 \[6, 1, 1, 448 or more\]",
+        ),
+        ({"layers.1": torch.zeros(6, 1, 1, 440, dtype=torch.int8)}, r"is \[6, 1, 1, 440\]"),
+        ({"layers.1": torch.zeros(6, 1, 1, 600)}, r"is \[6, 1, 1, 600\]"),
+        ({}, "registered no state of layers.1"),
+    ],
+)
+def test_other_states_are_refused(states: dict[str, Any], named_in_the_error: str) -> None:
+    with pytest.raises(ConfigError, match=named_in_the_error):
+        borrow_caches({"layers.0": cache(2, 6, 16, 4, 8), **states}, recurrent_facts("layers.1"), 0)
+
+
+def test_each_class_of_states_has_a_slot() -> None:
+    slots = [torch.tensor([7]), torch.tensor([9])]
+    assert PageTables((16,)).by_state_class(slots[:1], 2) == (slots[0], slots[0])
+    assert PageTables((16,), (0,), (0, 1, 1)).by_state_class(slots, 3) == (slots[0], slots[1], slots[1])
+    with pytest.raises(ValueError, match="1 state slots do not hold 3 classes"):
+        PageTables((16,), (0,), (0, 1, 1)).by_state_class(slots[:1], 3)

@@ -22,14 +22,28 @@ from disagg.core.errors import ConfigError
 from disagg.core.types import RequestKey, Span, Ticket
 from disagg.vllm.compat import facts_of
 from disagg.vllm.groups import CacheGroup
-from disagg.vllm.work import ReceiveWork, StepWork
+from disagg.vllm.work import PromptStates, ReceiveWork, StepWork
 
 LAYERS, BLOCKS, TOKENS = 3, 24, 50
-FULL, RECURRENT = spec_of("FullAttentionSpec", sliding_window=None), spec_of("MambaSpec")
+FULL = spec_of("FullAttentionSpec", sliding_window=None)
 SLIDING = spec_of("SlidingWindowSpec", sliding_window=20)
 RETAINING = spec_of("SlidingWindowSpec", sliding_window=20, extra_retained_tokens=3)
 CHUNKED = spec_of("ChunkedLocalAttentionSpec", attention_chunk_size=32)
 LARGER = spec_of("SlidingWindowSpec", block_size=32, sliding_window=20)
+
+
+def recurrent(**changes: Any) -> Any:
+    values = {
+        "shapes": ((32, 3), (4, 4, 4)),
+        "dtypes": (torch.float16, torch.float32),
+        "mamba_type": "MAMBA2",
+    }
+    values |= {"mamba_cache_mode": "none", "num_speculative_blocks": 0, **changes}
+    return spec_of("MambaSpec", **values)
+
+
+RECURRENT = recurrent()
+UNEQUAL = spec_of("Uniform", kv_cache_specs={"a": RECURRENT, "b": recurrent(shapes=((32, 3), (4, 4, 8)))})
 NO_REQUESTS = SimpleNamespace(
     num_scheduled_tokens={},
     scheduled_new_reqs=[],
@@ -215,7 +229,7 @@ def test_failed_requests_are_named(extra: dict[str, Any]) -> None:
         assert len(worker.get_handshake_metadata().layout.classes) == 2
         assert worker.get_transfer_results(set()) == Results(set(), set(), set())
         ticket = Ticket(RequestKey("t"), 1, "p/decode", Span(0, 32), starts=(0, 13))
-        receive = ReceiveWork("d1", ticket, ([1, 2], [3, 4]), "gone/prefill", True)
+        receive = ReceiveWork("d1", ticket, ([1, 2], [3, 4]), PromptStates(33), "gone/prefill", True)
         worker.bind_connector_metadata(StepWork(receives=[receive], cancels=[]))
         worker.start_load_kv(None)
         found: list[Results] = []
@@ -234,12 +248,20 @@ def test_failed_requests_are_named(extra: dict[str, Any]) -> None:
     ("changes", "extra_changes", "named"),
     [
         ({"pp": 2}, {}, "pipeline_parallel_size is 2"),
+        ({"groups": [RECURRENT]}, {}, "recurrent layers only"),
         (
-            {"groups": [FULL, RECURRENT]},
+            {"groups": [FULL, recurrent(mamba_cache_mode="all")]},
             {},
-            "KV cache group of MambaSpec; .* --disable-hybrid-kv-cache-manager",
+            "mamba_cache_mode all, only none and align",
         ),
-        ({"groups": [RECURRENT]}, {}, "KV cache group of MambaSpec"),
+        ({"groups": [FULL, recurrent(num_speculative_blocks=2)]}, {}, "speculative decoding with recurrent"),
+        ({"groups": [FULL, UNEQUAL]}, {}, "recurrent layers with different states in one KV cache group"),
+        ({"groups": [FULL, RECURRENT], "use_replayssm": True}, {}, "without --use-replayssm"),
+        (
+            {"groups": [FULL, spec_of("MambaSpec2", ("MambaSpec",))]},
+            {},
+            "KV cache group of MambaSpec2; .* --disable-hybrid-kv-cache-manager",
+        ),
         ({"groups": [spec_of("SlidingWindowMLASpec", ("SlidingWindowSpec",))]}, {}, "SlidingWindowMLASpec"),
         ({"groups": [FULL, spec_of("MLAAttentionSpec")]}, {}, "KV cache group of MLAAttentionSpec"),
         ({"groups": [CHUNKED, CHUNKED]}, {}, "no KV to move at the end of a chunk"),

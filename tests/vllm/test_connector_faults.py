@@ -7,7 +7,16 @@ from typing import Any
 
 import pytest
 from engine_network import EngineNetwork
-from fake_vllm import LEASE_S, FakeEngine, FakeRequest, asks_decode, asks_prefill, full_and, small_settings
+from fake_vllm import (
+    LEASE_S,
+    FakeEngine,
+    FakeRequest,
+    asks_decode,
+    asks_prefill,
+    full_and,
+    full_and_states,
+    small_settings,
+)
 
 from disagg.vllm.groups import CacheGroup
 
@@ -66,7 +75,7 @@ class HandOver:
             engine.check_empty()
 
 
-GROUPS = [(), full_and(20)]
+GROUPS = [(), full_and(20), full_and_states(16)]
 FIRST = [0, *(pytest.param(first, marks=pytest.mark.slow) for first in range(1, 70))]
 """Each value is a sample of the steps of a hand-over, which has 80 to 280; together they are all of them."""
 

@@ -14,7 +14,7 @@ from disagg.core.types import KVLayout, Span
 from disagg.vllm.directory import REPEAT_S, RESEND_S, EngineDirectory
 from disagg.vllm.groups import CacheGroup
 from disagg.vllm.scheduler import SchedulerSide
-from disagg.vllm.work import PrefillWork, ReleaseWork, WorkerHandshake
+from disagg.vllm.work import PrefillWork, PromptStates, ReleaseWork, WorkerHandshake
 from transport.control import messages as m
 
 LAYOUT = KVLayout(3, 4, 8, "float16")
@@ -162,7 +162,7 @@ def test_the_last_chunk_is_announced_with_all_blocks() -> None:
     assert one.work(("p1", [8], 32, 16)).prefills == []
     assert one.work(("p1", [1, 2, 3, 6], 0, 60, "resumed")).prefills == []
     assert one.work(("p1", [9], 60, 10)).prefills == [
-        PrefillWork("p1", "p1", ([1, 2, 3, 6, 9],), Span(60, 70))
+        PrefillWork("p1", "p1", ([1, 2, 3, 6, 9],), Span(60, 70), PromptStates(70))
     ]
     assert one.work(("p1", None, 69, 1)).prefills == []
 

@@ -61,7 +61,8 @@ def test_methods_have_the_parameters_of_the_base_class() -> None:
     """Also with the newest vLLM: the engine may pass any parameter by name."""
     for name, ours in vars(ConnectorMethods).items():
         base = SupportsHMA if name == "request_finished_all_groups" else KVConnectorBase_V1
-        newer = name == "get_transfer_results" and not SEVERAL_GROUPS
+        added = name in ("get_transfer_results", "get_loaded_kv_cache_group_ids")
+        newer = added and not SEVERAL_GROUPS
         if inspect.isfunction(ours) and name != "__init__" and not newer:
             theirs = inspect.signature(getattr(base, name)).parameters
             assert list(inspect.signature(ours).parameters) == list(theirs), name
@@ -97,6 +98,16 @@ def test_a_prompt_is_handed_over(make: Make, tokens: int, asynchronous: bool, wh
 several_groups = pytest.mark.skipif(
     not SEVERAL_GROUPS, reason="this version of vLLM makes one KV cache group for the connector"
 )
+kinds_of_groups = pytest.mark.parametrize(
+    "groups",
+    [
+        {},
+        pytest.param({"windows": (30,)}, marks=several_groups),
+        pytest.param({"states": "none"}, marks=several_groups),
+        pytest.param({"states": "align"}, marks=several_groups),
+    ],
+    ids=["full", "window", "states", "cached states"],
+)
 
 
 @several_groups
@@ -120,11 +131,11 @@ def test_a_prompt_of_several_groups_is_handed_over(
     d.check_empty()
 
 
-@pytest.mark.parametrize("windows", [(), pytest.param((30,), marks=several_groups)])
+@kinds_of_groups
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_both_engines_at_once(make: Make, asynchronous: bool, windows: tuple[int, ...]) -> None:
-    p = make(role="kv_producer", asynchronous=asynchronous, windows=windows)
-    d = make(role="kv_consumer", windows=windows)
+def test_both_engines_at_once(make: Make, asynchronous: bool, groups: dict[str, Any]) -> None:
+    p = make(role="kv_producer", asynchronous=asynchronous, **groups)
+    d = make(role="kv_consumer", **groups)
     prompts = [prompt_of(100, seed) for seed in (1, 2)]
     p.prefill("p0", prompts[0])
     run([p], lambda: "p0" in p.params)
@@ -142,9 +153,9 @@ def test_both_engines_at_once(make: Make, asynchronous: bool, windows: tuple[int
     d.check_empty()
 
 
-@pytest.mark.parametrize("windows", [(), pytest.param((30,), marks=several_groups)])
-def test_cached_blocks_are_not_moved(make: Make, windows: tuple[int, ...]) -> None:
-    p, d = make(role="kv_producer", windows=windows), make(role="kv_consumer", windows=windows)
+@kinds_of_groups
+def test_cached_blocks_are_not_moved(make: Make, groups: dict[str, Any]) -> None:
+    p, d = make(role="kv_producer", **groups), make(role="kv_consumer", **groups)
     prompt = prompt_of(70)
     warm = d.submit("d0", prompt[:40], None)
     run([d], warm.is_finished)
@@ -159,11 +170,11 @@ def test_cached_blocks_are_not_moved(make: Make, windows: tuple[int, ...]) -> No
     d.check_empty()
 
 
-@pytest.mark.parametrize("windows", [(), pytest.param((30,), marks=several_groups)])
+@kinds_of_groups
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
-def test_a_producer_that_is_gone(make: Make, policy: str, windows: tuple[int, ...]) -> None:
-    p = make(role="kv_producer", windows=windows)
-    d = make(role="kv_consumer", policy=policy, windows=windows)
+def test_a_producer_that_is_gone(make: Make, policy: str, groups: dict[str, Any]) -> None:
+    p = make(role="kv_producer", **groups)
+    d = make(role="kv_consumer", policy=policy, **groups)
     prompt = prompt_of(50)
     p.prefill("p1", prompt)
     run([p], lambda: "p1" in p.params)
@@ -184,10 +195,10 @@ def test_a_consumer_that_never_comes(make: Make) -> None:
     p.check_empty()
 
 
-@pytest.mark.parametrize("windows", [(), pytest.param((30,), marks=several_groups)])
+@kinds_of_groups
 @pytest.mark.parametrize("waiting", [True, False])
-def test_an_abort_of_the_consumer(make: Make, waiting: bool, windows: tuple[int, ...]) -> None:
-    p, d = make(role="kv_producer", windows=windows), make(role="kv_consumer", windows=windows)
+def test_an_abort_of_the_consumer(make: Make, waiting: bool, groups: dict[str, Any]) -> None:
+    p, d = make(role="kv_producer", **groups), make(role="kv_consumer", **groups)
     prompt = prompt_of(90)
     p.prefill("p1", prompt)
     run([p], lambda: "p1" in p.params)
@@ -200,18 +211,18 @@ def test_an_abort_of_the_consumer(make: Make, waiting: bool, windows: tuple[int,
     d.check_empty()
 
 
-@pytest.mark.parametrize("windows", [(), pytest.param((30,), marks=several_groups)])
+@kinds_of_groups
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("seed", range(4))
-def test_random_lifecycles(make: Make, seed: int, asynchronous: bool, windows: tuple[int, ...]) -> None:
+def test_random_lifecycles(make: Make, seed: int, asynchronous: bool, groups: dict[str, Any]) -> None:
     """Two engines with few blocks, so that requests wait and are preempted; both produce and consume.
 
     Each engine may hold prompts for the other one in all its blocks; then both wait until leases end.
     """
     rng = random.Random(seed)
     options = {"blocks": 24, "asynchronous": asynchronous, "whole_blocks": seed % 2 == 1}
-    if windows:
-        options |= {"blocks": 40, "windows": windows}
+    if groups:
+        options |= {"blocks": 40} | groups
     engines = [make({"lease_s": 5.0}, **options) for _ in range(2)]
     prompts = [prompt_of(rng.choice((10, 32, 70, 120)), number % 5) for number in range(30)]
     waiting, started = list(enumerate(prompts)), set[str]()
@@ -227,7 +238,7 @@ def test_random_lifecycles(make: Make, seed: int, asynchronous: bool, windows: t
             for name in sorted(set(engine.params) - started):
                 if name.startswith("p") and rng.random() < 0.5:
                     started.add(name)
-                    other.submit(f"d{name}", engine.requests[name].prompt_token_ids, engine.params[name])
+                    other.submit(f"d{name}", prompts[int(name[1:])], engine.params[name])
                     decoded.append((other, f"d{name}"))
         if decoded and len(aborted) < 6 and rng.random() < 0.02:
             engine, name = rng.choice(decoded)

@@ -27,11 +27,11 @@ FILES = ("test_remote_prefill_lifecycle.py", "test_remote_decode_lifecycle.py")
 """The tests whose subject is the connector that `create_vllm_config` names. Others of the folder replace the
 scheduler's connector by a mock, or call the internals of one connector of vLLM."""
 
-RECURRENT = "the model has recurrent layers, which DisaggConnector refuses"
+SPECULATIVE = "DisaggConnector refuses speculative decoding with recurrent layers"
 NOT_APPLICABLE = {
-    "test_p_side_chunked_prefill_mamba": "the test patches NixlConnector, and " + RECURRENT,
-    "test_async_load_does_not_double_reserve_mamba_spec_blocks[none-128-18]": RECURRENT,
-    "test_async_load_does_not_double_reserve_mamba_spec_blocks[align-16-18]": RECURRENT,
+    "test_p_side_chunked_prefill_mamba": "the test patches NixlConnector",
+    "test_async_load_does_not_double_reserve_mamba_spec_blocks[none-128-18]": SPECULATIVE,
+    "test_async_load_does_not_double_reserve_mamba_spec_blocks[align-16-18]": SPECULATIVE,
 }
 """Tests that are skipped, with the reason. A name that vLLM does not have any more is reported."""
 

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import msgspec
 
-from disagg.core.bounds import Label
+from disagg.core.bounds import Count, Label
 from disagg.core.types import GroupInfo, Ticket
 from transport.control.messages.base import Message, Rank
 
@@ -27,6 +27,8 @@ class PushRequest(Message, frozen=True):
     dst_rank: Rank
     held: bool
     """Whether the producer should hold the computed request already. If not held then, the producer refuses."""
+    tokens: Count = 0
+    """Tokens of the prompt after which a recurrent state is needed; without such a state not used."""
 
 
 class PushCancelled(Message, frozen=True):

@@ -28,6 +28,8 @@ class OpenSend(Message, frozen=True):
     """Row of the request, which is also the slot of its recurrent state."""
     more: tuple[tuple[Count, ...], ...] = ()
     """Pages of the page tables after the first, on ranks with several (`disagg.kv.page_tables`)."""
+    states: tuple[Count, ...] = ()
+    """Slots of the recurrent state, on ranks with several (`PageTables.of_states`); empty: `row`."""
 
 
 class RankSent(Message, frozen=True):
@@ -57,6 +59,8 @@ class OpenReceive(Message, frozen=True):
     prefill_group: str
     more: tuple[tuple[Count, ...], ...] = ()
     """Pages of the page tables after the first, on ranks with several (`disagg.kv.page_tables`)."""
+    states: tuple[Count, ...] = ()
+    """Slots of the recurrent state, on ranks with several (`PageTables.of_states`); empty: `ticket.row`."""
 
 
 class RankOpened(Message, frozen=True):

@@ -1,0 +1,160 @@
+"""Two engines of a model with attention and recurrent layers: KV is compared cell by cell, states byte by byte."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from engine_network import EngineNetwork
+from fake_states import StateModel
+from fake_vllm import (
+    FakeEngine,
+    FakeRequest,
+    asks_decode,
+    asks_prefill,
+    full_and_states,
+    handed_over,
+    run,
+    small_settings,
+)
+
+TOKENS = 90
+MAMBA2, ROWS_FIRST, ONE_GROUP = StateModel(), StateModel(channels_first=False), StateModel(groups=1)
+DELTA, UNKNOWN = StateModel("GDN_ATTN"), StateModel("LINEAR")
+
+
+def engines(
+    network: EngineNetwork, *tp: int, size: int = 16, states: StateModel = MAMBA2, **more: Any
+) -> tuple[FakeEngine, FakeEngine]:
+    groups = full_and_states(size)
+    p, d = (
+        FakeEngine(network, name, tp=ranks, groups=groups, blocks=40, states=states, **more)
+        for name, ranks in zip(("p", "d"), tp, strict=True)
+    )
+    return p, d
+
+
+def landed(network: EngineNetwork, p: FakeEngine, d: FakeEngine) -> None:
+    """`check_kv` of the consumer compares each cell that it reads later."""
+    second = handed_over(network, p, d, TOKENS)
+    assert second.landed
+    p.check_empty()
+    d.check_empty()
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("size", [16, 512])
+@pytest.mark.parametrize("states", [MAMBA2, UNKNOWN])
+def test_the_state_of_the_last_token_is_moved(states: StateModel, size: int, asynchronous: bool) -> None:
+    """From one block of each group, whether a request has one block or one of each 16 tokens."""
+    network = EngineNetwork()
+    p, d = engines(network, 1, 1, size=size, states=states, asynchronous=asynchronous)
+    landed(network, p, d)
+    sent = p.workers[0].producing.endpoint.agent.statistics().bytes_sent
+    attention, page_bytes = 3 * 89 * 4 * 2 * 4 * 2, len(states.page(0, 0, 0, 0, 1))
+    assert sent == attention + 2 * 3 * page_bytes
+
+
+@pytest.mark.parametrize(
+    ("states", "tp"),
+    [
+        *((states, tp) for states in (MAMBA2, ROWS_FIRST, DELTA) for tp in [(1, 2), (2, 1), (2, 2)]),
+        *((ONE_GROUP, tp) for tp in [(1, 2), (4, 1), (2, 4)]),
+    ],
+)
+def test_ranks_share_states_by_heads(states: StateModel, tp: tuple[int, int]) -> None:
+    """All ranks have a copy of a single group."""
+    network = EngineNetwork()
+    landed(network, *engines(network, *tp, states=states))
+
+
+@pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(2, 2), (1, 2)])
+def test_states_without_known_heads_need_equally_many_ranks(
+    prefill_tp: int, decode_tp: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    network = EngineNetwork()
+    p, d = engines(network, prefill_tp, decode_tp, states=UNKNOWN)
+    first = p.submit(asks_prefill("p1", 5, TOKENS))
+    run(network, p)
+    second = d.submit(asks_decode("d1", first))
+    run(network, p, d)
+    assert (second.landed, second.recomputed) == (prefill_tp == decode_tp, prefill_tp != decode_tp)
+    lines = [
+        line for line in capsys.readouterr().out.splitlines() if "need the same tensor-parallel size" in line
+    ]
+    assert any("kv_not_received" in line for line in lines) is second.recomputed
+    network.now_s += 31  # an engine that is not linked is not told
+    run(network, p, d)
+    p.check_empty()
+    d.check_empty()
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 16, 17, 18, 33, 97])
+@pytest.mark.parametrize("size", [16, 512])
+def test_all_lengths(size: int, tokens: int) -> None:
+    """The state's block is the last one, also where the next token has a new block."""
+    network = EngineNetwork()
+    p, d = engines(network, 1, 1, size=size)
+    first = p.submit(asks_prefill("p1", 5, tokens))
+    run(network, p)
+    second = d.submit(asks_decode("d1", first))
+    run(network, p, d, steps=6)
+    assert second.finished
+    assert second.landed is (tokens > 1)
+    p.check_empty()
+    d.check_empty()
+
+
+@pytest.mark.parametrize("cached", [16, 80])
+def test_a_prefix_hit_of_the_consumer(cached: int) -> None:
+    """The KV after the hit is moved, and the state."""
+    network = EngineNetwork()
+    p, d = engines(network, 1, 1)
+    first = p.submit(asks_prefill("p1", 5, TOKENS))
+    run(network, p)
+    second = asks_decode("d1", first)
+    second.cached = cached
+    d.submit(second)
+    run(network, p, d)
+    assert second.landed
+    p.check_empty()
+    d.check_empty()
+
+
+@pytest.mark.parametrize("checksum", [False, True])
+def test_both_engines_at_once(checksum: bool) -> None:
+    """KV leaves while the last chunk is computed, the state after it."""
+    network = EngineNetwork()
+    p, d = engines(network, 2, 1, settings=small_settings(checksum))
+    landed(network, p, d)  # links the engines
+    source = {"remote_engine_id": "p", "remote_request_id": "p2", "remote_host": "p", "remote_port": 5580}
+    second = d.submit(
+        FakeRequest("d2", 6, TOKENS, {"do_remote_prefill": True, "transfer_id": "both", **source})
+    )
+    run(network, d)
+    p.submit(asks_prefill("p2", 6, TOKENS, "both"))
+    run(network, p, d)
+    assert second.landed
+    p.check_empty()
+    d.check_empty()
+
+
+@pytest.mark.parametrize(("answer", "reason"), [(5, "max_tokens 1"), (1, "after 90 tokens, not 89")])
+def test_a_producer_without_the_state_refuses(
+    answer: int, reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its prompt was not shortened, so that the state is that after another token."""
+    network = EngineNetwork()
+    p, d = engines(network, 1, 1)
+    first = asks_prefill("p1", 5, TOKENS)
+    first.max_tokens = answer
+    first.skip_reading_prefix_cache = True
+    p.submit(first)
+    run(network, p)
+    second = d.submit(asks_decode("d1", first))
+    run(network, p, d)
+    assert second.recomputed
+    assert second.finished
+    assert reason in capsys.readouterr().out
+    p.check_empty()
+    d.check_empty()
