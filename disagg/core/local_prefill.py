@@ -12,7 +12,8 @@ step with prompts."""
 MOST_PAUSES = 8
 """Largest number of steps without prompts between two steps with prompts, so that no prompt waits for long."""
 CROWD = 64
-"""Number of running answers for each of which one step without prompts follows, however many prompts wait."""
+"""Number of running answers for each of which one step without prompts follows, unless as many prompts wait as
+answers run."""
 ANSWERS_OF_A_STEP = 192
 """Number of running answers that double the time of a step, measured with an 8B model on an H200."""
 _SINGLES = (16, 32, 48, 64, 80, 96, 128)
@@ -43,7 +44,8 @@ def pauses(running: int, waiting: int) -> int:
 
     A step with prompts delays every running answer, and brings every waiting prompt nearer to its first token.
     """
-    return max(running // CROWD, min(running // (ANSWERS_PER_PAUSE * waiting), MOST_PAUSES))
+    least = running // CROWD if waiting < running else 0
+    return max(least, min(running // (ANSWERS_PER_PAUSE * waiting), MOST_PAUSES))
 
 
 def slowdown(step_tokens: int, running: int, waiting: int) -> float:
