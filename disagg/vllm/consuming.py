@@ -17,12 +17,16 @@ from disagg.core.ports import Clock
 from disagg.core.types import GroupInfo, Ticket
 from disagg.data_path.consumer import KVConsumer
 from disagg.data_path.events import TransferEvent, TransferEventKind
+from disagg.vllm.groups import NULL_BLOCK
 from disagg.vllm.producing import pushed_to
 from disagg.vllm.states import check_exchange
 from disagg.vllm.work import ReceiveWork, ReleaseWork
 from transport.control import messages as m
 
 log = structlog.get_logger(__name__)
+
+_MOST_REFUSED = 64
+"""Largest number of groups whose refusal is remembered; engines that start again have new names."""
 
 
 class IncomingState(enum.Enum):
@@ -77,6 +81,8 @@ class Consuming:
         self._open: dict[int, ReservedBlocks] = {}
         """By the ticket's number."""
         self._releases: list[tuple[float, ReleaseWork]] = []
+        self._refused: dict[str, str] = {}
+        """Why groups of other engines could not be linked, the latest `_MOST_REFUSED` of them."""
         self._landed = self._failed = self._cancelled = 0
         self.finished: deque[str] = deque()
         """Requests whose blocks nobody writes any more; any thread may pop."""
@@ -89,7 +95,12 @@ class Consuming:
         """Opens a ticket, now or when its group is linked."""
         reserved = ReservedBlocks(work, self._clock() + min(self._link_s, self._lease_s))
         self._open[work.ticket.number] = reserved
-        self._open_if_linked(reserved)
+        if NULL_BLOCK in work.states.blocks:
+            self._fail(reserved, "vLLM has reserved no block for a recurrent state")
+        elif work.group in self._refused:  # the engines do not meet again soon
+            self._fail(reserved, self._refused[work.group])
+        else:
+            self._open_if_linked(reserved)
 
     def cancel(self, request_id: str) -> None:
         """Ends the transfer of an aborted request. A request that was reported before is not reported again."""
@@ -117,8 +128,12 @@ class Consuming:
         try:
             check_exchange(own, other)
             self.endpoint.link(own, other)
+            self._refused.pop(other.name, None)
         except DisaggError as exc:
             log.error("not_linked", group=other.name, error=str(exc))
+            self._refused[other.name] = str(exc)
+            if len(self._refused) > _MOST_REFUSED:
+                del self._refused[next(iter(self._refused))]
             for reserved in [one for one in self._open.values() if one.work.group == other.name]:
                 self._fail(reserved, str(exc))
 

@@ -54,9 +54,8 @@ class RecurrentLayers:
         """Returns what is equal in all engines that can exchange the states, whatever their numbers of ranks."""
         orders = ["channels first " if one.channels_first else "" for one in self.tensors]
         dtypes = [dtype_name(one.dtype) for one in self.tensors]
-        return " ".join(
-            [self.kind, *(f"{order}{dtype}" for order, dtype in zip(orders, dtypes, strict=True))]
-        )
+        tensors = [f"{order}{dtype}" for order, dtype in zip(orders, dtypes, strict=True)]
+        return " ".join([self.kind, *tensors, *(["in whole blocks"] if self.whole else [])])
 
 
 class BlockSection(NamedTuple):
@@ -95,7 +94,8 @@ def pages_of(name: str, cache: torch.Tensor, layers: RecurrentLayers, blocks: in
 
 def check_exchange(own: GroupInfo, other: GroupInfo) -> None:
     """Raises ConfigError if groups of one model divide its recurrent states in ways that do not fit."""
-    if own.fingerprint == other.fingerprint and own.layout.states != other.layout.states:
+    same = own.fingerprint == other.fingerprint and len(own.ranks) != len(other.ranks)
+    if same and own.layout.states != other.layout.states:
         raise ConfigError(
             f"{own.name} has {len(own.ranks)} ranks and {other.name} {len(other.ranks)}, and DisaggConnector cannot "
             "divide the recurrent states of this model otherwise: both engines need the same tensor-parallel size"

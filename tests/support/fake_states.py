@@ -1,7 +1,7 @@
 """Recurrent states of an imitated model, in vLLM's layout: each cell depends on prompt, tokens, layer and place.
 
-The division among ranks is that of vLLM's weight loaders: a rank has the channels of its heads of each section of the
-window, one section after the other, and the states of its heads.
+The division among ranks follows vLLM's weight loaders, as they were read: a rank has the channels of its heads of
+each section of the window, one section after the other, and the states of its heads.
 """
 
 from __future__ import annotations
@@ -24,6 +24,10 @@ class StateModel:
     groups: int = 2
     """Groups of B and C, or heads of queries and keys."""
     channels_first: bool = True
+    replicated: bool = False
+    """Each rank holds all heads."""
+    whole: bool = False
+    """As on a CPU: only kernels know the order of elements."""
 
     @property
     def _sections(self) -> list[tuple[int, int]]:
@@ -32,16 +36,16 @@ class StateModel:
         return [shared, shared, heads] if self.kind == "GDN_ATTN" else [heads, shared, shared]
 
     def layers(self, tp: int) -> RecurrentLayers:
-        window, state = self._state(0, 0, 0, 0, tp)
+        window, state = self._state(0, 0, 0, 0, 1 if self.replicated else tp)
         tensors = (
             StateTensor(tuple(window.shape), torch.float16),
             StateTensor(tuple(state.shape), torch.float32),
         )
-        return RecurrentLayers(self.kind, tensors, self.groups)
+        return RecurrentLayers(self.kind, tensors, self.groups, self.replicated, self.whole)
 
     def page(self, prompt: int, tokens: int, layer: int, rank: int, tp: int) -> torch.Tensor:
         """The bytes of a block with the state after `tokens`."""
-        parts = self._state(prompt, tokens, layer, rank, tp)
+        parts = self._state(prompt, tokens, layer, *((0, 1) if self.replicated else (rank, tp)))
         return torch.cat([part.contiguous().view(torch.uint8).flatten() for part in parts])
 
     def _state(

@@ -24,7 +24,7 @@ from disagg.core.config.read import Config, TransferConfig, TransportConfig
 from disagg.core.types import head_span
 from disagg.vllm.compat import EngineFacts
 from disagg.vllm.directory import EngineDirectory
-from disagg.vllm.groups import NULL_BLOCK, CacheGroup
+from disagg.vllm.groups import NULL_BLOCK, CacheGroup, is_plain
 from disagg.vllm.scheduler import SchedulerSide
 from disagg.vllm.settings import VllmSettings
 from disagg.vllm.work import StepWork
@@ -130,8 +130,11 @@ class FakeEngine:
         groups: tuple[CacheGroup, ...] = (),
         states: StateModel = StateModel(),  # noqa: B008
         asynchronous: bool = False,
+        settles: bool = False,
     ) -> None:
-        """`late_loads`: vLLM 0.32 calls `start_load_kv` after the model has run, vLLM 0.26 before. `groups`: KV cache
+        """`settles`: transfer threads and other engines go on while a step computes.
+
+        `late_loads`: vLLM 0.32 calls `start_load_kv` after the model has run, vLLM 0.26 before. `groups`: KV cache
         groups, whose blocks have equal sizes in bytes; by default, one of full attention. `states`: those of the
         groups of recurrent layers, which need a layout with a block's bytes in one piece. `asynchronous`: the engine
         says that it schedules a step before the previous one has ended, so that KV leaves after the prompt."""
@@ -150,11 +153,14 @@ class FakeEngine:
             facts(name, tp, block_size, blocks, 1 if self.latent else kv_heads), groups=self.groups
         )
         known = replace(known, async_scheduling=asynchronous)
+        if not is_plain(self.groups):  # as `facts_of`
+            described = " | ".join([known.fingerprint, *(group.describe() for group in self.groups)])
+            known = replace(known, fingerprint=described)
         settings = settings or small_settings()
         self.channel = QueuedChannel(network, f"tcp://{name}:5580")
         directory = EngineDirectory(self.channel, network.clock)
         self.scheduler = SchedulerSide(known, directory, name, 5580)
-        self._late_loads = late_loads
+        self._late_loads, self._settles = late_loads, settles
         self.free = list(range(1, blocks))  # block 0 is vLLM's null block
         self.blocks = blocks
         self.requests: dict[str, FakeRequest] = {}
@@ -223,6 +229,8 @@ class FakeEngine:
         if not self._late_loads:
             self._load(work)
         for name in self.names:
+            if self._settles:
+                self.network.settle()
             for request, start, stop in computing:
                 self._compute(request, name, start, stop)
             for worker in self.workers if computing else ():

@@ -206,6 +206,27 @@ def test_groups_of_vllm(groups: list[Any], expected: list[CacheGroup], extra: di
     assert plain is (expected == [CacheGroup(16, ("layers.0",))])
 
 
+@pytest.mark.parametrize("name", ["mamba_n_groups", "n_groups", "mamba_ngroups", "other"])
+def test_what_ranks_share_of_recurrent_layers(name: str, extra: dict[str, Any]) -> None:
+    """Groups of heads come from the model's configuration, and whether a rank holds all from vLLM's specification."""
+    fields = {
+        "shapes": ((12, 3),),
+        "dtypes": (torch.float32,),
+        "mamba_cache_mode": "none",
+        "mamba_type": "MAMBA2",
+    }
+    layers = spec_of("MambaSpec", num_speculative_blocks=0, tp_replicated=name == "other", **fields)
+    vllm_config, caches = configs("p", extra, groups=[FULL, layers])
+    vllm_config.model_config.hf_text_config = SimpleNamespace(**{name: 8})
+    found = facts_of(vllm_config, caches).groups[1].recurrent
+    assert found is not None
+    assert (found.kind, found.head_groups, found.replicated) == (
+        "MAMBA2",
+        0 if name == "other" else 8,
+        name == "other",
+    )
+
+
 def test_windows_only_need_a_version_that_is_told_of_failed_requests(
     extra: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

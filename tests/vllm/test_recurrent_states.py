@@ -89,6 +89,51 @@ def test_states_without_known_heads_need_equally_many_ranks(
     d.check_empty()
 
 
+def test_later_requests_of_engines_that_do_not_fit_fail_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    network = EngineNetwork()
+    p, d = engines(network, 1, 2, states=UNKNOWN)
+    for number in (1, 2):
+        first = p.submit(asks_prefill(f"p{number}", 5, TOKENS))
+        run(network, p)
+        second = d.submit(asks_decode(f"d{number}", first))
+        run(network, p, d)
+        assert second.recomputed, "without a wait for the next greeting"
+    failed = [line for line in capsys.readouterr().out.splitlines() if "kv_not_received" in line]
+    assert len(failed) == 2 * 2
+    assert all("need the same tensor-parallel size" in line for line in failed)
+    d.workers[0].consuming.check()
+
+
+@pytest.mark.parametrize("tp", [(1, 2), (2, 1), (2, 2)])
+def test_states_that_each_rank_holds_whole(tp: tuple[int, int]) -> None:
+    network = EngineNetwork()
+    landed(network, *engines(network, *tp, states=StateModel(replicated=True)))
+
+
+@pytest.mark.parametrize(
+    ("own", "other", "ranks", "reason"),
+    [
+        (StateModel(whole=True), StateModel(whole=True), 2, "need the same tensor-parallel size"),
+        (StateModel(whole=True), StateModel(), 1, "model fingerprint"),
+        (UNKNOWN, StateModel("LINEAR", channels_first=False), 1, "model fingerprint"),
+    ],
+    ids=["whole blocks", "CPU and GPU", "other order of the window"],
+)
+def test_states_in_other_orders_are_refused(
+    own: StateModel, other: StateModel, ranks: int, reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    network = EngineNetwork()
+    p, _ = engines(network, 1, 1, states=own)
+    d = FakeEngine(network, "e", tp=ranks, groups=full_and_states(16), blocks=40, states=other)
+    first = p.submit(asks_prefill("p1", 5, TOKENS))
+    run(network, p)
+    second = d.submit(asks_decode("d1", first))
+    run(network, p, d)
+    assert second.recomputed
+    text = capsys.readouterr().out
+    assert [line for line in text.splitlines() if "kv_not_received" in line and reason in line], text
+
+
 @pytest.mark.parametrize("tokens", [1, 2, 16, 17, 18, 33, 97])
 @pytest.mark.parametrize("size", [16, 512])
 def test_all_lengths(size: int, tokens: int) -> None:
@@ -121,11 +166,11 @@ def test_a_prefix_hit_of_the_consumer(cached: int) -> None:
     d.check_empty()
 
 
-@pytest.mark.parametrize("checksum", [False, True])
-def test_both_engines_at_once(checksum: bool) -> None:
+@pytest.mark.parametrize(("checksum", "settles"), [(False, False), (True, False), (False, True)])
+def test_both_engines_at_once(checksum: bool, settles: bool) -> None:
     """KV leaves while the last chunk is computed, the state after it."""
     network = EngineNetwork()
-    p, d = engines(network, 2, 1, settings=small_settings(checksum))
+    p, d = engines(network, 2, 1, settings=small_settings(checksum), settles=settles)
     landed(network, p, d)  # links the engines
     source = {"remote_engine_id": "p", "remote_request_id": "p2", "remote_host": "p", "remote_port": 5580}
     second = d.submit(
