@@ -40,7 +40,7 @@ class PageBatch:
     def memory(self, index: int) -> Iterator[memoryview | None]:
         """Yields the caller's memory of page `index`, valid within the block; None if the batch is closed."""
         with self._condition:
-            page = self._pages[index].cast("B") if self._open else None
+            page = memoryview(self._pages[index]) if self._open else None
             self._copying += page is not None
         try:
             yield page

@@ -336,7 +336,7 @@ class PeerStorage:
             with batch.memory(i) as page:
                 if page is None:  # the call has ended
                     return True
-                if fits := len(page) == len(content):
+                if fits := page.nbytes == len(content):
                     copy(page, content)
             self._counters.add(refused=not fits)
             batch.settle(i, landed=fits)
