@@ -215,7 +215,8 @@ class StepPlanner:
         prompts = [request for request in oldest if request.prefills]
         if not batch and prompts and self._since_prefill >= max(pauses(running, len(prompts)), int(full)):
             seats = 1 if full else min(CHUNKS, self._max_batch - running)
-            batch = self._first_chunks(prompts, prefill_room(self._prefill_tokens, running), seats)
+            room_tokens = prefill_room(self._prefill_tokens, min(running, self._max_batch))
+            batch = self._first_chunks(prompts, room_tokens, seats)
         return batch
 
     def _first_chunks(

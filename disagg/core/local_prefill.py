@@ -8,12 +8,10 @@ MIN_PREFILL_TOKENS = 48
 """Smallest number of prompt tokens in a step, however many answers run."""
 ANSWERS_PER_PAUSE = 8
 """Number of running answers, for each prompt that waits, for each of which one more step without prompts follows a
-step with prompts."""
-MOST_PAUSES = 8
-"""Largest number of steps without prompts between two steps with prompts, so that no prompt waits for long."""
-CROWD = 64
-"""Number of running answers for each of which one step without prompts follows, unless as many prompts wait as
-answers run."""
+step with prompts; within the two limits below."""
+FEWEST_ANSWERS_PER_PAUSE, MOST_ANSWERS_PER_PAUSE = 32, 64
+"""Limits of the number of answers for each of which such a step follows. The second one does not hold when as many
+prompts wait as answers run."""
 ANSWERS_OF_A_STEP = 192
 """Number of running answers that double the time of a step, measured with an 8B model on an H200."""
 _SINGLES = (16, 32, 48, 64, 80, 96, 128)
@@ -44,8 +42,8 @@ def pauses(running: int, waiting: int) -> int:
 
     A step with prompts delays every running answer, and brings every waiting prompt nearer to its first token.
     """
-    least = running // CROWD if waiting < running else 0
-    return max(least, min(running // (ANSWERS_PER_PAUSE * waiting), MOST_PAUSES))
+    least = running // MOST_ANSWERS_PER_PAUSE if waiting < running else 0
+    return min(running // FEWEST_ANSWERS_PER_PAUSE, max(least, running // (ANSWERS_PER_PAUSE * waiting)))
 
 
 def slowdown(step_tokens: int, running: int, waiting: int) -> float:

@@ -2,7 +2,7 @@
 
 A bucket has a number of single tokens and a number of prompt tokens. Single tokens come first, and are padded with
 the trash row; the prompts' tokens follow. Both numbers together are the same in all buckets, if the single tokens
-leave enough room: products compute tiles of 128 rows, so a step of 288 tokens needs as many as one of 384.
+leave enough room: products compute whole tiles of rows.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Copies between a rank's blocks of host memory and the parts of pages and states that a storage holds.
+"""Where a rank's blocks of host memory have the parts of pages and states that a storage holds.
 
 A block of a page has all heads of the rank: `[layers, planes, page_size, heads, head_bytes]` of each class of layers.
 A block of a recurrent state has each tensor of the rank; a tensor may have heads of several classes, one class after
@@ -8,12 +8,15 @@ can read it (`disagg.storage.parts`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from disagg.core.types import Shard, Span, StateClass
+from disagg.storage.bounce import copy
 from disagg.storage.parts import PagePart, PartGrid
 
 
@@ -32,27 +35,35 @@ class _ClassPlace(NamedTuple):
     shape: tuple[int, int, int, int]
     """`[planes, tokens, heads, head_bytes]` of a layer's `columns`."""
 
-    def of_block(self, block: torch.Tensor) -> torch.Tensor:
-        """Returns the view `[layers, *shape]` of a block, uint8 `[block_bytes]`."""
-        stop = self.first_bytes + len(self.layers) * self.row_bytes
-        rows = block[self.first_bytes : stop].view(len(self.layers), self.row_bytes)
-        return torch.unflatten(rows[:, self.columns.start : self.columns.stop], 1, self.shape)
-
 
 class _PartPlace(NamedTuple):
-    """Location of one part in a rank's block, and in a buffer that holds all parts of one page or state."""
+    """Location of one part in a rank's block: `[layers, planes, tokens, bytes of the heads]`."""
 
-    whole: _ClassPlace
-    layers: Span
-    """Layers of the part, local to the rank."""
-    heads: Span
-    content: Span
-    """Bytes of the part in the buffer."""
+    first_bytes: int
+    shape: tuple[int, int, int, int]
+    strides: tuple[int, int, int, int]
 
-    def of_block(self, block: torch.Tensor) -> torch.Tensor:
-        """Returns the part's view of a block, uint8 `[block_bytes]`."""
-        whole = self.whole.of_block(block)
-        return whole[self.layers.start : self.layers.stop, :, :, self.heads.start : self.heads.stop]
+    @classmethod
+    def of(cls, whole: _ClassPlace, layers: Span, heads: Span) -> _PartPlace:
+        """`layers` and `heads`: those of the part, local to the rank."""
+        planes, tokens, all_heads, head_bytes = whole.shape
+        first_bytes = whole.first_bytes + layers.start * whole.row_bytes
+        first_bytes += whole.columns.start + heads.start * head_bytes
+        token_bytes = all_heads * head_bytes
+        return cls(
+            first_bytes,
+            (len(layers), planes, tokens, len(heads) * head_bytes),
+            (whole.row_bytes, tokens * token_bytes, token_bytes, 1),
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the part."""
+        return math.prod(self.shape)
+
+    def of_block(self, block: np.ndarray[Any, Any]) -> memoryview:
+        """Returns the memory of the part in a block, uint8 `[block_bytes]`."""
+        return np.ndarray(self.shape, np.uint8, block.data, self.first_bytes, self.strides).data
 
 
 class BlockParts:
@@ -63,40 +74,28 @@ class BlockParts:
         self.parts = tuple(parts)
         places = [*_page_places(grid, shard), *_state_places(grid, shard)]
         self._places: list[_PartPlace] = []
-        self.nbytes = 0
-        """Size of all parts of a page or state."""
         for part in self.parts:
             whole = places[part.class_index]
-            content = Span(self.nbytes, self.nbytes + grid.nbytes(part))
             layers, heads = part.layers.shift(-whole.layers.start), part.heads.shift(-whole.heads.start)
-            self._places.append(_PartPlace(whole, layers, heads, content))
-            self.nbytes = content.stop
-
-    def gather(self, block: torch.Tensor, buffer: torch.Tensor) -> None:
-        """Copies the parts of a block to `buffer`, uint8 `[nbytes]`, one after another."""
-        for place in self._places:
-            source = place.of_block(block)
-            buffer[place.content.start : place.content.stop].view(source.shape).copy_(source)
+            self._places.append(_PartPlace.of(whole, layers, heads))
+        self.nbytes = sum(place.nbytes for place in self._places)
+        """Size of all parts of a page or state."""
 
     def part_bytes(self, index: int) -> int:
         """Returns the size of a part in bytes, by its index in `parts`."""
-        return len(self._places[index].content)
+        return self._places[index].nbytes
+
+    def views(self, block: torch.Tensor) -> list[memoryview]:
+        """Returns the memory of each part in a block, uint8 `[block_bytes]`.
+
+        The memory is strided if the block has more heads than the part: `[layers, planes, tokens, bytes]`.
+        """
+        memory = block.numpy()
+        return [place.of_block(memory) for place in self._places]
 
     def gather_part(self, index: int, block: torch.Tensor, into: torch.Tensor) -> None:
         """Copies one part of a block to `into`, uint8 `[part_bytes(index)]`."""
-        source = self._places[index].of_block(block)
-        into.view(source.shape).copy_(source)
-
-    def scatter(self, buffer: torch.Tensor, block: torch.Tensor) -> None:
-        """Copies the parts in `buffer` to a block; reverts `gather`."""
-        for place in self._places:
-            target = place.of_block(block)
-            target.copy_(buffer[place.content.start : place.content.stop].view(target.shape))
-
-    def views(self, buffer: torch.Tensor) -> list[memoryview]:
-        """Returns the memory of each part in `buffer`."""
-        memory = buffer.numpy().data
-        return [memory[place.content.start : place.content.stop] for place in self._places]
+        copy(into.numpy().data, self._places[index].of_block(block.numpy()))
 
 
 def _page_places(grid: PartGrid, shard: Shard) -> list[_ClassPlace]:

@@ -33,7 +33,7 @@ from disagg.core.ports import Clock
 from disagg.core.types import PageServer
 from disagg.node.links import fence
 from disagg.storage.contract import KEY_BYTES
-from disagg.storage.peers import Answer
+from disagg.storage.peers import Answer, ReadAnswer
 from disagg.storage.record import HEADER_BYTES, RecordHeader
 from transport.base import Arrival, Operation, OperationState, Transport
 
@@ -41,8 +41,8 @@ log = structlog.get_logger(__name__)
 
 MOST_KEYS = 1024
 """Largest number of keys in one request."""
-LEAST_REPLY_BYTES = 1 << 20
-"""Smallest size of a buffer for the records of a reply. A buffer has room for the largest part."""
+REPLY_BYTES = 4 << 20
+"""Size of the parts in a reply, if each is as large as the largest part: at least one part, at most `MOST_KEYS`."""
 CALLS = 8
 """Largest number of own requests under way."""
 MOST_FOR_PEER = 4
@@ -113,10 +113,19 @@ class _Call:
 
     peer: str
     body: bytes
-    answer: Answer
+    answer: Answer | None = None
+    read: ReadAnswer | None = None
+    """The callback of the request: one of both."""
     number: int = 0
     until_s: float = 0.0
     """Deadline in the queue; after the request has left the queue, deadline of the reply."""
+
+    def fail(self) -> None:
+        """Answers that there is no reply."""
+        if self.read is not None:
+            self.read(None)
+        elif self.answer is not None:
+            self.answer(None)
 
 
 @dataclass(slots=True, eq=False)
@@ -136,6 +145,8 @@ class _Moving:
     parts: int = 0
     parts_bytes: int = 0
     """Number and bytes of the parts in a reply to a peer."""
+    lent: bool = False
+    """Whether the buffer was lent to the receiver of a reply, who returns it."""
     fenced: bool = False
     """Whether the peer was fenced since the operation began. A late end is then no fault of the new connection."""
 
@@ -143,6 +154,22 @@ class _Moving:
         """Returns the received bytes."""
         view: memoryview = self.buffer.numpy().data[: self.nbytes]
         return view
+
+
+class _LentReply:
+    """A reply to a read whose buffer the receiver of the reply uses; implements `Records`."""
+
+    def __init__(self, moving: _Moving, give_back: Callable[[_Moving], None]) -> None:
+        self._moving, self._give_back = moving, give_back
+
+    @property
+    def content(self) -> memoryview:
+        """See `Records.content`."""
+        return self._moving.read()
+
+    def release(self) -> None:
+        """See `Records.release`."""
+        self._give_back(self._moving)
 
 
 @dataclass(slots=True)
@@ -192,7 +219,8 @@ class RankExchange:
         self.served: ServedParts | None = None
         """The items that peers may read; None before the group has started."""
         self.most_keys = MOST_KEYS
-        self.most_bytes = max(LEAST_REPLY_BYTES, HEADER_BYTES + largest_bytes)
+        parts = min(MOST_KEYS, max(1, REPLY_BYTES // largest_bytes))
+        self.most_bytes = parts * (HEADER_BYTES + largest_bytes)
         self._requests = _Buffers(transport, _REQUEST_BYTES, CALLS + MOST_SERVED)
         self._replies = _Buffers(transport, MOST_KEYS + self.most_bytes, CALLS + MOST_SERVED)
         self._servers: dict[str, PageServer] = {}
@@ -206,6 +234,8 @@ class RankExchange:
         self._arrived: deque[tuple[str, Arrival]] = deque()
         """Requests of peers that are not received yet."""
         self._moving: set[_Moving] = set()
+        self._lent: set[_Moving] = set()
+        """Replies to reads that their receivers have not released. They count as requests under way."""
         self._lock = threading.Lock()  # guards the two fields below
         self._ended = False
         self._posted: set[_Call] = set()
@@ -223,9 +253,9 @@ class RankExchange:
         """See `PageExchange.ask`."""
         self._call(_Call(peer, bytes([_ASK]) + b"".join(keys), answer))
 
-    def read(self, peer: str, keys: Sequence[bytes], answer: Answer) -> None:
+    def read(self, peer: str, keys: Sequence[bytes], answer: ReadAnswer) -> None:
         """See `PageExchange.read`."""
-        self._call(_Call(peer, bytes([_READ]) + b"".join(keys), answer))
+        self._call(_Call(peer, bytes([_READ]) + b"".join(keys), read=answer))
 
     def _call(self, call: _Call) -> None:
         with self._lock:
@@ -233,7 +263,7 @@ class RankExchange:
                 self._posted.add(call)
                 self._post(partial(self._begin, call))
                 return
-        call.answer(None)
+        call.fail()
 
     # --- connections to peers
 
@@ -276,7 +306,7 @@ class RankExchange:
             posted, self._posted = self._posted, set()
         self._connected = ()
         for call in [*posted, *self._calls.values(), *self._queue]:
-            call.answer(None)
+            call.fail()
         self._calls.clear()
         self._queue.clear()
 
@@ -313,7 +343,7 @@ class RankExchange:
                 return
             self._posted.remove(call)
         if call.peer not in self._connected:
-            call.answer(None)
+            call.fail()
             return
         call.until_s = self._clock() + LIMIT_S
         self._queue.append(call)
@@ -334,10 +364,18 @@ class RankExchange:
 
     def _next_call(self) -> _Call | None:
         """Returns the first request in the queue that the limits of its peer and of all peers allow; else None."""
-        if len(self._calls) >= CALLS:
+        if not self._queue:
             return None
-        under_way = Counter(call.peer for call in self._calls.values())
+        under_way = self._under_way()
+        if under_way.total() >= CALLS:
+            return None
         return next((call for call in self._queue if under_way[call.peer] < MOST_FOR_PEER), None)
+
+    def _under_way(self) -> Counter[str]:
+        """Returns the number of own requests to each peer that are under way, or whose reply is lent."""
+        under_way = Counter(call.peer for call in self._calls.values())
+        under_way.update(reply.peer for reply in self._lent)
+        return under_way
 
     def _fail(self, call: _Call) -> None:
         """Ends a request without a reply, unless it has ended."""
@@ -347,13 +385,41 @@ class RankExchange:
             del self._calls[call.number]
         else:
             return
-        call.answer(None)
+        call.fail()
 
     def _on_reply(self, moving: _Moving) -> None:
         call = moving.call
         if call is not None and self._calls.get(call.number) is call:
             del self._calls[call.number]
-            call.answer(moving.read())
+            if call.read is not None:
+                self._lend(moving, call.read)
+            elif call.answer is not None:
+                call.answer(moving.read())
+
+    def _lend(self, moving: _Moving, answer: ReadAnswer) -> None:
+        """Passes a reply with its buffer to the receiver; an error of the receiver returns the buffer."""
+        moving.lent = True
+        self._lent.add(moving)
+        try:
+            answer(_LentReply(moving, self._release))
+        except Exception:
+            self._take_back(moving)
+            raise
+
+    def _release(self, moving: _Moving) -> None:
+        """Frees the buffer of a lent reply. Callable on any thread."""
+        with self._lock:
+            if not self._ended:
+                self._post(partial(self._take_back, moving))
+                return
+        self._take_back(moving)
+
+    def _take_back(self, moving: _Moving) -> None:
+        if moving in self._lent:
+            self._lent.remove(moving)
+            moving.buffers.give(moving.buffer)
+            if not self._ended:
+                self._begin_queued()
 
     def _receive_reply(self, peer: str, arrival: Arrival) -> None:
         call = self._calls.get(arrival.tag & 0xFFFFFFFF)
@@ -471,7 +537,8 @@ class RankExchange:
             if done and moving.done is not None:
                 moving.done(moving)
         finally:
-            moving.buffers.give(moving.buffer)
+            if not moving.lent:
+                moving.buffers.give(moving.buffer)
             if done:
                 self._served_parts += moving.parts
                 self._served_bytes += moving.parts_bytes
@@ -547,15 +614,13 @@ class RankExchange:
         with self._lock:
             ended, posted = self._ended, len(self._posted)
         sound = {
-            "a buffer is not in use by one operation": len(moving)
+            "a buffer is not in use by one operation": len(moving) + len(self._lent)
             == self._requests.in_use + self._replies.in_use
-            == len({id(one.buffer) for one in moving}),
+            == len({id(one.buffer) for one in (*moving, *self._lent)}),
             "shares": shares.total() <= MOST_SERVED
             and all(share <= MOST_FOR_PEER for share in shares.values()),
-            "requests": len(self._calls) <= CALLS
-            and all(
-                share <= MOST_FOR_PEER for share in Counter(one.peer for one in self._calls.values()).values()
-            )
+            "requests": self._under_way().total() <= CALLS
+            and all(share <= MOST_FOR_PEER for share in self._under_way().values())
             and all(call.number == number for number, call in self._calls.items())
             and not (ended and (self._calls or self._queue or posted)),
             "a request to a peer that is not connected": ended

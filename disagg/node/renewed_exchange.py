@@ -19,7 +19,7 @@ from disagg.core.types import PageServer
 from disagg.node.item_events import EVENTS_S
 from disagg.node.page_exchange import NUMBERS, ExchangeStatistics, RankExchange, ServedParts
 from disagg.node.transfer_loop import LoopCallbacks, TransferLoop
-from disagg.storage.peers import Answer
+from disagg.storage.peers import Answer, ReadAnswer
 from transport.base import Transport
 
 log = structlog.get_logger(__name__)
@@ -103,7 +103,7 @@ class RenewedExchange:
         """See `PageExchange.ask`."""
         self._open.exchange.ask(peer, keys, answer)
 
-    def read(self, peer: str, keys: Sequence[bytes], answer: Answer) -> None:
+    def read(self, peer: str, keys: Sequence[bytes], answer: ReadAnswer) -> None:
         """See `PageExchange.read`."""
         self._open.exchange.read(peer, keys, answer)
 

@@ -1,8 +1,8 @@
 """Executes a rank's reads and writes of the third tier of the prefix cache, as the leader's plans order.
 
 The controller decides nothing: the leader's `StorageTier` decides for all ranks. Each rank stores and reads its own
-heads. A read thread and a write thread call the storage, and copy pages between host memory and buffers of their own
-(`disagg.node.stored_items`). A call of the storage blocks for at most a time limit, and each fault counts as a miss.
+heads. A read thread and a write thread call the storage, whose threads copy parts from and to the blocks of host
+memory (`disagg.node.stored_items`). A call blocks for at most a time limit, and each fault counts as a miss.
 
 Fetches are divided into batches. The read thread does one batch of each fetch in turn, so a long prompt does not
 delay a short one. After each batch, the thread reports how many leading items have landed: pages, then the state.
@@ -31,7 +31,7 @@ from disagg.storage.keys import PageKeys
 log = structlog.get_logger(__name__)
 
 BATCH_BYTES = 16 << 20
-"""Size of a buffer of items that one call reads or writes; a single item may be larger."""
+"""Size of the items that one call reads or writes; a single item may be larger."""
 CALL_LIMIT_S = 2.0
 """Time limit of one call of the storage. Only a hung disk or server makes a call last this long."""
 

@@ -49,7 +49,7 @@ class StoredItems:
         batch_bytes: int,
         publish: Publish,
     ) -> None:
-        """`batch_bytes`: size of a buffer of items; a single item may be larger.
+        """`batch_bytes`: size of the items of one call; a single item may be larger.
 
         `publish` is called with the items whose content a block has: those that are to be stored, and those that
         have landed.
@@ -59,7 +59,6 @@ class StoredItems:
         self._read, self._written = parts.read, parts.written
         self.batch = max(1, batch_bytes // parts.read.nbytes)
         """Largest number of items of one call of `fetch` or `store`."""
-        self._read_buffer = self._write_buffer = torch.empty((0, 0), dtype=torch.uint8)
 
     def leading(self, links: Sequence[bytes], limit_s: float) -> int:
         """Returns how many leading items are probably stored: only the first part of each is looked for."""
@@ -77,14 +76,13 @@ class StoredItems:
         self._blocks(blocks)
 
     def fetch(self, links: Sequence[bytes], blocks: Sequence[int], limit_s: float) -> int:
-        """Reads a batch of items into blocks, until an item is missing; returns the number of items that landed."""
-        memory = self._blocks(blocks)
-        buffer = self._read_buffer = _grown(self._read_buffer, len(links), self._read.nbytes)
-        into = [view for item in buffer[: len(links)] for view in self._read.views(item)]
+        """Reads a batch of items into blocks; returns the number of items before the first that is missing.
+
+        The storage's threads copy verified parts to the blocks. Blocks of missing items may have any content.
+        """
+        into = [view for block in self._blocks(blocks) for view in self._read.views(block)]
         found = self._reads.get(self._keys.keys(links, self._read.parts), into, limit_s)
         landed = _leading(_whole(found, len(self._read.parts)))
-        for item, block in zip(buffer[:landed], memory, strict=False):
-            self._read.scatter(item, block)
         self._publish(links[:landed], blocks[:landed])
         return landed
 
@@ -99,11 +97,9 @@ class StoredItems:
         lacking = [at for at, stored in enumerate(there) if not stored]
         if not lacking:
             return len(links)
-        buffer = self._write_buffer = _grown(self._write_buffer, len(lacking), parts.nbytes)
-        for item, block in zip(buffer, self._blocks([blocks[at] for at in lacking]), strict=False):
-            parts.gather(block, item)
         keys = self._keys.keys([links[at] for at in lacking], parts.parts)
-        content = [view for item in buffer[: len(lacking)] for view in parts.views(item)]
+        memory = self._blocks([blocks[at] for at in lacking])
+        content = [view for block in memory for view in parts.views(block)]
         results = _whole(storage.put(keys, content, limit_s), count)
         for at, stored in zip(lacking, results, strict=True):
             there[at] = stored
@@ -122,10 +118,3 @@ def _leading(results: Sequence[bool]) -> int:
 def _whole(parts: Sequence[bool], count: int) -> list[bool]:
     """Returns for each item whether all of its `count` parts are True in `parts`."""
     return [all(parts[first : first + count]) for first in range(0, len(parts), count)]
-
-
-def _grown(buffer: torch.Tensor, items: int, item_bytes: int) -> torch.Tensor:
-    """Returns a buffer of at least `items` items: `buffer` itself if it is large enough."""
-    if len(buffer) >= items:
-        return buffer
-    return torch.empty((items, item_bytes), dtype=torch.uint8)

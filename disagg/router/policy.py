@@ -35,6 +35,10 @@ class RoutedGroup:
     computed yet, so the number approximates its queue."""
     local_tokens: int = 0
     """In a decode group, the part of `tokens` that the group computes itself and has not computed yet."""
+    local_prompts: int = 0
+    """In a decode group, number of the prompts that `local_tokens` counts."""
+    answering: int = 0
+    """In a decode group, the part of `requests` whose prompts are computed."""
     served: int = 0
     """Requests ever sent to the group."""
     routers: int = 1
@@ -85,6 +89,10 @@ class SessionLoad:
     """Prompt tokens that each group has to compute or receive."""
     _local_tokens: int = 0
     """Share of the request in `decode.local_tokens`."""
+    _local_prompts: int = 0
+    """Share of the request in `decode.local_prompts`."""
+    _answering: int = 0
+    """Share of the request in `decode.answering`."""
 
     def begin(self) -> None:
         """Adds the request to both groups' counts."""
@@ -95,6 +103,8 @@ class SessionLoad:
         if self.is_local:
             self._local_tokens = self.tokens[self.decode]
             self.decode.local_tokens += self._local_tokens
+            self._local_prompts = 1
+            self.decode.local_prompts += 1
 
     @property
     def is_local(self) -> bool:
@@ -108,14 +118,20 @@ class SessionLoad:
             self.prefill.tokens -= self.tokens[self.prefill]
             self.tokens[self.prefill] = 0
         self._end_local()
+        if not self._answering:
+            self._answering = self.sequences
+            self.decode.answering += self.sequences
 
     def _end_local(self) -> None:
         self.decode.local_tokens -= self._local_tokens
-        self._local_tokens = 0
+        self.decode.local_prompts -= self._local_prompts
+        self._local_tokens = self._local_prompts = 0
 
     def end(self) -> None:
         """Subtracts the request from both groups' counts."""
         self._end_local()
+        self.decode.answering -= self._answering
+        self._answering = 0
         for engine, tokens in self.tokens.items():
             engine.requests -= self._requests(engine)
             engine.tokens -= tokens
@@ -275,14 +291,10 @@ class LocalPrefill:
 
 
 def _local_cost(decode: RoutedGroup, request: RoutingRequest) -> float:
-    """Returns the tokens that the group computes up to the end of the request's prompt, weighted by `slowdown`.
-
-    The number of prompts in the group's queue is not known here: all are assumed to be as long as this one.
-    """
-    queued, missing = decode.local_tokens * decode.routers, request.missing_tokens(decode)
-    waiting = 1 + queued // max(1, missing)
-    running = decode.requests * decode.routers
-    return (queued + missing) * slowdown(decode.group.leader.local_prefill_tokens, running, waiting)
+    """Returns the tokens that the group computes up to the end of the request's prompt, weighted by `slowdown`."""
+    tokens = decode.local_tokens * decode.routers + request.missing_tokens(decode)
+    waiting, running = 1 + decode.local_prompts * decode.routers, decode.answering * decode.routers
+    return tokens * slowdown(decode.group.leader.local_prefill_tokens, running, waiting)
 
 
 def computing_prompts(decodes: Iterable[RoutedGroup]) -> list[RoutedGroup]:

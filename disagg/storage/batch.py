@@ -40,7 +40,7 @@ class PageBatch:
     def memory(self, index: int) -> Iterator[memoryview | None]:
         """Yields the caller's memory of page `index`, valid within the block; None if the batch is closed."""
         with self._condition:
-            page = self._pages[index].cast("B") if self._open else None
+            page = memoryview(self._pages[index]) if self._open else None
             self._copying += page is not None
         try:
             yield page
@@ -67,10 +67,15 @@ class PageBatch:
         """
         ends_s = time.monotonic() + timeout_s
         with self._condition:
-            while self._left and (left_s := ends_s - time.monotonic()) > 0:
+            while self._open and self._left and (left_s := ends_s - time.monotonic()) > 0:
                 self._condition.wait(left_s)
+            self.close()
+            return list(self._results)
+
+    def close(self) -> None:
+        """Closes the batch, as `wait` does. Idempotent."""
+        with self._condition:
             self._open = False
             self._pages = ()  # a caller can free its memory even while a stuck thread holds this batch
             while self._copying:
                 self._condition.wait()
-            return list(self._results)

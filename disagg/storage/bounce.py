@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import threading
+from typing import Any
 
 ALIGNMENT = 4096
 """Alignment of buffers, offsets and lengths of direct I/O: the largest block size of common disks, and a memory
@@ -34,7 +35,27 @@ class BounceBuffers(threading.local):
 
 
 def copy(target: memoryview, source: memoryview) -> None:
-    """Copies bytes between buffers of equal length, without the GIL: several threads copy at the same time."""
+    """Copies bytes between memory of equal size, without the GIL: several threads copy at the same time.
+
+    One of both may be strided, with contiguous rows (`contract.has_rows`); its bytes count in the order of its
+    dimensions. numpy copies on the calling thread alone: torch would start threads of its own for a few 100 KiB.
+    """
     import numpy as np  # imported on first use
 
-    np.copyto(np.frombuffer(target, dtype=np.uint8), np.frombuffer(source, dtype=np.uint8))
+    into, content = (
+        np.frombuffer(memory, np.uint8) if memory.c_contiguous else _rows(memory)
+        for memory in (target, source)
+    )
+    if content.ndim > 1:
+        into = into.view(content.dtype).reshape(content.shape)
+    elif into.ndim > 1:
+        content = content.view(into.dtype).reshape(into.shape)
+    np.copyto(into, content)
+
+
+def _rows(memory: memoryview) -> Any:
+    """Returns strided memory as an array `[..., 1]` of rows. A row is one element, so numpy copies it at once."""
+    import numpy as np
+
+    array = np.asarray(memory)
+    return array.view(np.dtype((np.void, array.shape[-1] * array.itemsize)))

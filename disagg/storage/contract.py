@@ -78,14 +78,15 @@ class PageStorage(Protocol):
     """
 
     def put(self, keys: Sequence[bytes], pages: Sequence[memoryview], timeout_s: float) -> list[bool]:
-        """Stores pages, each contiguous memory of any length. Returns for each page whether the page is stored.
+        """Stores pages of any length, each with contiguous rows. Returns for each page whether the page is stored.
 
-        A page with the result False may nevertheless be stored. Raises `ValueError` if the lengths of the lists
-        differ, a key does not have `KEY_BYTES` bytes, or a page is empty or not contiguous.
+        The content of a strided page is its bytes in the order of its dimensions. A page with the result False may
+        nevertheless be stored. Raises `ValueError` if the lengths of the lists differ, a key does not have
+        `KEY_BYTES` bytes, or a page is empty or has no contiguous rows (`has_rows`).
         """
 
     def get(self, keys: Sequence[bytes], into: Sequence[memoryview], timeout_s: float) -> list[bool]:
-        """Reads pages into writable, contiguous memory. Returns for each page whether the page was read.
+        """Reads pages into writable memory with contiguous rows. Returns for each page whether the page was read.
 
         The memory of a page with the result True has exactly the stored content; its length must equal the stored
         page's. With the result False, the memory is unchanged, or has the page's content if the page was late.
@@ -121,6 +122,11 @@ def require_batch(keys: Sequence[bytes], pages: Sequence[memoryview] | None, *, 
     if len(pages) != len(keys):
         raise ValueError(f"{len(keys)} keys need as many pages, not {len(pages)}")
     for page in pages:
-        if not page.nbytes or not page.c_contiguous or (writable and page.readonly):
-            need = "writable and contiguous" if writable else "contiguous"
-            raise ValueError(f"the memory of a page must be {need}, and not empty; got {page!r}")
+        if not page.nbytes or not has_rows(page) or (writable and page.readonly):
+            need = "writable, with contiguous rows," if writable else "of contiguous rows,"
+            raise ValueError(f"the memory of a page must be {need} and not empty; got {page!r}")
+
+
+def has_rows(page: memoryview) -> bool:
+    """Returns whether memory is contiguous, or strided with a contiguous last dimension."""
+    return page.c_contiguous or (page.strides is not None and page.strides[-1] == page.itemsize)

@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 from disagg.core.errors import InvariantError
+from disagg.storage.bounce import copy
 from disagg.storage.contract import StorageStatistics, require_batch
 from disagg.storage.counters import Counters
 from disagg.storage.record import RecordHeader, content_of
@@ -28,7 +29,9 @@ class MemoryStorage:
         """See `PageStorage.put`."""
         require_batch(keys, pages, writable=False)
         with self._lock:
-            results = [self._put(key, page.cast("B")) for key, page in zip(keys, pages, strict=True)]
+            results = [
+                self._put(key, memoryview(page.tobytes())) for key, page in zip(keys, pages, strict=True)
+            ]
         self._counters.add_put(results)
         return results
 
@@ -36,7 +39,7 @@ class MemoryStorage:
         """See `PageStorage.get`."""
         require_batch(keys, into, writable=True)
         with self._lock:
-            results = [self._get(key, page.cast("B")) for key, page in zip(keys, into, strict=True)]
+            results = [self._get(key, page) for key, page in zip(keys, into, strict=True)]
         self._counters.add_get(into, results)
         return results
 
@@ -108,5 +111,5 @@ class MemoryStorage:
             self._counters.add(refused=1)
             return False
         self._records.move_to_end(key)
-        page[:] = content
+        copy(page, content)
         return True

@@ -13,10 +13,12 @@ calls. A dead, hung, slow or lying peer is a miss.
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import NamedTuple, Protocol
 
@@ -44,6 +46,21 @@ Answer = Callable[[memoryview | None], None]
 Called once, on the thread of the exchange."""
 
 
+class Records(Protocol):
+    """A reply to a read, in a buffer that the exchange has lent."""
+
+    @property
+    def content(self) -> memoryview:
+        """The reply; valid until `release`."""
+
+    def release(self) -> None:
+        """Returns the buffer. The receiver of the reply calls it once, on any thread."""
+
+
+ReadAnswer = Callable[[Records | None], None]
+"""Callback with a peer's reply to a read; otherwise as `Answer`."""
+
+
 class PageExchange(Protocol):
     """Requests to peers. Thread-safe; no method blocks."""
 
@@ -62,7 +79,7 @@ class PageExchange(Protocol):
     def ask(self, peer: str, keys: Sequence[bytes], answer: Answer) -> None:
         """Asks which parts the peer has. The reply has a byte for each key: 1 if the peer has the part, else 0."""
 
-    def read(self, peer: str, keys: Sequence[bytes], answer: Answer) -> None:
+    def read(self, peer: str, keys: Sequence[bytes], answer: ReadAnswer) -> None:
         """Reads parts. The reply begins like that of `ask`; the records of the parts with 1 follow in their order."""
 
 
@@ -119,6 +136,14 @@ class _Search:
             self.batch.settle(i, landed=False)
 
 
+class _ReadCall(NamedTuple):
+    """One call of `get`."""
+
+    batch: PageBatch
+    replies: _Replies
+    ends_s: float
+
+
 class _Read(NamedTuple):
     """One request for pages."""
 
@@ -128,6 +153,44 @@ class _Read(NamedTuple):
     keys: Sequence[bytes]
     position: ItemPosition
     """What was known of the peer's items when the pages were requested."""
+
+
+class _Replies:
+    """Work on the replies to one call. The calling thread does it, while the exchange moves further replies."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._open = True
+        self._expected = 0
+
+    def expect(self) -> None:
+        """Adds a reply for which `run` waits. Called on the calling thread."""
+        self._expected += 1
+
+    def arrived(self, work: Callable[[], None]) -> None:
+        """Queues the work on an expected reply. After the call has ended, does the work on this thread."""
+        with self._lock:
+            if self._open:
+                self._queue.put(work)
+                return
+        work()
+
+    def run(self, ends_s: float) -> None:
+        """Does the work on all expected replies that arrive until `ends_s`."""
+        with suppress(queue.Empty):
+            while self._expected:
+                work = self._queue.get(timeout=max(0.0, ends_s - time.monotonic()))
+                self._expected -= 1
+                work()
+
+    def close(self) -> None:
+        """Does the remaining work, even if some of it raises; later replies are not queued."""
+        with self._lock:
+            self._open = False
+        with ExitStack() as rest, suppress(queue.Empty):
+            while True:
+                rest.callback(self._queue.get_nowait())
 
 
 class PeerStorage:
@@ -173,9 +236,14 @@ class PeerStorage:
                 batch.settle(i, landed=False)
             else:
                 at.setdefault(peer, []).append(i)
-        for peer, numbers in at.items():
-            self._read(batch, peer, numbers, keys)
-        results = batch.wait(max(0.0, ends_s - time.monotonic()))
+        replies = _Replies()
+        try:
+            for peer, numbers in at.items():
+                self._read(_ReadCall(batch, replies, ends_s), peer, numbers, keys)
+            replies.run(ends_s)
+        finally:
+            results = batch.wait(0.0)
+            replies.close()
         late = {i for i, landed in enumerate(results) if landed is None}
         self._record_late([peer for peer, numbers in at.items() if not late.isdisjoint(numbers)], len(late))
         landed = [result is True for result in results]
@@ -281,8 +349,9 @@ class PeerStorage:
 
     # --- reads
 
-    def _read(self, batch: PageBatch, peer: str, numbers: Sequence[int], keys: Sequence[bytes]) -> None:
+    def _read(self, call: _ReadCall, peer: str, numbers: Sequence[int], keys: Sequence[bytes]) -> None:
         """Requests the pages `numbers` of a call from a peer."""
+        batch = call.batch
         if self._closed or not self._breaker(peer).admit():
             self._counters.add(skipped=len(numbers))
             for i in numbers:
@@ -292,7 +361,8 @@ class PeerStorage:
         for chunk in self._chunks(numbers, batch.sizes_bytes):
             wanted = [keys[i] for i in chunk]
             asked = _Read(peer, chunk, wanted, position)
-            self._exchange.read(peer, wanted, partial(self._landed, batch, asked))
+            call.replies.expect()
+            self._exchange.read(peer, wanted, partial(self._arrived, call, asked))
 
     def _chunks(self, numbers: Sequence[int], sizes_bytes: Sequence[int]) -> Iterator[list[int]]:
         """Divides pages into requests within the limits of the exchange."""
@@ -309,19 +379,26 @@ class PeerStorage:
         if chunk:
             yield chunk
 
-    def _landed(self, batch: PageBatch, asked: _Read, reply: memoryview | None) -> None:
-        """Verifies a reply and copies its pages. Runs on the thread of the exchange."""
+    def _arrived(self, call: _ReadCall, asked: _Read, reply: Records | None) -> None:
+        """Passes a reply to the thread of the call. Runs on the thread of the exchange."""
+        call.replies.arrived(partial(self._landed, call, asked, reply))
+
+    def _landed(self, call: _ReadCall, asked: _Read, reply: Records | None) -> None:
+        """Verifies a reply and copies its pages."""
         try:
             if reply is None:
                 self._record_error(asked.peer, "a read failed")
-            elif self._unpack(batch, asked, reply):
+            elif self._unpack(call, asked, reply.content):
                 self._breaker(asked.peer).succeeded()
         finally:
+            if reply is not None:
+                reply.release()
             for i in asked.numbers:  # pages that did not land
-                batch.settle(i, landed=False)
+                call.batch.settle(i, landed=False)
 
-    def _unpack(self, batch: PageBatch, asked: _Read, reply: memoryview) -> bool:
+    def _unpack(self, call: _ReadCall, asked: _Read, reply: memoryview) -> bool:
         """Copies the pages of a reply that verify; returns whether all of them did."""
+        batch = call.batch
         keys, rest = asked.keys, reply[len(asked.keys) :]
         for at, (i, key) in enumerate(zip(asked.numbers, keys, strict=True)):
             if at < len(reply) and not reply[at]:  # evicted since the search
@@ -333,10 +410,12 @@ class PeerStorage:
                 self._record_corrupt(asked.peer, keys[at:])
                 return False
             rest = rest[HEADER_BYTES + len(content) :]
+            if time.monotonic() >= call.ends_s:
+                batch.close()
             with batch.memory(i) as page:
                 if page is None:  # the call has ended
                     return True
-                if fits := len(page) == len(content):
+                if fits := page.nbytes == len(content):
                     copy(page, content)
             self._counters.add(refused=not fits)
             batch.settle(i, landed=fits)

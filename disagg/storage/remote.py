@@ -172,7 +172,7 @@ class RemoteStorage:
             with batch.memory(i) as page:
                 if page is None:
                     break
-                if fits := len(page) == len(content):
+                if fits := page.nbytes == len(content):
                     copy(page, content)
             self._counters.add(refused=not fits)
             batch.settle(i, landed=fits)

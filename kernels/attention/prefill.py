@@ -114,10 +114,10 @@ def prefill_tile_of(
         return PrefillTile(rows=16 if rows <= 16 else 32, warps=4)
     if rows <= 64 or head_dim > 128:
         return PrefillTile(rows=64, tokens=64 if head_dim <= 128 else 32, warps=4, stages=2)
-    if few_blocks and element_bytes == 2:
+    room = shared_bytes - SPARE_SHARED_BYTES
+    if few_blocks and element_bytes == 2 and tile_shared_bytes(_FEW_BLOCKS, head_dim) <= room:
         return _FEW_BLOCKS
     tiles = _TILES if element_bytes == 2 else _TILES[1:]  # quantized values pass through registers
-    room = shared_bytes - SPARE_SHARED_BYTES
     return next((tile for tile in tiles if tile_shared_bytes(tile, head_dim) <= room), tiles[-1])
 
 
@@ -154,8 +154,8 @@ def fixed_tile_of(
 def prefill_splits_of(programs: int, max_tokens: int, tile: PrefillTile, device: torch.device) -> Splits:
     """Returns the splits for `programs` before any context is split; splits create at most as many programs as run at
     the same time."""
-    at_once = multiprocessors(device) * (2 if tile == _FEW_BLOCKS else 1)
-    return splits_of(programs, at_once, max_tokens, _LEAST_SPLIT_TOKENS)
+    twice = tile == _FEW_BLOCKS and 2 * tile_shared_bytes(tile, 128) <= shared_bytes(device)
+    return splits_of(programs, multiprocessors(device) * (1 + twice), max_tokens, _LEAST_SPLIT_TOKENS)
 
 
 def prefill_attention(

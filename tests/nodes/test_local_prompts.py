@@ -109,21 +109,29 @@ def test_answers_leave_the_rest_of_a_step() -> None:
     for number in range(20):
         begin(scheduler, f"running-{number}", 1)
     begin(scheduler, "new", 1000)
-    for _ in range(2):
-        assert "new" not in step(scheduler), "each step with a prompt delays 20 answers"
     found = step(scheduler)
     assert found["new"] == (0, STEP_TOKENS - 32), "20 answers count as 32"
     assert list(found)[-1] == "new", "answers come first"
-    begin(scheduler, "second", 200)
-    assert "new" not in step(scheduler)
-    assert step(scheduler)["new"] == (84, 168), "two prompts wait, so half as many steps pass between"
-    begin(scheduler, "third", 100)
-    assert step(scheduler)["new"] == (168, 252)
+    assert step(scheduler)["new"] == (84, 168)
     for number in range(13):
         begin(scheduler, f"more-{number}", 1)
-    assert "new" not in step(scheduler), "33 answers and three prompts"
-    start, stop = step(scheduler)["new"]
-    assert stop - start == STEP_TOKENS - 48
+    assert "new" not in step(scheduler), "33 answers are delayed by every other step only"
+    assert step(scheduler)["new"] == (168, 168 + STEP_TOKENS - 48)
+    for number in range(4):
+        begin(scheduler, f"prompt-{number}", 40)
+    for _ in range(2):
+        assert "new" in step(scheduler), "five prompts wait"
+
+
+def test_answers_that_do_not_fit_a_step_take_no_room() -> None:
+    """The recorded steps are those of up to `max_batch` answers."""
+    scheduler = scheduler_of(steps_ahead=0, step_tokens=64, max_batch=16)
+    for number in range(40):
+        begin(scheduler, f"running-{number}", 1)
+    begin(scheduler, "new", 500)
+    chunks = [stop - start for _ in range(6) for start, stop in [step(scheduler).get("new", (0, 0))] if stop]
+    assert set(chunks) == {prefill_room(64, 16)} == {48}
+    assert prefill_room(64, 40) == 80
 
 
 def test_more_answers_leave_the_rest_of_whole_tiles() -> None:

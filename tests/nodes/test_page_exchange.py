@@ -11,7 +11,8 @@ import structlog
 import torch
 from conditions import until
 from faulty_disk import ManualClock
-from page_peers import REPLY, ExchangingRank, PageCluster, Records, page_cluster
+from page_peers import REPLY, ExchangingRank, PageCluster, page_cluster
+from page_peers import Records as Served
 from slow_parameters import sampled
 from storage_pages import get, key, put
 
@@ -21,11 +22,14 @@ from disagg.node.page_exchange import (
     LIMIT_S,
     LONGEST_RETRY_S,
     MOST_FOR_PEER,
+    MOST_KEYS,
     RETRY_S,
     RankExchange,
 )
 from disagg.node.transfer_loop import LoopCallbacks, TransferLoop
 from disagg.storage.memory import MemoryStorage
+from disagg.storage.peers import Records
+from disagg.storage.record import HEADER_BYTES
 from transport.base import Operation, OperationState
 from transport.inproc import InprocFabric, InprocTransport
 
@@ -195,6 +199,63 @@ def test_an_exception_while_a_reply_is_made_or_read_stops_no_other_request(
     assert owner.exchange.statistics().buffers_in_use == 0
 
 
+def test_an_error_of_the_receiver_of_a_read_returns_the_buffer() -> None:
+    ranks = Turns(random.Random(0))
+
+    def fail(reply: Records | None) -> None:
+        raise ValueError("a bug of the caller")
+
+    ranks.ranks[0].exchange.read("rank-1", [key("of 1")], fail)
+    with structlog.testing.capture_logs() as logs:
+        ranks.run()
+    assert [line["event"] for line in logs] == ["transfer_fault"]
+    assert ranks.ranks[0].exchange.statistics().buffers_in_use == 0
+    ranks.check()
+
+
+def test_a_reply_counts_as_a_request_until_its_buffer_is_returned() -> None:
+    """Otherwise slow receivers would use up the buffers in which peers are served."""
+    ranks = Turns(random.Random(0))
+    exchange = ranks.ranks[0].exchange
+    reads = [ranks.ask(0, 1, "of 1", "read") for _ in range(MOST_FOR_PEER + 1)]
+    ranks.run()
+    assert reads == [[b"\1"]] * MOST_FOR_PEER + [[]]
+    assert exchange.statistics().buffers_in_use == MOST_FOR_PEER
+    others = [ranks.ask(0, 2, "of 2", "read") for _ in range(CALLS)]
+    ranks.run()
+    assert others == [[b"\1"]] * (CALLS - MOST_FOR_PEER) + [[]] * MOST_FOR_PEER
+    ranks.check()
+    ranks.lent.pop(0).release()
+    ranks.run()
+    assert reads[-1] == [b"\1"]
+    ranks.release()
+    ranks.run()
+    ranks.release()
+    ranks.run()
+    assert all(answers == [b"\1"] for answers in others)
+    assert exchange.statistics().buffers_in_use == 0
+    ranks.check()
+
+
+def test_a_reply_may_be_released_after_the_end() -> None:
+    ranks = Turns(random.Random(0))
+    answers = ranks.ask(0, 1, "of 1", "read")
+    ranks.run()
+    ranks.ranks[0].exchange.end()
+    ranks.check()
+    ranks.release()
+    assert (answers, ranks.ranks[0].exchange.statistics().buffers_in_use) == ([b"\1"], 0)
+    ranks.check()
+
+
+@pytest.mark.parametrize(
+    ("largest_bytes", "parts"), [(256 << 10, 16), (300_000, 13), (8 << 20, 1), (100, MOST_KEYS)]
+)
+def test_a_reply_has_room_for_whole_parts(largest_bytes: int, parts: int) -> None:
+    exchange = RankExchange(1, InprocTransport(InprocFabric(), "one"), largest_bytes, lambda work: None)
+    assert exchange.most_bytes == parts * (HEADER_BYTES + largest_bytes)
+
+
 def test_a_fence_that_takes_long_does_not_fence_the_next_connection(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -273,10 +334,12 @@ class Turns:
         self.ranks = [ExchangingRank(self.fabric, f"rank-{i}", i, self.clock) for i in range(3)]
         self.all: list[list[bytes | None]] = []
         """The answers to each request: one."""
+        self.lent: list[Records] = []
+        """Replies to reads whose buffers are not returned yet."""
         for number, rank in enumerate(self.ranks):
             store = MemoryStorage(1 << 20)
             put(store, [f"of {number}"])
-            rank.exchange.served = Records(store)
+            rank.exchange.served = Served(store)
         self.servers = {rank.name: rank.server for rank in self.ranks}
         for rank in self.ranks:
             rank.exchange.know(self.servers)
@@ -285,9 +348,22 @@ class Turns:
         answers: list[bytes | None] = []
         self.all.append(answers)
         exchange = self.ranks[reader].exchange
-        call = exchange.ask if kind == "ask" else exchange.read
-        call(f"rank-{owner}", [key(name)], lambda reply: answers.append(reply and bytes(reply[:1])))
+
+        def read(reply: Records | None) -> None:
+            answers.append(reply and bytes(reply.content[:1]))
+            if reply is not None:
+                self.lent.append(reply)
+
+        if kind == "ask":
+            exchange.ask(f"rank-{owner}", [key(name)], lambda reply: answers.append(reply and bytes(reply)))
+        else:
+            exchange.read(f"rank-{owner}", [key(name)], read)
         return answers
+
+    def release(self) -> None:
+        """The receivers of replies return all buffers."""
+        while self.lent:
+            self.lent.pop().release()
 
     def turn(self, rank: ExchangingRank) -> bool:
         busy = rank.loop.turn()
@@ -312,7 +388,9 @@ def step(ranks: Turns) -> None:
     draw, fabric = ranks.draw, ranks.fabric
     one, other = draw.sample(range(3), 2)
     names = f"rank-{one}", f"rank-{other}"
-    match draw.choice(["ask"] * 4 + ["turn"] * 8 + ["fault", "release", "sever", "time", "leave", "join"]):
+    match draw.choice(
+        ["ask"] * 4 + ["turn"] * 8 + ["fault", "return", "release", "sever", "time", "leave", "join"]
+    ):
         case "ask":
             name = draw.choice(["absent", f"of {other}"])
             ranks.ask(one, other, name, draw.choice(["ask", "read"]))
@@ -322,6 +400,8 @@ def step(ranks: Turns) -> None:
             kind = draw.choice(["hold", "fail_send", "sever", "truncate"])
             arguments = (1,) if kind == "truncate" else ()
             getattr(fabric.faults, kind)(*arguments, when=lambda source, *_: source == names[0])
+        case "return":
+            ranks.release()
         case "release":
             fabric.release()
         case "sever":
@@ -346,12 +426,15 @@ def test_after_any_faults_every_rank_reads_from_every_other_again(seed: int) -> 
         rank.exchange.know(ranks.servers)
     for _ in range(6):  # the limits of all operations, then of all pauses
         ranks.clock.now_s += max(LIMIT_S, LONGEST_RETRY_S)
+        ranks.release()
         ranks.run()
         ranks.check()
     assert all(len(answers) == 1 for answers in ranks.all), "each request has one answer"
     for reader in range(3):
         for owner in {0, 1, 2} - {reader}:
             answers = ranks.ask(reader, owner, f"of {owner}", "read")
+            ranks.run()
+            ranks.release()
             ranks.run()
             assert answers == [b"\1"], f"rank {reader} reads from rank {owner}"
     ranks.check()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from disagg.core.local_prefill import ANSWERS_PER_PAUSE, computes_locally, pauses, slowdown
+from disagg.core.local_prefill import FEWEST_ANSWERS_PER_PAUSE, computes_locally, pauses, slowdown
 from disagg.core.types import PROTOCOL_VERSION, GroupInfo, KVLayout, RankInfo, SamplingParams, Shard, Span
 from disagg.router.policy import LocalPrefill, RoutedGroup, RoutingRequest, SessionLoad
 
@@ -60,22 +60,23 @@ def test_requests_of_other_routers_count() -> None:
 
 def test_a_group_with_many_requests_takes_longer() -> None:
     prefill, decode = group("p", "prefill", tokens=149), group("d", "decode")
-    for requests, expected in ((ANSWERS_PER_PAUSE - 1, decode), (ANSWERS_PER_PAUSE, None)):
-        decode.requests = requests
+    decode.requests = 1000  # whose prompts wait elsewhere
+    for answering, expected in ((15, decode), (FEWEST_ANSWERS_PER_PAUSE, None)):
+        decode.answering = answering
         assert RULE.group(prefill, [decode], ASKED) is expected
 
 
 def test_steps_with_prompts_are_as_many_as_answers_and_prompts_allow() -> None:
     """A prompt delays every answer, so with many answers such steps are rare, but not while many prompts wait."""
-    steps = [[pauses(running, waiting) for waiting in (1, 2, 4, 9, 71)] for running in (0, 7, 16, 71, 256)]
-    assert steps == [[0] * 5, [0] * 5, [2, 1, 0, 0, 0], [8, 4, 2, 1, 0], [8, 8, 8, 4, 4]]
-    assert [slowdown(128, running, 1) for running in (0, 96)] == [1.0, 9 * 112 / 96 * 1.5]
+    steps = [[pauses(running, waiting) for waiting in (1, 2, 4, 9, 71)] for running in (0, 16, 64, 71, 256)]
+    assert steps == [[0] * 5, [0] * 5, [2, 2, 2, 1, 0], [2, 2, 2, 1, 0], [8, 8, 8, 4, 4]]
+    assert [slowdown(128, running, 1) for running in (0, 96)] == [1.0, 4 * 112 / 96 * 1.5]
     decode = group("d", "decode", local_tokens=8 * 50)
-    decode.requests = 64
-    found = [RULE.group(group("p", "prefill", tokens=tokens), [decode], ASKED) for tokens in (2940, 2960)]
-    assert [one is decode for one in found] == [False, True], (
-        "nine prompts wait: one step without prompts counts, not eight"
-    )
+    decode.answering = 64
+    for prompts, tokens in ((8, (2940, 2960)), (3, (4440, 4460))):
+        decode.local_prompts = prompts
+        found = [RULE.group(group("p", "prefill", tokens=one), [decode], ASKED) for one in tokens]
+        assert [one is decode for one in found] == [False, True]
 
 
 def test_of_equal_queues_the_group_with_fewer_requests_is_chosen() -> None:
@@ -114,12 +115,15 @@ def test_a_prompt_counts_in_the_queue_until_it_is_computed() -> None:
     for load in loads:
         load.begin()
     assert (decode.requests, decode.tokens, decode.local_tokens) == (2, 57, 57)
-    loads[0].prompt_computed()
-    assert (decode.requests, decode.tokens, decode.local_tokens) == (2, 57, 7)
-    loads[0].prompt_computed()
+    assert (decode.local_prompts, decode.answering) == (2, 0)
+    for _ in range(2):
+        loads[0].prompt_computed()
+        assert (decode.requests, decode.tokens, decode.local_tokens) == (2, 57, 7)
+        assert (decode.local_prompts, decode.answering) == (1, 1)
     for load in loads:
         load.end()
     assert (decode.requests, decode.tokens, decode.local_tokens) == (0, 0, 0)
+    assert (decode.local_prompts, decode.answering) == (0, 0)
 
 
 @pytest.mark.parametrize(("prefill", "decode"), [("prefill", "decode"), ("colocated", "colocated")])

@@ -6,6 +6,7 @@ import threading
 from array import array
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 from storage_pages import TIMEOUT_S, content, exists, get, key, memory, put
 
@@ -69,6 +70,23 @@ def test_memory_of_any_format(storage: PageStorage) -> None:
     into = array("i", bytes(8000))
     assert storage.get([key("a")], [memoryview(into)], TIMEOUT_S) == [True]
     assert into == page
+
+
+def test_memory_with_gaps_between_rows(storage: PageStorage) -> None:
+    """As a part of a page lies in a block: some heads of each token."""
+    whole = np.arange(6 * 4 * 50, dtype=np.uint8).reshape(6, 4, 50)
+    assert storage.put([key("a")], [whole[1:5, :, 10:40].data], TIMEOUT_S) == [True]
+    into = memory(4 * 4 * 30)
+    assert storage.get([key("a")], [into], TIMEOUT_S) == [True]
+    assert into == whole[1:5, :, 10:40].tobytes()
+    found = np.full((5, 4, 60), 0xAB, np.uint8)
+    assert storage.get([key("a")], [found[1:, :, 20:50].data], TIMEOUT_S) == [True]
+    expected = np.full((5, 4, 60), 0xAB, np.uint8)
+    expected[1:, :, 20:50] = whole[1:5, :, 10:40]
+    assert np.array_equal(found, expected), "bytes between the rows are untouched"
+    assert storage.statistics().hit_bytes == 2 * 480
+    assert storage.get([key("a")], [found[1:, :, 20:51].data], TIMEOUT_S) == [False]
+    assert np.array_equal(found, expected)
 
 
 def test_the_memory_is_free_after_each_call(storage: PageStorage) -> None:

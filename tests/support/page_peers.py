@@ -18,7 +18,7 @@ from disagg.node.transfer_loop import LoopCallbacks, TransferLoop
 from disagg.storage.breaker import PauseSettings
 from disagg.storage.contract import StorageStatistics, require_batch
 from disagg.storage.memory import MemoryStorage
-from disagg.storage.peers import Answer, PeerStorage
+from disagg.storage.peers import Answer, PeerStorage, ReadAnswer
 from disagg.storage.record import HEADER_BYTES
 from transport.inproc import InprocFabric, InprocTransport
 
@@ -141,7 +141,7 @@ class NoPeers:
     def ask(self, peer: str, keys: Sequence[bytes], answer: Answer) -> None:
         raise AssertionError("a request without a peer")
 
-    def read(self, peer: str, keys: Sequence[bytes], answer: Answer) -> None:
+    def read(self, peer: str, keys: Sequence[bytes], answer: ReadAnswer) -> None:
         raise AssertionError("a request without a peer")
 
 

@@ -241,6 +241,8 @@ def test_other_requests_go_to_the_decode_server() -> None:
             assert (await one.ask(n=2)).status_code == 200
             assert "kv_transfer_params" not in one.decode.bodies[1]
             assert one.prefill.bodies == []
+            assert (await one.client.get("/v1/models/my%20model")).status_code == 200
+            assert one.decode.paths[-1] == "/v1/models/my model", "quoted on the way"
             bad = await one.client.post("/v1/completions", content=b"[1]")
             assert (bad.status_code, bad.json()["error"]["code"]) == (400, 400)
 

@@ -11,7 +11,7 @@ from disagg.bench.tiers.engine import TiersEngine
 from disagg.bench.tiers.ttft import MOST_FILLERS, TtftSizes
 from disagg.bench.transfer.wire import Backend, WireBench, measured_rates
 from disagg.core.errors import InvariantError
-from disagg.node.page_exchange import LEAST_REPLY_BYTES
+from disagg.node.page_exchange import REPLY_BYTES
 from disagg.node.renewed_exchange import PageEndpoint
 from transport.keys.curve import make_keys
 from transport.keys.ring import KeyRing
@@ -87,6 +87,6 @@ def page_endpoint(choice: Choice) -> Callable[[], PageEndpoint]:
 
 def plain_transfer(choice: Choice, nbytes: int, repeats: int) -> Measurement:
     """Measures transfers between two processes, in messages of the size of a reply with pages."""
-    size = LEAST_REPLY_BYTES
+    size = REPLY_BYTES
     backend = Backend(choice.name, choice.backend, choice.reach, lanes=0)
     return measured_rates(WireBench((size,), (), max(nbytes, size), repeats), backend)[size]

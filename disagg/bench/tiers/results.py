@@ -9,7 +9,7 @@ from disagg.bench.common.ceilings import size_text
 from disagg.bench.common.report import Measurement, Result
 from disagg.bench.handoff.figures import percentile
 from disagg.bench.tiers.run import TiersMeasurements
-from disagg.node.page_exchange import LEAST_REPLY_BYTES
+from disagg.node.page_exchange import REPLY_BYTES
 
 PLACE_NAMES = {
     "device": "TTFT, hit in the KV pool",
@@ -68,7 +68,7 @@ def _load_costs(found: TiersMeasurements) -> list[Result]:
 
 
 def _plain(found: TiersMeasurements) -> list[Result]:
-    size, message = size_text(found.nbytes), size_text(LEAST_REPLY_BYTES)
+    size, message = size_text(found.nbytes), size_text(REPLY_BYTES)
     return [
         Result(f"plain copy from host memory, {size}", found.plain_copy, None, found.labels),
         Result(f"plain transfer, messages of {message}", found.plain_transfer, None, found.labels),

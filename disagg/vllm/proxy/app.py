@@ -92,9 +92,8 @@ class PairingProxy:
 
     async def _ask(self, request: Request, server: str, content: bytes) -> ClientResponse:
         query = f"?{request.url.query}" if request.url.query else ""
-        return await self._servers.ask(
-            request.method, server, request.url.path + query, request.headers, content
-        )
+        path = request.scope["raw_path"].decode("latin-1") + query  # `url.path` is not quoted any more
+        return await self._servers.ask(request.method, server, path, request.headers, content)
 
     # --- both servers
 

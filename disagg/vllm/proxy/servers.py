@@ -48,6 +48,7 @@ class VllmServers:
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
             auto_decompress=False,
+            cookie_jar=aiohttp.DummyCookieJar(),  # requests belong to different clients
         )
 
     async def close(self) -> None:
@@ -57,7 +58,7 @@ class VllmServers:
     async def ask(
         self, method: str, server: str, path: str, headers: Mapping[str, str], content: bytes
     ) -> aiohttp.ClientResponse:
-        """Returns a server's answer, whose body is not read yet. The caller closes the answer.
+        """Returns a server's answer, whose body is not read yet. The caller closes the answer. `path` is quoted.
 
         Raises `AnswerError`: 502 for a server that does not answer, and the server's own error for a status from 400.
         """
@@ -92,7 +93,8 @@ async def whole(server: str, answer: aiohttp.ClientResponse) -> bytes:
 
 
 async def pieces(server: str, answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
-    """Yields an event stream as it comes, and closes the answer. A connection that is lost becomes an event."""
+    """Yields an event stream as it comes, and closes the answer. A connection that is lost becomes an event; events
+    that wait to be passed on then are dropped."""
     try:
         async for piece in answer.content.iter_any():
             yield piece

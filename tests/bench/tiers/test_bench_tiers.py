@@ -193,7 +193,7 @@ def test_the_arithmetic_of_the_figures() -> None:
     assert peer.ceiling is not None
     assert (peer.ceiling.name, *peer.ceiling.values) == ("pool hit + plain transfer", pytest.approx(150.0))
     assert peer.share == pytest.approx(250 / 150)
-    assert values["plain transfer, messages of 1 MiB"] == 2
+    assert values["plain transfer, messages of 4 MiB"] == 2
     assert found["TTFT, hit in the storage"].share == pytest.approx(1.0)
     assert values["requests, host memory"] == 1.5
     assert values["TTFT p50, host memory"] == pytest.approx(200)

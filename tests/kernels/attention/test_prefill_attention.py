@@ -182,13 +182,16 @@ def test_tokens_of_no_sequence_are_left_alone(device: str) -> None:
 
 def test_splits_fill_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kernels.attention.prefill.multiprocessors", lambda device: 132)
-    device = torch.device("cuda")
-    wide, few = PrefillTile(128, 128, 8, 3), prefill_tile_of(torch.bfloat16, 8192, 128, 2, 1, few_blocks=True)
+    monkeypatch.setattr("kernels.attention.prefill.shared_bytes", lambda device: shared)
+    device, shared = torch.device("cuda"), 227 << 10
+    wide, few = PrefillTile(128, 128, 8, 3), PrefillTile(64, 64, 4, 3)
     assert prefill_splits_of(16, 8192, wide, device) == Splits(8, 512)
     assert prefill_splits_of(16, 600, wide, device) == Splits(2, 512)
     assert prefill_splits_of(67, 8192, wide, device) == Splits(1, 512), "a second wave would cost more"
     assert prefill_splits_of(512, 8192, wide, device) == Splits(1, 512)
     assert prefill_splits_of(67, 8192, few, device) == Splits(3, 512), "two programs on a multiprocessor"
+    shared = 99 << 10
+    assert prefill_splits_of(67, 8192, few, device) == Splits(1, 512)
 
 
 def test_a_tile_has_room() -> None:
@@ -200,6 +203,7 @@ def test_a_tile_has_room() -> None:
     assert tile(hopper, 1) == tile(ampere) == PrefillTile(128, 64, 8, 3)
     assert prefill_tile_of(torch.bfloat16, 1024, 128, 2, ada, few_blocks=True) == PrefillTile(64, 64, 4, 3)
     assert prefill_tile_of(torch.bfloat16, 1024, 128, 1, hopper, few_blocks=True) == tile(hopper, 1)
+    assert prefill_tile_of(torch.bfloat16, 1024, 128, 2, 64 << 10, few_blocks=True) == tile(64 << 10)
     assert tile(ada) == tile(80 << 10) == PrefillTile(128, 64, 8, 2)
     assert tile(64 << 10) == PrefillTile(64, 32, 4, 2)
 
