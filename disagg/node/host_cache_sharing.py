@@ -184,8 +184,8 @@ class HostCacheSharing:
 
 
 def _pages_of(group: GroupInfo) -> tuple[object, ...]:
-    """Returns what two groups must have in common to share pages."""
-    return group.fingerprint, group.page_size, group.layout
+    """Returns what two groups must have in common to share pages; versions may differ in the size of replies."""
+    return group.protocol_version, group.fingerprint, group.page_size, group.layout
 
 
 def _parts(grid: PartGrid, shard: Shard) -> set[PagePart]:

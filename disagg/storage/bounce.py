@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import mmap
 import threading
-from typing import Any
 
 ALIGNMENT = 4096
 """Alignment of buffers, offsets and lengths of direct I/O: the largest block size of common disks, and a memory
@@ -43,19 +42,12 @@ def copy(target: memoryview, source: memoryview) -> None:
     import numpy as np  # imported on first use
 
     into, content = (
-        np.frombuffer(memory, np.uint8) if memory.c_contiguous else _rows(memory)
+        np.frombuffer(memory, np.uint8) if memory.c_contiguous else np.asarray(memory).view(np.uint8)
         for memory in (target, source)
     )
+    # Elements are bytes, not rows: numpy keeps the GIL for copies of few elements, however large they are.
     if content.ndim > 1:
-        into = into.view(content.dtype).reshape(content.shape)
+        into = into.reshape(content.shape)
     elif into.ndim > 1:
-        content = content.view(into.dtype).reshape(into.shape)
+        content = content.reshape(into.shape)
     np.copyto(into, content)
-
-
-def _rows(memory: memoryview) -> Any:
-    """Returns strided memory as an array `[..., 1]` of rows. A row is one element, so numpy copies it at once."""
-    import numpy as np
-
-    array = np.asarray(memory)
-    return array.view(np.dtype((np.void, array.shape[-1] * array.itemsize)))

@@ -397,7 +397,7 @@ class PeerStorage:
                 call.batch.settle(i, landed=False)
 
     def _unpack(self, call: _ReadCall, asked: _Read, reply: memoryview) -> bool:
-        """Copies the pages of a reply that verify; returns whether all of them did."""
+        """Copies the pages of a reply that verify; returns whether all of them did, before the call ended."""
         batch = call.batch
         keys, rest = asked.keys, reply[len(asked.keys) :]
         for at, (i, key) in enumerate(zip(asked.numbers, keys, strict=True)):
@@ -413,8 +413,8 @@ class PeerStorage:
             if time.monotonic() >= call.ends_s:
                 batch.close()
             with batch.memory(i) as page:
-                if page is None:  # the call has ended
-                    return True
+                if page is None:  # the call has ended: a late peer is no healthy one
+                    return False
                 if fits := page.nbytes == len(content):
                     copy(page, content)
             self._counters.add(refused=not fits)

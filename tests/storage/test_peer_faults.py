@@ -97,6 +97,20 @@ def test_a_late_reply_touches_no_memory(cluster: PageCluster, storage: PeerStora
     assert storage.statistics().late == 4
 
 
+def test_a_peer_whose_replies_are_always_late_is_left_out(cluster: PageCluster, storage: PeerStorage) -> None:
+    put(cluster.stores[0], range(4))
+    assert exists(storage, range(4)) == [True] * 4
+    reader = cluster.reader.exchange
+    for _ in range(PAUSE.faults):
+        cluster.fabric.faults.hold(when=reply_of("peer-0"))  # type: ignore[arg-type]
+        into = [memory(5000) for _ in range(4)]
+        assert storage.get([key(name) for name in range(4)], into, SHORT_S) == [False] * 4
+        cluster.fabric.release()
+        until(lambda: reader.statistics().buffers_in_use == 0, "the late reply")
+    assert storage.statistics().pauses == 1
+    storage.check()
+
+
 def test_a_hung_peer_is_left_out(cluster: PageCluster, storage: PeerStorage, clock: ManualClock) -> None:
     put(cluster.stores[1], range(4))
     for nth in range(4):
