@@ -16,8 +16,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import torch
-
 from decode_node.coverage import Coverage
 from decode_node.incoming import IncomingSegment, IncomingTransfer, SourceRank
 from decode_node.landing import Landing
@@ -155,10 +153,8 @@ class SegmentReceiver:
         ticket.check_starts(link.decode.layout)
         slots = table_slots(tables, [message.pages, *message.more], ticket.tokens)
         uploaded = [self._queue.upload(one) for one in slots]
-        states: tuple[torch.Tensor, ...] = ()
-        if classes := len(link.decode.layout.states):
-            rows = [torch.tensor([slot], dtype=torch.int32) for slot in message.states or (ticket.row,)]
-            states = tables.by_state_class([self._queue.upload(one) for one in rows], classes)
+        classes = len(link.decode.layout.states)
+        states = tables.state_slots(message.states or (ticket.row,), classes, self._queue.upload)
         coverage = Coverage(link.to_rank(self._rank), ticket.tokens, link.decode.layout, ticket.starts)
         sources = {
             source.rank: SourceRank(

@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import math
 
-import torch
-
 from disagg.core.errors import NotLinkedError, TransportError
 from disagg.core.status import Path, RankStatus
 from disagg.core.types import RequestKey, Span
@@ -170,10 +168,8 @@ class SegmentSender:
             pages = [message.pages, *message.more]
             slots = table_slots(self._tables, pages, Span(0, ticket.tokens.stop))
             uploaded = [self.queue.upload(one) for one in slots]
-            states: tuple[torch.Tensor, ...] = ()
-            if classes := len(link.decode.layout.states):
-                rows = [torch.tensor([slot], dtype=torch.int32) for slot in message.states or (message.row,)]
-                states = self._tables.by_state_class([self.queue.upload(one) for one in rows], classes)
+            classes = len(link.decode.layout.states)
+            states = self._tables.state_slots(message.states or (message.row,), classes, self.queue.upload)
             outgoing = OutgoingTransfer(
                 message.key,
                 ticket,

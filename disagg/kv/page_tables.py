@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -30,15 +30,19 @@ class PageTables:
         """Returns the slots of each of `classes` layer classes, from those of each table."""
         return tuple(slots[self.table_of(number)] for number in range(classes))
 
-    def by_state_class(self, slots: Sequence[torch.Tensor], classes: int) -> tuple[torch.Tensor, ...]:
-        """Returns the slot of each of `classes` classes of recurrent states, from a request's state slots.
+    def state_slots(
+        self, slots: Sequence[int], classes: int, upload: Callable[[torch.Tensor], torch.Tensor]
+    ) -> tuple[torch.Tensor, ...]:
+        """Returns the slot of each of `classes` classes of recurrent states, int32 `[1]`, from those of a request.
 
-        Raises ValueError unless each class has a slot.
+        `upload` copies a slot from the CPU to the pool's device, once for all its classes. Raises ValueError unless
+        each class has a slot.
         """
         of_states = self.of_states or (0,) * classes
         if len(of_states) != classes or not all(number < len(slots) for number in of_states):
             raise ValueError(f"{len(slots)} state slots do not hold {classes} classes of recurrent states")
-        return tuple(slots[number] for number in of_states)
+        uploaded = [upload(torch.tensor([slot], dtype=torch.int32)) for slot in slots] if classes else []
+        return tuple(uploaded[number] for number in of_states)
 
 
 def table_slots(tables: PageTables, pages: Sequence[Sequence[int]], span: Span) -> list[torch.Tensor]:

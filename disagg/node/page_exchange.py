@@ -113,19 +113,11 @@ class _Call:
 
     peer: str
     body: bytes
-    answer: Answer | None = None
-    read: ReadAnswer | None = None
-    """The callback of the request: one of both."""
+    done: Callable[[_Moving | None], None]
+    """Called once, with the received reply, or None without one."""
     number: int = 0
     until_s: float = 0.0
     """Deadline in the queue; after the request has left the queue, deadline of the reply."""
-
-    def fail(self) -> None:
-        """Answers that there is no reply."""
-        if self.read is not None:
-            self.read(None)
-        elif self.answer is not None:
-            self.answer(None)
 
 
 @dataclass(slots=True, eq=False)
@@ -251,11 +243,15 @@ class RankExchange:
 
     def ask(self, peer: str, keys: Sequence[bytes], answer: Answer) -> None:
         """See `PageExchange.ask`."""
-        self._call(_Call(peer, bytes([_ASK]) + b"".join(keys), answer))
+
+        def done(reply: _Moving | None) -> None:
+            answer(None if reply is None else reply.read())
+
+        self._call(_Call(peer, bytes([_ASK]) + b"".join(keys), done))
 
     def read(self, peer: str, keys: Sequence[bytes], answer: ReadAnswer) -> None:
         """See `PageExchange.read`."""
-        self._call(_Call(peer, bytes([_READ]) + b"".join(keys), read=answer))
+        self._call(_Call(peer, bytes([_READ]) + b"".join(keys), partial(self._lend, answer)))
 
     def _call(self, call: _Call) -> None:
         with self._lock:
@@ -263,7 +259,7 @@ class RankExchange:
                 self._posted.add(call)
                 self._post(partial(self._begin, call))
                 return
-        call.fail()
+        call.done(None)
 
     # --- connections to peers
 
@@ -306,7 +302,7 @@ class RankExchange:
             posted, self._posted = self._posted, set()
         self._connected = ()
         for call in [*posted, *self._calls.values(), *self._queue]:
-            call.fail()
+            call.done(None)
         self._calls.clear()
         self._queue.clear()
 
@@ -343,7 +339,7 @@ class RankExchange:
                 return
             self._posted.remove(call)
         if call.peer not in self._connected:
-            call.fail()
+            call.done(None)
             return
         call.until_s = self._clock() + LIMIT_S
         self._queue.append(call)
@@ -385,19 +381,19 @@ class RankExchange:
             del self._calls[call.number]
         else:
             return
-        call.fail()
+        call.done(None)
 
     def _on_reply(self, moving: _Moving) -> None:
         call = moving.call
         if call is not None and self._calls.get(call.number) is call:
             del self._calls[call.number]
-            if call.read is not None:
-                self._lend(moving, call.read)
-            elif call.answer is not None:
-                call.answer(moving.read())
+            call.done(moving)
 
-    def _lend(self, moving: _Moving, answer: ReadAnswer) -> None:
+    def _lend(self, answer: ReadAnswer, moving: _Moving | None) -> None:
         """Passes a reply with its buffer to the receiver; an error of the receiver returns the buffer."""
+        if moving is None:
+            answer(None)
+            return
         moving.lent = True
         self._lent.add(moving)
         try:

@@ -87,12 +87,10 @@ class SessionLoad:
     """Number of sequences of the request; each sequence counts as one of the decode group's `requests`."""
     tokens: dict[RoutedGroup, int]
     """Prompt tokens that each group has to compute or receive."""
-    _local_tokens: int = 0
-    """Share of the request in `decode.local_tokens`."""
-    _local_prompts: int = 0
-    """Share of the request in `decode.local_prompts`."""
-    _answering: int = 0
-    """Share of the request in `decode.answering`."""
+    _queued: bool = False
+    """Whether the decode group's local prompts include this one."""
+    _answering: bool = False
+    """Whether `decode.answering` includes the request."""
 
     def begin(self) -> None:
         """Adds the request to both groups' counts."""
@@ -101,10 +99,7 @@ class SessionLoad:
             engine.served += 1
             engine.tokens += tokens
         if self.is_local:
-            self._local_tokens = self.tokens[self.decode]
-            self.decode.local_tokens += self._local_tokens
-            self._local_prompts = 1
-            self.decode.local_prompts += 1
+            self._count_local(1)
 
     @property
     def is_local(self) -> bool:
@@ -119,19 +114,24 @@ class SessionLoad:
             self.tokens[self.prefill] = 0
         self._end_local()
         if not self._answering:
-            self._answering = self.sequences
+            self._answering = True
             self.decode.answering += self.sequences
 
     def _end_local(self) -> None:
-        self.decode.local_tokens -= self._local_tokens
-        self.decode.local_prompts -= self._local_prompts
-        self._local_tokens = self._local_prompts = 0
+        if self._queued:
+            self._count_local(-1)
+
+    def _count_local(self, prompts: int) -> None:
+        self._queued = prompts > 0
+        self.decode.local_prompts += prompts
+        self.decode.local_tokens += prompts * self.tokens[self.decode]
 
     def end(self) -> None:
         """Subtracts the request from both groups' counts."""
         self._end_local()
-        self.decode.answering -= self._answering
-        self._answering = 0
+        if self._answering:
+            self._answering = False
+            self.decode.answering -= self.sequences
         for engine, tokens in self.tokens.items():
             engine.requests -= self._requests(engine)
             engine.tokens -= tokens

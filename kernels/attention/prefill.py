@@ -205,13 +205,18 @@ def _tile_for(q: torch.Tensor, kv: LayerKV, rows: int, head_dim: int, determinis
 
     The number of programs is derived from the tokens in `q`, because most sequences of a captured step may be empty.
     """
-    head_dim, kv_heads = block_of(head_dim), kv.k.shape[1]
-    programs = -(-q.shape[0] * (q.shape[1] // kv_heads) // 128) * kv_heads
+    head_dim, programs = block_of(head_dim), _programs(q, kv, 128)
     if deterministic:
         return fixed_tile_of(q.dtype, rows, programs, head_dim, q.device)
     few_blocks = 2 * programs <= multiprocessors(q.device)
     sizes = rows, head_dim, kv.k.element_size(), shared_bytes(q.device)
     return prefill_tile_of(q.dtype, *sizes, few_blocks=few_blocks)
+
+
+def _programs(q: torch.Tensor, kv: LayerKV, rows: int) -> int:
+    """Returns the number of programs with blocks of `rows` rows, before any context is split."""
+    kv_heads = kv.k.shape[1]
+    return -(-q.shape[0] * (q.shape[1] // kv_heads) // rows) * kv_heads
 
 
 def _splits_for(
@@ -224,10 +229,9 @@ def _splits_for(
     deterministic: bool,
 ) -> Splits:
     """Returns the splits of rows that see up to `seen` tokens."""
-    kv_heads = kv.k.shape[1]
-    group = q.shape[1] // kv_heads
-    programs = -(-q.shape[0] * group // tile.rows) * kv_heads
+    programs = _programs(q, kv, tile.rows)
     if params.window_tokens:  # one window, and one token more for each further query token of the block
+        group = q.shape[1] // kv.k.shape[1]
         seen = min(seen, params.window_tokens + -(-tile.rows // group))
     if not deterministic:
         return prefill_splits_of(programs, seen, tile, q.device)

@@ -104,8 +104,11 @@ class Partials:
             return
         tokens, q_heads, v_dim = self._out.shape
         block_v = block_of(v_dim)
-        few = self._splits.most <= _FEW_SPLITS
-        block_splits = _FEW_SPLITS if few else max(1, _COMBINED_ELEMENTS // block_v)
+        block_splits, warps = max(1, _COMBINED_ELEMENTS // block_v), 4
+        if self._splits.fixed:
+            block_splits = _LOADED_AHEAD
+        elif self._splits.most <= _FEW_SPLITS:
+            block_splits, warps = _FEW_SPLITS, 1
         join_kernel[(q_heads, tokens)](
             self.values,
             self.levels,
@@ -115,9 +118,9 @@ class Partials:
             self._splits.most,
             V_DIM=v_dim,
             FIXED=self._splits.fixed,
-            BLOCK_SPLITS=_LOADED_AHEAD if self._splits.fixed else block_splits,
+            BLOCK_SPLITS=block_splits,
             BLOCK_V=block_v,
-            num_warps=1 if few and not self._splits.fixed else 4,
+            num_warps=warps,
             enable_fp_fusion=True,
         )
 

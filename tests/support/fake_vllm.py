@@ -537,6 +537,38 @@ def run(network: EngineNetwork, *engines: FakeEngine, steps: int = 12) -> None:
         network.settle()
 
 
+def asks_decode_at_once(request_id: str, prompt: int, tokens: int, prefill_id: str) -> FakeRequest:
+    """A request of the proxy that reaches the consumer before engine `p` has answered; the transfer is `both`."""
+    source = {
+        "remote_engine_id": "p",
+        "remote_request_id": prefill_id,
+        "remote_host": "p",
+        "remote_port": 5580,
+    }
+    params = {"do_remote_prefill": True, "transfer_id": "both", **source}
+    return FakeRequest(request_id, prompt, tokens, params)
+
+
+def run_at_once(network: EngineNetwork, p: FakeEngine, d: FakeEngine, tokens: int) -> None:
+    """Runs a prompt at both engines, which are linked: KV leaves `p` while it computes the prompt."""
+    second = d.submit(asks_decode_at_once("d2", 6, tokens, "p2"))
+    run(network, d)
+    p.submit(asks_prefill("p2", 6, tokens, "both"))
+    run(network, p, d)
+    assert second.landed
+    p.check_empty()
+    d.check_empty()
+
+
+def landed(network: EngineNetwork, p: FakeEngine, d: FakeEngine, tokens: int) -> FakeRequest:
+    """Hands a prompt over; `check_kv` of the consumer compares each cell that it reads later."""
+    second = handed_over(network, p, d, tokens)
+    assert second.landed
+    p.check_empty()
+    d.check_empty()
+    return second
+
+
 def handed_over(network: EngineNetwork, p: FakeEngine, d: FakeEngine, tokens: int) -> FakeRequest:
     """Runs a prompt at `p`, then at `d`. Returns the request of `d`, which has ended."""
     first = p.submit(asks_prefill("p1", 5, tokens))

@@ -6,12 +6,12 @@ import pytest
 from engine_network import EngineNetwork
 from fake_vllm import (
     FakeEngine,
-    FakeRequest,
     asks_decode,
     asks_prefill,
     full_and,
-    handed_over,
+    landed,
     run,
+    run_at_once,
     small_settings,
 )
 
@@ -19,15 +19,6 @@ from disagg.vllm.groups import CacheGroup
 
 TOKENS = 90
 OTHERS = [19, 20, *range(80, 83), *range(85, 97)]
-
-
-def landed(network: EngineNetwork, p: FakeEngine, d: FakeEngine) -> FakeRequest:
-    """`check_kv` of the consumer compares each cell that it reads later."""
-    second = handed_over(network, p, d, TOKENS)
-    assert second.landed
-    p.check_empty()
-    d.check_empty()
-    return second
 
 
 def tokens_sent(engine: FakeEngine) -> float:
@@ -42,7 +33,7 @@ def test_only_the_window_is_moved(prefill_tp: int, decode_tp: int) -> None:
     groups = full_and(20, 50)
     p = FakeEngine(network, "p", tp=prefill_tp, groups=groups, blocks=40)
     d = FakeEngine(network, "d", tp=decode_tp, groups=groups, blocks=40, layout="hnd, packed")
-    landed(network, p, d)
+    landed(network, p, d, TOKENS)
     # The token after 89 attends to 19 and 49 tokens before it, which are in blocks of 16 tokens.
     assert tokens_sent(p) == 89 + (89 - 64) + (89 - 32)
 
@@ -77,7 +68,7 @@ def test_groups_with_blocks_of_other_sizes(
         FakeEngine(network, name, groups=(CacheGroup(sizes[0]), CacheGroup(sizes[1], window=20)), blocks=40)
         for name, sizes in (("p", prefill_sizes), ("d", decode_sizes))
     )
-    landed(network, p, d)
+    landed(network, p, d, TOKENS)
 
 
 def test_larger_blocks_of_the_consumer() -> None:
@@ -119,7 +110,7 @@ def test_a_prefix_hit_of_the_consumer(cached: int) -> None:
 def test_one_group_of_sliding_windows() -> None:
     network = EngineNetwork()
     p, d = (FakeEngine(network, name, groups=(CacheGroup(16, window=30),)) for name in ("p", "d"))
-    landed(network, p, d)
+    landed(network, p, d, TOKENS)
     assert tokens_sent(p) == 89 - 48
 
 
@@ -130,17 +121,8 @@ def test_both_engines_at_once(checksum: bool) -> None:
     p, d = (
         FakeEngine(network, name, groups=full_and(20), blocks=40, settings=settings) for name in ("p", "d")
     )
-    landed(network, p, d)  # links the engines
-    source = {"remote_engine_id": "p", "remote_request_id": "p2", "remote_host": "p", "remote_port": 5580}
-    second = d.submit(
-        FakeRequest("d2", 6, TOKENS, {"do_remote_prefill": True, "transfer_id": "both", **source})
-    )
-    run(network, d)
-    p.submit(asks_prefill("p2", 6, TOKENS, "both"))
-    run(network, p, d)
-    assert second.landed
-    p.check_empty()
-    d.check_empty()
+    landed(network, p, d, TOKENS)  # links the engines
+    run_at_once(network, p, d, TOKENS)
 
 
 def test_a_producer_that_has_freed_the_window_refuses() -> None:

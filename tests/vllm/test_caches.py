@@ -183,8 +183,17 @@ def test_other_states_are_refused(states: dict[str, Any], named_in_the_error: st
 
 
 def test_each_class_of_states_has_a_slot() -> None:
-    slots = [torch.tensor([7]), torch.tensor([9])]
-    assert PageTables((16,)).by_state_class(slots[:1], 2) == (slots[0], slots[0])
-    assert PageTables((16,), (0,), (0, 1, 1)).by_state_class(slots, 3) == (slots[0], slots[1], slots[1])
+    uploaded: list[torch.Tensor] = []
+
+    def upload(slot: torch.Tensor) -> torch.Tensor:
+        uploaded.append(slot)
+        return slot
+
+    assert [int(one) for one in PageTables((16,)).state_slots((7,), 2, upload)] == [7, 7]
+    several = PageTables((16,), (0,), (0, 1, 1))
+    assert [int(one) for one in several.state_slots((7, 9), 3, upload)] == [7, 9, 9]
+    assert [one.tolist() for one in uploaded] == [[7], [7], [9]], "each slot once"
     with pytest.raises(ValueError, match="1 state slots do not hold 3 classes"):
-        PageTables((16,), (0,), (0, 1, 1)).by_state_class(slots[:1], 3)
+        several.state_slots((7,), 3, upload)
+    assert PageTables((16,)).state_slots((7,), 0, upload) == ()
+    assert len(uploaded) == 3

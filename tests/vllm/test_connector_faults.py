@@ -12,6 +12,7 @@ from fake_vllm import (
     FakeEngine,
     FakeRequest,
     asks_decode,
+    asks_decode_at_once,
     asks_prefill,
     full_and,
     full_and_states,
@@ -45,9 +46,7 @@ class HandOver:
         self.second: FakeRequest | None = self._consumer() if both_at_once else None
 
     def _consumer(self) -> FakeRequest:
-        source = {"remote_engine_id": "p", "remote_request_id": "p1", "remote_host": "p", "remote_port": 5580}
-        params = {"do_remote_prefill": True, "transfer_id": "both", **source}
-        return self.d.submit(FakeRequest("d1", 3, TOKENS, params))
+        return self.d.submit(asks_decode_at_once("d1", 3, TOKENS, "p1"))
 
     @property
     def engines(self) -> list[FakeEngine]:

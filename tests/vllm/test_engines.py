@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import pytest
 from engine_network import EngineNetwork
-from fake_vllm import FakeEngine, FakeRequest, asks_decode, asks_prefill, handed_over, run, small_settings
+from fake_vllm import (
+    FakeEngine,
+    FakeRequest,
+    asks_decode,
+    asks_decode_at_once,
+    asks_prefill,
+    handed_over,
+    run,
+    small_settings,
+)
 from layer_pools import VLLM_LAYOUTS
 
 TOKENS = 70
@@ -89,9 +98,7 @@ def test_kv_is_sent_while_the_prompt_is_computed(late_loads: bool) -> None:
     network = EngineNetwork()
     p, d = (FakeEngine(network, name, late_loads=late_loads) for name in ("p", "d"))
     handed_over(network, p, d, TOKENS)  # links the engines
-    source = {"remote_engine_id": "p", "remote_request_id": "p2", "remote_host": "p", "remote_port": 5580}
-    params = {"do_remote_prefill": True, "transfer_id": "both", **source}
-    second = d.submit(FakeRequest("d2", 6, 30, params))
+    second = d.submit(asks_decode_at_once("d2", 6, 30, "p2"))
     run(network, d)
     landed: list[int] = []
     compute = p._compute  # noqa: SLF001

@@ -9,12 +9,12 @@ from engine_network import EngineNetwork
 from fake_states import StateModel
 from fake_vllm import (
     FakeEngine,
-    FakeRequest,
     asks_decode,
     asks_prefill,
     full_and_states,
-    handed_over,
+    landed,
     run,
+    run_at_once,
     small_settings,
 )
 
@@ -34,14 +34,6 @@ def engines(
     return p, d
 
 
-def landed(network: EngineNetwork, p: FakeEngine, d: FakeEngine) -> None:
-    """`check_kv` of the consumer compares each cell that it reads later."""
-    second = handed_over(network, p, d, TOKENS)
-    assert second.landed
-    p.check_empty()
-    d.check_empty()
-
-
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("size", [16, 512])
 @pytest.mark.parametrize("states", [MAMBA2, UNKNOWN])
@@ -49,7 +41,7 @@ def test_the_state_of_the_last_token_is_moved(states: StateModel, size: int, asy
     """From one block of each group, whether a request has one block or one of each 16 tokens."""
     network = EngineNetwork()
     p, d = engines(network, 1, 1, size=size, states=states, asynchronous=asynchronous)
-    landed(network, p, d)
+    landed(network, p, d, TOKENS)
     sent = p.workers[0].producing.endpoint.agent.statistics().bytes_sent
     attention, page_bytes = 3 * 89 * 4 * 2 * 4 * 2, len(states.page(0, 0, 0, 0, 1))
     assert sent == attention + 2 * 3 * page_bytes
@@ -65,7 +57,7 @@ def test_the_state_of_the_last_token_is_moved(states: StateModel, size: int, asy
 def test_ranks_share_states_by_heads(states: StateModel, tp: tuple[int, int]) -> None:
     """All ranks have a copy of a single group."""
     network = EngineNetwork()
-    landed(network, *engines(network, *tp, states=states))
+    landed(network, *engines(network, *tp, states=states), TOKENS)
 
 
 @pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(2, 2), (1, 2)])
@@ -107,7 +99,7 @@ def test_later_requests_of_engines_that_do_not_fit_fail_at_once(capsys: pytest.C
 @pytest.mark.parametrize("tp", [(1, 2), (2, 1), (2, 2)])
 def test_states_that_each_rank_holds_whole(tp: tuple[int, int]) -> None:
     network = EngineNetwork()
-    landed(network, *engines(network, *tp, states=StateModel(replicated=True)))
+    landed(network, *engines(network, *tp, states=StateModel(replicated=True)), TOKENS)
 
 
 @pytest.mark.parametrize(
@@ -171,17 +163,8 @@ def test_both_engines_at_once(checksum: bool, settles: bool) -> None:
     """KV leaves while the last chunk is computed, the state after it."""
     network = EngineNetwork()
     p, d = engines(network, 2, 1, settings=small_settings(checksum), settles=settles)
-    landed(network, p, d)  # links the engines
-    source = {"remote_engine_id": "p", "remote_request_id": "p2", "remote_host": "p", "remote_port": 5580}
-    second = d.submit(
-        FakeRequest("d2", 6, TOKENS, {"do_remote_prefill": True, "transfer_id": "both", **source})
-    )
-    run(network, d)
-    p.submit(asks_prefill("p2", 6, TOKENS, "both"))
-    run(network, p, d)
-    assert second.landed
-    p.check_empty()
-    d.check_empty()
+    landed(network, p, d, TOKENS)  # links the engines
+    run_at_once(network, p, d, TOKENS)
 
 
 @pytest.mark.parametrize(("answer", "reason"), [(5, "max_tokens 1"), (1, "after 90 tokens, not 89")])

@@ -74,6 +74,11 @@ class DecodeBench:
     prompt_tokens: tuple[int, ...] = ()
     """Chunks of a new prompt, in tokens; for each, the step that also computes it is measured."""
 
+    @property
+    def pages_each(self) -> int:
+        """Pages of one request."""
+        return -(-self.context_tokens // self.page_size)
+
     def __post_init__(self) -> None:
         if self.peer == "transformers":
             require_plain(self.model)
@@ -154,8 +159,7 @@ def _measure_mode(
 def _mixed_results(
     bench: DecodeBench, runner: ModelRunner, batch: StepBatch, name: str, alone: tuple[float, ...]
 ) -> list[Result]:
-    first = bench.batch * -(-bench.context_tokens // bench.page_size) + 1
-    row = place_prompt(runner, range(first, runner.pages))
+    row = place_prompt(runner, range(1 + bench.batch * bench.pages_each, runner.pages))
     times = {}
     for tokens in bench.prompt_tokens:
         step = with_prompt(batch, row, tokens)
@@ -250,7 +254,7 @@ def prepare(bench: DecodeBench, deterministic: bool = False) -> tuple[ModelRunne
 
     Each request's recurrent state is the state after a prompt of two tokens.
     """
-    pages_each = -(-bench.context_tokens // bench.page_size)
+    pages_each = bench.pages_each
     pages = bench.batch * pages_each
     room_tokens = prompt_room(bench.prompt_tokens)
     prompt_pages = -(-room_tokens // bench.page_size)

@@ -15,7 +15,7 @@ from disagg.model.runner import ModelRunner
 
 
 def prompt_room(chunk_tokens: Sequence[int]) -> int:
-    """Returns the tokens of the prompt for which a step needs room: the largest chunk is the prompt's second half."""
+    """Returns the length of the prompt: twice the largest chunk, because a chunk follows as many computed tokens."""
     return 2 * max(chunk_tokens, default=0)
 
 

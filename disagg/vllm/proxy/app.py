@@ -54,7 +54,7 @@ class PairingProxy:
         self._prefill, self._decode = itertools.cycle(prefill), itertools.cycle(decode)
         self._at_once = at_once
         self._servers: VllmServers
-        """Made when the application starts, because it belongs to the event loop."""
+        """Created when the application starts, because it belongs to its event loop."""
         self._sources: dict[str, dict[str, Any]] = {}
         """Parameters of each prefill server's engine, from the server's latest answer; see `source_of`."""
 

@@ -57,6 +57,20 @@ def prompt_of(tokens: int, seed: int = 1) -> list[int]:
     return [rng.randrange(200) for _ in range(tokens)]
 
 
+def hand_over(p: RealEngine, d: RealEngine, tokens: int, **answer: int) -> None:
+    """Runs a prompt at `p`, then an answer at `d`; all KV but that of the last token comes from `p`."""
+    prompt = prompt_of(tokens)
+    p.prefill("p1", prompt)
+    run([p], lambda: "p1" in p.params)
+    second = d.submit("d1", prompt, p.params["p1"], **answer)
+    run([p, d], lambda: second.is_finished() and not p.scheduler.requests)
+    assert second.status is RequestStatus.FINISHED_LENGTH_CAPPED
+    assert d.external["d1"] == tokens - 1  # vLLM computes the last token again
+    run([p, d], lambda: not d.scheduler.has_requests())
+    p.check_empty()
+    d.check_empty()
+
+
 def test_methods_have_the_parameters_of_the_base_class() -> None:
     """Also with the newest vLLM: the engine may pass any parameter by name."""
     for name, ours in vars(ConnectorMethods).items():
@@ -83,16 +97,7 @@ def test_a_prompt_is_handed_over(make: Make, tokens: int, asynchronous: bool, wh
     """150 tokens are three chunks."""
     options = {"asynchronous": asynchronous, "whole_blocks": whole_blocks}
     p, d = make(role="kv_producer", **options), make(role="kv_consumer", **options)
-    prompt = prompt_of(tokens)
-    p.prefill("p1", prompt)
-    run([p], lambda: "p1" in p.params)
-    second = d.submit("d1", prompt, p.params["p1"])
-    run([p, d], lambda: second.is_finished() and not p.scheduler.requests)
-    assert second.status is RequestStatus.FINISHED_LENGTH_CAPPED
-    assert d.external["d1"] == tokens - 1  # vLLM computes the last token again
-    run([p, d], lambda: not d.scheduler.has_requests())
-    p.check_empty()
-    d.check_empty()
+    hand_over(p, d, tokens)
 
 
 several_groups = pytest.mark.skipif(
@@ -119,16 +124,7 @@ def test_a_prompt_of_several_groups_is_handed_over(
     """With 84 tokens, the last token attends to the last token of the block before those that vLLM keeps then."""
     options = {"asynchronous": asynchronous, "whole_blocks": whole_blocks, "windows": (21, 40), "blocks": 80}
     p, d = make(role="kv_producer", **options), make(role="kv_consumer", **options)
-    prompt = prompt_of(tokens)
-    p.prefill("p1", prompt)
-    run([p], lambda: "p1" in p.params)
-    second = d.submit("d1", prompt, p.params["p1"], answer=30)
-    run([p, d], lambda: second.is_finished() and not p.scheduler.requests)
-    assert second.status is RequestStatus.FINISHED_LENGTH_CAPPED
-    assert d.external["d1"] == tokens - 1
-    run([p, d], lambda: not d.scheduler.has_requests())
-    p.check_empty()
-    d.check_empty()
+    hand_over(p, d, tokens, answer=30)
 
 
 @kinds_of_groups

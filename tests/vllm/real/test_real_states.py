@@ -9,7 +9,7 @@ REASON = "vLLM is not installed; `make test-vllm` makes an environment with it"
 pytest.importorskip("vllm.v1.core.sched.scheduler", reason=REASON, exc_type=ImportError)
 
 from real_vllm import BLOCK_SIZE, SEVERAL_GROUPS, run
-from test_real_scheduler import Make, extra, make, model, prompt_of
+from test_real_scheduler import Make, extra, hand_over, make, model, prompt_of
 from vllm.v1.request import RequestStatus
 
 __all__ = ["extra", "make", "model"]
@@ -27,31 +27,14 @@ def test_a_prompt_is_handed_over(
 ) -> None:
     options = {"asynchronous": asynchronous, "whole_blocks": whole_blocks, "states": states, "blocks": 80}
     p, d = make(role="kv_producer", **options), make(role="kv_consumer", **options)
-    prompt = prompt_of(tokens)
-    p.prefill("p1", prompt)
-    run([p], lambda: "p1" in p.params)
-    second = d.submit("d1", prompt, p.params["p1"], answer=30)
-    run([p, d], lambda: second.is_finished() and not p.scheduler.requests)
-    assert second.status is RequestStatus.FINISHED_LENGTH_CAPPED
-    assert d.external["d1"] == tokens - 1
-    run([p, d], lambda: not d.scheduler.has_requests())
-    p.check_empty()
-    d.check_empty()
+    hand_over(p, d, tokens, answer=30)
 
 
 @pytest.mark.parametrize(("prefill", "decode"), [MODES, MODES[::-1]])
 def test_engines_with_different_cache_modes(make: Make, prefill: str, decode: str) -> None:
     """A request has one block at one engine, and a block of each 16 tokens at the other one."""
     p, d = make(role="kv_producer", states=prefill), make(role="kv_consumer", states=decode)
-    prompt = prompt_of(100)
-    p.prefill("p1", prompt)
-    run([p], lambda: "p1" in p.params)
-    second = d.submit("d1", prompt, p.params["p1"], answer=30)
-    run([p, d], lambda: second.is_finished() and not p.scheduler.requests)
-    assert d.external["d1"] == 99
-    run([p, d], lambda: not d.scheduler.has_requests())
-    p.check_empty()
-    d.check_empty()
+    hand_over(p, d, 100, answer=30)
 
 
 def test_blocks_that_another_request_used_are_zeroed(make: Make) -> None:
