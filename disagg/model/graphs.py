@@ -37,9 +37,9 @@ CAPTURE_MODE = "thread_local"
 cuda: Any = torch.cuda  # torch's CUDA graphs have no type annotations
 
 Compute = Callable[[torch.Tensor, int], torch.Tensor]
-"""Function that computes a step's logits, float32 `[sequences, vocab]`, without synchronizing. The first argument
-describes the step, int64 `[numbers]`; see `StepGraphs.step_numbers`. The second argument is the longest context, in
-tokens, that a sequence may have after the step."""
+"""Function that computes a step's logits, `[sequences, vocab]` of any float type, without synchronizing. The first
+argument describes the step, int64 `[numbers]`; see `StepGraphs.step_numbers`. The second argument is the longest
+context, in tokens, that a sequence may have after the step."""
 
 Agreed = Callable[[bool], bool]
 """Function that returns whether all ranks of a group pass True. All ranks call it together. A recorded step is

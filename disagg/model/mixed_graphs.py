@@ -17,8 +17,10 @@ from disagg.model.batch import SequenceSlice, StepBatch, last_indices, single_to
 from disagg.model.graphs import StepGraphs
 
 MixedCompute = Callable[[torch.Tensor, int, int], torch.Tensor]
-"""Function that computes a step's logits, float32 `[sequences, vocab]`, without synchronizing. Arguments: the numbers
-that describe the step, int64; the bucket's number of single tokens; the longest context in tokens."""
+"""Function that computes a step's logits, `[sequences, vocab]` of any float type, without synchronizing.
+
+Arguments: the numbers that describe the step, int64; the bucket's number of single tokens; the longest context in
+tokens."""
 
 CHUNKS = 8
 """Largest number of prompts in a recorded step."""

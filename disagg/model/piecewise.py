@@ -34,8 +34,8 @@ _MOST_PADDING = 1.12
 """Largest ratio between the tokens of a recording and the tokens of the smallest step that uses it."""
 
 Compute = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, AttentionContext], torch.Tensor]
-"""Function that computes the logits, float32 `[sequences, vocab]`, without synchronizing. The arguments are int64:
-ids `[1, T]`, positions `[1, T]`, and indices of last tokens `[sequences]`."""
+"""Function that computes the logits, `[sequences, vocab]` of any float type, without synchronizing. The arguments are
+int64: ids `[1, T]`, positions `[1, T]`, and indices of last tokens `[sequences]`."""
 
 
 def piece_sizes(chunk_tokens: int) -> tuple[int, ...]:

@@ -466,7 +466,7 @@ class ModelRunner:
         recurrent = step_of(batch, self.device) if self._packed is not None else None
         scored = (scores or PromptScores()).of(batch, self.device) if batch.scores else None
         last = index.last if cache is None else 1
-        return self._run(ids, positions, last, context, cache, recurrent, scored)
+        return self._run(ids, positions, last, context, cache, recurrent, scored).float()
 
     def _decode(self, numbers: torch.Tensor, max_tokens: int) -> torch.Tensor:
         """Runs a step of one token per request, with inputs on the device only; see `graphs.Compute`."""
@@ -534,8 +534,8 @@ class ModelRunner:
         step: RecurrentStep | None = None,
         scored: ScoredTokens | None = None,
     ) -> torch.Tensor:
-        """Returns the logits at `last`. The log-probabilities of `scored` are computed from the same pass, with the
-        logits of a few positions at a time."""
+        """Returns the logits at `last`, in the model's type. The log-probabilities of `scored` are computed from the
+        same pass, with the logits of a few positions at a time."""
         more: dict[str, Any] = {}
         recurrent: AbstractContextManager[None] = nullcontext()
         if self._packed is not None and step is not None:
@@ -556,7 +556,7 @@ class ModelRunner:
                 paged_context=context,
                 **more,
             )
-            logits: torch.Tensor = output.logits.flatten(0, 1).float()
+            logits: torch.Tensor = output.logits.flatten(0, 1)
             return logits
 
         with torch.inference_mode(), self._row_wise or nullcontext(), recurrent:
@@ -565,7 +565,7 @@ class ModelRunner:
             with self._head.after_one_pass():
                 logits = logits_of(last)
                 for part in scored.parts(self.spec.vocab_size):
-                    part.add(logits_of(part.index), reads=self.collective.rank == 0)
+                    part.add(logits_of(part.index).float(), reads=self.collective.rank == 0)
             return logits
 
     @property

@@ -33,6 +33,7 @@ from kernels.attention.splits import (
     splits_of,
     write_results,
 )
+from kernels.overlap import overlap, wait_for_previous
 
 _PROGRAMS_PER_MULTIPROCESSOR = 64
 """Largest number of programs per multiprocessor when contexts are split. The grid fits the longest context, so most
@@ -199,6 +200,7 @@ def _launch(
         num_warps=tile.warps,
         num_stages=tile.stages,
         enable_fp_fusion=True,
+        **overlap(q.device, n),
     )
 
 
@@ -246,7 +248,9 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     BLOCK_TOKENS: tl.constexpr,  # noqa: N803
     BLOCK_K: tl.constexpr,  # noqa: N803
     BLOCK_V: tl.constexpr,  # noqa: N803
+    OVERLAP: tl.constexpr,  # noqa: N803
 ):
+    wait_for_previous(OVERLAP)
     # Heads vary fastest: the heads of one token are adjacent in memory and read at about the same time.
     head, split, sequence = tl.program_id(0) // PARTS, tl.program_id(1), tl.program_id(2).to(tl.int64)
     length = tl.load(lengths + sequence).to(tl.int32)

@@ -15,6 +15,7 @@ import triton.language as tl
 from kernels.attention.common import on_device
 from kernels.attention.layer_kv import QUANTIZED, LayerKV, describe, quantized_limit
 from kernels.dispatch import backend
+from kernels.overlap import overlap, wait_for_previous
 
 SMALLEST = 1e-30
 """Lower bound of a head's magnitude when its scale is computed, so that no scale is zero."""
@@ -66,6 +67,7 @@ def kv_write(k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor, kv: LayerKV)
             BLOCK=block,
             num_warps=4,
             enable_fp_fusion=False,  # quantized values equal the reference's, bit for bit
+            **overlap(k.device, tokens),
         )
 
 
@@ -150,7 +152,9 @@ def write_kernel(  # type: ignore[no-untyped-def]
     FP8: tl.constexpr,  # noqa: N803
     BLOCK_ROWS: tl.constexpr,  # noqa: N803
     BLOCK: tl.constexpr,  # noqa: N803
+    OVERLAP: tl.constexpr,  # noqa: N803
 ):
+    wait_for_previous(OVERLAP)
     row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     token, head = row // HEADS, row % HEADS
     inside = token < tokens

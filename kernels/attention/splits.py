@@ -20,6 +20,7 @@ import triton.language as tl
 
 from kernels.attention.block import attended, join_states
 from kernels.attention.common import LOG2_E, block_of
+from kernels.overlap import overlap, wait_for_previous
 
 FIXED_SPLIT_TOKENS = 1024
 """Length of fixed splits, in tokens. The bits of results depend on it, so all groups of a cluster must use the same
@@ -122,6 +123,7 @@ class Partials:
             BLOCK_V=block_v,
             num_warps=warps,
             enable_fp_fusion=True,
+            **overlap(self._out.device, tokens),
         )
 
 
@@ -206,7 +208,9 @@ def join_kernel(  # type: ignore[no-untyped-def]
     FIXED: tl.constexpr,  # noqa: N803
     BLOCK_SPLITS: tl.constexpr,  # noqa: N803
     BLOCK_V: tl.constexpr,  # noqa: N803
+    OVERLAP: tl.constexpr,  # noqa: N803
 ):
+    wait_for_previous(OVERLAP)
     q_head = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + q_head
     used = tl.load(used_splits + row)

@@ -18,6 +18,7 @@ from kernels.attention.common import dot, on_device
 from kernels.attention.layer_kv import describe
 from kernels.dispatch import backend
 from kernels.layers.silu_mul import gated, silu_mul_reference
+from kernels.overlap import overlap, wait_for_previous
 
 LEAST_ROWS, MOST_ROWS = 2, 64
 """Numbers of rows for which the kernel is used. A step of one row is faster with cuBLAS, whose launches overlap."""
@@ -27,8 +28,9 @@ _CAPABILITY = (9, 0)
 _COLUMNS = range(2048, 8193)
 """Columns of plain products for which the kernel is faster than cuBLAS. With more columns, cuBLAS splits no sums;
 fewer were not measured."""
-_LONG_SUM = 8192
-"""Elements of a sum from which the kernel is faster than cuBLAS for more than 32 rows too."""
+_LONG_SUM, _LONG_SUM_OF_FEW = 8192, 4096
+"""Elements of a sum from which the kernel is faster than cuBLAS for more than 32 rows too; the second number is for
+weights of up to `_FEW_COLUMNS` columns."""
 _FEW_COLUMNS, _FEW_SPLIT_ROWS = 2048, 32
 """Columns up to which four programs share a sum, and rows from which this was measured to be faster than two."""
 _STEP = 128
@@ -36,6 +38,8 @@ _STEP = 128
 _LEAST_COLUMNS = 32
 """Smallest number of columns of a tile."""
 _ALIGNMENT_BYTES = 16
+_LINE_BYTES = tl.constexpr(128)
+"""Bytes that a request to the L2 cache loads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +54,8 @@ class FewRowsTile:
     """Number of programs that share the summed dimension."""
     warps: int = 4
     stages: int = 4
+    ahead: int = 0
+    """Steps whose part of the weight is loaded into the L2 cache while the previous kernel ends."""
 
 
 def tile_of(rows: int, columns: int, gated: bool) -> FewRowsTile:
@@ -57,10 +63,10 @@ def tile_of(rows: int, columns: int, gated: bool) -> FewRowsTile:
     and a Granite 4 of 3B."""
     if gated:
         return FewRowsTile(64, 128, stages=3) if rows <= 16 else FewRowsTile(64, 64, stages=4)
-    # Fewer columns are fewer programs: more of them share a sum, so that they fill the multiprocessors.
-    return FewRowsTile(
-        64, 128, splits=4 if columns <= _FEW_COLUMNS and rows > _FEW_SPLIT_ROWS else 2, stages=5
-    )
+    if columns <= _FEW_COLUMNS and rows > _FEW_SPLIT_ROWS:
+        # Fewer columns are fewer programs: more of them share a sum, so that they fill the multiprocessors.
+        return FewRowsTile(64, 128, splits=4, stages=5, ahead=4)
+    return FewRowsTile(64, 128, splits=2, stages=5)
 
 
 def most_rows_of(weight: torch.Tensor, *, gated: bool = False) -> int:
@@ -73,7 +79,8 @@ def most_rows_of(weight: torch.Tensor, *, gated: bool = False) -> int:
     aligned = weight.data_ptr() % _ALIGNMENT_BYTES == 0 and backend(weight.device) == "triton"
     if not aligned or weight.shape[1] % _STEP or not (gated or weight.shape[0] in _COLUMNS):
         return 0
-    return MOST_ROWS if gated or weight.shape[1] >= _LONG_SUM else MOST_ROWS // 2
+    long = _LONG_SUM_OF_FEW if weight.shape[0] <= _FEW_COLUMNS else _LONG_SUM
+    return MOST_ROWS if gated or weight.shape[1] >= long else MOST_ROWS // 2
 
 
 class FewRowsProduct:
@@ -152,8 +159,10 @@ class FewRowsProduct:
             COLUMNS=tile.columns,
             SUMMED=tile.summed,
             SPLITS=tile.splits,
+            AHEAD=tile.ahead,
             num_warps=tile.warps,
             num_stages=tile.stages,
+            **overlap(x.device, rows),
         )
 
 
@@ -184,6 +193,8 @@ def few_rows_kernel(  # type: ignore[no-untyped-def]
     COLUMNS: tl.constexpr,  # noqa: N803
     SUMMED: tl.constexpr,  # noqa: N803
     SPLITS: tl.constexpr,  # noqa: N803
+    AHEAD: tl.constexpr,  # noqa: N803
+    OVERLAP: tl.constexpr,  # noqa: N803
 ):
     block, split = tl.program_id(0), tl.program_id(1)
     column = block * COLUMNS + tl.arange(0, COLUMNS)
@@ -197,6 +208,11 @@ def few_rows_kernel(  # type: ignore[no-untyped-def]
     some_weight = weight + (column % columns).to(tl.int64)[:, None] * summed + element[None, :]
     sums = tl.zeros([COLUMNS, ROWS], tl.float32)
     more = tl.zeros([COLUMNS, ROWS], tl.float32)
+    if OVERLAP and AHEAD > 0:  # no kernel writes weights
+        _load_ahead(weight, column % columns, first, last, summed, COLUMNS, SUMMED, AHEAD)
+        if GATED:
+            _load_ahead(weight, columns + column % columns, first, last, summed, COLUMNS, SUMMED, AHEAD)
+    wait_for_previous(OVERLAP)
     for start in range(first, last, SUMMED):
         across = tl.trans(tl.load(some_x + start))
         sums = dot(tl.load(some_weight + start), across, sums)
@@ -232,3 +248,29 @@ def few_rows_kernel(  # type: ignore[no-untyped-def]
         if GATED:
             result = gated(result, more.to(out.dtype.element_ty))
         tl.store(out + place, result, mask=mask)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _load_ahead(  # type: ignore[no-untyped-def]
+    weight,
+    column,  # [COLUMNS]
+    first,
+    last,
+    summed,
+    COLUMNS: tl.constexpr,  # noqa: N803
+    SUMMED: tl.constexpr,  # noqa: N803
+    STEPS: tl.constexpr,  # noqa: N803
+):
+    """Loads the weight's elements of the first `STEPS` steps into the L2 cache."""
+    lines: tl.constexpr = SUMMED * weight.dtype.element_ty.primitive_bitwidth // 8 // _LINE_BYTES
+    line = tl.arange(0, lines) * (SUMMED // lines)
+    place = weight + column.to(tl.int64)[:, None] * summed + line[None, :]
+    for start in range(first, tl.minimum(first + STEPS * SUMMED, last), SUMMED):
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
+            "=r,l",
+            [(place + start).to(tl.int64, bitcast=True)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )

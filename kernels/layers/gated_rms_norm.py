@@ -16,6 +16,7 @@ from kernels.attention.common import on_device
 from kernels.attention.layer_kv import describe
 from kernels.dispatch import backend
 from kernels.layers.rms_norm import DTYPES, MAX_BLOCK
+from kernels.overlap import overlap, wait_for_previous
 
 GateOrder = Literal["gate_first", "gate_last"]
 GATE_ORDERS: tuple[GateOrder, ...] = get_args(GateOrder)
@@ -59,6 +60,7 @@ def gated_rms_norm(
                 BLOCK=block,
                 num_warps=min(16, max(1, block // _WARP_ELEMENTS)),
                 enable_fp_fusion=False,  # the same rounding as torch
+                **overlap(x.device, rows),
             )
     return out
 
@@ -109,7 +111,9 @@ def gated_norm_kernel(  # type: ignore[no-untyped-def]
     GROUP: tl.constexpr,  # noqa: N803 - constexpr arguments are upper case throughout Triton
     GATE_FIRST: tl.constexpr,  # noqa: N803
     BLOCK: tl.constexpr,  # noqa: N803
+    OVERLAP: tl.constexpr,  # noqa: N803
 ):
+    wait_for_previous(OVERLAP)
     # int64 before any product: a long prompt's rows have more than 2^31 elements.
     row = tl.program_id(0).to(tl.int64)
     offset = tl.arange(0, BLOCK)

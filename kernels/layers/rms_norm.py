@@ -14,6 +14,7 @@ import triton.language as tl
 from kernels.attention.common import on_device
 from kernels.attention.layer_kv import describe
 from kernels.dispatch import backend
+from kernels.overlap import overlap, wait_for_previous
 
 NormWeight = Literal["rounded_first", "in_float32", "one_plus"]
 NORM_WEIGHTS: tuple[NormWeight, ...] = get_args(NormWeight)
@@ -130,6 +131,7 @@ def _launch(
         BLOCK=block,
         num_warps=min(16, max(1, block * block_rows // _WARP_ELEMENTS)),
         enable_fp_fusion=False,  # the same rounding as torch
+        **overlap(x.device, outer * inner),
     )
 
 
@@ -191,7 +193,9 @@ def norm_kernel(  # type: ignore[no-untyped-def]
     SCALED: tl.constexpr,  # noqa: N803
     BLOCK_ROWS: tl.constexpr,  # noqa: N803
     BLOCK: tl.constexpr,  # noqa: N803
+    OVERLAP: tl.constexpr,  # noqa: N803
 ):
+    wait_for_previous(OVERLAP)
     row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     inside = (row < rows)[:, None]
     # int64 before any product: a long prompt's hidden states have more than 2^31 elements.

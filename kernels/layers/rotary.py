@@ -14,6 +14,7 @@ from kernels.attention.common import on_device
 from kernels.attention.layer_kv import describe
 from kernels.dispatch import backend
 from kernels.layers.rms_norm import DTYPES
+from kernels.overlap import overlap, wait_for_previous
 
 _TILE_ELEMENTS = 1024
 _WARP_ELEMENTS = 512
@@ -72,6 +73,7 @@ def rotary(
             BLOCK=block,
             num_warps=min(8, max(1, 2 * block * block_heads // _WARP_ELEMENTS)),
             enable_fp_fusion=False,  # products are rounded before they are added
+            **overlap(q.device, batch * tokens, behind_library=True),
         )
     return q_out, k_out
 
@@ -158,7 +160,9 @@ def rotary_kernel(  # type: ignore[no-untyped-def]
     REST: tl.constexpr,  # noqa: N803
     BLOCK_HEADS: tl.constexpr,  # noqa: N803
     BLOCK: tl.constexpr,  # noqa: N803
+    OVERLAP: tl.constexpr,  # noqa: N803
 ):
+    wait_for_previous(OVERLAP)
     # int64 before any product: a long prompt's queries have more than 2^31 elements.
     batch, token = (tl.program_id(0) // tokens).to(tl.int64), (tl.program_id(0) % tokens).to(tl.int64)
     cos += batch * cos_batch_stride + token * cos_token_stride

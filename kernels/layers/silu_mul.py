@@ -10,6 +10,7 @@ from kernels.attention.common import on_device
 from kernels.attention.layer_kv import describe
 from kernels.dispatch import backend
 from kernels.layers.rms_norm import DTYPES
+from kernels.overlap import overlap, wait_for_previous
 
 _BLOCK = 1024
 _WARPS = 4
@@ -46,6 +47,7 @@ def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
             BLOCK=_BLOCK,
             num_warps=_WARPS,
             enable_fp_fusion=False,  # the same rounding as torch
+            **overlap(gate.device, out.numel() // gate.shape[-1], behind_library=True),
         )
     return out
 
@@ -87,7 +89,9 @@ def silu_mul_kernel(  # type: ignore[no-untyped-def]
     up_stride,
     # meta
     BLOCK: tl.constexpr,  # noqa: N803 - constexpr arguments are upper case throughout Triton
+    OVERLAP: tl.constexpr,  # noqa: N803
 ):
+    wait_for_previous(OVERLAP)
     # int64 before any product: a long prompt's rows have more than 2^31 elements.
     row, block = (tl.program_id(0) // blocks).to(tl.int64), (tl.program_id(0) % blocks).to(tl.int64)
     element = block * BLOCK + tl.arange(0, BLOCK)

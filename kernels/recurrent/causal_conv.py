@@ -2,7 +2,7 @@
 
 The state of a sequence is the window of its latest inputs. A program computes a block of channels for a block of
 tokens of one sequence. Only the program of the first tokens reads the old window; the same program also writes the
-new window.
+new window. Decode steps have a kernel of their own, which reads and writes a window as a whole.
 """
 
 from __future__ import annotations
@@ -15,10 +15,13 @@ import triton.language as tl
 from kernels.attention.common import on_device
 from kernels.attention.layer_kv import describe
 from kernels.dispatch import Backend
+from kernels.overlap import overlap, wait_for_previous
 from kernels.recurrent.slices import PackedSlices, require_shapes, uses_triton
 
 _BLOCK_CHANNELS = 128
 _BLOCK_TOKENS = 16
+_STEP_CHANNELS = 256
+"""Channels of a program with one token. The programs of 64 sequences then run all at once."""
 
 
 def causal_conv(
@@ -48,31 +51,81 @@ def causal_conv(
         return
     if not len(slices) or not slices.most:
         return
+    with on_device(x):
+        if slices.most == 1:
+            _launch_step(x, weight, bias, state, slices, out, silu)
+        else:
+            _launch(x, weight, bias, state, slices, out, silu)
+
+
+def _launch_step(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    state: torch.Tensor,
+    slices: PackedSlices,
+    out: torch.Tensor,
+    silu: bool,
+) -> None:
+    channels, taps = weight.shape
+    conv_step_kernel[(len(slices), triton.cdiv(channels, _STEP_CHANNELS))](
+        x,
+        weight,
+        bias,
+        state,
+        slices.slots,
+        slices.firsts,
+        slices.counts,
+        slices.begun,
+        out,
+        channels,
+        x.stride(0),
+        out.stride(0),
+        state.stride(0),
+        state.stride(1),
+        TAPS=taps,
+        WINDOW=state.shape[2],
+        SILU=silu,
+        BLOCK_CHANNELS=_STEP_CHANNELS,
+        BLOCK_WINDOW=triton.next_power_of_2(state.shape[2]),
+        num_warps=4,
+        **overlap(x.device, len(slices), behind_library=True),
+    )
+
+
+def _launch(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    state: torch.Tensor,
+    slices: PackedSlices,
+    out: torch.Tensor,
+    silu: bool,
+) -> None:
     channels, taps = weight.shape
     grid = (len(slices), triton.cdiv(channels, _BLOCK_CHANNELS), triton.cdiv(slices.most, _BLOCK_TOKENS))
-    with on_device(x):
-        causal_conv_kernel[grid](
-            x,
-            weight,
-            bias,
-            state,
-            slices.slots,
-            slices.firsts,
-            slices.counts,
-            slices.begun,
-            out,
-            channels,
-            x.stride(0),
-            out.stride(0),
-            state.stride(0),
-            state.stride(1),
-            TAPS=taps,
-            WINDOW=state.shape[2],
-            SILU=silu,
-            BLOCK_CHANNELS=_BLOCK_CHANNELS,
-            BLOCK_TOKENS=_BLOCK_TOKENS,
-            num_warps=4,
-        )
+    causal_conv_kernel[grid](
+        x,
+        weight,
+        bias,
+        state,
+        slices.slots,
+        slices.firsts,
+        slices.counts,
+        slices.begun,
+        out,
+        channels,
+        x.stride(0),
+        out.stride(0),
+        state.stride(0),
+        state.stride(1),
+        TAPS=taps,
+        WINDOW=state.shape[2],
+        SILU=silu,
+        BLOCK_CHANNELS=_BLOCK_CHANNELS,
+        BLOCK_TOKENS=_BLOCK_TOKENS,
+        num_warps=4,
+    )
 
 
 def _require(
@@ -182,3 +235,59 @@ def causal_conv_kernel(  # type: ignore[no-untyped-def]
         value = tl.where(place >= 0, new.to(tl.float32), old.to(tl.float32))
         tl.debug_barrier()  # all threads have read this place; later reads are of later places
         tl.store(state + at, value.to(state.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["x_stride", "out_stride"])  # type: ignore[untyped-decorator]
+def conv_step_kernel(  # type: ignore[no-untyped-def]
+    # tensors
+    x,
+    weight,
+    bias,
+    state,
+    slots,
+    firsts,
+    counts,
+    begun,
+    out,
+    # sizes
+    channels,
+    x_stride,
+    out_stride,
+    state_slot_stride,
+    state_channel_stride,
+    # meta
+    TAPS: tl.constexpr,  # noqa: N803 - constexpr arguments are upper case throughout Triton
+    WINDOW: tl.constexpr,  # noqa: N803
+    SILU: tl.constexpr,  # noqa: N803
+    BLOCK_CHANNELS: tl.constexpr,  # noqa: N803
+    BLOCK_WINDOW: tl.constexpr,  # noqa: N803
+    OVERLAP: tl.constexpr,  # noqa: N803
+):
+    """Computes `causal_conv_kernel` for slices of at most one token, with the same bits."""
+    wait_for_previous(OVERLAP)
+    index = tl.program_id(0)
+    count, ready = tl.load(counts + index), tl.load(begun + index) != 0
+    channel = tl.program_id(1) * BLOCK_CHANNELS + tl.arange(0, BLOCK_CHANNELS)
+    inside = (channel < channels) & (count > 0)
+    first = tl.load(firsts + index).to(tl.int64)  # int64 before any product
+    new = tl.load(x + first * x_stride + channel, mask=inside, other=0.0).to(tl.float32)
+    state += tl.load(slots + index).to(tl.int64) * state_slot_stride + channel * state_channel_stride
+    at = tl.arange(0, BLOCK_WINDOW)[None, :]
+    place = state[:, None] + at
+    kept = inside[:, None] & (at < WINDOW - 1)
+    moved = tl.load(place + 1, mask=kept & ready, other=0.0).to(tl.float32)
+    moved = tl.where(at == WINDOW - 1, new[:, None], moved)
+    total = tl.zeros([BLOCK_CHANNELS], tl.float32)
+    for tap in tl.static_range(TAPS):
+        if tap < TAPS - 1:
+            value = tl.load(state + (WINDOW + 1 - TAPS + tap), mask=inside & ready, other=0.0).to(tl.float32)
+        else:
+            value = new
+        total += value * tl.load(weight + channel * TAPS + tap, mask=inside, other=0.0).to(tl.float32)
+    if bias is not None:
+        total += tl.load(bias + channel, mask=inside, other=0.0).to(tl.float32)
+    if SILU:
+        total = total / (1.0 + tl.exp(-total))
+    tl.store(out + first * out_stride + channel, total.to(out.dtype.element_ty), mask=inside)
+    tl.debug_barrier()  # all threads have read the old window
+    tl.store(place, moved.to(state.dtype.element_ty), mask=inside[:, None] & (at < WINDOW))

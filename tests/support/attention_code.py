@@ -26,7 +26,9 @@ def compiled(
     kernel: Any, arguments: dict[str, Any], *, num_warps: int, num_stages: int = 3, fp_fusion: bool = True
 ) -> Any:
     """`arguments` by name: a dtype is a 16-byte aligned tensor of it, an int or float a number, what is spelled in
-    upper case, a `constexpr` or None a constant."""
+    upper case, a `constexpr` or None a constant. Kernels that may overlap with the previous one do so."""
+    if "OVERLAP" in kernel.arg_names:
+        arguments = {**arguments, "OVERLAP": True}
     names = list(arguments)
     signature, constants, aligned = {}, {}, {}
     for place, (name, value) in enumerate(arguments.items()):
@@ -42,6 +44,16 @@ def compiled(
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
     options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": fp_fusion}
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+
+
+def accesses_before_waiting(ptx: str) -> set[str]:
+    """Kinds of accesses to global memory before the wait for the previous kernel, of which there must be one."""
+    before, *rest = ptx.split("griddepcontrol.wait")
+    assert len(rest) == 1
+    assert "griddepcontrol.launch_dependents" not in before, (
+        "the next kernel may read what this one waits for"
+    )
+    return set(re.findall(r"\b(ld\.global|st\.global|cp\.async|atom\.global|red\.global)", before))
 
 
 def asynchronous_bytes(ptx: str) -> set[int]:

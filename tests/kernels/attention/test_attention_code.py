@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import triton.language as tl
-from attention_code import asynchronous_bytes, compiled
+from attention_code import accesses_before_waiting, asynchronous_bytes, compiled
 from slow_parameters import sampled, thinned
 from tensor_core_code import overwritten_operands
 
@@ -80,7 +80,9 @@ def decode(dtype: torch.dtype, storage: torch.dtype, fp8: Any = None, **more: An
         **{"FP8": fp8, "FIXED": more.get("fixed", False)},
         **{"BLOCK_ROWS": 16, "BLOCK_TOKENS": tile.tokens, "BLOCK_K": DIM, "BLOCK_V": DIM},
     }
-    return str(compiled(decode_kernel, arguments, num_warps=tile.warps, num_stages=tile.stages).asm["ptx"])
+    ptx = str(compiled(decode_kernel, arguments, num_warps=tile.warps, num_stages=tile.stages).asm["ptx"])
+    assert not accesses_before_waiting(ptx)
+    return ptx
 
 
 @pytest.mark.parametrize("fixed", [False, True])
@@ -124,7 +126,8 @@ def test_the_second_kernel_compiles(fixed: bool) -> None:
         "splits": 128,
     }
     constants = {"V_DIM": 96, "FIXED": fixed, "BLOCK_SPLITS": 4 if fixed else 32, "BLOCK_V": 128}
-    compiled(join_kernel, {**arguments, **constants}, num_warps=4)
+    ptx = compiled(join_kernel, {**arguments, **constants}, num_warps=4).asm["ptx"]
+    assert not accesses_before_waiting(ptx)
 
 
 def prefill(
@@ -199,6 +202,7 @@ def test_kv_write_compiles(storage: torch.dtype, fp8: Any, limit: float) -> None
     constants = {"HEADS": HEADS, "K_DIM": DIM, "V_DIM": DIM, "HEAD_DIM": DIM, **strides}
     constants |= {"LIMIT": limit, "SMALLEST": 1e-30, "FP8": fp8, "BLOCK_ROWS": 16, "BLOCK": DIM}
     ptx = compiled(write_kernel, {**arguments, **constants}, num_warps=4).asm["ptx"]
+    assert not accesses_before_waiting(ptx)
     assert ("div.rn" in ptx) == (limit > 0)
 
 

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from attention_code import compiled
+from attention_code import accesses_before_waiting, compiled
 
+from kernels.layers.few_rows import few_rows_kernel
 from kernels.layers.gated_rms_norm import gated_norm_kernel
 from kernels.layers.rank_sum import rank_sum_kernel
 from kernels.layers.rms_norm import norm_kernel
@@ -27,8 +28,10 @@ def code(kernel: Any, tensors: str, numbers: dict[str, Any], constants: dict[str
     """PTX for bfloat16 `tensors` and `numbers`, every other size a multiple of 16."""
     sizes = [name for name in inspect.signature(kernel.fn).parameters if name.endswith("_stride")]
     given = {**dict.fromkeys(tensors.split(), torch.bfloat16), **dict.fromkeys(sizes, 16), **numbers}
-    arguments = {name: {**given, **constants}[name] for name in kernel.arg_names}
+    given |= constants
+    arguments = {name: given[name] for name in kernel.arg_names if name != "OVERLAP"}
     ptx: str = compiled(kernel, arguments, num_warps=warps, fp_fusion=False).asm["ptx"]
+    assert kernel is rank_sum_kernel or not accesses_before_waiting(ptx)
     return ptx
 
 
@@ -75,6 +78,22 @@ def test_silu_mul() -> None:
     ptx = code(silu_mul_kernel, "gate up out", {"columns": 1600, "blocks": 7}, {"BLOCK": 1024}, 4)
     assert stores(ptx) == {"st.global.v4.b32"}
     assert "ld.global.v4.b32" in ptx
+
+
+def test_products_of_few_rows() -> None:
+    numbers = {"rows": 63, "columns": 4096, "summed": 4096, "parts": torch.float32, "arrived": torch.int32}
+    constants = {
+        "bias": None,
+        "GATED": False,
+        "ROWS": 64,
+        "COLUMNS": 64,
+        "SUMMED": 128,
+        "SPLITS": 2,
+        "AHEAD": 8,
+    }
+    ptx = code(few_rows_kernel, "x weight out", numbers, constants, 4)
+    assert "wgmma" in ptx
+    assert "prefetch.global.L2" in ptx.split("griddepcontrol.wait")[0]
 
 
 def test_rank_sum() -> None:

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from attention_code import compiled
+from attention_code import accesses_before_waiting, compiled
+from triton.language import constexpr
 
-from kernels.recurrent.causal_conv import causal_conv_kernel
+from kernels.recurrent.causal_conv import causal_conv_kernel, conv_step_kernel
 from kernels.recurrent.gated_delta import gated_delta_kernel
 from kernels.recurrent.state_space import state_space_kernel
 
@@ -27,7 +28,9 @@ def code(kernel: Any, tensors: str, **more: Any) -> Any:
     sizes = [name for name in inspect.signature(kernel.fn).parameters if name.endswith("_stride")]
     given = {**dict.fromkeys(tensors.split(), torch.bfloat16), **dict.fromkeys(sizes, 2048), **SLICES}
     given |= {"state": torch.float32, **more}
-    return compiled(kernel, {name: given[name] for name in kernel.arg_names}, num_warps=4)
+    return compiled(
+        kernel, {name: given[name] for name in kernel.arg_names if name != "OVERLAP"}, num_warps=4
+    )
 
 
 @pytest.mark.parametrize("biased", [False, True])
@@ -41,14 +44,29 @@ def test_the_convolution_compiles(biased: bool) -> None:
     )
 
 
-@pytest.mark.parametrize("per_channel", [False, True])
-def test_the_state_space_reads_its_state_16_bytes_at_a_time(per_channel: bool) -> None:
+def test_a_step_of_the_convolution_moves_its_window_at_once() -> None:
+    constants = {"TAPS": 4, "WINDOW": 4, "SILU": True, "BLOCK_CHANNELS": 256, "BLOCK_WINDOW": 4}
+    more = {
+        "bias": torch.bfloat16,
+        "state": torch.bfloat16,
+        "channels": 8192,
+        "state_channel_stride": constexpr(4),
+    }
+    ptx = str(code(conv_step_kernel, "x weight out", **more, **constants).asm["ptx"])
+    assert not accesses_before_waiting(ptx)
+    window = ptx.rsplit("bar.sync", 1)[1]
+    assert "st.global.v" in window, "the new window is written after all threads have read the old one"
+
+
+@pytest.mark.parametrize(("per_channel", "early"), [(False, True), (True, False)])
+def test_the_state_space_reads_its_state_16_bytes_at_a_time(per_channel: bool, early: bool) -> None:
     size, block = (16, 256) if per_channel else (128, 32)
     constants = {"SIZE": size, "PER_CHANNEL": per_channel, "D_PER_CHANNEL": per_channel}
-    constants |= {"BLOCK_CHANNELS": block, "BLOCK_SIZE": size}
+    constants |= {"BLOCK_CHANNELS": block, "BLOCK_SIZE": size, "EARLY": early}
     numbers = {"channels": 64, "heads_per_group": 8, "least_dt": 0.0, "most_dt": 1e30}
     found = code(state_space_kernel, "x dt b c d dt_bias out", a=torch.float32, **numbers, **constants)
     assert_wide(found)
+    assert accesses_before_waiting(str(found.asm["ptx"])) == ({"ld.global"} if early else set())
 
 
 @pytest.mark.parametrize("per_element", [False, True])

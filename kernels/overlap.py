@@ -1,0 +1,61 @@
+"""Programmatic dependent launch: a kernel's programs are placed while the previous kernel's last programs still run.
+
+Between two short kernels of a decode step, a GPU idles for the time that a launch takes. From compute capability 9.0
+on, a kernel may be launched before the previous one in its stream has ended, and wait by itself for that end
+(CUDA C++ Programming Guide, "Programmatic Dependent Launch and Synchronization").
+
+Each kernel with an `OVERLAP` argument calls `wait_for_previous` before its first access to memory that a kernel of
+its stream may have written. When this call returns, all writes of all earlier kernels are visible, and the next
+kernel may be placed. A kernel may therefore read before this call only what the kernel directly before it does not
+write: all kernels before that one had ended when this one was placed.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TypedDict
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from kernels.dispatch import INTERPRETED
+
+_LEAST_CAPABILITY = (9, 0)
+_ROWS = range(2, 65)
+"""Rows of steps that are faster with overlapping kernels, measured on an H200: those in which this project's kernels
+follow each other, because `kernels.layers.few_rows` computes products. Other steps are up to 1 % slower."""
+
+
+class Overlap(TypedDict, total=False):
+    """Arguments of a launch."""
+
+    OVERLAP: bool
+    launch_pdl: bool
+
+
+def overlap(device: torch.device, rows: int, *, behind_library: bool = False) -> Overlap:
+    """Returns the arguments for a launch on `device` in a step of `rows` rows.
+
+    `behind_library`: whether a product by cuBLAS usually comes directly before. Then the kernel itself starts after
+    the end of this product, but the next kernel may overlap with it.
+    """
+    if rows not in _ROWS or not _supported(device):
+        return {"OVERLAP": False}
+    return {"OVERLAP": True, "launch_pdl": not behind_library}
+
+
+@lru_cache
+def _supported(device: torch.device) -> bool:
+    if INTERPRETED or device.type != "cuda":
+        return False
+    return torch.cuda.get_device_capability(device) >= _LEAST_CAPABILITY
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def wait_for_previous(OVERLAP: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: N803 - as throughout Triton
+    """Waits until the previous kernel has ended, then allows the placement of the next one."""
+    if OVERLAP:
+        gdc_wait()
+        gdc_launch_dependents()
