@@ -221,6 +221,8 @@ class FakeRunner:
         self.req_to_token = ReqToTokenPool(rows, spec.context_tokens)
         self.states = FakeStates(self) if spec.has_state else None
         self.between_layers: Callable[[], None] = lambda: None
+        self.layerwise: list[bool] = []
+        """Whether each step so far was launched layer by layer."""
 
     @property
     def transfer_pools(self) -> TransferPools:
@@ -246,6 +248,7 @@ class FakeRunner:
     ) -> torch.Tensor:
         """float32 `[sequences, VOCAB]`. Not `layerwise`, as a recorded step: every layer reads before the first call
         of the hook."""
+        self.layerwise.append(layerwise)
         states = [self.states.read(one.row) for one in batch.sequences] if self.states is not None else []
         kv = [self._kv_of(one) for one in batch.sequences]
         slots = [self.req_to_token.table[one.row, one.start : one.stop].long() for one in batch.sequences]

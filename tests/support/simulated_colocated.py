@@ -168,6 +168,10 @@ class Colocated:
             rank.step(rank.plans.next_plan())
         self.ranks[0].step(plan)
         self.deliver()
+        ways = [rank.runner.layerwise for rank in self.ranks]
+        assert all(way == ways[0] for way in ways), (
+            "sums of a recorded step are larger than those of another rank"
+        )
         return plan
 
     def require_no_delay(self, plan: StepPlan) -> None:

@@ -1,6 +1,6 @@
 """Time between the tokens of running answers while other prompts hit: in host memory, and in the KV pool.
 
-Both workloads send the same number of hits of the same sizes at the same times, so they differ only in the loads.
+Both workloads send hits of the same sizes at the same interval, so they differ only in the loads.
 """
 
 from __future__ import annotations
