@@ -102,7 +102,7 @@ class PrefillLeader(Leader):
                 self._confirm_release(request)
             self._admit()
             tokens = sum(len(work.tokens) for work in plan.work)
-            self._step_ended(tokens, 0 if plan.loads else tokens)
+            self._step_ended(tokens, 0 if plan.awaited_loads else tokens)
             self._publish_kv_events(PUBLISH_AT_EVENTS)
             self._changed.notify_all()
 

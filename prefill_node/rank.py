@@ -128,7 +128,6 @@ class PrefillRank(RankNode[PrefillConfig, PrefillLeader, SegmentSender]):
             self.transfer_loop.post(partial(self.agent.drop_early, key, reservation))
         loaded = self.order_copies(plan)
         if not plan.work:
-            loaded.before_all()
             return
         self._send_cached(plan, loaded.last_event)
         state_spans = self.runner.spec.layout.state_spans
@@ -141,18 +140,14 @@ class PrefillRank(RankNode[PrefillConfig, PrefillLeader, SegmentSender]):
         parts, ends = self.runner.shard.parts, {group.stop for group in self.agent.groups}
 
         def on_layer(layer: int) -> None:
-            loaded.after(layer)
             stop = parts[0].layers.start + layer + 1
             if stop in ends:
                 first = next(part.layers.start for part in parts if stop <= part.layers.stop)
                 self._layers_ready(chunk, Span(first, stop))
 
-        if loaded.events and not self.executor.calls_between_layers(plan):
-            loaded.before_all()
-        loaded.before_first()
         began_s = self.timeline.now()
         scores = PromptScores()
-        logits = self._forward(plan, on_layer, scores)
+        logits = self._forward(plan, on_layer, scores, loaded)
         for layers in state_spans if ended else ():
             self._layers_ready(state, layers)
         if self.leader is None:

@@ -31,6 +31,7 @@ from disagg.core.tokens import tokens_at
 from disagg.core.types import RequestKey, Ticket
 from disagg.kv.event_log import KVEventLog
 from disagg.model.chunks import PromptChunks
+from disagg.node.block_table import awaited_loads
 from disagg.node.kv_manager import KVManager, KVManagerStatistics
 from disagg.node.plan import StepPlan, Work, token_after
 from disagg.node.state_saves import StateSaves
@@ -173,6 +174,7 @@ class PrefillScheduler:
             state_copies=copies,
             state_saves=saves,
             dropped=dropped,
+            awaited_loads=awaited_loads((self.requests[one.key].block_table, one.start) for one in work),
             **cache._asdict(),
         )
 

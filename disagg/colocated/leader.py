@@ -93,7 +93,7 @@ class ColocatedLeader(ReservingLeader):
             self._begin_masks(chosen)
             generated = sum(self._answer(request, token) for request, token in chosen)
             self._scheduler.commit(plan)
-            measures = prompt_tokens > generated and not plan.loads
+            measures = prompt_tokens > generated and not plan.awaited_loads
             self._step_ended(prompt_tokens + generated, prompt_tokens if measures else 0)
             for request in step.requests:
                 self._confirm_release(request)

@@ -136,13 +136,13 @@ class ColocatedRank(RankNode[ColocatedConfig, ColocatedLeader, NoTransfers]):
 
     def step(self, plan: StepPlan) -> None:
         """Launches a step, then ends the previous step; see `SampledSteps`."""
-        self.order_copies(plan).before_all()
+        loaded = self.order_copies(plan)
         if not plan.work:
             self.end_steps()
             return
         began_s = self.timeline.now()
         scores = PromptScores()
-        logits = self._forward(plan, None, scores)
+        logits = self._forward(plan, None, scores, loaded)
         sample = partial(self.leader.sample, plan, logits, scores) if self.leader is not None else None
         self._steps.launched(plan, began_s, sample)
 

@@ -3,6 +3,10 @@
 Each step decodes a token of every running answer. The rest of the step's token budget goes to prompt chunks, so
 prompts never stall answers (chunked prefill with stall-free batching, Sarathi-Serve, Agrawal et al., 2024).
 
+A prompt whose cached KV is being loaded from host memory joins a step in two ways. While no answer runs, the step
+waits for the load on the device, layer by layer; the prompt must be the first of the step, so that no earlier prompt
+waits for the load. Otherwise the prompt joins after the last rank has reported the load, so that no answer waits.
+
 With `steps_ahead` a step is planned while the step before is in flight: the plan refers to tokens that are not
 sampled yet. A token that ends an answer is then known too late, and the next step computes one token too many, which
 is dropped; see docs/design/steps.md.
@@ -31,7 +35,7 @@ from disagg.model.chunks import PromptChunks
 from disagg.model.sampled_tokens import token_of
 from disagg.model.sampling.constraints import AnswerConstraint
 from disagg.model.sampling.penalties import TokenHistory
-from disagg.node.block_table import BlockTable
+from disagg.node.block_table import BlockTable, awaited_loads
 from disagg.node.kv_manager import KVManager, KVManagerStatistics
 from disagg.node.plan import StepPlan, Work, token_after
 from disagg.node.state_saves import SavedStates, StateSaves
@@ -224,6 +228,7 @@ class ColocatedScheduler:
             shared=self.steps_ahead > 0 and sampled,
             state_copies=copies,
             state_saves=saves,
+            awaited_loads=awaited_loads((self.requests[one.key].block_table, one.start) for one in work),
             **cache._asdict(),
         )
 
@@ -310,8 +315,11 @@ class ColocatedScheduler:
 
     def _prompts(self, left_tokens: int) -> list[Work]:
         work: list[Work] = []
+        answering = any(map(_goes_on, self.requests.values()))
         for request in sorted(filter(_may_prefill, self.requests.values()), key=lambda one: one.priority):
             start, whole = request.planned_tokens, request.begin_tokens
+            if (answering or work) and _awaits_load(request):
+                continue  # later prompts overtake until the load ends
             prompt_tokens = len(request.prompt)
             take = self._chunks.take_behind(start, prompt_tokens, whole, left_tokens, must=not work)
             if take == 0:
@@ -370,6 +378,11 @@ def _goes_on(request: ColocatedRequest) -> bool:
     if request.closing or not request.answers:
         return False
     return len(request.tokens) + request.ahead_tokens < request.sampling.max_tokens
+
+
+def _awaits_load(request: ColocatedRequest) -> bool:
+    """Returns whether a step with the request's next chunk would wait for a load."""
+    return request.block_table is not None and request.block_table.awaits_load(request.planned_tokens)
 
 
 def _may_prefill(request: ColocatedRequest) -> bool:

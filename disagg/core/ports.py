@@ -44,4 +44,4 @@ class Collective(Protocol):
 
 LayerHook = Callable[[int], None]
 """Callback with a layer's index within the rank's shard. The compute thread calls it after it has written the layer's
-K and V to the pool; on a GPU, after it has launched this write on the compute stream."""
+K and V to the pool, and before attention reads them; on a GPU, between the launches of both on the compute stream."""

@@ -7,7 +7,7 @@ separate blocks, of another size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -44,11 +44,22 @@ class HostPool:
         On a GPU, `store` and `load` queue copies on the current stream without synchronization. Both raise
         `InvariantError` if a block is not reserved.
         """
-        self._copy(pages_to_blocks, pages, blocks, Span(0, self.layers))
+        self._copy(pages_to_blocks, self._numbers(pages, blocks), Span(0, self.layers))
 
-    def load(self, pages: Sequence[int], blocks: Sequence[int], layers: Span) -> None:
-        """Copies `layers` of block `blocks[i]` to page `pages[i]`."""
-        self._copy(blocks_to_pages, pages, blocks, layers)
+    def load(self, pages: Sequence[int], blocks: Sequence[int]) -> None:
+        """Copies block `blocks[i]` to page `pages[i]`, all layers."""
+        for _ in self.load_groups(pages, blocks, [Span(0, self.layers)]):
+            pass
+
+    def load_groups(
+        self, pages: Sequence[int], blocks: Sequence[int], groups: Sequence[Span]
+    ) -> Iterator[Span]:
+        """Copies block `blocks[i]` to page `pages[i]`, group of layers by group; yields each group when its copy is
+        queued."""
+        numbers = self._numbers(pages, blocks)
+        for group in groups:
+            self._copy(blocks_to_pages, numbers, group)
+            yield group
 
     def warm(self) -> None:
         """Compiles the copy kernels with copies between the first page and scratch memory. Waits for the device."""
@@ -63,17 +74,18 @@ class HostPool:
             offset_bytes += page_bytes([buffer], self._page_size)
         torch.cuda.synchronize(self._buffers[0].device)
 
-    def _copy(
-        self,
-        copy: Callable[[Pages, Blocks], None],
-        pages: Sequence[int],
-        blocks: Sequence[int],
-        layers: Span,
-    ) -> None:
+    def _numbers(self, pages: Sequence[int], blocks: Sequence[int]) -> torch.Tensor | None:
+        """Returns the numbers of pages and blocks on the device, int64 `[2, pages]`; None if there are none."""
         if not pages:
-            return
+            return None
         self.memory.require_reserved(blocks)
-        numbers = upload([*pages, *blocks], self._buffers[0].device).view(2, -1)
+        return upload([*pages, *blocks], self._buffers[0].device).view(2, -1)
+
+    def _copy(
+        self, copy: Callable[[Pages, Blocks], None], numbers: torch.Tensor | None, layers: Span
+    ) -> None:
+        if numbers is None:
+            return
         start = offset_bytes = 0
         for buffer in self._buffers:
             stop = start + buffer.shape[0]

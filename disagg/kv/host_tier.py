@@ -49,6 +49,8 @@ class TierLoad:
     pages: int
     state: tuple[int, int] | None = None
     """(tokens, slot) of the recurrent state that the load includes, or None. The request owns the slot."""
+    number: int = 0
+    """Number of the load's `CacheOperation`."""
     done: bool = False
     """Whether every rank has reported the end of the load."""
 
@@ -281,8 +283,8 @@ class HostTier:
         """Plans a load of the pages of `hit` from index `first_page` on into `pages`, which the caller owns.
 
         `slot`: state slot, owned by the caller, for the state of `hit`; None for a hit without a state. The caller
-        must not use KV and state before `TierLoad.done`, except in steps planned from now on, which ranks compute
-        after the load.
+        must not use KV and state before `TierLoad.done`, except in a step whose plan names the load in
+        `StepPlan.awaited_loads`, and in steps after that one.
         """
         blocks = hit.pages[first_page:]
         if len(blocks) != len(pages) or (hit.state is None) != (slot is None):
@@ -339,6 +341,8 @@ class HostTier:
         self._number += 1
         operation.missing_ranks = set(range(self._ranks))
         self._under_way[self._number] = operation
+        if operation.load is not None:
+            operation.load.number = self._number
         transfers = []
         if operation.pages:
             transfers.append(PoolTransfer("kv", operation.pages, [block - 1 for block in operation.blocks]))

@@ -347,19 +347,25 @@ class ModelRunner:
         copy_in_order(self.pool, self.page_size, copies)
 
     def forward(
-        self, batch: StepBatch, on_layer: LayerHook | None = None, scores: PromptScores | None = None
+        self,
+        batch: StepBatch,
+        on_layer: LayerHook | None = None,
+        scores: PromptScores | None = None,
+        *,
+        layerwise: bool = False,
     ) -> torch.Tensor:
         """Runs one step and returns the logits after each sequence's last token, float32 `[sequences, vocab]`.
 
-        `on_layer(layer)` is called after the write of a layer's K and V (on a GPU: after the write is queued). This
-        method does not synchronize. The next step overwrites the logits. Raises ValueError for an empty batch, or a
-        slice beyond the block table.
+        `on_layer(layer)` is called after the write of a layer's K and V (on a GPU: after the write is queued). With
+        `layerwise`, the step is not launched as a whole, so that the hook is called between the layers; see
+        `computes_by_layer`. All ranks of a group pass the same value. This method does not synchronize. The next step
+        overwrites the logits. Raises ValueError for an empty batch, or a slice beyond the block table.
 
         `scores` of rank 0 receives the log-probabilities of the batch's `targets`.
         """
         if not batch.sequences:
             raise ValueError("a step needs at least one sequence")
-        graphs = self._graphs_of(batch)
+        graphs = None if layerwise else self._graphs_of(batch)
         if graphs is not None:
             require_fits(batch, self.req_to_token)
             found = graphs.run(batch)
@@ -383,12 +389,12 @@ class ModelRunner:
             logits.update(zip(part, found, strict=True))
         return torch.stack([logits[index] for index in range(len(batch.sequences))])
 
-    def calls_between_layers(self, batch: StepBatch) -> bool:
-        """Returns whether `forward` calls its hook between the layers of all sequences.
+    def computes_by_layer(self, batch: StepBatch) -> bool:
+        """Returns whether a `layerwise` step computes each layer of all sequences before the next layer.
 
-        Otherwise some layers, or those of some sequences, are launched before the first call of the hook.
+        Otherwise the step has several model calls, and layers of the first ones run before the hook's first call.
         """
-        return self._graphs_of(batch) is None and (not self._in_parts or len(batch.sequences) == 1)
+        return not self._in_parts or len(batch.sequences) == 1
 
     def _graphs_of(self, batch: StepBatch) -> StepGraphs | None:
         """Returns the recorded steps if one of them can run the batch. With recurrent layers, they can run only

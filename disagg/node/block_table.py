@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -68,3 +69,17 @@ class BlockTable:
     def loading(self) -> bool:
         """Whether a rank may still be loading KV into the pages."""
         return self.load is not None and not self.load.done
+
+    def awaits_load(self, start: int) -> bool:
+        """Returns whether a step that computes from position `start` on must wait for the load.
+
+        False after the load, and behind the first computed position: the step that computes this position has waited,
+        and later steps follow it on the device.
+        """
+        return self.loading and start == self.cached_tokens
+
+
+def awaited_loads(works: Iterable[tuple[BlockTable | None, int]]) -> list[int]:
+    """Returns `StepPlan.awaited_loads` of a step, from the block table and the start position of each work item."""
+    waiting = [table.load for table, start in works if table is not None and table.awaits_load(start)]
+    return [load.number for load in waiting if load is not None]

@@ -6,9 +6,9 @@ which never waits for stores. Waiting stores are merged into one launch.
 
 There are two kinds of loads:
 
-    layered      prefill and colocated groups: the compute thread launches the load, layer group by layer group, on a
-                 separate stream. Before the step computes a group of layers, it waits on the device for the load of
-                 that group. The first layers compute while later layers load
+    layered      prefill and colocated groups: the compute thread launches the load on a separate stream, layer group
+                 by layer group if a step will wait for it (`disagg.node.loaded_layers`). The leader decides which
+                 steps wait (`StepPlan.awaited_loads`)
     in parallel  decode groups: a separate thread runs the load. The request joins the batch after the report of the
                  load, so that no running request is delayed
 """
@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import structlog
 import torch
 
+from disagg.core.errors import InvariantError
 from disagg.core.ports import Clock
 from disagg.core.types import Span
 from disagg.kv.cache_operations import CacheOperation, PoolName
@@ -35,17 +36,19 @@ from disagg.node.device import (
     DeviceEvent,
     DeviceMark,
     DeviceQueue,
-    let_stream_wait,
     record_event,
     seconds_between,
     use_device,
     wait_for,
 )
+from disagg.node.loaded_layers import LoadedLayers
+from disagg.node.plan import StepPlan
 
 log = structlog.get_logger(__name__)
 
-LOAD_GROUPS = 8
-"""Number of layer groups into which a load is divided, so that a step can begin after an eighth of the load."""
+LOAD_GROUPS = 16
+"""Number of layer groups into which a load is divided. A step that computes longer than the load waits for about the
+first group only; after a load that takes longer, about the last group's layers are left to compute."""
 
 Moved = Callable[[int, str, float], None]
 """Callback with an operation's number, its error, empty if it succeeded, and for a load the seconds of the copies."""
@@ -77,40 +80,10 @@ def least_host_bytes(pools: TransferPools, page_size: int) -> int:
     return 2 * max(page, block_bytes(page_bytes(pools.state_buffers, 1))) if pools.state_buffers else page
 
 
-class LoadedLayers(NamedTuple):
-    """Device events after the loads for which a step waits, one for each group of layers."""
-
-    device: torch.device
-    events: tuple[tuple[int, DeviceEvent], ...]
-    """(last layer + 1, event) of each group of layers, ascending; empty if the step waits for no load."""
-
-    def before_all(self) -> None:
-        """Makes the current stream wait for all layers. Never blocks the host."""
-        if self.events:
-            let_stream_wait(self.device, self.events[-1][1])
-
-    def before_first(self) -> None:
-        """Makes the current stream wait for the first group of layers."""
-        if self.events:
-            let_stream_wait(self.device, self.events[0][1])
-
-    def after(self, layer: int) -> None:
-        """Makes the current stream wait for the layers that follow `layer`, which has been launched."""
-        for (stop, _), (_, event) in zip(self.events, self.events[1:], strict=False):
-            if stop == layer + 1:
-                let_stream_wait(self.device, event)
-
-    @property
-    def last_event(self) -> DeviceEvent:
-        """Event after all loads; None without loads, and on a CPU, where the loads are already complete."""
-        return self.events[-1][1] if self.events else None
-
-
 class _QueuedLoads(NamedTuple):
     """Loads that were queued together."""
 
-    events: tuple[tuple[int, DeviceEvent], ...]
-    """See `LoadedLayers.events`."""
+    loaded: LoadedLayers
     began: DeviceMark
     ended: DeviceMark
 
@@ -161,27 +134,42 @@ class HybridCacheController:
         The compute thread launches layered loads; this thread then only reports the end of the load.
         """
         self._stores: deque[tuple[CacheOperation, DeviceEvent]] = deque()
+        self._loads: dict[int, LoadedLayers] = {}
+        """Layered loads under way on this rank, by number of the operation. The compute thread adds loads, the load
+        thread removes them."""
+        self._last_load = 0
+        """Number of the latest load; operations are numbered in ascending order."""
 
-    def order(self, operations: Sequence[CacheOperation]) -> LoadedLayers:
+    def order(self, plan: StepPlan) -> LoadedLayers:
         """Starts the operations of a plan, after all work queued so far on the current stream; never blocks.
 
-        Called on the compute thread. Returns the loads for which the plan's step must wait.
+        Called on the compute thread. Returns the loads for which the plan's step must wait. Raises `InvariantError`
+        if the plan awaits a load that no plan has ordered.
         """
-        nothing = LoadedLayers(self._device, ())
-        if not operations:
-            return nothing
-        event = record_event(self._device)
+        if plan.cache_operations:
+            self._start(plan, record_event(self._device))
+        return self._awaited(plan.awaited_loads)
+
+    def _awaited(self, numbers: Sequence[int]) -> LoadedLayers:
+        """Returns the events of the latest of these loads that is under way on this rank."""
+        if numbers and max(numbers) > self._last_load:
+            raise InvariantError(f"a step awaits load {max(numbers)}, and no plan has ordered it")
+        under_way = [found for number in sorted(numbers) if (found := self._loads.get(number)) is not None]
+        return under_way[-1] if under_way else LoadedLayers(self._device)
+
+    def _start(self, plan: StepPlan, event: DeviceEvent) -> None:
+        operations = plan.cache_operations
         stores = [one for one in operations if one.store]
         if stores:
             self._stores.extend((one, event) for one in stores)
             self.storing.submit(self._guarded, self._store_waiting)
         loads = [one for one in operations if not one.store]
-        if not loads:
-            return nothing
-        if self._layered:
-            return self._launch(loads, event)
-        self.loading.submit(self._guarded, self._load, loads, event)
-        return nothing
+        if loads and self._layered:
+            # Beside a step that does not wait, the load has fewer launches: its request waits for the report anyway.
+            beside = bool(plan.work) and not plan.awaited_loads
+            self._launch(loads, event, 1 if beside else self._load_groups)
+        elif loads:
+            self.loading.submit(self._guarded, self._load, loads, event)
 
     def kv_blocks(self, numbers: Sequence[int]) -> list[torch.Tensor]:
         """Returns the memory of blocks of KV pages, uint8 `[block_bytes]` each. Any thread may call it.
@@ -246,10 +234,11 @@ class HybridCacheController:
         """Copies all layers of the loads, then reports the end of the loads. Runs on the load thread."""
         self._report(operations, self._queue_loads(operations, after, groups=1))
 
-    def _launch(self, operations: Sequence[CacheOperation], after: DeviceEvent) -> LoadedLayers:
-        queued = self._queue_loads(operations, after, self._load_groups)
+    def _launch(self, operations: Sequence[CacheOperation], after: DeviceEvent, groups: int) -> None:
+        queued = self._queue_loads(operations, after, groups)
+        self._last_load = operations[-1].number
+        self._loads.update((operation.number, queued.loaded) for operation in operations)
         self.loading.submit(self._guarded, self._report, operations, queued)
-        return LoadedLayers(self._device, queued.events)
 
     def _queue_loads(
         self, operations: Sequence[CacheOperation], after: DeviceEvent, groups: int
@@ -257,17 +246,18 @@ class HybridCacheController:
         """Queues loads: states first, then pages by group of layers."""
         self._load_queue.after(after)
         began = self._load_queue.mark()
+        slots, blocks = _copies("state", operations)
         with self._load_queue.use():
-            slots, blocks = _copies("state", operations)
-            self.states.load(slots, blocks, Span(0, self.states.layers))
+            self.states.load(slots, blocks)
+        states = self._load_queue.record_event() if slots else None
+        layers, events = self.kv.layers, list[tuple[int, DeviceEvent]]()
+        spans = [Span(i * layers // groups, (i + 1) * layers // groups) for i in range(groups)]
         pages, blocks = _copies("kv", operations)
-        layers, events = self.kv.layers, []
-        for number in range(groups):
-            span = Span(number * layers // groups, (number + 1) * layers // groups)
-            with self._load_queue.use():
-                self.kv.load(pages, blocks, span)
-            events.append((span.stop, self._load_queue.record_event()))
-        return _QueuedLoads(tuple(events), began, self._load_queue.mark())
+        with self._load_queue.use():
+            for span in self.kv.load_groups(pages, blocks, spans):
+                events.append((span.start, self._load_queue.record_event()))
+        loaded = LoadedLayers(self._device, states, tuple(events))
+        return _QueuedLoads(loaded, began, self._load_queue.mark())
 
     def _report(self, operations: Sequence[CacheOperation], queued: _QueuedLoads) -> None:
         """Waits for the end of queued loads, then reports their end. Runs on the load thread.
@@ -275,6 +265,8 @@ class HybridCacheController:
         Each load is reported with a part of the time of all loads that were queued together.
         """
         seconds = seconds_between(queued.began, queued.ended)
+        for operation in operations:
+            self._loads.pop(operation.number, None)
         sizes = [len(_copies("kv", [operation])[0]) for operation in operations]
         for operation, pages in zip(operations, sizes, strict=True):
             self._moved(operation.number, "", seconds * pages / max(1, sum(sizes)))

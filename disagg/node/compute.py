@@ -16,6 +16,7 @@ from disagg.kv.pages import slots_of
 from disagg.model.batch import SequenceSlice, StepBatch
 from disagg.model.sampling.prompt_scores import PromptScores
 from disagg.node.device import use_device
+from disagg.node.loaded_layers import LoadedLayers, hook_with_waits
 from disagg.node.plan import StateCopy, StepPlan, Work
 from disagg.node.step_recorder import StepRecorder
 from disagg.node.step_watch import StepWatch
@@ -40,21 +41,30 @@ class StepExecutor:
             runner.req_to_token.alloc()
 
     def run(
-        self, plan: StepPlan, on_layer: LayerHook | None = None, scores: PromptScores | None = None
+        self,
+        plan: StepPlan,
+        on_layer: LayerHook | None = None,
+        scores: PromptScores | None = None,
+        loaded: LoadedLayers | None = None,
     ) -> torch.Tensor:
         """Returns the logits of each work item's last token, float32 `[len(plan.work), vocab]`.
 
-        `scores` receives the log-probabilities of prompt tokens that the plan wants.
+        `scores` receives the log-probabilities of prompt tokens that the plan wants. `loaded`: the loads that the
+        plan awaits. The step waits for them on the device, for each group of layers if the model computes all
+        sequences of the step layer by layer.
         """
         self._update_rows(plan.work)
+        batch = _batch(plan)
+        if loaded is not None and loaded.by_layer and self._runner.computes_by_layer(batch):
+            loaded.before_states()
+            on_layer = hook_with_waits(loaded, on_layer)
+        elif loaded is not None:
+            loaded.before_all()
         self._copy_states(plan.state_copies)
-        logits = self._runner.forward(_batch(plan), on_layer, scores)
+        # By the plan, not by `loaded`: on some ranks the load may have ended, and all ranks compute in the same way.
+        logits = self._runner.forward(batch, on_layer, scores, layerwise=bool(plan.awaited_loads))
         self._copy_states(plan.state_saves)
         return logits
-
-    def calls_between_layers(self, plan: StepPlan) -> bool:
-        """Returns whether `run` calls `on_layer` between the layers; see `ModelRunner.calls_between_layers`."""
-        return self._runner.calls_between_layers(_batch(plan))
 
     def _copy_states(self, copies: Sequence[StateCopy]) -> None:
         if copies:

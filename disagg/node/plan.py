@@ -99,19 +99,17 @@ class StepPlan(msgspec.Struct, frozen=True):
     """Copies of recurrent states of rows, after the step."""
     cache_operations: list[CacheOperation] = []
     """Copies between tiers of the prefix cache. Stores copy KV and states that steps before this plan computed.
-    Loads precede the steps of this plan and of later plans. In a decode group, the requests of the loads wait for the
-    ranks' reports instead."""
+    Loads run beside steps; see `awaited_loads`."""
+    awaited_loads: list[int] = []
+    """Numbers of the loads, of this plan or of earlier plans, that the step reads and that some rank has not
+    reported. The step waits for them on the device, and runs layer by layer, so that first layers compute while later
+    layers load. Empty in a decode group, whose requests wait for the ranks' reports."""
     dropped: list[tuple[RequestKey, int]] = []
     """(key, reservation) of each request that had `early` work and has ended."""
     storage_operations: list[StorageOperation] = []
     """Operations on the third tier of the prefix cache, which ranks perform while steps run."""
     unwanted_fetches: list[int] = []
     """Numbers of fetches of earlier plans that the ranks end now. Pages that have landed are kept."""
-
-    @property
-    def loads(self) -> bool:
-        """Whether the plan orders loads of cached KV, for which its step may wait."""
-        return any(not operation.store for operation in self.cache_operations)
 
     def encode(self) -> bytes:
         """Returns the encoding for `transport.control.messages.Plan.body`."""

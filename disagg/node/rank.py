@@ -31,7 +31,7 @@ from disagg.model.load.tokenizer import load_tokenizer
 from disagg.model.sampling.constraints import Constraints
 from disagg.model.sampling.prompt_scores import PromptScores
 from disagg.node.agent import Agent
-from disagg.node.cache_controller import HybridCacheController, LoadedLayers, host_block_counts
+from disagg.node.cache_controller import HybridCacheController, host_block_counts
 from disagg.node.compute import ComputeThread, PlanQueue, StepExecutor
 from disagg.node.device import device_limit_bytes, memory_bytes
 from disagg.node.group_storage import (
@@ -46,6 +46,7 @@ from disagg.node.host_cache_sharing import HostCacheSharing
 from disagg.node.kv_manager import KVManager
 from disagg.node.leader import Leader
 from disagg.node.links import Link
+from disagg.node.loaded_layers import LoadedLayers
 from disagg.node.plan import StepPlan
 from disagg.node.prefix_caching import cache_refusal
 from disagg.node.rank_peers import RankPeers
@@ -341,7 +342,7 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
             self.sharing.withdraw(plan.cache_operations, plan.storage_operations)
         if self.storage_controller is not None:
             self.storage_controller.order(plan.storage_operations, plan.unwanted_fetches)
-        return self.cache_controller.order(plan.cache_operations)
+        return self.cache_controller.order(plan)
 
     def link(self, other: GroupInfo) -> None:
         """Links this group with a group of the other role.
@@ -577,11 +578,15 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
         return PromptChunks.of(self.runner.spec, self.group_config.chunk_tokens, deterministic=deterministic)
 
     def _forward(
-        self, plan: StepPlan, on_layer: LayerHook | None = None, scores: PromptScores | None = None
+        self,
+        plan: StepPlan,
+        on_layer: LayerHook | None = None,
+        scores: PromptScores | None = None,
+        loaded: LoadedLayers | None = None,
     ) -> torch.Tensor:
         """Returns a step's logits; see `StepExecutor.run`. Runs on the compute thread; benchmarks measure it."""
         with self.recorder.part("forward"):
-            return self.executor.run(plan, on_layer, scores)
+            return self.executor.run(plan, on_layer, scores, loaded)
 
     @abstractmethod
     def _make_leader(self, kv_manager: KVManager) -> LeaderT: ...

@@ -16,7 +16,7 @@ import torch
 
 from disagg.core.config.groups import DecodeConfig, GroupConfig
 from disagg.core.ports import Clock
-from disagg.core.types import KVLayout, Span
+from disagg.core.types import KVLayout
 from disagg.kv import host_pool
 from disagg.kv.host_pool import HostPool, block_bytes
 from disagg.kv.transfer_pools import TransferPools
@@ -93,7 +93,7 @@ class Swapper:
                 if swap.out:
                     self.host.store(swap.pages, swap.blocks)
                 else:
-                    self.host.load(swap.pages, swap.blocks, Span(0, self.host.layers))
+                    self.host.load(swap.pages, swap.blocks)
             wait_for(self._queue.record_event())
         except Exception as exc:  # any error ends this request only
             log.exception("swap_failed", request=str(swap.key))

@@ -29,6 +29,7 @@ from disagg.node.cache_controller import (
     least_host_bytes,
 )
 from disagg.node.kv_manager import KVManager
+from disagg.node.plan import StepPlan
 
 PAGE, LAYERS = 4, 5
 
@@ -69,10 +70,7 @@ class Controller:
 
     def order(self, *operations: CacheOperation) -> None:
         """Orders the operations, and waits for their reports."""
-        loaded = self.controller.order(operations)
-        loaded.before_first()
-        for layer in range(LAYERS):
-            loaded.after(layer)
+        self.controller.order(StepPlan(1, [], cache_operations=list(operations)))
         numbers = {operation.number for operation in operations}
         with self.reported:
             assert self.reported.wait_for(lambda: self.broken or numbers <= self.moved.keys(), PATIENCE_S)

@@ -18,9 +18,9 @@ from disagg.core.types import RequestKey, SamplingParams, Span, Ticket
 from disagg.model.chunks import PromptChunks
 from disagg.model.host_copy import HostCopy
 from disagg.model.sampling.prompt_scores import PromptScores
-from disagg.node import cache_controller
-from disagg.node.cache_controller import LoadedLayers
+from disagg.node import loaded_layers
 from disagg.node.kv_manager import KVManager
+from disagg.node.loaded_layers import LoadedLayers
 from disagg.node.plan import StepPlan
 from prefill_node import leader as leader_module
 from prefill_node.leader import PrefillLeader
@@ -197,26 +197,26 @@ def test_wrong_prompt_logprobs_keep_a_prompt_out_of_the_cache(monkeypatch: pytes
     assert group.scheduler.kv_manager.cached_tokens(PrefixKey.of([*PROMPT, 1])) == 0
 
 
-@pytest.mark.parametrize("between", [False, True])
-def test_a_step_without_a_call_between_layers_waits_for_all_loads(
-    order: Ordered, between: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("by_layer", [False, True])
+def test_a_step_of_several_model_calls_waits_for_all_loads(
+    order: Ordered, by_layer: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A recorded step is one launch: its later layers would read KV that is still being loaded."""
+    """Its first call computes all layers before the hook's first call."""
     rank, waits = order.ranks[P], []
-    monkeypatch.setattr(cache_controller, "let_stream_wait", lambda _, event: waits.append(event))
-    loaded = LoadedLayers(torch.device("cpu"), ((1, "first"), (2, "last")))
+    monkeypatch.setattr(loaded_layers, "let_stream_wait", lambda _, event: waits.append(event))
+    loaded = LoadedLayers(torch.device("cpu"), "states", ((0, "first"), (1, "last")))
     monkeypatch.setattr(rank, "order_copies", lambda _: loaded)
     monkeypatch.setattr(rank, "_send_cached", lambda *_: None)
-    monkeypatch.setattr(rank.runner, "calls_between_layers", lambda _: between)
+    monkeypatch.setattr(rank.runner, "computes_by_layer", lambda _: by_layer)
     forward = rank.runner.forward
 
-    def launched(*arguments: Any) -> torch.Tensor:
+    def launched(*arguments: Any, **named: Any) -> torch.Tensor:
         waits.append("forward")
-        found: torch.Tensor = forward(*arguments)
+        found: torch.Tensor = forward(*arguments, **named)
         return found
 
     monkeypatch.setattr(rank.runner, "forward", launched)
     order.router.submit(TOKENS, SamplingParams(max_tokens=1))
     order.deliver(ROUTER, P)
     order.step()
-    assert waits[:3] == (["first", "forward", "last"] if between else ["last", "first", "forward"])
+    assert waits == (["states", "forward", "first", "last"] if by_layer else ["last", "forward"])

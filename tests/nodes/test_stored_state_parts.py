@@ -15,7 +15,7 @@ from storage_pages import TIMEOUT_S
 
 from disagg.core.config.read import Config, ModelConfig, PrefillConfig
 from disagg.core.prefixes import PrefixKey
-from disagg.core.types import PROTOCOL_VERSION, GroupInfo, KVLayout, RankInfo, Span, head_span
+from disagg.core.types import PROTOCOL_VERSION, GroupInfo, KVLayout, RankInfo, head_span
 from disagg.kv.cache_operations import StorageOperation
 from disagg.kv.mamba_pool import MambaPool, StateForm, StateHeads, StatePlace, StateSection, state_classes
 from disagg.kv.pool import make_pool
@@ -152,7 +152,7 @@ class HybridRank:
         """Whether block `number` has the rank's part of state `number`, after a load to a slot."""
         for buffer in self.pool.buffers:
             buffer.zero_()
-        self.memory.states.load([2], [number], Span(0, self.memory.states.layers))
+        self.memory.states.load([2], [number])
         each = zip(self.pool.class_views(), self.shard.states, STATES, strict=True)
         return all(
             torch.equal(view[:, 0, 2], whole[number][:, mine.heads.start : mine.heads.stop])

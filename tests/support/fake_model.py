@@ -22,7 +22,7 @@ from disagg.kv.mamba_pool import MambaPool, StateForm, StatePlace, state_classes
 from disagg.kv.pool import MHATokenToKVPool, make_pool
 from disagg.kv.req_to_token import ReqToTokenPool
 from disagg.kv.transfer_pools import TransferPools
-from disagg.model.batch import StepBatch
+from disagg.model.batch import SequenceSlice, StepBatch
 from disagg.model.page_copies import copy_in_order
 from disagg.model.sampled_tokens import token_of
 from disagg.model.sampling.beam_search import BeamSearch
@@ -221,14 +221,16 @@ class FakeRunner:
         self.req_to_token = ReqToTokenPool(rows, spec.context_tokens)
         self.states = FakeStates(self) if spec.has_state else None
         self.between_layers: Callable[[], None] = lambda: None
+        self.layerwise: list[bool] = []
+        """Whether each step so far was launched layer by layer."""
 
     @property
     def transfer_pools(self) -> TransferPools:
         """See `ModelRunner.transfer_pools`."""
         return TransferPools.of(self.pool, self.states.pool if self.states is not None else None)
 
-    def calls_between_layers(self, batch: StepBatch) -> bool:
-        """See `ModelRunner.calls_between_layers`."""
+    def computes_by_layer(self, batch: StepBatch) -> bool:
+        """See `ModelRunner.computes_by_layer`."""
         return True
 
     def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
@@ -237,20 +239,33 @@ class FakeRunner:
         self.between_layers()
 
     def forward(
-        self, batch: StepBatch, on_layer: LayerHook | None = None, scores: PromptScores | None = None
+        self,
+        batch: StepBatch,
+        on_layer: LayerHook | None = None,
+        scores: PromptScores | None = None,
+        *,
+        layerwise: bool = False,
     ) -> torch.Tensor:
-        """float32 `[sequences, VOCAB]`."""
-        for one in batch.sequences if self.states is not None else ():
-            self.states.check(one.row, one.start)
+        """float32 `[sequences, VOCAB]`. Not `layerwise`, as a recorded step: every layer reads before the first call
+        of the hook."""
+        self.layerwise.append(layerwise)
+        states = [self.states.read(one.row) for one in batch.sequences] if self.states is not None else []
         kv = [self._kv_of(one) for one in batch.sequences]
         slots = [self.req_to_token.table[one.row, one.start : one.stop].long() for one in batch.sequences]
+        for one in () if layerwise else batch.sequences:
+            for _, _, pool, layer in self._places:
+                self._require_read(one, pool, layer, one.start)
         for number, part, pool, layer in self._places:
             for where, computed in zip(slots, kv, strict=True):
                 pool.write(layer, where, *computed[number][layer])
             if on_layer is not None:
                 on_layer(part.layers.start + layer)
+            for one in batch.sequences if layerwise else ():
+                self._require_read(one, pool, layer, one.stop)
             self.between_layers()
-        for one in batch.sequences if self.states is not None else ():
+        for one, read in zip(batch.sequences, states, strict=bool(states)):
+            assert self.states is not None
+            self.states.check(read, one.row, one.start)
             for position, slot in one.saves:
                 assert one.start < position < one.stop <= max(one.prompt_tokens, one.stop)
                 self.states.write(one.row, position)
@@ -259,6 +274,11 @@ class FakeRunner:
         if scores is not None and batch.scores:
             self._score(batch, scores)
         return torch.stack([fake_logits(self.context(one.row, one.stop)) for one in batch.sequences])
+
+    def _require_read(self, one: SequenceSlice, pool: MHATokenToKVPool, layer: int, stop: int) -> None:
+        """Attention of a layer reads the positions below `stop`, all of which have KV by now."""
+        found = pool.buffer[layer].index_select(1, self.req_to_token.table[one.row, :stop].long())
+        assert not found.isnan().any(), f"row {one.row}: layer {layer} is read before all of {stop} has KV"
 
     def _score(self, batch: StepBatch, scores: PromptScores) -> None:
         """See `ModelRunner.forward`."""
@@ -340,12 +360,15 @@ class FakeStates:
         for buffer in self.pool.buffers:
             buffer.fill_(torch.nan)
 
-    def check(self, row: int, position: int) -> None:
-        """The row's state is that behind `position`, unless the request begins there."""
-        for (place, found), wanted in zip(self.pool.states(row), self._wanted(row, position), strict=True):
-            assert position == 0 or torch.equal(found[0], wanted), (
-                f"row {row}: {place} is wrong at {position}"
-            )
+    def read(self, row: int) -> list[tuple[StatePlace, torch.Tensor]]:
+        """A copy of the row's state, with which a step begins."""
+        return [(place, found[0].clone()) for place, found in self.pool.states(row)]
+
+    def check(self, read: list[tuple[StatePlace, torch.Tensor]], row: int, position: int) -> None:
+        """The state that a step has read is that behind `position`, unless the request begins there. All KV of the
+        row has been loaded meanwhile."""
+        for (place, found), wanted in zip(read, self._wanted(row, position), strict=True):
+            assert position == 0 or torch.equal(found, wanted), f"row {row}: {place} is wrong at {position}"
 
     def write(self, row: int, position: int) -> None:
         """The row's state becomes that behind `position`."""

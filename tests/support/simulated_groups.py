@@ -31,6 +31,7 @@ from fake_model import (
 from simulated_constraints import SimulatedConstraints
 from simulated_memory import (
     Device,
+    LateLoads,
     LateThread,
     late_kernels,
     poison_blocks,
@@ -132,7 +133,7 @@ class Simulation:
         """`more`: see `fake_spec`."""
         patch.setattr("disagg.node.leader.IDLE_S", 0.0)
         patch.setattr("staging.wire.PROBE_SIZES_BYTES", (64, 256, 1024))
-        self.choose, self.now_s, self.config = random.Random(seed), 0.0, config
+        self.choose, self.now_s, self.config, self._patch = random.Random(seed), 0.0, config, patch
         self.fabric = InprocFabric()
         self.queues: dict[tuple[str, str], deque[m.Message]] = {}
         self.dead: set[str] = set()
@@ -500,6 +501,8 @@ class Simulation:
         controller = rank.cache_controller
         loads = self.loads[name] = Device()
         controller.storing, controller.loading = LateThread(copies), LateThread(loads)
+        if rank.role != "decode":
+            LateLoads(rank, loads, self._patch)
         if rank.leader is not None:  # the first mask is ready after a copy or two
             rank.leader.constraints = SimulatedConstraints(loads.work.append)
 

@@ -19,6 +19,7 @@ from decode_node.scheduler import DecodeScheduler
 from disagg.core.types import Span
 from disagg.kv.pages import slots_of
 from disagg.node.kv_manager import KVManager
+from kernels.copy.page_blocks import blocks_to_pages
 from kernels.copy.rows import PoolSlice
 from staging.allocator import Lease, StagingAllocator
 
@@ -41,6 +42,43 @@ class Device:
     def step(self) -> None:
         if self.work:
             self.work.popleft()()
+
+
+class LateLoads:
+    """Stands in for the stream of a controller's layered loads: its copies wait in a device's queue.
+
+    A step waits for a part of a load as a compute stream does: nothing of the step runs before the event.
+    """
+
+    def __init__(self, rank: Any, device: Device, patch: pytest.MonkeyPatch) -> None:
+        """`device`: its queue also has the work of the controller's load thread, so a load is reported at its end."""
+        controller, self._device = rank.cache_controller, device
+        self.waits: list[Any] = []
+        """Events for which steps have waited, those that were already over too."""
+        for pool in (controller.kv, controller.states):
+            pool._copy = self._late(pool._copy)  # noqa: SLF001 - both kinds of copies, of which stores run on their thread
+        controller._load_queue.record_event = self._record_event  # noqa: SLF001
+        patch.setattr("disagg.node.loaded_layers.let_stream_wait", self._wait)
+
+    def _late(self, copy: Callable[..., None]) -> Callable[..., None]:
+        def late(kernel: Any, *rest: Any) -> None:
+            work = partial(copy, kernel, *rest)
+            self._device.work.append(work) if kernel is blocks_to_pages else work()
+
+        return late
+
+    def _record_event(self) -> Any:
+        event = SimpleNamespace(done=False, loads=self)
+        event.query = lambda: event.done
+        self._device.work.append(lambda: setattr(event, "done", True))
+        return event
+
+    @staticmethod
+    def _wait(_: torch.device, event: Any) -> None:
+        if event is not None:
+            event.loads.waits.append(event)
+            while not event.done:
+                event.loads._device.step()  # noqa: SLF001
 
 
 class LateThread:

@@ -18,7 +18,6 @@ CutWay = Literal["both", "forth", "back"]
 """Directions in which a cut network carries no packet."""
 CUT_WAYS: tuple[CutWay, ...] = get_args(CutWay)
 ROLES: tuple[Role, ...] = get_args(Role)
-Name = TypeVar("Name", bound=str)
 
 Victim = TypeVar("Victim")
 
@@ -80,15 +79,6 @@ class Schedule:
             )
             for number, kind in enumerate(kinds, 1)
         ]
-
-
-def parse_names(flag: str, text: str, known: Sequence[Name]) -> tuple[Name, ...]:
-    """Parses a list such as `kill,stop`, whose names must be in `known`. Raises `ConfigError` that names `flag`."""
-    names = text.split(",")
-    found = tuple(name for name in known if name in names)
-    if len(found) != len(names):
-        raise ConfigError(f"{flag} {text}: give one or more of {','.join(known)}, each once")
-    return found
 
 
 def parse_seconds(flag: str, text: str) -> tuple[float, ...]:

@@ -24,6 +24,7 @@ from disagg.model.sampling.prompt_scores import PromptScores
 from disagg.model.unsplit import forced_logits, generate_unsplit
 from disagg.node.assemble import resolve_dtype
 from disagg.node.host import RankHost
+from disagg.node.loaded_layers import LoadedLayers
 from disagg.node.plan import StepPlan
 from disagg.node.rank import RankNode
 from disagg.node.rank_records import Rendezvous, Started
@@ -139,7 +140,11 @@ class TimedRank(RankNode[Any, Any, Any]):
         return found
 
     def _forward(
-        self, plan: StepPlan, on_layer: LayerHook | None = None, scores: PromptScores | None = None
+        self,
+        plan: StepPlan,
+        on_layer: LayerHook | None = None,
+        scores: PromptScores | None = None,
+        loaded: LoadedLayers | None = None,
     ) -> torch.Tensor:
         clock, written = self._device_clock, []
         layers: list[int] = []
@@ -153,7 +158,7 @@ class TimedRank(RankNode[Any, Any, Any]):
 
         with self.computing:
             begin = clock.now()
-            logits = super()._forward(plan, noting if on_layer else None, scores)
+            logits = super()._forward(plan, noting if on_layer else None, scores, loaded)
             end = clock.now()
             self._moments.append((begin, written[0] if written else end, end, len(plan.work)))
         return logits

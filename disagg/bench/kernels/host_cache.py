@@ -12,7 +12,6 @@ import torch
 from disagg.bench.common.measure import host_copy_rate, seconds_of
 from disagg.bench.common.report import Label, Measurement, Result
 from disagg.bench.kernels.page_copy import PageCopyBench, check
-from disagg.core.types import Span
 from disagg.kv.host_pool import HostPool
 
 
@@ -33,10 +32,10 @@ def _measure(bench: PageCopyBench, row_bytes: int) -> list[Result]:
     host = HostPool([pool], bench.page_size, len(sources))
     blocks = torch.randperm(len(sources), generator=torch.Generator().manual_seed(1)).tolist()
     host.memory.reserve(blocks)
-    layers, nbytes = Span(0, host.layers), len(sources) * bench.page_bytes(row_bytes)
+    nbytes = len(sources) * bench.page_bytes(row_bytes)
     ways: dict[str, Callable[[], None]] = {
         "store": lambda: host.store(sources, blocks),
-        "load": lambda: host.load(targets, blocks, layers),
+        "load": lambda: host.load(targets, blocks),
     }
     results = []
     for way, copy in ways.items():

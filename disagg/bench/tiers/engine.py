@@ -40,6 +40,8 @@ class TimedAnswer(NamedTuple):
     tokens: list[int]
     ttft_s: float
     ended_s: float
+    token_s: Sequence[float] = ()
+    """Time of each output; a step gives one token."""
 
 
 class TierCounts(NamedTuple):
@@ -103,9 +105,8 @@ class TiersEngine:
     async def generate(self, prompt: Sequence[int], max_tokens: int, salt: str = "") -> TimedAnswer:
         """Runs one greedy request to its end. Prompts of different salts share no cached KV."""
         sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-        report, tokens = SessionReport(), list[int]()
+        report, tokens, token_s = SessionReport(), list[int](), list[float]()
         began_s = time.perf_counter()
-        ttft_s = 0.0
         async for output in self._router.generate(
             f"tiers-{next(self._numbers)}",
             prompt,
@@ -114,9 +115,10 @@ class TiersEngine:
             report=report,
             cache_salt=salt,
         ):
-            ttft_s = ttft_s or time.perf_counter() - began_s
+            if output.tokens:
+                token_s.append(time.perf_counter() - began_s)
             tokens += output.tokens
-        return TimedAnswer(tokens, ttft_s, time.perf_counter() - began_s)
+        return TimedAnswer(tokens, token_s[0], time.perf_counter() - began_s, token_s)
 
     def cached_tokens(self, prompt: Sequence[int], tier: Tier) -> int:
         """Returns how many leading tokens of `prompt` the tier has, by its KV events, in whole blocks."""

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from disagg.bench.common.ceilings import size_text
 from disagg.bench.common.report import Measurement, Result
 from disagg.bench.handoff.figures import percentile
+from disagg.bench.tiers.others import HitPlace
 from disagg.bench.tiers.run import TiersMeasurements
 from disagg.node.page_exchange import REPLY_BYTES
 
@@ -18,19 +19,30 @@ PLACE_NAMES = {
     "storage": "TTFT, hit in the storage",
     "nowhere": "TTFT, no hit",
 }
+PLAIN_NAMES = {"host": "plain copy", "peer": "plain transfer", "storage": "plain read"}
+OTHERS_NAMES: dict[HitPlace, str] = {"device": "hits in the KV pool", "host": "hits in host memory"}
 
 
 def results_of(found: TiersMeasurements) -> list[Result]:
-    """Returns the results: TTFT by place, costs of loads, plain copies, then the workload by its tiers."""
-    return [*_ttft(found), *_load_costs(found), *_plain(found), *_turns(found)]
+    """Returns the results: TTFT by place, costs of loads, plain copies, the workload by its tiers, then answers
+    beside hits."""
+    return [
+        *_ttft(found),
+        *_hidden(found),
+        *_load_costs(found),
+        *_plain(found),
+        *_turns(found),
+        *_others(found),
+    ]
 
 
 def _ttft(found: TiersMeasurements) -> list[Result]:
-    pool_s = statistics.median(found.ttft_s["device"])
     ceilings = {
-        "host": _after(found, pool_s, found.plain_copy, "pool hit + plain copy"),
-        "peer": _after(found, pool_s, found.plain_transfer, "pool hit + plain transfer"),
-        "storage": _after(found, pool_s, found.plain_read, "pool hit + plain read"),
+        place: _after(
+            found, statistics.median(found.ttft_s["device"]), found.plain[place], f"pool hit + {name}"
+        )
+        for place, name in PLAIN_NAMES.items()
+        if place in found.plain and "device" in found.ttft_s
     }
     return [
         Result(
@@ -41,6 +53,24 @@ def _ttft(found: TiersMeasurements) -> list[Result]:
             "from the call of the router to the first token; alone on the engine",
         )
         for place, title in PLACE_NAMES.items()
+        if place in found.ttft_s
+    ]
+
+
+def _hidden(found: TiersMeasurements) -> list[Result]:
+    """Returns the part of a load from host memory that adds nothing to TTFT."""
+    if "host" not in found.ttft_s:
+        return []
+    more_s = statistics.median(found.ttft_s["host"]) - statistics.median(found.ttft_s["device"])
+    copy_s = found.nbytes / found.plain["host"].median / 1e9
+    return [
+        Result(
+            "load hidden under compute",
+            Measurement("hidden", "%", (100 * (1 - more_s / copy_s),)),
+            None,
+            found.labels,
+            "1 - (TTFT of a hit in host memory - TTFT of a hit in the pool) / time of the plain copy; medians",
+        )
     ]
 
 
@@ -51,6 +81,8 @@ def _after(found: TiersMeasurements, pool_s: float, rate: Measurement, name: str
 
 def _load_costs(found: TiersMeasurements) -> list[Result]:
     """Returns `router.host_load_cost` and `router.storage_load_cost` of this machine; none if a hit saves no time."""
+    if "host" not in found.ttft_s:
+        return []
     median = {place: statistics.median(seconds) for place, seconds in found.ttft_s.items()}
     computing_s = median["nowhere"] - median["device"]
     if computing_s <= 0:
@@ -69,10 +101,15 @@ def _load_costs(found: TiersMeasurements) -> list[Result]:
 
 def _plain(found: TiersMeasurements) -> list[Result]:
     size, message = size_text(found.nbytes), size_text(REPLY_BYTES)
+    titles = {
+        "host": f"plain copy from host memory, {size}",
+        "peer": f"plain transfer, messages of {message}",
+        "storage": f"plain read of a file, {size}",
+    }
     return [
-        Result(f"plain copy from host memory, {size}", found.plain_copy, None, found.labels),
-        Result(f"plain transfer, messages of {message}", found.plain_transfer, None, found.labels),
-        Result(f"plain read of a file, {size}", found.plain_read, None, found.labels),
+        Result(title, found.plain[place], None, found.labels)
+        for place, title in titles.items()
+        if place in found.plain
     ]
 
 
@@ -92,6 +129,24 @@ def _turns(found: TiersMeasurements) -> list[Result]:
             Result(f"{title}, {name}", Measurement(title, unit, (value,)), None, labels, definition)
             for title, unit, value, definition in figures
         ]
+    return results
+
+
+def _others(found: TiersMeasurements) -> list[Result]:
+    """Returns percentiles of the time between tokens of running answers; the values are those of the rounds.
+
+    With hits in host memory, the ceiling is the same workload with hits in the pool.
+    """
+    results: list[Result] = []
+    for percent in (50, 99) if found.others else ():
+        base: Measurement | None = None
+        for place, name in OTHERS_NAMES.items():
+            rounds = found.others[place]
+            labels = {**found.labels, "hits": sum(one.hits for one in rounds)}
+            values = tuple(one.percentile_ms(percent) for one in rounds)
+            title = f"time between tokens of other answers p{percent}, {name}"
+            results.append(Result(title, Measurement(name, "ms", values), base, labels))
+            base = Measurement(name, "ms", values)
     return results
 
 

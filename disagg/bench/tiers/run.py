@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import msgspec
 
@@ -19,6 +19,14 @@ from disagg.bench.common.measure import host_copy_rate
 from disagg.bench.common.report import Label, Measurement
 from disagg.bench.storage.plain import plain_files
 from disagg.bench.tiers.engine import EnginePlace, tiers_engine, whole_pages
+from disagg.bench.tiers.others import (
+    OTHER_PROMPT_TOKENS,
+    OTHER_TOKENS,
+    HitPlace,
+    OtherSizes,
+    OthersRun,
+    OthersRuns,
+)
 from disagg.bench.tiers.peer import PeerRun, page_endpoint, plain_transfer
 from disagg.bench.tiers.ttft import TtftRun, TtftSizes
 from disagg.bench.tiers.turns import TurnSizes, TurnsRun, converse
@@ -36,11 +44,18 @@ from transport.reach import choose
 
 ReportProgress = Callable[[str], None]
 TransportChoice = Literal["auto", "ucx", "tls"]
+Part = Literal["hits", "peer", "conversations", "others"]
+PARTS: tuple[Part, ...] = get_args(Part)
+"""Parts of the benchmark: TTFT by tier, TTFT of hits in another group, conversations, and answers beside hits."""
 POOL_PREFIXES = 5
 """Size of the pool of the TTFT run, in prefixes: stores copy at most a quarter of a pool at one time."""
+HIT_PREFIXES = 3
+"""Room of the pool beside the running answers, in prefixes: two hits, and one that is computed."""
 HOST_PREFIXES = 8
 STORED_PREFIXES = 40
 """Sizes of host memory and storage of the TTFT run, in prefixes."""
+SPARE_DOCUMENTS = 2
+"""Beginnings beyond those that the pool has room for: the next one of them has left the pool as a whole."""
 WORKING_SET = 5
 """Tokens of all conversations, divided by the tokens of the pool."""
 _READ_BYTES = 256 << 10
@@ -70,6 +85,10 @@ class TiersOptions:
     repeats: int
     transport: TransportChoice = "auto"
     """Transport between two groups that share host memory; auto: as for groups on one host."""
+    others: int = 4
+    """Number of running answers beside hits."""
+    parts: tuple[Part, ...] = PARTS
+    """Parts to run."""
 
     def __post_init__(self) -> None:
         """Raises `ConfigError` for a beginning that KV events do not cover."""
@@ -86,10 +105,24 @@ class TiersOptions:
         """Tokens of the longest prompt with its answer."""
         return max(self.tokens + self.new_tokens + self.answer_tokens, self.history_tokens)
 
+    @property
+    def other_tokens(self) -> int:
+        """Tokens of a running answer beside hits."""
+        return min(OTHER_TOKENS, self.longest_tokens - OTHER_PROMPT_TOKENS)
+
     def pool_tokens(self, page_size: int) -> int:
-        """Returns the size of the pool: room for several beginnings, and for all conversations under way."""
+        """Returns the size of the pool: room for several beginnings, for all conversations under way, and for the
+        running answers beside hits."""
         prefix = whole_pages(self.tokens + self.new_tokens + self.answer_tokens, page_size)
-        return max(POOL_PREFIXES * prefix, self.concurrency * whole_pages(self.history_tokens, page_size))
+        return max(
+            POOL_PREFIXES * prefix,
+            self.concurrency * whole_pages(self.history_tokens, page_size),
+            self.others_room(page_size) + HIT_PREFIXES * prefix if "others" in self.parts else 0,
+        )
+
+    def others_room(self, page_size: int) -> int:
+        """Returns the tokens of all running answers beside hits, in whole pages."""
+        return self.others * whole_pages(OTHER_PROMPT_TOKENS + self.other_tokens, page_size)
 
 
 @dataclass(frozen=True)
@@ -97,16 +130,16 @@ class TiersMeasurements:
     """Figures of a run."""
 
     ttft_s: dict[str, list[float]]
-    """TTFTs by place: `device`, `host`, `peer`, `storage` or `nowhere`."""
-    plain_copy: Measurement
-    plain_transfer: Measurement
-    plain_read: Measurement
-    """Rates of a plain copy from host memory to the device, of a plain transfer between two processes, and of plain
-    reads of a file, in GB/s."""
+    """TTFTs by place: `device`, `host`, `peer`, `storage` or `nowhere`. All figures lack those of other parts."""
+    plain: dict[str, Measurement]
+    """Rates in GB/s by place: of a plain copy from host memory to the device (`host`), of a plain transfer between
+    two processes (`peer`), and of plain reads of a file (`storage`)."""
     nbytes: int
     """Bytes of the KV of a cached beginning."""
     runs: dict[str, TurnsRun]
     """Runs of the workload by their tiers."""
+    others: dict[HitPlace, list[OthersRun]]
+    """Rounds of running answers by the place of the hits beside them."""
     labels: dict[str, Label]
 
 
@@ -155,6 +188,12 @@ class _TiersRun:
         self._peer_group = msgspec.structs.replace(
             self._with_tiers(HOST_PREFIXES * prefix_tokens, 0, ""), host_cache_shared=True
         )
+        self._documents = self._group.pool_tokens // options.tokens + SPARE_DOCUMENTS
+        self._others_group = self._with_tiers(
+            (self._documents + HIT_PREFIXES) * prefix_tokens + 2 * options.others_room(self._group.page_size),
+            0,
+            "",
+        )
         self._choice = choose(TransportConfig(backend=options.transport), LOOPBACK)
         self._conversations = -(-WORKING_SET * self._group.pool_tokens // options.history_tokens)
         self._turns_groups = self._groups_by_tiers()
@@ -163,25 +202,53 @@ class _TiersRun:
     async def measure(self) -> TiersMeasurements:
         """See `measure`."""
         options = self._options
-        sizes = TtftSizes(
+        nbytes = options.tokens * self._spec.layout.token_bytes
+        ttft_s: dict[str, list[float]] = {}
+        plain: dict[str, Measurement] = {}
+        if "hits" in options.parts:
+            ttft_s |= await self._hits()
+            self._progress("plain copies")
+            plain["host"] = host_copy_rate(self._model.device, nbytes, options.repeats, out=False)
+            plain["storage"] = _read_rate(self._folder, nbytes, options.repeats)
+        if "peer" in options.parts:
+            ttft_s["peer"] = await self._peer(self._ttft_sizes)
+            plain["peer"] = plain_transfer(self._choice, nbytes, options.repeats)
+        runs = await self._turns() if "conversations" in options.parts else {}
+        others = await self._others() if "others" in options.parts else {}
+        return TiersMeasurements(ttft_s, plain, nbytes, runs, others, self._labels())
+
+    @property
+    def _ttft_sizes(self) -> TtftSizes:
+        options = self._options
+        return TtftSizes(
             options.tokens, options.new_tokens, options.answer_tokens, options.repeats, self._spec.vocab_size
         )
+
+    async def _hits(self) -> dict[str, list[float]]:
+        """Returns TTFTs of hits in each tier of the group, and of no hit."""
         async with tiers_engine(self._config, self._ttft_group, self._model, self._runner) as engine:
-            ttft = TtftRun(engine, sizes, self._progress)
+            ttft = TtftRun(engine, self._ttft_sizes, self._progress)
             await ttft.run()
         shutil.rmtree(self._ttft_group.storage)  # the next storage needs its room on the disk
-        peer_s = await self._peer(sizes)
-        nbytes = options.tokens * self._spec.layout.token_bytes
-        self._progress("plain copies")
-        return TiersMeasurements(
-            {**ttft.ttft_s, "peer": peer_s},
-            host_copy_rate(self._model.device, nbytes, options.repeats, out=False),
-            plain_transfer(self._choice, nbytes, options.repeats),
-            _read_rate(self._folder, nbytes, options.repeats),
-            nbytes,
-            await self._turns(),
-            self._labels(),
+        return dict(ttft.ttft_s)
+
+    async def _others(self) -> dict[HitPlace, list[OthersRun]]:
+        """Returns rounds of running answers by the place of the hits beside them."""
+        options = self._options
+        sizes = OtherSizes(
+            options.tokens,
+            options.new_tokens,
+            options.answer_tokens,
+            options.others,
+            options.other_tokens,
+            self._documents,
+            options.repeats,
+            self._spec.vocab_size,
         )
+        async with tiers_engine(self._config, self._others_group, self._model, self._runner) as engine:
+            runs = OthersRuns(engine, sizes, self._progress)
+            await runs.run()
+        return dict(runs.runs)
 
     async def _peer(self, sizes: TtftSizes) -> list[float]:
         """Returns TTFTs of hits in the host memory of a second group, which has weights of its own."""
@@ -240,9 +307,13 @@ class _TiersRun:
         }
 
     def _check_disk(self) -> None:
-        """Raises `ConfigError` if the folder has no room for the larger one of the two storages."""
-        groups = (self._ttft_group, *self._turns_groups.values())
-        needed_bytes = max(group.storage_bytes for group in groups if group.storage)
+        """Raises `ConfigError` if the folder has no room for the largest storage of the parts that run."""
+        parts = self._options.parts
+        groups = [
+            *([self._ttft_group] if "hits" in parts else []),
+            *(self._turns_groups.values() if "conversations" in parts else []),
+        ]
+        needed_bytes = max((group.storage_bytes for group in groups if group.storage), default=0)
         free_bytes = shutil.disk_usage(self._folder).free
         if free_bytes < needed_bytes:
             raise ConfigError(
@@ -277,6 +348,7 @@ class _TiersRun:
             "turn_tokens": options.turn_tokens,
             "answer_tokens": options.answer_tokens,
             "concurrency": options.concurrency,
+            "others": options.others,
             "transport": self._choice.name,
         }
 
@@ -288,7 +360,7 @@ def _group(options: TiersOptions) -> ColocatedConfig:
         tp=1,
         pool_tokens=options.pool_tokens(ColocatedConfig().page_size),
         max_context_tokens=options.longest_tokens,
-        max_requests=max(8, options.concurrency + 2),
+        max_requests=max(8, options.concurrency + 2, options.others + 2),
         prefetch="wait",  # a hit in the storage is complete, and prompts of any length are searched
         prefetch_min_tokens=1,
     ).sized(device)

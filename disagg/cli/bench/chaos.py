@@ -80,7 +80,8 @@ class FaultFlags:
 
     def schedule(self) -> Schedule:
         """Returns the schedule of faults. Raises `ConfigError` for values that are malformed or not positive."""
-        from disagg.bench.chaos.schedule import FAULT_KINDS, ROLES, Schedule, parse_names, parse_seconds
+        from disagg.bench.chaos.schedule import FAULT_KINDS, ROLES, Schedule, parse_seconds
+        from disagg.bench.common.names import parse_names
 
         check_positive(
             {"--duration-s": self.duration_s, "--gap-s": self.gap_s, "--recover-s": self.recover_s}

@@ -60,6 +60,9 @@ class TiersSizeFlags:
     concurrency: Annotated[
         int, typer.Option("--concurrency", min=1, help="Conversations with a request under way.")
     ] = 4
+    others: Annotated[
+        int, typer.Option("--others", min=1, help="Running answers beside hits, for the part `others`.")
+    ] = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +83,15 @@ class TiersFlags:
         Literal["auto", "ucx", "tls"],
         typer.Option("--transport", help="Transport between two groups that share host memory."),
     ] = "auto"
+    parts: Annotated[
+        str,
+        typer.Option(
+            "--parts",
+            metavar="PART,...",
+            help="Parts to run: TTFT by tier, TTFT of hits in another group, conversations, and the time between "
+            "tokens of other answers beside hits.",
+        ),
+    ] = "hits,peer,conversations,others"
     repeats: RepeatsFlag = 5
     device: DeviceFlag = "auto"
     output: OutputFlags
@@ -88,15 +100,17 @@ class TiersFlags:
 @with_options(TiersFlags)
 def tiers(options: TiersFlags) -> None:
     """Measure TTFT of hits in the KV pool, in host memory, in another group's host memory, in a storage, and of no
-    hit; and conversations whose histories have five times the tokens of the pool, with and without lower tiers.
+    hit; conversations whose histories have five times the tokens of the pool, with and without lower tiers; and the
+    time between tokens of other answers beside hits.
 
     One colocated rank runs in this process, and for hits in another group a second one with weights of its own. Every
     answer after a hit is compared with the answer to the same prompt without a hit, and all conversations are
     compared between the runs.
     """
     check_model(ModelConfig(path=options.weights.model))
+    from disagg.bench.common.names import parse_names
     from disagg.bench.tiers.results import results_of
-    from disagg.bench.tiers.run import TiersOptions, measure  # imports torch
+    from disagg.bench.tiers.run import PARTS, TiersOptions, measure  # imports torch
 
     device = device_of(options.device)
     cuda, sizes = device.type == "cuda", options.sizes
@@ -112,6 +126,8 @@ def tiers(options: TiersFlags) -> None:
         concurrency=sizes.concurrency,
         repeats=options.repeats,
         transport=options.transport,
+        others=sizes.others,
+        parts=parse_names("--parts", options.parts, PARTS),
     )
     with progress() as update:
         results = results_of(measure(chosen, update))

@@ -13,8 +13,9 @@ from disagg.bench.chaos.answers import (
     compare_received,
     logprob_distance,
 )
-from disagg.bench.chaos.schedule import CUT_WAYS, FAULT_KINDS, ROLES, Schedule, parse_names, parse_seconds
+from disagg.bench.chaos.schedule import CUT_WAYS, FAULT_KINDS, ROLES, Schedule, parse_seconds
 from disagg.bench.chaos.workload import make_requests
+from disagg.bench.common.names import parse_names
 from disagg.bench.serve.lengths import parse_lengths
 from disagg.core.errors import ConfigError
 from disagg.core.sampling import check_sampling

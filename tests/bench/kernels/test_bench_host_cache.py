@@ -36,13 +36,12 @@ def test_wrong_bytes_are_no_figure(
     layers: int, pages: int, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A load without its last layer; a load to a page that was stored."""
-    real = HostPool.load
 
-    def wrong(self: HostPool, targets: list[int], blocks: list[int], span: Span) -> None:
-        real(self, targets, blocks, Span(0, layers))
+    def wrong(self: HostPool, targets: list[int], blocks: list[int]) -> None:
+        list(self.load_groups(targets, blocks, [Span(0, layers)]))
         if pages:
             others = [page for page in range(2 * len(targets)) if page not in targets]
-            real(self, others[:1], blocks[1:2], span)
+            list(self.load_groups(others[:1], blocks[1:2], [Span(0, self.layers)]))
 
     monkeypatch.setattr(HostPool, "load", wrong)
     with pytest.raises(InvariantError, match=said):

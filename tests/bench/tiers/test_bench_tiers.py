@@ -14,6 +14,7 @@ import pytest
 
 from disagg.bench.common.report import Measurement
 from disagg.bench.tiers.engine import TierCounts, TiersEngine, TimedAnswer
+from disagg.bench.tiers.others import HitPlace, OtherSizes, OthersRun, OthersRuns
 from disagg.bench.tiers.peer import PeerRun
 from disagg.bench.tiers.results import results_of
 from disagg.bench.tiers.run import TiersMeasurements, TiersOptions, measure
@@ -22,6 +23,7 @@ from disagg.bench.tiers.turns import TurnsRun
 from disagg.cli.app import run
 from disagg.core.config.read import Config, ModelConfig
 from disagg.core.errors import InvariantError
+from disagg.core.prefixes import Tier
 
 SMALL = ["--device", "cpu", "--random-init", "tiny-llama", "--repeats", "1", "--tokens", "64"]
 SHORT = [
@@ -35,6 +37,8 @@ SHORT = [
     "20",
     "--concurrency",
     "2",
+    "--others",
+    "2",
 ]
 COMMAND = ["bench", "tiers", *SMALL, *SHORT, "--transport", "tls"]
 
@@ -42,7 +46,8 @@ COMMAND = ["bench", "tiers", *SMALL, *SHORT, "--transport", "tls"]
 def test_the_command_writes_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "disk"
     folder.mkdir()
-    assert run([*COMMAND, "--folder", str(folder), "--out", str(tmp_path), "--json"]) == 0
+    parts = ["--parts", "hits,peer,conversations"]
+    assert run([*COMMAND, *parts, "--folder", str(folder), "--out", str(tmp_path), "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
     assert json.loads((tmp_path / "bench_tiers.json").read_text())["results"] == said["results"]
     lines = {line["title"]: line for line in said["results"]}
@@ -65,6 +70,7 @@ def test_the_command_writes_figures(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert hits["host memory"][0] > 0 == hits["host memory"][1]
     assert hits["host memory and storage"][1] > 0
     assert all(lines[f"requests, {tiers}"]["median"] > 0 for tiers in hits)
+    assert lines["load hidden under compute"]["unit"] == "%"
     assert (tmp_path / "bench_tiers.png").stat().st_size > 1000
     assert list(folder.iterdir()) == []
 
@@ -81,6 +87,21 @@ def test_a_disk_that_is_too_small_is_refused_before_anything_is_computed(
     said = capsys.readouterr().err
     assert "has 32 MiB free, the run needs 64 MiB: name another --folder, or lower --tokens" in said
     assert list(tmp_path.iterdir()) == []
+
+
+def test_parts_can_be_chosen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([*COMMAND, "--folder", str(tmp_path), "--json", "--parts", "others"]) == 0
+    lines = {line["title"]: line for line in json.loads(capsys.readouterr().out)["results"]}
+    assert len(lines) == 4
+    for percent in (50, 99):
+        beside = [
+            lines[f"time between tokens of other answers p{percent}, {place}"]
+            for place in ("hits in the KV pool", "hits in host memory")
+        ]
+        assert all(line["labels"]["hits"] > 0 < line["median"] for line in beside)
+        assert beside[1]["ceiling"]["values"] == beside[0]["values"]
+    assert run([*COMMAND, "--parts", "hits,all"]) == 2
+    assert "--parts hits,all: give one or more of hits,peer,conversations,others" in capsys.readouterr().err
 
 
 def test_a_model_with_recurrent_layers_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -122,9 +143,51 @@ def _measure() -> None:
         turns=3,
         turn_tokens=20,
         concurrency=2,
+        others=2,
         repeats=1,
     )
     measure(options, lambda text: None)
+
+
+class PoolOnly:
+    """An engine whose hits all come from the pool, and whose answers differ if `differs`."""
+
+    def __init__(self, differs: bool) -> None:
+        self.differs, self.hits, self.answers = differs, 0, 0
+
+    async def settle(self) -> None:
+        pass
+
+    def cached_tokens(self, text: Any, tier: Tier) -> int:
+        return len(text)
+
+    def counts(self) -> TierCounts:
+        return TierCounts(64 * self.hits, 0, 0)
+
+    async def generate(self, prompt: Any, max_tokens: int, salt: str = "") -> TimedAnswer:
+        self.hits += len(prompt) > 64
+        self.answers += bool(salt)
+        return TimedAnswer([self.answers if self.differs else 1], 0.1, 0.001, [0.1, 0.2])
+
+
+@pytest.mark.parametrize("differs", [False, True])
+def test_answers_beside_hits_are_checked(differs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hits in host memory that came from the pool are no figures, nor are answers that differ between rounds."""
+    sizes = OtherSizes(64, 8, 1, others=2, other_tokens=2, documents=2, repeats=1, vocabulary=250)
+    runs = OthersRuns(cast(TiersEngine, PoolOnly(differs)), sizes, lambda text: None)
+
+    async def rounds() -> None:
+        for _ in range(2):
+            await runs._round("device", 0.0, [])  # noqa: SLF001
+
+    if differs:
+        with pytest.raises(InvariantError, match="other tokens than in the first round"):
+            asyncio.run(rounds())
+    else:
+        with pytest.raises(
+            InvariantError, match=r"1 hits of 64 tokens in host came from {'device': 64, 'host': 0}"
+        ):
+            asyncio.run(runs.run())
 
 
 class OneOfTwoGroups:
@@ -175,20 +238,29 @@ def test_only_hits_in_another_group_are_figures(came: TierCounts, answer: list[i
     assert run.ttft_s == []  # the first one is dropped
 
 
-RATES = {"copy": 10.0, "wire": 2.0, "read": 1.0}
+RATES = {"host": 1.0, "peer": 2.0, "storage": 1.0}
 """Of plain copies, in GB/s."""
 
 
 def test_the_arithmetic_of_the_figures() -> None:
     run = TurnsRun(2.0, [0.1, 0.2, 0.3], 1000, TierCounts(100, 200, 300), [[1], [2]])
     ttft_s = {"device": [0.1], "host": [0.15], "peer": [0.25], "storage": [0.2], "nowhere": [0.6]}
-    copy, wire, read = (Measurement(name, "GB/s", (rate,)) for name, rate in RATES.items())
-    results = results_of(TiersMeasurements(ttft_s, copy, wire, read, 10**8, {"host memory": run}, {}))
+    plain = {place: Measurement(place, "GB/s", (rate,)) for place, rate in RATES.items()}
+    gaps: dict[HitPlace, list[OthersRun]] = {
+        "device": [OthersRun([0.01, 0.02], 3)],
+        "host": [OthersRun([0.01, 0.03], 4)],
+    }
+    results = results_of(TiersMeasurements(ttft_s, plain, 10**8, {"host memory": run}, gaps, {}))
     found = {result.title: result for result in results}
     values = {title: result.measured.median for title, result in found.items()}
     assert values["router.host_load_cost"] == pytest.approx(0.1)
     assert values["router.storage_load_cost"] == pytest.approx(0.2)
-    assert found["TTFT, hit in host memory"].ceiling == Measurement("pool hit + plain copy", "ms", (110.0,))
+    assert found["TTFT, hit in host memory"].ceiling == Measurement("pool hit + plain copy", "ms", (200.0,))
+    assert values["load hidden under compute"] == pytest.approx(50), "50 of the copy's 100 ms"
+    late = found["time between tokens of other answers p99, hits in host memory"]
+    assert (late.measured.values, late.labels["hits"]) == ((30.0,), 4)
+    assert late.share == pytest.approx(1.5)
+    assert values["time between tokens of other answers p50, hits in host memory"] == 10
     peer = found["TTFT, hit in another group's host memory"]
     assert peer.ceiling is not None
     assert (peer.ceiling.name, *peer.ceiling.values) == ("pool hit + plain transfer", pytest.approx(150.0))

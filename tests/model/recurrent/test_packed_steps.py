@@ -227,11 +227,18 @@ def test_which_steps_call_their_hook_between_the_layers(
     two = StepBatch(tuple(own))
     one = StepBatch(two.sequences[:1])
     runner = make_runner(save(HYBRIDS["qwen3-next"](), tmp_path))
-    assert runner.calls_between_layers(two)
+    assert runner.computes_by_layer(two)
     apart = make_runner(save(HYBRIDS["qwen3-next"](), tmp_path), deterministic=True)
-    assert [apart.calls_between_layers(batch) for batch in (one, two)] == [True, False]
+    assert [apart.computes_by_layer(batch) for batch in (one, two)] == [True, False]
     plain = make_runner(save(HYBRIDS["qwen3-next"](), tmp_path))
     monkeypatch.setattr(plain, "states", None)
-    assert plain.calls_between_layers(two)
+    assert plain.computes_by_layer(two)
     monkeypatch.setattr(plain, "_graphs", SimpleNamespace(takes=lambda _: True))
-    assert not plain.calls_between_layers(two)
+    with pytest.raises(
+        AttributeError, match="run"
+    ):  # of the recording, which would launch the step as a whole
+        plain.forward(two)
+    hooks: list[int] = []
+    monkeypatch.setattr(plain, "_forward", lambda _, hook, *rest: hook(7))
+    plain.forward(two, hooks.append, layerwise=True)
+    assert hooks == [7]
