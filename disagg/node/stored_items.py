@@ -38,7 +38,7 @@ class ItemStorage(NamedTuple):
 
 
 class StoredItems:
-    """One kind of item in the storage. One thread may call `find` and `fetch`, another thread `store`."""
+    """One kind of item in the storage. Thread-safe."""
 
     def __init__(
         self,
@@ -46,19 +46,17 @@ class StoredItems:
         keys: PageKeys,
         parts: StoredParts,
         blocks: Blocks,
-        batch_bytes: int,
         publish: Publish,
     ) -> None:
-        """`batch_bytes`: size of the items of one call; a single item may be larger.
-
-        `publish` is called with the items whose content a block has: those that are to be stored, and those that
-        have landed.
-        """
+        """`publish` is called with the items whose content a block has: those that are to be stored, and those that
+        have landed."""
         self._reads, self._writes, self._keys, self._blocks = storage.reads, storage.writes, keys, blocks
         self._publish = publish
         self._read, self._written = parts.read, parts.written
-        self.batch = max(1, batch_bytes // parts.read.nbytes)
-        """Largest number of items of one call of `fetch` or `store`."""
+
+    def batch(self, nbytes: int) -> int:
+        """Returns the number of items of `nbytes` bytes, at least one."""
+        return max(1, nbytes // self._read.nbytes)
 
     def leading(self, links: Sequence[bytes], limit_s: float) -> int:
         """Returns how many leading items are probably stored: only the first part of each is looked for."""

@@ -7,12 +7,15 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+from disagg.storage.bounce import copy
+
 
 class PageBatch:
     """Results of the pages of one call, and access to the caller's memory while the call lasts.
 
-    I/O threads access the caller's memory only within `memory`. `wait` closes the batch: running memory copies, which
-    do no I/O, are completed, and no further copy begins. When `wait` returns, no thread accesses the caller's memory.
+    I/O threads access the caller's memory only within `memory` and `land`. `wait` closes the batch: running memory
+    copies, which do no I/O, are completed, and no further copy begins. When `wait` returns, no thread accesses the
+    caller's memory.
     """
 
     def __init__(self, count: int, pages: Sequence[memoryview] = ()) -> None:
@@ -39,26 +42,56 @@ class PageBatch:
     @contextmanager
     def memory(self, index: int) -> Iterator[memoryview | None]:
         """Yields the caller's memory of page `index`, valid within the block; None if the batch is closed."""
-        with self._condition:
-            page = memoryview(self._pages[index]) if self._open else None
-            self._copying += page is not None
+        page = self._begin_copy(index)
         try:
             yield page
         finally:
             if page is not None:
                 page.release()
                 with self._condition:
-                    self._copying -= 1
-                    self._condition.notify_all()
+                    self._end_copy()
+
+    def land(self, index: int, content: memoryview) -> bool:
+        """Copies a page's verified content, of `sizes_bytes[index]` bytes, to the caller's memory; settles the page.
+
+        Returns False, and copies nothing, if the batch is closed.
+        """
+        page, landed = self._begin_copy(index), False
+        if page is None:
+            return False
+        try:
+            copy(page, content)
+            landed = True
+        finally:
+            page.release()
+            with self._condition:
+                self._settle(index, landed=landed)
+                self._end_copy()
+        return True
 
     def settle(self, index: int, *, landed: bool) -> None:
         """Sets a page's result; later results of the same page, and those of a closed batch, are ignored."""
         with self._condition:
-            if self._open and self._results[index] is None:
-                self._results[index] = landed
-                self._left -= 1
-                if not self._left:
-                    self._condition.notify_all()
+            self._settle(index, landed=landed)
+
+    def _begin_copy(self, index: int) -> memoryview | None:
+        with self._condition:
+            if not self._open:
+                return None
+            self._copying += 1
+            return memoryview(self._pages[index])
+
+    def _end_copy(self) -> None:
+        self._copying -= 1
+        if not self._open and not self._copying:  # otherwise nobody waits for the end of a copy
+            self._condition.notify_all()
+
+    def _settle(self, index: int, *, landed: bool) -> None:
+        if self._open and self._results[index] is None:
+            self._results[index] = landed
+            self._left -= 1
+            if not self._left:
+                self._condition.notify_all()
 
     def wait(self, timeout_s: float) -> list[bool | None]:
         """Waits until all pages are settled, at most `timeout_s`; then closes the batch and returns the results.

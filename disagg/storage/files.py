@@ -11,7 +11,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import groupby
 from pathlib import Path
 
 from disagg.core.clock import Clock
@@ -29,14 +28,15 @@ from disagg.storage.page_index import PageIndex
 from disagg.storage.record import HEADER_BYTES, RecordHeader
 from disagg.storage.segment import Location
 from disagg.storage.segment_folder import SegmentFolder
-from disagg.storage.segment_reader import SegmentReader
+from disagg.storage.segment_reader import SegmentReader, StoredPage, runs_of
 
 log = get_logger(__name__)
 
 CLOSE_TIMEOUT_S = 3.0
 """Longest wait of `close` for running reads, and for running writes."""
-_RUN_PAGES = 8
-"""Largest number of pages that one task reads; all pages of a task are in one segment."""
+_RUN_BYTES = 1 << 20
+"""Largest size of the neighbouring pages that one read moves; a single page may be larger. A thread copies the pages
+of a read while other threads read, so a read of all pages of a call would leave the disk idle meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -133,16 +133,17 @@ class FileStorage:
     def get(self, keys: Sequence[bytes], into: Sequence[memoryview], timeout_s: float) -> list[bool]:
         """See `PageStorage.get`."""
         require_batch(keys, into, writable=True)
-        found = [(self._index.find(key), i) for i, key in enumerate(keys)]
-        places = {i: place for place, i in found if place is not None and self._has_length(place, into[i])}
-        wanted = self._admitted(sorted(places, key=lambda i: _order(places[i])), self._reads)
+        pages: dict[int, StoredPage] = {}
+        for i, (key, memory) in enumerate(zip(keys, into, strict=True)):
+            location = self._index.find(key)
+            if location is not None and self._has_length(location, memory):
+                pages[i] = StoredPage(i, key, location)
+        wanted = self._admitted(sorted(pages, key=lambda i: _order(pages[i].location)), self._reads)
         batch = PageBatch(len(wanted), [into[i] for i in wanted])
-        run_pages = min(_RUN_PAGES, -(-len(wanted) // self._readers.count))
-        for _, run in groupby(enumerate(wanted), key=lambda one: id(places[one[1]].segment)):
-            pages = [(place, keys[i]) for place, i in run]
-            for first in range(0, len(pages), run_pages):
-                task = partial(self._reader.read, batch, pages[first : first + run_pages])
-                self._readers.submit(task)
+        found = [pages[i]._replace(place=place) for place, i in enumerate(wanted)]
+        share_bytes = sum(aligned(HEADER_BYTES + one.location.length_bytes) for one in found)
+        for run in runs_of(found, min(_RUN_BYTES, share_bytes // self._readers.count)):
+            self._readers.submit(partial(self._reader.read, batch, run))
         results = [False] * len(keys)
         for i, landed in zip(wanted, self._reads.wait_for(batch, timeout_s), strict=True):
             results[i] = landed
@@ -207,7 +208,8 @@ class FileStorage:
 
     def _has_length(self, place: Location, page: memoryview) -> bool:
         same = place.length_bytes == page.nbytes
-        self._counters.add(refused=not same)
+        if not same:
+            self._counters.add(refused=1)
         return same
 
     def _admitted(self, wanted: list[int], breaker: Breaker) -> list[int]:

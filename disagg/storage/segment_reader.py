@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from disagg.core.log import get_logger
 from disagg.storage.batch import PageBatch
-from disagg.storage.bounce import BounceBuffers, aligned, copy
+from disagg.storage.bounce import BounceBuffers, aligned
 from disagg.storage.breaker import Breaker
 from disagg.storage.counters import Counters
 from disagg.storage.disk import Disk
@@ -20,6 +21,40 @@ log = get_logger(__name__)
 _TRIES = 2
 """Number of attempts to find and read a page. A page can move before the read: eviction writes used pages to another
 segment, then removes their old segment."""
+
+
+class StoredPage(NamedTuple):
+    """A page that a call wants, and where it was found."""
+
+    place: int
+    """Index of the page in the batch of the call."""
+    key: bytes
+    location: Location
+
+    @property
+    def end_bytes(self) -> int:
+        """End of the page's record in its segment, padding included: offset of the next record."""
+        return self.location.offset_bytes + aligned(HEADER_BYTES + self.location.length_bytes)
+
+
+def runs_of(pages: Sequence[StoredPage], most_bytes: int) -> list[list[StoredPage]]:
+    """Groups pages, sorted by segment and offset, whose records follow each other without gaps in one segment.
+
+    One read moves a run. A run has at most `most_bytes` bytes, or one page.
+    """
+    runs: list[list[StoredPage]] = []
+    for page in pages:
+        run = runs[-1] if runs else []
+        if (
+            run
+            and run[-1].location.segment is page.location.segment
+            and run[-1].end_bytes == page.location.offset_bytes
+            and page.end_bytes - run[0].location.offset_bytes <= most_bytes
+        ):
+            run.append(page)
+        else:
+            runs.append([page])
+    return runs
 
 
 class _OpenFile:
@@ -56,16 +91,44 @@ class SegmentReader:
         self._counters, self._breaker, self._direct = counters, breaker, direct
         self._buffers = BounceBuffers()
 
-    def read(self, batch: PageBatch, pages: Sequence[tuple[int, bytes]]) -> None:
-        """Reads pages into the caller's memory. `pages`: (index in the batch, key) of each page. Raises no error."""
+    def read(self, batch: PageBatch, run: Sequence[StoredPage]) -> None:
+        """Reads a run of pages (`runs_of`) into the caller's memory, with one read if it succeeds. Raises no error.
+
+        Each page that does not land then is searched and read alone: it may have moved, or another page of the run
+        may have failed.
+        """
         file = _OpenFile(self._disk, os.O_RDONLY | self._direct)
         try:
-            for place, key in pages:
+            rest = self._read_run(batch, run, file) if len(run) > 1 and batch.is_open else run
+            for page in rest:
                 if not batch.is_open:
                     return
-                batch.settle(place, landed=self._find_and_read(batch, place, key, file))
+                batch.settle(page.place, landed=self._find_and_read(batch, page.place, page.key, file))
         finally:
             file.close()
+
+    def _read_run(self, batch: PageBatch, run: Sequence[StoredPage], file: _OpenFile) -> Sequence[StoredPage]:
+        """Reads a run with one read; returns the pages that have not landed."""
+        start_bytes = run[0].location.offset_bytes
+        records = self._buffers.take(run[-1].end_bytes - start_bytes)
+        try:
+            count = self._disk.read(file.of(run[0].location.segment), records, start_bytes)
+        except OSError:  # counted for the page that fails alone
+            return run
+        self._breaker.succeeded()
+        rest: list[StoredPage] = []
+        for page in run:
+            record = records[
+                page.location.offset_bytes - start_bytes : min(count, page.end_bytes - start_bytes)
+            ]
+            content = content_of(record, page.key)
+            if content is None or content.nbytes != page.location.length_bytes:
+                rest.append(page)
+            elif batch.land(page.place, content):
+                page.location.used = True
+            else:
+                return ()  # the call has ended
+        return rest
 
     def _find_and_read(self, batch: PageBatch, place: int, key: bytes, file: _OpenFile) -> bool:
         for _ in range(_TRIES):
@@ -94,10 +157,8 @@ class SegmentReader:
         if content is None or content.nbytes != location.length_bytes:
             self._drop(key, location)
             return False
-        with batch.memory(place) as page:
-            if page is None:
-                return False
-            copy(page, content)
+        if not batch.land(place, content):
+            return False
         location.used = True
         return True
 

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from conditions import until
 from fake_model import fake_spec
 from file_storages import Opened, opened
 from storage_pages import TIMEOUT_S
@@ -29,7 +30,7 @@ from disagg.node.cache_controller import HostBlockCounts, HybridCacheController
 from disagg.node.group_storage import open_group_storage
 from disagg.node.storage_controller import StorageController
 from disagg.node.stored_items import ItemStorage, StoredParts
-from disagg.storage.contract import PageStorage
+from disagg.storage.contract import ITEM_BYTES, PageStorage
 from disagg.storage.keys import PageKeys, StoredModel
 from disagg.storage.memory import MemoryStorage
 from disagg.storage.open import open_storage
@@ -180,11 +181,12 @@ def test_a_fetch_reports_the_time_of_its_reads(
     rank.fill(4)
     assert rank.run("write", 4) == 4
     assert rank.seconds[1] == 0.0
-    read, batches = storage.get, []
+    read, batches, lock = storage.get, [], threading.Lock()
 
     def slow(*arguments: Any) -> Any:
-        rank.now_s += 2.0
-        batches.append(arguments)
+        with lock:
+            rank.now_s += 2.0
+            batches.append(arguments)
         return read(*arguments)
 
     monkeypatch.setattr(storage, "get", slow)
@@ -271,6 +273,7 @@ class GatedStorage(MemoryStorage):
 def gated(ranks: list[StoringRank], monkeypatch: pytest.MonkeyPatch) -> GatedStorage:
     """A storage of 8 pages, and a rank that reads one page at a time."""
     monkeypatch.setattr(storage_controller, "BATCH_BYTES", 1)
+    monkeypatch.setattr(storage_controller, "READERS", 1)
     storage = GatedStorage()
     ranks.append(StoringRank(storage))
     ranks[0].fill(8)
@@ -297,14 +300,108 @@ def test_a_fetch_ends_at_its_time_limit(gated: GatedStorage, ranks: list[Storing
 
 
 def test_fetches_take_turns(gated: GatedStorage, ranks: list[StoringRank]) -> None:
-    """A short fetch does not wait for the end of a long one."""
+    """A short fetch does not wait for the end of a long one, whose next batch is already in the queue."""
     ranks[0].order("fetch", 8, number=1)
     assert gated.began.acquire(timeout=TIMEOUT_S)
     ranks[0].order("fetch", 2, number=2)
-    gated.goes.release(4)
+    gated.goes.release(5)
     assert ranks[0].finished(2) == 2
-    gated.goes.release(6)
+    gated.goes.release(5)
     assert ranks[0].finished(1) == 8
+
+
+class PagewiseStorage(MemoryStorage):
+    """Each `get`, of one page, waits until the test lets this page go on."""
+
+    def __init__(self) -> None:
+        super().__init__(1 << 20)
+        self.reading: set[int] = set()
+        self.changed = threading.Condition()
+        self.goes = [threading.Event() for _ in LINKS]
+
+    def get(self, keys: Sequence[bytes], into: Sequence[memoryview], timeout_s: float) -> list[bool]:
+        page = [KEYS.item(link, state=False) for link in LINKS].index(keys[0][:ITEM_BYTES])
+        with self.changed:
+            self.reading.add(page)
+            self.changed.notify_all()
+        assert self.goes[page].wait(TIMEOUT_S)
+        return super().get(keys, into, timeout_s)
+
+    def reads(self, *pages: int) -> None:
+        """Waits until these pages are, or were, read, and checks that no other ones are."""
+        with self.changed:
+            assert self.changed.wait_for(lambda: self.reading >= set(pages), TIMEOUT_S)
+            assert self.reading == set(pages)
+
+
+@pytest.fixture
+def pagewise(ranks: list[StoringRank], monkeypatch: pytest.MonkeyPatch) -> PagewiseStorage:
+    """A storage of 6 pages, and a rank that reads 3 batches of one page at the same time."""
+    monkeypatch.setattr(storage_controller, "BATCH_BYTES", 1)
+    monkeypatch.setattr(storage_controller, "READERS", 3)
+    storage = PagewiseStorage()
+    ranks.append(StoringRank(storage))
+    ranks[0].fill(6)
+    assert ranks[0].run("write", 6) == 6
+    ranks[0].clear()
+    return storage
+
+
+def test_pages_that_land_early_count_after_those_before_them(
+    pagewise: PagewiseStorage, ranks: list[StoringRank]
+) -> None:
+    """While the first page is read, the next ones land and further ones are read."""
+    ranks[0].order("fetch", 6)
+    pagewise.reads(0, 1, 2)
+    for page in (2, 1, 4, 3):
+        pagewise.goes[page].set()
+    pagewise.reads(0, 1, 2, 3, 4, 5)
+    assert 1 not in ranks[0].reports, "nothing has landed before the first page"
+    pagewise.goes[0].set()
+    with ranks[0].reported:
+        assert ranks[0].reported.wait_for(lambda: (5, False, "") in ranks[0].reports.get(1, []), TIMEOUT_S)
+    pagewise.goes[5].set()
+    assert ranks[0].finished() == 6
+    assert ranks[0].right(6) == [True] * 6
+
+
+def test_a_missing_page_ends_a_fetch_after_the_reads_under_way(
+    pagewise: PagewiseStorage, ranks: list[StoringRank]
+) -> None:
+    """Until then the blocks belong to the fetch, because reads still write them. No further page is read."""
+    key = KEYS.part_key(LINKS[1], GRID.kv_parts[0])
+    pagewise.records()[key][-1] ^= 1
+    ranks[0].order("fetch", 6)
+    pagewise.reads(0, 1, 2)
+    pagewise.goes[1].set()
+    until(lambda: pagewise.statistics().corrupt == 1)
+    pagewise.goes[0].set()
+    with ranks[0].reported:
+        assert ranks[0].reported.wait_for(lambda: 1 in ranks[0].reports, TIMEOUT_S)
+        assert ranks[0].reports[1] == [(1, False, "")], "page 2 is still read"
+    for page in (2, 3):
+        pagewise.goes[page].set()
+    assert ranks[0].finished() == 1
+    assert pagewise.reading <= {0, 1, 2, 3}
+    assert ranks[0].right(3) == [True, False, True]
+
+
+def test_fetches_that_are_read_at_the_same_time_share_the_time(
+    pagewise: PagewiseStorage, ranks: list[StoringRank]
+) -> None:
+    ranks[0].order("fetch", 1, number=1)
+    pagewise.reads(0)
+    ranks[0].now_s = 3.0
+    operation = StorageOperation(2, "fetch", LINKS[1:2], [1], 100.0)
+    ranks[0].controller.order([operation], NOBODY)
+    pagewise.reads(0, 1)
+    ranks[0].now_s = 5.0
+    pagewise.goes[0].set()
+    assert ranks[0].finished(1) == 1
+    ranks[0].now_s = 9.0
+    pagewise.goes[1].set()
+    assert ranks[0].finished(2) == 1
+    assert (ranks[0].seconds[1], ranks[0].seconds[2]) == (4.0, 5.0)
 
 
 def test_a_bug_ends_its_operation_only(ranks: list[StoringRank], monkeypatch: pytest.MonkeyPatch) -> None:

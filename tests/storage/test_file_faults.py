@@ -54,6 +54,48 @@ def test_failed_reads_pause_the_storage(opened: Opened) -> None:
     storage.check()
 
 
+def test_neighbours_are_read_with_one_read(opened: Opened) -> None:
+    """Pages of 5000 bytes take two blocks each. Two threads share the pages of a call."""
+    storage = opened()
+    assert all(put(storage, [name]) == [True] for name in range(8))
+    assert get(storage, range(8)) == [True] * 8
+    assert opened.disk.reads == 2
+    assert get(storage, [0, 1, 4, 5]) == [True] * 4, "a gap ends a read"
+    assert opened.disk.reads == 4
+    assert get(storage, [5, 5, 3, 99]) == [True, True, True, False], "a page that is wanted twice"
+    storage.check()
+
+
+def test_a_damaged_page_costs_its_neighbours_nothing(opened: Opened) -> None:
+    storage = opened()
+    assert all(put(storage, [name]) == [True] for name in range(4))
+    flip_bit(opened.files()[0], 8192 + 1000)
+    assert get(storage, range(4)) == [True, False, True, True]
+    assert storage.statistics().corrupt == 1
+    assert get(storage, range(4)) == [True, False, True, True], "the page was dropped"
+    assert storage.statistics().corrupt == 1
+    storage.check()
+
+
+def test_a_page_that_cannot_be_read_costs_its_neighbours_nothing(
+    opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bad sector fails the read of a run; then each page is read alone."""
+    storage = opened()
+    assert all(put(storage, [name]) == [True] for name in range(4))
+    read = opened.disk.read
+
+    def bad_sector(descriptor: int, into: memoryview, offset: int) -> int:
+        if offset <= 8192 < offset + len(into):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return read(descriptor, into, offset)
+
+    monkeypatch.setattr(opened.disk, "read", bad_sector)
+    assert get(storage, range(4)) == [True, False, True, True]
+    assert storage.statistics().errors == 1
+    storage.check()
+
+
 def test_faults_with_successes_between_are_no_pause(opened: Opened) -> None:
     storage = opened()
     put(storage, ["a"])

@@ -6,6 +6,7 @@ import asyncio
 import mmap
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ from disagg.bench.tiers.turns import TurnSizes, TurnsRun, converse
 from disagg.core.config.groups import Device
 from disagg.core.config.read import ClusterConfig, ColocatedConfig, Config, TransportConfig
 from disagg.core.errors import ConfigError, InvariantError
+from disagg.core.threads import SWITCH_INTERVAL_S
 from disagg.kv.event_log import MIN_UNIT_TOKENS
 from disagg.kv.host_pool import block_bytes
 from disagg.model.collective.base import SingleCollective
@@ -149,9 +151,12 @@ def measure(options: TiersOptions, report_progress: ReportProgress) -> TiersMeas
         folder = Path(tempfile.mkdtemp(prefix="disagg-bench-", dir=options.folder))
     except OSError as exc:
         raise ConfigError(f"--folder {options.folder}: no folder can be made there: {exc.strerror}") from exc
+    switch_interval_s = sys.getswitchinterval()
     try:
+        sys.setswitchinterval(SWITCH_INTERVAL_S)  # as in the process of a rank
         return asyncio.run(_TiersRun(options, folder, report_progress).measure())
     finally:
+        sys.setswitchinterval(switch_interval_s)
         shutil.rmtree(folder)
 
 
