@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from disagg.core.errors import InvalidRequestError, UnsupportedModelError
 from disagg.core.json_schema.document import changed, without_ignored
-from disagg.core.json_schema.exclusive import without_one_of
+from disagg.core.json_schema.exclusive import without_negations
+from disagg.core.json_schema.other_keywords import with_old_dependencies, with_supported_keywords
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
@@ -28,7 +29,7 @@ MAX_SPACES = 40
 KEPT_SCHEMAS = 256
 """Number of rewritten schemas that a process keeps, the latest ones."""
 MAX_PROVEN_CHARACTERS = 1 << 16
-"""Longest schema, as JSON text, in which `oneOf` is rewritten."""
+"""Longest schema, as JSON text, in which keywords that llguidance does not support are rewritten."""
 _TOO_DEEP = "a JSON schema is nested too deeply: use fewer levels, or $ref"
 _UNPROVEN = (
     "a value of oneOf must satisfy exactly one branch, and the server cannot express this for branches that may "
@@ -60,7 +61,7 @@ def schema_rule(schema: dict[str, Any]) -> str:
 
 def _schema_text(schema: dict[str, Any]) -> str:
     """Returns the JSON text of a schema as llguidance reads it: with options, without unknown formats, and with
-    `anyOf` in the place of `oneOf` where possible."""
+    other keywords in the place of those that llguidance does not support, where possible."""
     try:
         return _rewritten(json.dumps(schema))
     except RecursionError as exc:
@@ -71,7 +72,7 @@ def _schema_text(schema: dict[str, Any]) -> str:
 def _rewritten(given: str) -> str:
     known = changed(without_ignored(json.loads(given)), _with_known_format)
     if len(given) <= MAX_PROVEN_CHARACTERS:
-        known = without_one_of(known, _no_text)
+        known = with_old_dependencies(without_negations(with_supported_keywords(known), _no_text))
     return json.dumps({"x-guidance": _JSON_OPTIONS} | known)
 
 

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import json
 import math
-from functools import cache
 from typing import Any
 
 import pytest
 from jsonschema.validators import validator_for
 from llguidance import LLTokenizer
-from small_schemas import RandomSchemas, small_values
+from small_schemas import RandomSchemas, generated, rewritten, valid
 
 from disagg.core.errors import InvalidRequestError
 from disagg.core.grammars import MAX_PROVEN_CHARACTERS, compile_grammar, schema_grammar, schema_rule
 from disagg.core.json_schema.document import MAX_REGEX_PROOFS, MAX_STEPS, Document, GaveUpError
-from disagg.core.json_schema.exclusive import without_one_of
+from disagg.core.json_schema.exclusive import without_negations
 from disagg.core.json_schema.impossible import impossible
 from disagg.core.json_schema.other_texts import MAX_SIZE, regex_of_other_texts
 
@@ -217,23 +216,6 @@ IMPOSSIBLE: dict[str, tuple[bool, list[Any]]] = {
 }
 
 
-def rewritten(schema: dict[str, Any]) -> dict[str, Any]:
-    """Returns the schema that llguidance reads, without its options."""
-    [grammar] = json.loads(schema_grammar(schema))["grammars"]
-    return {key: one for key, one in grammar["json_schema"].items() if key != "x-guidance"}
-
-
-@cache
-def values() -> list[Any]:
-    return small_values()
-
-
-def valid(schema: Any) -> list[Any]:
-    """Returns the small values that jsonschema finds valid."""
-    validator = validator_for(schema)(schema)
-    return [one for one in values() if validator.is_valid(one)]
-
-
 @pytest.mark.parametrize("name", REWRITTEN)
 def test_the_values_stay_the_same(name: str) -> None:
     schema = REWRITTEN[name]
@@ -245,13 +227,7 @@ def test_the_values_stay_the_same(name: str) -> None:
 @pytest.mark.parametrize("name", [one for one in REWRITTEN if one != "nothing is valid"])
 def test_llguidance_generates_only_valid_values(name: str) -> None:
     schema = REWRITTEN[name]
-    matcher = compile_grammar(schema_grammar(schema), LLTokenizer("byte"))
-    texts = {json.dumps(one): one for one in values()}
-    accepted = []
-    for text, value in texts.items():
-        fresh = matcher.deep_copy()
-        if fresh.try_consume_tokens(list(text.encode())) == len(text) and fresh.is_accepting():
-            accepted.append(value)
+    accepted = generated(schema)
     expected = valid(schema)
     assert accepted
     assert all(one in expected for one in accepted)
@@ -385,7 +361,7 @@ def test_few_regular_expressions_are_compared() -> None:
         return True
 
     words = [{"type": "string", "pattern": f"^{one}$"} for one in range(30)]
-    assert "oneOf" in without_one_of({"oneOf": words}, no_text)
+    assert "oneOf" in without_negations({"oneOf": words}, no_text)
     assert len(calls) == MAX_REGEX_PROOFS
 
 

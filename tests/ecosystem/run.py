@@ -16,7 +16,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,12 +25,13 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 from serve_process import ROOT, SPLIT, command
+from vocabulary import CONTEXT_TOKENS, make_checkpoint
 
 HERE = Path(__file__).parent
 KEY = "secret"
 MODEL = "tiny-chat"
-REQUEST_TIMEOUT_S = 600
-"""Answers of a whole context, some at once on a busy CPU, take minutes."""
+REQUEST_TIMEOUT_S = 1400
+"""Answers of a whole context, some at once on a busy CPU, take many minutes."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,8 @@ class Tool:
     scripts: tuple[str, ...]
     uses_torch: bool = False
     """Whether the environment also finds the packages of this interpreter, torch among them, after its own."""
+    pieces: bool = False
+    """Whether the server's model has a vocabulary with pieces of texts, and a long context (`vocabulary.py`)."""
 
 
 TOOLS = {
@@ -48,7 +51,7 @@ TOOLS = {
     "lm-eval": Tool(("lm_eval_tasks",), uses_torch=True),
     "aiperf": Tool(("aiperf_load",)),
     "guidellm": Tool(("guidellm_load",), uses_torch=True),
-    "schemas": Tool(("schema_suite",)),
+    "schemas": Tool(("schema_suite",), pieces=True),
 }
 
 
@@ -70,20 +73,26 @@ def environment(name: str, folder: Path) -> Path:
 
 
 @contextmanager
-def served(folder: Path) -> Iterator[list[str]]:
-    """`disagg serve` without a model, so with the tiny one. Yields the arguments of scripts."""
+def served(folder: Path, pieces: bool) -> Iterator[list[str]]:
+    """`disagg serve` with the checkpoint of `vocabulary.py`, or without a model, so with the tiny one.
+
+    Yields the arguments of scripts.
+    """
+    folder.mkdir()
     (folder / "keys").write_text(f"{KEY}\n")
+    given = make_checkpoint(folder / MODEL) if pieces else None
     arguments = ["serve", "--device", "cpu", *SPLIT, "--port", "0", "--api-key-file", str(folder / "keys")]
     arguments += ["--set", "log.format=json", "--set", "api.tool_parser=hermes"]
     arguments += ["--set", f"api.request_timeout_s={REQUEST_TIMEOUT_S}"]
+    arguments += ["--model", str(given), "--max-model-len", str(CONTEXT_TOKENS)] if given else []
     with command(folder, arguments) as server:
         url = server.logged(r'"url": "([^"]+)"')
-        [checkpoint] = server.home.glob(f".cache/disagg/*/{MODEL}")
+        checkpoint = given or next(server.home.glob(f".cache/disagg/*/{MODEL}"))
         yield ["--url", url, "--key", KEY, "--model", MODEL, "--folder", str(checkpoint)]
 
 
 def results(python: Path, script: str, arguments: list[str], out: Path) -> Iterator[dict[str, Any]]:
-    """Runs a script, and yields the result of each of its checks when the check ends."""
+    """Runs a script, prints its progress, and yields the result of each of its checks when the check ends."""
     out.mkdir(parents=True)
     quiet = {**os.environ, "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HOME": str(out / "hub")}
     quiet.pop("PYTHONPATH", None)
@@ -93,10 +102,24 @@ def results(python: Path, script: str, arguments: list[str], out: Path) -> Itera
         subprocess.Popen(run, stdout=subprocess.PIPE, stderr=errors, env=quiet) as process,
     ):
         assert process.stdout is not None
-        yield from (json.loads(line) for line in process.stdout if line.startswith(b'{"tool"'))
+        for line in process.stdout:
+            if line.startswith(b'{"tool"'):
+                yield json.loads(line)
+            elif line.startswith(b'{"progress"'):
+                sys.stderr.write(f"{script}: {json.loads(line)['progress']}\n")
     if process.returncode:
         fault = (out / "stderr").read_text(errors="replace")[-2000:]
         yield {"tool": script, "check": "the script", "result": fault, "passed": False, "seconds": 0.0}
+
+
+def every_result(
+    names: Iterable[str], pythons: dict[str, Path], arguments: list[str], out: Path
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields the results of all scripts of some tools, with the tool's name."""
+    for name in names:
+        for script in TOOLS[name].scripts:
+            for one in results(pythons[name], script, arguments, out / script):
+                yield name, one
 
 
 def main() -> int:
@@ -110,13 +133,13 @@ def main() -> int:
     names = given.tools or list(TOOLS)
     pythons = {name: environment(name, given.environments.absolute()) for name in names}
     table = Table("tool", "check", "passed", "result", "s")
-    failed = 0
     console = Console(width=None if sys.stdout.isatty() else 200, markup=False)
     folder = Path(tempfile.mkdtemp(prefix="disagg-ecosystem-"))
-    with served(folder) as arguments:
-        for name in names:
-            for script in TOOLS[name].scripts:
-                for one in results(pythons[name], script, arguments, folder / "out" / script):
+    failed = 0
+    for pieces in (False, True):
+        if chosen := [name for name in names if TOOLS[name].pieces == pieces]:
+            with served(folder / ("pieces" if pieces else "bytes"), pieces) as arguments:
+                for name, one in every_result(chosen, pythons, arguments, folder / "out"):
                     failed += not one["passed"]
                     shown = "yes" if one["passed"] else "NO"
                     console.print(f"{name}: {one['check']}: {shown}", highlight=False)

@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import json
 import random
+from functools import cache
 from typing import Any
+
+from jsonschema.validators import validator_for
+from llguidance import LLTokenizer
+
+from disagg.core.grammars import compile_grammar, schema_grammar
 
 SCALARS = (None, True, False, -1, 0, 1, 2, 3, 5, 1.5, "", "a", "b", "ab", "abc")
 TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
@@ -34,11 +41,44 @@ def small_values() -> list[Any]:
     return [*SCALARS, *arrays, *objects, *nested]
 
 
-class RandomSchemas:
-    """Draws schemas with most keywords of JSON Schema, in combinations that often overlap and sometimes conflict."""
+@cache
+def _values() -> list[Any]:
+    return small_values()
 
-    def __init__(self, seed: int) -> None:
+
+def rewritten(schema: dict[str, Any]) -> dict[str, Any]:
+    """Returns the schema that llguidance reads, without its options."""
+    [grammar] = json.loads(schema_grammar(schema))["grammars"]
+    return {key: one for key, one in grammar["json_schema"].items() if key != "x-guidance"}
+
+
+def valid(schema: Any) -> list[Any]:
+    """Returns the small values that jsonschema finds valid."""
+    validator = validator_for(schema)(schema)
+    return [one for one in _values() if validator.is_valid(one)]
+
+
+def generated(schema: dict[str, Any]) -> list[Any]:
+    """Returns the small values that llguidance generates for a schema, with members in the order of their names."""
+    matcher = compile_grammar(schema_grammar(schema), LLTokenizer("byte"))
+    found = []
+    for value in _values():
+        text = json.dumps(value).encode()
+        fresh = matcher.deep_copy()
+        if fresh.try_consume_tokens(list(text)) == len(text) and fresh.is_accepting():
+            found.append(value)
+    return found
+
+
+class RandomSchemas:
+    """Draws schemas with most keywords of JSON Schema, in combinations that often overlap and sometimes conflict.
+
+    `all_keywords`: also keywords that llguidance does not support.
+    """
+
+    def __init__(self, seed: int, all_keywords: bool = False) -> None:
         self._random = random.Random(seed)
+        self._all_keywords = all_keywords
         self._references: list[str] = []
 
     def document(self) -> dict[str, Any]:
@@ -95,7 +135,28 @@ class RandomSchemas:
             found["additionalProperties"] = draw.choice((False, False, self._leaf()))
         if draw.random() < 0.05:
             found["patternProperties"] = {"^a": self._leaf()}
+        if self._all_keywords:
+            found |= self._unsupported(depth)
         return found
+
+    def _unsupported(self, depth: int) -> dict[str, Any]:
+        draw = self._random
+        a, b = draw.sample(NAMES, 2)
+        choices: tuple[dict[str, Any], ...] = (
+            {},
+            {"dependentRequired": {a: [b]}},
+            {"dependentRequired": {a: [b], b: [a]}, "dependentSchemas": {a: self.schema(depth - 1)}},
+            {"not": self.schema(depth - 1)},
+            {"if": self.schema(depth - 1), "then": self.schema(depth - 1)},
+            {"if": self.schema(depth - 1), "else": self.schema(depth - 1)},
+            {"if": self.schema(depth - 1), "then": self._leaf(), "else": self._leaf()},
+            {"propertyNames": {"pattern": draw.choice(("^a", "b$", "a|b"))}},
+            {"propertyNames": {"enum": [a, b]}},
+            {"minProperties": draw.randint(0, 3)},
+            {"maxProperties": draw.randint(0, 3)},
+            {"minProperties": draw.randint(0, 2), "maxProperties": draw.randint(0, 3)},
+        )
+        return draw.choice(choices)
 
     def _array(self, depth: int) -> dict[str, Any]:
         draw = self._random

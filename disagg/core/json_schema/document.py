@@ -49,16 +49,27 @@ class Dialect(NamedTuple):
     """Whether they are booleans beside `minimum` and `maximum`."""
     ref_siblings: bool = True
     """Whether keywords beside `$ref` apply."""
+    dependencies: bool = False
+    """Whether `dependencies` exist, not `dependentRequired` and `dependentSchemas`."""
+    conditions: bool = True
+    """Whether `if` exists."""
+    names: bool = True
+    """Whether `propertyNames` exist."""
+    known: bool = True
 
 
 _DIALECTS = {
-    "http://json-schema.org/draft-04/schema": Dialect(False, False, True, False),
-    "http://json-schema.org/draft-06/schema": Dialect(ref_siblings=False),
-    "http://json-schema.org/draft-07/schema": Dialect(ref_siblings=False),
+    "http://json-schema.org/draft-04/schema": Dialect(
+        False, False, True, False, dependencies=True, conditions=False, names=False
+    ),
+    "http://json-schema.org/draft-06/schema": Dialect(
+        ref_siblings=False, dependencies=True, conditions=False
+    ),
+    "http://json-schema.org/draft-07/schema": Dialect(ref_siblings=False, dependencies=True),
     "https://json-schema.org/draft/2019-09/schema": Dialect(),
     "https://json-schema.org/draft/2020-12/schema": Dialect(),
 }
-_UNKNOWN = Dialect(const=False, numeric_exclusive=False, ref_siblings=False)
+_UNKNOWN = Dialect(const=False, numeric_exclusive=False, ref_siblings=False, known=False)
 """Proofs use only keywords on which all drafts agree."""
 
 
@@ -72,7 +83,7 @@ def without_ignored(root: dict[str, Any]) -> dict[str, Any]:
     """Returns a schema without the keywords that its draft ignores, and that llguidance would apply: those beside
     `$ref` up to draft 7, and `const` in draft 4."""
     dialect = dialect_of(root)
-    if dialect == _UNKNOWN or dialect.ref_siblings:
+    if not dialect.known or dialect.ref_siblings:
         return root
 
     def applied(schema: dict[str, Any]) -> dict[str, Any]:

@@ -1,8 +1,11 @@
-"""Rewrites `oneOf` as `anyOf`, which llguidance supports for branches that overlap.
+"""Rewrites `oneOf` as `anyOf`, and `not` as the values that it leaves.
+
+llguidance supports neither branches of `oneOf` that overlap nor `not`.
 
 A value of `oneOf` satisfies exactly one branch. Each branch becomes the branch without the values of the others
-(`remainder`); where a proof shows that two branches have no value in common, nothing changes in them. The result has
-exactly the values of the original schema. `oneOf` stays where no proof is found, or no exact union.
+(`remainder`); where a proof shows that two branches have no value in common, nothing changes in them. `not` becomes
+the values that its schema excludes. The result has exactly the values of the original schema. A keyword stays where
+no proof is found, or no exact union.
 """
 
 from __future__ import annotations
@@ -22,39 +25,55 @@ from disagg.core.json_schema.document import (
 from disagg.core.json_schema.other_values import Union
 from disagg.core.json_schema.remainder import ALL, joined, remainder
 
-_BRANCH = re.compile(r"/oneOf/\d")
-"""A reference into a branch of `oneOf`."""
+_BRANCH = re.compile(r"/(?:oneOf/\d|not(?:/|$))")
+"""A reference into a branch of `oneOf`, or into `not`."""
 
 
-def without_one_of(schema: dict[str, Any], no_text: NoText) -> dict[str, Any]:
-    """Returns a schema of the same values, in which `anyOf` replaces each `oneOf` for which this is proven.
+def without_negations(schema: dict[str, Any], no_text: NoText) -> dict[str, Any]:
+    """Returns a schema of the same values, in which other keywords replace each `oneOf` and `not` for which this is
+    proven.
 
     `no_text`: compares regular expressions. A schema in which `$ref` may mean another document, or leads into a
-    branch of `oneOf`, stays as it is.
+    branch of `oneOf` or into `not`, stays as it is.
     """
     if not _is_one_document(schema):
         return schema
     document = Document(schema, no_text)
-    rewritten: dict[str, Any] = changed(schema, lambda one: _rewritten(document, one))
+    rewritten: dict[str, Any] = changed(schema, lambda one: _rewritten(document, _without_not(document, one)))
     return rewritten
 
 
 def _is_one_document(root: dict[str, Any]) -> bool:
-    """Whether a schema has `oneOf`, each `$ref` refers to the root, and no `$ref` leads into a branch."""
+    """Whether a schema has `oneOf` or `not`, each `$ref` refers to the root, and no `$ref` leads into a branch."""
     found = False
     rest: list[Any] = [root]
     while rest:
         one = rest.pop()
         for key, value in one.items() if isinstance(one, dict) else enumerate(one):
+            found = found or key in ("not", "oneOf")
             if isinstance(value, dict | list):
                 rest.append(value)
-                found = found or key == "oneOf"
             elif isinstance(value, str) and (
                 (key == "$ref" and _BRANCH.search(value))
-                or (key in ("$id", "id", "$schema") and one is not root and not value.startswith("#"))
+                or (key in ("$id", "id") and one is not root and not value.startswith("#"))
+                or (key == "$schema" and value.rstrip("#") != str(root.get("$schema")).rstrip("#"))
             ):
                 return False
     return found
+
+
+def _without_not(document: Document, schema: dict[str, Any]) -> dict[str, Any]:
+    """Returns a schema without `not`; the schema itself if the union of what `not` leaves is unknown."""
+    if not isinstance(schema.get("not"), dict | bool):
+        return schema
+    beside = {key: one for key, one in schema.items() if key != "not"}
+    try:
+        left = remainder(Context(document, (beside,), (beside,)), schema["not"])
+    except GaveUpError:
+        return schema
+    if left is None:
+        return schema
+    return beside if left == ALL else {**beside, "allOf": [*members(beside, "allOf"), joined(left)]}
 
 
 def _rewritten(document: Document, schema: dict[str, Any]) -> dict[str, Any]:

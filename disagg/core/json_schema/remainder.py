@@ -30,7 +30,7 @@ _OTHER_KEYWORDS = {
     "array": "additionalItems contains maxContains minContains prefixItems unevaluatedItems uniqueItems",
     "object": "dependencies dependentRequired dependentSchemas maxProperties minProperties patternProperties "
     "propertyNames unevaluatedProperties",
-    "": "$dynamicAnchor $dynamicRef $recursiveAnchor $recursiveRef disallow else extends if not then",
+    "": "$dynamicAnchor $dynamicRef $recursiveAnchor $recursiveRef disallow else extends if then",
 }
 """Keywords of all drafts whose complement is not computed here, by the type of values that they may restrict."""
 _TYPE_OF_KEYWORD = {
@@ -56,7 +56,37 @@ def remainder(context: Context, schema: Schema) -> Union | None:
     if "$ref" in schema and len(schema) > 1 and not context.document.dialect.ref_siblings:
         return None
     found = union_of(_of_keyword(context, schema, keyword) for keyword in schema)
-    return None if found is None else [one for one in found if not context.excludes(one)]
+    return None if found is None else _merged([one for one in found if not context.excludes(one)])
+
+
+def _merged(union: Union) -> Union:
+    """Returns a union in which "without a member" and "with a member that fits a schema" are one schema each.
+
+    llguidance combines the schemas of unions that hold together, so that each one counts.
+    """
+    found = list(union)
+    for one in union:
+        names = list(properties(one)) if isinstance(one, dict) else []
+        if len(names) == 1 and one == _absent(names[0]):
+            present = {"type": "object", "required": names}
+            for other in union:
+                if other == present or other == {
+                    **present,
+                    "properties": {names[0]: _member(other, names[0])},
+                }:
+                    rest = {key: value for key, value in other.items() if key != "required"}
+                    found = [rest if kept is other else kept for kept in found if kept is not one]
+    return found
+
+
+def _member(schema: Schema, name: str) -> Schema:
+    """Returns the schema of a member in `properties`."""
+    return properties(schema).get(name) if isinstance(schema, dict) else None
+
+
+def _absent(name: str) -> dict[str, Any]:
+    """Returns the objects without a member."""
+    return {"type": "object", "properties": {name: False}}
 
 
 def joined(union: Union) -> Schema:
@@ -83,6 +113,10 @@ def _all_of(context: Context, schema: dict[str, Any]) -> Union | None:
 
 def _any_of(context: Context, schema: dict[str, Any]) -> Union | None:
     return _of_none(context, members(schema, "anyOf"))
+
+
+def _not(context: Context, schema: dict[str, Any]) -> Union | None:
+    return [schema["not"]]
 
 
 def _one_of(context: Context, schema: dict[str, Any]) -> Union | None:
@@ -121,7 +155,7 @@ def _required(context: Context, schema: dict[str, Any]) -> Union | None:
     names = schema["required"]
     if not isinstance(names, list) or not all(isinstance(one, str) for one in names):
         return None
-    return [{"type": "object", "properties": {one: False}} for one in names]
+    return [_absent(one) for one in names]
 
 
 def _properties(context: Context, schema: dict[str, Any]) -> Union | None:
@@ -131,10 +165,10 @@ def _properties(context: Context, schema: dict[str, Any]) -> Union | None:
 def _without(context: Context, name: str, schema: Schema) -> Union | None:
     """Returns the objects that have a member, and whose member does not satisfy a schema."""
     part = remainder(context.member(name), schema)
-    if part is None:
-        return None
-    found = ({} if one is True else {"properties": {name: one}} for one in part)
-    return [{"type": "object", "required": [name], **one} for one in found]
+    if not part:
+        return part
+    present = {"type": "object", "required": [name]}
+    return [present if part == ALL else {**present, "properties": {name: joined(part)}}]
 
 
 def _additional_properties(context: Context, schema: dict[str, Any]) -> Union | None:
@@ -170,6 +204,7 @@ _RULES: dict[str, Rule] = {
     "allOf": _all_of,
     "anyOf": _any_of,
     "oneOf": _one_of,
+    "not": _not,
     "type": _type,
     "enum": _enum,
     "const": _const,

@@ -1,16 +1,21 @@
-"""1,000 JSON schemas of the JSON Schema Test Suite: each complete answer is valid; other schemas are refused (400).
+"""1,000 JSON schemas of the JSON Schema Test Suite: each answer is valid and complete, or the schema refused (400).
 
-The suite is part of the source distribution of `jsonschema`, which pip downloads. With SCHEMAS_FOLDER in the
-environment, the schemas are the JSON files below that folder instead, such as `data` of JSONSchemaBench
-(github.com/guidance-ai/jsonschemabench, by the authors of llguidance). The model is random, and a bias toward quotes,
-brackets and the end makes its answers short. A truncated answer is asked for again, with more tokens and a stronger
-bias. What is truncated then needs more tokens than the model's context has, or a text that a random model does not
-find, such as a UUID anywhere in a text.
-`answers.jsonl` in the output folder has all answers.
+Schemas are drawn at random until the server has answered 1,000, or until none is left. The suite is part of the
+source distribution of `jsonschema`, which pip downloads. With SCHEMAS_FOLDER in the environment, the schemas are the
+JSON files below that folder instead, such as `data` of JSONSchemaBench (github.com/guidance-ai/jsonschemabench, by
+the authors of llguidance).
+
+The model is random, and a bias toward quotes, brackets and the end makes its answers short. A truncated answer is
+asked for again, with more tokens, a stronger bias, and a bias toward pieces of texts (`../vocabulary.py`): without
+them, a random model does not find texts such as a UUID anywhere in a string. The bias is the same for all schemas.
+
+`answers.jsonl` in the output folder has all answers. With SCHEMAS_ANSWERS in the environment, it is this file
+instead, and a run that was stopped continues: answers that the file has are not asked for again.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import json
 import os
@@ -19,7 +24,9 @@ import re
 import subprocess
 import sys
 import tarfile
+import threading
 from collections import Counter
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,10 +35,15 @@ from common import Checks, Target, target
 from jsonschema.validators import validator_for
 
 SCHEMAS = 1000
+"""Number of schemas that the server answers."""
 SEED = 7
 AT_ONCE = 16
-ANSWER_TOKENS, MORE_TOKENS = 400, 1900
+ANSWER_TOKENS, MORE_TOKENS = 400, 15000
 """Limits of the first answer, and of the second one, which almost fills the model's context."""
+PROGRESS_EACH = 50
+REFUSAL = "response_format: "
+"""Beginning of the error of a schema that the server refuses. Any other error is a failure."""
+NOT_CHECKED = "not checked"
 DIALECTS = {
     "draft4": "http://json-schema.org/draft-04/schema#",
     "draft6": "http://json-schema.org/draft-06/schema#",
@@ -39,22 +51,25 @@ DIALECTS = {
     "draft2019-09": "https://json-schema.org/draft/2019-09/schema",
     "draft2020-12": "https://json-schema.org/draft/2020-12/schema",
 }
-MIN_VALID, MAX_TRUNCATED = 500, 15
-"""Bounds of the numbers of answers. Without them, a server that refuses or truncates everything passes."""
+MIN_ANSWERED = 500
+"""Without this bound, a server that refuses everything passes."""
 END_ID = 257
 BIAS = {str(ord(character)): 6.0 for character in '"}]'} | {str(END_ID): 12.0}
-"""`logit_bias` of the tiny model, whose tokens are bytes."""
+"""`logit_bias` of the tiny model, whose first tokens are bytes."""
 STRONG_BIAS = {
     str(ord(character)): bias
-    for characters, bias in (('"', 80.0), ("@./#-", 75.0), ("}]", 70.0), (",:", 60.0), (" \t\r\n", -50.0))
+    for characters, bias in (('"', 80.0), ("@./#-:", 78.0), ("}]", 70.0), (",", 60.0), (" \t\r\n", -50.0))
     for character in characters
 } | {str(END_ID): 90.0}
-"""Ends each value as soon as its schema allows. A text that must not end yet gets what many patterns need once."""
+"""Ends each value as soon as its schema allows. A text that must not end yet gets pieces of texts."""
+PIECE_BIAS = 78.0
 
 
 class Asked(NamedTuple):
     """A schema, and what the server made of it."""
 
+    draw: int
+    """Place of the schema among all that were drawn; also the seed of the answer."""
     schema: dict[str, Any]
     status: int
     text: str
@@ -91,73 +106,131 @@ def suite(out: Path) -> list[dict[str, Any]]:
     return list(found.values())
 
 
-def ask(server: Target, schema: dict[str, Any], seed: int, again: bool = False) -> Asked:
-    """Asks for an answer that follows the schema. `again`: with more tokens and a stronger bias."""
+def drawn(schemas: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns all schemas in random order."""
+    numbers, found = random.Random(SEED), dict[int, dict[str, Any]]()
+    while len(found) < len(schemas):
+        number = numbers.randrange(len(schemas))
+        found.setdefault(number, schemas[number])
+    return list(found.values())
+
+
+def ask(server: Target, draw: int, schema: dict[str, Any], again: bool = False) -> Asked:
+    """Asks for an answer that follows the schema. `again`: with more tokens, a stronger bias, and pieces."""
+    pieces = json.loads((server.folder / "pieces.json").read_text())
+    strong = STRONG_BIAS | {str(token): PIECE_BIAS for token in pieces.values()}
     body = {
         "model": server.model,
         "messages": [{"role": "user", "content": "JSON, please."}],
         "max_tokens": MORE_TOKENS if again else ANSWER_TOKENS,
-        "seed": seed,
-        "logit_bias": STRONG_BIAS if again else BIAS,
+        "seed": draw,
+        "logit_bias": strong if again else BIAS,
         "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}},
     }
     status, reply = server.post("/v1/chat/completions", body)
     if status != 200:
-        return Asked(schema, status, reply["error"]["message"], whole=False, again=again)
+        return Asked(draw, schema, status, reply["error"]["message"], whole=False, again=again)
     [choice] = reply["choices"]
-    return Asked(schema, status, choice["message"]["content"] or "", choice["finish_reason"] == "stop", again)
+    text, whole = choice["message"]["content"] or "", choice["finish_reason"] == "stop"
+    return Asked(draw, schema, status, text, whole, again)
 
 
-def ask_until_whole(server: Target, schema: dict[str, Any], seed: int) -> Asked:
+def ask_until_whole(server: Target, draw: int, schema: dict[str, Any]) -> Asked:
     """Asks for an answer, and again if the answer is truncated."""
-    first = ask(server, schema, seed)
-    return ask(server, schema, seed, again=True) if first.status == 200 and not first.whole else first
+    first = ask(server, draw, schema)
+    return ask(server, draw, schema, again=True) if first.status == 200 and not first.whole else first
+
+
+@functools.cache
+def _fault(schema: str, text: str) -> str:
+    try:
+        value = json.loads(text)
+    except ValueError as fault:
+        return f"not JSON: {fault}"
+    validator = validator_for(json.loads(schema))(json.loads(schema))
+    try:
+        return "; ".join(error.message for error in validator.iter_errors(value))
+    except re.error as limit:  # expressions that JavaScript has, and Python has not
+        return f"{NOT_CHECKED}: {limit}"
 
 
 def fault_of(asked: Asked) -> str:
-    """Returns why an answer is not valid; empty for a valid one."""
-    try:
-        value = json.loads(asked.text)
-    except ValueError as fault:
-        return f"not JSON: {fault}"
-    validator = validator_for(asked.schema)(asked.schema)
-    return "; ".join(error.message for error in validator.iter_errors(value))
+    """Returns why a complete answer is not valid; empty for a valid one."""
+    return _fault(json.dumps(asked.schema), asked.text) if asked.whole else ""
 
 
-def kind_of(asked: Asked, fault: str) -> str:
+def kind_of(asked: Asked) -> str:
     """Returns the name under which an answer is counted."""
     if asked.whole:
-        return "invalid" if fault else "valid"
-    return {200: "truncated", 400: "refused"}.get(asked.status, "failed")
+        fault = fault_of(asked)
+        return NOT_CHECKED if fault.startswith(NOT_CHECKED) else "invalid" if fault else "valid"
+    if asked.status == 400 and asked.text.startswith(REFUSAL):
+        return "refused"
+    return "truncated" if asked.status == 200 else "failed"
+
+
+class Answers:
+    """The answers of a run, in a file that grows with each."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._writing = threading.Lock()
+        lines = path.read_text().splitlines() if path.exists() else []
+        kept = (Asked(**json.loads(line)) for line in lines)
+        self.by_draw = {asked.draw: asked for asked in kept if kind_of(asked) != "failed"}
+
+    def add(self, asked: Asked) -> None:
+        """Keeps an answer, and prints the progress now and then."""
+        with self._writing, self._path.open("a") as file:
+            file.write(json.dumps(asked._asdict()) + "\n")
+            self.by_draw[asked.draw] = asked
+            if len(self.by_draw) % PROGRESS_EACH == 0:
+                print(json.dumps({"progress": shown(count(self.by_draw.values()))}), flush=True)
+
+
+def count(all_asked: Iterable[Asked]) -> Counter[str]:
+    """Counts answers by `kind_of`, truncated ones that were asked for again also as `asked again`."""
+    counts = Counter[str]()
+    for asked in all_asked:
+        counts[kind_of(asked)] += 1
+        counts["asked again"] += asked.again
+    return counts
+
+
+def shown(counts: Counter[str]) -> str:
+    """Returns the counts as a text."""
+    return ", ".join(f"{number} {kind}" for kind, number in counts.most_common())
 
 
 def answered(server: Target) -> list[Asked]:
-    """Asks for `SCHEMAS` random schemas of the suite, some at once."""
+    """Asks for answers to random schemas, some at once, until `SCHEMAS` are not refused."""
     folder = os.environ.get("SCHEMAS_FOLDER")
-    schemas = random.Random(SEED).sample(schemas_in(Path(folder)) if folder else suite(server.out), SCHEMAS)
+    schemas = drawn(schemas_in(Path(folder)) if folder else suite(server.out))
+    answers = Answers(Path(os.environ.get("SCHEMAS_ANSWERS", server.out / "answers.jsonl")))
+    found: list[Asked] = []
+    missing = SCHEMAS
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        return list(pool.map(lambda pair: ask_until_whole(server, pair[1], pair[0]), enumerate(schemas)))
+        while missing and len(found) < len(schemas):
+            draws = range(len(found), min(len(found) + missing, len(schemas)))
+            new = [draw for draw in draws if draw not in answers.by_draw]
+            list(pool.map(lambda draw: answers.add(ask_until_whole(server, draw, schemas[draw])), new))
+            found += [answers.by_draw[draw] for draw in draws]
+            missing = SCHEMAS - sum(kind_of(asked) != "refused" for asked in found)
+    return found
 
 
 def checked(server: Target) -> str:
-    """Validates each complete answer, and the number of answers."""
-    counts, faults, lines, again = Counter[str](), list[str](), list[str](), 0
-    for asked in answered(server):
-        try:
-            fault = fault_of(asked) if asked.whole else ""
-            kind = kind_of(asked, fault)
-        except re.error as limit:  # expressions that JavaScript has, and Python has not
-            kind, fault = "not checked", f"jsonschema: {limit}"
-        counts[kind] += 1
-        again += asked.again
-        lines.append(json.dumps({"kind": kind, **asked._asdict(), "fault": fault}))
-        if kind in ("invalid", "failed"):
-            faults.append(f"{fault or asked.text} ({json.dumps(asked.schema)} -> {asked.text[:200]})")
-    (server.out / "answers.jsonl").write_text("\n".join(lines))
-    shown = ", ".join(f"{number} {kind}" for kind, number in counts.most_common()) + f"; {again} asked again"
-    if faults or counts["valid"] < MIN_VALID or counts["truncated"] > MAX_TRUNCATED:
-        raise AssertionError(f"{shown}; {faults[:3]}")
-    return shown
+    """Validates each answer."""
+    found = answered(server)
+    counts = count(found)
+    refused = counts.pop("refused", 0)
+    total = len(found) - refused
+    result = f"{total} schemas answered: {shown(counts)}; beside them {refused} refused"
+    faults = [asked for asked in found if kind_of(asked) in ("failed", "invalid", "truncated")]
+    if faults or total < min(SCHEMAS, MIN_ANSWERED):
+        named = [f"{fault_of(one)} ({json.dumps(one.schema)} -> {one.text[:200]})" for one in faults[:3]]
+        raise AssertionError(f"{result}; {named}")
+    return result
 
 
 def main() -> None:
