@@ -162,9 +162,10 @@ class StorageController:
     def _fetch(self, fetch: Fetch, limit_s: float) -> None:
         """Reads the next batch of a fetch. Another thread may begin the batch after it meanwhile."""
         operation, landed, error = fetch.operation, 0, ""
-        batch = next(self._batches(operation, BATCH_BYTES, fetch.begun))
+        batch = next(self._batches(operation, BATCH_BYTES, fetch.begun), None)
         with self._lock:
-            if fetch.stopped:  # by an earlier batch just now
+            fetch.stopped |= batch is None
+            if batch is None or fetch.stopped:  # without items, or stopped by an earlier batch just now
                 self._report_end(fetch)
                 return
             first = not fetch.begun

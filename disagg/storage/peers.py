@@ -27,7 +27,6 @@ from disagg.core.errors import InvariantError
 from disagg.core.item_events import ItemPosition
 from disagg.core.log import get_logger
 from disagg.storage.batch import PageBatch
-from disagg.storage.bounce import copy
 from disagg.storage.breaker import Breaker, PauseSettings
 from disagg.storage.contract import StorageStatistics, require_batch
 from disagg.storage.counters import Counters
@@ -412,13 +411,11 @@ class PeerStorage:
             rest = rest[HEADER_BYTES + len(content) :]
             if time.monotonic() >= call.ends_s:
                 batch.close()
-            with batch.memory(i) as page:
-                if page is None:  # the call has ended: a late peer is no healthy one
-                    return False
-                if fits := page.nbytes == len(content):
-                    copy(page, content)
-            self._counters.add(refused=not fits)
-            batch.settle(i, landed=fits)
+            if batch.sizes_bytes[i] != len(content):
+                self._counters.add(refused=1)
+                batch.settle(i, landed=False)
+            elif not batch.land(i, content):  # the call has ended: a late peer is no healthy one
+                return False
         return True
 
     # --- peers

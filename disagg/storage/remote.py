@@ -169,13 +169,11 @@ class RemoteStorage:
             if content is None:
                 corrupt.append(name)
                 continue
-            with batch.memory(i) as page:
-                if page is None:
-                    break
-                if fits := page.nbytes == len(content):
-                    copy(page, content)
-            self._counters.add(refused=not fits)
-            batch.settle(i, landed=fits)
+            if batch.sizes_bytes[i] != len(content):
+                self._counters.add(refused=1)
+                batch.settle(i, landed=False)
+            elif not batch.land(i, content):
+                break
         if corrupt:
             self._counters.add(corrupt=len(corrupt))
             log.warning("storage_page_corrupt", storage=self._name, pages=len(corrupt))

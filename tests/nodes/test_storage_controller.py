@@ -404,6 +404,11 @@ def test_fetches_that_are_read_at_the_same_time_share_the_time(
     assert (ranks[0].seconds[1], ranks[0].seconds[2]) == (4.0, 5.0)
 
 
+def test_a_fetch_of_nothing_ends_at_once(ranks: list[StoringRank]) -> None:
+    ranks.append(StoringRank(MemoryStorage(1 << 20)))
+    assert ranks[0].run("fetch", 0) == 0
+
+
 def test_a_bug_ends_its_operation_only(ranks: list[StoringRank], monkeypatch: pytest.MonkeyPatch) -> None:
     storage = MemoryStorage(1 << 20)
     ranks.append(StoringRank(storage))
