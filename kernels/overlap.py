@@ -12,6 +12,9 @@ write: all kernels before that one had ended when this one was placed.
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import TypedDict
 
@@ -23,9 +26,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from kernels.dispatch import INTERPRETED
 
 _LEAST_CAPABILITY = (9, 0)
-_ROWS = range(2, 65)
-"""Rows of steps that are faster with overlapping kernels, measured on an H200: those in which this project's kernels
-follow each other, because `kernels.layers.few_rows` computes products. Other steps are up to 1 % slower."""
+_LEAST_ROWS, _MOST_ELEMENTS = 2, 128 << 10
+"""Smallest number of rows, and largest number of elements of the hidden states, of the steps that are faster with
+overlapping kernels (measured on an H200). In other steps launches matter less, and cuBLAS computes more products."""
+_thread = threading.local()
 
 
 class Overlap(TypedDict, total=False):
@@ -35,15 +39,22 @@ class Overlap(TypedDict, total=False):
     launch_pdl: bool
 
 
-def overlap(device: torch.device, rows: int, *, behind_library: bool = False) -> Overlap:
-    """Returns the arguments for a launch on `device` in a step of `rows` rows.
+@contextmanager
+def overlapping(rows: int, hidden: int) -> Iterator[None]:
+    """Inside the block, kernels that this thread launches or records overlap, if a step of `rows` rows with hidden
+    states of `hidden` elements is faster so."""
+    _thread.on = rows >= _LEAST_ROWS and rows * hidden <= _MOST_ELEMENTS
+    try:
+        yield
+    finally:
+        _thread.on = False
 
-    `behind_library`: whether a product by cuBLAS usually comes directly before. Then the kernel itself starts after
-    the end of this product, but the next kernel may overlap with it.
-    """
-    if rows not in _ROWS or not _supported(device):
+
+def overlap(device: torch.device) -> Overlap:
+    """Returns the arguments for a launch on `device`; the launch overlaps inside `overlapping`."""
+    if not getattr(_thread, "on", False) or not _supported(device):
         return {"OVERLAP": False}
-    return {"OVERLAP": True, "launch_pdl": not behind_library}
+    return {"OVERLAP": True, "launch_pdl": True}
 
 
 @lru_cache

@@ -80,6 +80,7 @@ from disagg.model.trial import TrialSteps
 from kernels.attention.prefill import PackedQueries
 from kernels.dispatch import backend
 from kernels.layers.matmul import require_same_bits
+from kernels.overlap import overlapping
 
 log = structlog.get_logger(__name__)
 
@@ -202,6 +203,11 @@ class ModelRunner:
         """Bytes of the rank's parameters and buffers. A shared tensor counts once."""
         tensors = [*self.model.parameters(), *self.model.buffers()]
         return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
+
+    @property
+    def _hidden(self) -> int:
+        """Elements of a token's hidden state."""
+        return int(self.model.get_input_embeddings().weight.shape[1])
 
     @property
     def recordable(self) -> bool:
@@ -480,7 +486,8 @@ class ModelRunner:
         slots = self.req_to_token.table[rows, positions].long()
         context = self._kernel_step(one_token_each(rows, positions), slots, max_tokens=max_tokens)
         step = decode_step(rows) if self._packed is not None else None
-        return self._run(self.sampled.resolve(ids)[None], positions[None], 0, context, None, step)
+        with overlapping(len(rows), self._hidden):
+            return self._run(self.sampled.resolve(ids)[None], positions[None], 0, context, None, step)
 
     def _decode_and_chunks(self, numbers: torch.Tensor, singles: int, max_tokens: int) -> torch.Tensor:
         """Runs a step of single tokens and chunks, with inputs on the device only; see `MixedGraphs`."""

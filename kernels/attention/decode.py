@@ -200,7 +200,7 @@ def _launch(
         num_warps=tile.warps,
         num_stages=tile.stages,
         enable_fp_fusion=True,
-        **overlap(q.device, n),
+        **overlap(q.device),
     )
 
 

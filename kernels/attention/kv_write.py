@@ -67,7 +67,7 @@ def kv_write(k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor, kv: LayerKV)
             BLOCK=block,
             num_warps=4,
             enable_fp_fusion=False,  # quantized values equal the reference's, bit for bit
-            **overlap(k.device, tokens),
+            **overlap(k.device),
         )
 
 

@@ -123,7 +123,7 @@ class Partials:
             BLOCK_V=block_v,
             num_warps=warps,
             enable_fp_fusion=True,
-            **overlap(self._out.device, tokens),
+            **overlap(self._out.device),
         )
 
 

@@ -162,7 +162,7 @@ class FewRowsProduct:
             AHEAD=tile.ahead,
             num_warps=tile.warps,
             num_stages=tile.stages,
-            **overlap(x.device, rows),
+            **overlap(x.device),
         )
 
 

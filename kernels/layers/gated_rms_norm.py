@@ -60,7 +60,7 @@ def gated_rms_norm(
                 BLOCK=block,
                 num_warps=min(16, max(1, block // _WARP_ELEMENTS)),
                 enable_fp_fusion=False,  # the same rounding as torch
-                **overlap(x.device, rows),
+                **overlap(x.device),
             )
     return out
 

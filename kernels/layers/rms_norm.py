@@ -131,7 +131,7 @@ def _launch(
         BLOCK=block,
         num_warps=min(16, max(1, block * block_rows // _WARP_ELEMENTS)),
         enable_fp_fusion=False,  # the same rounding as torch
-        **overlap(x.device, outer * inner),
+        **overlap(x.device),
     )
 
 

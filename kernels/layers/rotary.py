@@ -73,7 +73,7 @@ def rotary(
             BLOCK=block,
             num_warps=min(8, max(1, 2 * block * block_heads // _WARP_ELEMENTS)),
             enable_fp_fusion=False,  # products are rounded before they are added
-            **overlap(q.device, batch * tokens, behind_library=True),
+            **overlap(q.device),
         )
     return q_out, k_out
 

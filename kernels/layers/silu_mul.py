@@ -47,7 +47,7 @@ def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
             BLOCK=_BLOCK,
             num_warps=_WARPS,
             enable_fp_fusion=False,  # the same rounding as torch
-            **overlap(gate.device, out.numel() // gate.shape[-1], behind_library=True),
+            **overlap(gate.device),
         )
     return out
 

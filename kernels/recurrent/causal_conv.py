@@ -89,7 +89,7 @@ def _launch_step(
         BLOCK_CHANNELS=_STEP_CHANNELS,
         BLOCK_WINDOW=triton.next_power_of_2(state.shape[2]),
         num_warps=4,
-        **overlap(x.device, len(slices), behind_library=True),
+        **overlap(x.device),
     )
 
 

@@ -128,7 +128,7 @@ def _launch(
             BLOCK_SIZE=size,
             EARLY=slices.host is None,
             num_warps=warps,
-            **overlap(x.device, len(slices)),
+            **overlap(x.device),
         )
 
 

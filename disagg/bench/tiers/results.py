@@ -96,6 +96,7 @@ def _load_costs(found: TiersMeasurements) -> list[Result]:
             "additional TTFT of a load, over the additional TTFT of computing the same tokens; medians",
         )
         for place in ("host", "storage")
+        if place in median
     ]
 
 

@@ -9,7 +9,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -29,7 +29,7 @@ from disagg.bench.tiers.others import (
     OthersRuns,
 )
 from disagg.bench.tiers.peer import PeerRun, page_endpoint, plain_transfer
-from disagg.bench.tiers.ttft import TtftRun, TtftSizes
+from disagg.bench.tiers.ttft import PLACES, TtftRun, TtftSizes
 from disagg.bench.tiers.turns import TurnSizes, TurnsRun, converse
 from disagg.core.config.groups import Device
 from disagg.core.config.read import ClusterConfig, ColocatedConfig, Config, TransportConfig
@@ -46,9 +46,10 @@ from transport.reach import choose
 
 ReportProgress = Callable[[str], None]
 TransportChoice = Literal["auto", "ucx", "tls"]
-Part = Literal["hits", "peer", "conversations", "others"]
+Part = Literal["hits", "storage", "peer", "conversations", "others"]
 PARTS: tuple[Part, ...] = get_args(Part)
-"""Parts of the benchmark: TTFT by tier, TTFT of hits in another group, conversations, and answers beside hits."""
+"""Parts of the benchmark: TTFT of hits in pool and host memory, of hits in the storage, and of hits in another group;
+conversations; answers beside hits."""
 POOL_PREFIXES = 5
 """Size of the pool of the TTFT run, in prefixes: stores copy at most a quarter of a pool at one time."""
 HIT_PREFIXES = 3
@@ -188,7 +189,9 @@ class _TiersRun:
             )
         prefix_tokens = self._group.pool_tokens // POOL_PREFIXES
         self._ttft_group = self._with_tiers(
-            HOST_PREFIXES * prefix_tokens, STORED_PREFIXES * prefix_tokens, "ttft"
+            HOST_PREFIXES * prefix_tokens,
+            STORED_PREFIXES * prefix_tokens,
+            "ttft" if "storage" in options.parts else "",
         )
         self._peer_group = msgspec.structs.replace(
             self._with_tiers(HOST_PREFIXES * prefix_tokens, 0, ""), host_cache_shared=True
@@ -210,11 +213,12 @@ class _TiersRun:
         nbytes = options.tokens * self._spec.layout.token_bytes
         ttft_s: dict[str, list[float]] = {}
         plain: dict[str, Measurement] = {}
-        if "hits" in options.parts:
+        if {"hits", "storage"} & set(options.parts):
             ttft_s |= await self._hits()
             self._progress("plain copies")
             plain["host"] = host_copy_rate(self._model.device, nbytes, options.repeats, out=False)
-            plain["storage"] = _read_rate(self._folder, nbytes, options.repeats)
+            if "storage" in options.parts:
+                plain["storage"] = _read_rate(self._folder, nbytes, options.repeats)
         if "peer" in options.parts:
             ttft_s["peer"] = await self._peer(self._ttft_sizes)
             plain["peer"] = plain_transfer(self._choice, nbytes, options.repeats)
@@ -231,10 +235,13 @@ class _TiersRun:
 
     async def _hits(self) -> dict[str, list[float]]:
         """Returns TTFTs of hits in each tier of the group, and of no hit."""
-        async with tiers_engine(self._config, self._ttft_group, self._model, self._runner) as engine:
-            ttft = TtftRun(engine, self._ttft_sizes, self._progress)
+        group, stored = self._ttft_group, "storage" in self._options.parts
+        sizes = self._ttft_sizes if stored else replace(self._ttft_sizes, places=PLACES[:-1])
+        async with tiers_engine(self._config, group, self._model, self._runner) as engine:
+            ttft = TtftRun(engine, sizes, self._progress)
             await ttft.run()
-        shutil.rmtree(self._ttft_group.storage)  # the next storage needs its room on the disk
+        if stored:
+            shutil.rmtree(group.storage)  # the next storage needs its room on the disk
         return dict(ttft.ttft_s)
 
     async def _others(self) -> dict[HitPlace, list[OthersRun]]:
@@ -315,7 +322,7 @@ class _TiersRun:
         """Raises `ConfigError` if the folder has no room for the largest storage of the parts that run."""
         parts = self._options.parts
         groups = [
-            *([self._ttft_group] if "hits" in parts else []),
+            self._ttft_group,
             *(self._turns_groups.values() if "conversations" in parts else []),
         ]
         needed_bytes = max((group.storage_bytes for group in groups if group.storage), default=0)

@@ -28,6 +28,8 @@ class TtftSizes:
     """Compared tokens of each answer."""
     repeats: int
     vocabulary: int
+    places: tuple[Tier, ...] = PLACES
+    """Places of the measured hits, in the order of `PLACES`; the group has no slower tier."""
 
 
 class TtftRun:
@@ -50,7 +52,7 @@ class TtftRun:
     async def _round(self, warm_up: bool) -> None:
         sizes = self._sizes
         text = self._words(sizes.tokens)
-        prompts = {place: [*text, *self._words(sizes.new_tokens)] for place in PLACES}
+        prompts = {place: [*text, *self._words(sizes.new_tokens)] for place in sizes.places}
         found: dict[str, TimedAnswer] = {}
         expected: dict[Tier, list[int]] = {}
         for place, prompt in prompts.items():  # under a salt that no other request has, nothing is cached
@@ -85,7 +87,7 @@ class TtftRun:
         """Uses `text` until all tiers have it; each use stores a part of a long prefix."""
         for _ in range(MOST_FILLERS):
             await self._engine.settle()
-            if all(self._engine.cached_tokens(text, tier) == len(text) for tier in PLACES):
+            if all(self._engine.cached_tokens(text, tier) == len(text) for tier in self._sizes.places):
                 return
             await self._engine.generate(text, 1)
         raise InvariantError(f"a prefix of {len(text)} tokens was not stored in all tiers")

@@ -88,10 +88,10 @@ class TiersFlags:
         typer.Option(
             "--parts",
             metavar="PART,...",
-            help="Parts to run: TTFT by tier, TTFT of hits in another group, conversations, and the time between "
-            "tokens of other answers beside hits.",
+            help="Parts to run: TTFT of hits in pool and host memory, of hits in the storage, of hits in another "
+            "group, conversations, and the time between tokens of other answers beside hits.",
         ),
-    ] = "hits,peer,conversations,others"
+    ] = "hits,storage,peer,conversations,others"
     repeats: RepeatsFlag = 5
     device: DeviceFlag = "auto"
     output: OutputFlags
