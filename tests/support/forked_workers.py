@@ -20,16 +20,21 @@ if TYPE_CHECKING:
     import pytest
 
 PRELOADED = (
-    "torch.export",
-    "transformers.modeling_utils",
+    "disagg.api.app",
+    "disagg.node.rank_start",
+    "matplotlib.figure",
+    "openai",
+    "opentelemetry.sdk.trace",
+    "transformers.generation.utils",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.auto.tokenization_auto",
+    "transformers.models.falcon_h1.modeling_falcon_h1",
+    "transformers.models.gemma3.modeling_gemma3",
+    "transformers.models.gemma4.modeling_gemma4",
     "transformers.models.llama.modeling_llama",
     "transformers.models.qwen3.modeling_qwen3",
-    "triton",
-    "matplotlib.figure",
-    "fastapi",
-    "openai",
 )
-"""They start no thread. They import neither UCX nor CUDA's runtime, which do not survive a fork."""
+"""They start no thread. They load neither UCX nor CUDA's runtime, which do not survive a fork."""
 # A file as `__main__` would run again in each process that multiprocessing spawns.
 _SERVER = """
 import sys
