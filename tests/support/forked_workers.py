@@ -93,6 +93,7 @@ def _become_worker(connection: socket.socket, handlers: Mapping[int, Any]) -> No
 
 def _ask(name: str) -> None:
     """Has a worker forked with this process' standard streams, and waits for its end."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the worker
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(f"\0{name}")
         socket.send_fds(connection, [b"0"], [0, 1, 2])
