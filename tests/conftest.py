@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import variants
+from forked_workers import fork_workers
 from hypothesis import HealthCheck, settings
 from hypothesis.internal.conjecture import providers
 
@@ -115,9 +116,19 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     if WORKER:
         _stay_on({_own_cpu()})
-    tests = config.rootpath / "tests"
-    if WORKER and [config.invocation_params.dir / one for one in config.args] == [tests]:
-        config.args = _rotated(tests)
+    if WORKER and _has_all_tests(config):
+        config.args = _rotated(config.rootpath / "tests")
+
+
+def _has_all_tests(config: pytest.Config) -> bool:
+    return [config.invocation_params.dir / one for one in config.args] == [config.rootpath / "tests"]
+
+
+@pytest.hookimpl(optionalhook=True)  # without xdist there is no such hook
+def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
+    """Workers of a run of all tests share the imports of torch and transformers."""
+    if _has_all_tests(config):
+        fork_workers(config, specs)
 
 
 def _rotated(tests: Path) -> list[str]:
