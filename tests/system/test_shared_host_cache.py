@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -33,6 +32,7 @@ from disagg.kv.cache_operations import CacheOperation, PoolTransfer
 from disagg.model.load.source import ModelSource
 from disagg.node import renewed_exchange
 from disagg.node.group_storage import page_keys, page_parts, part_grid, state_parts
+from disagg.node.plan import StepPlan
 from disagg.router.router import Router
 from transport.base import Operation
 
@@ -224,7 +224,7 @@ def test_pages_that_are_evicted_between_search_and_read(checkpoints: Checkpoints
         (rank,) = groups.groups["colocated"]
         blocks = list(range(PAGES + 2))
         store = CacheOperation(1 << 20, True, [PoolTransfer("kv", [0] * len(blocks), blocks)])
-        plan: Any = SimpleNamespace(cache_operations=[store], storage_operations=[], unwanted_fetches=[])
+        plan = StepPlan(step=0, work=[], cache_operations=[store])
 
         def evict(source: str, destination: str, tag: int, data: torch.Tensor) -> None:
             if destination == "colocated-0-pages" and data[0] == 1:  # a read
