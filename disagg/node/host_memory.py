@@ -45,7 +45,7 @@ class HostCacheRoom(NamedTuple):
 
 
 def automatic_host_cache(room: HostCacheRoom) -> HostCacheSize:
-    """Returns the size of a second tier that the user has not set."""
+    """Returns the size of a second tier that the user has not set, for a group with a storage."""
     most_bytes = POOL_MULTIPLE * room.pool_bytes
     if room.share_bytes >= most_bytes:
         return HostCacheSize(most_bytes, f"automatic: {POOL_MULTIPLE} times the pool")
