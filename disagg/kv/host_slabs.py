@@ -78,6 +78,9 @@ class HostSlabs:
 
     def _pin(self, slab: int) -> None:
         memory = self.memory[slab * self._slab_blocks : (slab + 1) * self._slab_blocks]
+        # The operating system allocates the memory here, not inside the call below, in which the driver refuses to
+        # launch kernels.
+        memory.zero_()
         error = int(_cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, _PORTABLE_AND_MAPPED))
         if error:
             _forget_error()
