@@ -6,8 +6,9 @@ on, a kernel may be launched before the previous one in its stream has ended, an
 
 Each kernel with an `OVERLAP` argument calls `wait_for_previous` before its first access to memory that a kernel of
 its stream may have written. When this call returns, all writes of all earlier kernels are visible, and the next
-kernel may be placed. A kernel may therefore read before this call only what the kernel directly before it does not
-write: all kernels before that one had ended when this one was placed.
+kernel may be placed. Before this call, a kernel may only read what none of the step's latest kernels writes, because
+a product by cuBLAS may let the next kernel be placed before its own wait. In a recorded step, weights, the step's
+numbers and the states that the step before has left are old enough.
 """
 
 from __future__ import annotations
@@ -43,11 +44,12 @@ class Overlap(TypedDict, total=False):
 def overlapping(rows: int, hidden: int) -> Iterator[None]:
     """Inside the block, kernels that this thread launches or records overlap, if a step of `rows` rows with hidden
     states of `hidden` elements is faster so."""
+    before = getattr(_thread, "on", False)
     _thread.on = rows >= _LEAST_ROWS and rows * hidden <= _MOST_ELEMENTS
     try:
         yield
     finally:
-        _thread.on = False
+        _thread.on = before
 
 
 def overlap(device: torch.device) -> Overlap:

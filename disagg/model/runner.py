@@ -207,7 +207,7 @@ class ModelRunner:
     @property
     def _hidden(self) -> int:
         """Elements of a token's hidden state."""
-        return int(self.model.get_input_embeddings().weight.shape[1])
+        return int(self.model.config.get_text_config().hidden_size)
 
     @property
     def recordable(self) -> bool:
@@ -486,7 +486,7 @@ class ModelRunner:
         slots = self.req_to_token.table[rows, positions].long()
         context = self._kernel_step(one_token_each(rows, positions), slots, max_tokens=max_tokens)
         step = decode_step(rows) if self._packed is not None else None
-        with overlapping(len(rows), self._hidden):
+        with overlapping(len(rows), self._hidden) if self.collective.size == 1 else nullcontext():
             return self._run(self.sampled.resolve(ids)[None], positions[None], 0, context, None, step)
 
     def _decode_and_chunks(self, numbers: torch.Tensor, singles: int, max_tokens: int) -> torch.Tensor:

@@ -174,7 +174,8 @@ class StorageController:
         try:
             if first:  # pins the memory of all blocks, or raises
                 self._reserve(operation)
-            self._enqueue(fetch)
+            else:
+                self._enqueue(fetch)
             landed = batch.items.fetch(batch.links, batch.blocks, limit_s)
         except Exception as exc:  # any error ends this fetch only
             error = _text(exc)
@@ -183,8 +184,11 @@ class StorageController:
             before = fetch.landed
             fetch.end(reading, landed, error)
             self._times.ended(fetch)
-            if not self._report_end(fetch) and fetch.landed > before:
+            ended = self._report_end(fetch)
+            if not ended and fetch.landed > before:
                 self._moved(operation.number, fetch.landed, False, "", fetch.seconds, fetch.states)
+        if first and not ended:  # alone so far: after a pause of the storage, the first call is a trial
+            self._enqueue(fetch)
 
     def _enqueue(self, fetch: Fetch) -> None:
         """Lets a read thread begin the next batch of a fetch, if there is one."""

@@ -53,6 +53,8 @@ class Breaker:
         self._faults = 0
         self._pause_s = 0.0
         """Length of the latest pause; 0 if the breaker is closed."""
+        self._late_s = 0.0
+        """Time of the latest fault by a late call."""
         self._until_s = 0.0
         """Time at which the current pause ends, or the time limit of the current trial."""
 
@@ -103,13 +105,18 @@ class Breaker:
     def wait_for(self, batch: PageBatch, timeout_s: float) -> list[bool]:
         """Waits at most `timeout_s` for a call's pages; returns whether each page landed.
 
-        Late pages count as one fault.
+        Late pages count as one fault, also those of several calls that waited at the same time.
         """
+        began_s = self._clock()
         results = batch.wait(timeout_s)
         late = results.count(None)
         if late:
             self._counters.add(late=late)
-            self.failed(f"{late} of {len(results)} pages had not landed after {timeout_s:g} s")
+            with self._lock:
+                counts = began_s >= self._late_s
+                self._late_s = self._clock() if counts else self._late_s
+            if counts:
+                self.failed(f"{late} of {len(results)} pages had not landed after {timeout_s:g} s")
         return [landed is True for landed in results]
 
     def check(self) -> None:

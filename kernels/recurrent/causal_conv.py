@@ -179,7 +179,10 @@ def causal_conv_reference(
             out[first : first + count] = F.silu(found) if silu else found
 
 
-@triton.jit(do_not_specialize=["x_stride", "out_stride"])  # type: ignore[untyped-decorator]
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=["x_stride", "out_stride"],
+    do_not_specialize_on_alignment=["slots", "firsts", "counts", "begun"],
+)
 def causal_conv_kernel(  # type: ignore[no-untyped-def]
     # tensors
     x,
@@ -237,7 +240,10 @@ def causal_conv_kernel(  # type: ignore[no-untyped-def]
         tl.store(state + at, value.to(state.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["x_stride", "out_stride"])  # type: ignore[untyped-decorator]
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=["x_stride", "out_stride"],
+    do_not_specialize_on_alignment=["slots", "firsts", "counts", "begun"],
+)
 def conv_step_kernel(  # type: ignore[no-untyped-def]
     # tensors
     x,

@@ -69,7 +69,7 @@ def state_space(
 
     The last dimension of all tensors is contiguous, other strides are free. The computation is in float32; the state
     is rounded to its type after the last token of a slice. On CUDA, `how="triton"` is one launch on the current
-    stream, without synchronization. If `slices.host` is None, the kernel directly before must not have written the
+    stream, without synchronization. If `slices.host` is None, the step's latest kernels must not have written the
     states of these slots or the numbers of `slices` (`kernels.overlap`). Raises ValueError (arguments) and
     ConfigError (Triton is not available).
     """
@@ -95,7 +95,7 @@ def _launch(
     size = triton.next_power_of_2(b.shape[2])
     elements, warps = (_STEP_ELEMENTS, _STEP_WARPS) if slices.most == 1 else (_TILE_ELEMENTS, 4)
     block = min(triton.next_power_of_2(channels), max(1, elements // size))
-    per_channel = layer.per_channel
+    per_channel, launch = layer.per_channel, overlap(x.device)
     with on_device(x):
         state_space_kernel[(len(slices), heads, triton.cdiv(channels, block))](
             x,
@@ -126,9 +126,9 @@ def _launch(
             D_PER_CHANNEL=layer.d.dim() == 2,
             BLOCK_CHANNELS=block,
             BLOCK_SIZE=size,
-            EARLY=slices.host is None,
+            EARLY=slices.host is None and launch["OVERLAP"],
             num_warps=warps,
-            **overlap(x.device),
+            **launch,
         )
 
 
@@ -270,7 +270,8 @@ def _softplus(x):  # type: ignore[no-untyped-def]
 
 
 @triton.jit(  # type: ignore[untyped-decorator]
-    do_not_specialize=["channels", "heads_per_group"]
+    do_not_specialize=["channels", "heads_per_group"],
+    do_not_specialize_on_alignment=["slots", "firsts", "counts", "begun"],
 )
 def state_space_kernel(  # type: ignore[no-untyped-def]
     # tensors
@@ -330,6 +331,8 @@ def state_space_kernel(  # type: ignore[no-untyped-def]
     tile = (head * channels + channel)[:, None] * SIZE + element[None, :]
     state += tl.load(slots + index).to(tl.int64) * state_slot_stride + tile
     held = tl.load(state, mask=both & (tl.load(begun + index) != 0), other=0.0).to(tl.float32)
+    if EARLY:  # the states are read while the last programs of the convolution run
+        wait_for_previous(OVERLAP)
     if PER_CHANNEL:
         rates = tl.load(a + tile, mask=both, other=0.0).to(tl.float32)
         added = tl.load(dt_bias + head * channels + channel, mask=inside, other=0.0).to(tl.float32)
@@ -340,8 +343,6 @@ def state_space_kernel(  # type: ignore[no-untyped-def]
         skip = tl.load(d + head * channels + channel, mask=inside, other=0.0).to(tl.float32)
     else:
         skip = tl.load(d + head).to(tl.float32)
-    if EARLY:  # the states are read while the last programs of the convolution run
-        wait_for_previous(OVERLAP)
     for token in range(count):
         inputs = tl.load(x + token * x_token_stride, mask=inside, other=0.0).to(tl.float32)
         keys = tl.load(b + token * b_token_stride, mask=within, other=0.0).to(tl.float32)

@@ -10,6 +10,7 @@ from small_schemas import RandomSchemas, generated, rewritten, valid
 
 from disagg.core.errors import InvalidRequestError
 from disagg.core.grammars import compile_grammar, schema_grammar
+from disagg.core.json_schema.document import canonical
 from disagg.core.json_schema.other_keywords import MAX_MEMBER_SETS
 
 DRAFT_4 = {"$schema": "http://json-schema.org/draft-04/schema#"}
@@ -201,3 +202,18 @@ def test_random_schemas_of_all_keywords_keep_their_values() -> None:
 @pytest.mark.slow
 def test_many_random_schemas_of_all_keywords_keep_their_values() -> None:
     assert same_values(range(8, 600)) > 150
+
+
+@pytest.mark.parametrize("limits", [{"minProperties": 2.0, "maxProperties": 3}, {"minProperties": "2"}])
+def test_limits_that_are_no_integers_are_not_lost(limits: dict[str, Any]) -> None:
+    schema = {**CLOSED, "properties": ABC, **limits}
+    assert limits.items() <= rewritten(schema).items()
+
+
+def test_conditions_in_conditions_do_not_double_at_each_level() -> None:
+    schema: dict[str, Any] = {"type": "string", "minLength": 1}
+    for number in range(30):
+        schema = {"if": schema, "then": {"maxLength": 9 + number}, "else": {"maxLength": 5}}
+    assert len(canonical(rewritten(schema))) < 20_000
+    with pytest.raises(InvalidRequestError):
+        compile_grammar(schema_grammar(schema), LLTokenizer("byte"))

@@ -350,14 +350,16 @@ def pagewise(ranks: list[StoringRank], monkeypatch: pytest.MonkeyPatch) -> Pagew
 def test_pages_that_land_early_count_after_those_before_them(
     pagewise: PagewiseStorage, ranks: list[StoringRank]
 ) -> None:
-    """While the first page is read, the next ones land and further ones are read."""
+    """The first page is read alone. While the second page is read, the next ones land and further ones are read."""
     ranks[0].order("fetch", 6)
-    pagewise.reads(0, 1, 2)
-    for page in (2, 1, 4, 3):
+    pagewise.reads(0)
+    pagewise.goes[0].set()
+    pagewise.reads(0, 1, 2, 3)
+    for page in (3, 2, 4):
         pagewise.goes[page].set()
     pagewise.reads(0, 1, 2, 3, 4, 5)
-    assert 1 not in ranks[0].reports, "nothing has landed before the first page"
-    pagewise.goes[0].set()
+    assert ranks[0].reports[1] == [(1, False, "")], "nothing has landed behind the second page"
+    pagewise.goes[1].set()
     with ranks[0].reported:
         assert ranks[0].reported.wait_for(lambda: (5, False, "") in ranks[0].reports.get(1, []), TIMEOUT_S)
     pagewise.goes[5].set()
@@ -369,21 +371,22 @@ def test_a_missing_page_ends_a_fetch_after_the_reads_under_way(
     pagewise: PagewiseStorage, ranks: list[StoringRank]
 ) -> None:
     """Until then the blocks belong to the fetch, because reads still write them. No further page is read."""
-    key = KEYS.part_key(LINKS[1], GRID.kv_parts[0])
+    key = KEYS.part_key(LINKS[2], GRID.kv_parts[0])
     pagewise.records()[key][-1] ^= 1
     ranks[0].order("fetch", 6)
-    pagewise.reads(0, 1, 2)
-    pagewise.goes[1].set()
-    until(lambda: pagewise.statistics().corrupt == 1)
     pagewise.goes[0].set()
+    pagewise.reads(0, 1, 2, 3)
+    pagewise.goes[2].set()
+    until(lambda: pagewise.statistics().corrupt == 1)
+    pagewise.goes[1].set()
     with ranks[0].reported:
-        assert ranks[0].reported.wait_for(lambda: 1 in ranks[0].reports, TIMEOUT_S)
-        assert ranks[0].reports[1] == [(1, False, "")], "page 2 is still read"
-    for page in (2, 3):
+        assert ranks[0].reported.wait_for(lambda: len(ranks[0].reports.get(1, ())) == 2, TIMEOUT_S)
+        assert ranks[0].reports[1] == [(1, False, ""), (2, False, "")], "page 3 is still read"
+    for page in (3, 4):
         pagewise.goes[page].set()
-    assert ranks[0].finished() == 1
-    assert pagewise.reading <= {0, 1, 2, 3}
-    assert ranks[0].right(3) == [True, False, True]
+    assert ranks[0].finished() == 2
+    assert pagewise.reading <= {0, 1, 2, 3, 4}
+    assert ranks[0].right(4) == [True, True, False, True]
 
 
 def test_fetches_that_are_read_at_the_same_time_share_the_time(

@@ -30,6 +30,8 @@ _MOVED = re.compile(r"/(?:dependencies|dependentSchemas|else|if|not|propertyName
 _NEGATED_PARTS = frozenset(("if", "not", "oneOf"))
 """Keywords whose schemas a value may have to violate."""
 _LIMITS = ("minProperties", "maxProperties")
+_MOST_CONDITION_CHARACTERS = 4096
+"""Length, as JSON text, of the longest `if` that is rewritten."""
 _NO_OBJECT = ["null", "boolean", "number", "string", "array"]
 _OF_NAMES = frozenset(("$comment", "description", "enum", "pattern", "title", "type"))
 """Keywords of `propertyNames` that are rewritten, or restrict no name."""
@@ -143,11 +145,14 @@ def _is_names(value: object) -> bool:
 
 
 def _condition(schema: dict[str, Any]) -> list[Schema] | None:
-    """Returns `if`, `then` and `else` as `anyOf`. Without `if`, the others have no effect."""
+    """Returns `if`, `then` and `else` as `anyOf`. Without `if`, the others have no effect. None for a long condition,
+    which the result has twice: conditions in conditions would double at each level."""
     if not {"if", "then", "else"}.intersection(schema):
         return None
     if "if" not in schema or not {"then", "else"}.intersection(schema):
         return []
+    if len(canonical(schema["if"])) > _MOST_CONDITION_CHARACTERS:
+        return None
     condition, violated = schema["if"], {**_type_beside(schema), "not": schema["if"]}
     if "else" not in schema:
         return [{"anyOf": [violated, schema["then"]]}]
@@ -179,6 +184,8 @@ def _names(schema: dict[str, Any]) -> list[Schema] | None:
 def _member_sets(schema: dict[str, Any]) -> list[Schema] | None:
     """Returns `minProperties` and `maxProperties` as `anyOf` of sets of optional members, of which each is required
     or forbidden. llguidance supports both limits if no member of `properties` is optional."""
+    if any(key in schema and count(schema, key) is None for key in _LIMITS):
+        return None  # no integer, or written as a float: llguidance refuses it
     required = set(schema["required"]) if _is_names(schema.get("required")) else set()
     optional = [one for one in properties(schema) if one not in required]
     low, high = count(schema, "minProperties") or 0, count(schema, "maxProperties")
