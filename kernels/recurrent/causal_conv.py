@@ -7,6 +7,8 @@ new window. Decode steps have a kernel of their own, which reads and writes a wi
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 import triton
@@ -51,81 +53,39 @@ def causal_conv(
         return
     if not len(slices) or not slices.most:
         return
+    channels, taps = weight.shape
+    kernel, sizes = _kernel_of(state.shape[2], slices, x.device)
+    blocks = triton.cdiv(channels, sizes["BLOCK_CHANNELS"]), triton.cdiv(slices.most, _BLOCK_TOKENS)
     with on_device(x):
-        if slices.most == 1:
-            _launch_step(x, weight, bias, state, slices, out, silu)
-        else:
-            _launch(x, weight, bias, state, slices, out, silu)
+        kernel[(len(slices), *blocks)](
+            x,
+            weight,
+            bias,
+            state,
+            slices.slots,
+            slices.firsts,
+            slices.counts,
+            slices.begun,
+            out,
+            channels,
+            x.stride(0),
+            out.stride(0),
+            state.stride(0),
+            state.stride(1),
+            TAPS=taps,
+            WINDOW=state.shape[2],
+            SILU=silu,
+            num_warps=4,
+            **sizes,
+        )
 
 
-def _launch_step(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    state: torch.Tensor,
-    slices: PackedSlices,
-    out: torch.Tensor,
-    silu: bool,
-) -> None:
-    channels, taps = weight.shape
-    conv_step_kernel[(len(slices), triton.cdiv(channels, _STEP_CHANNELS))](
-        x,
-        weight,
-        bias,
-        state,
-        slices.slots,
-        slices.firsts,
-        slices.counts,
-        slices.begun,
-        out,
-        channels,
-        x.stride(0),
-        out.stride(0),
-        state.stride(0),
-        state.stride(1),
-        TAPS=taps,
-        WINDOW=state.shape[2],
-        SILU=silu,
-        BLOCK_CHANNELS=_STEP_CHANNELS,
-        BLOCK_WINDOW=triton.next_power_of_2(state.shape[2]),
-        num_warps=4,
-        **overlap(x.device),
-    )
-
-
-def _launch(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    state: torch.Tensor,
-    slices: PackedSlices,
-    out: torch.Tensor,
-    silu: bool,
-) -> None:
-    channels, taps = weight.shape
-    grid = (len(slices), triton.cdiv(channels, _BLOCK_CHANNELS), triton.cdiv(slices.most, _BLOCK_TOKENS))
-    causal_conv_kernel[grid](
-        x,
-        weight,
-        bias,
-        state,
-        slices.slots,
-        slices.firsts,
-        slices.counts,
-        slices.begun,
-        out,
-        channels,
-        x.stride(0),
-        out.stride(0),
-        state.stride(0),
-        state.stride(1),
-        TAPS=taps,
-        WINDOW=state.shape[2],
-        SILU=silu,
-        BLOCK_CHANNELS=_BLOCK_CHANNELS,
-        BLOCK_TOKENS=_BLOCK_TOKENS,
-        num_warps=4,
-    )
+def _kernel_of(window: int, slices: PackedSlices, device: torch.device) -> tuple[Any, dict[str, Any]]:
+    """Returns the kernel for `slices`, and the arguments that only this kernel has."""
+    if slices.most > 1:
+        return causal_conv_kernel, {"BLOCK_CHANNELS": _BLOCK_CHANNELS, "BLOCK_TOKENS": _BLOCK_TOKENS}
+    sizes = {"BLOCK_CHANNELS": _STEP_CHANNELS, "BLOCK_WINDOW": triton.next_power_of_2(window)}
+    return conv_step_kernel, {**sizes, **overlap(device)}
 
 
 def _require(

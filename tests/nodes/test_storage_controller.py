@@ -256,6 +256,21 @@ def test_a_full_disk_pauses_writes_and_reads_go_on(opened: Opened, ranks: list[S
     assert ranks[0].run("write", 6) == 6
 
 
+def store_single_pages(
+    storage: MemoryStorage,
+    pages: int,
+    readers: int,
+    ranks: list[StoringRank],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Fills `storage` by a new rank, which then reads batches of one page, `readers` at the same time."""
+    monkeypatch.setattr(storage_controller, "BATCH_BYTES", 1)
+    monkeypatch.setattr(storage_controller, "READERS", readers)
+    ranks.append(StoringRank(storage))
+    ranks[0].fill(pages)
+    assert ranks[0].run("write", pages) == pages
+
+
 class GatedStorage(MemoryStorage):
     """Waits in each `get` until the test lets it go on."""
 
@@ -272,12 +287,8 @@ class GatedStorage(MemoryStorage):
 @pytest.fixture
 def gated(ranks: list[StoringRank], monkeypatch: pytest.MonkeyPatch) -> GatedStorage:
     """A storage of 8 pages, and a rank that reads one page at a time."""
-    monkeypatch.setattr(storage_controller, "BATCH_BYTES", 1)
-    monkeypatch.setattr(storage_controller, "READERS", 1)
     storage = GatedStorage()
-    ranks.append(StoringRank(storage))
-    ranks[0].fill(8)
-    assert ranks[0].run("write", 8) == 8
+    store_single_pages(storage, 8, 1, ranks, monkeypatch)
     return storage
 
 
@@ -337,12 +348,8 @@ class PagewiseStorage(MemoryStorage):
 @pytest.fixture
 def pagewise(ranks: list[StoringRank], monkeypatch: pytest.MonkeyPatch) -> PagewiseStorage:
     """A storage of 6 pages, and a rank that reads 3 batches of one page at the same time."""
-    monkeypatch.setattr(storage_controller, "BATCH_BYTES", 1)
-    monkeypatch.setattr(storage_controller, "READERS", 3)
     storage = PagewiseStorage()
-    ranks.append(StoringRank(storage))
-    ranks[0].fill(6)
-    assert ranks[0].run("write", 6) == 6
+    store_single_pages(storage, 6, 3, ranks, monkeypatch)
     ranks[0].clear()
     return storage
 

@@ -569,12 +569,22 @@ def landed(network: EngineNetwork, p: FakeEngine, d: FakeEngine, tokens: int) ->
     return second
 
 
-def handed_over(network: EngineNetwork, p: FakeEngine, d: FakeEngine, tokens: int) -> FakeRequest:
-    """Runs a prompt at `p`, then at `d`. Returns the request of `d`, which has ended."""
+def require_handed_over(network: EngineNetwork, p: FakeEngine, d: FakeEngine, tokens: int) -> None:
+    """Hands a prompt over. The consumer computes a prompt of one token itself, so nothing lands for it."""
+    second = handed_over(network, p, d, tokens, steps=6)
+    assert second.landed is (tokens > 1)
+    p.check_empty()
+    d.check_empty()
+
+
+def handed_over(
+    network: EngineNetwork, p: FakeEngine, d: FakeEngine, tokens: int, steps: int = 12
+) -> FakeRequest:
+    """Runs a prompt at `p`, then at `d` for `steps` steps. Returns the request of `d`, which has ended."""
     first = p.submit(asks_prefill("p1", 5, tokens))
     run(network, p)
     assert first.finished
     second = d.submit(asks_decode("d1", first))
-    run(network, p, d)
+    run(network, p, d, steps=steps)
     assert second.finished
     return second

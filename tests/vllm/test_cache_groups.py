@@ -10,6 +10,7 @@ from fake_vllm import (
     asks_prefill,
     full_and,
     landed,
+    require_handed_over,
     run,
     run_at_once,
     small_settings,
@@ -48,14 +49,7 @@ def test_all_lengths(tokens: int) -> None:
     """
     network = EngineNetwork()
     p, d = (FakeEngine(network, name, groups=full_and(20, -32), blocks=40) for name in ("p", "d"))
-    first = p.submit(asks_prefill("p1", 5, tokens))
-    run(network, p)
-    second = d.submit(asks_decode("d1", first))
-    run(network, p, d, steps=6)
-    assert second.finished
-    assert second.landed is (tokens > 1)
-    p.check_empty()
-    d.check_empty()
+    require_handed_over(network, p, d, tokens)
 
 
 @pytest.mark.parametrize(("prefill_sizes", "decode_sizes"), [((16, 32), (16, 32)), ((32, 64), (16, 32))])

@@ -13,6 +13,7 @@ from fake_vllm import (
     asks_prefill,
     full_and_states,
     landed,
+    require_handed_over,
     run,
     run_at_once,
     small_settings,
@@ -132,14 +133,7 @@ def test_all_lengths(size: int, tokens: int) -> None:
     """The state's block is the last one, also where the next token has a new block."""
     network = EngineNetwork()
     p, d = engines(network, 1, 1, size=size)
-    first = p.submit(asks_prefill("p1", 5, tokens))
-    run(network, p)
-    second = d.submit(asks_decode("d1", first))
-    run(network, p, d, steps=6)
-    assert second.finished
-    assert second.landed is (tokens > 1)
-    p.check_empty()
-    d.check_empty()
+    require_handed_over(network, p, d, tokens)
 
 
 @pytest.mark.parametrize("cached", [16, 80])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import random
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -11,7 +12,7 @@ from typing import NamedTuple
 
 from disagg.colocated.rank import ColocatedRank
 from disagg.core.config.read import ColocatedConfig, Config
-from disagg.core.errors import DisaggError
+from disagg.core.errors import DisaggError, InvariantError
 from disagg.core.prefixes import PrefixKey, Tier, longest_held
 from disagg.core.types import PROTOCOL_VERSION, GroupInfo, SamplingParams
 from disagg.kv.host_tier import HostTierStatistics
@@ -31,6 +32,8 @@ from transport.inproc import InprocFabric, InprocTransport
 
 REQUEST_TIMEOUT_S = 600.0
 SETTLE_TIMEOUT_S = 60.0
+MOST_USES = 200
+"""Largest number of uses of a text, or of other prompts, until a prefix has entered or left a tier."""
 _POLL_S = 0.002
 
 
@@ -42,6 +45,11 @@ class TimedAnswer(NamedTuple):
     ended_s: float
     token_s: Sequence[float] = ()
     """Time of each output; a step gives one token."""
+
+
+def random_words(source: random.Random, count: int, vocabulary: int) -> list[int]:
+    """Returns `count` random tokens."""
+    return [source.randrange(vocabulary) for _ in range(count)]
 
 
 class TierCounts(NamedTuple):
@@ -150,6 +158,21 @@ class TiersEngine:
     def _memory(self) -> KVManagerStatistics:
         assert self.rank.leader is not None, "the only rank is rank 0"
         return self.rank.leader.statistics().memory
+
+
+async def use_until(
+    engine: TiersEngine, text: Sequence[int], condition: Callable[[], bool], failure: str
+) -> None:
+    """Uses `text` until `condition` holds; each use copies a part of a long text to slower tiers.
+
+    Raises `InvariantError` with the text `failure` if the condition never holds.
+    """
+    for _ in range(MOST_USES):
+        await engine.generate(text, 1)
+        await engine.settle()
+        if condition():
+            return
+    raise InvariantError(failure)
 
 
 async def _until(condition: Callable[[], bool], what: str) -> None:

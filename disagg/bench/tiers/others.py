@@ -14,8 +14,7 @@ from itertools import pairwise
 from typing import Literal
 
 from disagg.bench.handoff.figures import percentile
-from disagg.bench.tiers.engine import TiersEngine, TimedAnswer
-from disagg.bench.tiers.ttft import MOST_FILLERS
+from disagg.bench.tiers.engine import TiersEngine, TimedAnswer, random_words, use_until
 from disagg.core.errors import InvariantError
 
 HitPlace = Literal["device", "host"]
@@ -91,13 +90,13 @@ class OthersRuns:
                 self.runs[place].append(await self._round(place, interval_s, []))
 
     async def _store(self, text: list[int]) -> None:
-        """Uses `text` until host memory has it; each use stores a part of a long prefix."""
-        for _ in range(MOST_FILLERS):
-            await self._engine.generate(text, 1)
-            await self._engine.settle()
-            if self._engine.cached_tokens(text, "host") == len(text):
-                return
-        raise InvariantError(f"a prefix of {len(text)} tokens was not stored in host memory")
+        """Uses `text` until host memory has it."""
+        await use_until(
+            self._engine,
+            text,
+            lambda: self._engine.cached_tokens(text, "host") == len(text),
+            f"a prefix of {len(text)} tokens was not stored in host memory",
+        )
 
     async def _round(self, place: HitPlace, interval_s: float, times_s: list[float]) -> OthersRun:
         """Runs the answers, with a hit every `interval_s` beside them; 0: one hit after the other.
@@ -153,7 +152,7 @@ class OthersRuns:
             raise InvariantError("answers beside hits have other tokens than in the first round")
 
     def _words(self, count: int) -> list[int]:
-        return [self._random.randrange(self._sizes.vocabulary) for _ in range(count)]
+        return random_words(self._random, count, self._sizes.vocabulary)
 
 
 def _gaps(token_s: Sequence[float]) -> list[float]:

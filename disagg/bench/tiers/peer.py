@@ -7,8 +7,8 @@ from collections.abc import Callable
 from functools import partial
 
 from disagg.bench.common.report import Measurement
-from disagg.bench.tiers.engine import TiersEngine
-from disagg.bench.tiers.ttft import MOST_FILLERS, TtftSizes
+from disagg.bench.tiers.engine import TiersEngine, random_words, use_until
+from disagg.bench.tiers.ttft import TtftSizes
 from disagg.bench.transfer.wire import Backend, WireBench, measured_rates
 from disagg.core.errors import InvariantError
 from disagg.node.page_exchange import REPLY_BYTES
@@ -66,16 +66,16 @@ class PeerRun:
     async def _publish(self, text: list[int]) -> None:
         """The owner uses `text` until it has published all pages; each use publishes a part of a long text."""
         first = self._owner.published_tokens()
-        for _ in range(MOST_FILLERS):
-            await self._owner.generate(text, 1)
-            await self._owner.settle()
-            if self._owner.published_tokens() - first >= len(text):
-                await self._reader.learn_items(self._owner)
-                return
-        raise InvariantError(f"a beginning of {len(text)} tokens was not published")
+        await use_until(
+            self._owner,
+            text,
+            lambda: self._owner.published_tokens() - first >= len(text),
+            f"a beginning of {len(text)} tokens was not published",
+        )
+        await self._reader.learn_items(self._owner)
 
     def _words(self, count: int) -> list[int]:
-        return [self._random.randrange(self._sizes.vocabulary) for _ in range(count)]
+        return random_words(self._random, count, self._sizes.vocabulary)
 
 
 def page_endpoint(choice: Choice) -> Callable[[], PageEndpoint]:

@@ -11,7 +11,6 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, get_args
 
 import msgspec
 
@@ -20,9 +19,8 @@ from disagg.bench.common.measure import host_copy_rate
 from disagg.bench.common.report import Label, Measurement
 from disagg.bench.storage.plain import plain_files
 from disagg.bench.tiers.engine import EnginePlace, tiers_engine, whole_pages
+from disagg.bench.tiers.options import HIT_PREFIXES, POOL_PREFIXES, TiersOptions
 from disagg.bench.tiers.others import (
-    OTHER_PROMPT_TOKENS,
-    OTHER_TOKENS,
     HitPlace,
     OtherSizes,
     OthersRun,
@@ -32,10 +30,9 @@ from disagg.bench.tiers.peer import PeerRun, page_endpoint, plain_transfer
 from disagg.bench.tiers.ttft import PLACES, TtftRun, TtftSizes
 from disagg.bench.tiers.turns import TurnSizes, TurnsRun, converse
 from disagg.core.config.groups import Device
-from disagg.core.config.read import ClusterConfig, ColocatedConfig, Config, TransportConfig
+from disagg.core.config.read import ClusterConfig, ColocatedConfig, TransportConfig
 from disagg.core.errors import ConfigError, InvariantError
 from disagg.core.threads import SWITCH_INTERVAL_S
-from disagg.kv.event_log import MIN_UNIT_TOKENS
 from disagg.kv.host_pool import block_bytes
 from disagg.model.collective.base import SingleCollective
 from disagg.model.runner import ModelRunner
@@ -45,15 +42,6 @@ from transport.hosts import LOOPBACK
 from transport.reach import choose
 
 ReportProgress = Callable[[str], None]
-TransportChoice = Literal["auto", "ucx", "tls"]
-Part = Literal["hits", "storage", "peer", "conversations", "others"]
-PARTS: tuple[Part, ...] = get_args(Part)
-"""Parts of the benchmark: TTFT of hits in pool and host memory, of hits in the storage, and of hits in another group;
-conversations; answers beside hits."""
-POOL_PREFIXES = 5
-"""Size of the pool of the TTFT run, in prefixes: stores copy at most a quarter of a pool at one time."""
-HIT_PREFIXES = 3
-"""Room of the pool beside the running answers, in prefixes: two hits, and one that is computed."""
 HOST_PREFIXES = 8
 STORED_PREFIXES = 40
 """Sizes of host memory and storage of the TTFT run, in prefixes."""
@@ -67,65 +55,6 @@ _HEADER_BYTES = 80
 _STORAGE_ROOM = 2
 """Size of the storage, divided by the size of the records that it must hold: whole segments are evicted."""
 _LEAST_STORAGE_BYTES = 64 << 20
-
-
-@dataclass(frozen=True, kw_only=True)
-class TiersOptions:
-    """The options of `disagg bench tiers`."""
-
-    config: Config
-    """Model and log of the run; the benchmark sets the other sections."""
-    cuda: bool
-    folder: Path | None
-    """Folder in which a temporary folder for the storage is created; None: the system's folder."""
-    tokens: int
-    """Tokens of a cached beginning."""
-    new_tokens: int
-    answer_tokens: int
-    turns: int
-    turn_tokens: int
-    concurrency: int
-    repeats: int
-    transport: TransportChoice = "auto"
-    """Transport between two groups that share host memory; auto: as for groups on one host."""
-    others: int = 4
-    """Number of running answers beside hits."""
-    parts: tuple[Part, ...] = PARTS
-    """Parts to run."""
-
-    def __post_init__(self) -> None:
-        """Raises `ConfigError` for a beginning that KV events do not cover."""
-        if self.tokens % MIN_UNIT_TOKENS:
-            raise ConfigError(f"--tokens {self.tokens}: give a multiple of {MIN_UNIT_TOKENS}")
-
-    @property
-    def history_tokens(self) -> int:
-        """Tokens of a whole conversation."""
-        return self.turns * (self.turn_tokens + self.answer_tokens)
-
-    @property
-    def longest_tokens(self) -> int:
-        """Tokens of the longest prompt with its answer."""
-        return max(self.tokens + self.new_tokens + self.answer_tokens, self.history_tokens)
-
-    @property
-    def other_tokens(self) -> int:
-        """Tokens of a running answer beside hits."""
-        return min(OTHER_TOKENS, self.longest_tokens - OTHER_PROMPT_TOKENS)
-
-    def pool_tokens(self, page_size: int) -> int:
-        """Returns the size of the pool: room for several beginnings, for all conversations under way, and for the
-        running answers beside hits."""
-        prefix = whole_pages(self.tokens + self.new_tokens + self.answer_tokens, page_size)
-        return max(
-            POOL_PREFIXES * prefix,
-            self.concurrency * whole_pages(self.history_tokens, page_size),
-            self.others_room(page_size) + HIT_PREFIXES * prefix if "others" in self.parts else 0,
-        )
-
-    def others_room(self, page_size: int) -> int:
-        """Returns the tokens of all running answers beside hits, in whole pages."""
-        return self.others * whole_pages(OTHER_PROMPT_TOKENS + self.other_tokens, page_size)
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,10 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from disagg.bench.tiers.engine import TiersEngine, TimedAnswer
+from disagg.bench.tiers.engine import MOST_USES, TiersEngine, TimedAnswer, random_words, use_until
 from disagg.core.errors import InvariantError
 from disagg.core.prefixes import Tier
 
-MOST_FILLERS = 200
-"""Largest number of other prompts that are computed until a prefix has left a tier."""
 PLACES: tuple[Tier, ...] = ("device", "host", "storage")
 
 
@@ -60,8 +58,12 @@ class TtftRun:
             found["nowhere"] = await self._engine.generate(prompt, sizes.answer_tokens, f"cold-{self._salts}")
             expected[place] = found["nowhere"].tokens
             await self._engine.settle()
-        await self._engine.generate(text, 1)
-        await self._until_stored(text)
+        await use_until(
+            self._engine,
+            text,
+            lambda: all(self._engine.cached_tokens(text, tier) == len(text) for tier in sizes.places),
+            f"a prefix of {len(text)} tokens was not stored in all tiers",
+        )
         for place, prompt in prompts.items():
             await self._evict(text, place)
             found[place] = await self._measured(place, prompt)
@@ -83,19 +85,10 @@ class TtftRun:
             raise InvariantError(f"a hit of {self._sizes.tokens} tokens in {place} came from {came}")
         return answer
 
-    async def _until_stored(self, text: Sequence[int]) -> None:
-        """Uses `text` until all tiers have it; each use stores a part of a long prefix."""
-        for _ in range(MOST_FILLERS):
-            await self._engine.settle()
-            if all(self._engine.cached_tokens(text, tier) == len(text) for tier in self._sizes.places):
-                return
-            await self._engine.generate(text, 1)
-        raise InvariantError(f"a prefix of {len(text)} tokens was not stored in all tiers")
-
     async def _evict(self, text: Sequence[int], place: Tier) -> None:
         """Computes other prompts until `text` is in no tier that is faster than `place`."""
         faster = PLACES[: PLACES.index(place)]
-        for _ in range(MOST_FILLERS):
+        for _ in range(MOST_USES):
             if not any(self._engine.cached_tokens(text, tier) for tier in faster):
                 return
             await self._engine.generate(self._words(len(text)), 1)
@@ -103,4 +96,4 @@ class TtftRun:
         raise InvariantError(f"a prefix of {len(text)} tokens did not leave {' and '.join(faster)}")
 
     def _words(self, count: int) -> list[int]:
-        return [self._random.randrange(self._sizes.vocabulary) for _ in range(count)]
+        return random_words(self._random, count, self._sizes.vocabulary)

@@ -8,7 +8,7 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 
-from disagg.bench.tiers.engine import TierCounts, TiersEngine
+from disagg.bench.tiers.engine import TierCounts, TiersEngine, random_words
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ async def converse(engine: TiersEngine, sizes: TurnSizes) -> TurnsRun:
         nonlocal prompt_tokens
         while queue:
             one = queue.popleft()
-            one.tokens += [one.words.randrange(sizes.vocabulary) for _ in range(sizes.turn_tokens)]
+            one.tokens += random_words(one.words, sizes.turn_tokens, sizes.vocabulary)
             prompt_tokens += len(one.tokens)
             answer = await engine.generate(one.tokens, sizes.answer_tokens)
             one.tokens += answer.tokens

@@ -109,8 +109,9 @@ def tiers(options: TiersFlags) -> None:
     """
     check_model(ModelConfig(path=options.weights.model))
     from disagg.bench.common.names import parse_names
+    from disagg.bench.tiers.options import PARTS, TiersOptions  # imports torch
     from disagg.bench.tiers.results import results_of
-    from disagg.bench.tiers.run import PARTS, TiersOptions, measure  # imports torch
+    from disagg.bench.tiers.run import measure
 
     device = device_of(options.device)
     cuda, sizes = device.type == "cuda", options.sizes

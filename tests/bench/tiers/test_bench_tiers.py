@@ -14,10 +14,11 @@ import pytest
 
 from disagg.bench.common.report import Measurement
 from disagg.bench.tiers.engine import TierCounts, TiersEngine, TimedAnswer
+from disagg.bench.tiers.options import TiersOptions
 from disagg.bench.tiers.others import HitPlace, OtherSizes, OthersRun, OthersRuns
 from disagg.bench.tiers.peer import PeerRun
 from disagg.bench.tiers.results import results_of
-from disagg.bench.tiers.run import TiersMeasurements, TiersOptions, measure
+from disagg.bench.tiers.run import TiersMeasurements, measure
 from disagg.bench.tiers.ttft import TtftRun, TtftSizes
 from disagg.bench.tiers.turns import TurnsRun
 from disagg.cli.app import run
