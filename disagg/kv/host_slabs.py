@@ -1,8 +1,7 @@
-"""Host memory of a rank in blocks of equal size: one contiguous range of addresses, pinned slab by slab on first use.
+"""Host memory of a rank in blocks of equal size: one contiguous range of addresses, pinned in slabs.
 
-Because the range is contiguous, one kernel launch can copy to and from any blocks. The operating system allocates
-memory for a page of the range when the page is first written or pinned, so a rank can start before all memory is
-pinned.
+Because the range is contiguous, one kernel launch can copy to and from any blocks. Slabs are pinned at once (`pin`),
+or each on its first use. The driver launches no kernels while it pins.
 """
 
 from __future__ import annotations
@@ -63,6 +62,16 @@ class HostSlabs:
                 self._pin(slab)
             self._slabs.add(slab)
 
+    def pin(self) -> int:
+        """Reserves all blocks, if this object was created with `pinned`, and returns their size in bytes, else 0.
+
+        Raises like `reserve`; blocks that are pinned by then stay reserved.
+        """
+        if not self._pinned:
+            return 0
+        self.reserve(range(self.blocks))
+        return self.memory.nbytes
+
     def require_reserved(self, numbers: Sequence[int]) -> None:
         """Raises `InvariantError` unless all blocks `numbers` are reserved: other blocks have no content."""
         missing = sorted({number // self._slab_blocks for number in numbers} - self._slabs)
@@ -78,8 +87,8 @@ class HostSlabs:
 
     def _pin(self, slab: int) -> None:
         memory = self.memory[slab * self._slab_blocks : (slab + 1) * self._slab_blocks]
-        # The operating system allocates the memory here, not inside the call below, in which the driver refuses to
-        # launch kernels.
+        # The operating system allocates the memory here, with all threads, and not inside the call below, in which
+        # the driver refuses to launch kernels.
         memory.zero_()
         error = int(_cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, _PORTABLE_AND_MAPPED))
         if error:

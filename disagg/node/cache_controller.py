@@ -108,6 +108,7 @@ class HybridCacheController:
         continue, for example a failed load. Both run on the controller's threads. `clock`: measures loads on a CPU.
         """
         self._device, self._layered, self._moved, self._broken = pools.device, layered, moved, broken
+        self._clock = clock
         self.counts = counts
         """Numbers of pages and states for which the second tier has room."""
         self.least_bytes = least_host_bytes(pools, page_size)
@@ -122,6 +123,7 @@ class HybridCacheController:
         self._load_groups = min(LOAD_GROUPS, self.kv.layers) if len(pools.kv_buffers) == 1 else 1
         for _, pool in self._pools():
             pool.warm()
+        self._pin()
         # Stores have low priority. Loads have high priority, because requests wait for them.
         self._store_queue = DeviceQueue(pools.device, urgent=False)
         self._load_queue = DeviceQueue(pools.device, clock=clock)
@@ -170,6 +172,17 @@ class HybridCacheController:
             self._launch(loads, event, 1 if beside else self._load_groups)
         elif loads:
             self.loading.submit(self._guarded, self._load, loads, event)
+
+    def _pin(self) -> None:
+        """Pins all blocks of a rank on a GPU. If the host refuses, stores try again on first use of a block."""
+        began_s = self._clock()
+        try:
+            pinned_bytes = sum(pool.memory.pin() for _, pool in self._pools())
+        except RuntimeError as exc:
+            log.warning("no_host_memory", error=str(exc))
+            return
+        if pinned_bytes:
+            log.info("host_memory_pinned", mib=pinned_bytes >> 20, seconds=round(self._clock() - began_s, 1))
 
     def kv_blocks(self, numbers: Sequence[int]) -> list[torch.Tensor]:
         """Returns the memory of blocks of KV pages, uint8 `[block_bytes]` each. Any thread may call it.

@@ -2,7 +2,7 @@
 
 `disagg.node.prefix_caching` decides whether a rank chooses this share.
 
-The memory of the second tier is pinned on demand, so this size is a limit, and choosing it costs a start no time.
+The memory of the second tier is pinned before the rank is ready (`disagg.kv.host_slabs`).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class HostCacheRoom(NamedTuple):
 
 
 def automatic_host_cache(room: HostCacheRoom) -> HostCacheSize:
-    """Returns the size of a second tier that the user has not set, for a group with a storage."""
+    """Returns the size of a second tier that the user has not set."""
     most_bytes = POOL_MULTIPLE * room.pool_bytes
     if room.share_bytes >= most_bytes:
         return HostCacheSize(most_bytes, f"automatic: {POOL_MULTIPLE} times the pool")

@@ -16,12 +16,13 @@ def cache_refusal(spec: ModelSpec, role: str, deterministic: bool) -> str:
     return spec.cache_refused
 
 
-def configured_host_cache(group: GroupConfig, spec: ModelSpec, deterministic: bool) -> HostCacheSize | None:
-    """Returns the size of the second tier on each rank that settings and model determine.
+def configured_host_cache(
+    group: GroupConfig, spec: ModelSpec, deterministic: bool, *, on_gpu: bool
+) -> HostCacheSize | None:
+    """Returns the size of the second tier on each rank that settings, model and device determine.
 
-    None if each rank chooses the size (`automatic_host_cache`), because the group has a third tier, which needs a
-    second one. Other groups get none by default: pinning memory while requests run may delay them, and this has not
-    been measured on a GPU.
+    None if each rank chooses the size (`automatic_host_cache`): on a GPU, or because the group has a third tier,
+    which needs a second one. On a CPU the pool itself is in host memory.
     """
     refused = cache_refusal(spec, group.role, deterministic)
     if refused or not group.prefix_cache:
@@ -30,5 +31,11 @@ def configured_host_cache(group: GroupConfig, spec: ModelSpec, deterministic: bo
         return HostCacheSize(0, "the model has no KV")
     if group.host_cache_bytes is not None:
         return HostCacheSize(group.host_cache_bytes, "set")
-    third = group.storage or group.host_cache_shared
-    return None if third else HostCacheSize(0, "automatic: none without a storage")
+    if on_gpu or has_third_tier(group):
+        return None
+    return HostCacheSize(0, "automatic: none on a CPU without a storage")
+
+
+def has_third_tier(group: GroupConfig) -> bool:
+    """Returns whether the group has a tier behind host memory."""
+    return bool(group.storage) or group.host_cache_shared

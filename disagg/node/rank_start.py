@@ -33,7 +33,7 @@ from disagg.node.host_memory import (
     available_bytes,
 )
 from disagg.node.local_prefill import local_prefill_tokens
-from disagg.node.prefix_caching import configured_host_cache
+from disagg.node.prefix_caching import configured_host_cache, has_third_tier
 from disagg.node.rank import RankNode
 from disagg.node.rank_records import Rendezvous, Started
 from disagg.node.renewed_exchange import PageEndpoint
@@ -145,16 +145,17 @@ def with_host_cache(
 ) -> tuple[RankModel, HostCacheSize]:
     """Returns the model with `host_cache_bytes` of its group resolved, and that size with its reason.
 
-    `host_ranks`: number of ranks that start together on this host. Raises `ConfigError` if the group has a storage
-    and the host has no memory for the second tier.
+    `host_ranks`: number of ranks that start together on this host. Raises `ConfigError` if the group has a third tier
+    and the host has no memory for the second one.
     """
     group, device = model.group, model.device
-    size = configured_host_cache(group, runner.spec, model.config.model.deterministic)
+    deterministic, on_gpu = model.config.model.deterministic, device.type == "cuda"
+    size = configured_host_cache(group, runner.spec, deterministic, on_gpu=on_gpu)
     if size is None:
         pool = pool_bytes(runner) + state_bytes(runner)
         swap = swap_bytes(group, device)
         size = automatic_host_cache(HostCacheRoom(available_bytes(), host_ranks, pool, swap))
-        if not size.nbytes:
+        if not size.nbytes and has_third_tier(group):
             lower = f", or lower {group.role}.swap_bytes" if swap else ""
             setting = "storage" if group.storage else "host_cache_shared"
             raise ConfigError(

@@ -201,7 +201,7 @@ def _group(
 
 def _host_cache(config: Config, group: GroupConfig, spec: ModelSpec, pool_bytes: int) -> str:
     """Returns the size of the second tier of a rank with a pool of `pool_bytes` as a text; empty without one."""
-    size = configured_host_cache(group, spec, config.model.deterministic)
+    size = configured_host_cache(group, spec, config.model.deterministic, on_gpu=True)
     if not pool_bytes or (size is not None and not size.nbytes):
         return ""
     setting = f"{group.role}.host_cache_bytes"

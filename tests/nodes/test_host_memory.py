@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -42,11 +43,13 @@ def test_four_times_the_pool_at_most() -> None:
     )
 
 
-def test_without_a_storage_there_is_no_second_tier() -> None:
+def test_a_gpu_or_a_storage_needs_a_second_tier() -> None:
     spec = fake_spec(layers=1, kv_heads=1)
-    found = configured_host_cache(PrefillConfig(), spec, deterministic=False)
-    assert found == (0, "automatic: none without a storage")
-    assert configured_host_cache(PrefillConfig(storage="/kv"), spec, deterministic=False) is None
+    size = partial(configured_host_cache, spec=spec, deterministic=False)
+    assert size(PrefillConfig(), on_gpu=False) == (0, "automatic: none on a CPU without a storage")
+    assert size(PrefillConfig(), on_gpu=True) is None
+    assert size(PrefillConfig(host_cache_bytes=0), on_gpu=True) == (0, "set")
+    assert size(PrefillConfig(storage="/kv"), on_gpu=False) is None
 
 
 def test_a_storage_needs_a_second_tier_of_any_size() -> None:
@@ -117,3 +120,18 @@ def test_a_storage_without_host_memory_names_settings_of_its_group(
     with pytest.raises(ConfigError, match="storage needs host memory") as raised:
         rank_start.with_host_cache(model, runner, host_ranks=1)
     assert str(raised.value).endswith(setting)
+
+
+@pytest.mark.parametrize(("available", "nbytes"), [(0, 0), (80 * GIB, 20 * GIB)])
+def test_a_gpu_has_a_second_tier_if_memory_is_left(
+    available: int, nbytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank_start, "available_bytes", lambda: available)
+    monkeypatch.setattr(rank_start, "swap_bytes", lambda *_: 0)
+    for name in ("pool_bytes", "state_bytes"):
+        monkeypatch.setattr(rank_start, name, lambda _: 50 * GIB)
+    model: Any = SimpleNamespace(group=PrefillConfig(), device=torch.device("cuda"), config=Config())
+    model._replace = lambda group: SimpleNamespace(group=group)
+    runner: Any = SimpleNamespace(spec=fake_spec(layers=1, kv_heads=1))
+    resolved, size = rank_start.with_host_cache(model, runner, host_ranks=1)
+    assert resolved.group.host_cache_bytes == size.nbytes == nbytes

@@ -100,7 +100,7 @@ def test_the_memory_of_states() -> None:
         "prefill, recurrent states: 4.06 MiB on each rank = 256 requests (prefill.max_requests) + 40 cached "
         "(prefill.cached_states) + 1 for padding, 14 KiB each"
     )
-    assert lines[3].endswith(
+    assert lines[4].endswith(
         "= 8 requests (decode.max_requests) + 1 cached (decode.cached_states) + 1 for padding, 27.5 KiB each"
     )
     many = Config(model=TINY, prefill=PrefillConfig(tp=2, cached_states=10_000), decode=DecodeConfig(tp=1))

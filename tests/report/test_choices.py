@@ -18,7 +18,7 @@ from disagg.report.choices import choices, choices_table
 
 HOST_CACHES: dict[Role, HostCacheSize] = {
     "prefill": HostCacheSize(3 << 29, "automatic: some memory"),
-    "decode": HostCacheSize(0, "automatic: none without a storage"),
+    "decode": HostCacheSize(0, "automatic: none on a CPU without a storage"),
 }
 
 
@@ -49,7 +49,7 @@ def test_automatic_sizes_and_their_reasons() -> None:
     assert found["longest prompt and answer"][0] == "90,000 tokens", "the smaller group's"
     assert found["api.max_running"] == ("256", "max_requests of the groups that decode")
     assert found["prefill.host_cache_bytes"] == ("1.5 GiB on each rank", "automatic: some memory")
-    assert found["decode.host_cache_bytes"] == ("0", "automatic: none without a storage")
+    assert found["decode.host_cache_bytes"] == ("0", "automatic: none on a CPU without a storage")
     assert found["transfer.checksum"] == ("off", "off within one host, on over a network")
 
 
