@@ -7,7 +7,8 @@ the authors of llguidance).
 
 The model is random, and a bias toward quotes, brackets and the end makes its answers short. A truncated answer is
 asked for again, with more tokens, a stronger bias, and a bias toward pieces of texts (`../vocabulary.py`): without
-them, a random model does not find texts such as a UUID anywhere in a string. The bias is the same for all schemas.
+them, a random model does not find texts such as a UUID anywhere in a string. If this answer is truncated too, because
+a text without a limit never ended, a last one has another seed. The bias is the same for all schemas.
 
 `answers.jsonl` in the output folder has all answers. With SCHEMAS_ANSWERS in the environment, it is this file
 instead, and a run that was stopped continues: answers that the file has are not asked for again.
@@ -37,9 +38,13 @@ from jsonschema.validators import validator_for
 SCHEMAS = 1000
 """Number of schemas that the server answers."""
 SEED = 7
+LAST_SEED = 1 << 20
+"""Added to the seed of a third answer."""
 AT_ONCE = 16
 ANSWER_TOKENS, MORE_TOKENS = 400, 15000
-"""Limits of the first answer, and of the second one, which almost fills the model's context."""
+"""Limits of the first answer, and of later ones, which almost fill the model's context."""
+MOST_ANSWERS = 3
+"""Answers that are asked for, until one is not truncated."""
 PROGRESS_EACH = 50
 REFUSAL = "response_format: "
 """Beginning of the error of a schema that the server refuses. Any other error is a failure."""
@@ -69,15 +74,15 @@ class Asked(NamedTuple):
     """A schema, and what the server made of it."""
 
     draw: int
-    """Place of the schema among all that were drawn; also the seed of the answer."""
+    """Place of the schema among all that were drawn; also the seed of the first answers."""
     schema: dict[str, Any]
     status: int
     text: str
     """The answer, or the reason of the refusal."""
     whole: bool
     """Whether the answer is not truncated."""
-    again: bool = False
-    """Whether this is the second answer."""
+    before: int = 0
+    """Number of truncated answers before this one."""
 
 
 def schemas_in(folder: Path) -> list[dict[str, Any]]:
@@ -115,30 +120,33 @@ def drawn(schemas: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return list(found.values())
 
 
-def ask(server: Target, draw: int, schema: dict[str, Any], again: bool = False) -> Asked:
-    """Asks for an answer that follows the schema. `again`: with more tokens, a stronger bias, and pieces."""
+def ask(server: Target, draw: int, schema: dict[str, Any], before: int = 0) -> Asked:
+    """Asks for an answer that follows the schema; after truncated answers `before` it, as the module describes."""
     pieces = json.loads((server.folder / "pieces.json").read_text())
     strong = STRONG_BIAS | {str(token): PIECE_BIAS for token in pieces.values()}
     body = {
         "model": server.model,
         "messages": [{"role": "user", "content": "JSON, please."}],
-        "max_tokens": MORE_TOKENS if again else ANSWER_TOKENS,
-        "seed": draw,
-        "logit_bias": strong if again else BIAS,
+        "max_tokens": MORE_TOKENS if before else ANSWER_TOKENS,
+        "seed": draw + (before > 1) * LAST_SEED,
+        "logit_bias": strong if before else BIAS,
         "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}},
     }
     status, reply = server.post("/v1/chat/completions", body)
     if status != 200:
-        return Asked(draw, schema, status, reply["error"]["message"], whole=False, again=again)
+        return Asked(draw, schema, status, reply["error"]["message"], whole=False, before=before)
     [choice] = reply["choices"]
     text, whole = choice["message"]["content"] or "", choice["finish_reason"] == "stop"
-    return Asked(draw, schema, status, text, whole, again)
+    return Asked(draw, schema, status, text, whole, before)
 
 
 def ask_until_whole(server: Target, draw: int, schema: dict[str, Any]) -> Asked:
-    """Asks for an answer, and again if the answer is truncated."""
-    first = ask(server, draw, schema)
-    return ask(server, draw, schema, again=True) if first.status == 200 and not first.whole else first
+    """Asks for an answer, and for others as long as they are truncated, up to `MOST_ANSWERS`."""
+    for before in range(MOST_ANSWERS):
+        asked = ask(server, draw, schema, before)
+        if asked.status != 200 or asked.whole:
+            break
+    return asked
 
 
 @functools.cache
@@ -193,7 +201,7 @@ def count(all_asked: Iterable[Asked]) -> Counter[str]:
     counts = Counter[str]()
     for asked in all_asked:
         counts[kind_of(asked)] += 1
-        counts["asked again"] += asked.again
+        counts["asked again"] += bool(asked.before)
     return counts
 
 
