@@ -2,18 +2,20 @@
 
 All parts of a page (each class of layers, K and V, scales) form one contiguous *block*, the page-first layout of
 SGLang's hierarchical cache; `kernels.copy.page_blocks` copies between pages and blocks. Recurrent states have
-separate blocks, of another size.
+separate blocks, of another size. Copies of consecutive blocks go through a buffer on the GPU (`staged_blocks`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 
 from disagg.core.types import Span
 from disagg.kv.host_slabs import HostSlabs
 from disagg.kv.pages import pages_for
+from disagg.kv.staged_blocks import HALF_BYTES, HostPart, StagedCopies, few_copies
 from disagg.kv.upload import upload
 from kernels.copy.page_blocks import Blocks, Pages, blocks_to_pages, pages_to_blocks
 
@@ -21,11 +23,24 @@ BLOCK_ALIGNMENT_BYTES = 4096
 """Alignment of the blocks, as direct I/O requires."""
 
 
+class _Numbers(NamedTuple):
+    """Pages of a copy, and their blocks."""
+
+    device: torch.Tensor
+    """int64 `[2, pages]` on the device: pages and blocks."""
+    blocks: Sequence[int]
+    staged: bool
+    """Whether the copy goes through the buffer."""
+
+
 class HostPool:
     """Host memory blocks for the pages (or state slots) of one or several device tensors, with copies both ways."""
 
-    def __init__(self, buffers: Sequence[torch.Tensor], page_size: int, blocks: int) -> None:
-        """Allocates no memory yet. `blocks`: number of blocks.
+    def __init__(
+        self, buffers: Sequence[torch.Tensor], page_size: int, blocks: int, half_bytes: int | None = None
+    ) -> None:
+        """Allocates no host memory yet. `blocks`: number of blocks. `half_bytes`: size of half a buffer for staged
+        copies; None: `staged_blocks.HALF_BYTES` on a GPU, and direct copies on a CPU.
 
         `buffers`: parts of a page, each contiguous `[layers, planes, slots, heads, head_dim]`, on one device: the
         buffers of a `KVPool`, or, with a `page_size` of 1, the `byte_views` of a `MambaPool`. `buffers` may be empty
@@ -35,6 +50,10 @@ class HostPool:
         pinned, nbytes = bool(buffers) and buffers[0].is_cuda, block_bytes(page_bytes(buffers, page_size))
         self.memory = HostSlabs(blocks, nbytes, pinned=pinned)
         """Memory of the blocks; block `i` has all parts of one page. Reserve blocks before a copy."""
+        half_bytes = (HALF_BYTES if pinned else 0) if half_bytes is None else half_bytes
+        staged = bool(blocks and half_bytes)
+        self._loads = StagedCopies(buffers[0].device, half_bytes) if staged else None
+        self._stores = StagedCopies(buffers[0].device, half_bytes) if staged else None
         self.layers = sum(buffer.shape[0] for buffer in buffers)
         """Number of layers of all parts; layers are numbered part after part."""
 
@@ -71,19 +90,23 @@ class HostPool:
             pages = Pages(buffer, numbers, self._page_size, Span(0, buffer.shape[0]))
             for copy in (pages_to_blocks, blocks_to_pages):
                 copy(pages, Blocks(scratch, numbers, offset_bytes))
+            if self._loads is not None and self._loads.fits(buffer, self._page_size):
+                self._loads.warm(buffer, self._page_size)
             offset_bytes += page_bytes([buffer], self._page_size)
         torch.cuda.synchronize(self._buffers[0].device)
 
-    def _numbers(self, pages: Sequence[int], blocks: Sequence[int]) -> torch.Tensor | None:
-        """Returns the numbers of pages and blocks on the device, int64 `[2, pages]`; None if there are none."""
+    def _numbers(self, pages: Sequence[int], blocks: Sequence[int]) -> _Numbers | None:
+        """Returns the numbers of pages and blocks; None if there are none."""
         if not pages:
             return None
         self.memory.require_reserved(blocks)
-        return upload([*pages, *blocks], self._buffers[0].device).view(2, -1)
+        # Freed blocks are allocated again in any order; the order of the copies does not matter.
+        order = sorted(range(len(blocks)), key=blocks.__getitem__)
+        pages, blocks = [pages[at] for at in order], [blocks[at] for at in order]
+        numbers = upload([*pages, *blocks], self._buffers[0].device).view(2, -1)
+        return _Numbers(numbers, blocks, self._loads is not None and few_copies(blocks))
 
-    def _copy(
-        self, copy: Callable[[Pages, Blocks], None], numbers: torch.Tensor | None, layers: Span
-    ) -> None:
+    def _copy(self, copy: Callable[[Pages, Blocks], None], numbers: _Numbers | None, layers: Span) -> None:
         if numbers is None:
             return
         start = offset_bytes = 0
@@ -91,9 +114,22 @@ class HostPool:
             stop = start + buffer.shape[0]
             first, end = max(layers.start, start), min(layers.stop, stop)
             if first < end:
-                part = Pages(buffer, numbers[0], self._page_size, Span(first - start, end - start))
-                copy(part, Blocks(self.memory.memory, numbers[1], offset_bytes))
+                part = Pages(buffer, numbers.device[0], self._page_size, Span(first - start, end - start))
+                staged = self._staged(copy, buffer) if numbers.staged else None
+                if staged is None:
+                    copy(part, Blocks(self.memory.memory, numbers.device[1], offset_bytes))
+                else:
+                    staged(part, HostPart(self.memory.memory, numbers.blocks, offset_bytes))
             start, offset_bytes = stop, offset_bytes + page_bytes([buffer], self._page_size)
+
+    def _staged(
+        self, copy: Callable[[Pages, Blocks], None], buffer: torch.Tensor
+    ) -> Callable[[Pages, HostPart], None] | None:
+        """Returns the staged form of a copy of pages of `buffer`; None if there is no buffer of this size."""
+        copies = self._stores if copy is pages_to_blocks else self._loads
+        if copies is None or not copies.fits(buffer, self._page_size):
+            return None
+        return copies.store if copy is pages_to_blocks else copies.load
 
 
 def page_bytes(buffers: Sequence[torch.Tensor], page_size: int) -> int:

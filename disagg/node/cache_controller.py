@@ -21,6 +21,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from functools import partial
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import structlog
@@ -46,9 +47,11 @@ from disagg.node.plan import StepPlan
 
 log = structlog.get_logger(__name__)
 
-LOAD_GROUPS = 16
-"""Number of layer groups into which a load is divided. A step that computes longer than the load waits for about the
-first group only; after a load that takes longer, about the last group's layers are left to compute."""
+FIRST_GROUPS = (1, 1, 2)
+"""Layers of the first groups of a load. A step that computes longer than the load waits for the first group only."""
+LATER_GROUPS = 16
+"""Largest number of equal groups of the other layers, of at least 4 layers each. After a load that takes longer than
+the step, about the last group's layers are left to compute."""
 
 Moved = Callable[[int, str, float], None]
 """Callback with an operation's number, its error, empty if it succeeded, and for a load the seconds of the copies."""
@@ -72,6 +75,16 @@ def host_block_counts(pools: TransferPools, page_size: int, nbytes: int) -> Host
         nbytes //= 2
         states = nbytes // block_bytes(page_bytes(pools.state_buffers, 1))
     return HostBlockCounts(nbytes // block_bytes(page_bytes(pools.kv_buffers, page_size)), states)
+
+
+def layer_groups(layers: int) -> list[Span]:
+    """Returns the groups of layers in which a load is copied, see `FIRST_GROUPS` and `LATER_GROUPS`."""
+    ends = [0]
+    later = max(4, -(-(layers - sum(FIRST_GROUPS)) // LATER_GROUPS))
+    while ends[-1] < layers:
+        size = FIRST_GROUPS[len(ends) - 1] if len(ends) <= len(FIRST_GROUPS) else later
+        ends.append(min(layers, ends[-1] + size))
+    return [Span(start, end) for start, end in pairwise(ends)]
 
 
 def least_host_bytes(pools: TransferPools, page_size: int) -> int:
@@ -120,7 +133,8 @@ class HybridCacheController:
         self.states = HostPool(pools.state_buffers, 1, counts.states)
         """Memory of recurrent states."""
         # With several classes of layers, a step does not compute layers in the order of their numbers.
-        self._load_groups = min(LOAD_GROUPS, self.kv.layers) if len(pools.kv_buffers) == 1 else 1
+        layers = self.kv.layers
+        self._load_groups = layer_groups(layers) if len(pools.kv_buffers) == 1 else [Span(0, layers)]
         for _, pool in self._pools():
             pool.warm()
         self._pin()
@@ -169,7 +183,7 @@ class HybridCacheController:
         if loads and self._layered:
             # Beside a step that does not wait, the load has fewer launches: its request waits for the report anyway.
             beside = bool(plan.work) and not plan.awaited_loads
-            self._launch(loads, event, 1 if beside else self._load_groups)
+            self._launch(loads, event, [Span(0, self.kv.layers)] if beside else self._load_groups)
         elif loads:
             self.loading.submit(self._guarded, self._load, loads, event)
 
@@ -245,16 +259,18 @@ class HybridCacheController:
 
     def _load(self, operations: Sequence[CacheOperation], after: DeviceEvent) -> None:
         """Copies all layers of the loads, then reports the end of the loads. Runs on the load thread."""
-        self._report(operations, self._queue_loads(operations, after, groups=1))
+        self._report(operations, self._queue_loads(operations, after, [Span(0, self.kv.layers)]))
 
-    def _launch(self, operations: Sequence[CacheOperation], after: DeviceEvent, groups: int) -> None:
+    def _launch(
+        self, operations: Sequence[CacheOperation], after: DeviceEvent, groups: Sequence[Span]
+    ) -> None:
         queued = self._queue_loads(operations, after, groups)
         self._last_load = operations[-1].number
         self._loads.update((operation.number, queued.loaded) for operation in operations)
         self.loading.submit(self._guarded, self._report, operations, queued)
 
     def _queue_loads(
-        self, operations: Sequence[CacheOperation], after: DeviceEvent, groups: int
+        self, operations: Sequence[CacheOperation], after: DeviceEvent, groups: Sequence[Span]
     ) -> _QueuedLoads:
         """Queues loads: states first, then pages by group of layers."""
         self._load_queue.after(after)
@@ -263,11 +279,10 @@ class HybridCacheController:
         with self._load_queue.use():
             self.states.load(slots, blocks)
         states = self._load_queue.record_event() if slots else None
-        layers, events = self.kv.layers, list[tuple[int, DeviceEvent]]()
-        spans = [Span(i * layers // groups, (i + 1) * layers // groups) for i in range(groups)]
+        events = list[tuple[int, DeviceEvent]]()
         pages, blocks = _copies("kv", operations)
         with self._load_queue.use():
-            for span in self.kv.load_groups(pages, blocks, spans):
+            for span in self.kv.load_groups(pages, blocks, groups):
                 events.append((span.start, self._load_queue.record_event()))
         loaded = LoadedLayers(self._device, states, tuple(events))
         return _QueuedLoads(loaded, began, self._load_queue.mark())

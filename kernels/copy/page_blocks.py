@@ -22,8 +22,10 @@ from kernels.dispatch import backend
 TILE = Tile(words=2048, warps=4)
 """Tile of a copy between pages and blocks."""
 _MOST_PROGRAMS = 32
-"""Largest number of programs of a copy. PCIe limits the speed of a copy, so more programs would mostly wait, and
-would occupy multiprocessors that compute kernels need."""
+"""Largest number of programs of a copy from or to host memory. PCIe limits its speed, so more programs would mostly
+wait, and would occupy multiprocessors that compute kernels need."""
+_MOST_ON_DEVICE = 1024
+"""Largest number of programs of a copy within a device."""
 
 
 class Pages(NamedTuple):
@@ -167,7 +169,8 @@ def _launch(plan: _BlockCopy, *, to_blocks: bool) -> None:
     types = (word_bytes, pages.dtype)
     first = memory.data_ptr() + plan.first_bytes
     device = plan.pages.pool.device
-    run = launcher(block_kernel, device, types, rows.planes, page_words, constants, TILE, _MOST_PROGRAMS).run
+    most = _MOST_PROGRAMS if memory.device != device else _MOST_ON_DEVICE
+    run = launcher(block_kernel, device, types, rows.planes, page_words, constants, TILE, most).run
     run(
         copies,
         (rows.start, pages.data_ptr(), first, places.data_ptr()),

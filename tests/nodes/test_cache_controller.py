@@ -26,6 +26,7 @@ from disagg.node.cache_controller import (
     HostBlockCounts,
     HybridCacheController,
     host_block_counts,
+    layer_groups,
     least_host_bytes,
 )
 from disagg.node.kv_manager import KVManager
@@ -106,6 +107,17 @@ def test_loads_of_a_plan_share_its_time_by_their_pages(layered: bool) -> None:
     )
     assert (one.seconds[2], one.seconds[3]) == (0.25, 0.75), "the clock is read twice, a second apart"
     one.controller.stop()
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3, 4, 5, 8, 9, 32, 68, 69, 80, 200])
+def test_the_first_groups_of_a_load_are_small_and_the_groups_are_few(layers: int) -> None:
+    groups = layer_groups(layers)
+    assert [layer for group in groups for layer in range(group.start, group.stop)] == list(range(layers))
+    sizes = [len(group) for group in groups]
+    assert sizes[0] == 1
+    assert sizes[:4] == [1, 1, 2, max(4, -(-(layers - 4) // 16))][: len(sizes)] or len(sizes) <= 4
+    assert len(groups) <= 19
+    assert max(sizes[3:], default=4) <= max(4, -(-layers // 15))
 
 
 def test_a_store_without_memory_is_reported_and_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,9 +21,12 @@ def test_the_command_shows_both_ways(capsys: pytest.CaptureFixture[str]) -> None
     assert run([*FLAGS, "--rows", "264,2048", "--size", "1MiB", "--json"]) == 0
     results = json.loads(capsys.readouterr().out)["results"]
     assert [line["title"] for line in results] == [
-        f"{way}, rows of {row} B" for row in (264, 2048) for way in ("store", "load")
+        f"{way}, rows of {row} B, {order} blocks"
+        for row in (264, 2048)
+        for order in ("consecutive", "scattered")
+        for way in ("store", "load")
     ]
-    assert [line["labels"]["pages"] for line in results[::2]] == [
+    assert [line["labels"]["pages"] for line in results[::4]] == [
         (1 << 20) // (64 * row) for row in (264, 2048)
     ]
 

@@ -1,0 +1,69 @@
+"""Copies of rows of bytes between a GPU and pinned host memory by the GPU's copy engine.
+
+The driver is called through ctypes, because torch copies rows that are not adjacent through a temporary tensor.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from typing import Any, NamedTuple
+
+_HOST, _DEVICE = 1, 2
+"""Kinds of memory of the driver (CUmemorytype)."""
+
+
+class ByteRows(NamedTuple):
+    """ByteRows of bytes at equal distances, on a device or in host memory."""
+
+    address: int
+    """Address of the first row."""
+    pitch_bytes: int
+    """Distance between the beginnings of two rows."""
+
+
+class _Copy2D(ctypes.Structure):
+    """CUDA_MEMCPY2D of the driver."""
+
+    _fields_ = (
+        ("source_x", ctypes.c_size_t),
+        ("source_y", ctypes.c_size_t),
+        ("source_kind", ctypes.c_uint),
+        ("source_host", ctypes.c_void_p),
+        ("source_device", ctypes.c_uint64),
+        ("source_array", ctypes.c_void_p),
+        ("source_pitch", ctypes.c_size_t),
+        ("target_x", ctypes.c_size_t),
+        ("target_y", ctypes.c_size_t),
+        ("target_kind", ctypes.c_uint),
+        ("target_host", ctypes.c_void_p),
+        ("target_device", ctypes.c_uint64),
+        ("target_array", ctypes.c_void_p),
+        ("target_pitch", ctypes.c_size_t),
+        ("row_bytes", ctypes.c_size_t),
+        ("rows", ctypes.c_size_t),
+    )
+
+
+def queue_rows(
+    device: ByteRows, host: ByteRows, row_bytes: int, rows: int, *, to_host: bool, stream: int
+) -> None:
+    """Queues a copy of `rows` rows of `row_bytes` bytes on a CUDA stream, without waiting.
+
+    `stream`: the driver's handle; its context must be current. The caller keeps both memories alive until the copy
+    is complete. Raises `RuntimeError` if the driver refuses.
+    """
+    host_side, device_side = (_HOST, host.address, 0), (_DEVICE, 0, device.address)
+    source, target = (device_side, host_side) if to_host else (host_side, device_side)
+    pitches = (device.pitch_bytes, host.pitch_bytes) if to_host else (host.pitch_bytes, device.pitch_bytes)
+    copy = _Copy2D(0, 0, *source, None, pitches[0], 0, 0, *target, None, pitches[1], row_bytes, rows)
+    if error := _copy_2d()(ctypes.byref(copy), stream):
+        raise RuntimeError(f"cuMemcpy2DAsync failed with CUDA error {error}")
+
+
+@cache
+def _copy_2d() -> Any:
+    """Returns the driver's function. A call keeps the interpreter lock: it takes less time than its release."""
+    function = ctypes.PyDLL("libcuda.so.1").cuMemcpy2DAsync_v2
+    function.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
+    return function

@@ -1,0 +1,201 @@
+"""Copies between pages of a GPU's pool and blocks of host memory, through a buffer on the GPU.
+
+A kernel that accesses host memory occupies multiprocessors for as long as the bus takes, and the compute kernels of
+that time wait for them. Here the copy engine moves rows of bytes between host memory and the buffer, and a kernel
+moves them between the buffer and the pages, at the speed of device memory. The buffer has two halves, so that both
+work at the same time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from disagg.core.types import Span
+from disagg.kv.copy_engine import ByteRows, queue_rows
+from kernels.copy.page_blocks import Blocks, Pages, blocks_to_pages, pages_to_blocks
+
+HALF_BYTES = 16 << 20
+"""Size of half a buffer. The bus takes 0.3 ms for it, which is long beside a launch and short beside a step."""
+MOST_ROWS = 4096
+"""Largest number of rows of half a buffer."""
+LEAST_RUN = 4
+"""Average number of consecutive blocks from which on a copy is staged, because each run of blocks is a call."""
+FEW_RUNS = 8
+"""Number of runs up to which a copy is staged in any case."""
+
+_cuda: Any = torch.cuda  # its streams and events carry no types
+
+
+class HostPart(NamedTuple):
+    """A part of blocks of host memory."""
+
+    memory: torch.Tensor
+    """uint8 `[blocks, block_bytes]`, contiguous; pinned if the pool is on a GPU."""
+    blocks: Sequence[int]
+    """Block of each page."""
+    offset_bytes: int
+    """Offset within each block of the pool's part, with all layers."""
+
+
+class Run(NamedTuple):
+    """Consecutive blocks of consecutive pages of a copy."""
+
+    at: int
+    """Position of the first page."""
+    block: int
+    """The first block."""
+    blocks: int
+    """Number of blocks."""
+
+
+class _StagedPart(NamedTuple):
+    """Pages and layers that fit half of the buffer."""
+
+    pages: Pages
+    """The layers as a pool of their own."""
+    row_bytes: int
+    """Size of the layers of a page."""
+    offset_bytes: int
+    """Offset of the layers within a block."""
+    runs: list[Run]
+
+
+def consecutive(blocks: Sequence[int]) -> list[Run]:
+    """Returns the runs of consecutive blocks, in order."""
+    runs: list[Run] = []
+    start = 0
+    for end in range(1, len(blocks) + 1):
+        if end == len(blocks) or blocks[end] != blocks[end - 1] + 1:
+            runs.append(Run(start, blocks[start], end - start))
+            start = end
+    return runs
+
+
+def few_copies(blocks: Sequence[int]) -> bool:
+    """Returns whether the blocks have few enough runs for a staged copy."""
+    runs = len(consecutive(blocks))
+    return runs <= FEW_RUNS or runs * LEAST_RUN <= len(blocks)
+
+
+class StagedCopies:
+    """A buffer on a device, and copies through it in one direction. One thread at a time may use it."""
+
+    def __init__(self, device: torch.device, half_bytes: int) -> None:
+        """Allocates the buffer. On a CPU every copy is complete when its call returns."""
+        self._device = device
+        self._halves = torch.empty((2, half_bytes), dtype=torch.uint8, device=device)
+        self._rows = torch.arange(MOST_ROWS, device=device)
+        self._engine = _cuda.Stream(device) if device.type == "cuda" else None
+        self._free: list[Any] = [None, None]
+        """Event after the last use of each half; None on a CPU and before the first use."""
+        self._half = 0
+
+    def fits(self, buffer: torch.Tensor, page_size: int) -> bool:
+        """Returns whether a layer of a page of `buffer` fits half of the buffer."""
+        return 0 < _layer_bytes(buffer, page_size) <= self._halves.shape[1]
+
+    def load(self, pages: Pages, host: HostPart) -> None:
+        """Copies from the blocks to the pages, all layers of `pages.layers`.
+
+        `load` and `store` queue work on the current stream and on the copy engine, without waiting; an event recorded
+        on the current stream afterwards covers both. The caller keeps all tensors alive until that event is complete.
+        No page and no block may repeat. Raises `RuntimeError` if the driver refuses a copy.
+        """
+        self._engine_waits(self._event(None))
+        for chunk in self._chunks(pages, host):
+            half = self._next_half()
+            self._engine_waits(self._free[half])
+            self._copy_rows(half, chunk, host, to_host=False)
+            self._wait(self._event(self._engine))
+            blocks_to_pages(chunk.pages, self._blocks(half, chunk))
+            self._free[half] = self._event(None)
+
+    def store(self, pages: Pages, host: HostPart) -> None:
+        """Copies from the pages to the blocks; otherwise like `load`."""
+        half = None
+        for chunk in self._chunks(pages, host):
+            half = self._next_half()
+            self._wait(self._free[half])
+            pages_to_blocks(chunk.pages, self._blocks(half, chunk))
+            self._engine_waits(self._event(None))
+            self._copy_rows(half, chunk, host, to_host=True)
+            self._free[half] = self._event(self._engine)
+        if half is not None:
+            self._wait(self._free[half])
+
+    def warm(self, buffer: torch.Tensor, page_size: int) -> None:
+        """Compiles the kernels with a copy of the first page's first layer to the buffer and back."""
+        numbers = torch.zeros(1, dtype=torch.int64, device=self._device)
+        pages = Pages(buffer, numbers, page_size, Span(0, 1))
+        chunk = next(self._chunks(pages, HostPart(self._halves, [0], 0)))
+        pages_to_blocks(chunk.pages, self._blocks(0, chunk))
+        blocks_to_pages(chunk.pages, self._blocks(0, chunk))
+
+    def _chunks(self, pages: Pages, host: HostPart) -> Iterator[_StagedPart]:
+        layer_bytes = _layer_bytes(pages.pool, pages.size)
+        half_bytes = self._halves.shape[1]
+        most_layers = half_bytes // layer_bytes
+        for first in range(pages.layers.start, pages.layers.stop, most_layers):
+            layers = Span(first, min(first + most_layers, pages.layers.stop))
+            pool, row_bytes = pages.pool[layers.start : layers.stop], len(layers) * layer_bytes
+            most_rows = min(half_bytes // row_bytes, MOST_ROWS)
+            for start in range(0, len(host.blocks), most_rows):
+                blocks = host.blocks[start : start + most_rows]
+                numbers = pages.numbers[start : start + most_rows]
+                part = Pages(pool, numbers, pages.size, Span(0, len(layers)))
+                offset_bytes = host.offset_bytes + layers.start * layer_bytes
+                yield _StagedPart(part, row_bytes, offset_bytes, consecutive(blocks))
+
+    def _next_half(self) -> int:
+        self._half ^= 1
+        return self._half
+
+    def _blocks(self, half: int, chunk: _StagedPart) -> Blocks:
+        """Returns half of the buffer as blocks, one for each page of the chunk."""
+        rows = len(chunk.pages.numbers)
+        memory = self._halves[half, : rows * chunk.row_bytes].view(rows, chunk.row_bytes)
+        return Blocks(memory, self._rows[:rows], 0)
+
+    def _copy_rows(self, half: int, chunk: _StagedPart, host: HostPart, *, to_host: bool) -> None:
+        """Queues the copies between half of the buffer and the host, one for each run, on the engine's stream."""
+        buffer, pitch_bytes, row_bytes = self._halves[half], host.memory.shape[1], chunk.row_bytes
+        for run in chunk.runs:
+            at_bytes = run.at * row_bytes
+            if self._engine is None:
+                rows = buffer[at_bytes : at_bytes + run.blocks * row_bytes].view(run.blocks, row_bytes)
+                columns = slice(chunk.offset_bytes, chunk.offset_bytes + row_bytes)
+                blocks = host.memory[run.block : run.block + run.blocks, columns]
+                (blocks if to_host else rows).copy_(rows if to_host else blocks)
+                continue
+            start = host.memory.data_ptr() + run.block * pitch_bytes + chunk.offset_bytes
+            device_rows, host_rows = (
+                ByteRows(buffer.data_ptr() + at_bytes, row_bytes),
+                ByteRows(start, pitch_bytes),
+            )
+            stream = self._engine.cuda_stream
+            queue_rows(device_rows, host_rows, row_bytes, run.blocks, to_host=to_host, stream=stream)
+
+    def _event(self, stream: Any) -> Any:
+        """Records an event on `stream`; None: the current stream. Returns None on a CPU."""
+        if self._engine is None:
+            return None
+        event = _cuda.Event()
+        event.record(stream or _cuda.current_stream(self._device))
+        return event
+
+    def _wait(self, event: Any) -> None:
+        if event is not None:
+            _cuda.current_stream(self._device).wait_event(event)
+
+    def _engine_waits(self, event: Any) -> None:
+        if self._engine is not None and event is not None:
+            self._engine.wait_event(event)
+
+
+def _layer_bytes(buffer: torch.Tensor, page_size: int) -> int:
+    """Returns the size of a layer of a page of `page_size` slots."""
+    layers, _, slots = buffer.shape[:3]
+    return buffer.nbytes // slots * page_size // max(1, layers)

@@ -1,0 +1,114 @@
+"""Staged copies move the same bytes as direct ones, whatever the sizes of buffer, rows and runs."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from disagg.core.types import Span
+from disagg.kv.host_pool import HostPool
+from disagg.kv.staged_blocks import HostPart, Run, StagedCopies, consecutive, few_copies
+from kernels.copy.page_blocks import Pages
+
+DEVICES = ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)]
+LAYERS, PAGE, PAGES, BLOCKS = 5, 4, 12, 16
+
+
+def filled(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """Random bytes as a tensor."""
+    nbytes = torch.Size(shape).numel() * dtype.itemsize
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator).view(dtype).view(shape)
+
+
+def numbers_of(choose: random.Random, most: int, count: int) -> list[int]:
+    """Different numbers in runs of random lengths."""
+    numbers = list(range(most))
+    cut = sorted(choose.sample(range(1, most), 4))
+    parts = [numbers[start:end] for start, end in zip([0, *cut], [*cut, most], strict=True)]
+    choose.shuffle(parts)
+    return [number for part in parts for number in part][:count]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("half_layers", [1, 2.5, 7, 100])
+@pytest.mark.parametrize(
+    ("dtype", "planes", "heads", "dim"),
+    [(torch.bfloat16, 2, 2, 8), (torch.uint8, 1, 1, 33), (torch.float32, 1, 3, 5)],
+)
+def test_a_host_pool_with_a_buffer_moves_the_same_bytes(
+    dtype: torch.dtype, planes: int, heads: int, dim: int, half_layers: float, device: str
+) -> None:
+    shape = (LAYERS, planes, PAGES * PAGE + 3, heads, dim)
+    layer_bytes = planes * PAGE * heads * dim * dtype.itemsize
+    start = filled(shape, dtype, seed=1)
+    buffers = {
+        name: [start.to(device, copy=True), start[:2].to(device, copy=True)] for name in ("direct", "staged")
+    }
+    direct = HostPool(buffers["direct"], PAGE, BLOCKS, half_bytes=0)
+    staged = HostPool(buffers["staged"], PAGE, BLOCKS, half_bytes=int(half_layers * layer_bytes))
+    choose = random.Random(int(half_layers))
+    for _ in range(6):
+        count = choose.randrange(1, PAGES)
+        pages, blocks = choose.sample(range(PAGES), count), numbers_of(choose, BLOCKS, count)
+        targets = choose.sample(range(PAGES), count)
+        at = choose.randrange(LAYERS + 2)
+        groups = [span for span in (Span(0, at), Span(at, LAYERS + 2)) if len(span)]
+        for pool in (direct, staged):
+            pool.memory.reserve(blocks)
+            pool.store(pages, blocks)
+            assert list(pool.load_groups(targets, blocks, groups)) == groups
+        if device != "cpu":
+            torch.cuda.synchronize()
+        assert torch.equal(staged.memory.memory[blocks], direct.memory.memory[blocks])
+        for one, other in zip(buffers["direct"], buffers["staged"], strict=True):
+            assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
+def test_layers_that_do_not_fit_the_buffer_are_copied_directly() -> None:
+    pool = filled((2, 1, 8, 1, 16), torch.uint8, seed=2)
+    assert not StagedCopies(pool.device, 63).fits(pool, 4)
+    assert StagedCopies(pool.device, 64).fits(pool, 4)
+    host, before = HostPool([pool], 4, 2, half_bytes=63), pool.clone()
+    host.memory.reserve([0, 1])
+    host.store([0, 1], [1, 0])
+    pool.zero_()
+    host.load([0, 1], [1, 0])
+    assert torch.equal(pool, before)
+
+
+def test_runs_of_consecutive_blocks() -> None:
+    assert consecutive([]) == []
+    assert consecutive([4, 5, 6, 2, 3, 9]) == [Run(0, 4, 3), Run(3, 2, 2), Run(5, 9, 1)]
+    assert consecutive([3, 2, 1]) == [Run(0, 3, 1), Run(1, 2, 1), Run(2, 1, 1)]
+
+
+def test_scattered_blocks_are_copied_directly() -> None:
+    assert few_copies([7, 3, 1])
+    assert few_copies(range(1000))
+    assert not few_copies(range(0, 20, 2))
+    assert few_copies([first + at for first in range(0, 200, 10) for at in range(4)])
+    assert not few_copies([first + at for first in range(0, 200, 10) for at in range(3)])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_more_pages_than_rows_of_a_buffer(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    monkeypatch.setattr("disagg.kv.staged_blocks.MOST_ROWS", 3)
+    pool = filled((2, 2, 10, 1, 8), torch.uint8, seed=3).to(device)
+    before, staged = pool.clone(), StagedCopies(pool.device, 1 << 16)
+    memory = torch.zeros((10, 40), dtype=torch.uint8)
+    memory = memory if device == "cpu" else memory.pin_memory()
+    pages = Pages(pool, torch.arange(10, device=device), 1, Span(0, 2))
+    host = HostPart(memory, range(10), 4)
+    staged.store(pages, host)
+    if device != "cpu":
+        torch.cuda.synchronize()
+    assert not memory[:, :4].any()
+    assert not memory[:, 36:].any()
+    pool.zero_()
+    staged.load(pages, host)
+    if device != "cpu":
+        torch.cuda.synchronize()
+    assert torch.equal(pool, before)
