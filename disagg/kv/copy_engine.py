@@ -13,6 +13,10 @@ _HOST, _DEVICE = 1, 2
 """Kinds of memory of the driver (CUmemorytype)."""
 
 
+class CopyRefusedError(RuntimeError):
+    """The driver refused a copy; nothing of this copy was queued."""
+
+
 class ByteRows(NamedTuple):
     """ByteRows of bytes at equal distances, on a device or in host memory."""
 
@@ -51,14 +55,15 @@ def queue_rows(
     """Queues a copy of `rows` rows of `row_bytes` bytes on a CUDA stream, without waiting.
 
     `stream`: the driver's handle; its context must be current. The caller keeps both memories alive until the copy
-    is complete. Raises `RuntimeError` if the driver refuses.
+    is complete. The rows in host memory must be in one pinned range, because the driver refuses a copy across two of
+    them. Raises `CopyRefusedError`.
     """
     host_side, device_side = (_HOST, host.address, 0), (_DEVICE, 0, device.address)
     source, target = (device_side, host_side) if to_host else (host_side, device_side)
     pitches = (device.pitch_bytes, host.pitch_bytes) if to_host else (host.pitch_bytes, device.pitch_bytes)
     copy = _Copy2D(0, 0, *source, None, pitches[0], 0, 0, *target, None, pitches[1], row_bytes, rows)
     if error := _copy_2d()(ctypes.byref(copy), stream):
-        raise RuntimeError(f"cuMemcpy2DAsync failed with CUDA error {error}")
+        raise CopyRefusedError(f"cuMemcpy2DAsync failed with CUDA error {error}")
 
 
 @cache

@@ -104,7 +104,9 @@ class HostPool:
         order = sorted(range(len(blocks)), key=blocks.__getitem__)
         pages, blocks = [pages[at] for at in order], [blocks[at] for at in order]
         numbers = upload([*pages, *blocks], self._buffers[0].device).view(2, -1)
-        return _Numbers(numbers, blocks, self._loads is not None and few_copies(blocks))
+        return _Numbers(
+            numbers, blocks, self._loads is not None and few_copies(blocks, self.memory.slab_blocks)
+        )
 
     def _copy(self, copy: Callable[[Pages, Blocks], None], numbers: _Numbers | None, layers: Span) -> None:
         if numbers is None:
@@ -115,16 +117,17 @@ class HostPool:
             first, end = max(layers.start, start), min(layers.stop, stop)
             if first < end:
                 part = Pages(buffer, numbers.device[0], self._page_size, Span(first - start, end - start))
+                memory, slab_blocks = self.memory.memory, self.memory.slab_blocks
                 staged = self._staged(copy, buffer) if numbers.staged else None
-                if staged is None:
-                    copy(part, Blocks(self.memory.memory, numbers.device[1], offset_bytes))
-                else:
-                    staged(part, HostPart(self.memory.memory, numbers.blocks, offset_bytes))
+                if staged is None or not staged(
+                    part, HostPart(memory, numbers.blocks, offset_bytes, slab_blocks)
+                ):
+                    copy(part, Blocks(memory, numbers.device[1], offset_bytes))
             start, offset_bytes = stop, offset_bytes + page_bytes([buffer], self._page_size)
 
     def _staged(
         self, copy: Callable[[Pages, Blocks], None], buffer: torch.Tensor
-    ) -> Callable[[Pages, HostPart], None] | None:
+    ) -> Callable[[Pages, HostPart], bool] | None:
         """Returns the staged form of a copy of pages of `buffer`; None if there is no buffer of this size."""
         copies = self._stores if copy is pages_to_blocks else self._loads
         if copies is None or not copies.fits(buffer, self._page_size):

@@ -38,7 +38,8 @@ class HostSlabs:
         self.blocks = blocks
         """Number of blocks."""
         self._pinned = pinned
-        self._slab_blocks = max(1, min(SLAB_BYTES // max(1, block_bytes), blocks))
+        self.slab_blocks = max(1, min(SLAB_BYTES // max(1, block_bytes), blocks))
+        """Number of blocks that are pinned together; slab `i` begins with block `i * slab_blocks`."""
         self._slabs: set[int] = set()
         self._addresses: list[int] = []
         """Addresses of the pinned slabs."""
@@ -57,7 +58,7 @@ class HostSlabs:
 
         Raises `RuntimeError` if the host cannot pin the memory.
         """
-        for slab in sorted({number // self._slab_blocks for number in numbers} - self._slabs):
+        for slab in sorted({number // self.slab_blocks for number in numbers} - self._slabs):
             if self._pinned:
                 self._pin(slab)
             self._slabs.add(slab)
@@ -74,7 +75,7 @@ class HostSlabs:
 
     def require_reserved(self, numbers: Sequence[int]) -> None:
         """Raises `InvariantError` unless all blocks `numbers` are reserved: other blocks have no content."""
-        missing = sorted({number // self._slab_blocks for number in numbers} - self._slabs)
+        missing = sorted({number // self.slab_blocks for number in numbers} - self._slabs)
         if missing:
             raise InvariantError(
                 f"blocks of host memory were never written: slabs {missing} are not reserved"
@@ -86,7 +87,7 @@ class HostSlabs:
         return self.memory[number]
 
     def _pin(self, slab: int) -> None:
-        memory = self.memory[slab * self._slab_blocks : (slab + 1) * self._slab_blocks]
+        memory = self.memory[slab * self.slab_blocks : (slab + 1) * self.slab_blocks]
         # The operating system allocates the memory here, with all threads, and not inside the call below, in which
         # the driver refuses to launch kernels.
         memory.zero_()

@@ -11,10 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+import structlog
 import torch
 
 from disagg.core.types import Span
-from disagg.kv.copy_engine import ByteRows, queue_rows
+from disagg.kv.copy_engine import ByteRows, CopyRefusedError, queue_rows
 from kernels.copy.page_blocks import Blocks, Pages, blocks_to_pages, pages_to_blocks
 
 HALF_BYTES = 16 << 20
@@ -26,6 +27,7 @@ LEAST_RUN = 4
 FEW_RUNS = 8
 """Number of runs up to which a copy is staged in any case."""
 
+log = structlog.get_logger(__name__)
 _cuda: Any = torch.cuda  # its streams and events carry no types
 
 
@@ -38,10 +40,12 @@ class HostPart(NamedTuple):
     """Block of each page."""
     offset_bytes: int
     """Offset within each block of the pool's part, with all layers."""
+    slab_blocks: int
+    """Number of blocks that are pinned together."""
 
 
 class Run(NamedTuple):
-    """Consecutive blocks of consecutive pages of a copy."""
+    """Consecutive blocks of one slab, for consecutive pages of a copy."""
 
     at: int
     """Position of the first page."""
@@ -63,20 +67,20 @@ class _StagedPart(NamedTuple):
     runs: list[Run]
 
 
-def consecutive(blocks: Sequence[int]) -> list[Run]:
-    """Returns the runs of consecutive blocks, in order."""
+def consecutive(blocks: Sequence[int], slab_blocks: int) -> list[Run]:
+    """Returns the runs of consecutive blocks, in order; a run ends at the end of a slab of `slab_blocks` blocks."""
     runs: list[Run] = []
     start = 0
     for end in range(1, len(blocks) + 1):
-        if end == len(blocks) or blocks[end] != blocks[end - 1] + 1:
+        if end == len(blocks) or blocks[end] != blocks[end - 1] + 1 or blocks[end] % slab_blocks == 0:
             runs.append(Run(start, blocks[start], end - start))
             start = end
     return runs
 
 
-def few_copies(blocks: Sequence[int]) -> bool:
+def few_copies(blocks: Sequence[int], slab_blocks: int) -> bool:
     """Returns whether the blocks have few enough runs for a staged copy."""
-    runs = len(consecutive(blocks))
+    runs = len(consecutive(blocks, slab_blocks))
     return runs <= FEW_RUNS or runs * LEAST_RUN <= len(blocks)
 
 
@@ -92,49 +96,56 @@ class StagedCopies:
         self._free: list[Any] = [None, None]
         """Event after the last use of each half; None on a CPU and before the first use."""
         self._half = 0
+        self._refused = False
+        """Whether the driver has refused a copy; no other one is tried then."""
 
     def fits(self, buffer: torch.Tensor, page_size: int) -> bool:
-        """Returns whether a layer of a page of `buffer` fits half of the buffer."""
-        return 0 < _layer_bytes(buffer, page_size) <= self._halves.shape[1]
+        """Returns whether a layer of a page of `buffer` fits half of the buffer, and no copy was refused."""
+        return not self._refused and 0 < _layer_bytes(buffer, page_size) <= self._halves.shape[1]
 
-    def load(self, pages: Pages, host: HostPart) -> None:
+    def load(self, pages: Pages, host: HostPart) -> bool:
         """Copies from the blocks to the pages, all layers of `pages.layers`.
 
         `load` and `store` queue work on the current stream and on the copy engine, without waiting; an event recorded
         on the current stream afterwards covers both. The caller keeps all tensors alive until that event is complete.
-        No page and no block may repeat. Raises `RuntimeError` if the driver refuses a copy.
+        No page and no block may repeat. Both return False if the driver refused a copy: any part of the bytes may be
+        copied then, and later work of the current stream may copy them again.
         """
         self._engine_waits(self._event(None))
-        for chunk in self._chunks(pages, host):
+        for part in self._parts(pages, host):
             half = self._next_half()
             self._engine_waits(self._free[half])
-            self._copy_rows(half, chunk, host, to_host=False)
+            if not self._copy_rows(half, part, host, to_host=False):
+                return False
             self._wait(self._event(self._engine))
-            blocks_to_pages(chunk.pages, self._blocks(half, chunk))
+            blocks_to_pages(part.pages, self._blocks(half, part))
             self._free[half] = self._event(None)
+        return True
 
-    def store(self, pages: Pages, host: HostPart) -> None:
+    def store(self, pages: Pages, host: HostPart) -> bool:
         """Copies from the pages to the blocks; otherwise like `load`."""
-        half = None
-        for chunk in self._chunks(pages, host):
+        stored = None
+        for part in self._parts(pages, host):
             half = self._next_half()
             self._wait(self._free[half])
-            pages_to_blocks(chunk.pages, self._blocks(half, chunk))
+            pages_to_blocks(part.pages, self._blocks(half, part))
             self._engine_waits(self._event(None))
-            self._copy_rows(half, chunk, host, to_host=True)
-            self._free[half] = self._event(self._engine)
-        if half is not None:
-            self._wait(self._free[half])
+            copied = self._copy_rows(half, part, host, to_host=True)
+            self._free[half] = stored = self._event(self._engine)
+            if not copied:
+                break
+        self._wait(stored)
+        return not self._refused
 
     def warm(self, buffer: torch.Tensor, page_size: int) -> None:
         """Compiles the kernels with a copy of the first page's first layer to the buffer and back."""
         numbers = torch.zeros(1, dtype=torch.int64, device=self._device)
         pages = Pages(buffer, numbers, page_size, Span(0, 1))
-        chunk = next(self._chunks(pages, HostPart(self._halves, [0], 0)))
-        pages_to_blocks(chunk.pages, self._blocks(0, chunk))
-        blocks_to_pages(chunk.pages, self._blocks(0, chunk))
+        part = next(self._parts(pages, HostPart(self._halves, [0], 0, slab_blocks=1)))
+        pages_to_blocks(part.pages, self._blocks(0, part))
+        blocks_to_pages(part.pages, self._blocks(0, part))
 
-    def _chunks(self, pages: Pages, host: HostPart) -> Iterator[_StagedPart]:
+    def _parts(self, pages: Pages, host: HostPart) -> Iterator[_StagedPart]:
         layer_bytes = _layer_bytes(pages.pool, pages.size)
         half_bytes = self._halves.shape[1]
         most_layers = half_bytes // layer_bytes
@@ -145,38 +156,50 @@ class StagedCopies:
             for start in range(0, len(host.blocks), most_rows):
                 blocks = host.blocks[start : start + most_rows]
                 numbers = pages.numbers[start : start + most_rows]
-                part = Pages(pool, numbers, pages.size, Span(0, len(layers)))
+                some = Pages(pool, numbers, pages.size, Span(0, len(layers)))
                 offset_bytes = host.offset_bytes + layers.start * layer_bytes
-                yield _StagedPart(part, row_bytes, offset_bytes, consecutive(blocks))
+                yield _StagedPart(some, row_bytes, offset_bytes, consecutive(blocks, host.slab_blocks))
 
     def _next_half(self) -> int:
         self._half ^= 1
         return self._half
 
-    def _blocks(self, half: int, chunk: _StagedPart) -> Blocks:
-        """Returns half of the buffer as blocks, one for each page of the chunk."""
-        rows = len(chunk.pages.numbers)
-        memory = self._halves[half, : rows * chunk.row_bytes].view(rows, chunk.row_bytes)
+    def _blocks(self, half: int, part: _StagedPart) -> Blocks:
+        """Returns half of the buffer as blocks, one for each page of the part."""
+        rows = len(part.pages.numbers)
+        memory = self._halves[half, : rows * part.row_bytes].view(rows, part.row_bytes)
         return Blocks(memory, self._rows[:rows], 0)
 
-    def _copy_rows(self, half: int, chunk: _StagedPart, host: HostPart, *, to_host: bool) -> None:
-        """Queues the copies between half of the buffer and the host, one for each run, on the engine's stream."""
-        buffer, pitch_bytes, row_bytes = self._halves[half], host.memory.shape[1], chunk.row_bytes
-        for run in chunk.runs:
-            at_bytes = run.at * row_bytes
-            if self._engine is None:
-                rows = buffer[at_bytes : at_bytes + run.blocks * row_bytes].view(run.blocks, row_bytes)
-                columns = slice(chunk.offset_bytes, chunk.offset_bytes + row_bytes)
-                blocks = host.memory[run.block : run.block + run.blocks, columns]
-                (blocks if to_host else rows).copy_(rows if to_host else blocks)
-                continue
-            start = host.memory.data_ptr() + run.block * pitch_bytes + chunk.offset_bytes
-            device_rows, host_rows = (
-                ByteRows(buffer.data_ptr() + at_bytes, row_bytes),
-                ByteRows(start, pitch_bytes),
-            )
-            stream = self._engine.cuda_stream
-            queue_rows(device_rows, host_rows, row_bytes, run.blocks, to_host=to_host, stream=stream)
+    def _copy_rows(self, half: int, part: _StagedPart, host: HostPart, *, to_host: bool) -> bool:
+        """Queues the copies between half of the buffer and the host, one for each run, on the engine's stream.
+
+        Returns False if the driver refused one of them.
+        """
+        try:
+            for run in part.runs:
+                self._copy_run(run, half, part, host, to_host=to_host)
+        except CopyRefusedError as exc:
+            self._refused = True
+            log.warning("copies_not_staged", error=str(exc), now="a kernel accesses host memory directly")
+            self._wait(self._event(self._engine))  # copies of earlier runs may still be under way
+        return not self._refused
+
+    def _copy_run(self, run: Run, half: int, part: _StagedPart, host: HostPart, *, to_host: bool) -> None:
+        buffer, pitch_bytes, row_bytes = self._halves[half], host.memory.shape[1], part.row_bytes
+        at_bytes = run.at * row_bytes
+        if self._engine is None:
+            rows = buffer[at_bytes : at_bytes + run.blocks * row_bytes].view(run.blocks, row_bytes)
+            columns = slice(part.offset_bytes, part.offset_bytes + row_bytes)
+            blocks = host.memory[run.block : run.block + run.blocks, columns]
+            (blocks if to_host else rows).copy_(rows if to_host else blocks)
+            return
+        start = host.memory.data_ptr() + run.block * pitch_bytes + part.offset_bytes
+        device_rows, host_rows = (
+            ByteRows(buffer.data_ptr() + at_bytes, row_bytes),
+            ByteRows(start, pitch_bytes),
+        )
+        stream = self._engine.cuda_stream
+        queue_rows(device_rows, host_rows, row_bytes, run.blocks, to_host=to_host, stream=stream)
 
     def _event(self, stream: Any) -> Any:
         """Records an event on `stream`; None: the current stream. Returns None on a CPU."""

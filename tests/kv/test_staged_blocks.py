@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 import torch
 
 from disagg.core.types import Span
+from disagg.kv import host_slabs
+from disagg.kv.copy_engine import CopyRefusedError
 from disagg.kv.host_pool import HostPool
 from disagg.kv.staged_blocks import HostPart, Run, StagedCopies, consecutive, few_copies
 from kernels.copy.page_blocks import Pages
@@ -39,8 +42,15 @@ def numbers_of(choose: random.Random, most: int, count: int) -> list[int]:
     [(torch.bfloat16, 2, 2, 8), (torch.uint8, 1, 1, 33), (torch.float32, 1, 3, 5)],
 )
 def test_a_host_pool_with_a_buffer_moves_the_same_bytes(
-    dtype: torch.dtype, planes: int, heads: int, dim: int, half_layers: float, device: str
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: torch.dtype,
+    planes: int,
+    heads: int,
+    dim: int,
+    half_layers: float,
+    device: str,
 ) -> None:
+    monkeypatch.setattr(host_slabs, "SLAB_BYTES", 3 * host_slabs.PAGE_BYTES)
     shape = (LAYERS, planes, PAGES * PAGE + 3, heads, dim)
     layer_bytes = planes * PAGE * heads * dim * dtype.itemsize
     start = filled(shape, dtype, seed=1)
@@ -80,17 +90,55 @@ def test_layers_that_do_not_fit_the_buffer_are_copied_directly() -> None:
 
 
 def test_runs_of_consecutive_blocks() -> None:
-    assert consecutive([]) == []
-    assert consecutive([4, 5, 6, 2, 3, 9]) == [Run(0, 4, 3), Run(3, 2, 2), Run(5, 9, 1)]
-    assert consecutive([3, 2, 1]) == [Run(0, 3, 1), Run(1, 2, 1), Run(2, 1, 1)]
+    assert consecutive([], 100) == []
+    assert consecutive([4, 5, 6, 2, 3, 9], 100) == [Run(0, 4, 3), Run(3, 2, 2), Run(5, 9, 1)]
+    assert consecutive([3, 2, 1], 100) == [Run(0, 3, 1), Run(1, 2, 1), Run(2, 1, 1)]
+
+
+def test_a_run_ends_with_its_slab() -> None:
+    assert consecutive(range(2, 11), 4) == [Run(0, 2, 2), Run(2, 4, 4), Run(6, 8, 3)]
+    assert consecutive([4, 5], 1) == [Run(0, 4, 1), Run(1, 5, 1)]
 
 
 def test_scattered_blocks_are_copied_directly() -> None:
-    assert few_copies([7, 3, 1])
-    assert few_copies(range(1000))
-    assert not few_copies(range(0, 20, 2))
-    assert few_copies([first + at for first in range(0, 200, 10) for at in range(4)])
-    assert not few_copies([first + at for first in range(0, 200, 10) for at in range(3)])
+    assert few_copies([7, 3, 1], 100)
+    assert few_copies(range(1000), 1000)
+    assert few_copies(range(1000), 4)
+    assert not few_copies(range(1000), 3)
+    assert not few_copies(range(0, 20, 2), 100)
+    assert few_copies([first + at for first in range(0, 200, 10) for at in range(4)], 100)
+    assert not few_copies([first + at for first in range(0, 200, 10) for at in range(3)], 100)
+
+
+@pytest.mark.parametrize("way", ["store", "load"])
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("runs", [0, 1, 4])
+def test_a_refused_copy_is_made_directly(
+    monkeypatch: pytest.MonkeyPatch, runs: int, device: str, way: str
+) -> None:
+    """The driver refuses one after some runs, between and within parts; no other copy is tried then."""
+    pool = filled((3, 2, 20, 1, 64), torch.uint8, seed=4).to(device)
+    host, before, asked = HostPool([pool], 2, 12, half_bytes=2000), pool.clone(), 0
+    made = StagedCopies._copy_run  # noqa: SLF001
+
+    def refused(self: StagedCopies, *arguments: Any, to_host: bool) -> None:
+        nonlocal asked
+        if to_host == (way == "store"):
+            asked += 1
+            if asked > runs:
+                raise CopyRefusedError("invalid value")
+        made(self, *arguments, to_host=to_host)
+
+    monkeypatch.setattr(StagedCopies, "_copy_run", refused)
+    pages, blocks = [3, 1, 4, 5, 9, 2], [0, 1, 2, 5, 7, 8]
+    host.memory.reserve(blocks)
+    for _ in range(2):
+        host.store(pages, blocks)
+        pool.zero_()
+        host.load(pages, blocks)
+        slots = [2 * page + at for page in pages for at in range(2)]
+        assert torch.equal(pool[:, :, slots], before[:, :, slots])
+    assert asked == runs + 1
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -101,7 +149,7 @@ def test_more_pages_than_rows_of_a_buffer(monkeypatch: pytest.MonkeyPatch, devic
     memory = torch.zeros((10, 40), dtype=torch.uint8)
     memory = memory if device == "cpu" else memory.pin_memory()
     pages = Pages(pool, torch.arange(10, device=device), 1, Span(0, 2))
-    host = HostPart(memory, range(10), 4)
+    host = HostPart(memory, range(10), 4, slab_blocks=10)
     staged.store(pages, host)
     if device != "cpu":
         torch.cuda.synchronize()
