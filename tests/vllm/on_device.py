@@ -72,6 +72,12 @@ def parser(description: str) -> argparse.ArgumentParser:
     parser.add_argument("--prefill-tp", type=int, default=1)
     parser.add_argument("--decode-tp", type=int, default=1)
     parser.add_argument(
+        "--plain-tp",
+        type=int,
+        default=1,
+        help="ranks of the unsplit server; in 16 bits, other numbers of ranks round otherwise",
+    )
+    parser.add_argument(
         "--cpu", action="store_true", help="run on the CPU, with prompts of at most 1,000 tokens"
     )
     parser.add_argument("--memory", default="0.3", help="--gpu-memory-utilization of each server")
@@ -132,7 +138,7 @@ class Run:
         self.serve("prefill", self.options.prefill_gpu, self.options.prefill_tp, "kv_producer")
         decode_args = ["--block-size", self.options.block_size] if self.options.block_size else []
         self.serve("decode", self.options.decode_gpu, self.options.decode_tp, "kv_consumer", *decode_args)
-        self.serve("plain", self.options.plain_gpu, 1, None)
+        self.serve("plain", self.options.plain_gpu, self.options.plain_tp, None)
         for name in ("prefill", "decode", "plain"):
             self.wait_ready(name, "/health")
         port = free_port()
