@@ -7,8 +7,9 @@ the authors of llguidance).
 
 The model is random, and a bias toward quotes, brackets and the end makes its answers short. A truncated answer is
 asked for again, with more tokens, a stronger bias, and a bias toward pieces of texts (`../vocabulary.py`): without
-them, a random model does not find texts such as a UUID anywhere in a string. If this answer is truncated too, because
-a text without a limit never ended, a last one has another seed. The bias is the same for all schemas.
+them, a random model does not find texts such as a UUID anywhere in a string. If this answer is truncated too,
+because the schema requires hundreds of texts without a limit, a last one has a bias with which each text ends as
+soon as it may. The bias is the same for all schemas.
 
 `answers.jsonl` in the output folder has all answers. With SCHEMAS_ANSWERS in the environment, it is this file
 instead, and a run that was stopped continues: answers that the file has are not asked for again.
@@ -38,8 +39,6 @@ from jsonschema.validators import validator_for
 SCHEMAS = 1000
 """Number of schemas that the server answers."""
 SEED = 7
-LAST_SEED = 1 << 20
-"""Added to the seed of a third answer."""
 AT_ONCE = 16
 ANSWER_TOKENS, MORE_TOKENS = 400, 15000
 """Limits of the first answer, and of later ones, which almost fill the model's context."""
@@ -68,13 +67,15 @@ STRONG_BIAS = {
 } | {str(END_ID): 90.0}
 """Ends each value as soon as its schema allows. A text that must not end yet gets pieces of texts."""
 PIECE_BIAS = 78.0
+LAST_BIAS = {str(ord('"')): 100.0}
+"""Added to `STRONG_BIAS` for a third answer."""
 
 
 class Asked(NamedTuple):
     """A schema, and what the server made of it."""
 
     draw: int
-    """Place of the schema among all that were drawn; also the seed of the first answers."""
+    """Place of the schema among all that were drawn; also the seed of the answer."""
     schema: dict[str, Any]
     status: int
     text: str
@@ -124,11 +125,12 @@ def ask(server: Target, draw: int, schema: dict[str, Any], before: int = 0) -> A
     """Asks for an answer that follows the schema; after truncated answers `before` it, as the module describes."""
     pieces = json.loads((server.folder / "pieces.json").read_text())
     strong = STRONG_BIAS | {str(token): PIECE_BIAS for token in pieces.values()}
+    strong |= LAST_BIAS if before > 1 else {}
     body = {
         "model": server.model,
         "messages": [{"role": "user", "content": "JSON, please."}],
         "max_tokens": MORE_TOKENS if before else ANSWER_TOKENS,
-        "seed": draw + (before > 1) * LAST_SEED,
+        "seed": draw,
         "logit_bias": strong if before else BIAS,
         "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}},
     }
