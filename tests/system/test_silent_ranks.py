@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from itertools import chain
 
 import msgspec
 import pytest
@@ -111,8 +112,11 @@ def test_requests_leave_two_silent_groups_with_one_recovery(checkpoints: Checkpo
             assert [one.tokens for one in answers] == [
                 checkpoints.greedy(groups.source, prompt, TOKENS) for prompt in prompts
             ]
-            causes = {cause for one in answers for cause in one.report.recoveries}
-            assert "decode_suspected" in causes <= {"decode_suspected", "prefill_suspected"}
+            causes = [one.report.recoveries for one in answers]
+            assert max(len(one) for one in causes) == 1, "no request leaves the two groups one after the other"
+            # Both fall silent at once; either is noticed first.
+            assert set(chain(*causes)) <= {"decode_suspected", "prefill_suspected"}
+            await until_async(lambda: set(router.suspected()) == {"decode", "prefill"})
             await mended(groups, router, "decode-0", "prefill-0")
 
         groups.serve(work)
