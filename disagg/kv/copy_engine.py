@@ -18,7 +18,7 @@ class CopyRefusedError(RuntimeError):
 
 
 class ByteRows(NamedTuple):
-    """ByteRows of bytes at equal distances, on a device or in host memory."""
+    """Rows of bytes at equal distances, on a device or in host memory."""
 
     address: int
     """Address of the first row."""
@@ -68,7 +68,7 @@ def queue_rows(
 
 @cache
 def _copy_2d() -> Any:
-    """Returns the driver's function. A call keeps the interpreter lock: it takes less time than its release."""
-    function = ctypes.PyDLL("libcuda.so.1").cuMemcpy2DAsync_v2
+    """Returns the driver's function. A call releases the interpreter lock, because it may wait for the device."""
+    function = ctypes.CDLL("libcuda.so.1").cuMemcpy2DAsync_v2
     function.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
     return function

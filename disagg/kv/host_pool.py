@@ -2,7 +2,7 @@
 
 All parts of a page (each class of layers, K and V, scales) form one contiguous *block*, the page-first layout of
 SGLang's hierarchical cache; `kernels.copy.page_blocks` copies between pages and blocks. Recurrent states have
-separate blocks, of another size. Copies of consecutive blocks go through a buffer on the GPU (`staged_blocks`).
+separate blocks, of another size. Copies of all layers go through a buffer on the GPU (`staged_blocks`).
 """
 
 from __future__ import annotations
@@ -57,25 +57,30 @@ class HostPool:
         self.layers = sum(buffer.shape[0] for buffer in buffers)
         """Number of layers of all parts; layers are numbered part after part."""
 
+    @property
+    def staged(self) -> bool:
+        """Whether copies may go through the buffer: on a GPU, unless the driver has refused one."""
+        return all(one is not None and not one.refused for one in (self._loads, self._stores))
+
     def store(self, pages: Sequence[int], blocks: Sequence[int]) -> None:
         """Copies page `pages[i]` to block `blocks[i]`, all layers.
 
-        On a GPU, `store` and `load` queue copies on the current stream without synchronization. Both raise
-        `InvariantError` if a block is not reserved.
+        On a GPU, the copies are queued on the current stream. `store` and `load` may wait for the first copies of
+        many, so call them on a thread that may wait. All three methods raise `InvariantError` if a block is not
+        reserved.
         """
-        self._copy(pages_to_blocks, self._numbers(pages, blocks), Span(0, self.layers))
+        self._copy(pages_to_blocks, self._numbers(pages, blocks, staged=True), Span(0, self.layers))
 
     def load(self, pages: Sequence[int], blocks: Sequence[int]) -> None:
         """Copies block `blocks[i]` to page `pages[i]`, all layers."""
-        for _ in self.load_groups(pages, blocks, [Span(0, self.layers)]):
-            pass
+        self._copy(blocks_to_pages, self._numbers(pages, blocks, staged=True), Span(0, self.layers))
 
     def load_groups(
         self, pages: Sequence[int], blocks: Sequence[int], groups: Sequence[Span]
     ) -> Iterator[Span]:
-        """Copies block `blocks[i]` to page `pages[i]`, group of layers by group; yields each group when its copy is
-        queued."""
-        numbers = self._numbers(pages, blocks)
+        """Copies block `blocks[i]` to page `pages[i]`, group of layers by group, without waiting; yields each group
+        when its copy is queued. A kernel copies: that takes fewer calls."""
+        numbers = self._numbers(pages, blocks, staged=False)
         for group in groups:
             self._copy(blocks_to_pages, numbers, group)
             yield group
@@ -95,8 +100,9 @@ class HostPool:
             offset_bytes += page_bytes([buffer], self._page_size)
         torch.cuda.synchronize(self._buffers[0].device)
 
-    def _numbers(self, pages: Sequence[int], blocks: Sequence[int]) -> _Numbers | None:
-        """Returns the numbers of pages and blocks; None if there are none."""
+    def _numbers(self, pages: Sequence[int], blocks: Sequence[int], *, staged: bool) -> _Numbers | None:
+        """Returns the numbers of pages and blocks; None if there are none. `staged`: whether to use the buffer if the
+        blocks are fit for it."""
         if not pages:
             return None
         self.memory.require_reserved(blocks)
@@ -104,9 +110,9 @@ class HostPool:
         order = sorted(range(len(blocks)), key=blocks.__getitem__)
         pages, blocks = [pages[at] for at in order], [blocks[at] for at in order]
         numbers = upload([*pages, *blocks], self._buffers[0].device).view(2, -1)
-        return _Numbers(
-            numbers, blocks, self._loads is not None and few_copies(blocks, self.memory.slab_blocks)
-        )
+        staged = staged and self._loads is not None
+        block_bytes = self.memory.memory.shape[1]
+        return _Numbers(numbers, blocks, staged and few_copies(blocks, self.memory.slab_blocks, block_bytes))
 
     def _copy(self, copy: Callable[[Pages, Blocks], None], numbers: _Numbers | None, layers: Span) -> None:
         if numbers is None:

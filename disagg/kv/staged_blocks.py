@@ -8,6 +8,7 @@ work at the same time.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -22,10 +23,11 @@ HALF_BYTES = 16 << 20
 """Size of half a buffer. The bus takes 0.3 ms for it, which is long beside a launch and short beside a step."""
 MOST_ROWS = 4096
 """Largest number of rows of half a buffer."""
-LEAST_RUN = 4
-"""Average number of consecutive blocks from which on a copy is staged, because each run of blocks is a call."""
-FEW_RUNS = 8
-"""Number of runs up to which a copy is staged in any case."""
+LEAST_CALL_BYTES = 128 << 10
+"""Average size of a run of blocks from which on a copy is staged: the bus takes 2 us for it, as long as a call."""
+MOST_PARTS = 8
+"""Largest number of parts, each at most half a buffer, that are queued on the device. The launch queue is not full
+then: a full queue would block the calling thread within the driver."""
 
 log = structlog.get_logger(__name__)
 _cuda: Any = torch.cuda  # its streams and events carry no types
@@ -78,10 +80,9 @@ def consecutive(blocks: Sequence[int], slab_blocks: int) -> list[Run]:
     return runs
 
 
-def few_copies(blocks: Sequence[int], slab_blocks: int) -> bool:
-    """Returns whether the blocks have few enough runs for a staged copy."""
-    runs = len(consecutive(blocks, slab_blocks))
-    return runs <= FEW_RUNS or runs * LEAST_RUN <= len(blocks)
+def few_copies(blocks: Sequence[int], slab_blocks: int, block_bytes: int) -> bool:
+    """Returns whether the runs of the blocks are long enough for a staged copy."""
+    return len(blocks) * block_bytes >= len(consecutive(blocks, slab_blocks)) * LEAST_CALL_BYTES
 
 
 class StagedCopies:
@@ -96,20 +97,23 @@ class StagedCopies:
         self._free: list[Any] = [None, None]
         """Event after the last use of each half; None on a CPU and before the first use."""
         self._half = 0
-        self._refused = False
+        self._queued = deque[Any]()
+        """Events after the parts that may still be under way."""
+        self.refused = False
         """Whether the driver has refused a copy; no other one is tried then."""
 
     def fits(self, buffer: torch.Tensor, page_size: int) -> bool:
         """Returns whether a layer of a page of `buffer` fits half of the buffer, and no copy was refused."""
-        return not self._refused and 0 < _layer_bytes(buffer, page_size) <= self._halves.shape[1]
+        return not self.refused and 0 < _layer_bytes(buffer, page_size) <= self._halves.shape[1]
 
     def load(self, pages: Pages, host: HostPart) -> bool:
         """Copies from the blocks to the pages, all layers of `pages.layers`.
 
-        `load` and `store` queue work on the current stream and on the copy engine, without waiting; an event recorded
-        on the current stream afterwards covers both. The caller keeps all tensors alive until that event is complete.
-        No page and no block may repeat. Both return False if the driver refused a copy: any part of the bytes may be
-        copied then, and later work of the current stream may copy them again.
+        `load` and `store` queue work on the current stream and on the copy engine; an event recorded on the current
+        stream afterwards covers both. They wait for earlier parts of a copy with many parts. The caller keeps all
+        tensors alive until that event is complete. No page and no block may repeat. Both return False if the driver
+        refused a copy: any part of the bytes may be copied then, and later work of the current stream may copy them
+        again.
         """
         self._engine_waits(self._event(None))
         for part in self._parts(pages, host):
@@ -119,7 +123,7 @@ class StagedCopies:
                 return False
             self._wait(self._event(self._engine))
             blocks_to_pages(part.pages, self._blocks(half, part))
-            self._free[half] = self._event(None)
+            self._used(half, self._event(None))
         return True
 
     def store(self, pages: Pages, host: HostPart) -> bool:
@@ -131,11 +135,12 @@ class StagedCopies:
             pages_to_blocks(part.pages, self._blocks(half, part))
             self._engine_waits(self._event(None))
             copied = self._copy_rows(half, part, host, to_host=True)
-            self._free[half] = stored = self._event(self._engine)
+            stored = self._event(self._engine)
+            self._used(half, stored)
             if not copied:
                 break
         self._wait(stored)
-        return not self._refused
+        return not self.refused
 
     def warm(self, buffer: torch.Tensor, page_size: int) -> None:
         """Compiles the kernels with a copy of the first page's first layer to the buffer and back."""
@@ -164,6 +169,14 @@ class StagedCopies:
         self._half ^= 1
         return self._half
 
+    def _used(self, half: int, event: Any) -> None:
+        """Notes the event after a part. Waits until at most `MOST_PARTS` parts are under way."""
+        self._free[half] = event
+        if event is not None:
+            self._queued.append(event)
+            if len(self._queued) > MOST_PARTS:
+                self._queued.popleft().synchronize()
+
     def _blocks(self, half: int, part: _StagedPart) -> Blocks:
         """Returns half of the buffer as blocks, one for each page of the part."""
         rows = len(part.pages.numbers)
@@ -179,10 +192,9 @@ class StagedCopies:
             for run in part.runs:
                 self._copy_run(run, half, part, host, to_host=to_host)
         except CopyRefusedError as exc:
-            self._refused = True
+            self.refused = True
             log.warning("copies_not_staged", error=str(exc), now="a kernel accesses host memory directly")
-            self._wait(self._event(self._engine))  # copies of earlier runs may still be under way
-        return not self._refused
+        return not self.refused
 
     def _copy_run(self, run: Run, half: int, part: _StagedPart, host: HostPart, *, to_host: bool) -> None:
         buffer, pitch_bytes, row_bytes = self._halves[half], host.memory.shape[1], part.row_bytes

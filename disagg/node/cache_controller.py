@@ -42,6 +42,7 @@ from disagg.node.device import (
     use_device,
     wait_for,
 )
+from disagg.node.host_memory import pinnable_bytes
 from disagg.node.loaded_layers import LoadedLayers
 from disagg.node.plan import StepPlan
 
@@ -122,8 +123,6 @@ class HybridCacheController:
         """
         self._device, self._layered, self._moved, self._broken = pools.device, layered, moved, broken
         self._clock = clock
-        self.counts = counts
-        """Numbers of pages and states for which the second tier has room."""
         self.least_bytes = least_host_bytes(pools, page_size)
         """Least host memory for a second tier."""
         self.kv = HostPool(pools.kv_buffers, page_size, counts.pages)
@@ -137,7 +136,8 @@ class HybridCacheController:
         self._load_groups = layer_groups(layers) if len(pools.kv_buffers) == 1 else [Span(0, layers)]
         for _, pool in self._pools():
             pool.warm()
-        self._pin()
+        self.counts = self._pinned(counts)
+        """Numbers of pages and states for which the second tier has memory."""
         # Stores have low priority. Loads have high priority, because requests wait for them.
         self._store_queue = DeviceQueue(pools.device, urgent=False)
         self._load_queue = DeviceQueue(pools.device, clock=clock)
@@ -187,16 +187,22 @@ class HybridCacheController:
         elif loads:
             self.loading.submit(self._guarded, self._load, loads, event)
 
-    def _pin(self) -> None:
-        """Pins all blocks of a rank on a GPU. If the host refuses, stores try again on first use of a block."""
+    def _pinned(self, counts: HostBlockCounts) -> HostBlockCounts:
+        """Pins the memory of a rank on a GPU, and returns for how many blocks the host has memory.
+
+        The driver would delay running steps if memory was pinned later.
+        """
         began_s = self._clock()
-        try:
-            pinned_bytes = sum(pool.memory.pin() for _, pool in self._pools())
-        except RuntimeError as exc:
-            log.warning("no_host_memory", error=str(exc))
-            return
-        if pinned_bytes:
-            log.info("host_memory_pinned", mib=pinned_bytes >> 20, seconds=round(self._clock() - began_s, 1))
+        pages, states = (pool.memory.pin(pinnable_bytes) for _, pool in self._pools())
+        found = HostBlockCounts(pages, states)
+        if found != counts:
+            enough = pages and (states or not counts.states)
+            found = found if enough else HostBlockCounts(0, 0)
+            log.warning("second_tier_smaller", wanted=counts._asdict(), pinned=found._asdict())
+        elif self._device.type == "cuda" and pages:
+            mib = sum(pool.memory.memory.nbytes for _, pool in self._pools()) >> 20
+            log.info("host_memory_pinned", mib=mib, seconds=round(self._clock() - began_s, 1))
+        return found
 
     def kv_blocks(self, numbers: Sequence[int]) -> list[torch.Tensor]:
         """Returns the memory of blocks of KV pages, uint8 `[block_bytes]` each. Any thread may call it.
@@ -259,7 +265,7 @@ class HybridCacheController:
 
     def _load(self, operations: Sequence[CacheOperation], after: DeviceEvent) -> None:
         """Copies all layers of the loads, then reports the end of the loads. Runs on the load thread."""
-        self._report(operations, self._queue_loads(operations, after, [Span(0, self.kv.layers)]))
+        self._report(operations, self._queue_loads(operations, after, None))
 
     def _launch(
         self, operations: Sequence[CacheOperation], after: DeviceEvent, groups: Sequence[Span]
@@ -270,20 +276,30 @@ class HybridCacheController:
         self.loading.submit(self._guarded, self._report, operations, queued)
 
     def _queue_loads(
-        self, operations: Sequence[CacheOperation], after: DeviceEvent, groups: Sequence[Span]
+        self, operations: Sequence[CacheOperation], after: DeviceEvent, groups: Sequence[Span] | None
     ) -> _QueuedLoads:
-        """Queues loads: states first, then pages by group of layers."""
+        """Queues loads: states first, then pages by group of layers; None: all layers, by the copy engine.
+
+        The copy engine needs more calls of the driver than the compute thread has time for.
+        """
         self._load_queue.after(after)
         began = self._load_queue.mark()
         slots, blocks = _copies("state", operations)
         with self._load_queue.use():
-            self.states.load(slots, blocks)
+            if groups is None:
+                self.states.load(slots, blocks)
+            else:
+                list(self.states.load_groups(slots, blocks, [Span(0, self.states.layers)]))
         states = self._load_queue.record_event() if slots else None
         events = list[tuple[int, DeviceEvent]]()
         pages, blocks = _copies("kv", operations)
         with self._load_queue.use():
-            for span in self.kv.load_groups(pages, blocks, groups):
-                events.append((span.start, self._load_queue.record_event()))
+            if groups is None:
+                self.kv.load(pages, blocks)
+                events.append((0, self._load_queue.record_event()))
+            else:
+                for span in self.kv.load_groups(pages, blocks, groups):
+                    events.append((span.start, self._load_queue.record_event()))
         loaded = LoadedLayers(self._device, states, tuple(events))
         return _QueuedLoads(loaded, began, self._load_queue.mark())
 

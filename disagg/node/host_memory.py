@@ -15,8 +15,14 @@ PROC = Path("/proc")
 AVAILABLE_SHARE = 4
 """Divisor of the available host memory: the second tiers of all ranks of a host, and their memory for swapped pages,
 take at most a quarter of it. The rest is for other processes, the page cache, and groups that start later."""
+LEFT_SHARE = 8
+"""Divisor of the memory of the host or container: so much stays available when memory is pinned, because groups that
+start at the same time measure the same available memory."""
 POOL_MULTIPLE = 4
 """Largest size of an automatic second tier, as a multiple of the rank's pool."""
+REPEATED_SHARE = 4
+"""Divisor of the pool: a second tier that has all cached KV, and is smaller than this part of the pool, repeats what
+the pool has cached beside running requests."""
 
 
 class HostCacheSize(NamedTuple):
@@ -44,8 +50,11 @@ class HostCacheRoom(NamedTuple):
         return max(0, self.available_bytes // AVAILABLE_SHARE // self.host_ranks - self.swap_bytes)
 
 
-def automatic_host_cache(room: HostCacheRoom) -> HostCacheSize:
-    """Returns the size of a second tier that the user has not set."""
+def automatic_host_cache(room: HostCacheRoom, *, repeats_pool: bool) -> HostCacheSize:
+    """Returns the size of a second tier that the user has not set.
+
+    `repeats_pool`: see `disagg.node.prefix_caching.repeats_pool`; a small tier is useless then, so there is none.
+    """
     most_bytes = POOL_MULTIPLE * room.pool_bytes
     if room.share_bytes >= most_bytes:
         return HostCacheSize(most_bytes, f"automatic: {POOL_MULTIPLE} times the pool")
@@ -53,7 +62,14 @@ def automatic_host_cache(room: HostCacheRoom) -> HostCacheSize:
         f"1/{AVAILABLE_SHARE} of the available {_gib(room.available_bytes)} / {room.host_ranks} ranks here"
         + (f" - swap {_gib(room.swap_bytes)}" if room.swap_bytes else "")
     )
+    if repeats_pool and room.share_bytes < room.pool_bytes // REPEATED_SHARE:
+        return HostCacheSize(0, f"automatic: none, {share} is less than 1/{REPEATED_SHARE} of the pool")
     return HostCacheSize(room.share_bytes, f"automatic: {share}")
+
+
+def pinnable_bytes() -> int:
+    """Returns how much memory may be pinned now, so that 1/`LEFT_SHARE` of the memory stays available."""
+    return available_bytes() - total_bytes() // LEFT_SHARE
 
 
 def total_bytes(cgroups: Path = CGROUPS) -> int:

@@ -39,3 +39,9 @@ def configured_host_cache(
 def has_third_tier(group: GroupConfig) -> bool:
     """Returns whether the group has a tier behind host memory."""
     return bool(group.storage) or group.host_cache_shared
+
+
+def repeats_pool(group: GroupConfig) -> bool:
+    """Returns whether the second tier of a group has all KV that the pool has cached: unless it gets only evicted KV.
+    A tier on the way to a third one counts as useful at any size."""
+    return group.host_cache_write != "back" and not has_third_tier(group)

@@ -33,7 +33,7 @@ from disagg.node.host_memory import (
     available_bytes,
 )
 from disagg.node.local_prefill import local_prefill_tokens
-from disagg.node.prefix_caching import configured_host_cache, has_third_tier
+from disagg.node.prefix_caching import configured_host_cache, has_third_tier, repeats_pool
 from disagg.node.rank import RankNode
 from disagg.node.rank_records import Rendezvous, Started
 from disagg.node.renewed_exchange import PageEndpoint
@@ -154,7 +154,8 @@ def with_host_cache(
     if size is None:
         pool = pool_bytes(runner) + state_bytes(runner)
         swap = swap_bytes(group, device)
-        size = automatic_host_cache(HostCacheRoom(available_bytes(), host_ranks, pool, swap))
+        room = HostCacheRoom(available_bytes(), host_ranks, pool, swap)
+        size = automatic_host_cache(room, repeats_pool=repeats_pool(group))
         if not size.nbytes and has_third_tier(group):
             lower = f", or lower {group.role}.swap_bytes" if swap else ""
             setting = "storage" if group.storage else "host_cache_shared"

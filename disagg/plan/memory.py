@@ -22,8 +22,8 @@ from disagg.model.spec.layer_types import setting
 from disagg.model.spec.model_spec import ModelSpec, rank_token_bytes
 from disagg.model.spec.quantization import quantization_of
 from disagg.node.assemble import CACHED_STATES_SHARE, resolve_dtype, resolve_kv_dtype, wanted_states
-from disagg.node.host_memory import AVAILABLE_SHARE, POOL_MULTIPLE
-from disagg.node.prefix_caching import configured_host_cache
+from disagg.node.host_memory import AVAILABLE_SHARE, POOL_MULTIPLE, REPEATED_SHARE
+from disagg.node.prefix_caching import configured_host_cache, repeats_pool
 from disagg.node.sizing import (
     LIBRARY_BYTES,
     SAMPLER_COPIES,
@@ -207,8 +207,13 @@ def _host_cache(config: Config, group: GroupConfig, spec: ModelSpec, pool_bytes:
     setting = f"{group.role}.host_cache_bytes"
     if size is not None:
         return f"{describe_bytes(size.nbytes)} on each rank ({setting})"
+    least = (
+        ""
+        if not repeats_pool(group)
+        else f"none if that is less than {describe_bytes(pool_bytes // REPEATED_SHARE)}, "
+    )
     return (
-        f"each rank's share of 1/{AVAILABLE_SHARE} of the host's available memory, at most "
+        f"each rank's share of 1/{AVAILABLE_SHARE} of the host's available memory, {least}at most "
         f"{describe_bytes(POOL_MULTIPLE * pool_bytes)} ({setting})"
     )
 

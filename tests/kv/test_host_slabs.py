@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from disagg.kv import host_slabs
 from disagg.kv.host_slabs import PAGE_BYTES, HostSlabs
 
 SLAB_BLOCKS = 4
+MUCH = 1 << 40
 
 
 class Driver:
@@ -44,27 +47,50 @@ def test_all_memory_is_pinned_once_and_unpinned_with_its_owner(driver: Driver) -
     slabs = HostSlabs(10, PAGE_BYTES, pinned=True)
     slabs.reserve([5])
     assert (slabs.slabs, len(driver.pinned)) == ([1], 1)
-    assert slabs.pin() == 10 * PAGE_BYTES
+    assert slabs.pin(lambda: MUCH) == 10
     assert (slabs.slabs, sum(driver.pinned.values())) == ([0, 1, 2], 10 * PAGE_BYTES)
     before = dict(driver.pinned)
-    slabs.pin()
+    slabs.pin(lambda: MUCH)
     slabs.reserve(range(10))
     assert driver.pinned == before
     del slabs
     assert driver.pinned == {}
 
 
-def test_slabs_that_were_pinned_before_the_host_refused_stay_in_use(driver: Driver) -> None:
-    slabs = HostSlabs(10, PAGE_BYTES, pinned=True)
-    driver.room = 2
-    with pytest.raises(RuntimeError, match="cannot pin"):
-        slabs.pin()
-    slabs.require_reserved(range(2 * SLAB_BLOCKS))
-    driver.room = 3
-    slabs.block(9)[:] = 1
-    assert len(driver.pinned) == 3
+def resident_bytes(memory: torch.Tensor) -> int:
+    """Memory that the operating system has allocated for a range."""
+    lines = Path("/proc/self/smaps").read_text().splitlines()
+    start = f"{memory.data_ptr():x}-"
+    at = next(i for i, line in enumerate(lines) if line.startswith(start))
+    [line] = [line for line in lines[at : at + 30] if line.startswith("Rss:")][:1]
+    return int(line.split()[1]) << 10
+
+
+def test_slabs_that_the_host_cannot_pin_take_no_memory(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_slabs, "WRITERS", 3)
+    slabs = HostSlabs(30, PAGE_BYTES, pinned=True)
+    driver.room = 4
+    assert slabs.pin(lambda: MUCH) == 4 * SLAB_BLOCKS
+    slabs.require_reserved(range(4 * SLAB_BLOCKS))
+    assert resident_bytes(slabs.memory) == 4 * SLAB_BLOCKS * PAGE_BYTES
+    driver.room = 5
+    slabs.block(29)[:] = 1  # as for swapped pages
+    assert len(driver.pinned) == 5
+    assert slabs.pin(lambda: MUCH) == 4 * SLAB_BLOCKS
+
+
+def test_memory_that_others_took_meanwhile_is_left_to_them(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_slabs, "WRITERS", 2)
+    slabs, left = HostSlabs(30, PAGE_BYTES, pinned=True), [100, 16, 7]
+    assert slabs.pin(lambda: left.pop(0) * PAGE_BYTES) == 4 * SLAB_BLOCKS
+    assert resident_bytes(slabs.memory) == 4 * SLAB_BLOCKS * PAGE_BYTES
 
 
 def test_memory_of_a_cpu_is_not_pinned(driver: Driver) -> None:
     slabs = HostSlabs(10, 100, pinned=False)
-    assert (slabs.pin(), slabs.slabs, driver.pinned) == (0, [], {})
+    assert (slabs.pin(lambda: 0), slabs.slabs, driver.pinned) == (10, [], {})
+    assert HostSlabs(0, 0, pinned=True).pin(lambda: 0) == 0

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from disagg.core.types import Span
-from disagg.kv import host_slabs
+from disagg.kv import host_slabs, staged_blocks
 from disagg.kv.copy_engine import CopyRefusedError
 from disagg.kv.host_pool import HostPool
 from disagg.kv.staged_blocks import HostPart, Run, StagedCopies, consecutive, few_copies
@@ -51,6 +51,7 @@ def test_a_host_pool_with_a_buffer_moves_the_same_bytes(
     device: str,
 ) -> None:
     monkeypatch.setattr(host_slabs, "SLAB_BYTES", 3 * host_slabs.PAGE_BYTES)
+    monkeypatch.setattr(staged_blocks, "LEAST_CALL_BYTES", 0)
     shape = (LAYERS, planes, PAGES * PAGE + 3, heads, dim)
     layer_bytes = planes * PAGE * heads * dim * dtype.itemsize
     start = filled(shape, dtype, seed=1)
@@ -69,10 +70,12 @@ def test_a_host_pool_with_a_buffer_moves_the_same_bytes(
         for pool in (direct, staged):
             pool.memory.reserve(blocks)
             pool.store(pages, blocks)
-            assert list(pool.load_groups(targets, blocks, groups)) == groups
+        assert list(direct.load_groups(targets, blocks, groups)) == groups
+        staged.load(targets, blocks)
         if device != "cpu":
             torch.cuda.synchronize()
         assert torch.equal(staged.memory.memory[blocks], direct.memory.memory[blocks])
+        assert staged.staged or half_layers < 1, "the driver refused no copy"
         for one, other in zip(buffers["direct"], buffers["staged"], strict=True):
             assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
@@ -100,14 +103,12 @@ def test_a_run_ends_with_its_slab() -> None:
     assert consecutive([4, 5], 1) == [Run(0, 4, 1), Run(1, 5, 1)]
 
 
-def test_scattered_blocks_are_copied_directly() -> None:
-    assert few_copies([7, 3, 1], 100)
-    assert few_copies(range(1000), 1000)
-    assert few_copies(range(1000), 4)
-    assert not few_copies(range(1000), 3)
-    assert not few_copies(range(0, 20, 2), 100)
-    assert few_copies([first + at for first in range(0, 200, 10) for at in range(4)], 100)
-    assert not few_copies([first + at for first in range(0, 200, 10) for at in range(3)], 100)
+def test_scattered_small_blocks_are_copied_directly() -> None:
+    assert few_copies(range(0, 20, 2), 100, 128 << 10)
+    assert not few_copies(range(0, 20, 2), 100, (128 << 10) - 1)
+    assert few_copies(range(1000), 1000, 132)
+    assert few_copies(range(1000), 2, 64 << 10)
+    assert not few_copies(range(1000), 1, 64 << 10)
 
 
 @pytest.mark.parametrize("way", ["store", "load"])
@@ -117,6 +118,7 @@ def test_a_refused_copy_is_made_directly(
     monkeypatch: pytest.MonkeyPatch, runs: int, device: str, way: str
 ) -> None:
     """The driver refuses one after some runs, between and within parts; no other copy is tried then."""
+    monkeypatch.setattr(staged_blocks, "LEAST_CALL_BYTES", 0)
     pool = filled((3, 2, 20, 1, 64), torch.uint8, seed=4).to(device)
     host, before, asked = HostPool([pool], 2, 12, half_bytes=2000), pool.clone(), 0
     made = StagedCopies._copy_run  # noqa: SLF001

@@ -25,7 +25,10 @@ class Event:
     """An event of an imitated device, recorded once."""
 
     def __init__(self) -> None:
-        self.done = False
+        self.done, self.device = False, Device.latest
+
+    def synchronize(self) -> None:
+        self.device.run(until=self)
 
     def record(self, stream: Stream) -> None:
         stream.work.append(lambda: setattr(self, "done", True))
@@ -55,9 +58,10 @@ class Device:
     """Streams whose work runs in random order; stands in for `torch.cuda` in `staged_blocks`."""
 
     Event = Event
+    latest: Device
 
     def __init__(self, patch: pytest.MonkeyPatch, choose: random.Random) -> None:
-        self.choose, self.streams = choose, list[Stream]()
+        Device.latest, self.choose, self.streams = self, choose, list[Stream]()
         self.current = self.stream()
         patch.setattr(
             staged_blocks, "_cuda", SimpleNamespace(Event=Event, current_stream=lambda _: self.current)
@@ -107,6 +111,7 @@ class Device:
 def test_any_order_of_the_work_gives_the_same_bytes(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """Each step's pages are stored, and then loaded to other pages: on one stream, or on another after the store."""
     choose = random.Random(seed)
+    monkeypatch.setattr(staged_blocks, "MOST_PARTS", choose.choice([1, 2, 100]))
     device = Device(monkeypatch, choose)
     layer_bytes = SLOT_BYTES
     stores, loads = (device.copies(layer_bytes * choose.randrange(1, 3 * LAYERS)) for _ in range(2))
@@ -133,6 +138,7 @@ def test_any_order_of_the_work_gives_the_same_bytes(monkeypatch: pytest.MonkeyPa
         at = choose.randrange(LAYERS + 1)
         for layers in (Span(0, at), Span(at, LAYERS)):
             assert loads.load(Pages(pool, torch.tensor(targets), 1, layers), host)
+            assert max(len(one._queued) for one in (stores, loads)) <= staged_blocks.MOST_PARTS  # noqa: SLF001
             loaded = Event()
             loaded.record(on_loads)
             if choose.random() < 0.5:

@@ -109,6 +109,22 @@ def test_loads_of_a_plan_share_its_time_by_their_pages(layered: bool) -> None:
     one.controller.stop()
 
 
+@pytest.mark.parametrize(
+    ("kv", "states", "counts"),
+    [(6, 2, (6, 2)), (4, 2, (4, 2)), (6, 1, (6, 1)), (6, 0, (0, 0)), (0, 2, (0, 0))],
+)
+def test_the_second_tier_has_as_many_blocks_as_the_host_pins(
+    monkeypatch: pytest.MonkeyPatch, kv: int, states: int, counts: tuple[int, int]
+) -> None:
+    """None, if it has no memory for either pages or states."""
+    pinned = iter((kv, states))
+    monkeypatch.setattr(HostSlabs, "pin", lambda self, room_bytes: next(pinned))
+    one = Controller(layered=True)
+    assert one.controller.counts == counts
+    assert list(pinned) == []
+    one.controller.stop()
+
+
 @pytest.mark.parametrize("layers", [1, 2, 3, 4, 5, 8, 9, 32, 68, 69, 80, 200])
 def test_the_first_groups_of_a_load_are_small_and_the_groups_are_few(layers: int) -> None:
     groups = layer_groups(layers)

@@ -15,29 +15,36 @@ from fake_model import fake_spec
 from disagg.core.config.groups import DecodeConfig, GroupConfig, PrefillConfig
 from disagg.core.config.read import Config
 from disagg.core.errors import ConfigError
-from disagg.node import rank_start
-from disagg.node.host_memory import HostCacheRoom, automatic_host_cache, available_bytes, total_bytes
-from disagg.node.prefix_caching import configured_host_cache
+from disagg.node import host_memory, rank_start
+from disagg.node.host_memory import (
+    HostCacheRoom,
+    automatic_host_cache,
+    available_bytes,
+    pinnable_bytes,
+    total_bytes,
+)
+from disagg.node.prefix_caching import configured_host_cache, repeats_pool
 
 GIB = 1 << 30
 
 
 def test_a_quarter_of_the_available_memory_is_divided_among_the_ranks_of_the_host() -> None:
-    assert automatic_host_cache(HostCacheRoom(800 * GIB, 4, 50 * GIB)) == (
+    assert automatic_host_cache(HostCacheRoom(800 * GIB, 4, 50 * GIB), repeats_pool=True) == (
         50 * GIB,
         "automatic: 1/4 of the available 800 GiB / 4 ranks here",
     )
 
 
 def test_memory_for_preempted_requests_counts() -> None:
-    found = automatic_host_cache(HostCacheRoom(800 * GIB, 4, 50 * GIB, swap_bytes=4 * GIB))
+    found = automatic_host_cache(HostCacheRoom(800 * GIB, 4, 50 * GIB, swap_bytes=4 * GIB), repeats_pool=True)
     assert found.nbytes == 46 * GIB
     assert found.reason.endswith("/ 4 ranks here - swap 4 GiB")
-    assert automatic_host_cache(HostCacheRoom(8 * GIB, 2, 1 * GIB, swap_bytes=4 * GIB)).nbytes == 0
+    small = HostCacheRoom(8 * GIB, 2, 1 * GIB, swap_bytes=4 * GIB)
+    assert automatic_host_cache(small, repeats_pool=False).nbytes == 0
 
 
 def test_four_times_the_pool_at_most() -> None:
-    assert automatic_host_cache(HostCacheRoom(2000 * GIB, 1, 20 * GIB)) == (
+    assert automatic_host_cache(HostCacheRoom(2000 * GIB, 1, 20 * GIB), repeats_pool=True) == (
         80 * GIB,
         "automatic: 4 times the pool",
     )
@@ -53,7 +60,27 @@ def test_a_gpu_or_a_storage_needs_a_second_tier() -> None:
 
 
 def test_a_storage_needs_a_second_tier_of_any_size() -> None:
-    assert automatic_host_cache(HostCacheRoom(1 << 20, 2, GIB)).nbytes == 1 << 17
+    assert automatic_host_cache(HostCacheRoom(1 << 20, 2, GIB), repeats_pool=False).nbytes == 1 << 17
+    assert not repeats_pool(PrefillConfig(storage="/kv"))
+
+
+def test_a_tier_that_repeats_a_part_of_the_pool_is_not_made() -> None:
+    assert repeats_pool(PrefillConfig())
+    assert not repeats_pool(PrefillConfig(host_cache_write="back"))
+    room = HostCacheRoom(80 * GIB, 2, 40 * GIB)
+    assert automatic_host_cache(room, repeats_pool=True).nbytes == 10 * GIB
+    room = room._replace(pool_bytes=room.pool_bytes + 4)
+    assert automatic_host_cache(room, repeats_pool=False).nbytes == 10 * GIB
+    assert automatic_host_cache(room, repeats_pool=True) == (
+        0,
+        "automatic: none, 1/4 of the available 80 GiB / 2 ranks here is less than 1/4 of the pool",
+    )
+
+
+def test_an_eighth_of_the_memory_is_not_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_memory, "total_bytes", lambda: 800 * GIB)
+    monkeypatch.setattr(host_memory, "available_bytes", lambda: 130 * GIB)
+    assert pinnable_bytes() == 30 * GIB
 
 
 def test_host_memory_is_the_containers(tmp_path: Path) -> None:
@@ -122,7 +149,7 @@ def test_a_storage_without_host_memory_names_settings_of_its_group(
     assert str(raised.value).endswith(setting)
 
 
-@pytest.mark.parametrize(("available", "nbytes"), [(0, 0), (80 * GIB, 20 * GIB)])
+@pytest.mark.parametrize(("available", "nbytes"), [(0, 0), (80 * GIB, 0), (120 * GIB, 30 * GIB)])
 def test_a_gpu_has_a_second_tier_if_memory_is_left(
     available: int, nbytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

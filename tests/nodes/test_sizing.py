@@ -215,9 +215,9 @@ def test_the_plan_of_a_known_model() -> None:
     assert (prefill.token_bytes, decode.token_bytes) == (65536, 131072)
     assert decode.pool_tokens * 131072 < 80 * GB * 0.88 - whole
     lines = memory_lines([prefill, decode])
-    assert lines[1].startswith("decode, 1 rank: 70.4 GB for this rank: weights 16.1")
-    assert "3 requests of 131,072 tokens" in lines[1], "the model's context"
-    assert "no room for a KV cache" in memory_lines(plan_memory(config, 16 * GB))[1]
+    assert lines[2].startswith("decode, 1 rank: 70.4 GB for this rank: weights 16.1")
+    assert "3 requests of 131,072 tokens" in lines[2], "the model's context"
+    assert "no room for a KV cache" in memory_lines(plan_memory(config, 16 * GB))[-1]
 
 
 @pytest.mark.parametrize(
@@ -262,16 +262,19 @@ def test_the_plan_of_host_memory_follows_the_setting() -> None:
     assert len(lines) == 3
 
 
-def test_a_storage_needs_host_memory() -> None:
+def test_a_storage_needs_host_memory_of_any_size() -> None:
     model = ModelConfig(random_init="llama-3.1-8b")
     prefill, decode = PrefillConfig(tp=1), DecodeConfig(tp=1, storage="/kv")
     plans = plan_memory(Config(model=model, prefill=prefill, decode=decode), 80 * GB)
     lines = memory_lines(plans)
-    assert len(lines) == 3
-    assert lines[2] == (
-        "decode, prefix cache in host memory: each rank's share of 1/4 of the host's available memory, at most "
-        f"{describe_bytes(4 * plans[1].pool_tokens * 131072)} (decode.host_cache_bytes)"
+    assert len(lines) == 4
+    share = "prefix cache in host memory: each rank's share of 1/4 of the host's available memory"
+    pools = [plan.pool_tokens * 131072 for plan in plans]
+    assert lines[1] == (
+        f"prefill, {share}, none if that is less than {describe_bytes(pools[0] // 4)}, at most "
+        f"{describe_bytes(4 * pools[0])} (prefill.host_cache_bytes)"
     )
+    assert lines[3] == f"decode, {share}, at most {describe_bytes(4 * pools[1])} (decode.host_cache_bytes)"
 
 
 def test_quantized_kv_takes_half_of_the_room() -> None:

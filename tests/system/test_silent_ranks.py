@@ -113,7 +113,9 @@ def test_requests_leave_two_silent_groups_with_one_recovery(checkpoints: Checkpo
                 checkpoints.greedy(groups.source, prompt, TOKENS) for prompt in prompts
             ]
             causes = [one.report.recoveries for one in answers]
-            assert max(len(one) for one in causes) == 1, "no request leaves the two groups one after the other"
+            assert max(len(one) for one in causes) == 1, (
+                "no request leaves the two groups one after the other"
+            )
             # Both fall silent at once; either is noticed first.
             assert set(chain(*causes)) <= {"decode_suspected", "prefill_suspected"}
             await until_async(lambda: set(router.suspected()) == {"decode", "prefill"})
