@@ -6,6 +6,8 @@ import contextlib
 import gc
 from collections.abc import Iterator
 
+from disagg.core.model_index import models_indexed_once
+
 YOUNG_OBJECTS = 10_000
 """Garbage collection threshold of the youngest generation in a server: new objects before a collection. A running
 request has a few hundred objects."""
@@ -33,9 +35,9 @@ def imports_frozen() -> Iterator[None]:
 
     For the import of torch and transformers, which creates a million objects that live as long as the process.
     Collections during the import would free nothing and take a quarter of its time. The first full collection
-    afterwards would take 0.8 s. After an error nothing is excluded.
+    afterwards would take 0.8 s. After an error nothing is excluded. See also `models_indexed_once`.
     """
-    with collection_paused():
+    with collection_paused(), models_indexed_once():
         yield
         gc.freeze()
 
