@@ -7,13 +7,14 @@ import re
 import signal
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import psutil
 import pytest
 from conditions import PATIENCE_S, until
 from prometheus_client.parser import text_string_to_metric_families
-from serve_process import API_KEY, ONE_RANK, PROMPT, TOKENS, Served, serve_process
+from serve_process import API_KEY, ONE_RANK, PROMPT, TOKENS, Served, command, serve_process
 
 from disagg.core.config.read import Config, ModelConfig
 from disagg.core.types import SamplingParams
@@ -94,6 +95,25 @@ def test_the_sockets_of_workers_are_private(served: Served) -> None:
     private = [line for address, line in found.items() if WORKERS_FOLDER in address]
     assert [line["protection"] for line in private] == ["unix permissions"] * 2
     assert {line["purpose"] for line in private} == {"status of router workers"}
+
+
+def test_a_port_in_use_is_refused_before_workers_start(served: Served, tmp_path: Path) -> None:
+    port = served.url.rpartition(":")[2]
+    arguments = ["serve", "--workers", "2", "--model", str(served.checkpoint), *ONE_RANK, "--port", port]
+    with command(tmp_path, arguments) as other:
+        assert other.process.wait(PATIENCE_S) == 2
+        assert f"cannot listen on 127.0.0.1:{port}" in other.log.read_text()
+
+
+def test_workers_import_no_torch(served: Served) -> None:
+    """They get the tokenizer from their parent, which has read the model's configuration with torch."""
+    parent, *others = (
+        {Path(one.path).name for one in process.memory_maps()}
+        for process in (psutil.Process(served.process.pid), *workers(served))
+    )
+    assert "libtorch_cpu.so" in parent
+    assert len(others) == 2
+    assert all("libtorch_cpu.so" not in other for other in others)
 
 
 def test_a_killed_worker_comes_back_while_the_other_serves(served: Served, expected: str) -> None:
