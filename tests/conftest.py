@@ -55,7 +55,7 @@ FORKED = (
     "tests/transport/test_word_processes.py",
     "tests/security/test_data_plane_closed.py",
 )
-"""Tests whose processes are forks. On one worker they share one fork server, which imports torch and transformers."""
+"""Tests whose processes are forks and compute for long. They run on one worker, one after another."""
 COMPILED = (
     "tests/kernels/attention/test_attention_code.py",
     "tests/kernels/copy/test_copy_code.py",

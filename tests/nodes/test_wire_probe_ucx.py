@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -10,6 +9,7 @@ from typing import Any
 
 import torch
 from conditions import PATIENCE_S
+from forked_processes import ForkedContext
 
 from decode_node.probe import ProbeReceiver
 from prefill_node.probe import Probed, Prober
@@ -74,7 +74,7 @@ def receive(pipe: Connection) -> None:
 
 
 def test_a_wire_between_two_processes() -> None:
-    context = multiprocessing.get_context("spawn")
+    context = ForkedContext()
     pipe, theirs = context.Pipe()
     child = context.Process(target=receive, args=(theirs,), daemon=True)
     child.start()

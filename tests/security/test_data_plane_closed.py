@@ -105,6 +105,7 @@ def test_a_flood_of_wake_ups_changes_nothing(ranks: Pair, datagram: bytes) -> No
 def test_wake_ups_before_there_is_a_peer(ranks: Pair, datagram: bytes) -> None:
     alone = RankProcess(Choice("ucx", "one host"))
     try:
+        assert alone.address, "its sockets are there, and no others"
         for _ in range(50):
             for name in wake_ups((alone,)):
                 send(name, datagram)

@@ -12,9 +12,7 @@ from multiprocessing.reduction import DupFd
 from typing import Any
 
 import pytest
-
-PRELOADED = ("disagg.bench.handoff.ranks", "disagg.bench.transfer.wire", "transport.select")
-"""Imported by the fork server. They import neither UCX nor CUDA's runtime, which do not survive a fork."""
+from forked_workers import FORKED_PROCESSES
 
 
 class _Inherited:
@@ -37,7 +35,7 @@ class ForkedContext:
 
     def __init__(self) -> None:
         self._context: ForkServerContext = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(list(PRELOADED))
+        self._context.set_forkserver_preload(list(FORKED_PROCESSES))
 
     def Pipe(self) -> tuple[Connection, Connection]:  # noqa: N802 - multiprocessing's name
         return self._context.Pipe()

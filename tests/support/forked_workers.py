@@ -1,7 +1,7 @@
 """Workers of xdist, forked from one process that has imported torch and transformers: each import takes seconds.
 
 xdist starts this file in place of an interpreter. The file sends its standard streams to the process that forks, and
-ends when the worker ends.
+ends when the worker ends. Each worker has a fork of its own for the context `forkserver` of multiprocessing.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import pytest
 
+FORKED_PROCESSES = ("disagg.bench.handoff.ranks", "disagg.bench.transfer.wire", "transport.select")
+"""Imports of the processes of `forked_processes.py`."""
 PRELOADED = (
     "disagg.api.app",
     "disagg.node.rank_start",
@@ -33,6 +35,7 @@ PRELOADED = (
     "transformers.models.gemma4.modeling_gemma4",
     "transformers.models.llama.modeling_llama",
     "transformers.models.qwen3.modeling_qwen3",
+    *FORKED_PROCESSES,
 )
 """They start no thread. They load neither UCX nor CUDA's runtime, which do not survive a fork."""
 # A file as `__main__` would run again in each process that multiprocessing spawns.
@@ -76,6 +79,7 @@ def serve(number: int) -> bool:
         while sys.stdin not in select.select([sys.stdin, listener], [], [])[0]:
             with listener.accept()[0] as connection:
                 if not os.fork():
+                    listener.close()
                     _become_worker(connection, handlers)
                     return True
     return False
@@ -85,10 +89,34 @@ def _become_worker(connection: socket.socket, handlers: Mapping[int, Any]) -> No
     """Takes the standard streams of the process that connected, which waits until this one ends."""
     for number, handler in handlers.items():
         signal.signal(number, handler)
+    _start_fork_server(connection)
     os.dup(connection.fileno())  # open until the process ends
     for place, stream in enumerate(socket.recv_fds(connection, 1, 3)[1]):
         os.dup2(stream, place)
         os.close(stream)
+
+
+def _start_fork_server(connection: socket.socket) -> None:
+    """Gives this process multiprocessing's fork server, as a fork, which need not import torch again."""
+    from multiprocessing import forkserver
+
+    server = forkserver._forkserver
+    alive, server._forkserver_alive_fd = os.pipe()  # the server ends when this process has ended
+    listener = socket.socket(socket.AF_UNIX)
+    server._forkserver_address = f"\0disagg-tests-forks-{os.getpid()}"
+    listener.bind(server._forkserver_address)
+    listener.listen()
+    server._forkserver_pid = os.fork()
+    if server._forkserver_pid:
+        listener.close()
+        os.close(alive)
+        return
+    os.close(server._forkserver_alive_fd)
+    connection.close()
+    try:
+        forkserver.main(listener.detach(), alive, [])
+    finally:
+        os._exit(0)
 
 
 def _ask(name: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import socket
 import struct
@@ -11,6 +10,7 @@ import threading
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed
 from conditions import PATIENCE_S
+from forked_processes import ForkedContext
 
 from disagg.core.errors import PeerLostError
 from disagg.core.folders import private_folder
@@ -260,23 +261,23 @@ def test_a_late_shared_rank_is_waited_for_only_so_long(tmp_path: Path) -> None:
     assert on_ranks(lambda size: [partial(join, rank) for rank in range(size)], 2, work) == [None, None]
 
 
-def _sum_until_killed(directory: Path, ready: Any) -> None:
+def _sum_until_killed(directory: Path, ready: Connection) -> None:
     collective = SharedCollective(rank=1, size=2, directory=directory, timeout_s=PATIENCE_S)
     collective.all_reduce(torch.ones(3))
-    ready.set()
+    ready.send("ready")
     threading.Event().wait()  # until it is killed
 
 
 def test_a_killed_process_is_detected_at_once(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("spawn")
-    ready = context.Event()
-    process = context.Process(target=_sum_until_killed, args=(tmp_path, ready))
+    context = ForkedContext()
+    ready, theirs = context.Pipe()
+    process = context.Process(target=_sum_until_killed, args=(tmp_path, theirs))
     process.start()
     tensor = torch.full((3,), 1.5)
     collective = SharedCollective(rank=0, size=2, directory=tmp_path, timeout_s=600.0)
     collective.all_reduce(tensor)
     assert tensor.tolist() == [2.5] * 3
-    ready.wait(PATIENCE_S)
+    assert ready.poll(PATIENCE_S)
     process.kill()
     process.join()
     with pytest.raises(PeerLostError):  # the test's own limit is shorter than the collective's
