@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.abc
+import inspect
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -31,8 +32,11 @@ def reuse_index(tools: Any, models: Path) -> None:
     """Makes `tools` (transformers' import_utils) return the index of the folder `models` without reading it again.
 
     transformers keeps the index that it has made for itself, in which the names of modules begin with "models".
+    Versions whose function has other parameters stay as they are.
     """
     define = tools.define_import_structure
+    if list(inspect.signature(define).parameters) != ["module_path", "prefix"]:
+        return
 
     def define_once(module_path: str, prefix: str | None = None) -> Any:
         if prefix is not None or Path(module_path) != models / "__init__.py":

@@ -84,3 +84,12 @@ def test_an_import_of_the_models_reads_no_sources(package: Path, monkeypatch: py
     assert calls == [(str(package / "models"), "models")], "read once"
     assert sys.meta_path == before
     del sys.modules["transformers.models"], sys.modules["transformers"]
+
+
+def test_a_function_with_other_parameters_stays(package: Path) -> None:
+    def define(path: Any) -> Any:
+        return path
+
+    tools = SimpleNamespace(define_import_structure=define)
+    reuse_index(tools, package / "models")
+    assert tools.define_import_structure is define
