@@ -30,7 +30,7 @@ class _Numbers(NamedTuple):
     """int64 `[2, pages]` on the device: pages and blocks."""
     blocks: Sequence[int]
     staged: bool
-    """Whether the copy goes through the buffer."""
+    """Whether the copy may go through the buffer."""
 
 
 class HostPool:
@@ -101,8 +101,8 @@ class HostPool:
         torch.cuda.synchronize(self._buffers[0].device)
 
     def _numbers(self, pages: Sequence[int], blocks: Sequence[int], *, staged: bool) -> _Numbers | None:
-        """Returns the numbers of pages and blocks; None if there are none. `staged`: whether to use the buffer if the
-        blocks are fit for it."""
+        """Returns the numbers of pages and blocks; None if there are none. `staged`: whether the copy may go through
+        the buffer."""
         if not pages:
             return None
         self.memory.require_reserved(blocks)
@@ -110,9 +110,7 @@ class HostPool:
         order = sorted(range(len(blocks)), key=blocks.__getitem__)
         pages, blocks = [pages[at] for at in order], [blocks[at] for at in order]
         numbers = upload([*pages, *blocks], self._buffers[0].device).view(2, -1)
-        staged = staged and self._loads is not None
-        block_bytes = self.memory.memory.shape[1]
-        return _Numbers(numbers, blocks, staged and few_copies(blocks, self.memory.slab_blocks, block_bytes))
+        return _Numbers(numbers, blocks, staged and self._loads is not None)
 
     def _copy(self, copy: Callable[[Pages, Blocks], None], numbers: _Numbers | None, layers: Span) -> None:
         if numbers is None:
@@ -124,7 +122,9 @@ class HostPool:
             if first < end:
                 part = Pages(buffer, numbers.device[0], self._page_size, Span(first - start, end - start))
                 memory, slab_blocks = self.memory.memory, self.memory.slab_blocks
-                staged = self._staged(copy, buffer) if numbers.staged else None
+                nbytes = page_bytes([buffer], self._page_size)
+                fit = numbers.staged and few_copies(numbers.blocks, slab_blocks, nbytes)
+                staged = self._staged(copy, buffer) if fit else None
                 if staged is None or not staged(
                     part, HostPart(memory, numbers.blocks, offset_bytes, slab_blocks)
                 ):

@@ -93,10 +93,11 @@ class HostSlabs:
 
     def _pin_some(self, slabs: Sequence[int], writers: ThreadPoolExecutor, room_bytes: int) -> bool:
         """Pins slabs; returns False, and releases those that are not pinned, if not all of them are."""
-        needed_bytes = sum(self._slab(slab).nbytes for slab in slabs)
-        if needed_bytes > room_bytes:
-            log.warning("no_host_memory", needed_bytes=needed_bytes, room_bytes=room_bytes)
-            return False
+        fits = max(0, room_bytes) // self._slab(0).nbytes
+        if short := len(slabs) > fits:
+            left = f"{max(0, room_bytes) >> 20} MiB may still be pinned"
+            log.warning("no_host_memory", error=f"{left}, not {len(slabs)} slabs of {SLAB_BYTES >> 20} MiB")
+            slabs = slabs[:fits]
         list(writers.map(lambda slab: self._slab(slab).zero_(), slabs))
         try:
             for slab in slabs:
@@ -107,7 +108,15 @@ class HostSlabs:
             for slab in set(slabs) - self._slabs:
                 self._release(slab)
             return False
-        return True
+        return not short
+
+    def unpin(self) -> None:
+        """Unpins all memory and returns it to the operating system. No copy may be under way."""
+        _unpin(self._addresses, self.memory)
+        self._addresses.clear()
+        for slab in self._slabs:
+            self._release(slab)
+        self._slabs.clear()
 
     def require_reserved(self, numbers: Sequence[int]) -> None:
         """Raises `InvariantError` unless all blocks `numbers` are reserved: other blocks have no content."""
@@ -129,7 +138,11 @@ class HostSlabs:
         # The operating system allocates the memory here, and not inside the call in which the driver refuses to
         # launch kernels.
         self._slab(slab).zero_()
-        self._register(slab)
+        try:
+            self._register(slab)
+        except RuntimeError:
+            self._release(slab)
+            raise
 
     def _register(self, slab: int) -> None:
         memory = self._slab(slab)

@@ -21,13 +21,11 @@ from kernels.copy.page_blocks import Blocks, Pages, blocks_to_pages, pages_to_bl
 
 HALF_BYTES = 16 << 20
 """Size of half a buffer. The bus takes 0.3 ms for it, which is long beside a launch and short beside a step."""
-MOST_ROWS = 4096
-"""Largest number of rows of half a buffer."""
 LEAST_CALL_BYTES = 128 << 10
 """Average size of a run of blocks from which on a copy is staged: the bus takes 2 us for it, as long as a call."""
-MOST_PARTS = 8
-"""Largest number of parts, each at most half a buffer, that are queued on the device. The launch queue is not full
-then: a full queue would block the calling thread within the driver."""
+MOST_CALLS = 256
+"""Number of calls that are queued on the device. With more, the calling thread waits for earlier ones: a full launch
+queue would block it within the driver."""
 
 log = structlog.get_logger(__name__)
 _cuda: Any = torch.cuda  # its streams and events carry no types
@@ -80,9 +78,9 @@ def consecutive(blocks: Sequence[int], slab_blocks: int) -> list[Run]:
     return runs
 
 
-def few_copies(blocks: Sequence[int], slab_blocks: int, block_bytes: int) -> bool:
-    """Returns whether the runs of the blocks are long enough for a staged copy."""
-    return len(blocks) * block_bytes >= len(consecutive(blocks, slab_blocks)) * LEAST_CALL_BYTES
+def few_copies(blocks: Sequence[int], slab_blocks: int, part_bytes: int) -> bool:
+    """Returns whether the runs of the blocks are long enough for a staged copy of `part_bytes` of each block."""
+    return len(blocks) * part_bytes >= len(consecutive(blocks, slab_blocks)) * LEAST_CALL_BYTES
 
 
 class StagedCopies:
@@ -92,13 +90,13 @@ class StagedCopies:
         """Allocates the buffer. On a CPU every copy is complete when its call returns."""
         self._device = device
         self._halves = torch.empty((2, half_bytes), dtype=torch.uint8, device=device)
-        self._rows = torch.arange(MOST_ROWS, device=device)
+        self._rows = torch.arange(MOST_CALLS, device=device)
         self._engine = _cuda.Stream(device) if device.type == "cuda" else None
         self._free: list[Any] = [None, None]
         """Event after the last use of each half; None on a CPU and before the first use."""
         self._half = 0
-        self._queued = deque[Any]()
-        """Events after the parts that may still be under way."""
+        self._queued = deque[tuple[Any, int]]()
+        """Events after the parts that may still be under way, with the number of calls of each part."""
         self.refused = False
         """Whether the driver has refused a copy; no other one is tried then."""
 
@@ -123,7 +121,7 @@ class StagedCopies:
                 return False
             self._wait(self._event(self._engine))
             blocks_to_pages(part.pages, self._blocks(half, part))
-            self._used(half, self._event(None))
+            self._used(half, self._event(None), part)
         return True
 
     def store(self, pages: Pages, host: HostPart) -> bool:
@@ -136,7 +134,7 @@ class StagedCopies:
             self._engine_waits(self._event(None))
             copied = self._copy_rows(half, part, host, to_host=True)
             stored = self._event(self._engine)
-            self._used(half, stored)
+            self._used(half, stored, part)
             if not copied:
                 break
         self._wait(stored)
@@ -157,7 +155,7 @@ class StagedCopies:
         for first in range(pages.layers.start, pages.layers.stop, most_layers):
             layers = Span(first, min(first + most_layers, pages.layers.stop))
             pool, row_bytes = pages.pool[layers.start : layers.stop], len(layers) * layer_bytes
-            most_rows = min(half_bytes // row_bytes, MOST_ROWS)
+            most_rows = min(half_bytes // row_bytes, MOST_CALLS)
             for start in range(0, len(host.blocks), most_rows):
                 blocks = host.blocks[start : start + most_rows]
                 numbers = pages.numbers[start : start + most_rows]
@@ -169,13 +167,13 @@ class StagedCopies:
         self._half ^= 1
         return self._half
 
-    def _used(self, half: int, event: Any) -> None:
-        """Notes the event after a part. Waits until at most `MOST_PARTS` parts are under way."""
+    def _used(self, half: int, event: Any, part: _StagedPart) -> None:
+        """Notes the event after a part. Waits until at most `MOST_CALLS` calls, or one part, are under way."""
         self._free[half] = event
         if event is not None:
-            self._queued.append(event)
-            if len(self._queued) > MOST_PARTS:
-                self._queued.popleft().synchronize()
+            self._queued.append((event, len(part.runs)))
+            while len(self._queued) > 1 and sum(calls for _, calls in self._queued) > MOST_CALLS:
+                self._queued.popleft()[0].synchronize()
 
     def _blocks(self, half: int, part: _StagedPart) -> Blocks:
         """Returns half of the buffer as blocks, one for each page of the part."""

@@ -2,7 +2,7 @@
 
 Each rank has a controller like SGLang's `HybridCacheController`. The controller decides nothing: the leader's
 `HostTier` decides for all ranks. Stores run on a separate thread and stream, after an event of the compute stream,
-which never waits for stores. Waiting stores are merged into one launch.
+which never waits for stores. Waiting stores are merged into one copy.
 
 There are two kinds of loads:
 
@@ -136,8 +136,10 @@ class HybridCacheController:
         self._load_groups = layer_groups(layers) if len(pools.kv_buffers) == 1 else [Span(0, layers)]
         for _, pool in self._pools():
             pool.warm()
+        self.wanted = counts
+        """Numbers of pages and states for which the second tier was to have memory."""
         self.counts = self._pinned(counts)
-        """Numbers of pages and states for which the second tier has memory."""
+        """Numbers of pages and states for which it has memory."""
         # Stores have low priority. Loads have high priority, because requests wait for them.
         self._store_queue = DeviceQueue(pools.device, urgent=False)
         self._load_queue = DeviceQueue(pools.device, clock=clock)
@@ -193,16 +195,25 @@ class HybridCacheController:
         The driver would delay running steps if memory was pinned later.
         """
         began_s = self._clock()
-        pages, states = (pool.memory.pin(pinnable_bytes) for _, pool in self._pools())
+        # A hit needs a state: states first, with fewer pages if the host has too little memory.
+        states, pages = (pool.memory.pin(pinnable_bytes) for pool in (self.states, self.kv))
         found = HostBlockCounts(pages, states)
         if found != counts:
-            enough = pages and (states or not counts.states)
-            found = found if enough else HostBlockCounts(0, 0)
+            if not pages or (counts.states and not states):
+                found = HostBlockCounts(0, 0)
+                for _, pool in self._pools():
+                    pool.memory.unpin()
             log.warning("second_tier_smaller", wanted=counts._asdict(), pinned=found._asdict())
         elif self._device.type == "cuda" and pages:
             mib = sum(pool.memory.memory.nbytes for _, pool in self._pools()) >> 20
             log.info("host_memory_pinned", mib=mib, seconds=round(self._clock() - began_s, 1))
         return found
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Size of the second tier's memory."""
+        pools = zip((self.kv, self.states), self.counts, strict=True)
+        return sum(pool.memory.memory.shape[1] * blocks for pool, blocks in pools)
 
     def kv_blocks(self, numbers: Sequence[int]) -> list[torch.Tensor]:
         """Returns the memory of blocks of KV pages, uint8 `[block_bytes]` each. Any thread may call it.

@@ -129,6 +129,7 @@ class RankHost(ABC):
         model, host_cache = self._start.with_host_cache(model, runner, rendezvous.host_ranks)
         place = self._start.RankPlace(self._rank, self._name)
         self.node, choice = self._start.make_node(self._rank_class, runner, model, self._keys, place)
+        host_cache = self._start.pinned_size(host_cache, self.node)
         self.node.on_broken = self._on_broken
         info = self.node.start()
         log_own_sockets([info], descendants=False)

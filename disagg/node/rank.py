@@ -180,7 +180,7 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
         if self.role == "decode":  # a decode rank receives the state of each prompt, and caches none
             pools = TransferPools.of(pools.kv, None)
         # `rank_start.with_host_cache` has resolved an automatic size; a rank started alone has no second tier.
-        nbytes = (group.host_cache_bytes or 0) if group.prefix_cache else 0
+        nbytes = (group.host_cache_bytes or 0) if group.prefix_cache and not self._no_cache() else 0
         return HybridCacheController(
             pools,
             group.page_size,
@@ -273,10 +273,15 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
         if size and manager.caches and manager.host is None:
             setting, least = f"{self.role}.host_cache_bytes", self.cache_controller.least_bytes
             why = f"{setting} has no room for a {'recurrent state' if pages else 'page of KV'}"
+            how = f"set {setting} to {least} or more"
+            if self.cache_controller.wanted.pages:
+                why, how = (
+                    f"a rank's host cannot pin memory for {setting}",
+                    f"lower {setting}, or free memory",
+                )
             for third in ("storage", "host_cache_shared"):
                 if getattr(self.group_config, third):
                     why += f", so {self.role}.{third} is not used either"
-            how = f"set {setting} to {least} or more"
             log.warning("no_second_tier", group=self.name, why=why, how=how)
 
     def _join_storage(self, group: GroupInfo) -> None:
@@ -551,16 +556,26 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
     def _pool_tokens(self) -> int:
         return self.runner.pool.slots - self.group_config.page_size  # without the trash page
 
+    def _state_slots(self) -> StateSlots | None:
+        if self.runner.states is None:
+            return None
+        first = self.group_config.max_requests + 1  # after the slots of the rows and the trash row
+        return StateSlots(first, self.runner.states.pool.slots - first)
+
+    def _no_cache(self) -> str:
+        """Returns why the group can have no prefix cache; empty if it can."""
+        reason = cache_refusal(self.runner.spec, self.role, self.config.model.deterministic)
+        states = self._state_slots()
+        if not (
+            reason or states is None or states.count or self.role == "decode"
+        ):  # no hit would be possible
+            reason = f"there is no room for a cached recurrent state ({self.role}.cached_states)"
+        return reason
+
     def _make_kv_manager(self) -> KVManager:
         """Returns the group's KV manager, with a prefix cache if configured and supported by the model."""
         group, spec = self.group_config, self.runner.spec
-        reason = cache_refusal(spec, self.role, self.config.model.deterministic)
-        states, receives_states = None, self.role == "decode"
-        if self.runner.states is not None:
-            first = group.max_requests + 1  # after the slots of the rows and the trash row
-            states = StateSlots(first, self.runner.states.pool.slots - first)
-            if not (states.count or receives_states or reason):  # no hit would be possible
-                reason = f"there is no room for a cached recurrent state ({self.role}.cached_states)"
+        reason, states, receives_states = self._no_cache(), self._state_slots(), self.role == "decode"
         if group.prefix_cache and reason:
             log.info("no_prefix_cache", group=self.name, model=spec.architecture, why=reason)
         return KVManager(

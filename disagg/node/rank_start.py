@@ -191,6 +191,14 @@ def make_node(
     return node, choice
 
 
+def pinned_size(host_cache: HostCacheSize, node: RankNode[Any, Any, Any]) -> HostCacheSize:
+    """Returns the size of the second tier, which is smaller than chosen if the host could not pin all of it."""
+    controller = node.cache_controller
+    if controller.counts == controller.wanted:
+        return host_cache
+    return HostCacheSize(controller.pinned_bytes, f"{host_cache.reason}; as much as the host could pin")
+
+
 def share_pages(node: RankNode[Any, Any, Any], config: Config, keys: KeyRing, place: RankPlace) -> None:
     """Opens the endpoint at which the rank shares its host memory with other groups."""
     pages = choose(config.transport, own_host(config.control.host))

@@ -1,7 +1,7 @@
 """Copies of a rank's KV pages to pinned host memory and back, for preempted requests.
 
 Copies run on a separate thread and stream and block neither the compute thread nor the compute stream. They use the
-same memory layout and the same kernel as the second tier of the prefix cache (`disagg.kv.host_pool`).
+same memory layout and the same copies as the second tier of the prefix cache (`disagg.kv.host_pool`).
 """
 
 from __future__ import annotations

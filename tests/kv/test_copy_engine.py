@@ -47,6 +47,14 @@ def test_rows_are_copied_between_two_pitches(to_host: bool) -> None:
     assert torch.equal(source, unchanged)
 
 
+def test_the_layout_is_the_drivers() -> None:
+    """CUDA_MEMCPY2D of cuda.h on a machine with 64 bits."""
+    layout = copy_engine._Copy2D  # noqa: SLF001
+    offsets = [getattr(layout, name).offset for name, _ in layout._fields_]
+    assert offsets == [0, 8, 16, 24, 32, 40, 48, 56, 64, 72, 80, 88, 96, 104, 112, 120]
+    assert ctypes.sizeof(layout) == 128
+
+
 def test_a_refusal_says_what_the_driver_said() -> None:
     memory = torch.zeros(100, dtype=torch.uint8)
     rows = ByteRows(memory.data_ptr(), 4)

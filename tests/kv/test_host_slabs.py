@@ -86,8 +86,19 @@ def test_memory_that_others_took_meanwhile_is_left_to_them(
 ) -> None:
     monkeypatch.setattr(host_slabs, "WRITERS", 2)
     slabs, left = HostSlabs(30, PAGE_BYTES, pinned=True), [100, 16, 7]
-    assert slabs.pin(lambda: left.pop(0) * PAGE_BYTES) == 4 * SLAB_BLOCKS
-    assert resident_bytes(slabs.memory) == 4 * SLAB_BLOCKS * PAGE_BYTES
+    assert slabs.pin(lambda: left.pop(0) * PAGE_BYTES) == 5 * SLAB_BLOCKS
+    assert resident_bytes(slabs.memory) == 5 * SLAB_BLOCKS * PAGE_BYTES
+    assert slabs.pin(lambda: -1) == 5 * SLAB_BLOCKS
+    slabs.unpin()
+    assert (slabs.slabs, driver.pinned, resident_bytes(slabs.memory)) == ([], {}, 0)
+
+
+def test_a_slab_that_cannot_be_pinned_on_first_use_takes_no_memory(driver: Driver) -> None:
+    slabs = HostSlabs(10, PAGE_BYTES, pinned=True)
+    driver.room = 0
+    with pytest.raises(RuntimeError, match="cannot pin"):
+        slabs.reserve([5])
+    assert (slabs.slabs, resident_bytes(slabs.memory)) == ([], 0)
 
 
 def test_memory_of_a_cpu_is_not_pinned(driver: Driver) -> None:

@@ -29,6 +29,7 @@ from disagg.node.cache_controller import (
     layer_groups,
     least_host_bytes,
 )
+from disagg.node.host_memory import pinnable_bytes
 from disagg.node.kv_manager import KVManager
 from disagg.node.plan import StepPlan
 
@@ -116,13 +117,22 @@ def test_loads_of_a_plan_share_its_time_by_their_pages(layered: bool) -> None:
 def test_the_second_tier_has_as_many_blocks_as_the_host_pins(
     monkeypatch: pytest.MonkeyPatch, kv: int, states: int, counts: tuple[int, int]
 ) -> None:
-    """None, if it has no memory for either pages or states."""
-    pinned = iter((kv, states))
-    monkeypatch.setattr(HostSlabs, "pin", lambda self, room_bytes: next(pinned))
-    one = Controller(layered=True)
-    assert one.controller.counts == counts
+    """None, if it has no memory for either pages or states: then none stays pinned."""
+    pinned, unpinned = iter((states, kv)), list[HostSlabs]()
+
+    def pin(self: HostSlabs, room_bytes: object) -> int:
+        assert room_bytes is pinnable_bytes
+        return next(pinned)
+
+    monkeypatch.setattr(HostSlabs, "pin", pin)
+    monkeypatch.setattr(HostSlabs, "unpin", lambda self: unpinned.append(self))
+    controller = Controller(layered=True).controller
+    assert (controller.counts, controller.wanted) == (counts, (6, 2))
     assert list(pinned) == []
-    one.controller.stop()
+    assert len(unpinned) == (0 if any(counts) else 2)
+    block_bytes = [pool.memory.memory.shape[1] for pool in (controller.kv, controller.states)]
+    assert controller.pinned_bytes == counts[0] * block_bytes[0] + counts[1] * block_bytes[1]
+    controller.stop()
 
 
 @pytest.mark.parametrize("layers", [1, 2, 3, 4, 5, 8, 9, 32, 68, 69, 80, 200])

@@ -19,7 +19,7 @@ from disagg.kv.host_pool import HostPool
 def run(bench: PageCopyBench, report_progress: Callable[[str], None] = lambda text: None) -> list[Result]:
     """Measures stores and loads for each row width, all layers at once. Raises `InvariantError` for wrong bytes.
 
-    Blocks are consecutive, so that copies go through a buffer, or scattered, so that a kernel accesses them.
+    Blocks are consecutive, and copies go through a buffer on a GPU, or scattered, and a kernel accesses them.
     """
     results: list[Result] = []
     for row_bytes in bench.row_bytes:
@@ -34,7 +34,8 @@ def _measure(bench: PageCopyBench, row_bytes: int, blocks_order: str) -> list[Re
     before = pool.clone()
     order = torch.randperm(pool.shape[2] // bench.page_size, generator=torch.Generator().manual_seed(0))
     sources, targets = order.view(2, -1).tolist()
-    host = HostPool([pool], bench.page_size, 2 * len(sources))
+    half_bytes = 0 if blocks_order == "scattered" else None
+    host = HostPool([pool], bench.page_size, 2 * len(sources), half_bytes)
     host.warm()
     blocks = list(range(0, 2 * len(sources), 2) if blocks_order == "scattered" else range(len(sources)))
     random.Random(1).shuffle(blocks)

@@ -78,11 +78,11 @@ class GroupConfig(Section, frozen=True):
     memory. In a decode group they serve the recomputation of preempted requests. None: four times `max_requests` on a
     GPU, two times `max_requests` on a CPU; in a decode group an eighth of `max_requests`."""
     host_cache_bytes: int | None = None
-    """Host memory of each rank for a second tier of the prefix cache, pinned at the start: cached KV is also copied
-    there, and loaded again after its eviction from the GPU. 0: no second tier. None: a quarter of the host's
-    available memory, divided by the number of ranks on the host and less `swap_bytes`, at most four times the pool,
-    and none if that is less than a quarter of the pool. On a CPU no second tier, unless `storage` or
-    `host_cache_shared` is set."""
+    """Host memory of each rank for a second tier of the prefix cache, pinned at the start as long as an eighth of the
+    host's memory is available: cached KV is also copied there, and loaded again after its eviction from the GPU. 0:
+    no second tier. None: a quarter of the host's available memory, divided by the number of ranks on the host and
+    less `swap_bytes`, at most four times the pool, and none if that is less than a quarter of the pool. On a CPU no
+    second tier, unless `storage` or `host_cache_shared` is set."""
     host_cache_write: HostWriteName = "through"
     """KV that is copied to the second tier. through: all cached KV. second_hit: only prefixes that a second request
     has used, so that a prompt used once costs no copies. back: only KV that is evicted from the pool; a new request
