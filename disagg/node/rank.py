@@ -274,7 +274,8 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
             setting, least = f"{self.role}.host_cache_bytes", self.cache_controller.least_bytes
             why = f"{setting} has no room for a {'recurrent state' if pages else 'page of KV'}"
             how = f"set {setting} to {least} or more"
-            if self.cache_controller.wanted.pages:
+            wanted = self.cache_controller.wanted
+            if pages < wanted.pages or states < wanted.states:
                 why, how = (
                     f"a rank's host cannot pin memory for {setting}",
                     f"lower {setting}, or free memory",

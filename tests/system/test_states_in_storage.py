@@ -31,6 +31,7 @@ from storing_groups import (
 from disagg.core.config.read import Config
 from disagg.core.errors import ConfigError
 from disagg.core.prefixes import PrefixKey
+from disagg.kv.host_slabs import HostSlabs
 from disagg.model.load.source import ModelSource
 from disagg.node.group_storage import page_keys, part_grid
 from disagg.storage.record import HEADER_BYTES, parse_header
@@ -196,6 +197,21 @@ def test_host_memory_without_room_for_a_state_is_named(directory: Path, tmp_path
     ):
         assert groups.prefill[0].statistics()["leader"].memory.host is not None
     assert not [one for one in lines if one["event"] == "no_second_tier"]
+
+
+def test_a_host_that_cannot_pin_the_second_tier_is_named(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = source_of(directory, "falcon-h1")
+    monkeypatch.setattr(HostSlabs, "pin", lambda self, room_bytes: 0)
+    with (
+        structlog.testing.capture_logs() as lines,
+        local_groups(config_of(tmp_path, host_cache_bytes=1 << 20), source) as groups,
+    ):
+        assert groups.prefill[0].statistics()["leader"].memory.host is None
+    (line,) = [one for one in lines if one["event"] == "no_second_tier"]
+    assert line["why"].startswith("a rank's host cannot pin memory for prefill.host_cache_bytes")
+    assert line["how"] == "lower prefill.host_cache_bytes, or free memory"
 
 
 def test_a_model_without_kv_has_no_storage(directory: Path, tmp_path: Path) -> None:
