@@ -27,7 +27,7 @@ class _Numbers(NamedTuple):
     """Pages of a copy, and their blocks."""
 
     device: torch.Tensor
-    """int64 `[2, pages]` on the device: pages and blocks."""
+    """int64 `[2, pages]` on the device: the pages' numbers in row 0, their blocks' numbers in row 1."""
     blocks: Sequence[int]
     staged: bool
     """Whether the copy may go through the buffer."""
@@ -57,11 +57,6 @@ class HostPool:
         self.layers = sum(buffer.shape[0] for buffer in buffers)
         """Number of layers of all parts; layers are numbered part after part."""
 
-    @property
-    def staged(self) -> bool:
-        """Whether copies may go through the buffer: on a GPU, unless the driver has refused one."""
-        return all(one is not None and not one.refused for one in (self._loads, self._stores))
-
     def store(self, pages: Sequence[int], blocks: Sequence[int]) -> None:
         """Copies page `pages[i]` to block `blocks[i]`, all layers.
 
@@ -73,14 +68,16 @@ class HostPool:
 
     def load(self, pages: Sequence[int], blocks: Sequence[int]) -> None:
         """Copies block `blocks[i]` to page `pages[i]`, all layers."""
-        self._copy(blocks_to_pages, self._numbers(pages, blocks, staged=True), Span(0, self.layers))
+        for _ in self.load_groups(pages, blocks, [Span(0, self.layers)], staged=True):
+            pass
 
     def load_groups(
-        self, pages: Sequence[int], blocks: Sequence[int], groups: Sequence[Span]
+        self, pages: Sequence[int], blocks: Sequence[int], groups: Sequence[Span], *, staged: bool = False
     ) -> Iterator[Span]:
-        """Copies block `blocks[i]` to page `pages[i]`, group of layers by group, without waiting; yields each group
-        when its copy is queued. A kernel copies: that takes fewer calls."""
-        numbers = self._numbers(pages, blocks, staged=False)
+        """Copies block `blocks[i]` to page `pages[i]`, group of layers by group; yields each group when its copy is
+        queued. `staged`: through the buffer if possible. Otherwise a kernel copies, with fewer calls of the driver,
+        and nothing waits."""
+        numbers = self._numbers(pages, blocks, staged=staged)
         for group in groups:
             self._copy(blocks_to_pages, numbers, group)
             yield group

@@ -105,7 +105,7 @@ class HostSlabs:
                 self._slabs.add(slab)
         except RuntimeError as exc:
             log.warning("no_host_memory", error=str(exc))
-            for slab in set(slabs) - self._slabs:
+            for slab in set(slabs) - self._slabs:  # written, but not pinned
                 self._release(slab)
             return False
         return not short
@@ -138,17 +138,15 @@ class HostSlabs:
         # The operating system allocates the memory here, and not inside the call in which the driver refuses to
         # launch kernels.
         self._slab(slab).zero_()
-        try:
-            self._register(slab)
-        except RuntimeError:
-            self._release(slab)
-            raise
+        self._register(slab)
 
     def _register(self, slab: int) -> None:
+        """Pins a slab that was written. Raises `RuntimeError`, and releases the slab, if the host refuses."""
         memory = self._slab(slab)
         error = int(_cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, _PORTABLE_AND_MAPPED))
         if error:
             _forget_error()
+            self._release(slab)
             raise RuntimeError(f"the host cannot pin {memory.nbytes >> 20} MiB: CUDA error {error}")
         self._addresses.append(memory.data_ptr())
 

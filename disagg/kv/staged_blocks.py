@@ -22,7 +22,8 @@ from kernels.copy.page_blocks import Blocks, Pages, blocks_to_pages, pages_to_bl
 HALF_BYTES = 16 << 20
 """Size of half a buffer. The bus takes 0.3 ms for it, which is long beside a launch and short beside a step."""
 LEAST_CALL_BYTES = 128 << 10
-"""Average size of a run of blocks from which on a copy is staged: the bus takes 2 us for it, as long as a call."""
+"""Smallest average size of a run of blocks for a copy through the buffer: the bus takes 2 us for it, as long as a
+call of the driver."""
 MOST_CALLS = 256
 """Number of calls that are queued on the device. With more, the calling thread waits for earlier ones: a full launch
 queue would block it within the driver."""
@@ -45,7 +46,7 @@ class HostPart(NamedTuple):
 
 
 class Run(NamedTuple):
-    """Consecutive blocks of one slab, for consecutive pages of a copy."""
+    """Consecutive blocks of one slab: one call of the driver copies them."""
 
     at: int
     """Position of the first page."""

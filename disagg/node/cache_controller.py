@@ -276,41 +276,38 @@ class HybridCacheController:
 
     def _load(self, operations: Sequence[CacheOperation], after: DeviceEvent) -> None:
         """Copies all layers of the loads, then reports the end of the loads. Runs on the load thread."""
-        self._report(operations, self._queue_loads(operations, after, None))
+        self._report(operations, self._queue_loads(operations, after, [Span(0, self.kv.layers)], staged=True))
 
     def _launch(
         self, operations: Sequence[CacheOperation], after: DeviceEvent, groups: Sequence[Span]
     ) -> None:
-        queued = self._queue_loads(operations, after, groups)
+        queued = self._queue_loads(operations, after, groups, staged=False)
         self._last_load = operations[-1].number
         self._loads.update((operation.number, queued.loaded) for operation in operations)
         self.loading.submit(self._guarded, self._report, operations, queued)
 
     def _queue_loads(
-        self, operations: Sequence[CacheOperation], after: DeviceEvent, groups: Sequence[Span] | None
+        self,
+        operations: Sequence[CacheOperation],
+        after: DeviceEvent,
+        groups: Sequence[Span],
+        *,
+        staged: bool,
     ) -> _QueuedLoads:
-        """Queues loads: states first, then pages by group of layers; None: all layers, by the copy engine.
-
-        The copy engine needs more calls of the driver than the compute thread has time for.
-        """
+        """Queues loads: states first, then pages by group of layers. `staged`: through a buffer, by the copy engine,
+        which takes more calls of the driver than the compute thread has time for."""
         self._load_queue.after(after)
         began = self._load_queue.mark()
         slots, blocks = _copies("state", operations)
         with self._load_queue.use():
-            if groups is None:
-                self.states.load(slots, blocks)
-            else:
-                list(self.states.load_groups(slots, blocks, [Span(0, self.states.layers)]))
+            for _ in self.states.load_groups(slots, blocks, [Span(0, self.states.layers)], staged=staged):
+                pass
         states = self._load_queue.record_event() if slots else None
         events = list[tuple[int, DeviceEvent]]()
         pages, blocks = _copies("kv", operations)
         with self._load_queue.use():
-            if groups is None:
-                self.kv.load(pages, blocks)
-                events.append((0, self._load_queue.record_event()))
-            else:
-                for span in self.kv.load_groups(pages, blocks, groups):
-                    events.append((span.start, self._load_queue.record_event()))
+            for span in self.kv.load_groups(pages, blocks, groups, staged=staged):
+                events.append((span.start, self._load_queue.record_event()))
         loaded = LoadedLayers(self._device, states, tuple(events))
         return _QueuedLoads(loaded, began, self._load_queue.mark())
 

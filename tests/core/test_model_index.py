@@ -1,4 +1,4 @@
-"""The sources of transformers' models are read once, and the index that `transformers.models` gets is its own."""
+"""The sources of transformers' models are read once, and `transformers.models` gets the index it would have made."""
 
 from __future__ import annotations
 

@@ -263,7 +263,7 @@ def store_single_pages(
     ranks: list[StoringRank],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Fills `storage` by a new rank, which then reads batches of one page, `readers` at the same time."""
+    """A new rank writes pages to `storage`. Then it reads them page by page, with `readers` threads."""
     monkeypatch.setattr(storage_controller, "BATCH_BYTES", 1)
     monkeypatch.setattr(storage_controller, "READERS", readers)
     ranks.append(StoringRank(storage))
