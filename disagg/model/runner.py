@@ -48,8 +48,10 @@ from disagg.model.graphs import (
 from disagg.model.head import ModelHead
 from disagg.model.layers.few_rows import FewRowsSwitch, use_few_rows
 from disagg.model.layers.fused import fuse
+from disagg.model.layers.kept_rows import KeptRows
 from disagg.model.layers.merged import gate_few_rows, merge_projections
 from disagg.model.layers.quantized_check import check_products
+from disagg.model.layers.residuals import keep_rows
 from disagg.model.layers.rope import long_tokens, wrap_ropes
 from disagg.model.layers.row_wise import RowWise, use_linear_kernels
 from disagg.model.load.build import build_model
@@ -134,7 +136,7 @@ class ModelRunner:
         self._indexers = wrap_indexers(self.model, self.spec.places)
         self._head = ModelHead(self.model)
         self._cache_name = cache_argument(self.model)
-        probe = ShapeProbe()
+        probe, self._kept = ShapeProbe(), KeptRows()
         self._packed: PackedStates | None = None
         """Recurrent states for packed steps; None if the model has no registered recurrent modules."""
         self.source, self._state_forms = source, self._probe(probe, built.split)
@@ -143,6 +145,7 @@ class ModelRunner:
         """Whether attention runs in the Triton kernels, not in torch."""
         if self.deterministic:
             self._use_row_wise(options.dtype)
+        self.keep_few_rows()
         if replaced and collective.rank == 0:
             log.info("small_layers_fused", model=self.spec.architecture, **replaced)
         self.req_to_token = ReqToTokenPool(self._rows(), options.max_tokens, self.device)
@@ -444,6 +447,18 @@ class ModelRunner:
         if self.attention_kernels and not found:
             self._row_wise = None
 
+    def keep_few_rows(self) -> bool:
+        """Lets the last layer leave out the rows whose logits nobody reads, if a trial step shows that it can.
+
+        Returns whether it does. Every rank of the group must call this after the same layers were fused."""
+        hybrid = self._state_forms or getattr(self.model, "_is_stateful", False)
+        with without_other_ranks(self.model):
+            can = keep_rows(self.model.base_model, self._kept) and self._trial.keeps_rows(
+                self._kept, lambda: make_cache(self.model.config) if hybrid else None
+            )
+        self._kept.enabled = self._agreed(can)
+        return self._kept.enabled
+
     def _forward(
         self,
         batch: StepBatch,
@@ -574,7 +589,8 @@ class ModelRunner:
 
         with torch.inference_mode(), self._row_wise or nullcontext(), recurrent:
             if scored is None:
-                return logits_of(last)
+                with self._kept.of(last, ids.numel()) as keep:
+                    return logits_of(keep)
             with self._head.after_one_pass():
                 logits = logits_of(last)
                 for part in scored.parts(self.spec.vocab_size):

@@ -12,6 +12,7 @@ from disagg.kv.upload import upload
 from disagg.model.attention.paged import AttentionContext
 from disagg.model.attention.probe import ShapeProbe
 from disagg.model.head import ModelHead
+from disagg.model.layers.kept_rows import KeptRows
 from disagg.model.recurrent.request_cache import StateCache
 
 Run = Callable[
@@ -21,7 +22,7 @@ Run = Callable[
 
 
 class TrialSteps:
-    """Runs a rank's part of a model over a few tokens of id 0."""
+    """Runs a rank's part of a model over a few tokens, with ids from 0 on."""
 
     def __init__(self, run: Run, architecture: str, device: torch.device) -> None:
         """`architecture`: the name of the model in errors."""
@@ -36,8 +37,7 @@ class TrialSteps:
         `probe` records the attention calls. Raises a one-line UnsupportedModelError if the model fails, but not if
         the memory is too small.
         """
-        ids = upload([0] * tokens, self._device)[None]
-        positions = upload(list(range(tokens)), self._device)[None]
+        ids = positions = upload(list(range(tokens)), self._device)[None]
         try:
             return self._run(ids, positions, keep, probe, cache)
         except UnsupportedModelError:
@@ -63,6 +63,29 @@ class TrialSteps:
         except UnsupportedModelError:
             return False
         same = alone.shape == again.shape and torch.allclose(alone, again, rtol=1e-3, atol=1e-3)
-        # Two passes may differ by the rounding of a 16-bit type. Logits of minus infinity differ by 0.
-        differ = (again - whole).nan_to_num(nan=0.0).abs().max()
-        return same and bool(differ <= 0.1 * whole.abs().max())
+        return same and _alike(again, whole)
+
+    def keeps_rows(self, kept: KeptRows, make: Callable[[], StateCache | None]) -> bool:
+        """Returns whether the logits of two of four tokens stay the same if the last layer returns only their rows.
+
+        `make` returns the cache of a pass.
+        """
+
+        def logits(*keep: int) -> torch.Tensor:
+            return self.logits(ShapeProbe(), make(), 4, upload(keep, self._device))
+
+        every = logits(0, 1, 3)[1:]
+        kept.enabled = True
+        try:
+            found = logits(1, 3)
+        except UnsupportedModelError:
+            return False
+        finally:
+            kept.enabled = False
+        return found.shape == every.shape and _alike(found, every)
+
+
+def _alike(logits: torch.Tensor, others: torch.Tensor) -> bool:
+    """Returns whether the logits of two passes differ at most by the rounding of a 16-bit type."""
+    differ = (logits - others).nan_to_num(nan=0.0).abs().max()  # logits of minus infinity differ by 0
+    return bool(differ <= 0.1 * others.abs().max())

@@ -83,12 +83,12 @@ def tiny_model(model_type: str, dtype: torch.dtype, **settings: Any) -> Any:
     return model.eval()
 
 
-def forward(model: Any) -> torch.Tensor:
+def forward(model: Any, keep: torch.Tensor | int = 0) -> torch.Tensor:
     """Logits of some tokens."""
     ids = (torch.arange(TOKENS) * 7 % VOCAB_SIZE)[None]
     positions = torch.arange(TOKENS)[None]
     logits: torch.Tensor = model(
-        input_ids=ids, position_ids=positions, use_cache=False, paged_context=Attention()
+        input_ids=ids, position_ids=positions, use_cache=False, logits_to_keep=keep, paged_context=Attention()
     ).logits
     return logits
 

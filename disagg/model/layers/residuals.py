@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from disagg.model.layers.class_names import by_name, class_name
+from disagg.model.layers.kept_rows import KeptRows
 from disagg.model.layers.norms import FusedNorm
 
 
@@ -21,6 +22,8 @@ class _PreNorm:
 
     def __init__(self, layer: Any, following: FusedNorm) -> None:
         self._layer, self._own, self._following = layer, layer.post_attention_layernorm.forward, following
+        self.kept: KeptRows | None = None
+        """Rows that the layer returns; None, or an object that keeps all rows, for every layer but the last."""
 
     def __call__(
         self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None, **named: Any
@@ -28,8 +31,15 @@ class _PreNorm:
         layer = self._layer
         normed = layer.input_layernorm(hidden_states)
         attended, _ = layer.self_attn(hidden_states=normed, attention_mask=attention_mask, **named)
-        hidden_states = self._own.add(hidden_states, attended)
+        hidden_states = self._sum(hidden_states, attended)
         return self._following.add(hidden_states, layer.mlp(layer.post_attention_layernorm(hidden_states)))
+
+    def _sum(self, x: torch.Tensor, y: torch.Tensor, factor: float = 1.0) -> torch.Tensor:
+        """Returns `x + y * factor`, the kept rows, and computes its norm."""
+        if self.kept is not None:
+            x, y = self.kept.select(x), self.kept.select(y)
+        total: torch.Tensor = self._own.add(x, y, factor)
+        return total
 
 
 class _GraniteHybrid(_PreNorm):
@@ -55,7 +65,7 @@ class _GraniteHybrid(_PreNorm):
         else:
             cached = {"past_key_values": past_key_values, "use_cache": use_cache}
             mixed, _ = layer.self_attn(position_embeddings=position_embeddings, **cached, **named)
-        hidden_states = self._own.add(hidden_states, mixed, factor)
+        hidden_states = self._sum(hidden_states, mixed, factor)
         normed = layer.post_attention_layernorm(hidden_states)
         out = layer.shared_mlp(normed)
         if layer.has_experts:
@@ -106,6 +116,18 @@ def fuse_residuals(module: Any) -> int:
             layer.forward = form(layer, following)
             fused += 1
     return fused
+
+
+def keep_rows(module: Any, kept: KeptRows) -> bool:
+    """Makes the last layer of `module` return the rows of `kept`, if the layer's forward was replaced.
+
+    Returns whether it was. Nothing but row-wise operations may follow the layer."""
+    layers = getattr(module, "layers", None)
+    last = vars(layers[-1]).get("forward") if isinstance(layers, nn.ModuleList) and len(layers) else None
+    if not isinstance(last, _PreNorm):
+        return False
+    last.kept = kept
+    return True
 
 
 def _fused(norm: Any) -> FusedNorm | None:

@@ -74,6 +74,7 @@ def fused_runner(path: Path, device: str = "cpu", **more: Any) -> ModelRunner:
     runner = make_runner(path, device=device, **more)
     if device == "cpu":
         fuse(runner.model)
+        runner.keep_few_rows()
     return runner
 
 
