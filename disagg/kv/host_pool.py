@@ -15,7 +15,7 @@ import torch
 from disagg.core.types import Span
 from disagg.kv.host_slabs import HostSlabs
 from disagg.kv.pages import pages_for
-from disagg.kv.staged_blocks import HALF_BYTES, HostPart, StagedCopies, few_copies
+from disagg.kv.staged_blocks import HALF_BYTES, HostPart, StagedCopies, consecutive, few_copies
 from disagg.kv.upload import upload
 from kernels.copy.page_blocks import Blocks, Pages, blocks_to_pages, pages_to_blocks
 
@@ -27,8 +27,10 @@ class _Numbers(NamedTuple):
     """Pages of a copy, and their blocks."""
 
     device: torch.Tensor
-    """int64 `[2, pages]` on the device: the pages' numbers in row 0, their blocks' numbers in row 1."""
+    """int64 `[2, pages]` on the device: the pages' numbers in row 0, their blocks' numbers minus that of the first
+    block in row 1."""
     blocks: Sequence[int]
+    """The blocks' numbers, ascending."""
     staged: bool
     """Whether the copy may go through the buffer."""
 
@@ -82,6 +84,10 @@ class HostPool:
             self._copy(blocks_to_pages, numbers, group)
             yield group
 
+    def runs(self, blocks: Sequence[int]) -> int:
+        """Returns the number of runs of consecutive blocks, each of which a staged copy moves with one call."""
+        return len(consecutive(sorted(blocks), self.memory.slab_blocks))
+
     def warm(self) -> None:
         """Compiles the copy kernels with copies between the first page and scratch memory. Waits for the device."""
         if not (self.memory.blocks and self._buffers[0].is_cuda):
@@ -106,7 +112,9 @@ class HostPool:
         # Freed blocks are allocated again in any order; the order of the copies does not matter.
         order = sorted(range(len(blocks)), key=blocks.__getitem__)
         pages, blocks = [pages[at] for at in order], [blocks[at] for at in order]
-        numbers = upload([*pages, *blocks], self._buffers[0].device).view(2, -1)
+        numbers = upload([*pages, *(block - blocks[0] for block in blocks)], self._buffers[0].device).view(
+            2, -1
+        )
         return _Numbers(numbers, blocks, staged and self._loads is not None)
 
     def _copy(self, copy: Callable[[Pages, Blocks], None], numbers: _Numbers | None, layers: Span) -> None:
@@ -125,7 +133,8 @@ class HostPool:
                 if staged is None or not staged(
                     part, HostPart(memory, numbers.blocks, offset_bytes, slab_blocks)
                 ):
-                    copy(part, Blocks(memory, numbers.device[1], offset_bytes))
+                    # From the first block on, which is pinned: others may not be.
+                    copy(part, Blocks(memory[numbers.blocks[0] :], numbers.device[1], offset_bytes))
             start, offset_bytes = stop, offset_bytes + page_bytes([buffer], self._page_size)
 
     def _staged(

@@ -6,9 +6,9 @@ which never waits for stores. Waiting stores are merged into one copy.
 
 There are two kinds of loads:
 
-    layered      prefill and colocated groups: the compute thread launches the load on a separate stream, layer group
-                 by layer group if a step will wait for it (`disagg.node.loaded_layers`). The leader decides which
-                 steps wait (`StepPlan.awaited_loads`)
+    layered      prefill and colocated groups: the compute thread launches the load on a separate stream. A step that
+                 waits for it queues it layer group by layer group (`disagg.node.loaded_layers`). The leader decides
+                 which steps wait (`StepPlan.awaited_loads`)
     in parallel  decode groups: a separate thread runs the load. The request joins the batch after the report of the
                  load, so that no running request is delayed
 """
@@ -18,7 +18,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from functools import partial
 from itertools import pairwise
@@ -53,6 +53,10 @@ FIRST_GROUPS = (1, 1, 2)
 LATER_GROUPS = 16
 """Largest number of equal groups of the other layers, of at least 4 layers each. After a load that takes longer than
 the step, about the last group's layers are left to compute."""
+
+MOST_RUNS = 16
+"""Largest number of runs of consecutive blocks in a load that the compute thread queues through the buffer: each run
+is a call of the driver for each half of the buffer. Pages of other loads are copied by a kernel."""
 
 Moved = Callable[[int, str, float], None]
 """Callback with an operation's number, its error, empty if it succeeded, and for a load the seconds of the copies."""
@@ -92,14 +96,6 @@ def least_host_bytes(pools: TransferPools, page_size: int) -> int:
     """Returns the least host memory with room for a page and, if the rank caches states, a state."""
     page = block_bytes(page_bytes(pools.kv_buffers, page_size))
     return 2 * max(page, block_bytes(page_bytes(pools.state_buffers, 1))) if pools.state_buffers else page
-
-
-class _QueuedLoads(NamedTuple):
-    """Loads that were queued together."""
-
-    loaded: LoadedLayers
-    began: DeviceMark
-    ended: DeviceMark
 
 
 class HybridCacheController:
@@ -157,6 +153,8 @@ class HybridCacheController:
         thread removes them."""
         self._last_load = 0
         """Number of the latest load; operations are numbered in ascending order."""
+        self._queueing = LoadedLayers(pools.device)
+        """The latest layered load. Its copies are queued before those of the next load."""
 
     def order(self, plan: StepPlan) -> LoadedLayers:
         """Starts the operations of a plan, after all work queued so far on the current stream; never blocks.
@@ -183,9 +181,10 @@ class HybridCacheController:
             self.storing.submit(self._guarded, self._store_waiting)
         loads = [one for one in operations if not one.store]
         if loads and self._layered:
+            awaited = not {one.number for one in loads}.isdisjoint(plan.awaited_loads)
             # Beside a step that does not wait, the load has fewer launches: its request waits for the report anyway.
-            beside = bool(plan.work) and not plan.awaited_loads
-            self._launch(loads, event, [Span(0, self.kv.layers)] if beside else self._load_groups)
+            groups = self._load_groups if awaited or not plan.work else [Span(0, self.kv.layers)]
+            self._launch(loads, event, groups, awaited=awaited)
         elif loads:
             self.loading.submit(self._guarded, self._load, loads, event)
 
@@ -276,47 +275,65 @@ class HybridCacheController:
 
     def _load(self, operations: Sequence[CacheOperation], after: DeviceEvent) -> None:
         """Copies all layers of the loads, then reports the end of the loads. Runs on the load thread."""
-        self._report(operations, self._queue_loads(operations, after, [Span(0, self.kv.layers)], staged=True))
+        began, _ = self._load_states(operations, after, staged=True)
+        for _ in self._load_pages(operations, [Span(0, self.kv.layers)], staged=True):
+            pass
+        self._report(operations, began, self._load_queue.mark())
 
     def _launch(
-        self, operations: Sequence[CacheOperation], after: DeviceEvent, groups: Sequence[Span]
-    ) -> None:
-        queued = self._queue_loads(operations, after, groups, staged=False)
-        self._last_load = operations[-1].number
-        self._loads.update((operation.number, queued.loaded) for operation in operations)
-        self.loading.submit(self._guarded, self._report, operations, queued)
-
-    def _queue_loads(
         self,
         operations: Sequence[CacheOperation],
         after: DeviceEvent,
         groups: Sequence[Span],
         *,
-        staged: bool,
-    ) -> _QueuedLoads:
-        """Queues loads: states first, then pages by group of layers. `staged`: through a buffer, by the copy engine,
-        which takes more calls of the driver than the compute thread has time for."""
+        awaited: bool,
+    ) -> None:
+        """Begins layered loads. `awaited`: whether the step of the same plan waits for them, and queues the rest."""
+        self._queueing.finish()
+        blocks = [block for operation in operations for block in _copies("kv", [operation])[1]]
+        staged = awaited and self.kv.runs(blocks) <= MOST_RUNS
+        began, states = self._load_states(operations, after, staged=False)
+
+        def copies() -> Iterator[DeviceEvent]:
+            yield from self._load_pages(operations, groups, staged=staged)
+            self.loading.submit(self._guarded, self._report, operations, began, self._load_queue.mark())
+
+        firsts = [group.start for group in groups]
+        loaded = self._queueing = LoadedLayers(self._device, states, firsts, copies())
+        self._last_load = operations[-1].number
+        self._loads.update((operation.number, loaded) for operation in operations)
+        loaded.begin() if awaited else loaded.finish()
+
+    def _load_states(
+        self, operations: Sequence[CacheOperation], after: DeviceEvent, *, staged: bool
+    ) -> tuple[DeviceMark, DeviceEvent]:
+        """Queues the loads of recurrent states. Returns the beginning of the loads, and the event after the states,
+        None without states. `staged`: through a buffer, by the copy engine."""
         self._load_queue.after(after)
         began = self._load_queue.mark()
         slots, blocks = _copies("state", operations)
         with self._load_queue.use():
             for _ in self.states.load_groups(slots, blocks, [Span(0, self.states.layers)], staged=staged):
                 pass
-        states = self._load_queue.record_event() if slots else None
-        events = list[tuple[int, DeviceEvent]]()
-        pages, blocks = _copies("kv", operations)
-        with self._load_queue.use():
-            for span in self.kv.load_groups(pages, blocks, groups, staged=staged):
-                events.append((span.start, self._load_queue.record_event()))
-        loaded = LoadedLayers(self._device, states, tuple(events))
-        return _QueuedLoads(loaded, began, self._load_queue.mark())
+        return began, self._load_queue.record_event() if slots else None
 
-    def _report(self, operations: Sequence[CacheOperation], queued: _QueuedLoads) -> None:
+    def _load_pages(
+        self, operations: Sequence[CacheOperation], groups: Sequence[Span], *, staged: bool
+    ) -> Iterator[DeviceEvent]:
+        """Queues the loads of pages by group of layers; yields the event after each group when it is queued."""
+        pages, blocks = _copies("kv", operations)
+        queued = self.kv.load_groups(pages, blocks, groups, staged=staged)
+        for _ in groups:
+            with self._load_queue.use():
+                next(queued)
+            yield self._load_queue.record_event()
+
+    def _report(self, operations: Sequence[CacheOperation], began: DeviceMark, ended: DeviceMark) -> None:
         """Waits for the end of queued loads, then reports their end. Runs on the load thread.
 
         Each load is reported with a part of the time of all loads that were queued together.
         """
-        seconds = seconds_between(queued.began, queued.ended)
+        seconds = seconds_between(began, ended)
         for operation in operations:
             self._loads.pop(operation.number, None)
         sizes = [len(_copies("kv", [operation])[0]) for operation in operations]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from itertools import count
+from typing import Any
 
 import pytest
 import torch
@@ -15,13 +17,15 @@ from decode_node.scheduler import DecodeScheduler
 from decode_node.scheduler_options import SchedulerOptions
 from disagg.core.prefixes import PrefixKey
 from disagg.core.tokens import pack_tokens
-from disagg.core.types import RequestKey, SamplingParams
+from disagg.core.types import RequestKey, SamplingParams, Span
 from disagg.kv.cache_operations import CacheOperation, PoolTransfer
+from disagg.kv.host_pool import HostPool
 from disagg.kv.host_slabs import HostSlabs
 from disagg.kv.mamba_pool import MambaPool
 from disagg.kv.pool import MHATokenToKVPool
 from disagg.kv.transfer_pools import TransferPools
 from disagg.model.chunks import PromptChunks
+from disagg.node import cache_controller
 from disagg.node.cache_controller import (
     HostBlockCounts,
     HybridCacheController,
@@ -108,6 +112,63 @@ def test_loads_of_a_plan_share_its_time_by_their_pages(layered: bool) -> None:
     )
     assert (one.seconds[2], one.seconds[3]) == (0.25, 0.75), "the clock is read twice, a second apart"
     one.controller.stop()
+
+
+def load_of(number: int, pages: list[int], blocks: list[int]) -> CacheOperation:
+    return CacheOperation(number, False, [PoolTransfer("kv", pages, blocks)])
+
+
+@pytest.mark.parametrize("how", ["its step", "the next plan"])
+def test_a_load_that_its_own_plan_awaits_is_queued_by_the_step(how: str) -> None:
+    """The report follows when the step has queued all groups; or the next load, if the step failed."""
+    one = Controller(layered=True)
+    one.order(CacheOperation(1, True, [PoolTransfer("kv", [2, 7], [0, 1])]))
+    kept, load = one.page(7), load_of(2, [3, 4], [0, 1])
+    loaded = one.controller.order(StepPlan(2, [], cache_operations=[load], awaited_loads=[2]))
+    one.controller.loading.submit(lambda: None).result()  # type: ignore[attr-defined]
+    assert 2 not in one.moved
+    assert torch.equal(one.page(4)[:1], kept[:1]), "the first groups are queued at once"
+    assert not torch.equal(one.page(4), kept)
+    if how == "its step":
+        loaded.finish()
+    else:
+        one.order(load_of(3, [5], [0]))
+    with one.reported:
+        assert one.reported.wait_for(lambda: 2 in one.moved, PATIENCE_S)
+    assert torch.equal(one.page(4), kept)
+    one.controller.stop()
+
+
+@pytest.mark.parametrize(
+    ("awaited", "blocks", "staged"),
+    [
+        ([2], [0, 1, 2, 3], True),
+        ([2], [0, 2, 4, 5], False),
+        ([], [0, 1, 2, 3], False),
+        ([1], [0, 1, 2, 3], False),
+    ],
+)
+def test_a_step_queues_long_runs_through_the_buffer(
+    monkeypatch: pytest.MonkeyPatch, awaited: list[int], blocks: list[int], staged: bool
+) -> None:
+    """Scattered blocks would take too many calls; a load that the step does not await is queued at once."""
+    monkeypatch.setattr(cache_controller, "MOST_RUNS", 2)
+    one, asked = Controller(layered=True), list[bool]()
+    load_groups = HostPool.load_groups
+
+    def asking(self: HostPool, *copies: Any, staged: bool = False) -> Iterator[Span]:
+        if copies[0]:
+            asked.append(staged)
+        return load_groups(self, *copies, staged=staged)
+
+    monkeypatch.setattr(HostPool, "load_groups", asking)
+    one.order(CacheOperation(1, True, [PoolTransfer("kv", [1, 2, 3, 4], blocks)]))
+    one.order(load_of(1, [9], [blocks[0]]))
+    load = load_of(2, [5, 6, 7, 8], blocks)
+    one.controller.order(StepPlan(2, [], cache_operations=[load], awaited_loads=awaited)).finish()
+    one.controller.stop()
+    assert asked == [False, staged]
+    assert 2 in one.moved
 
 
 @pytest.mark.parametrize(
