@@ -27,8 +27,7 @@ class _Numbers(NamedTuple):
     """Pages of a copy, and their blocks."""
 
     device: torch.Tensor
-    """int64 `[2, pages]` on the device: the pages' numbers in row 0, their blocks' numbers minus that of the first
-    block in row 1."""
+    """int64 `[2, pages]` on the device: the pages' numbers in row 0, their blocks' numbers in row 1."""
     blocks: Sequence[int]
     """The blocks' numbers, ascending."""
     staged: bool
@@ -112,9 +111,7 @@ class HostPool:
         # Freed blocks are allocated again in any order; the order of the copies does not matter.
         order = sorted(range(len(blocks)), key=blocks.__getitem__)
         pages, blocks = [pages[at] for at in order], [blocks[at] for at in order]
-        numbers = upload([*pages, *(block - blocks[0] for block in blocks)], self._buffers[0].device).view(
-            2, -1
-        )
+        numbers = upload([*pages, *blocks], self._buffers[0].device).view(2, -1)
         return _Numbers(numbers, blocks, staged and self._loads is not None)
 
     def _copy(self, copy: Callable[[Pages, Blocks], None], numbers: _Numbers | None, layers: Span) -> None:
@@ -133,8 +130,7 @@ class HostPool:
                 if staged is None or not staged(
                     part, HostPart(memory, numbers.blocks, offset_bytes, slab_blocks)
                 ):
-                    # From the first block on, which is pinned: others may not be.
-                    copy(part, Blocks(memory[numbers.blocks[0] :], numbers.device[1], offset_bytes))
+                    copy(part, Blocks(memory, numbers.device[1], offset_bytes, pinned=self.memory.pinned))
             start, offset_bytes = stop, offset_bytes + page_bytes([buffer], self._page_size)
 
     def _staged(

@@ -43,7 +43,8 @@ class HostSlabs:
             raise ValueError(f"pinned blocks need a multiple of {PAGE_BYTES} bytes; got {block_bytes}")
         self.blocks = blocks
         """Number of blocks."""
-        self._pinned = pinned
+        self.pinned = pinned
+        """Whether reserved blocks are page-locked."""
         self.slab_blocks = max(1, min(SLAB_BYTES // max(1, block_bytes), blocks))
         """Number of blocks that are pinned together; slab `i` begins with block `i * slab_blocks`."""
         self._slabs: set[int] = set()
@@ -68,7 +69,7 @@ class HostSlabs:
         Raises `RuntimeError` if the host cannot pin the memory.
         """
         for slab in sorted({number // self.slab_blocks for number in numbers} - self._slabs):
-            if self._pinned:
+            if self.pinned:
                 self._pin(slab)
             self._slabs.add(slab)
 
@@ -78,7 +79,7 @@ class HostSlabs:
         `room_bytes`: how much memory may still be allocated; asked again and again, because other processes allocate
         memory too. The blocks that do not fit, or that the host cannot pin, stay unreserved, and take no memory.
         """
-        if not self._pinned:
+        if not self.pinned:
             return self.blocks
         count = -(-self.blocks // self.slab_blocks)
         with ThreadPoolExecutor(WRITERS, thread_name_prefix="write-slabs") as writers:

@@ -181,10 +181,7 @@ class HybridCacheController:
             self.storing.submit(self._guarded, self._store_waiting)
         loads = [one for one in operations if not one.store]
         if loads and self._layered:
-            awaited = not {one.number for one in loads}.isdisjoint(plan.awaited_loads)
-            # Beside a step that does not wait, the load has fewer launches: its request waits for the report anyway.
-            groups = self._load_groups if awaited or not plan.work else [Span(0, self.kv.layers)]
-            self._launch(loads, event, groups, awaited=awaited)
+            self._launch(loads, event, plan)
         elif loads:
             self.loading.submit(self._guarded, self._load, loads, event)
 
@@ -280,18 +277,15 @@ class HybridCacheController:
             pass
         self._report(operations, began, self._load_queue.mark())
 
-    def _launch(
-        self,
-        operations: Sequence[CacheOperation],
-        after: DeviceEvent,
-        groups: Sequence[Span],
-        *,
-        awaited: bool,
-    ) -> None:
-        """Begins layered loads. `awaited`: whether the step of the same plan waits for them, and queues the rest."""
+    def _launch(self, operations: Sequence[CacheOperation], after: DeviceEvent, plan: StepPlan) -> None:
+        """Begins the layered loads of a plan. A step of the same plan that waits for them queues the rest."""
         self._queueing.finish()
+        awaited = not {one.number for one in operations}.isdisjoint(plan.awaited_loads)
+        beside = bool(plan.work) and not awaited
+        # Beside a step that does not wait, the load has fewer launches: its request waits for the report anyway.
+        groups = [Span(0, self.kv.layers)] if beside else self._load_groups
         blocks = [block for operation in operations for block in _copies("kv", [operation])[1]]
-        staged = awaited and self.kv.runs(blocks) <= MOST_RUNS
+        staged = not beside and self.kv.runs(blocks) <= MOST_RUNS
         began, states = self._load_states(operations, after, staged=False)
 
         def copies() -> Iterator[DeviceEvent]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import ctypes
 from types import SimpleNamespace
 
 import pytest
@@ -58,12 +58,13 @@ def test_all_memory_is_pinned_once_and_unpinned_with_its_owner(driver: Driver) -
 
 
 def resident_bytes(memory: torch.Tensor) -> int:
-    """Memory that the operating system has allocated for a range."""
-    lines = Path("/proc/self/smaps").read_text().splitlines()
-    start = f"{memory.data_ptr():x}-"
-    at = next(i for i, line in enumerate(lines) if line.startswith(start))
-    [line] = [line for line in lines[at : at + 30] if line.startswith("Rss:")][:1]
-    return int(line.split()[1]) << 10
+    """Memory that the operating system has allocated for a range. Adjacent ranges of other objects do not count."""
+    pages = (ctypes.c_ubyte * (memory.nbytes // PAGE_BYTES))()
+    assert (
+        ctypes.CDLL(None).mincore(ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(memory.nbytes), pages)
+        == 0
+    )
+    return sum(page & 1 for page in pages) * PAGE_BYTES
 
 
 def test_slabs_that_the_host_cannot_pin_take_no_memory(

@@ -35,7 +35,7 @@ from disagg.node.cache_controller import (
 )
 from disagg.node.host_memory import pinnable_bytes
 from disagg.node.kv_manager import KVManager
-from disagg.node.plan import StepPlan
+from disagg.node.plan import StepPlan, Work
 
 PAGE, LAYERS = 4, 5
 
@@ -139,19 +139,24 @@ def test_a_load_that_its_own_plan_awaits_is_queued_by_the_step(how: str) -> None
     one.controller.stop()
 
 
+SOME_STEP = [Work(RequestKey("r"), 1, 0, 0, [1], 1, [])]
+
+
 @pytest.mark.parametrize(
-    ("awaited", "blocks", "staged"),
+    ("work", "awaited", "blocks", "staged"),
     [
-        ([2], [0, 1, 2, 3], True),
-        ([2], [0, 2, 4, 5], False),
-        ([], [0, 1, 2, 3], False),
-        ([1], [0, 1, 2, 3], False),
+        (SOME_STEP, [2], [0, 1, 2, 3], True),
+        (SOME_STEP, [2], [0, 2, 4, 5], False),
+        ([], [], [0, 1, 2, 3], True),
+        ([], [], [0, 2, 4, 5], False),
+        (SOME_STEP, [], [0, 1, 2, 3], False),
+        (SOME_STEP, [1], [0, 1, 2, 3], False),
     ],
 )
-def test_a_step_queues_long_runs_through_the_buffer(
-    monkeypatch: pytest.MonkeyPatch, awaited: list[int], blocks: list[int], staged: bool
+def test_long_runs_are_loaded_through_the_buffer_unless_a_step_runs_beside(
+    monkeypatch: pytest.MonkeyPatch, work: list[Work], awaited: list[int], blocks: list[int], staged: bool
 ) -> None:
-    """Scattered blocks would take too many calls; a load that the step does not await is queued at once."""
+    """Scattered blocks would take too many calls of the driver, and a step beside the load does not wait for it."""
     monkeypatch.setattr(cache_controller, "MOST_RUNS", 2)
     one, asked = Controller(layered=True), list[bool]()
     load_groups = HostPool.load_groups
@@ -163,9 +168,9 @@ def test_a_step_queues_long_runs_through_the_buffer(
 
     monkeypatch.setattr(HostPool, "load_groups", asking)
     one.order(CacheOperation(1, True, [PoolTransfer("kv", [1, 2, 3, 4], blocks)]))
-    one.order(load_of(1, [9], [blocks[0]]))
+    one.controller.order(StepPlan(1, SOME_STEP, cache_operations=[load_of(1, [9], [blocks[0]])]))
     load = load_of(2, [5, 6, 7, 8], blocks)
-    one.controller.order(StepPlan(2, [], cache_operations=[load], awaited_loads=awaited)).finish()
+    one.controller.order(StepPlan(2, work, cache_operations=[load], awaited_loads=awaited)).finish()
     one.controller.stop()
     assert asked == [False, staged]
     assert 2 in one.moved
