@@ -12,6 +12,9 @@ from typing import NamedTuple
 
 from disagg.router.policy import LocalPrefill, RoutedGroup, SessionLoad, local_cost
 
+STAYING_PROMPTS = 1
+"""Number of a decode group's prompts that do not move: the group may have begun to compute the oldest one."""
+
 
 class WaitingPrompt(NamedTuple):
     """A prompt that a decode group is to compute."""
@@ -71,7 +74,7 @@ class PromptMoves:
         newest = {
             decode: next(reversed(prompts))
             for decode, prompts in self._waiting.items()
-            if len(prompts) * decode.routers > 1  # the group may have begun to compute the oldest prompt
+            if len(prompts) * decode.routers > STAYING_PROMPTS
         }
         leaving = [
             decode

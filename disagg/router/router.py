@@ -358,6 +358,10 @@ class Router:
         choose = partial(self._pair, routing)
         await RequestRun(self._context, routed, choose, routing.missing_tokens, emit).run(branch)
 
+    def check(self) -> None:
+        """Asserts that the waiting prompts of decode groups are consistent with the groups' loads."""
+        self._moves.check()
+
     def _recovered(self, loss: Loss) -> None:
         """Counts a recovery."""
         self.recoveries[loss.value] += 1
