@@ -11,7 +11,8 @@ import pytest
 from conditions import until_async
 
 from disagg.core.config.read import RouterConfig
-from disagg.core.errors import RequestTimeoutError
+from disagg.core.errors import DisaggError, RequestTimeoutError
+from disagg.core.tokens import pack_tokens
 from disagg.core.types import GroupInfo, KVLayout, RankInfo, RequestKey, SamplingParams, Shard, Span, Ticket
 from disagg.router.answers import Output, RouterRequest, SessionReport
 from disagg.router.response_dispatcher import ResponseDispatcher
@@ -78,6 +79,7 @@ class Setting:
         for name in ("a", "b", "c"):
             await self.ask(name, 20)
         assert self.ways() == {"first": ["prefill"], "a": ["decode"], "b": ["decode"], "c": ["decode"]}
+        self.router.check()
 
     def of(self, name: str, kind: type[m.Message]) -> list[tuple[str, Any]]:
         """The messages of this kind for a request, with their receivers."""
@@ -113,6 +115,7 @@ class Setting:
 
     def check(self) -> None:
         """Asserts that nothing of an ended request is left."""
+        self.router.check()
         assert self.dispatcher.receivers == {}
         for one in self.router.engines:
             counts = (one.requests, one.tokens, one.local_tokens, one.local_prompts, one.answering)
@@ -136,11 +139,15 @@ async def setting_of(*names: str) -> AsyncIterator[Setting]:
 
 
 def run(work: Callable[[Setting], Awaitable[None]], *names: str) -> None:
+    errors: list[dict[str, Any]] = []
+
     async def main() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
         async with setting_of(*(names or ("prefill", "decode"))) as setting:
             await work(setting)
 
     asyncio.run(main())
+    assert errors == [], "a callback of the event loop has failed"
 
 
 HERE, MOVED = ["decode"], ["decode", "prefill"]
@@ -271,6 +278,36 @@ def test_prompts_move_to_a_prefill_group_that_returns() -> None:
     run(work)
 
 
+def test_a_client_that_leaves_while_its_prompt_waits() -> None:
+    async def work(setting: Setting) -> None:
+        await setting.ask_all()
+        setting.tasks["c"].cancel()
+        await until_async(lambda: setting.of("c", m.Release))
+        setting.router.check()
+        setting.compute("first")
+        await setting.sessions("b", 2)
+        assert setting.router.moved_prompts == {"decode": 1}
+
+    run(work)
+
+
+def test_a_session_that_fails_at_the_same_time_does_not_move() -> None:
+    """Its task has not run yet when the router reviews the prompts; the next prompt moves."""
+
+    async def work(setting: Setting) -> None:
+        await setting.ask_all()
+        setting.compute("first")
+        setting.channel.receive("decode", m.Failed(RequestKey("c"), "aborted", "by an operator", False))
+        await setting.sessions("b", 2)
+        await until_async(lambda: setting.of("c", m.Release))
+        setting.channel.receive("decode", m.Released(RequestKey("c")))
+        with pytest.raises(DisaggError, match="by an operator"):
+            await setting.tasks["c"]
+        assert (setting.ways()["c"], setting.router.moved_prompts) == (HERE, {"decode": 1})
+
+    run(work)
+
+
 def test_a_client_that_leaves_while_its_prompt_moves() -> None:
     async def work(setting: Setting) -> None:
         await setting.ask_all()
@@ -316,3 +353,19 @@ def test_prompts_of_colocated_groups_do_not_move() -> None:
         setting.check()
 
     run(work, "colocated")
+
+
+@pytest.mark.parametrize("moved", [False, True])
+def test_a_moved_prompt_stays_away_from_decode_groups_while_there_is_a_prefill_group(moved: bool) -> None:
+    """A later session, after a loss, may meet a long queue."""
+
+    async def work(setting: Setting) -> None:
+        router = setting.router
+        request = router._routing_request(pack_tokens([1] * 20), "", "", may_be_local=True)  # noqa: SLF001
+        router.engines[0].tokens = 10_000
+        pair = router._pair(request, "", frozenset(), moved=moved)  # noqa: SLF001
+        assert pair[0].group.name == ("prefill" if moved else "decode")
+        router.remove("prefill")
+        assert router._pair(request, "", frozenset(), moved=moved)[0].group.name == "decode"  # noqa: SLF001
+
+    run(work)

@@ -117,7 +117,7 @@ def test_the_prefill_group_with_the_shortest_queue_is_compared() -> None:
     first, second = queues.prefills
     first.tokens, second.tokens, second.routers = 84, 42, 2
     assert queues.review() == []
-    first.tokens, first.routers = 41, 2
+    first.tokens = 83
     assert queues.review() == [newest]
 
 
