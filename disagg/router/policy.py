@@ -295,11 +295,17 @@ class LocalPrefill:
         ]
         return min(equal, key=lambda one: (one.requests, one.tokens, one.served))
 
-    def leaves(self, decode: RoutedGroup, prefill: RoutedGroup, missing: int) -> bool:
-        """Returns whether the newest prompt in the queue of `decode` is to move to `prefill`, where `missing` of its
-        tokens have to be computed."""
-        waiting_tokens = prefill.tokens * prefill.routers + missing
-        return MOVE_MARGIN * waiting_tokens < self.cost * local_cost(decode)
+    def leaves(
+        self, decode: RoutedGroup, prefill: RoutedGroup, missing_tokens: Callable[[RoutedGroup], int]
+    ) -> bool:
+        """Returns whether the newest prompt in the queue of `decode` is to move to `prefill`.
+
+        `missing_tokens` returns the tokens of the prompt that a group has to compute.
+        """
+        here, there = self.cost * local_cost(decode), prefill.tokens * prefill.routers
+        if MOVE_MARGIN * there > here:  # most often so: no look at the cached prefixes
+            return False
+        return MOVE_MARGIN * (there + missing_tokens(prefill)) < here
 
 
 def local_cost(decode: RoutedGroup, added: int = 0) -> float:

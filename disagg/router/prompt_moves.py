@@ -79,7 +79,7 @@ class PromptMoves:
         leaving = [
             decode
             for decode, load in newest.items()
-            if self._rule.leaves(decode, prefill, self._waiting[decode][load].missing_tokens(prefill))
+            if self._rule.leaves(decode, prefill, self._waiting[decode][load].missing_tokens)
         ]
         if not leaving:
             return
