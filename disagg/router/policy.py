@@ -22,7 +22,8 @@ SLACK = 16
 SESSION_LOAD = 1.25
 """Largest load of a group that keeps its client sessions, relative to the mean load (c of Mirrokni et al.)."""
 MOVE_MARGIN = 1.5
-"""Number of times sooner than the decode group that the prefill group has to compute a prompt that moves."""
+"""Factor by which a prefill group must be expected sooner than the decode group in which a prompt waits, so that the
+prompt moves."""
 
 
 @dataclass(slots=True, eq=False)

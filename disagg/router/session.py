@@ -151,8 +151,8 @@ _MESSAGES = (
 
 
 def _ignoring(phase: SessionPhase) -> dict[SessionTrigger, _Transition]:
-    """Returns transitions that ignore every message, and that a prompt may move, and stay in `phase`; `TRANSITIONS`
-    overrides some of them."""
+    """Returns transitions that ignore every message and MOVED, and stay in `phase`; `TRANSITIONS` overrides some of
+    them."""
     return dict.fromkeys((*_MESSAGES, _T.MOVED), (phase, Session.ignore))
 
 

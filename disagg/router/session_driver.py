@@ -164,7 +164,7 @@ class SessionDriver:
                     raise action.error
 
     def _count_prompt_out(self) -> None:
-        """The prompt waits no more, so another one may be computed sooner in a prefill group."""
+        """Removes the prompt from those that may move; the loads have changed for the others."""
         self._moves.discard(self._load)
         self._moves.review_soon()
 
