@@ -35,7 +35,10 @@ class RouterCounter(Collector):
 
 
 def router_counters(
-    recoveries: Mapping[str, int], suspicions: Mapping[str, int], local_prefills: Mapping[str, int]
+    recoveries: Mapping[str, int],
+    suspicions: Mapping[str, int],
+    local_prefills: Mapping[str, int],
+    moved_prompts: Mapping[str, int],
 ) -> tuple[RouterCounter, ...]:
     """Returns the collectors of a router's live counts."""
     return (
@@ -54,10 +57,16 @@ def router_counters(
         ),
         RouterCounter(
             "disagg_local_prefills",
-            "Prompts that a decode group computed itself, by reason",
+            "Prompts that a decode group got to compute itself, by reason",
             "reason",
             local_prefills,
             ("queue", "no_prefill_group"),
+        ),
+        RouterCounter(
+            "disagg_moved_prompts",
+            "Prompts that left a decode group's queue for a prefill group, by the decode group",
+            "group",
+            moved_prompts,
         ),
     )
 

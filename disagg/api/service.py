@@ -43,7 +43,11 @@ class Generator(Protocol):
     """Recoveries of requests since the start, by `disagg.router.session_events.Loss`."""
 
     local_prefills: Counter[str]
-    """Prompts that decode groups computed since the start: `queue`, `no_prefill_group`."""
+    """Prompts that decode groups got to compute since the start: `queue`, `no_prefill_group`."""
+
+    @property
+    def moved_prompts(self) -> Counter[str]:
+        """How many prompts left each decode group for a prefill group since the start, by the decode group's name."""
 
     @property
     def suspicions(self) -> Counter[str]:
@@ -89,7 +93,8 @@ class Service:
         self._generator = generator
         pace = Pace(config.max_running, config.max_queue_s, config.max_slowdown)
         self._admission = Admission(config.max_running, config.max_queued, self.metrics, pace)
-        for counter in router_counters(generator.recoveries, generator.suspicions, generator.local_prefills):
+        counts = generator.recoveries, generator.suspicions, generator.local_prefills, generator.moved_prompts
+        for counter in router_counters(*counts):
             self.metrics.registry.register(counter)
         self._recent, self._ttft, self._itl = Recent(), RollingQuantiles(), RollingQuantiles()
         self._began_s = time.monotonic()
@@ -153,6 +158,7 @@ class Service:
             aborts_total=int(total(metrics.aborts)),
             refused_total=int(total(metrics.requests, outcome="busy")),
             recoveries_total=sum(self._generator.recoveries.values()),
+            moved_prompts_total=sum(self._generator.moved_prompts.values()),
             ttft_p50_s=ttft_p50_s,
             ttft_p99_s=ttft_p99_s,
             itl_p50_s=itl_p50_s,

@@ -30,6 +30,7 @@ LABEL = "worker"
 _SUMS = (
     *("requests_running", "requests_queued", "max_running", "max_queued", "prompt_tokens_total"),
     *("generated_tokens_total", "errors_total", "aborts_total", "refused_total", "recoveries_total"),
+    "moved_prompts_total",
 )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from disagg.core.types import SamplingParams
 
 MIN_PREFILL_TOKENS = 48
@@ -46,6 +48,7 @@ def pauses(running: int, waiting: int) -> int:
     return min(running // FEWEST_ANSWERS_PER_PAUSE, max(least, running // (ANSWERS_PER_PAUSE * waiting)))
 
 
+@lru_cache(1 << 12)  # a router compares many groups for each request
 def slowdown(step_tokens: int, running: int, waiting: int) -> float:
     """Returns the time to compute a prompt beside `running` answers, relative to that without any. `waiting`: prompts
     in the queue, this one included."""

@@ -232,6 +232,8 @@ class ServiceStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     workers: groups that any worker suspects."""
     recoveries_total: int = 0
     """Number of times that a request lost a group and continued on other groups."""
+    moved_prompts_total: int = 0
+    """Number of prompts that left a decode group's queue for a prefill group."""
     recent: tuple[RecentAnswer, ...] = ()
     """Latest answers, newest first, including running ones."""
     workers: int = 1

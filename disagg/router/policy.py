@@ -21,6 +21,9 @@ SLACK = 16
 """Groups whose costs differ by at most 1/`SLACK` of the prompt's tokens count as equal; see `prefix_aware`."""
 SESSION_LOAD = 1.25
 """Largest load of a group that keeps its client sessions, relative to the mean load (c of Mirrokni et al.)."""
+MOVE_MARGIN = 1.5
+"""Factor by which a prefill group must be expected sooner than the decode group in which a prompt waits, so that the
+prompt moves."""
 
 
 @dataclass(slots=True, eq=False)
@@ -76,7 +79,7 @@ class RoutedGroup:
         return [self.held, *self.lower.values()]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class SessionLoad:
     """Load that one session adds to the counts of its groups."""
 
@@ -88,7 +91,6 @@ class SessionLoad:
     tokens: dict[RoutedGroup, int]
     """Prompt tokens that each group has to compute or receive."""
     _queued: bool = False
-    """Whether the decode group's local prompts include this one."""
     _answering: bool = False
     """Whether `decode.answering` includes the request."""
 
@@ -105,6 +107,11 @@ class SessionLoad:
     def is_local(self) -> bool:
         """Whether a decode group computes the prompt too."""
         return self.prefill is self.decode and self.decode.group.role == "decode"
+
+    @property
+    def is_queued(self) -> bool:
+        """Whether the decode group's local prompts include this one."""
+        return self._queued
 
     def prompt_computed(self) -> None:
         """Subtracts the prompt from a prefill group's tokens. A group that also decodes counts the prompt until the
@@ -280,7 +287,7 @@ class LocalPrefill:
         able = computing_prompts(decodes)
         if not able:
             return None
-        costs = [_local_cost(one, request) for one in able]
+        costs = [local_cost(one, request.missing_tokens(one)) for one in able]
         least = min(costs)
         if prefill is not None and self.cost * least >= waiting_tokens + request.missing_tokens(prefill):
             return None
@@ -289,11 +296,25 @@ class LocalPrefill:
         ]
         return min(equal, key=lambda one: (one.requests, one.tokens, one.served))
 
+    def leaves(
+        self, decode: RoutedGroup, prefill: RoutedGroup, missing_tokens: Callable[[RoutedGroup], int]
+    ) -> bool:
+        """Returns whether the newest prompt in the queue of `decode` is to move to `prefill`.
 
-def _local_cost(decode: RoutedGroup, request: RoutingRequest) -> float:
-    """Returns the tokens that the group computes up to the end of the request's prompt, weighted by `slowdown`."""
-    tokens = decode.local_tokens * decode.routers + request.missing_tokens(decode)
-    waiting, running = 1 + decode.local_prompts * decode.routers, decode.answering * decode.routers
+        `missing_tokens` returns the tokens of the prompt that a group has to compute.
+        """
+        here, there = self.cost * local_cost(decode), prefill.tokens * prefill.routers
+        if MOVE_MARGIN * there > here:  # most often so: no look at the cached prefixes
+            return False
+        return MOVE_MARGIN * (there + missing_tokens(prefill)) < here
+
+
+def local_cost(decode: RoutedGroup, added: int = 0) -> float:
+    """Returns the tokens in the group's queue of prompts, weighted by `slowdown`. `added`: tokens of one more
+    prompt."""
+    tokens = decode.local_tokens * decode.routers + added
+    waiting = decode.local_prompts * decode.routers + (added > 0)
+    running = decode.answering * decode.routers
     return tokens * slowdown(decode.group.leader.local_prefill_tokens, running, waiting)
 
 

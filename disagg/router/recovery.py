@@ -49,6 +49,8 @@ class Branch:
     unlinked: int = 0
     """Number of failed sessions since the latest recovery that did not count as recoveries: their groups were not
     linked, or the fault that caused the latest recovery also failed these sessions."""
+    moved: bool = False
+    """Whether the prompt has left the queue of a decode group for a prefill group; it moves once at most."""
 
     @property
     def is_fresh(self) -> bool:
@@ -106,6 +108,10 @@ class Branch:
         """Returns the branch after a failed session that lost `groups`, without counting a recovery."""
         lost = self._with_suspects(groups, silent) if groups else self
         return replace(lost, unlinked=self.unlinked + 1)
+
+    def after_move(self) -> Branch:
+        """Returns the branch after a session whose prompt moves to a prefill group."""
+        return replace(self, moved=True)
 
     def _with_suspects(self, groups: Iterable[str], silent: Set[str]) -> Branch:
         tokens, latest = self._tokens(), frozenset(groups)

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Coroutine, Iterable, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import structlog
 
@@ -18,6 +18,7 @@ from disagg.core.tokens import TokenIds
 from disagg.core.types import RequestKey
 from disagg.router.answers import Emit, SessionReport
 from disagg.router.policy import RoutedGroup, SessionLoad
+from disagg.router.prompt_moves import PromptMoves, WaitingPrompt
 from disagg.router.recovery import Branch, RecoveryBudget, require_recoverable
 from disagg.router.response_dispatcher import ResponseDispatcher
 from disagg.router.session import Session
@@ -32,6 +33,14 @@ NO_GROUP_PAUSE_S = 0.25
 
 Pair = tuple[RoutedGroup, RoutedGroup]
 """The prefill and the decode group of a session; the same group twice if colocated."""
+
+
+class ChoosePair(Protocol):
+    """Function that returns a pair for the next session. Raises `BusyError`."""
+
+    def __call__(self, keep: str, full: Set[str], *, moved: bool) -> Pair:
+        """`keep`: name of the decode group to keep if usable. `full`: names of decode groups to avoid if another one
+        is usable. `moved`: whether the prompt has left a decode group's queue for a prefill group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +85,8 @@ class RunContext:
     """Callback that returns the number of usable groups that decode."""
     suspected: Set[str]
     """Addresses of the leaders of the suspected groups; the router keeps the set up to date."""
+    moves: PromptMoves
+    """The prompts that wait in decode groups."""
 
 
 @dataclass(slots=True)
@@ -84,9 +95,7 @@ class RequestRun:
 
     context: RunContext
     request: RoutedRequest
-    choose: Callable[[str, Set[str]], Pair]
-    """Callback that returns a pair for the next session. Arguments: the name of the decode group to keep if usable,
-    and the names of decode groups to avoid if another one is usable. Raises `BusyError`."""
+    choose: ChoosePair
     missing_tokens: Callable[[RoutedGroup], int]
     """Callback that returns the prompt tokens that a group has to compute or receive."""
     emit: Emit
@@ -111,7 +120,7 @@ class RequestRun:
             try:
                 await self._pause(pause_s, lost)
                 session, load = await self._next_session(branch, failed, full)
-                driver = SessionDriver(self.context.dispatcher, session, load, self.context.clock, self.emit)
+                driver = self._driver(session, load, branch)
             except BaseException as error:
                 if failed is not None:
                     await failed.release()
@@ -127,7 +136,8 @@ class RequestRun:
             try:
                 try:
                     await driver.run()
-                    branches: list[Branch] = []
+                    branches = [branch.after_move()] if session.moved else []
+                    pause_s = 0.0
                 except DisaggError as error:
                     branches, pause_s = self._recover(branch, session, load, error)
                     if session.loss is not None or (session.unlinked and lost is None):
@@ -152,7 +162,8 @@ class RequestRun:
     ) -> tuple[Session, SessionLoad]:
         """Chooses groups for a new session; waits while a role has no usable group. Raises `BusyError`."""
         before = failed.session if failed is not None else None
-        pair = await self._pair(before.decode.name if before is not None else "", full)
+        keep = before.decode.name if before is not None else ""
+        pair = await self._pair(partial(self.choose, keep, full, moved=branch.moved))
         after = before.key if before is not None and pair[1].group == before.decode else None
         request, context = self.request, self.context
         session = Session(
@@ -177,14 +188,22 @@ class RequestRun:
         tokens = {engine: self.missing_tokens(engine) for engine in pair}
         return session, SessionLoad(*pair, branch.sampling.sequences, tokens)
 
-    async def _pair(self, decode: str, full: Set[str]) -> Pair:
+    def _driver(self, session: Session, load: SessionLoad, branch: Branch) -> SessionDriver:
+        """Returns the driver of a session that begins now. Raises `RequestInUseError`."""
+        context = self.context
+        driver = SessionDriver(context.dispatcher, session, load, context.clock, self.emit, context.moves)
+        if load.is_local and branch.is_fresh and not branch.moved:
+            context.moves.add(load, WaitingPrompt(self.missing_tokens, driver.move))
+        return driver
+
+    async def _pair(self, choose: Callable[[], Pair]) -> Pair:
         """Chooses a pair; waits up to `router.group_wait_s` for usable groups, but not past the request's
         deadline."""
         clock, options = self.context.clock, self.context.options
         until_s = min(clock() + options.group_wait_s, self.request.deadline_s)
         while True:
             try:
-                return self.choose(decode, full)
+                return choose()
             except BusyError:
                 if clock() >= until_s:
                     raise

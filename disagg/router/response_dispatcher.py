@@ -107,6 +107,10 @@ class ResponseDispatcher:
             self._loop.call_soon(self._uncork)
         self._control.send(peer, message)
 
+    def call_soon(self, callback: Callable[[], None]) -> None:
+        """Calls `callback` in the loop's next iteration."""
+        self._loop.call_soon(callback)
+
     def _uncork(self) -> None:
         self._corked = False
         self._control.uncork()

@@ -29,6 +29,7 @@ from disagg.router.policy import (
     prefix_aware,
 )
 from disagg.router.profiling import record_profile
+from disagg.router.prompt_moves import PromptMoves
 from disagg.router.recovery import Branch, RecoveryBudget
 from disagg.router.request_run import Pair, RecoveryOptions, RequestRun, RoutedRequest, RunContext
 from disagg.router.response_dispatcher import ResponseDispatcher
@@ -65,10 +66,12 @@ class Router:
         self._load_costs = config.host_load_cost, config.storage_load_cost
         self._local = LocalPrefill(config.local_prefill_queue_tokens, config.local_prefill_cost)
         self.local_prefills: Counter[str] = Counter()
-        """Sessions whose prompts decode groups compute, since the start: `queue` if a prefill group would take
+        """Sessions whose prompts decode groups got to compute, since the start: `queue` if a prefill group would take
         longer, `no_prefill_group` if none is usable."""
         self._table = GroupTable(dispatcher, lambda: self.choose is prefix_aware)
         self._suspicions = Suspicions(dispatcher, self._table)
+        self._moves = PromptMoves(self._local, lambda: self._table.usable("prefill"), dispatcher.call_soon)
+        dispatcher.on_change = self._table.statuses.on_change = self._review
         budget = RecoveryBudget(config.recoveries_per_s, clock)
         options = RecoveryOptions(config.reserve_wait_s, config.max_recoveries, config.group_wait_s)
         self._context = RunContext(
@@ -82,6 +85,7 @@ class Router:
             self._silent_groups,
             self._decode_groups,
             self._suspicions.leaders,
+            self._moves,
         )
         self._missing_since_s: dict[str, float] = {}
         """Clock time at which each role was first seen without a usable group."""
@@ -106,9 +110,19 @@ class Router:
         return self._suspicions.counts
 
     @property
+    def moved_prompts(self) -> Counter[str]:
+        """How many prompts left each decode group for a prefill group since the start, by the decode group's name."""
+        return self._moves.counts
+
+    @property
     def statuses(self) -> GroupStatuses:
         """Latest statuses of the groups; updated only within the context `disagg.router.status.watching`."""
         return self._table.statuses
+
+    def _review(self) -> None:
+        """Handles a change of the groups."""
+        self._suspicions.review()
+        self._moves.review_soon()
 
     def on_groups_changed(self, changed: GroupsChanged) -> None:
         """Calls `changed` with the groups that accept new requests, now and after every change of these groups."""
@@ -128,6 +142,8 @@ class Router:
         if self._table.add(group):
             self._dispatcher.revive(rank.control_address for rank in group.ranks)
             self._dispatcher.watch(group.leader.control_address)
+            if group.role == "decode":
+                self._moves.counts[group.name] += 0  # a metric's rate needs the value before the first move
             self._report_groups()
 
     async def drain(self, name: str) -> None:
@@ -218,11 +234,12 @@ class Router:
         """Returns the number of usable groups that decode."""
         return len(self._table.usable(self._roles[-1]))
 
-    def _pair(self, request: RoutingRequest, keep: str, full: Set[str]) -> Pair:
+    def _pair(self, request: RoutingRequest, keep: str, full: Set[str], *, moved: bool = False) -> Pair:
         """Returns the prefill and the decode group; the same group twice if colocated.
 
         `keep`: name of the decode group to choose if it has a usable pair. `full`: names of decode groups to avoid if
-        another one has a usable pair. Raises `BusyError` if no group is usable.
+        another one has a usable pair. `moved`: whether the prompt has left a decode group's queue: while a prefill
+        group is usable, no decode group computes it. Raises `BusyError` if no group is usable.
         """
         missing, decodes = self._without_groups(), self._table.usable(self._roles[-1])
         self._drop_old_shunned()
@@ -244,7 +261,7 @@ class Router:
         decodes = paired or decodes
         met = self._met(prefills, lambda one: any(self._meet(one, other) for other in decodes))
         prefill = self.choose(met or prefills, request)
-        if (alone := self._alone(prefill, decodes, request)) is not None:
+        if not moved and (alone := self._alone(prefill, decodes, request)) is not None:
             self.local_prefills["queue"] += 1
             return alone, alone
         met = self._met(decodes, lambda other: self._meet(prefill, other))
@@ -340,6 +357,10 @@ class Router:
         )
         choose = partial(self._pair, routing)
         await RequestRun(self._context, routed, choose, routing.missing_tokens, emit).run(branch)
+
+    def check(self) -> None:
+        """Asserts that the waiting prompts of decode groups are consistent with the groups' loads."""
+        self._moves.check()
 
     def _recovered(self, loss: Loss) -> None:
         """Counts a recovery."""

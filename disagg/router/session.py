@@ -17,8 +17,9 @@ sequence. `EndAnswer` ends one answer whose text contains a stop string. A beam 
 colocated group has both roles: one leader receives the same messages, and no KV is transferred.
 
 `Session` does no I/O: each event returns `SessionAction`s, and `TRANSITIONS` lists every transition.
-`disagg.router.session_driver` performs the actions. Every ending (last token, error, deadline, client gone) leads
-through RELEASING: each involved leader frees the request by (request, epoch) and confirms with `Released`.
+`disagg.router.session_driver` performs the actions. Every ending (last token, error, deadline, client gone, prompt
+moved) leads through RELEASING: each involved leader frees the request by (request, epoch) and confirms with
+`Released`.
 """
 
 from __future__ import annotations
@@ -40,9 +41,16 @@ class Session(SessionHandlers):
     __slots__ = ()
 
     def on_signal(self, trigger: SessionTrigger, now_s: float) -> list[SessionAction]:
-        """Handles an event of the driver: START, DEADLINE, CLOSE or RELEASE_TIMEOUT."""
+        """Handles an event of the driver: START, DEADLINE, CLOSE, RELEASE_TIMEOUT or MOVED."""
         self.now_s = now_s
+        if trigger is SessionTrigger.MOVED and not self._may_move():
+            trigger = SessionTrigger.OTHER
         return self.step(trigger)
+
+    def _may_move(self) -> bool:
+        """Returns whether a decode group has the prompt, and no token of an answer has arrived."""
+        waits = self.phase in (SessionPhase.RESERVING, SessionPhase.PREFILLING)
+        return waits and self.is_local and not self.decoded and not any(one.tokens for one in self.answers)
 
     def on_message(self, peer: str, message: Received, now_s: float) -> list[SessionAction]:
         """Handles a message of the leader at `peer`, or the loss or suspicion of that leader."""
@@ -143,8 +151,9 @@ _MESSAGES = (
 
 
 def _ignoring(phase: SessionPhase) -> dict[SessionTrigger, _Transition]:
-    """Returns transitions that ignore every message and stay in `phase`; `TRANSITIONS` overrides some of them."""
-    return dict.fromkeys(_MESSAGES, (phase, Session.ignore))
+    """Returns transitions that ignore every message and MOVED, and stay in `phase`; `TRANSITIONS` overrides some of
+    them."""
+    return dict.fromkeys((*_MESSAGES, _T.MOVED), (phase, Session.ignore))
 
 
 TRANSITIONS: Mapping[SessionPhase, Mapping[SessionTrigger, _Transition]] = {
@@ -158,6 +167,7 @@ TRANSITIONS: Mapping[SessionPhase, Mapping[SessionTrigger, _Transition]] = {
     | {
         _T.RESERVED: (_P.PREFILLING, Session.send_ticket),
         _T.DEADLINE: (_P.FAILED, Session.fail_waiting),
+        _T.MOVED: (_P.MOVED, Session.move),
         # A short prompt is computed before its ticket arrives.
         _T.PROMPT_LOGPROBS: (_P.RESERVING, Session.score_prompt),
         # The answer of a recovered request may be complete already: the decode leader then sends its end, no ticket.
@@ -167,6 +177,7 @@ TRANSITIONS: Mapping[SessionPhase, Mapping[SessionTrigger, _Transition]] = {
     _P.PREFILLING: _ignoring(_P.PREFILLING)
     | _ENDINGS
     | {
+        _T.MOVED: (_P.MOVED, Session.move),
         _T.PROMPT_LOGPROBS: (_P.PREFILLING, Session.score_prompt),
         _T.PREFILLED: (_P.DECODING, Session.first_tokens),
         _T.TOKENS: (_P.PREFILLING, Session.tokens),
@@ -183,6 +194,7 @@ TRANSITIONS: Mapping[SessionPhase, Mapping[SessionTrigger, _Transition]] = {
     },
     _P.ANSWERED: {_T.CLOSE: (_P.RELEASING, Session.release)},
     _P.FAILED: {_T.CLOSE: (_P.RELEASING, Session.release)},
+    _P.MOVED: {_T.CLOSE: (_P.RELEASING, Session.release)},
     _P.RELEASING: _ignoring(_P.RELEASING)
     | {
         _T.RELEASED: (_P.RELEASING, Session.confirm),

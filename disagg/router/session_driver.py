@@ -15,6 +15,7 @@ from disagg.core.clock import Clock
 from disagg.core.errors import DisaggError
 from disagg.router.answers import Emit
 from disagg.router.policy import SessionLoad
+from disagg.router.prompt_moves import PromptMoves
 from disagg.router.response_dispatcher import Received, ResponseDispatcher
 from disagg.router.session import Session
 from disagg.router.session_events import (
@@ -30,7 +31,7 @@ from disagg.router.session_events import (
 log = structlog.get_logger(__name__)
 
 RELEASE_TIMEOUT_S = 10.0
-_OVER = (SessionPhase.ANSWERED, SessionPhase.ENDED)
+_OVER = (SessionPhase.ANSWERED, SessionPhase.MOVED, SessionPhase.ENDED)
 """Phases in which `SessionDriver.run` or `SessionDriver.release` returns."""
 
 
@@ -38,11 +39,18 @@ class SessionDriver:
     """Runs one session on the router's event loop. Call `run` once, then `release`."""
 
     def __init__(
-        self, dispatcher: ResponseDispatcher, session: Session, load: SessionLoad, clock: Clock, emit: Emit
+        self,
+        dispatcher: ResponseDispatcher,
+        session: Session,
+        load: SessionLoad,
+        clock: Clock,
+        emit: Emit,
+        moves: PromptMoves,
     ) -> None:
         """Registers as the receiver of the session's messages. Raises `RequestInUseError`."""
         self.session = session
         self._dispatcher, self._load, self._clock, self._emit = dispatcher, load, clock, emit
+        self._moves = moves
         self._opened = ExitStack()
         self._opened.enter_context(dispatcher.receiving(session.key, self._receive))
         self._held: list[tuple[str, Received]] = []
@@ -55,8 +63,8 @@ class SessionDriver:
         """Event that is set when the first `Reserve` is sent, or when the session has ended without sending one."""
 
     async def run(self) -> None:
-        """Emits the answers until the session is over. Raises the error that ended the session. The caller must then
-        call `release`, also after an error."""
+        """Emits the answers until the session is over, or its prompt has moved. Raises the error that ended the
+        session. The caller must then call `release`, also after an error."""
         loop = asyncio.get_running_loop()
         deadline: asyncio.TimerHandle | None = None
         self._load.begin()
@@ -73,6 +81,17 @@ class SessionDriver:
             self.reserving.set()
             self._ended = self._signal(SessionTrigger.CLOSE)
             self._load.end()
+            self._count_prompt_out()
+
+    def move(self) -> bool:
+        """Ends the session so that a prefill group can compute the prompt. Returns whether the session has ended: not
+        if a token has arrived."""
+        if self._ending is None or self._ending.done():
+            return False
+        self._perform(self._signal(SessionTrigger.MOVED))
+        if self.session.moved:
+            self._ending.set_result(None)
+        return self.session.moved
 
     async def release(self) -> None:
         """Frees the request in every group that received it, and waits for the confirmations, even if cancelled."""
@@ -140,8 +159,14 @@ class SessionDriver:
                     self._dispatcher.send(action.peer, action.message)
                 case CountPromptComputed():
                     self._load.prompt_computed()
+                    self._count_prompt_out()
                 case RaiseError():
                     raise action.error
+
+    def _count_prompt_out(self) -> None:
+        """Removes the prompt from those that may move; the loads have changed for the others."""
+        self._moves.discard(self._load)
+        self._moves.review_soon()
 
     def _signal(self, trigger: SessionTrigger) -> list[SessionAction]:
         return self.session.on_signal(trigger, self._clock())

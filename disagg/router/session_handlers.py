@@ -87,6 +87,8 @@ class SessionHandlers(ABC):
     """Cause of the session's failure if another session can continue the request; None otherwise."""
     suspicion: bool = False
     """Whether a suspicion ended the session."""
+    moved: bool = False
+    """Whether the prompt left the decode group, which had not computed it, for a prefill group."""
     no_room: bool = False
     """Whether the session failed because the decode group had no room in time; another group may have room."""
     unlinked: bool = False
@@ -177,7 +179,7 @@ class SessionHandlers(ABC):
 
     def send_ticket(self, ticket: Ticket) -> list[SessionAction]:
         self.report.reserved_s = self.report.reserved_s or self._elapsed_s()
-        if self._is_colocated and self.decode.role == "decode":
+        if self.is_local:
             return []  # the group computes the prompt from `Reserve`
         has_prompt = self.prefill.leader.control_address in self.involved and not self._is_colocated
         sent = self._send(self.prefill, m.Reserved(self.key, ticket) if has_prompt else self._prefill(ticket))
@@ -200,6 +202,11 @@ class SessionHandlers(ABC):
     @property
     def _is_colocated(self) -> bool:
         return self.prefill.leader.control_address == self.decode.leader.control_address
+
+    @property
+    def is_local(self) -> bool:
+        """Whether a decode group computes the prompt too."""
+        return self._is_colocated and self.decode.role == "decode"
 
     def score_prompt(self, message: m.PromptLogprobs) -> list[SessionAction]:
         self._scored.update(enumerate(message.logprobs, message.start))
@@ -285,6 +292,11 @@ class SessionHandlers(ABC):
         )
         self.note_loss(error, prefill=prefill, resumable=prefill)
         return self.fail(error)
+
+    def move(self, _: None) -> list[SessionAction]:
+        """Ends the session without an error; the request's next session sends the prompt to a prefill group."""
+        self.moved = True
+        return []
 
     def drop_prefill(self, peer: str) -> list[SessionAction]:
         """Continues without the prefill group. If KV is missing, the decode group reports the loss."""

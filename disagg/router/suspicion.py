@@ -27,7 +27,6 @@ class Suspicions:
         """Control addresses of the leaders of suspected groups."""
         self.counts: Counter[str] = Counter()
         """How often each group was suspected since the start, by the group's name."""
-        dispatcher.on_change = table.statuses.on_change = self.review
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -400,10 +400,12 @@ def test_metrics() -> None:
         server.generator.recoveries["prefill_lost"] += 2
         server.generator.suspicions["decode-2"] += 3
         server.generator.local_prefills["queue"] += 4
+        server.generator.moved_prompts.update({"decode": 2, "decode-2": 3})
         server.generator.silent = ("decode-2",)
         text = server.client.get("/metrics").text
         status = server.client.get("/status").json()
         assert (status["recoveries_total"], status["suspected"]) == (2, ["decode-2"])
+        assert status["moved_prompts_total"] == 5
     families = {family.name: family for family in text_string_to_metric_families(text)}
     values = {(s.name, *s.labels.values()): s.value for f in families.values() for s in f.samples}
     assert (
@@ -413,6 +415,7 @@ def test_metrics() -> None:
     assert values["disagg_suspicions_total", "decode-2"] == 3
     assert values["disagg_local_prefills_total", "queue"] == 4
     assert values["disagg_local_prefills_total", "no_prefill_group"] == 0
+    assert values["disagg_moved_prompts_total", "decode-2"] == 3
     assert values["disagg_requests_total", "ok"] == 1
     assert values["disagg_requests_total", "refused"] == 1
     assert values["disagg_requests_total", "error"] == 1

@@ -1,9 +1,11 @@
-"""Quantized KV, wire probes and mixed requests in every order of events (see `interleaved_runs`).
+"""Quantized KV, wire probes, mixed requests and moved prompts in every order of events (see `interleaved_runs`).
 
 `make test` runs few seeds of each kind of trouble that no other kind contains, `make test-slow` all the others.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 import pytest
 from interleaved_runs import ENDS, ends_of, run_seeds
@@ -74,3 +76,26 @@ def test_requests_with_priorities_grammars_and_scores_in_any_order(what: str, mo
     ends = ends_of(run_seeds(seeds, f"mixed {what}"))
     assert "done" in ends or not more
     assert ends <= ENDS[what.removeprefix("damage ")]
+
+
+@pytest.mark.parametrize(
+    ("what", "seeds"),
+    [
+        ("nothing", (4, 5)),
+        ("abort and fail", (1, 2, 11)),
+        ("death", (10,)),
+        ("deadline", (4,)),
+        ("crowded abort", (4,)),
+        *(
+            pytest.param(what, range(first, 13), marks=pytest.mark.slow)
+            for what, first in (("nothing", 6), ("fail", 0), ("host", 0), ("repeat", 0))
+        ),
+        pytest.param("crowded", range(8), marks=pytest.mark.slow),
+    ],
+)
+def test_prompts_move_in_any_order(what: str, seeds: Iterable[int]) -> None:
+    """The decode group has most prompts, in its queue or half computed, when some of them move. All answers are
+    exact, and both groups free what they held."""
+    requests = run_seeds(seeds, f"{what} local")
+    assert ends_of(requests) <= ENDS[what]
+    assert any(one.moved and one.ended == "done" for one in requests)

@@ -49,7 +49,8 @@ ABORTED = m.Failed(KEY, "aborted", "by an operator", retryable=False)
 TRANSFERRED = m.Transferred(KEY, 8, 1, 1, 0.5)
 DEADLINE_S, WAIT_S = 100.0, 2.0
 LIVE = (SessionPhase.RESERVING, SessionPhase.PREFILLING, SessionPhase.DECODING)
-ENDINGS = (SessionPhase.ANSWERED, SessionPhase.FAILED)
+MOVED = ("signal", "moved")
+ENDINGS = (SessionPhase.ANSWERED, SessionPhase.FAILED, SessionPhase.MOVED)
 
 
 def group(role: str, address: str) -> GroupInfo:
@@ -74,6 +75,8 @@ class Script:
     refused: tuple[m.Message, ...] = ()
     """What the prefill leader sends before it has the ticket."""
     colocated: bool = False
+    local: bool = False
+    """The decode group computes the prompt."""
     answered: tuple[int, ...] = ()
     """The answer so far, of an earlier attempt."""
     careful: bool = False
@@ -133,6 +136,18 @@ SCRIPTS = {
     "started again": Script(ONE, [RESERVED], [m.Prefilled(KEY, [0]), TRANSFERRED], STREAM, careful=True),
     "started again, refused": Script(ONE, [RESERVED], [], [], refused=(FAILED,), careful=True),
     "colocated": Script(ONE, [RESERVED], [m.Prefilled(KEY, [0]), *STREAM], [], colocated=True),
+    "local": Script(ONE, [RESERVED], [m.Prefilled(KEY, [0]), *STREAM], [], local=True),
+    "local, no room": Script(ONE, [BUSY], [], [], local=True),
+    "local, fails": Script(ONE, [RESERVED], [FAILED], [], local=True),
+    "local, continued": Script(
+        ONE,
+        [RESERVED],
+        [m.Prefilled(KEY, [1]), tokens(2, 2, finish="length")],
+        [],
+        local=True,
+        answered=(0,),
+        careful=True,
+    ),
 }
 
 
@@ -156,12 +171,14 @@ class World:
     lost_at_release: set[str] = field(default_factory=set)
     full: bool = False
     """The decode leader has no room."""
+    sooner: bool = False
+    """A prefill group was sooner once."""
     now_s: float = 0.0
 
     @classmethod
     def start(cls, script: Script) -> World:
         decode = group("colocated", DECODE) if script.colocated else group("decode", DECODE)
-        prefill = decode if script.colocated else group("prefill", PREFILL)
+        prefill = decode if script.colocated or script.local else group("prefill", PREFILL)
         lost, suspected = set[str](), set[str]()
         answers = new_answers(script.sampling, spell if script.sampling.stop else None)
         if script.answered:
@@ -202,6 +219,8 @@ class World:
         if phase in (SessionPhase.NEW, *LIVE):
             yield "signal", "deadline"
         if phase in (*LIVE, SessionPhase.RELEASING):
+            if self.script.local and not self.sooner:
+                yield MOVED
             yield from (("deliver", peer) for peer, queue in self.queues.items() if queue)
         if not self.lost:
             yield from (("lose", peer) for peer in self.queues)
@@ -211,6 +230,7 @@ class World:
     def make(self, kind: str, name: str) -> None:
         self.now_s += 0.5
         if kind == "signal":
+            self.sooner |= (kind, name) == MOVED
             self.perform(self.session.on_signal(SessionTrigger(name), self.now_s))
         elif kind == "deliver":
             self.perform(self.session.on_message(name, self.queues[name].pop(0), self.now_s))
@@ -256,6 +276,8 @@ class World:
                 reply = self.script.reservations.pop(0)
                 self.queues[peer].append(reply)
                 self.full = reply == BUSY
+                if self.script.local:
+                    self.compute(peer)
             case m.Prefill():
                 ticketed = self.script.colocated or self.script.careful
                 ticket = RESERVED.ticket if ticketed else None
@@ -293,6 +315,9 @@ class World:
         if self.full and not self.script.refused:
             assert self.session.no_room == any(isinstance(error, BusyError) for error in self.errors)
         assert self.computed <= 1
+        assert self.session.moved == (endings == [SessionPhase.MOVED])
+        if self.session.moved:
+            assert (self.computed, self.outputs) == (0, []), "a prompt that is computed stays"
         answers: dict[int, list[int]] = {0: list(self.script.answered)} if self.script.answered else {}
         over: set[int] = set()
         for output in self.outputs:
@@ -361,6 +386,7 @@ def test_every_order_of_messages_ends_once_and_releases_every_living_leader(name
     assert {PeerLostError, RequestTimeoutError} <= errors
     script = SCRIPTS[name]
     assert (BusyError in errors) == (BUSY in [*script.reservations, *script.prefilled, *script.refused])
+    assert (SessionPhase.MOVED in seen) == (script.local and not script.answered)
 
 
 @pytest.mark.parametrize(("wait_s", "sent_s"), [(2.0, 2.0), (1000.0, 90.0), (float("inf"), 90.0)])
@@ -567,6 +593,49 @@ def test_a_colocated_leader_is_released_once() -> None:
     world = run(SCRIPTS["colocated"], START, FROM_DECODE, *[FROM_DECODE] * 3, CLOSE, FROM_DECODE)
     assert world.released == [DECODE]
     assert world.session.phase is SessionPhase.ENDED
+
+
+@pytest.mark.parametrize("moves", [[], [FROM_DECODE]], ids=["reserving", "prefilling"])
+def test_a_waiting_local_prompt_moves_without_a_loss(moves: list[tuple[str, str]]) -> None:
+    world = run(SCRIPTS["local"], START, *moves, MOVED)
+    session = world.session
+    assert (session.phase, session.loss, session.resumable) == (SessionPhase.MOVED, None, False)
+    assert (world.errors, world.released) == ([], [])
+    world.make(*CLOSE)
+    assert world.released == [DECODE]
+    while session.phase is not SessionPhase.ENDED:  # what the group sent before it had the release comes late
+        world.make(*FROM_DECODE)
+    assert (world.outputs, world.computed) == ([], 0)
+    assert session.report.released
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_a_computed_prompt_does_not_move(count: int) -> None:
+    world = run(SCRIPTS["local"], START, *[FROM_DECODE] * count, MOVED)
+    assert world.session.phase is SessionPhase.DECODING
+    while world.queues[DECODE]:
+        world.make(*FROM_DECODE)
+    assert world.session.phase is SessionPhase.ANSWERED
+
+
+def test_a_prompt_whose_first_tokens_are_late_does_not_move() -> None:
+    """Tokens of the answer show that the prompt is computed."""
+    world = run(Script(ONE, [RESERVED], [*STREAM, m.Prefilled(KEY, [0])], [], local=True), START)
+    world.make(*FROM_DECODE)
+    world.make(*FROM_DECODE)
+    world.make(*MOVED)
+    assert world.session.phase is SessionPhase.PREFILLING
+
+
+@pytest.mark.parametrize("name", ["one answer", "colocated", "local, continued"])
+def test_only_a_whole_prompt_of_a_decode_group_moves(name: str) -> None:
+    world = run(SCRIPTS[name], START)
+    for phase in LIVE:
+        assert world.session.phase is phase
+        world.perform(world.session.on_signal(SessionTrigger.MOVED, 1.0))
+        assert world.session.phase is phase
+        world.make(*(FROM_PREFILL if world.queues[PREFILL] else FROM_DECODE))
+    assert not world.session.moved
 
 
 @pytest.mark.parametrize("phase", SessionPhase)

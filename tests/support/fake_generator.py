@@ -50,6 +50,7 @@ class FakeGenerator:
         """And only in requests whose id ends like this."""
         self.recoveries: Counter[str] = Counter()
         self.local_prefills: Counter[str] = Counter()
+        self.moved_prompts: Counter[str] = Counter()
         self.suspicions: Counter[str] = Counter()
         self.silent: tuple[str, ...] = ()
         self.profiles: list[ProfileRequest] = []

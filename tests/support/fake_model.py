@@ -247,21 +247,22 @@ class FakeRunner:
         layerwise: bool = False,
     ) -> torch.Tensor:
         """float32 `[sequences, VOCAB]`. Not `layerwise`, as a recorded step: every layer reads before the first call
-        of the hook."""
+        of the hook. Forks that are computed again also read what their first sequence computes in the same step."""
         self.layerwise.append(layerwise)
         states = [self.states.read(one.row) for one in batch.sequences] if self.states is not None else []
         kv = [self._kv_of(one) for one in batch.sequences]
         slots = [self.req_to_token.table[one.row, one.start : one.stop].long() for one in batch.sequences]
+        written = torch.cat(slots)
         for one in () if layerwise else batch.sequences:
             for _, _, pool, layer in self._places:
-                self._require_read(one, pool, layer, one.start)
+                self._require_read(one, pool, layer, one.start, written)
         for number, part, pool, layer in self._places:
             for where, computed in zip(slots, kv, strict=True):
                 pool.write(layer, where, *computed[number][layer])
             if on_layer is not None:
                 on_layer(part.layers.start + layer)
             for one in batch.sequences if layerwise else ():
-                self._require_read(one, pool, layer, one.stop)
+                self._require_read(one, pool, layer, one.stop, written[:0])
             self.between_layers()
         for one, read in zip(batch.sequences, states, strict=bool(states)):
             assert self.states is not None
@@ -275,9 +276,13 @@ class FakeRunner:
             self._score(batch, scores)
         return torch.stack([fake_logits(self.context(one.row, one.stop)) for one in batch.sequences])
 
-    def _require_read(self, one: SequenceSlice, pool: MHATokenToKVPool, layer: int, stop: int) -> None:
-        """Attention of a layer reads the positions below `stop`, all of which have KV by now."""
-        found = pool.buffer[layer].index_select(1, self.req_to_token.table[one.row, :stop].long())
+    def _require_read(
+        self, one: SequenceSlice, pool: MHATokenToKVPool, layer: int, stop: int, written: torch.Tensor
+    ) -> None:
+        """Attention of a layer reads the positions below `stop`, all of which have KV by now, except for those in the
+        slots `written`."""
+        slots = self.req_to_token.table[one.row, :stop].long()
+        found = pool.buffer[layer].index_select(1, slots[~torch.isin(slots, written)])
         assert not found.isnan().any(), f"row {one.row}: layer {layer} is read before all of {stop} has KV"
 
     def _score(self, batch: StepBatch, scores: PromptScores) -> None:

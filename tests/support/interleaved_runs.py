@@ -91,6 +91,12 @@ def with_write_back(config: Config) -> Config:
     return msgspec.structs.replace(config, **back)
 
 
+def with_local_prefill(config: Config, choose: random.Random) -> Config:
+    """The decode group computes prompts too, in small chunks."""
+    decode = msgspec.structs.replace(config.decode, local_prefill_tokens=choose.choice([2, 7]))
+    return msgspec.structs.replace(config, decode=decode)
+
+
 def with_words(config: Config) -> Config:
     """Direct writes are reported by completion words, which need segments without checksums."""
     return msgspec.structs.replace(
@@ -198,7 +204,8 @@ def run(
 
     In a crowded run, answers outgrow the pool and requests are preempted all the time. Every third model without a
     recurrent state has layers of three classes. In a mixed run, requests have priorities and grammars, and some want
-    log-probabilities of their prompts. With `probed`, which receives the results, ranks probe their wires
+    log-probabilities of their prompts. In a local run, the decode group gets most prompts, and some of them move to
+    the prefill group. With `probed`, which receives the results, ranks probe their wires
     meanwhile. `kv_dtype` is the decode group's.
     """
     choose = random.Random(seed)
@@ -212,9 +219,11 @@ def run(
         config = with_words(config)
     if "back" in what:
         config = with_write_back(config)
+    if "local" in what:
+        config = with_local_prefill(config, choose)
     decode = msgspec.structs.replace(config.decode, kv_dtype=kv_dtype)
     prefill = msgspec.structs.replace(config.prefill, state_interval_tokens=8)
-    states = seed // 2 % 2 == 1
+    states = seed // 2 % 2 == 1 and "local" not in what
     more = ((2, 1), (4, 5)) if seed % 3 == 0 and not states else ()
     simulation = Simulation(
         msgspec.structs.replace(config, prefill=prefill, decode=decode),
@@ -234,6 +243,8 @@ def run(
         simulation.router.documents = [[choose.randrange(64) for _ in range(48)] for _ in range(documents)]
     if "mixed" in what:
         simulation.router.mixed = random.Random(seed)
+    if "local" in what:
+        simulation.router.local = random.Random(seed)
     if "storage" in what:  # an earlier life of the groups has stored some of them
         simulation.stock(simulation.router.documents[:4])
     pace = 4 if crowded else 1  # answers are longer, with fewer events for each token
@@ -259,6 +270,8 @@ def run(
                 simulation.router.stop(request, choose.randrange(request.sampling.n))
         if "abort" in what and requests and choose.random() < 0.002 / pace:
             simulation.router.end(choose.choice(requests), "aborted")
+        if simulation.router.local is not None and requests and choose.random() < 0.01:
+            simulation.router.move(choose.choice(requests))
         if probed is not None and choose.random() < 0.01:
             simulation.probe()
         if step == kill_at:

@@ -12,6 +12,7 @@ import msgspec
 from fake_model import VOCAB, check_scores, fake_answers
 
 from disagg.core.errors import BusyError, DisaggError, PeerLostError
+from disagg.core.local_prefill import computes_locally
 from disagg.core.tokens import pack_tokens
 from disagg.core.types import GroupInfo, RequestKey, SamplingParams, Ticket
 from disagg.router.answers import SessionReport, new_answers
@@ -52,6 +53,10 @@ class SimulatedRequest:
     sampling: SamplingParams
     letters: list[Letters]
     priority: int = 0
+    local: bool = False
+    """The decode group computes the prompt."""
+    moved: bool = False
+    """The prompt has left the decode group."""
     session: Session = field(init=False)
     ticket: Ticket | None = None
     reported: bool = False
@@ -99,6 +104,8 @@ class SimulatedRouter:
         """If set, every prompt begins with the beginning of one of them."""
         self.mixed: random.Random | None = None
         """If set, it gives requests priorities, grammars and log-probabilities of their prompts."""
+        self.local: random.Random | None = None
+        """If set, it chooses the prompts that the decode group computes, and of these the ones that move."""
 
     def submit(
         self, prompt_tokens: int, sampling: SamplingParams, deadline_s: float = FOREVER_S
@@ -122,6 +129,8 @@ class SimulatedRouter:
             if not sampling.beams:
                 sampling = msgspec.structs.replace(sampling, grammar=grammar, prompt_logprobs=scores)
         request = SimulatedRequest(prompt, sampling, [Letters() for _ in range(sampling.n)], priority)
+        if self.local is not None:
+            request.local = computes_locally(sampling) and self.local.random() < 0.8
         key = RequestKey(f"r{len(self.requests)}")
         self.requests[key.request_id] = request
         self._begin(request, key, self._clock() + deadline_s, self._choose.choice([0.0, math.inf]))
@@ -138,8 +147,10 @@ class SimulatedRouter:
         for answer, letters in zip(answers, request.letters, strict=True):
             if stopping:
                 answer.stream = TextStream(letters, [Letters.STOP])
+        prefill, decode = self.groups
         request.session = Session(
-            *self.groups,
+            decode if request.local else prefill,
+            decode,
             key,
             pack_tokens(request.prompt),
             request.sampling,
@@ -159,6 +170,18 @@ class SimulatedRouter:
         if not request.ended:
             request.ended = how
             self._perform(request, request.session.on_signal(SessionTrigger.CLOSE, self._clock()))
+
+    def move(self, request: SimulatedRequest) -> None:
+        """A prefill group is sooner than the decode group; no effect if the prompt may not move."""
+        if request.ended:
+            return
+        session = request.session
+        self._perform(request, session.on_signal(SessionTrigger.MOVED, self._clock()))
+        if session.moved:
+            request.local, request.moved, request.ticket = False, True, None
+            self._perform(request, session.on_signal(SessionTrigger.CLOSE, self._clock()))
+            key = RequestKey(session.key.request_id, session.key.epoch + 1)
+            self._begin(request, key, session.deadline_s, math.inf)
 
     def stop(self, request: SimulatedRequest, answer: int) -> None:
         """The answer's next token completes a stop string."""

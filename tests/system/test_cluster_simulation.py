@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -112,6 +113,17 @@ def test_a_short_stop_moves_requests_and_ends_nothing(seeds: int) -> None:
     assert sum(map(bool, suspicions)) > 5 * seeds / 8
     moved = Counter(cause for run in runs for one in run.requests for cause in one.report.recoveries)
     assert min(moved["prefill_suspected"], moved["decode_suspected"]) > 0, moved
+
+
+@pytest.mark.parametrize("seeds", [(3, 8), pytest.param(range(9, 40), marks=pytest.mark.slow)])
+def test_prompts_that_move_from_decode_groups(seeds: Iterable[int]) -> None:
+    """Many requests at once, so that prompts wait in decode groups; faults strike the groups that they leave and
+    reach. In two thirds of the simulations every waiting prompt moves once."""
+    runs = [simulate(seed, Scale(requests=30, spread_s=2.0)) for seed in seeds]
+    moved = sum(router.router.moved_prompts.total() for run in runs for router in run.world.routers)
+    assert moved > 10
+    assert {"kill", "cut"} <= {kind for run in runs for kind in run.faults.struck}
+    assert outcomes(runs)["done"] > 20
 
 
 def test_the_simulation_reports_a_suspicion_that_breaks_a_group(monkeypatch: pytest.MonkeyPatch) -> None:

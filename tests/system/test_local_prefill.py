@@ -16,6 +16,7 @@ from simulated_memory import poison_host, poison_pages
 from disagg.core.config.read import Config, ModelConfig, RouterConfig
 from disagg.core.errors import BusyError, PeerLostError
 from disagg.core.types import SamplingParams
+from disagg.router.policy import LocalPrefill
 from disagg.router.router import Router
 from transport.control.reliable import ReliableOptions
 
@@ -79,6 +80,30 @@ def test_prompts_beside_those_of_a_prefill_group(checkpoints: Checkpoints) -> No
     local = [one.report.prefill == "decode" for one in answers]
     assert sum(local) == count
     assert all((one.report.nbytes == 0) == here for one, here in zip(answers, local, strict=True))
+
+
+def test_prompts_that_move_to_a_prefill_group_have_the_same_answers(
+    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every prompt starts in the decode group. When the first one is computed, all others move, also begun ones."""
+    monkeypatch.setattr(LocalPrefill, "leaves", lambda rule, decode, *_: decode.answering > 0)
+    monkeypatch.setattr("disagg.router.prompt_moves.STAYING_PROMPTS", 0)
+    source, prompts = checkpoints.source(), PROMPTS * 2
+
+    async def work(router: Router) -> tuple[list[Any], int]:
+        asked = (ask(router, f"r{i}", prompt, GREEDY) for i, prompt in enumerate(prompts))
+        return await asyncio.gather(*asked), router.moved_prompts["decode"]
+
+    with local_groups(local_config(1, 1), source) as groups:
+        poison_pages(groups.decode[0].kv_manager, groups.decode)
+        answers, moved = groups.serve(work)
+        groups.settle()
+        sent_bytes = groups.prefill[0].statistics()["transfer"].bytes_sent
+    assert [one.tokens for one in answers] == [checkpoints.greedy(source, p, TOKENS) for p in prompts]
+    ways = [(one.report.prefill, one.report.sessions, one.report.recoveries) for one in answers]
+    assert ways.count(("prefill", 2, [])) == moved > 0
+    assert ways.count(("decode", 1, [])) == len(prompts) - moved > 0
+    assert sent_bytes > 0
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ def check(world: World) -> None:
             process.rank.leader.check()
     for router in world.living_routers():
         router.control.check()
+        router.router.check()
 
 
 def check_empty(world: World) -> None:
@@ -70,8 +71,9 @@ def _check_router(world: World, router: RouterProcess) -> None:
     assert {engine.group.name for engine in router.router.engines} == up, f"{name}: not the groups {up}"
     assert not router.router.suspected(), f"{name} suspects {router.router.suspected()}"
     for engine in router.router.engines:
-        load = (engine.requests, engine.tokens)
-        assert load == (0, 0), f"{name}: {engine.group.name} still counts {load}"
+        local = (engine.local_prompts, engine.local_tokens, engine.answering)
+        load = (engine.requests, engine.tokens, *local)
+        assert not any(load), f"{name}: {engine.group.name} still counts {load}"
         lost = dispatcher.lost.intersection(rank.control_address for rank in engine.group.ranks)
         assert not lost, f"{name} takes {engine.group.name} for lost"
     assert len(dispatcher.listeners) <= 1 + len(up), f"{name}: {sorted(dispatcher.listeners)}"

@@ -205,6 +205,9 @@ def _patch_product(patch: pytest.MonkeyPatch, world: World) -> None:
     chance = random.Random(f"{world.seed} tickets")
     patch.setattr("disagg.node.leader.IDLE_S", 0.0)
     patch.setattr("secrets.randbelow", chance.randrange)
+    if random.Random(f"{world.seed} moves").random() < 0.7:  # any prompt moves once, also one that is begun
+        patch.setattr("disagg.router.policy.MOVE_MARGIN", -1.0)
+        patch.setattr("disagg.router.prompt_moves.STAYING_PROMPTS", 0)
     if world.scale.features:
         patch.setattr("disagg.router.router.RouterRequest", partial(_with_priority, RouterRequest))
     late_kernels(world.devices, patch)
