@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
+import msgspec
 import pytest
 from fake_vllm_server import Body, Deployment, prefilled, says
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -49,6 +51,21 @@ def test_the_first_request_learns_the_engine_and_later_ones_overlap() -> None:
                 "remote_port": 5580,
                 "tp_size": 1,
             }
+
+    with_loop(check)
+
+
+def test_fields_reach_the_servers_as_they_were_written() -> None:
+    async def check() -> None:
+        async with Deployment(prefilled(), says("x")) as one:
+            content = '{"prompt": [1, 22 ], "temperature": 1e-1, "seed": 12345678901234567890123}'
+            assert (await one.client.post("/v1/completions", content=content)).status_code == 200
+            for server in (one.prefill, one.decode):
+                assert server.bodies[0]["prompt"] == [1, 22]
+                assert server.bodies[0]["seed"] == 12345678901234567890123
+            broken = await one.client.post("/v1/completions", content='{"prompt": [1, 22 }')
+            assert broken.status_code == 400
+            assert "not a JSON object" in broken.text
 
     with_loop(check)
 
@@ -249,9 +266,20 @@ def test_other_requests_go_to_the_decode_server() -> None:
     with_loop(check)
 
 
+def fields(body: dict[str, Any]) -> dict[str, msgspec.Raw]:
+    """The fields of a request as the proxy reads them."""
+    found: dict[str, msgspec.Raw] = msgspec.json.decode(json.dumps(body), type=dict[str, msgspec.Raw])
+    return found
+
+
 @pytest.mark.parametrize(
     ("body", "pairable"),
     [
+        ({"prompt": "[["}, True),
+        ({"prompt": []}, True),
+        ({"prompt": [[1, 2]]}, True),
+        ({"prompt": ["a, b"], "echo": None, "prompt_logprobs": None, "n": None}, True),
+        ({"prompt": [["a"], 1]}, False),
         ({"prompt": "a"}, True),
         ({"prompt": [1, 2]}, True),
         ({"prompt": ["a"]}, True),
@@ -265,7 +293,7 @@ def test_other_requests_go_to_the_decode_server() -> None:
     ],
 )
 def test_requests_that_one_transfer_serves(body: dict[str, Any], pairable: bool) -> None:
-    assert is_pairable(body) is pairable
+    assert is_pairable(fields(body)) is pairable
 
 
 def test_the_prefill_request_asks_for_one_token() -> None:
@@ -279,8 +307,8 @@ def test_the_prefill_request_asks_for_one_token() -> None:
         },
         **{"tools": [{}], "tool_choice": "required", "stream": True, "response_format": {}, "temperature": 0},
     }
-    found = prefill_body(body, "t")
-    assert found == {
+    found = prefill_body(fields(body), "t")
+    assert msgspec.json.decode(msgspec.json.encode(found)) == {
         **{"messages": [], "max_completion_tokens": 1, "max_tokens": 1, "tools": [{}], "tool_choice": "none"},
         **{"stream": False, "temperature": 0},
         "kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": "t"},

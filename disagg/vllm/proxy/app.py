@@ -78,7 +78,7 @@ class PairingProxy:
 
     async def generate(self, request: Request) -> Response:
         """Answers a completion or a chat completion."""
-        body = _object(await request.body())
+        body = _fields(await request.body())
         if not is_pairable(body):
             return await self.forward(request)
         prefill, decode = next(self._prefill), next(self._decode)
@@ -129,7 +129,7 @@ class PairingProxy:
             if exc.status == BAD_GATEWAY:  # the server's next life is another engine
                 self._sources.pop(pair.prefill, None)
             raise
-        params = _object(text).get("kv_transfer_params")
+        params = msgspec.json.decode(_fields(text).get("kv_transfer_params", b"null"))
         if not isinstance(params, dict):
             raise AnswerError.of(
                 BAD_GATEWAY,
@@ -159,10 +159,10 @@ async def _error_reply(request: Request, error: Exception) -> Response:
     return Response(error.content, error.status, media_type="application/json")
 
 
-def _object(content: bytes) -> Body:
-    """Returns a JSON object. Raises `AnswerError` 400 for other content."""
+def _fields(content: bytes) -> Body:
+    """Returns the fields of a JSON object. Raises `AnswerError` 400 for other content."""
     try:
-        return msgspec.json.decode(content, type=dict[str, Any])
+        return msgspec.json.decode(content, type=Body)
     except msgspec.DecodeError as exc:
         raise AnswerError.of(400, f"the body is not a JSON object: {exc}") from exc
 
