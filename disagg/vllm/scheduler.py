@@ -74,6 +74,8 @@ class SchedulerSide:
         self._receiving: set[str] = set()
         self._early: set[str] = set()
         """Received requests that vLLM knows of before their worker's report."""
+        self._was_empty = False
+        """Whether the latest step computed nothing."""
         self._tables: tuple[int, ...] = (0,)
         """Page table of each layer class."""
         self._computed: dict[str, int] = {}
@@ -175,7 +177,10 @@ class SchedulerSide:
             if prompt is not None:
                 self._scheduled(one, prompt)
         work, self._work = self._work, StepWork()
-        work.may_wait = self._facts.steps_alone and computes_nothing(scheduler_output)
+        # Not in the first empty step: with asynchronous scheduling, the tokens of the step before are still unread.
+        empty = computes_nothing(scheduler_output)
+        work.may_wait = self._facts.steps_alone and empty and self._was_empty
+        self._was_empty = empty
         return work
 
     def _scheduled(self, one: ScheduledTokens, prompt: _Prompt) -> None:

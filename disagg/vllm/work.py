@@ -81,7 +81,7 @@ class StepWork:
     """Consumer: aborted requests of `receives`, whose blocks are held until they are no longer written."""
     releases: list[ReleaseWork] = field(default_factory=list)
     may_wait: bool = False
-    """Whether the step computes nothing, so that a worker may wait for KV for a short time."""
+    """Whether this step and the one before compute nothing, so that a worker may wait for KV for a short time."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -177,11 +177,12 @@ def test_an_empty_step_waits_for_kv(extra: dict[str, Any], monkeypatch: pytest.M
         first = asks_prefill("p1", 1, TOKENS)
         p.compute(first, [3, 9, 4, 7])
         second = asks_decode("d1", first)
+        d.step()
         assert d.scheduler.get_num_new_matched_tokens(second, 0) == (TOKENS, True)
         d.scheduler.update_state_after_alloc(second, blocks_of([20, 2, 5, 11]), TOKENS)
         assert d.step().finished_recving == {"d1"}
         d.step()
-        assert waits == [100.0, 0.0]
+        assert waits == [0.0, 100.0, 0.0]
     finally:
         p.shutdown()
         d.shutdown()

@@ -201,10 +201,11 @@ def test_a_late_report_is_not_that_of_a_new_request_of_the_same_name() -> None:
     assert reported(one, "d1", requests=requests) == {"d1"}
 
 
-def test_only_steps_without_tokens_may_wait() -> None:
-    assert Scheduling().work().may_wait
-    assert not Scheduling().work(new=(("x", [1], 0, 5),)).may_wait
-    assert not Scheduling(steps_alone=False).work().may_wait
+@pytest.mark.parametrize("alone", [False, True])
+def test_only_later_steps_without_tokens_may_wait(alone: bool) -> None:
+    one, tokens = Scheduling(steps_alone=alone), (("x", [1], 0, 5),)
+    found = [one.work(new=new).may_wait for new in ((), (), (), tokens, (), ())]
+    assert found == [False, alone, alone, False, False, alone]
 
 
 def test_the_last_chunk_is_announced_with_all_blocks() -> None:
