@@ -107,6 +107,31 @@ def test_a_stream_is_passed_on_while_it_grows() -> None:
     with_loop(check)
 
 
+def test_an_answer_of_the_decode_server_does_not_wait_for_that_of_the_prefill_server() -> None:
+    """Which names a new engine when it comes at last."""
+
+    async def check() -> None:
+        more = asyncio.Event()
+
+        async def late(body: Body) -> Response:
+            await more.wait()
+            return await prefilled("q")(body)
+
+        async with Deployment(prefilled(), says("x")) as one:
+            await one.ask()
+            one.prefill.behaviour = late
+            assert (await one.ask()).json()["choices"][0]["text"] == "x"
+            body = {"prompt": "x", "stream": True}
+            assert "x" in (await one.client.post("/v1/completions", json=body)).text
+            assert not one.prefill.gone.is_set()
+            assert one.decode.bodies[-1]["kv_transfer_params"]["remote_engine_id"] == "p"
+            more.set()
+            while one.decode.bodies[-1]["kv_transfer_params"]["remote_engine_id"] == "p":
+                await one.ask()
+
+    with_loop(check)
+
+
 async def for_ever(body: Body) -> Response:
     await asyncio.Event().wait()
     return Response()
@@ -194,9 +219,10 @@ def test_a_prefill_server_that_died_is_learned_again() -> None:
     async def check() -> None:
         async with Deployment(prefilled("p"), says("x")) as one:
             await one.ask()
-            one.prefill.behaviour = cut
+            answer = one.decode.behaviour
+            one.prefill.behaviour, one.decode.behaviour = cut, for_ever
             assert (await one.ask()).status_code == 502
-            one.prefill.behaviour = prefilled("q")
+            one.prefill.behaviour, one.decode.behaviour = prefilled("q"), answer
             one.decode.bodies.clear()
             assert (await one.ask()).status_code == 200
             engines = [body["kv_transfer_params"]["remote_engine_id"] for body in one.decode.bodies]
