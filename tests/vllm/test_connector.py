@@ -163,6 +163,13 @@ def test_a_prompt_is_handed_over(extra: dict[str, Any]) -> None:
             engine.shutdown()
 
 
+@pytest.mark.parametrize(("engines", "alone"), [(1, True), (2, False)])
+def test_data_parallel_engines_wait_for_each_other(engines: int, alone: bool, extra: dict[str, Any]) -> None:
+    vllm_config, caches = configs("p", extra)
+    vllm_config.parallel_config.data_parallel_size = engines
+    assert facts_of(vllm_config, caches).steps_alone is alone
+
+
 def test_an_empty_step_waits_for_kv(extra: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """One step reports the request, although nothing of it has come when the step begins."""
     p = ConnectedEngine("p", extra | {"port": free_port()}, "nhd, packed", "producer")
