@@ -13,6 +13,7 @@ from typing import Any
 from disagg.core.errors import ConfigError
 from disagg.core.types import Span
 from disagg.vllm.groups import BlockTables, CacheGroup, is_plain
+from disagg.vllm.received import NewlyReceived
 from disagg.vllm.specs import cache_groups
 
 BASE_MODULE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
@@ -41,6 +42,8 @@ class EngineFacts:
     """Whether vLLM schedules a step before the previous one has ended."""
     extra: dict[str, Any]
     """`kv_connector_extra_config`."""
+    steps_alone: bool = True
+    """Whether no other engine waits for this engine's steps, as data-parallel engines of a MoE do."""
     whole_blocks: bool = False
     """Whether only the attention kernels know the order of elements in a block, as on a CPU."""
 
@@ -183,6 +186,7 @@ def facts_of(vllm_config: Any, kv_cache_config: Any) -> EngineFacts:
         fingerprint=known if plain else " | ".join([known, *(group.describe() for group in groups)]),
         async_scheduling=bool(getattr(vllm_config.scheduler_config, "async_scheduling", False)),
         extra=dict(transfer.kv_connector_extra_config or {}),
+        steps_alone=getattr(parallel, "data_parallel_size", 1) == 1,
         whole_blocks=whole_blocks,
     )
 
@@ -192,6 +196,17 @@ def _head_groups(model: Any) -> int:
     config = getattr(model, "hf_text_config", None)
     names = ("mamba_n_groups", "n_groups", "mamba_ngroups")
     return next((int(getattr(config, name)) for name in names if getattr(config, name, None)), 0)
+
+
+def computes_nothing(output: Any) -> bool:
+    """Returns whether a `SchedulerOutput` is that of a step without tokens."""
+    return not output.num_scheduled_tokens
+
+
+def newly_received(output: Any) -> set[str]:
+    """Returns the requests whose KV has come by now, if the worker of a `KVConnectorOutput` runs in this process."""
+    found = getattr(output, "kv_connector_worker_meta", None)
+    return found.take() if isinstance(found, NewlyReceived) else set()
 
 
 def scheduled(output: Any) -> Iterator[ScheduledTokens]:

@@ -75,7 +75,10 @@ class ConnectorMethods:
         self.working.wait_for_save()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Returns the requests whose blocks may be freed, and the requests whose KV has come or failed to."""
+        """Returns the requests whose blocks may be freed, and the requests whose KV has come or failed to.
+
+        A step without tokens waits for KV up to `LINGER_S`.
+        """
         return self.working.get_finished()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
@@ -86,6 +89,10 @@ class ConnectorMethods:
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Returns the blocks whose KV did not come."""
         return self.working.get_block_ids_with_load_errors()
+
+    def build_connector_worker_meta(self) -> Any:
+        """Returns the requests whose KV has come, for a scheduler in this process."""
+        return self.working.newly_received()
 
     # --- scheduler
 
@@ -128,7 +135,7 @@ class ConnectorMethods:
         return self.scheduling.request_finished(request, compat.tables_of(block_ids))
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """Forgets the requests that all workers have reported."""
+        """Forgets the requests that all workers have reported; adds those whose KV has come since."""
         self.scheduling.update_connector_output(connector_output)
 
     def has_pending_push_work(self) -> bool:

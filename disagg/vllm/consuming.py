@@ -19,6 +19,7 @@ from disagg.data_path.consumer import KVConsumer
 from disagg.data_path.events import TransferEvent, TransferEventKind
 from disagg.vllm.groups import NULL_BLOCK
 from disagg.vllm.producing import pushed_to
+from disagg.vllm.received import ReceivedRequests
 from disagg.vllm.states import check_exchange
 from disagg.vllm.work import ReceiveWork, ReleaseWork
 from transport.control import messages as m
@@ -84,10 +85,10 @@ class Consuming:
         self._refused: dict[str, str] = {}
         """Why groups of other engines could not be linked, the latest `_MOST_REFUSED` of them."""
         self._landed = self._failed = self._cancelled = 0
-        self.finished: deque[str] = deque()
-        """Requests whose blocks nobody writes any more; any thread may pop."""
+        self.received = ReceivedRequests()
+        """Requests whose blocks nobody writes any more."""
         self.failed: deque[ReceiveWork] = deque()
-        """Requests without their KV; each one comes here before it comes in `finished`."""
+        """Requests without their KV; each one comes here before it comes in `received`. Any thread may pop."""
 
     # --- work of the engine's scheduler
 
@@ -155,9 +156,9 @@ class Consuming:
                 )
                 self._send(reserved.work.group, push)
             case TransferEventKind.LANDED if reserved.state is IncomingState.OPEN:
-                self._landed += 1
                 reserved.state = IncomingState.LANDED
-                self.finished.append(reserved.work.request_id)
+                self.received.add(reserved.work.request_id, loaded=True)
+                self._landed += 1
                 self.endpoint.close(event.key, event.ticket, "landed")
             case TransferEventKind.FAILED:
                 self._fail(reserved, event.reason)
@@ -205,7 +206,7 @@ class Consuming:
         if reserved.state is not IncomingState.LANDED:
             if reserved.failed:
                 self.failed.append(reserved.work)
-            self.finished.append(reserved.work.request_id)
+            self.received.add(reserved.work.request_id, loaded=False)
 
     def _send_releases(self) -> None:
         waiting = []

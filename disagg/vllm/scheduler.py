@@ -16,7 +16,9 @@ from disagg.vllm.compat import (
     ScheduledTokens,
     answers_one_token,
     block_tables_of,
+    computes_nothing,
     drop_last_prompt_token,
+    newly_received,
     prompt_is_computed,
     scheduled,
 )
@@ -70,6 +72,10 @@ class SchedulerSide:
         self._prompts: dict[str, _Prompt] = {}
         self._holding: set[str] = set()
         self._receiving: set[str] = set()
+        self._early: set[str] = set()
+        """Received requests that vLLM knows of before their worker's report."""
+        self._was_empty = False
+        """Whether the latest step computed nothing."""
         self._tables: tuple[int, ...] = (0,)
         """Page table of each layer class."""
         self._computed: dict[str, int] = {}
@@ -171,6 +177,10 @@ class SchedulerSide:
             if prompt is not None:
                 self._scheduled(one, prompt)
         work, self._work = self._work, StepWork()
+        # Not in the first empty step: with asynchronous scheduling, the tokens of the step before are still unread.
+        empty = computes_nothing(scheduler_output)
+        work.may_wait = self._facts.steps_alone and empty and self._was_empty
+        self._was_empty = empty
         return work
 
     def _scheduled(self, one: ScheduledTokens, prompt: _Prompt) -> None:
@@ -243,9 +253,18 @@ class SchedulerSide:
         return found
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """Forgets the requests that all workers have reported."""
+        """Forgets the requests that all workers have reported.
+
+        Adds the requests whose KV has come since the worker's report, so that vLLM schedules them in its next step.
+        Their reports follow, and are removed, because vLLM expects one for each request.
+        """
         self._holding -= set(connector_output.finished_sending or ())
-        self._receiving -= set(connector_output.finished_recving or ())
+        reported = set(connector_output.finished_recving or ())
+        received = reported - self._early
+        newest = (newly_received(connector_output) & self._receiving) - received
+        self._early = (self._early - reported) | newest
+        self._receiving -= received | newest
+        connector_output.finished_recving = received | newest
 
     def has_pending_push_work(self) -> bool:
         """Returns whether steps without requests are needed, so that blocks that were sent are freed."""

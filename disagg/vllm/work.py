@@ -80,6 +80,8 @@ class StepWork:
     cancels: list[str] = field(default_factory=list)
     """Consumer: aborted requests of `receives`, whose blocks are held until they are no longer written."""
     releases: list[ReleaseWork] = field(default_factory=list)
+    may_wait: bool = False
+    """Whether this step and the one before compute nothing, so that a worker may wait for KV for a short time."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import sys
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -24,6 +23,7 @@ from disagg.vllm.compat import EngineFacts
 from disagg.vllm.consuming import Consuming
 from disagg.vllm.groups import is_plain
 from disagg.vllm.producing import Producing
+from disagg.vllm.received import LINGER_S, NewlyReceived, taken
 from disagg.vllm.scheduler import group_name
 from disagg.vllm.settings import VllmSettings
 from disagg.vllm.work import StepWork, WorkerHandshake
@@ -31,7 +31,6 @@ from prefill_node.step_part import StepPart
 from transport.control.zmq import make_control
 from transport.select import TLSOptions, make_transport
 
-T = TypeVar("T")
 MakeWires = Callable[[torch.device], Wires]
 """Makes the connections of one endpoint, whose pools are on the device."""
 
@@ -57,6 +56,11 @@ class WorkerSide:
         self._caches: BorrowedCaches | None = None
         self._chunk: StepPart | None = None
         """The part of the running step; None when it sends nothing."""
+        self._awaited: set[str] = set()
+        """Requests whose KV has been asked for, and that were not reported."""
+        self._linger_s = 0.0
+        """Time for which an empty step waits for KV; 0 until the endpoints' threads run."""
+        self._may_wait = self._reported = False
 
     @property
     def endpoints(self) -> list[Endpoint[Any]]:
@@ -81,6 +85,7 @@ class WorkerSide:
         sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_INTERVAL_S))
         for endpoint in self.endpoints:
             endpoint.start()
+        self._linger_s = LINGER_S
 
     def _endpoint_options(self, caches: BorrowedCaches, role: str) -> EndpointOptions:
         name, config = group_name(self._facts.engine_id, role), self._settings.config
@@ -117,6 +122,8 @@ class WorkerSide:
         """Passes the incoming work of a step on. Never blocks. vLLM 0.32 calls it after the model has run."""
         if self.consuming is not None:
             self._post_incoming(self.consuming, work)
+            self._awaited.update(one.request_id for one in work.receives)
+        self._may_wait = work.may_wait
 
     def _post_incoming(self, consuming: Consuming, work: StepWork) -> None:
         endpoint, post = consuming.endpoint, consuming.endpoint.post
@@ -173,9 +180,27 @@ class WorkerSide:
         """Returns the requests whose blocks are read no more, and those whose blocks are written no more."""
         for endpoint in self.endpoints:
             endpoint.computing = False  # vLLM calls this method at the end of each step
-        sent = set(_taken(self.producing.finished)) if self.producing is not None else set()
-        received = set(_taken(self.consuming.finished)) if self.consuming is not None else set()
-        return sent or None, received or None
+        sent = set(taken(self.producing.finished)) if self.producing is not None else set()
+        return sent or None, self._received() or None
+
+    def _received(self) -> set[str]:
+        if self.consuming is None:
+            return set()
+        # The step after a report does not wait: another process queues it before it reads the report.
+        wait = self._may_wait and self._awaited and not self._reported
+        received = self.consuming.received.take(self._linger_s if wait else 0.0)
+        self._awaited -= received
+        self._reported = bool(received)
+        return received
+
+    def newly_received(self) -> NewlyReceived | None:
+        """Returns the requests whose KV has come, for a scheduler in this process; None if this rank is not alone.
+
+        vLLM may schedule a request only when all ranks have its KV. The caller has called `get_finished` before.
+        """
+        if self.consuming is None or self._facts.tp_size > 1:
+            return None
+        return self.consuming.received.newest()
 
     def failed_requests(self) -> set[str]:
         """Returns the requests whose KV did not come, if vLLM cannot find them by their blocks.
@@ -185,13 +210,13 @@ class WorkerSide:
         """
         if self.consuming is None or is_plain(self._facts.groups):
             return set()
-        return {work.request_id for work in _taken(self.consuming.failed)}
+        return {work.request_id for work in taken(self.consuming.failed)}
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Returns the blocks whose KV did not come, where `failed_requests` has nothing to report."""
         if self.consuming is None or not is_plain(self._facts.groups):
             return set()
-        return {block for work in _taken(self.consuming.failed) for block in work.tables[0]}
+        return {block for work in taken(self.consuming.failed) for block in work.tables[0]}
 
     def shutdown(self) -> None:
         """Ends the endpoints' threads and connections."""
@@ -213,11 +238,3 @@ def make_wires(settings: VllmSettings, device: torch.device) -> Wires:
 def host_of(address: str) -> str:
     """Returns the host of a control address `tcp://host:port`."""
     return address.removeprefix("tcp://").rpartition(":")[0]
-
-
-def _taken(queue: deque[T]) -> list[T]:
-    """Empties a queue that the transfer thread fills."""
-    found = []
-    while queue:
-        found.append(queue.popleft())
-    return found

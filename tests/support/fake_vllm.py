@@ -10,7 +10,7 @@ recurrent layers have a state in the block of the last computed token, and null 
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
@@ -137,7 +137,8 @@ class FakeEngine:
         `late_loads`: vLLM 0.32 calls `start_load_kv` after the model has run, vLLM 0.26 before. `groups`: KV cache
         groups, whose blocks have equal sizes in bytes; by default, one of full attention. `states`: those of the
         groups of recurrent layers, which need a layout with a block's bytes in one piece. `asynchronous`: the engine
-        says that it schedules a step before the previous one has ended, so that KV leaves after the prompt."""
+        says that it schedules a step before the previous one has ended, so that KV leaves after the prompt; the
+        scheduler reads the workers' report of a step after the next step."""
         self.network, self.name, self.tp, self.chunk = network, name, tp, chunk
         groups = groups or (CacheGroup(block_size),)
         self._states, own = states, states.layers(tp)
@@ -161,6 +162,7 @@ class FakeEngine:
         directory = EngineDirectory(self.channel, network.clock)
         self.scheduler = SchedulerSide(known, directory, name, 5580)
         self._late_loads, self._settles = late_loads, settles
+        self._lag, self._results = int(asynchronous), deque[Any]()
         self.free = list(range(1, blocks))  # block 0 is vLLM's null block
         self.blocks = blocks
         self.requests: dict[str, FakeRequest] = {}
@@ -338,7 +340,10 @@ class FakeEngine:
             table[:] = kept
 
     def _update(self, computing: list[tuple[FakeRequest, int, int]]) -> None:
-        finished = SimpleNamespace(finished_sending=set(), finished_recving=set())
+        newest = self.workers[0].newly_received()
+        finished = SimpleNamespace(
+            finished_sending=set(), finished_recving=set(), kv_connector_worker_meta=newest
+        )
         for worker in self.workers:
             sent, received = worker.get_finished()
             failed, bad = worker.failed_requests(), worker.get_block_ids_with_load_errors()
@@ -360,6 +365,11 @@ class FakeEngine:
                 request.computed = stop
                 if stop == request.end:
                     self._finish(request, "FINISHED_LENGTH_CAPPED")
+        self._results.append(finished)
+        if len(self._results) > self._lag:
+            self._report(self._results.popleft())
+
+    def _report(self, finished: Any) -> None:
         self.scheduler.update_connector_output(finished)
         for request_id in finished.finished_recving:
             request = self.requests[request_id]  # vLLM asserts this

@@ -73,9 +73,12 @@ class RealEngine:
         whole_blocks: bool = False,
         windows: tuple[int, ...] = (),
         states: str = "",
+        other_process: bool = False,
     ) -> None:
         """`windows`: sliding windows of the KV cache groups after the first, which has full attention. `states`:
-        cache mode of two groups of recurrent layers, which follow; empty without them."""
+        cache mode of two groups of recurrent layers, which follow; empty without them. `other_process`: whether the
+        scheduler gets copies of the worker's results."""
+        self._copied = other_process
         patch.setattr(parallel_state, "get_tensor_model_parallel_rank", lambda: 0)
         init_none_hash(sha256)
         self.config = vllm_config(model, extra, role, policy, states)
@@ -144,12 +147,13 @@ class RealEngine:
     # --- steps, in the order of vLLM's engine core and model runner
 
     def step(self) -> None:
-        if self.scheduler.has_requests() or self._pending or self.scheduler.connector.has_pending_push_work():
+        if self.scheduler.has_requests():
             output = self.scheduler.schedule()
             self._pending.append((output, self._run(output)))
-        if len(self._pending) > self._ahead or (
-            self._pending and not self._pending[-1][0].num_scheduled_tokens
-        ):
+            more = output.num_scheduled_tokens or self.scheduler.has_requests()
+            if len(self._pending) <= self._ahead and more:
+                return
+        if self._pending:
             output, result = self._pending.popleft()
             for outputs in self.scheduler.update_from_output(output, result).values():
                 for one in outputs.outputs:
@@ -190,6 +194,9 @@ class RealEngine:
         else:
             found.finished_sending, found.finished_recving = self.worker.get_finished(output.finished_req_ids)
         found.invalid_block_ids = self.worker.get_block_ids_with_load_errors()
+        found.kv_connector_worker_meta = self.worker.build_connector_worker_meta()
+        if self._copied:
+            found = pickle.loads(pickle.dumps(found))
         self.worker.clear_connector_metadata()
         names = list(counts)
         done = {name: starts[name] + counts[name] >= self.requests[name].num_tokens for name in names}

@@ -22,6 +22,7 @@ from disagg.core.errors import ConfigError
 from disagg.core.types import RequestKey, Span, Ticket
 from disagg.vllm.compat import facts_of
 from disagg.vllm.groups import CacheGroup
+from disagg.vllm.received import ReceivedRequests
 from disagg.vllm.work import PromptStates, ReceiveWork, StepWork
 
 LAYERS, BLOCKS, TOKENS = 3, 24, 50
@@ -160,6 +161,38 @@ def test_a_prompt_is_handed_over(extra: dict[str, Any]) -> None:
     finally:
         for engine in engines:
             engine.shutdown()
+
+
+@pytest.mark.parametrize(("engines", "alone"), [(1, True), (2, False)])
+def test_data_parallel_engines_wait_for_each_other(engines: int, alone: bool, extra: dict[str, Any]) -> None:
+    vllm_config, caches = configs("p", extra)
+    vllm_config.parallel_config.data_parallel_size = engines
+    assert facts_of(vllm_config, caches).steps_alone is alone
+
+
+def test_an_empty_step_waits_for_kv(extra: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """One step reports the request, although nothing of it has come when the step begins."""
+    p = ConnectedEngine("p", extra | {"port": free_port()}, "nhd, packed", "producer")
+    monkeypatch.setattr("disagg.vllm.worker.LINGER_S", 100.0)
+    d = ConnectedEngine("d", extra | {"port": free_port()}, "nhd, packed", "consumer")
+    waits: list[float] = []
+    take = ReceivedRequests.take
+    monkeypatch.setattr(
+        ReceivedRequests, "take", lambda one, wait_s: (waits.append(wait_s), take(one, wait_s))[1]
+    )
+    try:
+        first = asks_prefill("p1", 1, TOKENS)
+        p.compute(first, [3, 9, 4, 7])
+        second = asks_decode("d1", first)
+        d.step()
+        assert d.scheduler.get_num_new_matched_tokens(second, 0) == (TOKENS, True)
+        d.scheduler.update_state_after_alloc(second, blocks_of([20, 2, 5, 11]), TOKENS)
+        assert d.step().finished_recving == {"d1"}
+        d.step()
+        assert waits == [0.0, 100.0, 0.0]
+    finally:
+        p.shutdown()
+        d.shutdown()
 
 
 def test_the_class_has_the_base_class_of_vllm(extra: dict[str, Any]) -> None:

@@ -61,6 +61,7 @@ class Lifecycles:
             settings=self._settings,
             late_loads=self.choose.random() < 0.5,
             groups=tuple(replace(group, block_size=size) for group in self._groups),
+            asynchronous=self.choose.random() < 0.5,
         )
 
     def run(self, lifecycles: int) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
+import msgspec
 import pytest
 from fake_vllm_server import Body, Deployment, prefilled, says
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -53,6 +55,21 @@ def test_the_first_request_learns_the_engine_and_later_ones_overlap() -> None:
     with_loop(check)
 
 
+def test_fields_reach_the_servers_as_they_were_written() -> None:
+    async def check() -> None:
+        async with Deployment(prefilled(), says("x")) as one:
+            content = '{"prompt": [1, 22 ], "temperature": 1e-1, "seed": 12345678901234567890123}'
+            assert (await one.client.post("/v1/completions", content=content)).status_code == 200
+            for server in (one.prefill, one.decode):
+                assert server.bodies[0]["prompt"] == [1, 22]
+                assert server.bodies[0]["seed"] == 12345678901234567890123
+            broken = await one.client.post("/v1/completions", content='{"prompt": [1, 22 }')
+            assert broken.status_code == 400
+            assert "not a JSON object" in broken.text
+
+    with_loop(check)
+
+
 def test_one_after_another() -> None:
     async def check() -> None:
         async with Deployment(prefilled(), says("x"), at_once=False) as one:
@@ -86,6 +103,31 @@ def test_a_stream_is_passed_on_while_it_grows() -> None:
             assert "stream_options" not in one.prefill.bodies[0]
             assert one.decode.headers[0]["accept-encoding"] == "identity"
             assert one.decode.bodies[0]["stream_options"] == {"include_usage": True}
+
+    with_loop(check)
+
+
+def test_an_answer_of_the_decode_server_does_not_wait_for_that_of_the_prefill_server() -> None:
+    """Which names a new engine when it comes at last."""
+
+    async def check() -> None:
+        more = asyncio.Event()
+
+        async def late(body: Body) -> Response:
+            await more.wait()
+            return await prefilled("q")(body)
+
+        async with Deployment(prefilled(), says("x")) as one:
+            await one.ask()
+            one.prefill.behaviour = late
+            assert (await one.ask()).json()["choices"][0]["text"] == "x"
+            body = {"prompt": "x", "stream": True}
+            assert "x" in (await one.client.post("/v1/completions", json=body)).text
+            assert not one.prefill.gone.is_set()
+            assert one.decode.bodies[-1]["kv_transfer_params"]["remote_engine_id"] == "p"
+            more.set()
+            while one.decode.bodies[-1]["kv_transfer_params"]["remote_engine_id"] == "p":
+                await one.ask()
 
     with_loop(check)
 
@@ -177,9 +219,10 @@ def test_a_prefill_server_that_died_is_learned_again() -> None:
     async def check() -> None:
         async with Deployment(prefilled("p"), says("x")) as one:
             await one.ask()
-            one.prefill.behaviour = cut
+            answer = one.decode.behaviour
+            one.prefill.behaviour, one.decode.behaviour = cut, for_ever
             assert (await one.ask()).status_code == 502
-            one.prefill.behaviour = prefilled("q")
+            one.prefill.behaviour, one.decode.behaviour = prefilled("q"), answer
             one.decode.bodies.clear()
             assert (await one.ask()).status_code == 200
             engines = [body["kv_transfer_params"]["remote_engine_id"] for body in one.decode.bodies]
@@ -249,9 +292,20 @@ def test_other_requests_go_to_the_decode_server() -> None:
     with_loop(check)
 
 
+def fields(body: dict[str, Any]) -> dict[str, msgspec.Raw]:
+    """The fields of a request as the proxy reads them."""
+    found: dict[str, msgspec.Raw] = msgspec.json.decode(json.dumps(body), type=dict[str, msgspec.Raw])
+    return found
+
+
 @pytest.mark.parametrize(
     ("body", "pairable"),
     [
+        ({"prompt": "[["}, True),
+        ({"prompt": []}, True),
+        ({"prompt": [[1, 2]]}, True),
+        ({"prompt": ["a, b"], "echo": None, "prompt_logprobs": None, "n": None}, True),
+        ({"prompt": [["a"], 1]}, False),
         ({"prompt": "a"}, True),
         ({"prompt": [1, 2]}, True),
         ({"prompt": ["a"]}, True),
@@ -265,7 +319,7 @@ def test_other_requests_go_to_the_decode_server() -> None:
     ],
 )
 def test_requests_that_one_transfer_serves(body: dict[str, Any], pairable: bool) -> None:
-    assert is_pairable(body) is pairable
+    assert is_pairable(fields(body)) is pairable
 
 
 def test_the_prefill_request_asks_for_one_token() -> None:
@@ -279,8 +333,8 @@ def test_the_prefill_request_asks_for_one_token() -> None:
         },
         **{"tools": [{}], "tool_choice": "required", "stream": True, "response_format": {}, "temperature": 0},
     }
-    found = prefill_body(body, "t")
-    assert found == {
+    found = prefill_body(fields(body), "t")
+    assert msgspec.json.decode(msgspec.json.encode(found)) == {
         **{"messages": [], "max_completion_tokens": 1, "max_tokens": 1, "tools": [{}], "tool_choice": "none"},
         **{"stream": False, "temperature": 0},
         "kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": "t"},

@@ -13,6 +13,7 @@ from fake_vllm import FakeRequest, asks_prefill, facts, full_and
 from disagg.core.types import KVLayout, Span
 from disagg.vllm.directory import REPEAT_S, RESEND_S, EngineDirectory
 from disagg.vllm.groups import CacheGroup
+from disagg.vllm.received import ReceivedRequests
 from disagg.vllm.scheduler import SchedulerSide
 from disagg.vllm.work import PrefillWork, PromptStates, ReleaseWork, WorkerHandshake
 from transport.control import messages as m
@@ -153,6 +154,58 @@ def test_an_aborted_receive_holds_its_blocks() -> None:
     assert one.work().cancels == ["d1"]
     one.side.update_connector_output(SimpleNamespace(finished_sending=None, finished_recving={"d1"}))
     assert one.side.statistics().receiving == 0
+
+
+def reported(one: Scheduling, *received: str, requests: ReceivedRequests | None = None) -> set[str]:
+    """The received requests that vLLM knows of after a worker's report."""
+    newest = requests.newest() if requests is not None else None
+    report = SimpleNamespace(
+        finished_sending=None, finished_recving=set(received), kv_connector_worker_meta=newest
+    )
+    one.side.update_connector_output(report)
+    found: set[str] = report.finished_recving
+    return found
+
+
+def receiving(*names: str) -> Scheduling:
+    one = Scheduling()
+    for name in names:
+        one.side.update_state_after_alloc(consumer(name), blocks(1, 2, 3), 40)
+    return one
+
+
+def test_requests_whose_kv_came_after_a_report_are_reported_once() -> None:
+    one, requests = receiving("d1", "d2", "d3"), ReceivedRequests()
+    for name in ("d1", "d2", "unknown"):
+        requests.add(name, loaded=True)
+    assert reported(one, "d1", requests=requests) == {"d1", "d2"}
+    assert one.side.statistics().receiving == 1
+    assert reported(one, "d2", "d3", requests=requests) == {"d3"}
+    assert one.side.statistics().receiving == 0
+
+
+def test_a_request_that_failed_is_only_in_the_report() -> None:
+    one, requests = receiving("d1"), ReceivedRequests()
+    requests.add("d1", loaded=False)
+    assert reported(one, requests=requests) == set()
+    assert reported(one, "d1", requests=requests) == {"d1"}
+
+
+def test_a_late_report_is_not_that_of_a_new_request_of_the_same_name() -> None:
+    one, requests = receiving("d1"), ReceivedRequests()
+    requests.add("d1", loaded=True)
+    assert reported(one, requests=requests) == {"d1"}
+    one.side.update_state_after_alloc(consumer("d1"), blocks(1, 2, 3), 40)
+    assert reported(one, "d1", requests=requests) == set()
+    assert one.side.statistics().receiving == 1
+    assert reported(one, "d1", requests=requests) == {"d1"}
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_only_later_steps_without_tokens_may_wait(alone: bool) -> None:
+    one, tokens = Scheduling(steps_alone=alone), (("x", [1], 0, 5),)
+    found = [one.work(new=new).may_wait for new in ((), (), (), tokens, (), ())]
+    assert found == [False, alone, alone, False, False, alone]
 
 
 def test_the_last_chunk_is_announced_with_all_blocks() -> None:

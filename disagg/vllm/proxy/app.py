@@ -2,7 +2,8 @@
 
 The first request to a prefill server is sent to the decode server only when the prompt is computed: the prefill
 server's answer names its engine. Later requests are sent to both servers at once, and the KV of a layer leaves while
-later layers compute.
+later layers compute. The client gets what the decode server generates, although the prefill server's answer, which is
+not needed then, may come later.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-from aiohttp import ClientResponse
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
@@ -31,7 +31,7 @@ from disagg.vllm.proxy.pairing import (
     prefill_body,
     source_of,
 )
-from disagg.vllm.proxy.servers import BAD_GATEWAY, AnswerError, VllmServers, pieces, whole
+from disagg.vllm.proxy.servers import BAD_GATEWAY, AnswerError, BegunAnswer, VllmServers, whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +57,8 @@ class PairingProxy:
         """Created when the application starts, because it belongs to its event loop."""
         self._sources: dict[str, dict[str, Any]] = {}
         """Parameters of each prefill server's engine, from the server's latest answer; see `source_of`."""
+        self._late: set[asyncio.Task[dict[str, Any]]] = set()
+        """Requests to prefill servers whose client has an answer of the decode server already."""
 
     def app(self) -> Starlette:
         """Returns the ASGI application."""
@@ -72,41 +74,50 @@ class PairingProxy:
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
         self._servers = VllmServers()
         yield
+        for computing in list(self._late):
+            await _end_unread(computing)
         await self._servers.close()
 
     # --- requests of clients
 
     async def generate(self, request: Request) -> Response:
         """Answers a completion or a chat completion."""
-        body = _object(await request.body())
+        body = _fields(await request.body())
         if not is_pairable(body):
             return await self.forward(request)
         prefill, decode = next(self._prefill), next(self._decode)
         pair = _Pair(request.url.path, request.headers, body, prefill, decode, random_id())
-        return await _reply(request, decode, self._answer(pair))
+        return await _reply(request, self._answer(pair))
 
     async def forward(self, request: Request) -> Response:
         """Passes a request to a decode server alone."""
         decode, content = next(self._decode), await request.body()
-        return await _reply(request, decode, self._ask(request, decode, content))
+        return await _reply(request, self._ask(request, decode, content))
 
-    async def _ask(self, request: Request, server: str, content: bytes) -> ClientResponse:
+    async def _ask(self, request: Request, server: str, content: bytes) -> BegunAnswer:
         query = f"?{request.url.query}" if request.url.query else ""
         path = request.scope["raw_path"].decode("latin-1") + query  # `url.path` is not quoted any more
-        return await self._servers.ask(request.method, server, path, request.headers, content)
+        return BegunAnswer(
+            server, await self._servers.ask(request.method, server, path, request.headers, content)
+        )
 
     # --- both servers
 
-    async def _answer(self, pair: _Pair) -> ClientResponse:
+    async def _answer(self, pair: _Pair) -> BegunAnswer:
         source = self._sources.get(pair.prefill) if self._at_once else None
         if source is None:
             return await self._generated(pair, await self._computed(pair))
         computing = asyncio.create_task(self._computed(pair))
         generating = asyncio.create_task(self._generated(pair, params_at_once(source, pair.transfer_id)))
+        begun = asyncio.create_task(_begun(generating))
         try:
-            await asyncio.wait({computing, generating}, return_when=asyncio.FIRST_COMPLETED)
-            if generating.done():
-                generating.result()  # raises its error: no need to wait for the prompt
+            await asyncio.wait({computing, begun}, return_when=asyncio.FIRST_COMPLETED)
+            if begun.done():
+                answer = generating.result()  # raises its error: no need to wait for the prompt
+                # A decode server that has generated has the KV: the prefill server's answer may come later.
+                self._late.add(computing)
+                computing.add_done_callback(self._ended)
+                return answer
             params = await computing
             if source_of(params) == source:
                 return await generating
@@ -117,7 +128,14 @@ class PairingProxy:
             await _end(generating)
             raise
         finally:
-            await _end_unread(computing)
+            begun.cancel()
+            if computing not in self._late:
+                await _end_unread(computing)
+
+    def _ended(self, computing: asyncio.Task[dict[str, Any]]) -> None:
+        self._late.discard(computing)
+        if not computing.cancelled():
+            computing.exception()  # an error of the prefill server is logged already
 
     async def _computed(self, pair: _Pair) -> dict[str, Any]:
         """Lets the prefill server compute the prompt; returns the parameters of its answer."""
@@ -129,7 +147,7 @@ class PairingProxy:
             if exc.status == BAD_GATEWAY:  # the server's next life is another engine
                 self._sources.pop(pair.prefill, None)
             raise
-        params = _object(text).get("kv_transfer_params")
+        params = msgspec.json.decode(_fields(text).get("kv_transfer_params", b"null"))
         if not isinstance(params, dict):
             raise AnswerError.of(
                 BAD_GATEWAY,
@@ -139,19 +157,26 @@ class PairingProxy:
         self._sources[pair.prefill] = source_of(params)
         return params
 
-    async def _generated(self, pair: _Pair, params: Mapping[str, Any]) -> ClientResponse:
+    async def _generated(self, pair: _Pair, params: Mapping[str, Any]) -> BegunAnswer:
         content = msgspec.json.encode(decode_body(pair.body, params))
-        return await self._servers.ask("POST", pair.decode, pair.path, pair.headers, content)
+        answer = await self._servers.ask("POST", pair.decode, pair.path, pair.headers, content)
+        return BegunAnswer(pair.decode, answer)
 
 
-async def _reply(request: Request, server: str, asking: Coroutine[Any, Any, ClientResponse]) -> Response:
+async def _reply(request: Request, asking: Coroutine[Any, Any, BegunAnswer]) -> Response:
     answer = await _unless_gone(request, asking)
     if answer is None:
         return Response(status_code=CLIENT_GONE)
-    kind = answer.headers.get("content-type", "application/json")
-    if kind.startswith("text/event-stream"):
-        return StreamingResponse(pieces(server, answer), answer.status, media_type=kind)
-    return Response(await whole(server, answer), answer.status, media_type=kind)
+    if answer.kind.startswith("text/event-stream"):
+        return StreamingResponse(answer.pieces(), answer.status, media_type=answer.kind)
+    return Response(await answer.whole(), answer.status, media_type=answer.kind)
+
+
+async def _begun(generating: asyncio.Task[BegunAnswer]) -> None:
+    """Waits until an answer's first piece has come, or its request has failed."""
+    await asyncio.wait({generating})
+    if not generating.cancelled() and generating.exception() is None:
+        await asyncio.wait({generating.result().first})
 
 
 async def _error_reply(request: Request, error: Exception) -> Response:
@@ -159,17 +184,15 @@ async def _error_reply(request: Request, error: Exception) -> Response:
     return Response(error.content, error.status, media_type="application/json")
 
 
-def _object(content: bytes) -> Body:
-    """Returns a JSON object. Raises `AnswerError` 400 for other content."""
+def _fields(content: bytes) -> Body:
+    """Returns the fields of a JSON object. Raises `AnswerError` 400 for other content."""
     try:
-        return msgspec.json.decode(content, type=dict[str, Any])
+        return msgspec.json.decode(content, type=Body)
     except msgspec.DecodeError as exc:
         raise AnswerError.of(400, f"the body is not a JSON object: {exc}") from exc
 
 
-async def _unless_gone(
-    request: Request, asking: Coroutine[Any, Any, ClientResponse]
-) -> ClientResponse | None:
+async def _unless_gone(request: Request, asking: Coroutine[Any, Any, BegunAnswer]) -> BegunAnswer | None:
     """Awaits `asking`. If the client disconnects first: ends `asking`, so that vLLM stops computing; returns None."""
     task, gone = asyncio.create_task(asking), asyncio.create_task(_disconnected(request))
     try:
@@ -188,7 +211,7 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-async def _end(task: asyncio.Task[ClientResponse]) -> None:
+async def _end(task: asyncio.Task[BegunAnswer]) -> None:
     """Cancels a request, or closes its answer: vLLM aborts a request whose connection is closed."""
     await _end_unread(task)
     if not task.cancelled() and task.exception() is None:

@@ -92,13 +92,40 @@ async def whole(server: str, answer: aiohttp.ClientResponse) -> bytes:
         answer.close()
 
 
-async def pieces(server: str, answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
-    """Yields an event stream as it comes, and closes the answer. A connection that is lost becomes an event; events
-    that wait to be passed on then are dropped."""
-    try:
-        async for piece in answer.content.iter_any():
-            yield piece
-    except _FAILURES as exc:
-        yield b"data: " + unreachable(server, exc).content + b"\n\ndata: [DONE]\n\n"
-    finally:
-        answer.close()
+class BegunAnswer:
+    """An answer of a server whose head has come, and whose first piece is being read. The caller closes it, or reads
+    it to the end."""
+
+    def __init__(self, server: str, answer: aiohttp.ClientResponse) -> None:
+        self._server, self._answer = server, answer
+        self.status = answer.status
+        self.kind: str = answer.headers.get("content-type", "application/json")
+        self.first = asyncio.create_task(answer.content.readany())
+        """Reads the first piece."""
+
+    async def whole(self) -> bytes:
+        """Returns the body, and closes the answer. Raises `AnswerError`."""
+        try:
+            return await self.first + await self._answer.read()
+        except _FAILURES as exc:
+            raise unreachable(self._server, exc) from exc
+        finally:
+            self.close()
+
+    async def pieces(self) -> AsyncIterator[bytes]:
+        """Yields an event stream as it comes, and closes the answer. A connection that is lost becomes an event;
+        events that wait to be passed on then are dropped."""
+        try:
+            yield await self.first
+            async for piece in self._answer.content.iter_any():
+                yield piece
+        except _FAILURES as exc:
+            yield b"data: " + unreachable(self._server, exc).content + b"\n\ndata: [DONE]\n\n"
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Ends the request, if the body has not been read: vLLM aborts a request whose connection is closed."""
+        if not self.first.cancel() and not self.first.cancelled():
+            self.first.exception()  # asyncio would log an error that nobody has asked for
+        self._answer.close()

@@ -100,6 +100,32 @@ def test_a_prompt_is_handed_over(make: Make, tokens: int, asynchronous: bool, wh
     hand_over(p, d, tokens)
 
 
+@pytest.mark.parametrize(
+    ("asynchronous", "other_process", "steps"),
+    [(False, False, 2), (True, False, 2), (False, True, 2), (True, True, 3)],
+)
+def test_steps_until_a_request_is_scheduled(
+    make: Make, asynchronous: bool, other_process: bool, steps: int
+) -> None:
+    """The first step reports the KV that has come; the last one is that of the request's token."""
+    p, d = make(role="kv_producer"), make(asynchronous=asynchronous, other_process=other_process)
+    p.prefill("p1", prompt_of(100))
+    run([p], lambda: "p1" in p.params)
+    second = d.submit("d1", prompt_of(100), p.params["p1"])
+    for _ in range(2):  # also the step whose result vLLM reads after the next one is launched
+        d.step()
+    consuming = d.worker.working.consuming
+    run([p], lambda: consuming.statistics().landed == 1)
+    assert second.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+    for _ in range(steps):
+        assert "d1" not in d.external
+        d.step()
+    assert d.external["d1"] == 99
+    run([p, d], lambda: second.is_finished() and not d.scheduler.has_requests())
+    p.check_empty()
+    d.check_empty()
+
+
 several_groups = pytest.mark.skipif(
     not SEVERAL_GROUPS, reason="this version of vLLM makes one KV cache group for the connector"
 )
