@@ -451,12 +451,14 @@ class ModelRunner:
         """Lets the last layer leave out the rows whose logits nobody reads, if a trial step shows that it can.
 
         Returns whether it does. Every rank of the group must call this after the same layers were fused."""
+        if not keep_rows(self.model.base_model, self._kept):
+            return False
         hybrid = self._state_forms or getattr(self.model, "_is_stateful", False)
         with without_other_ranks(self.model):
-            can = keep_rows(self.model.base_model, self._kept) and self._trial.keeps_rows(
+            same = self._trial.keeps_rows(
                 self._kept, lambda: make_cache(self.model.config) if hybrid else None
             )
-        self._kept.enabled = self._agreed(can)
+        self._kept.enabled = self._agreed(same)
         return self._kept.enabled
 
     def _forward(

@@ -39,11 +39,11 @@ def local_config(
 
 
 def served(groups: LocalGroups, prompts: list[list[int]], sampling: SamplingParams) -> tuple[list[Any], int]:
-    """The answers to all prompts at once, and how many prompts the decode groups computed."""
+    """The answers to all prompts at once, and how many prompts the decode groups kept to compute."""
 
     async def work(router: Router) -> tuple[list[Any], int]:
         asked = (ask(router, f"r{i}", prompt, sampling) for i, prompt in enumerate(prompts))
-        return await asyncio.gather(*asked), router.local_prefills.total()
+        return await asyncio.gather(*asked), router.local_prefills.total() - router.moved_prompts.total()
 
     answers, count = groups.serve(work)
     groups.settle()

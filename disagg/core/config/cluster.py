@@ -124,7 +124,7 @@ class RouterConfig(Section, frozen=True):
     the request fails."""
     recoveries_per_s: float = 100.0
     """Rate limit of recoveries per router, with a burst of one second's worth; further recoveries are delayed."""
-    local_prefill_queue_tokens: int = 4096
+    local_prefill_queue_tokens: int = 8192
     """Number of prompt tokens that wait in the prefill group from which a request may go to its decode group alone,
     which then computes the prompt beside its answers (`decode.local_prefill_tokens`), if that is expected to take
     less time. Without a usable prefill group, all requests that decode groups can compute go there."""
