@@ -31,7 +31,7 @@ from disagg.core.errors import InvariantError
 from disagg.core.ports import Clock
 from disagg.core.types import Span
 from disagg.kv.cache_operations import CacheOperation, PoolName
-from disagg.kv.host_pool import HostPool, block_bytes, page_bytes
+from disagg.kv.host_pool import HostPool, LoadWay, block_bytes, page_bytes
 from disagg.kv.transfer_pools import TransferPools
 from disagg.node.device import (
     DeviceEvent,
@@ -53,10 +53,6 @@ FIRST_GROUPS = (1, 1, 2)
 LATER_GROUPS = 16
 """Largest number of equal groups of the other layers, of at least 4 layers each. After a load that takes longer than
 the step, about the last group's layers are left to compute."""
-
-MOST_RUNS = 16
-"""Largest number of runs of consecutive blocks in a load that the compute thread queues through the buffer: each run
-is a call of the driver for each half of the buffer. Pages of other loads are copied by a kernel."""
 
 Moved = Callable[[int, str, float], None]
 """Callback with an operation's number, its error, empty if it succeeded, and for a load the seconds of the copies."""
@@ -272,8 +268,8 @@ class HybridCacheController:
 
     def _load(self, operations: Sequence[CacheOperation], after: DeviceEvent) -> None:
         """Copies all layers of the loads, then reports the end of the loads. Runs on the load thread."""
-        began, _ = self._load_states(operations, after, staged=True)
-        for _ in self._load_pages(operations, [Span(0, self.kv.layers)], staged=True):
+        began, _ = self._load_states(operations, after, "staged")
+        for _ in self._load_pages(operations, [Span(0, self.kv.layers)], "staged"):
             pass
         self._report(operations, began, self._load_queue.mark())
 
@@ -284,12 +280,11 @@ class HybridCacheController:
         beside = bool(plan.work) and not awaited
         # Beside a step that does not wait, the load has fewer launches: its request waits for the report anyway.
         groups = [Span(0, self.kv.layers)] if beside else self._load_groups
-        blocks = [block for operation in operations for block in _copies("kv", [operation])[1]]
-        staged = not beside and self.kv.runs(blocks) <= MOST_RUNS
-        began, states = self._load_states(operations, after, staged=False)
+        way: LoadWay = "kernel" if beside else "ranges"
+        began, states = self._load_states(operations, after, way)
 
         def copies() -> Iterator[DeviceEvent]:
-            yield from self._load_pages(operations, groups, staged=staged)
+            yield from self._load_pages(operations, groups, way)
             self.loading.submit(self._guarded, self._report, operations, began, self._load_queue.mark())
 
         firsts = [group.start for group in groups]
@@ -299,24 +294,24 @@ class HybridCacheController:
         loaded.begin() if awaited else loaded.finish()
 
     def _load_states(
-        self, operations: Sequence[CacheOperation], after: DeviceEvent, *, staged: bool
+        self, operations: Sequence[CacheOperation], after: DeviceEvent, way: LoadWay
     ) -> tuple[DeviceMark, DeviceEvent]:
         """Queues the loads of recurrent states. Returns the beginning of the loads, and the event after the states,
-        None without states. `staged`: through a buffer, by the copy engine."""
+        None without states."""
         self._load_queue.after(after)
         began = self._load_queue.mark()
         slots, blocks = _copies("state", operations)
         with self._load_queue.use():
-            for _ in self.states.load_groups(slots, blocks, [Span(0, self.states.layers)], staged=staged):
+            for _ in self.states.load_groups(slots, blocks, [Span(0, self.states.layers)], way):
                 pass
         return began, self._load_queue.record_event() if slots else None
 
     def _load_pages(
-        self, operations: Sequence[CacheOperation], groups: Sequence[Span], *, staged: bool
+        self, operations: Sequence[CacheOperation], groups: Sequence[Span], way: LoadWay
     ) -> Iterator[DeviceEvent]:
         """Queues the loads of pages by group of layers; yields the event after each group when it is queued."""
         pages, blocks = _copies("kv", operations)
-        queued = self.kv.load_groups(pages, blocks, groups, staged=staged)
+        queued = self.kv.load_groups(pages, blocks, groups, way)
         for _ in groups:
             with self._load_queue.use():
                 next(queued)

@@ -25,7 +25,6 @@ from disagg.kv.mamba_pool import MambaPool
 from disagg.kv.pool import MHATokenToKVPool
 from disagg.kv.transfer_pools import TransferPools
 from disagg.model.chunks import PromptChunks
-from disagg.node import cache_controller
 from disagg.node.cache_controller import (
     HostBlockCounts,
     HybridCacheController,
@@ -143,36 +142,30 @@ SOME_STEP = [Work(RequestKey("r"), 1, 0, 0, [1], 1, [])]
 
 
 @pytest.mark.parametrize(
-    ("work", "awaited", "blocks", "staged"),
-    [
-        (SOME_STEP, [2], [0, 1, 2, 3], True),
-        (SOME_STEP, [2], [0, 2, 4, 5], False),
-        ([], [], [0, 1, 2, 3], True),
-        ([], [], [0, 2, 4, 5], False),
-        (SOME_STEP, [], [0, 1, 2, 3], False),
-        (SOME_STEP, [1], [0, 1, 2, 3], False),
-    ],
+    ("work", "awaited", "way"),
+    [(SOME_STEP, [2], "ranges"), ([], [], "ranges"), (SOME_STEP, [], "kernel"), (SOME_STEP, [1], "kernel")],
 )
-def test_long_runs_are_loaded_through_the_buffer_unless_a_step_runs_beside(
-    monkeypatch: pytest.MonkeyPatch, work: list[Work], awaited: list[int], blocks: list[int], staged: bool
+def test_the_copy_engine_loads_unless_a_step_runs_beside(
+    monkeypatch: pytest.MonkeyPatch, work: list[Work], awaited: list[int], way: str
 ) -> None:
-    """Scattered blocks would take too many calls of the driver, and a step beside the load does not wait for it."""
-    monkeypatch.setattr(cache_controller, "MOST_RUNS", 2)
-    one, asked = Controller(layered=True), list[bool]()
+    """A step beside the load does not wait for it, and is launched sooner after one launch."""
+    one, asked = Controller(layered=True), list[str]()
     load_groups = HostPool.load_groups
 
-    def asking(self: HostPool, *copies: Any, staged: bool = False) -> Iterator[Span]:
-        if copies[0]:
-            asked.append(staged)
-        return load_groups(self, *copies, staged=staged)
+    def asking(
+        self: HostPool, pages: list[int], blocks: list[int], groups: list[Span], way: Any
+    ) -> Iterator[Span]:
+        if pages:
+            asked.append(way)
+        return load_groups(self, pages, blocks, groups, way)
 
     monkeypatch.setattr(HostPool, "load_groups", asking)
-    one.order(CacheOperation(1, True, [PoolTransfer("kv", [1, 2, 3, 4], blocks)]))
-    one.controller.order(StepPlan(1, SOME_STEP, cache_operations=[load_of(1, [9], [blocks[0]])]))
-    load = load_of(2, [5, 6, 7, 8], blocks)
+    one.order(CacheOperation(1, True, [PoolTransfer("kv", [1, 2], [0, 3])]))
+    one.controller.order(StepPlan(1, SOME_STEP, cache_operations=[load_of(1, [9], [0])]))
+    load = load_of(2, [5, 6], [0, 3])
     one.controller.order(StepPlan(2, work, cache_operations=[load], awaited_loads=awaited)).finish()
     one.controller.stop()
-    assert asked == [False, staged]
+    assert asked == ["kernel", way]
     assert 2 in one.moved
 
 
