@@ -129,9 +129,7 @@ class PrefillRank(RankNode[PrefillConfig, PrefillLeader, SegmentSender]):
         loaded = self.order_copies(plan)
         if not plan.work:
             return
-        send_cached = self._plan_cached(plan)
-        if not loaded.groups:
-            send_cached(None)
+        self._send_cached(plan, loaded.last_event)
         state_spans = self.runner.spec.layout.state_spans
         ended = [work for work in plan.work if state_spans and work.last]
         chunk, state = StepPart(plan.step, Part.CHUNK), StepPart(plan.step, Part.STATE)
@@ -150,8 +148,6 @@ class PrefillRank(RankNode[PrefillConfig, PrefillLeader, SegmentSender]):
         began_s = self.timeline.now()
         scores = PromptScores()
         logits = self._forward(plan, on_layer, scores, loaded)
-        if loaded.groups:  # the forward pass has queued all of them
-            send_cached(loaded.last_event)
         for layers in state_spans if ended else ():
             self._layers_ready(state, layers)
         if self.leader is None:
@@ -170,22 +166,18 @@ class PrefillRank(RankNode[PrefillConfig, PrefillLeader, SegmentSender]):
         with self.recorder.part("commit"):
             self.leader.commit(step)
 
-    def _plan_cached(self, plan: StepPlan) -> Callable[[DeviceEvent], None]:
-        """Plans the transfer of the cached positions of the plan's prompts.
+    def _send_cached(self, plan: StepPlan, loaded: DeviceEvent) -> None:
+        """Sends the cached positions of the plan's prompts, once earlier steps and the plan's loads are done.
 
-        Returns a function that sends them after an event: the end of the plan's loads. None: all work that is queued
-        on the device at the call, such as the steps that computed the positions.
+        `loaded` is the event at the end of the loads.
         """
         cached = [work for work in plan.work if work.pages and work.start]
+        if not cached:
+            return
         part = StepPart(plan.step, Part.CACHED)
         for work in cached:
             self._plan_chunk(part, work, Span(0, work.start))
-
-        def send(event: DeviceEvent) -> None:
-            if cached:
-                self._layers_ready(part, self._all_layers, event)
-
-        return send
+        self._layers_ready(part, self._all_layers, loaded)
 
     def _plan_chunk(self, part: StepPart, work: Work, positions: Span) -> None:
         chunk = PlannedChunk(part, work.key, work.reservation, positions, work.early)

@@ -1,4 +1,4 @@
-"""Copies between a GPU and pinned host memory by the GPU's copy engine: of rows of bytes, and of many ranges at once.
+"""Copies of rows of bytes between a GPU and pinned host memory by the GPU's copy engine.
 
 The driver is called through ctypes, because torch copies rows that are not adjacent through a temporary tensor.
 """
@@ -8,11 +8,6 @@ from __future__ import annotations
 import ctypes
 from functools import cache
 from typing import Any, NamedTuple
-
-import numpy as np
-import numpy.typing as npt
-
-Addresses = npt.NDArray[np.uint64]
 
 _HOST, _DEVICE = 1, 2
 """Kinds of memory of the driver (CUmemorytype)."""
@@ -69,49 +64,6 @@ def queue_rows(
     copy = _Copy2D(0, 0, *source, None, pitches[0], 0, 0, *target, None, pitches[1], row_bytes, rows)
     if error := _copy_2d()(ctypes.byref(copy), stream):
         raise CopyRefusedError(f"cuMemcpy2DAsync failed with CUDA error {error}")
-
-
-class _Attributes(ctypes.Structure):
-    """CUmemcpyAttributes of the driver; the locations are hints for managed memory only."""
-
-    _fields_ = (
-        ("source_order", ctypes.c_uint),
-        ("source_location", ctypes.c_int * 2),
-        ("target_location", ctypes.c_int * 2),
-        ("flags", ctypes.c_uint),
-    )
-
-
-_STREAM_ORDER = 1
-"""Sources are read in the order of the stream (CUmemcpySrcAccessOrder)."""
-
-
-def queue_ranges(sources: Addresses, targets: Addresses, nbytes: int, *, stream: int) -> None:
-    """Queues copies of `nbytes` bytes each from `sources[i]` to `targets[i]`, in any order, by one driver call.
-
-    The addresses, contiguous `[copies]`, are in device memory; or pinned, each range as a whole by one registration.
-    `stream`: the driver's handle, not of the default stream; its context must be current. The caller keeps both
-    memories alive until the copies are complete. Raises `CopyRefusedError`, also if the driver is older than CUDA
-    12.8; some copies may be queued then.
-    """
-    sizes, count = np.full(len(sources), nbytes, np.uint64), ctypes.c_size_t(len(sources))
-    attributes, first, failed = _Attributes(_STREAM_ORDER), ctypes.c_size_t(0), ctypes.c_size_t(0)
-    arrays = [one.ctypes.data for one in (targets, sources, sizes)]
-    one, every, at = ctypes.byref(attributes), ctypes.byref(first), ctypes.byref(failed)
-    if error := _copy_batch()(*arrays, count, one, every, ctypes.c_size_t(1), at, stream):
-        raise CopyRefusedError(f"cuMemcpyBatchAsync failed with CUDA error {error}")
-
-
-@cache
-def _copy_batch() -> Any:
-    """Returns the driver's function. A call releases the interpreter lock. Raises `CopyRefusedError`."""
-    try:
-        function = ctypes.CDLL("libcuda.so.1").cuMemcpyBatchAsync
-    except AttributeError as exc:
-        raise CopyRefusedError("the driver has no cuMemcpyBatchAsync") from exc
-    pointer, size = ctypes.c_void_p, ctypes.c_size_t
-    function.argtypes = (pointer, pointer, pointer, size, pointer, pointer, size, pointer, pointer)
-    return function
 
 
 @cache

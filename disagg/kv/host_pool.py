@@ -8,14 +8,11 @@ separate blocks, of another size. Copies of all layers go through a buffer on th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-import numpy as np
-import structlog
 import torch
 
 from disagg.core.types import Span
-from disagg.kv.copy_engine import CopyRefusedError, queue_ranges
 from disagg.kv.host_slabs import HostSlabs
 from disagg.kv.pages import pages_for
 from disagg.kv.staged_blocks import HALF_BYTES, HostPart, StagedCopies, few_copies
@@ -26,25 +23,14 @@ BLOCK_ALIGNMENT_BYTES = 4096
 """Alignment of the blocks, as direct I/O requires."""
 
 
-LEAST_RANGE_BYTES = 8 << 10
-"""Smallest part of a page, one plane of one layer, that the copy engine moves by itself."""
-LoadWay = Literal["kernel", "staged", "ranges"]
-"""How a load copies. kernel: a kernel reads host memory, in few launches. staged: the copy engine reads host memory
-into a buffer, from which a kernel copies. ranges: the copy engine alone, with a copy for each page, plane and layer.
-Multiprocessors have no work then, so that the products of a step beside the load are not slower."""
-
-log = structlog.get_logger(__name__)
-
-
 class _Numbers(NamedTuple):
     """Pages of a copy, and their blocks."""
 
     device: torch.Tensor
     """int64 `[2, pages]` on the device: the pages' numbers in row 0, their blocks' numbers in row 1."""
-    pages: Sequence[int]
     blocks: Sequence[int]
-    """The blocks' numbers, ascending."""
-    way: LoadWay
+    staged: bool
+    """Whether the copy may go through the buffer."""
 
 
 class HostPool:
@@ -68,8 +54,6 @@ class HostPool:
         staged = bool(blocks and half_bytes)
         self._loads = StagedCopies(buffers[0].device, half_bytes) if staged else None
         self._stores = StagedCopies(buffers[0].device, half_bytes) if staged else None
-        self.by_engine = pinned
-        """Whether the copy engine can copy ranges. False after the driver has refused such a copy."""
         self.layers = sum(buffer.shape[0] for buffer in buffers)
         """Number of layers of all parts; layers are numbered part after part."""
 
@@ -80,19 +64,20 @@ class HostPool:
         many, so call them on a thread that may wait. All three methods raise `InvariantError` if a block is not
         reserved.
         """
-        self._copy(pages_to_blocks, self._numbers(pages, blocks, "staged"), Span(0, self.layers))
+        self._copy(pages_to_blocks, self._numbers(pages, blocks, staged=True), Span(0, self.layers))
 
     def load(self, pages: Sequence[int], blocks: Sequence[int]) -> None:
         """Copies block `blocks[i]` to page `pages[i]`, all layers."""
-        for _ in self.load_groups(pages, blocks, [Span(0, self.layers)], "staged"):
+        for _ in self.load_groups(pages, blocks, [Span(0, self.layers)], staged=True):
             pass
 
     def load_groups(
-        self, pages: Sequence[int], blocks: Sequence[int], groups: Sequence[Span], way: LoadWay = "kernel"
+        self, pages: Sequence[int], blocks: Sequence[int], groups: Sequence[Span], *, staged: bool = False
     ) -> Iterator[Span]:
         """Copies block `blocks[i]` to page `pages[i]`, group of layers by group; yields each group when its copy is
-        queued. `way`: if possible; a kernel copies what another way cannot. Only `staged` waits for copies."""
-        numbers = self._numbers(pages, blocks, way)
+        queued. `staged`: through the buffer if possible. Otherwise a kernel copies, with fewer calls of the driver,
+        and nothing waits."""
+        numbers = self._numbers(pages, blocks, staged=staged)
         for group in groups:
             self._copy(blocks_to_pages, numbers, group)
             yield group
@@ -112,8 +97,9 @@ class HostPool:
             offset_bytes += page_bytes([buffer], self._page_size)
         torch.cuda.synchronize(self._buffers[0].device)
 
-    def _numbers(self, pages: Sequence[int], blocks: Sequence[int], way: LoadWay) -> _Numbers | None:
-        """Returns the numbers of pages and blocks; None if there are none."""
+    def _numbers(self, pages: Sequence[int], blocks: Sequence[int], *, staged: bool) -> _Numbers | None:
+        """Returns the numbers of pages and blocks; None if there are none. `staged`: whether the copy may go through
+        the buffer."""
         if not pages:
             return None
         self.memory.require_reserved(blocks)
@@ -121,7 +107,7 @@ class HostPool:
         order = sorted(range(len(blocks)), key=blocks.__getitem__)
         pages, blocks = [pages[at] for at in order], [blocks[at] for at in order]
         numbers = upload([*pages, *blocks], self._buffers[0].device).view(2, -1)
-        return _Numbers(numbers, pages, blocks, way)
+        return _Numbers(numbers, blocks, staged and self._loads is not None)
 
     def _copy(self, copy: Callable[[Pages, Blocks], None], numbers: _Numbers | None, layers: Span) -> None:
         if numbers is None:
@@ -132,42 +118,15 @@ class HostPool:
             first, end = max(layers.start, start), min(layers.stop, stop)
             if first < end:
                 part = Pages(buffer, numbers.device[0], self._page_size, Span(first - start, end - start))
-                self._copy_part(copy, numbers, part, offset_bytes)
+                memory, slab_blocks = self.memory.memory, self.memory.slab_blocks
+                nbytes = page_bytes([buffer], self._page_size)
+                fit = numbers.staged and few_copies(numbers.blocks, slab_blocks, nbytes)
+                staged = self._staged(copy, buffer) if fit else None
+                if staged is None or not staged(
+                    part, HostPart(memory, numbers.blocks, offset_bytes, slab_blocks)
+                ):
+                    copy(part, Blocks(memory, numbers.device[1], offset_bytes))
             start, offset_bytes = stop, offset_bytes + page_bytes([buffer], self._page_size)
-
-    def _copy_part(
-        self, copy: Callable[[Pages, Blocks], None], numbers: _Numbers, part: Pages, offset_bytes: int
-    ) -> None:
-        """Copies layers of one buffer; `offset_bytes`: of the buffer's part of a block."""
-        if numbers.way == "ranges" and self._load_ranges(numbers, part, offset_bytes):
-            return
-        memory, slab_blocks = self.memory.memory, self.memory.slab_blocks
-        nbytes = page_bytes([part.pool], self._page_size)
-        fit = numbers.way == "staged" and few_copies(numbers.blocks, slab_blocks, nbytes)
-        staged = self._staged(copy, part.pool) if fit else None
-        if staged is None or not staged(part, HostPart(memory, numbers.blocks, offset_bytes, slab_blocks)):
-            copy(part, Blocks(memory, numbers.device[1], offset_bytes, pinned=self.memory.pinned))
-
-    def _load_ranges(self, numbers: _Numbers, part: Pages, offset_bytes: int) -> bool:
-        """Lets the copy engine load layers of one buffer; returns False if it cannot."""
-        layers, planes, slots = part.pool.shape[:3]
-        plane_bytes = part.pool.nbytes // max(1, layers * planes)
-        range_bytes = plane_bytes // slots * self._page_size
-        if not self.by_engine or range_bytes < LEAST_RANGE_BYTES:
-            return False
-        plane = np.arange(part.layers.start * planes, part.layers.stop * planes, dtype=np.uint64)[:, None]
-        page, block = (np.array(one, dtype=np.uint64) for one in (numbers.pages, numbers.blocks))
-        memory = self.memory.memory
-        first, block_bytes = np.uint64(memory.data_ptr() + offset_bytes), np.uint64(memory.shape[1])
-        sources = first + block * block_bytes + plane * np.uint64(range_bytes)
-        to = np.uint64(part.pool.data_ptr())
-        targets = to + page * np.uint64(range_bytes) + plane * np.uint64(plane_bytes)
-        try:
-            queue_ranges(sources.ravel(), targets.ravel(), range_bytes, stream=_stream(part.pool.device))
-        except CopyRefusedError as exc:
-            self.by_engine = False
-            log.warning("copies_not_batched", error=str(exc), now="a kernel accesses host memory")
-        return self.by_engine
 
     def _staged(
         self, copy: Callable[[Pages, Blocks], None], buffer: torch.Tensor
@@ -177,11 +136,6 @@ class HostPool:
         if copies is None or not copies.fits(buffer, self._page_size):
             return None
         return copies.store if copy is pages_to_blocks else copies.load
-
-
-def _stream(device: torch.device) -> int:
-    """Returns the driver's handle of the current stream; 0 on a CPU."""
-    return int(torch.cuda.current_stream(device).cuda_stream) if device.type == "cuda" else 0
 
 
 def page_bytes(buffers: Sequence[torch.Tensor], page_size: int) -> int:

@@ -43,8 +43,7 @@ class HostSlabs:
             raise ValueError(f"pinned blocks need a multiple of {PAGE_BYTES} bytes; got {block_bytes}")
         self.blocks = blocks
         """Number of blocks."""
-        self.pinned = pinned
-        """Whether reserved blocks are page-locked."""
+        self._pinned = pinned
         self.slab_blocks = max(1, min(SLAB_BYTES // max(1, block_bytes), blocks))
         """Number of blocks that are pinned together; slab `i` begins with block `i * slab_blocks`."""
         self._slabs: set[int] = set()
@@ -66,10 +65,14 @@ class HostSlabs:
     def reserve(self, numbers: Sequence[int]) -> None:
         """Reserves blocks `numbers` permanently, and pins their memory if this object was created with `pinned`.
 
-        Raises `RuntimeError` if the host cannot pin the memory.
+        The first slab is always among them, because torch and Triton ask whether the first byte is pinned. Raises
+        `RuntimeError` if the host cannot pin the memory.
         """
-        for slab in sorted({number // self.slab_blocks for number in numbers} - self._slabs):
-            if self.pinned:
+        slabs = {number // self.slab_blocks for number in numbers}
+        if slabs and self._pinned:
+            slabs.add(0)
+        for slab in sorted(slabs - self._slabs):
+            if self._pinned:
                 self._pin(slab)
             self._slabs.add(slab)
 
@@ -79,7 +82,7 @@ class HostSlabs:
         `room_bytes`: how much memory may still be allocated; asked again and again, because other processes allocate
         memory too. The blocks that do not fit, or that the host cannot pin, stay unreserved, and take no memory.
         """
-        if not self.pinned:
+        if not self._pinned:
             return self.blocks
         count = -(-self.blocks // self.slab_blocks)
         with ThreadPoolExecutor(WRITERS, thread_name_prefix="write-slabs") as writers:

@@ -19,8 +19,8 @@ from disagg.core.types import Span
 from disagg.kv.copy_engine import ByteRows, CopyRefusedError, queue_rows
 from kernels.copy.page_blocks import Blocks, Pages, blocks_to_pages, pages_to_blocks
 
-HALF_BYTES = 32 << 20
-"""Size of half a buffer. The bus takes 0.6 ms for it, which is long beside a launch and short beside a step."""
+HALF_BYTES = 16 << 20
+"""Size of half a buffer. The bus takes 0.3 ms for it, which is long beside a launch and short beside a step."""
 LEAST_CALL_BYTES = 128 << 10
 """Smallest average size of a run of blocks for a copy through the buffer: the bus takes 2 us for it, as long as a
 call of the driver."""

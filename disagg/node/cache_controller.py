@@ -6,9 +6,9 @@ which never waits for stores. Waiting stores are merged into one copy.
 
 There are two kinds of loads:
 
-    layered      prefill and colocated groups: the compute thread launches the load on a separate stream. A step that
-                 waits for it queues it layer group by layer group (`disagg.node.loaded_layers`). The leader decides
-                 which steps wait (`StepPlan.awaited_loads`)
+    layered      prefill and colocated groups: the compute thread launches the load on a separate stream, layer group
+                 by layer group if a step will wait for it (`disagg.node.loaded_layers`). The leader decides which
+                 steps wait (`StepPlan.awaited_loads`)
     in parallel  decode groups: a separate thread runs the load. The request joins the batch after the report of the
                  load, so that no running request is delayed
 """
@@ -18,7 +18,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from functools import partial
 from itertools import pairwise
@@ -31,7 +31,7 @@ from disagg.core.errors import InvariantError
 from disagg.core.ports import Clock
 from disagg.core.types import Span
 from disagg.kv.cache_operations import CacheOperation, PoolName
-from disagg.kv.host_pool import HostPool, LoadWay, block_bytes, page_bytes
+from disagg.kv.host_pool import HostPool, block_bytes, page_bytes
 from disagg.kv.transfer_pools import TransferPools
 from disagg.node.device import (
     DeviceEvent,
@@ -94,6 +94,14 @@ def least_host_bytes(pools: TransferPools, page_size: int) -> int:
     return 2 * max(page, block_bytes(page_bytes(pools.state_buffers, 1))) if pools.state_buffers else page
 
 
+class _QueuedLoads(NamedTuple):
+    """Loads that were queued together."""
+
+    loaded: LoadedLayers
+    began: DeviceMark
+    ended: DeviceMark
+
+
 class HybridCacheController:
     """Executes cache operations. Owns the host memory, and a thread and a stream each for stores and for loads."""
 
@@ -149,8 +157,6 @@ class HybridCacheController:
         thread removes them."""
         self._last_load = 0
         """Number of the latest load; operations are numbered in ascending order."""
-        self._queueing = LoadedLayers(pools.device)
-        """The latest layered load. Its copies are queued before those of the next load."""
 
     def order(self, plan: StepPlan) -> LoadedLayers:
         """Starts the operations of a plan, after all work queued so far on the current stream; never blocks.
@@ -177,7 +183,9 @@ class HybridCacheController:
             self.storing.submit(self._guarded, self._store_waiting)
         loads = [one for one in operations if not one.store]
         if loads and self._layered:
-            self._launch(loads, event, plan)
+            # Beside a step that does not wait, the load has fewer launches: its request waits for the report anyway.
+            beside = bool(plan.work) and not plan.awaited_loads
+            self._launch(loads, event, [Span(0, self.kv.layers)] if beside else self._load_groups)
         elif loads:
             self.loading.submit(self._guarded, self._load, loads, event)
 
@@ -268,61 +276,47 @@ class HybridCacheController:
 
     def _load(self, operations: Sequence[CacheOperation], after: DeviceEvent) -> None:
         """Copies all layers of the loads, then reports the end of the loads. Runs on the load thread."""
-        began, _ = self._load_states(operations, after, "staged")
-        for _ in self._load_pages(operations, [Span(0, self.kv.layers)], "staged"):
-            pass
-        self._report(operations, began, self._load_queue.mark())
+        self._report(operations, self._queue_loads(operations, after, [Span(0, self.kv.layers)], staged=True))
 
-    def _launch(self, operations: Sequence[CacheOperation], after: DeviceEvent, plan: StepPlan) -> None:
-        """Begins the layered loads of a plan. A step of the same plan that waits for them queues the rest."""
-        self._queueing.finish()
-        awaited = not {one.number for one in operations}.isdisjoint(plan.awaited_loads)
-        beside = bool(plan.work) and not awaited
-        # Beside a step that does not wait, the load has fewer launches: its request waits for the report anyway.
-        groups = [Span(0, self.kv.layers)] if beside else self._load_groups
-        way: LoadWay = "kernel" if beside else "ranges"
-        began, states = self._load_states(operations, after, way)
-
-        def copies() -> Iterator[DeviceEvent]:
-            yield from self._load_pages(operations, groups, way)
-            self.loading.submit(self._guarded, self._report, operations, began, self._load_queue.mark())
-
-        firsts = [group.start for group in groups]
-        loaded = self._queueing = LoadedLayers(self._device, states, firsts, copies())
+    def _launch(
+        self, operations: Sequence[CacheOperation], after: DeviceEvent, groups: Sequence[Span]
+    ) -> None:
+        queued = self._queue_loads(operations, after, groups, staged=False)
         self._last_load = operations[-1].number
-        self._loads.update((operation.number, loaded) for operation in operations)
-        loaded.begin() if awaited else loaded.finish()
+        self._loads.update((operation.number, queued.loaded) for operation in operations)
+        self.loading.submit(self._guarded, self._report, operations, queued)
 
-    def _load_states(
-        self, operations: Sequence[CacheOperation], after: DeviceEvent, way: LoadWay
-    ) -> tuple[DeviceMark, DeviceEvent]:
-        """Queues the loads of recurrent states. Returns the beginning of the loads, and the event after the states,
-        None without states."""
+    def _queue_loads(
+        self,
+        operations: Sequence[CacheOperation],
+        after: DeviceEvent,
+        groups: Sequence[Span],
+        *,
+        staged: bool,
+    ) -> _QueuedLoads:
+        """Queues loads: states first, then pages by group of layers. `staged`: through a buffer, by the copy engine,
+        which takes more calls of the driver than the compute thread has time for."""
         self._load_queue.after(after)
         began = self._load_queue.mark()
         slots, blocks = _copies("state", operations)
         with self._load_queue.use():
-            for _ in self.states.load_groups(slots, blocks, [Span(0, self.states.layers)], way):
+            for _ in self.states.load_groups(slots, blocks, [Span(0, self.states.layers)], staged=staged):
                 pass
-        return began, self._load_queue.record_event() if slots else None
-
-    def _load_pages(
-        self, operations: Sequence[CacheOperation], groups: Sequence[Span], way: LoadWay
-    ) -> Iterator[DeviceEvent]:
-        """Queues the loads of pages by group of layers; yields the event after each group when it is queued."""
+        states = self._load_queue.record_event() if slots else None
+        events = list[tuple[int, DeviceEvent]]()
         pages, blocks = _copies("kv", operations)
-        queued = self.kv.load_groups(pages, blocks, groups, way)
-        for _ in groups:
-            with self._load_queue.use():
-                next(queued)
-            yield self._load_queue.record_event()
+        with self._load_queue.use():
+            for span in self.kv.load_groups(pages, blocks, groups, staged=staged):
+                events.append((span.start, self._load_queue.record_event()))
+        loaded = LoadedLayers(self._device, states, tuple(events))
+        return _QueuedLoads(loaded, began, self._load_queue.mark())
 
-    def _report(self, operations: Sequence[CacheOperation], began: DeviceMark, ended: DeviceMark) -> None:
+    def _report(self, operations: Sequence[CacheOperation], queued: _QueuedLoads) -> None:
         """Waits for the end of queued loads, then reports their end. Runs on the load thread.
 
         Each load is reported with a part of the time of all loads that were queued together.
         """
-        seconds = seconds_between(began, ended)
+        seconds = seconds_between(queued.began, queued.ended)
         for operation in operations:
             self._loads.pop(operation.number, None)
         sizes = [len(_copies("kv", [operation])[0]) for operation in operations]

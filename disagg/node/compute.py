@@ -64,8 +64,6 @@ class StepExecutor:
         # By the plan, not by `loaded`: on some ranks the load may have ended, and all ranks compute in the same way.
         logits = self._runner.forward(batch, on_layer, scores, layerwise=bool(plan.awaited_loads))
         self._copy_states(plan.state_saves)
-        if loaded is not None:
-            loaded.finish()
         return logits
 
     def _copy_states(self, copies: Sequence[StateCopy]) -> None:

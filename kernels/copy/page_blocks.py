@@ -51,8 +51,6 @@ class Blocks(NamedTuple):
     """Block number for each of `Pages.numbers`, with the same type and device; the values are not checked."""
     offset_bytes: int
     """Offset within a block of the pool's part, `[layers, planes, page_size, heads, head_dim]` with all layers."""
-    pinned: bool = False
-    """Whether the caller knows that these blocks are pinned. Of other memory the first byte must be pinned."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +155,7 @@ def _check_blocks(blocks: Blocks, pool: torch.Tensor, part_bytes: int) -> None:
         raise ValueError(
             f"the pool's part of a block has bytes {blocks.offset_bytes}..{end}; a block has {memory.shape[1]}"
         )
-    if memory.device != pool.device and not (blocks.pinned or memory.is_pinned()):
+    if memory.device != pool.device and not memory.is_pinned():
         raise ValueError(
             f"blocks must be pinned host memory or on the pool's device {pool.device}; got {memory.device}"
         )

@@ -5,13 +5,11 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from batch_driver import BatchDriver
 
 from disagg.kv import copy_engine
-from disagg.kv.copy_engine import ByteRows, CopyRefusedError, queue_ranges, queue_rows
+from disagg.kv.copy_engine import ByteRows, CopyRefusedError, queue_rows
 
 ROWS, ROW_BYTES = 3, 5
 
@@ -62,38 +60,3 @@ def test_a_refusal_says_what_the_driver_said() -> None:
     rows = ByteRows(memory.data_ptr(), 4)
     with pytest.raises(CopyRefusedError, match="CUDA error 1"):
         queue_rows(rows, rows, ROW_BYTES, ROWS, to_host=True, stream=77)
-
-
-def test_ranges_are_copied_with_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    source, target, driver = (
-        torch.randint(1, 256, (40,), dtype=torch.uint8),
-        torch.zeros(40, dtype=torch.uint8),
-        BatchDriver(),
-    )
-    monkeypatch.setattr(copy_engine, "_copy_batch", lambda: driver)
-    starts, ends = np.array([0, 30, 14], np.uint64), np.array([20, 2, 33], np.uint64)
-    to, at = np.uint64(target.data_ptr()), np.uint64(source.data_ptr())
-    queue_ranges(at + starts, to + ends, 6, stream=driver.stream)
-    for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
-        assert torch.equal(target[end : end + 6], source[start : start + 6])
-    assert (int((target != 0).sum()), driver.calls) == (18, 1)
-
-
-def test_the_layout_of_attributes_is_the_drivers() -> None:
-    """CUmemcpyAttributes of cuda.h."""
-    layout = copy_engine._Attributes  # noqa: SLF001
-    assert [getattr(layout, name).offset for name, *_ in layout._fields_] == [0, 4, 12, 20]
-    assert ctypes.sizeof(layout) == 24
-
-
-def test_a_refused_batch_says_what_the_driver_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copy_engine, "_copy_batch", lambda: lambda *_: 801)
-    none = np.zeros(0, np.uint64)
-    with pytest.raises(CopyRefusedError, match="cuMemcpyBatchAsync failed with CUDA error 801"):
-        queue_ranges(none, none, 1, stream=1)
-
-
-def test_a_driver_without_batches_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copy_engine.ctypes, "CDLL", lambda name: object())
-    with pytest.raises(CopyRefusedError, match="the driver has no cuMemcpyBatchAsync"):
-        copy_engine._copy_batch.__wrapped__()  # noqa: SLF001

@@ -106,3 +106,11 @@ def test_memory_of_a_cpu_is_not_pinned(driver: Driver) -> None:
     slabs = HostSlabs(10, 100, pinned=False)
     assert (slabs.pin(lambda: 0), slabs.slabs, driver.pinned) == (10, [], {})
     assert HostSlabs(0, 0, pinned=True).pin(lambda: 0) == 0
+
+
+def test_the_first_slab_is_pinned_with_any_other(driver: Driver) -> None:
+    slabs = HostSlabs(10, PAGE_BYTES, pinned=True)
+    slabs.reserve([])
+    assert slabs.slabs == []
+    slabs.reserve([9])
+    assert (slabs.slabs, len(driver.pinned)) == ([0, 2], 2)

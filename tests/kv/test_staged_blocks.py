@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import random
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
-from batch_driver import BatchDriver
 
 from disagg.core.types import Span
-from disagg.kv import copy_engine, host_pool, host_slabs, staged_blocks
+from disagg.kv import host_slabs, staged_blocks
 from disagg.kv.copy_engine import CopyRefusedError
 from disagg.kv.host_pool import HostPool
 from disagg.kv.staged_blocks import HostPart, Run, StagedCopies, consecutive, few_copies
@@ -175,36 +173,3 @@ def test_more_pages_than_rows_of_a_buffer(monkeypatch: pytest.MonkeyPatch, devic
     if device != "cpu":
         torch.cuda.synchronize()
     assert torch.equal(pool, before)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("refused", [False, True])
-def test_ranges_move_the_same_bytes_as_a_kernel(
-    monkeypatch: pytest.MonkeyPatch, device: str, refused: bool
-) -> None:
-    """Two classes of layers, of which one has parts of pages that are too small for the engine."""
-    driver = BatchDriver(stream=0)
-    if refused:
-        monkeypatch.setattr(copy_engine, "_copy_batch", lambda: lambda *_: 1)
-    elif device == "cpu":
-        monkeypatch.setattr(copy_engine, "_copy_batch", lambda: driver)
-    monkeypatch.setattr(host_pool, "LEAST_RANGE_BYTES", PAGE * 16)
-    large, small = (3, 2, PAGES * PAGE + 3, 2, 8), (2, 1, PAGES * PAGE + 3, 1, 7)
-    pools = [filled(large, torch.uint8, seed=5).to(device), filled(small, torch.uint8, seed=6).to(device)]
-    host, before = HostPool(pools, PAGE, BLOCKS), [pool.clone() for pool in pools]
-    host.by_engine = True
-    pages, blocks, targets = [7, 0, 3, 4], [9, 2, 1, 12], [1, 11, 5, 6]
-    host.memory.reserve(blocks)
-    stream: Any = torch.cuda.stream(torch.cuda.Stream(device)) if device != "cpu" else nullcontext()
-    with stream:
-        host.store(pages, blocks)
-        groups = [Span(0, 1), Span(1, 4), Span(4, 5)]
-        assert list(host.load_groups(targets, blocks, groups, "ranges")) == groups
-    if device != "cpu":
-        torch.cuda.synchronize()
-    for pool, old in zip(pools, before, strict=True):
-        for page, target in zip(pages, targets, strict=True):
-            old[:, :, target * PAGE : (target + 1) * PAGE] = old[:, :, page * PAGE : (page + 1) * PAGE]
-        assert torch.equal(pool, old)
-    assert host.by_engine == (not refused)
-    assert device != "cpu" or driver.calls == (0 if refused else 2)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from itertools import count
-from typing import Any
 
 import pytest
 import torch
@@ -17,9 +15,8 @@ from decode_node.scheduler import DecodeScheduler
 from decode_node.scheduler_options import SchedulerOptions
 from disagg.core.prefixes import PrefixKey
 from disagg.core.tokens import pack_tokens
-from disagg.core.types import RequestKey, SamplingParams, Span
+from disagg.core.types import RequestKey, SamplingParams
 from disagg.kv.cache_operations import CacheOperation, PoolTransfer
-from disagg.kv.host_pool import HostPool
 from disagg.kv.host_slabs import HostSlabs
 from disagg.kv.mamba_pool import MambaPool
 from disagg.kv.pool import MHATokenToKVPool
@@ -34,7 +31,7 @@ from disagg.node.cache_controller import (
 )
 from disagg.node.host_memory import pinnable_bytes
 from disagg.node.kv_manager import KVManager
-from disagg.node.plan import StepPlan, Work
+from disagg.node.plan import StepPlan
 
 PAGE, LAYERS = 4, 5
 
@@ -111,62 +108,6 @@ def test_loads_of_a_plan_share_its_time_by_their_pages(layered: bool) -> None:
     )
     assert (one.seconds[2], one.seconds[3]) == (0.25, 0.75), "the clock is read twice, a second apart"
     one.controller.stop()
-
-
-def load_of(number: int, pages: list[int], blocks: list[int]) -> CacheOperation:
-    return CacheOperation(number, False, [PoolTransfer("kv", pages, blocks)])
-
-
-@pytest.mark.parametrize("how", ["its step", "the next plan"])
-def test_a_load_that_its_own_plan_awaits_is_queued_by_the_step(how: str) -> None:
-    """The report follows when the step has queued all groups; or the next load, if the step failed."""
-    one = Controller(layered=True)
-    one.order(CacheOperation(1, True, [PoolTransfer("kv", [2, 7], [0, 1])]))
-    kept, load = one.page(7), load_of(2, [3, 4], [0, 1])
-    loaded = one.controller.order(StepPlan(2, [], cache_operations=[load], awaited_loads=[2]))
-    one.controller.loading.submit(lambda: None).result()  # type: ignore[attr-defined]
-    assert 2 not in one.moved
-    assert torch.equal(one.page(4)[:1], kept[:1]), "the first groups are queued at once"
-    assert not torch.equal(one.page(4), kept)
-    if how == "its step":
-        loaded.finish()
-    else:
-        one.order(load_of(3, [5], [0]))
-    with one.reported:
-        assert one.reported.wait_for(lambda: 2 in one.moved, PATIENCE_S)
-    assert torch.equal(one.page(4), kept)
-    one.controller.stop()
-
-
-SOME_STEP = [Work(RequestKey("r"), 1, 0, 0, [1], 1, [])]
-
-
-@pytest.mark.parametrize(
-    ("work", "awaited", "way"),
-    [(SOME_STEP, [2], "ranges"), ([], [], "ranges"), (SOME_STEP, [], "kernel"), (SOME_STEP, [1], "kernel")],
-)
-def test_the_copy_engine_loads_unless_a_step_runs_beside(
-    monkeypatch: pytest.MonkeyPatch, work: list[Work], awaited: list[int], way: str
-) -> None:
-    """A step beside the load does not wait for it, and is launched sooner after one launch."""
-    one, asked = Controller(layered=True), list[str]()
-    load_groups = HostPool.load_groups
-
-    def asking(
-        self: HostPool, pages: list[int], blocks: list[int], groups: list[Span], way: Any
-    ) -> Iterator[Span]:
-        if pages:
-            asked.append(way)
-        return load_groups(self, pages, blocks, groups, way)
-
-    monkeypatch.setattr(HostPool, "load_groups", asking)
-    one.order(CacheOperation(1, True, [PoolTransfer("kv", [1, 2], [0, 3])]))
-    one.controller.order(StepPlan(1, SOME_STEP, cache_operations=[load_of(1, [9], [0])]))
-    load = load_of(2, [5, 6], [0, 3])
-    one.controller.order(StepPlan(2, work, cache_operations=[load], awaited_loads=awaited)).finish()
-    one.controller.stop()
-    assert asked == ["kernel", way]
-    assert 2 in one.moved
 
 
 @pytest.mark.parametrize(

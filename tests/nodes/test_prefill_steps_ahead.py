@@ -202,11 +202,11 @@ def test_a_step_of_several_model_calls_waits_for_all_loads(
     order: Ordered, by_layer: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its first call computes all layers before the hook's first call."""
-    rank, waits, sent = order.ranks[P], [], []
+    rank, waits = order.ranks[P], []
     monkeypatch.setattr(loaded_layers, "let_stream_wait", lambda _, event: waits.append(event))
-    loaded = LoadedLayers(torch.device("cpu"), "states", (0, 1), ("first", "last"))
+    loaded = LoadedLayers(torch.device("cpu"), "states", ((0, "first"), (1, "last")))
     monkeypatch.setattr(rank, "order_copies", lambda _: loaded)
-    monkeypatch.setattr(rank, "_plan_cached", lambda _: lambda event: sent.append(event))
+    monkeypatch.setattr(rank, "_send_cached", lambda *_: None)
     monkeypatch.setattr(rank.runner, "computes_by_layer", lambda _: by_layer)
     forward = rank.runner.forward
 
@@ -220,4 +220,3 @@ def test_a_step_of_several_model_calls_waits_for_all_loads(
     order.deliver(ROUTER, P)
     order.step()
     assert waits == (["states", "forward", "first", "last"] if by_layer else ["last", "forward"])
-    assert sent == ["last"], "cached positions leave when all layers are loaded"
