@@ -46,7 +46,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
 def test_all_memory_is_pinned_once_and_unpinned_with_its_owner(driver: Driver) -> None:
     slabs = HostSlabs(10, PAGE_BYTES, pinned=True)
     slabs.reserve([5])
-    assert (slabs.slabs, len(driver.pinned)) == ([1], 1)
+    assert (slabs.slabs, len(driver.pinned)) == ([0, 1], 2)
     assert slabs.pin(lambda: MUCH) == 10
     assert (slabs.slabs, sum(driver.pinned.values())) == ([0, 1, 2], 10 * PAGE_BYTES)
     before = dict(driver.pinned)
@@ -106,11 +106,3 @@ def test_memory_of_a_cpu_is_not_pinned(driver: Driver) -> None:
     slabs = HostSlabs(10, 100, pinned=False)
     assert (slabs.pin(lambda: 0), slabs.slabs, driver.pinned) == (10, [], {})
     assert HostSlabs(0, 0, pinned=True).pin(lambda: 0) == 0
-
-
-def test_the_first_slab_is_pinned_with_any_other(driver: Driver) -> None:
-    slabs = HostSlabs(10, PAGE_BYTES, pinned=True)
-    slabs.reserve([])
-    assert slabs.slabs == []
-    slabs.reserve([9])
-    assert (slabs.slabs, len(driver.pinned)) == ([0, 2], 2)
