@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import os
+import ssl
 import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import certifi
 import pytest
 import variants
 from forked_workers import fork_workers
@@ -200,6 +203,21 @@ def _tests_freeze_nothing() -> Iterator[None]:
     """Commands and ranks exclude all objects of their process from garbage collection: here, those of other tests."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gc, "freeze", lambda: None)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _certificates_read_once() -> Iterator[None]:
+    """Each client of httpx reads all certificates of certifi, which takes 20 ms: here they share a context."""
+    create = ssl.create_default_context
+    shared = functools.cache(lambda: create(cafile=certifi.where()))
+
+    def created(*arguments: Any, **named: Any) -> ssl.SSLContext:
+        own = arguments or named != {"cafile": certifi.where()}
+        return create(*arguments, **named) if own else shared()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ssl, "create_default_context", created)
         yield
 
 

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -51,6 +52,28 @@ def test_other_tasks_run_meanwhile() -> None:
         assert await until_async(condition) == [3]
 
     asyncio.run(main())
+
+
+def test_a_long_wait_polls_seldom(wait: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each pause is a small share of the time before it, so that the wait is hardly longer."""
+    now_s, pauses_s = [0.0], list[float]()
+
+    def sleep(seconds: float) -> None:
+        pauses_s.append(seconds)
+        now_s[0] += seconds
+
+    async def sleep_on_the_loop(seconds: float) -> None:
+        sleep(seconds)
+
+    monkeypatch.setattr("conditions.time", SimpleNamespace(monotonic=lambda: now_s[0], sleep=sleep))
+    monkeypatch.setattr("conditions.asyncio", SimpleNamespace(sleep=sleep_on_the_loop))
+    wait(lambda: now_s[0] > 10.0)
+    assert len(pauses_s) < 500
+    assert max(pauses_s) == 0.05
+    before_s = 0.0
+    for pause_s in pauses_s:
+        assert pause_s <= max(0.005, 0.02 * before_s)
+        before_s += pause_s
 
 
 def test_a_wait_ends_before_pytest_ends_the_test(request: pytest.FixtureRequest) -> None:

@@ -11,7 +11,10 @@ from typing import Any
 # The limit exists so that a test of a hanging product fails; it measures nothing. A loaded machine may run a process
 # or a thread seconds late, so the limit is long; it is below pytest's own limit of 300 s, whose message says less.
 PATIENCE_S = 120.0
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0005, 0.005
+_FIRST_PAUSE_S, _SHORT_PAUSE_S, _LONGEST_PAUSE_S = 0.0005, 0.005, 0.05
+_PAUSED_SHARE = 0.02
+"""Length of a pause, as a share of the time before it. A long wait is mostly for a process that starts, which needs
+the CPU time of the polls."""
 
 What = str | Callable[[], object]
 """Describes a condition in the message of its failure. A function is called when the wait has failed."""
@@ -40,8 +43,10 @@ async def until_async(condition: Callable[[], Any], what: What = "", timeout_s: 
 
 def _pauses_s() -> Iterator[float]:
     """Short at first, because most conditions hold soon."""
+    began_s = time.monotonic()
     for doublings in itertools.count():
-        yield min(_FIRST_PAUSE_S * 2 ** min(doublings, 8), _LONGEST_PAUSE_S)
+        short_s = min(_FIRST_PAUSE_S * 2 ** min(doublings, 8), _SHORT_PAUSE_S)
+        yield max(short_s, min(_PAUSED_SHARE * (time.monotonic() - began_s), _LONGEST_PAUSE_S))
 
 
 def _failure(what: What, timeout_s: float) -> str:

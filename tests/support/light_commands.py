@@ -15,13 +15,14 @@ from conditions import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
 HEAVY = ("torch", "transformers", "ray", "numpy")
-# The imports are those of most commands, which would take each fork a quarter of a second.
+# Most commands have these imports, and all need the flags: they would take each fork a quarter of a second.
 _SERVER = f"""
 import json, os, sys
 import disagg.api.keys, disagg.api.listener, disagg.cluster.directory, disagg.cluster.keys
-import pydantic.json_schema
+import pydantic.json_schema, transport.control.zmq, typer._adapters
 from disagg.cli import app
 
+app.command_line()
 assert not set({HEAVY}) & set(sys.modules)
 for line in sys.stdin:
     folder, *arguments = json.loads(line)

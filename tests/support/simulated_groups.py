@@ -12,7 +12,7 @@ import itertools
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -56,11 +56,14 @@ from transport.inproc import InprocFabric, InprocTransport
 from transport.peer_memory import MemoryHandle, open_memory
 from transport.tags import is_active_message
 
+Action = tuple[str, Callable[[], None]]
 ROUTER = "router"
 LOST: Any = object()
 """In a queue: its source is gone."""
-DRAIN_ROUNDS = 3000
-"""Rounds without progress of any request, after which a run counts as stuck."""
+DRAIN_S = 33.0
+"""Simulated time without progress of any request, after which a run counts as stuck."""
+ROUND_S, IDLE_ROUND_S, IDLE_S = 0.01, 0.1, 5.0
+"""Simulated time of a round, and of a round after `IDLE_S` without progress, when timeouts are all that is left."""
 TAKE_DOWN_ROUND = 300
 """When the processes of groups that lost a rank end, as the cluster ends them."""
 
@@ -189,6 +192,7 @@ class Simulation:
         at = {buffer.data_ptr(): self.devices[n] for n, buffers in pools.items() for buffer in buffers}
         late_kernels(at, patch)
         self._weights: dict[str, float] = {}
+        self._delivery, self._actions_of = cache(self._new_delivery), cache(self._new_actions)
 
     def stock(self, prompts: Sequence[Sequence[int]]) -> None:
         """Stores the whole pages of `prompts`, and the state behind every second one, as groups with the same model
@@ -259,27 +263,42 @@ class Simulation:
         receivers = [agent.parts.probes for agent in agents if hasattr(agent, "parts")]
         return any(p.busy or p.leases for p in senders) or any(p.lease for p in receivers)
 
-    def actions(self) -> list[tuple[str, Callable[[], None]]]:
-        found: list[tuple[str, Callable[[], None]]] = []
-        for (source, destination), queue in self.queues.items():
-            if queue and destination not in self.dead:
-                found.append((f"to {destination}", partial(self._deliver, source, destination)))
+    def actions(self) -> list[Action]:
+        found = [
+            self._delivery(*pair) for pair, queue in self.queues.items() if queue and pair[1] not in self.dead
+        ]
         for name, rank in self.ranks.items():
             if name in self.dead:
                 continue
+            inbox, devices, wire, compute = self._actions_of(name)
             if rank.transfer_loop.posted:
-                found.append((f"inbox {name}", partial(self._inbox, rank)))
-            if self.devices[name].work:
-                found.append((f"device {name}", self.devices[name].step))
-            if name in self.copies and self.copies[name].work:
-                found.append((f"copy {name}", self.copies[name].step))
-            for what, devices in (("load", self.loads), ("read", self.reads), ("write", self.writes)):
-                if name in devices and devices[name].work:
-                    found.append((f"{what} {name}", devices[name].step))
-            found.append((f"wire {name}", partial(self._wire, rank)))
+                found.append(inbox)
+            found += [action for device, action in devices if device.work]
+            found.append(wire)
             if rank.role not in self.computing:  # a rank computes one step at a time, and its group with it
-                found.append((f"compute {name}", partial(self._compute, rank)))
+                found.append(compute)
         return found  # one that another has made void does nothing
+
+    def _new_delivery(self, source: str, destination: str) -> Action:
+        return f"to {destination}", partial(self._deliver, source, destination)
+
+    def _new_actions(self, name: str) -> tuple[Action, list[tuple[Device, Action]], Action, Action]:
+        """Returns a rank's actions: its inbox, its devices, its wire, its steps."""
+        rank = self.ranks[name]
+        kinds = {
+            "device": self.devices,
+            "copy": self.copies,
+            "load": self.loads,
+            "read": self.reads,
+            "write": self.writes,
+        }
+        found = [(what, devices[name]) for what, devices in kinds.items() if name in devices]
+        return (
+            (f"inbox {name}", partial(self._inbox, rank)),
+            [(device, (f"{what} {name}", device.step)) for what, device in found],
+            (f"wire {name}", partial(self._wire, rank)),
+            (f"compute {name}", partial(self._compute, rank)),
+        )
 
     def step(self) -> None:
         """One thing happens. Each seed makes some actors slow."""
@@ -291,19 +310,19 @@ class Simulation:
 
     def settle(self) -> None:
         """Lets everything happen that can, time included; then every request is over and every book empty."""
-        progress, progressed_at = self._progress(), 0
+        progress, progressed_s = self._progress(), self.now_s
         for number in itertools.count():
             if number == TAKE_DOWN_ROUND:
                 self._take_down_broken_groups()
             for _, action in self.actions():
                 action()
-            self.now_s += 0.01
+            self.now_s += ROUND_S if self.now_s - progressed_s < IDLE_S else IDLE_ROUND_S
             over = all(request.over for request in self.router.requests.values())
             if over and not any(self.queues.values()) and not self.probing():
                 break
             if progress != (progress := self._progress()):
-                progressed_at = number
-            if number - progressed_at == DRAIN_ROUNDS:
+                progressed_s = self.now_s
+            if self.now_s - progressed_s > DRAIN_S:
                 break
         stuck = [request for request in self.router.requests.values() if not request.over]
         assert not stuck, f"never ended: {stuck}"

@@ -14,7 +14,7 @@ import psutil
 import pytest
 from conditions import PATIENCE_S, until
 from prometheus_client.parser import text_string_to_metric_families
-from serve_process import API_KEY, ONE_RANK, PROMPT, TOKENS, Served, command, serve_process
+from serve_process import API_KEY, ONE_RANK, PROMPT, Served, command, serve_process
 
 from disagg.core.config.read import Config, ModelConfig
 from disagg.core.types import SamplingParams
@@ -22,8 +22,9 @@ from disagg.reference.answers import reference_answers
 from disagg.sockets.guards import WORKERS_FOLDER
 from disagg.sockets.processes import process_kind
 
-REQUESTS = 32
-"""Each on a connection of its own: that all reach one worker of two has a chance of 1 to 2^31."""
+REQUESTS = 20
+"""Each on a connection of its own: that all reach one worker of two has a chance of 1 to 2^19."""
+TOKENS = 4
 END_S = 20.0
 
 

@@ -44,7 +44,7 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore::ResourceWarning", "ignore::DeprecationWarning", "ignore::FutureWarning"
 )
 
-GREEDY = SamplingParams(max_tokens=40)
+GREEDY = SamplingParams(max_tokens=10)
 PACE_S = 0.2
 """Pause between requests of a stream, which would otherwise take a core while a launch starts on the other."""
 LOST_S = 15.0

@@ -22,7 +22,7 @@ def test_a_group_that_dies_is_replaced_and_its_stream_goes_on(served: Served, ex
     def ready() -> bool:
         return httpx.get(f"{served.url}/ready", trust_env=False).status_code == 200
 
-    asked = {"model": "tiny", "prompt": PROMPT, "max_tokens": 470, "temperature": 0}
+    asked = {"model": "tiny", "prompt": PROMPT, "max_tokens": 300, "temperature": 0}
     asked["extra_body"] = {"ignore_eos": True}
     [decode] = [rank for rank in served.family() if "DecodeActor" in " ".join(rank.cmdline())]
     stream = served.client.completions.create(**asked, stream=True)  # type: ignore[call-overload]
@@ -79,7 +79,7 @@ def test_a_signal_ends_it_and_leaves_nothing(served: Served) -> None:
     """Last in this folder: the server is gone afterwards."""
     family = psutil.Process(served.process.pid).children(recursive=True)
     stream = served.client.completions.create(
-        model="tiny", prompt="x", max_tokens=800, stream=True, extra_body={"ignore_eos": True}
+        model="tiny", prompt="x", max_tokens=300, stream=True, extra_body={"ignore_eos": True}
     )
     next(iter(stream))
     os.kill(served.process.pid, signal.SIGTERM)
