@@ -74,9 +74,9 @@ class TrialSteps:
         def logits(*keep: int) -> torch.Tensor:
             return self.logits(ShapeProbe(), make(), 4, upload(keep, self._device))
 
-        every = logits(0, 1, 3)[1:]
-        kept.enabled = True
         try:
+            every = logits(0, 1, 3)[1:]
+            kept.enabled = True
             found = logits(1, 3)
         except UnsupportedModelError:
             return False

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from disagg.router.policy import LocalPrefill, RoutedGroup, SessionLoad, local_cost
 
 STAYING_PROMPTS = 1
-"""Number of a decode group's prompts that do not move: the group may have begun to compute the oldest one."""
+"""Number of this router's prompts in a decode group that do not move: the group may have begun the oldest one."""
 
 
 class WaitingPrompt(NamedTuple):
@@ -74,7 +74,7 @@ class PromptMoves:
         newest = {
             decode: next(reversed(prompts))
             for decode, prompts in self._waiting.items()
-            if len(prompts) * decode.routers > STAYING_PROMPTS
+            if len(prompts) > STAYING_PROMPTS
         }
         leaving = [
             decode

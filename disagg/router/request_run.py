@@ -151,6 +151,8 @@ class RequestRun:
                 await driver.release()
                 return
             if failed is None:
+                if session.moved:  # the next session may reserve what this one holds in the same group
+                    driver.send_release()
                 self._in_background(driver.release())
             if len(branches) > 1:
                 await _all([self._branch(one, None) for one in branches])

@@ -26,6 +26,7 @@ from disagg.router.policy import (
     RoutedGroup,
     RoutingRequest,
     computing_prompts,
+    least_loaded,
     prefix_aware,
 )
 from disagg.router.profiling import record_profile
@@ -70,7 +71,7 @@ class Router:
         longer, `no_prefill_group` if none is usable."""
         self._table = GroupTable(dispatcher, lambda: self.choose is prefix_aware)
         self._suspicions = Suspicions(dispatcher, self._table)
-        self._moves = PromptMoves(self._local, lambda: self._table.usable("prefill"), dispatcher.call_soon)
+        self._moves = PromptMoves(self._local, self._reachable_prefills, dispatcher.call_soon)
         dispatcher.on_change = self._table.statuses.on_change = self._review
         budget = RecoveryBudget(config.recoveries_per_s, clock)
         options = RecoveryOptions(config.reserve_wait_s, config.max_recoveries, config.group_wait_s)
@@ -260,12 +261,20 @@ class Router:
             paired = _preferred(paired, keep, full)
         decodes = paired or decodes
         met = self._met(prefills, lambda one: any(self._meet(one, other) for other in decodes))
-        prefill = self.choose(met or prefills, request)
+        # A moved prompt goes where `PromptMoves` has found the shortest queue, whatever the policy.
+        prefill = (least_loaded if moved else self.choose)(met or prefills, request)
         if not moved and (alone := self._alone(prefill, decodes, request)) is not None:
             self.local_prefills["queue"] += 1
             return alone, alone
         met = self._met(decodes, lambda other: self._meet(prefill, other))
         return prefill, self.choose(met or decodes, request)
+
+    def _reachable_prefills(self) -> Sequence[RoutedGroup]:
+        """Returns the usable prefill groups that respond and have a decode group to which they can send."""
+        self._drop_old_shunned()
+        decodes = self._table.usable("decode")
+        prefills = [one for one in self._table.usable("prefill") if not one.suspected]
+        return self._met(prefills, lambda one: any(self._meet(one, other) for other in decodes))
 
     def _alone(
         self, prefill: RoutedGroup | None, decodes: Sequence[RoutedGroup], request: RoutingRequest

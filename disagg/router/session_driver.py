@@ -105,10 +105,15 @@ class SessionDriver:
         await reserving.wait()
         await self.release()
 
+    def send_release(self) -> None:
+        """Sends the messages that free the request, if `release` has not sent them. Call it after `run`."""
+        ended, self._ended = self._ended, []
+        self._perform(ended)
+
     async def _release(self) -> None:
         session = self.session
         try:
-            self._perform(self._ended)
+            self.send_release()
             async with asyncio.timeout(RELEASE_TIMEOUT_S):
                 if session.phase is SessionPhase.RELEASING:
                     await self._until_over()

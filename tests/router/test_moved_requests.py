@@ -15,6 +15,7 @@ from disagg.core.errors import DisaggError, RequestTimeoutError
 from disagg.core.tokens import pack_tokens
 from disagg.core.types import GroupInfo, KVLayout, RankInfo, RequestKey, SamplingParams, Shard, Span, Ticket
 from disagg.router.answers import Output, RouterRequest, SessionReport
+from disagg.router.policy import round_robin
 from disagg.router.response_dispatcher import ResponseDispatcher
 from disagg.router.router import Router
 from transport.control import messages as m
@@ -36,7 +37,7 @@ class Channel(ControlChannel):
     def start(
         self, handler: Any, on_peer_lost: Any, on_peer_met: Any = None, on_peer_suspected: Any = None
     ) -> None:
-        self.receive = handler
+        self.receive, self.suspect = handler, on_peer_suspected
 
     def send(self, peer: str, message: m.Message) -> None:
         self.sent.append((peer, message))
@@ -169,6 +170,8 @@ def test_prompts_move_when_the_prefill_group_has_computed_its_own() -> None:
         (_, reserve), (_, prefill) = setting.of("c", m.Reserve)[1], setting.of("c", m.Prefill)[0]
         assert (reserve.key, reserve.answered, reserve.after, reserve.deadline_s) == (key, [], None, 970.0)
         assert (prefill.key, len(prefill.prompt), prefill.ticket) == (key, 20, None)
+        order = [(type(one), one.key.epoch) for _, one in setting.channel.sent if one.key.request_id == "c"]  # type: ignore
+        assert order.index((m.Release, 0)) < order.index((m.Reserve, 1)), "the group has room again"
         await until_async(lambda: setting.of("c", m.Release))
         assert [(to, one.key) for to, one in setting.of("c", m.Release)] == [("decode", RequestKey("c", 0))]
         setting.compute("c", 0)  # the group had begun to compute it
@@ -183,6 +186,45 @@ def test_prompts_move_when_the_prefill_group_has_computed_its_own() -> None:
         setting.check()
 
     run(work)
+
+
+@pytest.mark.parametrize("why", ["suspected", "failed transfer"])
+def test_no_prompt_moves_to_a_prefill_group_that_it_may_not_reach(why: str) -> None:
+    async def work(setting: Setting) -> None:
+        await setting.ask_all()
+        if why == "suspected":
+            setting.channel.suspect("prefill", True)
+            await until_async(lambda: setting.dispatcher.suspected)
+        else:
+            setting.router._shun(tuple(setting.router.engines))  # type: ignore  # noqa: SLF001 - as after a transfer
+        setting.compute("first")
+        await setting.end("a")
+        assert setting.ways() == {"first": ["prefill"], "a": HERE, "b": HERE, "c": HERE}
+        assert setting.router.moved_prompts == {"decode": 0}
+        setting.channel.suspect("prefill", False)
+        setting.now_s = 500.0  # the pair is tried again
+        setting.dispatcher.on_change()
+        await setting.sessions("c", 2)
+
+    run(work)
+
+
+def test_a_prompt_moves_to_the_shortest_queue_whatever_the_policy() -> None:
+    async def work(setting: Setting) -> None:
+        setting.router.choose = round_robin
+        await setting.ask("first", 150)
+        assert setting.ways() == {"first": ["prefill"]}
+        setting.router.engines[0].tokens += 5000
+        for name in ("a", "b", "c"):
+            setting.router.engines[1].tokens = 200
+            await setting.ask(name, 20)
+        setting.router.engines[1].tokens, setting.router.engines[1].served = 0, 100
+        assert setting.ways()["c"] == HERE
+        setting.compute("a")
+        await setting.sessions("c", 2)
+        assert setting.ways()["c"] == ["decode", "prefill-2"]
+
+    run(work, "prefill", "prefill-2", "decode")
 
 
 def test_a_prompt_that_is_computed_at_the_same_time_stays() -> None:

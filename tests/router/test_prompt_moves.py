@@ -131,10 +131,12 @@ def test_cached_prefixes_count() -> None:
 
 def test_prompts_of_other_routers_are_ahead() -> None:
     queues, decode = Queues(), group("decode1")
-    load = queues.add(decode)
+    queues.add(decode)
+    newest = queues.add(decode)
+    queues.prefills[0].tokens = 40 * PROMPT_TOKENS
     assert queues.review() == []
-    decode.routers = 2
-    assert queues.review() == [load]
+    decode.routers = 40
+    assert queues.review() == [newest]
 
 
 def test_nothing_moves_without_a_prefill_group() -> None:

@@ -13,6 +13,7 @@ from fake_vllm_server import Body, Deployment, prefilled, says
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from disagg.cli.app import run
+from disagg.vllm.proxy import app as proxy_app
 from disagg.vllm.proxy.pairing import is_pairable, prefill_body
 
 FIRST_EVENT = 'data: {"choices":[{"text":"\u2028\x85"}]}\n\n'.encode()
@@ -128,6 +129,30 @@ def test_an_answer_of_the_decode_server_does_not_wait_for_that_of_the_prefill_se
             more.set()
             while one.decode.bodies[-1]["kv_transfer_params"]["remote_engine_id"] == "p":
                 await one.ask()
+
+    with_loop(check)
+
+
+@pytest.mark.parametrize(
+    "first", ["data: {}\n\n", 'data: {"error": {"code": 500}}\n\n'], ids=["a token", "an error"]
+)
+def test_a_late_prefill_server_is_not_waited_for_without_end(
+    first: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor at all after an error: the prompt is of no use."""
+    monkeypatch.setattr(proxy_app, "LATE_S", 0.01 if first == "data: {}\n\n" else 1000.0)
+
+    async def streams(body: Body) -> Response:
+        return Response(first, media_type="text/event-stream")
+
+    async def check() -> None:
+        async with Deployment(prefilled(), says("x")) as one:
+            await one.ask()
+            one.prefill.behaviour, one.decode.behaviour = for_ever, streams
+            assert (
+                await one.client.post("/v1/completions", json={"prompt": "x", "stream": True})
+            ).text == first
+            await one.prefill.gone.wait()
 
     with_loop(check)
 
@@ -288,6 +313,14 @@ def test_other_requests_go_to_the_decode_server() -> None:
             assert one.decode.paths[-1] == "/v1/models/my model", "quoted on the way"
             bad = await one.client.post("/v1/completions", content=b"[1]")
             assert (bad.status_code, bad.json()["error"]["code"]) == (400, 400)
+            for content in (
+                b'{"prompt": "a", "n": 1e999}',
+                b'{"prompt": "a", "echo": "\xff"}',
+                b'{"prompt": ["a",}',
+            ):
+                bad = await one.client.post("/v1/completions", content=content)
+                assert (bad.status_code, bad.json()["error"]["type"]) == (400, "BadRequestError"), content
+            assert one.prefill.bodies == []
 
     with_loop(check)
 

@@ -33,6 +33,9 @@ from disagg.vllm.proxy.pairing import (
 )
 from disagg.vllm.proxy.servers import BAD_GATEWAY, AnswerError, BegunAnswer, VllmServers, whole
 
+LATE_S = 10.0
+"""Seconds that a prefill server may take to answer after the decode server has begun to generate."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Pair:
@@ -114,9 +117,12 @@ class PairingProxy:
             await asyncio.wait({computing, begun}, return_when=asyncio.FIRST_COMPLETED)
             if begun.done():
                 answer = generating.result()  # raises its error: no need to wait for the prompt
-                # A decode server that has generated has the KV: the prefill server's answer may come later.
-                self._late.add(computing)
-                computing.add_done_callback(self._ended)
+                if (
+                    answer.has_begun
+                ):  # the decode server has the KV: the prefill server's answer may come later
+                    self._late.add(computing)
+                    computing.add_done_callback(self._ended)
+                    asyncio.get_running_loop().call_later(LATE_S, computing.cancel)
                 return answer
             params = await computing
             if source_of(params) == source:

@@ -12,6 +12,8 @@ from typing import Any
 
 import msgspec
 
+from disagg.vllm.proxy.servers import AnswerError
+
 Body = dict[str, msgspec.Raw]
 """Fields of a request's body, in JSON."""
 
@@ -31,7 +33,7 @@ _SOURCE = ("remote_engine_id", "remote_host", "remote_port", "tp_size")
 def is_pairable(body: Body) -> bool:
     """Returns whether a request has one prompt and one answer, so that one transfer serves it.
 
-    Log-probabilities of the prompt exist only on the server that computes the whole prompt.
+    Log-probabilities of the prompt exist only on the server that computes the whole prompt. Raises `AnswerError` 400.
     """
     if (_value(body, "n") or 1) != 1 or _value(body, "echo") or _value(body, "prompt_logprobs") is not None:
         return False
@@ -39,13 +41,21 @@ def is_pairable(body: Body) -> bool:
 
 
 def _value(body: Body, name: str) -> Any:
-    return msgspec.json.decode(body[name]) if name in body else None
+    return _decoded(name, body[name], Any) if name in body else None
+
+
+def _decoded(name: str, content: msgspec.Raw | bytes, kind: Any) -> Any:
+    """Returns the value of a field. Raises `AnswerError` 400 for a value that is no JSON."""
+    try:
+        return msgspec.json.decode(content, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError) as exc:
+        raise AnswerError.of(400, f"the field {name} is not valid JSON: {exc}") from exc
 
 
 def _has_prompts(prompt: bytes) -> bool:
     """Returns whether the field `prompt` is a list of several prompts, texts or lists of token ids."""
     is_list = prompt.startswith(b"[") and (b'"' in prompt or prompt.find(b"[", 1) > 0)
-    return is_list and len(msgspec.json.decode(prompt, type=list[msgspec.Raw])) != 1
+    return is_list and len(_decoded("prompt", prompt, list[msgspec.Raw])) != 1
 
 
 def prefill_body(body: Body, transfer_id: str) -> dict[str, Any]:

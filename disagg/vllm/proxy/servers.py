@@ -103,6 +103,13 @@ class BegunAnswer:
         self.first = asyncio.create_task(answer.content.readany())
         """Reads the first piece."""
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether the server has generated: its first piece has come, and is no error."""
+        if self.status >= 400 or not self.first.done() or self.first.cancelled() or self.first.exception():
+            return False
+        return bool(self.first.result()) and not self.first.result().startswith(b'data: {"error"')
+
     async def whole(self) -> bytes:
         """Returns the body, and closes the answer. Raises `AnswerError`."""
         try:
