@@ -64,9 +64,10 @@ def router_counters(
         ),
         RouterCounter(
             "disagg_moved_prompts",
-            "Prompts that left a decode group's queue for a prefill group, by the decode group",
-            "group",
+            "Prompts that left a decode group's queue for a prefill group, by reason",
+            "reason",
             moved_prompts,
+            ("sooner",),
         ),
     )
 

@@ -47,7 +47,7 @@ class Generator(Protocol):
 
     @property
     def moved_prompts(self) -> Counter[str]:
-        """How many prompts left each decode group for a prefill group since the start, by the decode group's name."""
+        """How many prompts left a decode group for a prefill group since the start: `sooner`."""
 
     @property
     def suspicions(self) -> Counter[str]:

@@ -45,7 +45,7 @@ class PromptMoves:
         """Prompts by decode group, oldest first."""
         self._due = False
         self.counts: Counter[str] = Counter()
-        """Number of prompts that have moved since the start, by the name of the decode group that they left."""
+        """Number of prompts that have moved since the start; the only key is `sooner`."""
 
     def add(self, load: SessionLoad, prompt: WaitingPrompt) -> None:
         """Adds the prompt of a session that begins now. The caller must call `discard` when the session is over."""
@@ -86,7 +86,7 @@ class PromptMoves:
         decode = max(leaving, key=local_cost)
         prompt = self._waiting[decode][newest[decode]]
         self.discard(newest[decode])
-        self.counts[decode.group.name] += prompt.move()
+        self.counts["sooner"] += prompt.move()
         self.review_soon()
 
     def check(self) -> None:

@@ -112,7 +112,7 @@ class Router:
 
     @property
     def moved_prompts(self) -> Counter[str]:
-        """How many prompts left each decode group for a prefill group since the start, by the decode group's name."""
+        """How many prompts left a decode group for a prefill group since the start; the only key is `sooner`."""
         return self._moves.counts
 
     @property
@@ -143,8 +143,6 @@ class Router:
         if self._table.add(group):
             self._dispatcher.revive(rank.control_address for rank in group.ranks)
             self._dispatcher.watch(group.leader.control_address)
-            if group.role == "decode":
-                self._moves.counts[group.name] += 0  # a metric's rate needs the value before the first move
             self._report_groups()
 
     async def drain(self, name: str) -> None:

@@ -400,7 +400,7 @@ def test_metrics() -> None:
         server.generator.recoveries["prefill_lost"] += 2
         server.generator.suspicions["decode-2"] += 3
         server.generator.local_prefills["queue"] += 4
-        server.generator.moved_prompts.update({"decode": 2, "decode-2": 3})
+        server.generator.moved_prompts.update({"sooner": 5})
         server.generator.silent = ("decode-2",)
         text = server.client.get("/metrics").text
         status = server.client.get("/status").json()
@@ -415,7 +415,7 @@ def test_metrics() -> None:
     assert values["disagg_suspicions_total", "decode-2"] == 3
     assert values["disagg_local_prefills_total", "queue"] == 4
     assert values["disagg_local_prefills_total", "no_prefill_group"] == 0
-    assert values["disagg_moved_prompts_total", "decode-2"] == 3
+    assert values["disagg_moved_prompts_total", "sooner"] == 5
     assert values["disagg_requests_total", "ok"] == 1
     assert values["disagg_requests_total", "refused"] == 1
     assert values["disagg_requests_total", "error"] == 1

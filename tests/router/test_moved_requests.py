@@ -182,7 +182,7 @@ def test_prompts_move_when_the_prefill_group_has_computed_its_own() -> None:
             report = setting.reports[name]
             assert (report.recoveries, report.sessions, report.released) == ([], 1 + epoch, True)
         assert setting.reports["c"].prefill == "prefill"
-        assert (setting.router.moved_prompts, setting.router.local_prefills) == ({"decode": 2}, {"queue": 3})
+        assert (setting.router.moved_prompts, setting.router.local_prefills) == ({"sooner": 2}, {"queue": 3})
         setting.check()
 
     run(work)
@@ -200,7 +200,7 @@ def test_no_prompt_moves_to_a_prefill_group_that_it_may_not_reach(why: str) -> N
         setting.compute("first")
         await setting.end("a")
         assert setting.ways() == {"first": ["prefill"], "a": HERE, "b": HERE, "c": HERE}
-        assert setting.router.moved_prompts == {"decode": 0}
+        assert setting.router.moved_prompts == {}
         setting.channel.suspect("prefill", False)
         setting.now_s = 500.0  # the pair is tried again
         setting.dispatcher.on_change()
@@ -251,7 +251,7 @@ def test_a_first_token_that_arrives_while_the_prompt_moves_is_ignored() -> None:
         await asyncio.sleep(0)  # the router's next review is due, and the next message is behind it
         setting.compute("c")
         await asyncio.sleep(0)
-        assert (setting.router.moved_prompts, setting.ways()["c"]) == ({"decode": 1}, HERE)
+        assert (setting.router.moved_prompts, setting.ways()["c"]) == ({"sooner": 1}, HERE)
         await setting.sessions("c", 2)
         await setting.end("c", 1)
         assert setting.tokens("c") == [8, 9]
@@ -328,7 +328,7 @@ def test_a_client_that_leaves_while_its_prompt_waits() -> None:
         setting.router.check()
         setting.compute("first")
         await setting.sessions("b", 2)
-        assert setting.router.moved_prompts == {"decode": 1}
+        assert setting.router.moved_prompts == {"sooner": 1}
 
     run(work)
 
@@ -345,7 +345,7 @@ def test_a_session_that_fails_at_the_same_time_does_not_move() -> None:
         setting.channel.receive("decode", m.Released(RequestKey("c")))
         with pytest.raises(DisaggError, match="by an operator"):
             await setting.tasks["c"]
-        assert (setting.ways()["c"], setting.router.moved_prompts) == (HERE, {"decode": 1})
+        assert (setting.ways()["c"], setting.router.moved_prompts) == (HERE, {"sooner": 1})
 
     run(work)
 

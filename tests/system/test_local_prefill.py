@@ -92,7 +92,7 @@ def test_prompts_that_move_to_a_prefill_group_have_the_same_answers(
 
     async def work(router: Router) -> tuple[list[Any], int]:
         asked = (ask(router, f"r{i}", prompt, GREEDY) for i, prompt in enumerate(prompts))
-        return await asyncio.gather(*asked), router.moved_prompts["decode"]
+        return await asyncio.gather(*asked), router.moved_prompts.total()
 
     with local_groups(local_config(1, 1), source) as groups:
         poison_pages(groups.decode[0].kv_manager, groups.decode)
