@@ -453,11 +453,8 @@ class ModelRunner:
         Returns whether it does. Every rank of the group must call this after the same layers were fused."""
         if not keep_rows(self.model.base_model, self._kept):
             return False
-        hybrid = self._state_forms or getattr(self.model, "_is_stateful", False)
         with without_other_ranks(self.model):
-            same = self._trial.keeps_rows(
-                self._kept, lambda: make_cache(self.model.config) if hybrid else None
-            )
+            same = self._trial.keeps_rows(self._kept, self._trial_cache)
         self._kept.enabled = self._agreed(same)
         return self._kept.enabled
 
@@ -603,6 +600,14 @@ class ModelRunner:
     def _trial(self) -> TrialSteps:
         return TrialSteps(self._run, self.spec.architecture, self.device)
 
+    def _trial_cache(self) -> StateCache | None:
+        """Returns a new cache for a trial step; None for a model that is not hybrid.
+
+        A hybrid model without recurrent layers gets one too, which fails if a layer stores state."""
+        config = self.model.config
+        hybrid = recurrent_layers(config) or getattr(self.model, "_is_stateful", False)
+        return make_cache(config) if hybrid else None
+
     def _probe(self, probe: ShapeProbe, split: RecurrentSplit) -> list[StateForm]:
         """Runs one token through this rank's part of the model, and completes `spec`; `probe` records the attention
         calls.
@@ -612,9 +617,7 @@ class ModelRunner:
         forms: list[StateForm] = []
         config = self.model.config
         recurrent = recurrent_layers(config)
-        # A hybrid model without recurrent layers gets a trial cache, which fails if a layer stores state.
-        hybrid = recurrent or getattr(self.model, "_is_stateful", False)
-        cache = make_cache(config) if hybrid else None
+        cache = self._trial_cache()
         with without_other_ranks(self.model):
             logits = self._trial.logits(probe, cache)
             heads = [
@@ -629,7 +632,7 @@ class ModelRunner:
                     f"{self.spec.architecture} is not supported: logits of a token are {tuple(logits.shape)} "
                     f"for a vocabulary of {self.spec.vocab_size}"
                 )
-            scores = self._trial.head_runs_alone(self._head, make_cache(config) if hybrid else None, logits)
+            scores = self._trial.head_runs_alone(self._head, self._trial_cache(), logits)
             self.spec = msgspec.structs.replace(self.spec, scores_prompts=scores)
             if cache is not None and recurrent:
                 cache.require(self.spec.architecture, recurrent)

@@ -64,8 +64,10 @@ class PromptMoves:
             self._call_soon(self._review)
 
     def _review(self) -> None:
-        """Moves the newest prompt of a decode group, except its oldest one, if a prefill group is sooner: of several
-        groups, that of the one with the longest queue."""
+        """Moves one prompt if a prefill group is sooner: the newest of a decode group, but never its oldest one.
+
+        If several decode groups have such a prompt, it leaves the one with the longest queue.
+        """
         self._due = False
         prefills = self._prefills()
         if not prefills:

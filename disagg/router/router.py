@@ -258,7 +258,7 @@ class Router:
         if keep or full:
             paired = _preferred(paired, keep, full)
         decodes = paired or decodes
-        met = self._met(prefills, lambda one: any(self._meet(one, other) for other in decodes))
+        met = self._with_partner(prefills, decodes)
         # A moved prompt goes where `PromptMoves` has found the shortest queue, whatever the policy.
         prefill = (least_loaded if moved else self.choose)(met or prefills, request)
         if not moved and (alone := self._alone(prefill, decodes, request)) is not None:
@@ -270,8 +270,13 @@ class Router:
     def _reachable_prefills(self) -> Sequence[RoutedGroup]:
         """Returns the usable prefill groups that respond and have a decode group to which they can send."""
         self._drop_old_shunned()
-        decodes = self._table.usable("decode")
-        prefills = [one for one in self._table.usable("prefill") if not one.suspected]
+        responsive = [one for one in self._table.usable("prefill") if not one.suspected]
+        return self._with_partner(responsive, self._table.usable("decode"))
+
+    def _with_partner(
+        self, prefills: Sequence[RoutedGroup], decodes: Sequence[RoutedGroup]
+    ) -> Sequence[RoutedGroup]:
+        """Returns the prefill groups that may be paired with one of `decodes`."""
         return self._met(prefills, lambda one: any(self._meet(one, other) for other in decodes))
 
     def _alone(

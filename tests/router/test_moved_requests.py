@@ -111,6 +111,12 @@ class Setting:
             self.channel.receive(peer, m.Released(message.key))
         await self.tasks[name]
 
+    async def until_one_moves(self) -> None:
+        """The prefill group computes its prompt; returns when a prompt moves, before its next session begins."""
+        self.compute("first")
+        while not self.router.moved_prompts.total():
+            await asyncio.sleep(0)  # one iteration of the loop
+
     def tokens(self, name: str) -> list[int]:
         return [token for output in self.outputs[name] for token in output.tokens]
 
@@ -264,9 +270,7 @@ def test_a_prefill_group_that_goes_while_a_prompt_moves_to_it() -> None:
 
     async def work(setting: Setting) -> None:
         await setting.ask_all()
-        setting.compute("first")
-        while not setting.router.moved_prompts.total():
-            await asyncio.sleep(0)  # one iteration of the loop
+        await setting.until_one_moves()
         assert setting.ways()["c"] == HERE
         setting.router.remove("prefill")
         await setting.sessions("c", 2)
@@ -353,9 +357,7 @@ def test_a_session_that_fails_at_the_same_time_does_not_move() -> None:
 def test_a_client_that_leaves_while_its_prompt_moves() -> None:
     async def work(setting: Setting) -> None:
         await setting.ask_all()
-        setting.compute("first")
-        while not setting.router.moved_prompts.total():
-            await asyncio.sleep(0)
+        await setting.until_one_moves()
         setting.tasks["c"].cancel()
         await until_async(lambda: setting.of("c", m.Release))
         for peer, message in setting.of("c", m.Release):

@@ -85,7 +85,8 @@ def test_prompts_beside_those_of_a_prefill_group(checkpoints: Checkpoints) -> No
 def test_prompts_that_move_to_a_prefill_group_have_the_same_answers(
     checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every prompt starts in the decode group. When the first one is computed, all others move, also begun ones."""
+    """Every prompt starts in the decode group. When the first one is computed, all others move, including those
+    that are partly computed."""
     monkeypatch.setattr(LocalPrefill, "leaves", lambda rule, decode, *_: decode.answering > 0)
     monkeypatch.setattr("disagg.router.prompt_moves.STAYING_PROMPTS", 0)
     source, prompts = checkpoints.source(), PROMPTS * 2

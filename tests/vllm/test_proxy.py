@@ -317,6 +317,7 @@ def test_other_requests_go_to_the_decode_server() -> None:
                 b'{"prompt": "a", "n": 1e999}',
                 b'{"prompt": "a", "echo": "\xff"}',
                 b'{"prompt": ["a",}',
+                b'{"\xff": 1}',
             ):
                 bad = await one.client.post("/v1/completions", content=content)
                 assert (bad.status_code, bad.json()["error"]["type"]) == (400, "BadRequestError"), content

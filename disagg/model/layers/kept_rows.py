@@ -20,7 +20,7 @@ class KeptRows:
 
     def __init__(self) -> None:
         self.enabled = False
-        """Whether the model's last layer can leave rows out, and its logits do not change by that."""
+        """Whether the model's last layer can leave rows out without a change of the other rows' logits."""
         self._rows: torch.Tensor | None = None
 
     @contextmanager

@@ -23,7 +23,7 @@ class _PreNorm:
     def __init__(self, layer: Any, following: FusedNorm) -> None:
         self._layer, self._own, self._following = layer, layer.post_attention_layernorm.forward, following
         self.kept: KeptRows | None = None
-        """Rows that the layer returns; None, or an object that keeps all rows, for every layer but the last."""
+        """The rows that the last layer of a model returns; None: all rows."""
 
     def __call__(
         self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None, **named: Any

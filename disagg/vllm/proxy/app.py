@@ -26,10 +26,12 @@ from disagg.core.random_ids import random_id
 from disagg.vllm.proxy.pairing import (
     Body,
     decode_body,
+    fields_of,
     is_pairable,
     params_at_once,
     prefill_body,
     source_of,
+    value_of,
 )
 from disagg.vllm.proxy.servers import BAD_GATEWAY, AnswerError, BegunAnswer, VllmServers, whole
 
@@ -85,7 +87,7 @@ class PairingProxy:
 
     async def generate(self, request: Request) -> Response:
         """Answers a completion or a chat completion."""
-        body = _fields(await request.body())
+        body = fields_of(await request.body())
         if not is_pairable(body):
             return await self.forward(request)
         prefill, decode = next(self._prefill), next(self._decode)
@@ -119,7 +121,7 @@ class PairingProxy:
                 answer = generating.result()  # raises its error: no need to wait for the prompt
                 if (
                     answer.has_begun
-                ):  # the decode server has the KV: the prefill server's answer may come later
+                ):  # the decode server has the KV, so the prefill server's answer may be late
                     self._late.add(computing)
                     computing.add_done_callback(self._ended)
                     asyncio.get_running_loop().call_later(LATE_S, computing.cancel)
@@ -153,7 +155,7 @@ class PairingProxy:
             if exc.status == BAD_GATEWAY:  # the server's next life is another engine
                 self._sources.pop(pair.prefill, None)
             raise
-        params = msgspec.json.decode(_fields(text).get("kv_transfer_params", b"null"))
+        params = value_of(fields_of(text), "kv_transfer_params")
         if not isinstance(params, dict):
             raise AnswerError.of(
                 BAD_GATEWAY,
@@ -188,14 +190,6 @@ async def _begun(generating: asyncio.Task[BegunAnswer]) -> None:
 async def _error_reply(request: Request, error: Exception) -> Response:
     assert isinstance(error, AnswerError)
     return Response(error.content, error.status, media_type="application/json")
-
-
-def _fields(content: bytes) -> Body:
-    """Returns the fields of a JSON object. Raises `AnswerError` 400 for other content."""
-    try:
-        return msgspec.json.decode(content, type=Body)
-    except msgspec.DecodeError as exc:
-        raise AnswerError.of(400, f"the body is not a JSON object: {exc}") from exc
 
 
 async def _unless_gone(request: Request, asking: Coroutine[Any, Any, BegunAnswer]) -> BegunAnswer | None:

@@ -35,33 +35,43 @@ def is_pairable(body: Body) -> bool:
 
     Log-probabilities of the prompt exist only on the server that computes the whole prompt. Raises `AnswerError` 400.
     """
-    if (_value(body, "n") or 1) != 1 or _value(body, "echo") or _value(body, "prompt_logprobs") is not None:
+    if (
+        (value_of(body, "n") or 1) != 1
+        or value_of(body, "echo")
+        or value_of(body, "prompt_logprobs") is not None
+    ):
         return False
-    return not _value(body, "use_beam_search") and not _has_prompts(bytes(body.get("prompt", b"")))
+    return not value_of(body, "use_beam_search") and not _has_prompts(bytes(body.get("prompt", b"")))
 
 
-def _value(body: Body, name: str) -> Any:
-    return _decoded(name, body[name], Any) if name in body else None
+def fields_of(content: bytes) -> Body:
+    """Returns the fields of a JSON object. Raises `AnswerError` 400 for other content."""
+    found: Body = _decoded(content, Body, "the body is not a JSON object")
+    return found
 
 
-def _decoded(name: str, content: msgspec.Raw | bytes, kind: Any) -> Any:
-    """Returns the value of a field. Raises `AnswerError` 400 for a value that is no JSON."""
+def value_of(body: Body, name: str) -> Any:
+    """Returns the value of a field, None if it is absent. Raises `AnswerError` 400 for a value that is no JSON."""
+    return _decoded(body[name], Any, f"the field {name} is not valid JSON") if name in body else None
+
+
+def _decoded(content: msgspec.Raw | bytes, kind: Any, otherwise: str) -> Any:
     try:
         return msgspec.json.decode(content, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError) as exc:
-        raise AnswerError.of(400, f"the field {name} is not valid JSON: {exc}") from exc
+        raise AnswerError.of(400, f"{otherwise}: {exc}") from exc
 
 
 def _has_prompts(prompt: bytes) -> bool:
     """Returns whether the field `prompt` is a list of several prompts, texts or lists of token ids."""
     is_list = prompt.startswith(b"[") and (b'"' in prompt or prompt.find(b"[", 1) > 0)
-    return is_list and len(_decoded("prompt", prompt, list[msgspec.Raw])) != 1
+    return is_list and len(_decoded(prompt, list[msgspec.Raw], "the prompt is not valid JSON")) != 1
 
 
 def prefill_body(body: Body, transfer_id: str) -> dict[str, Any]:
     """Returns the request that computes the prompt, and one token."""
     found: dict[str, Any] = {name: value for name, value in body.items() if name not in _NOT_FOR_PREFILL}
-    if _value(body, "tools"):
+    if value_of(body, "tools"):
         found["tool_choice"] = "none"  # tools remain in the prompt; one token is no complete tool call
     if "max_completion_tokens" in found:
         found["max_completion_tokens"] = 1
