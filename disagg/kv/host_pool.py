@@ -2,12 +2,14 @@
 
 All parts of a page (each class of layers, K and V, scales) form one contiguous *block*, the page-first layout of
 SGLang's hierarchical cache; `kernels.copy.page_blocks` copies between pages and blocks. Recurrent states have
-separate blocks, of another size. Copies of all layers go through a buffer on the GPU (`staged_blocks`).
+separate blocks, of another size. Long runs of consecutive pages and blocks are copied without a kernel
+(`row_copies`), other copies of all layers through a buffer on the GPU (`staged_blocks`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -15,6 +17,7 @@ import torch
 from disagg.core.types import Span
 from disagg.kv.host_slabs import HostSlabs
 from disagg.kv.pages import pages_for
+from disagg.kv.row_copies import HostRows, PoolPages, RowCopies, page_runs
 from disagg.kv.staged_blocks import HALF_BYTES, HostPart, StagedCopies, few_copies
 from disagg.kv.upload import upload
 from kernels.copy.page_blocks import Blocks, Pages, blocks_to_pages, pages_to_blocks
@@ -23,14 +26,32 @@ BLOCK_ALIGNMENT_BYTES = 4096
 """Alignment of the blocks, as direct I/O requires."""
 
 
-class _Numbers(NamedTuple):
+class _Numbers:
     """Pages of a copy, and their blocks."""
 
-    device: torch.Tensor
-    """int64 `[2, pages]` on the device: the pages' numbers in row 0, their blocks' numbers in row 1."""
-    blocks: Sequence[int]
-    staged: bool
-    """Whether the copy may go through the buffer."""
+    def __init__(
+        self, pages: Sequence[int], blocks: Sequence[int], device: torch.device, slab_blocks: int
+    ) -> None:
+        # Freed blocks are allocated again in any order; the order of the copies does not matter.
+        order = sorted(range(len(blocks)), key=blocks.__getitem__)
+        self._pages, self.blocks = [pages[at] for at in order], [blocks[at] for at in order]
+        self._device = device
+        self.runs = page_runs(self._pages, self.blocks, slab_blocks)
+
+    @cached_property
+    def on_device(self) -> torch.Tensor:
+        """int64 `[2, pages]` on the device: the pages' numbers in row 0, their blocks' numbers in row 1."""
+        return upload([*self._pages, *self.blocks], self._device).view(2, -1)
+
+
+class _Part(NamedTuple):
+    """Layers of one buffer."""
+
+    buffer: torch.Tensor
+    layers: Span
+    """Layers, local to the buffer."""
+    offset_bytes: int
+    """Offset within a block of the buffer's part."""
 
 
 class HostPool:
@@ -54,6 +75,7 @@ class HostPool:
         staged = bool(blocks and half_bytes)
         self._loads = StagedCopies(buffers[0].device, half_bytes) if staged else None
         self._stores = StagedCopies(buffers[0].device, half_bytes) if staged else None
+        self._load_rows, self._store_rows = RowCopies(), RowCopies()
         self.layers = sum(buffer.shape[0] for buffer in buffers)
         """Number of layers of all parts; layers are numbered part after part."""
 
@@ -64,7 +86,7 @@ class HostPool:
         many, so call them on a thread that may wait. All three methods raise `InvariantError` if a block is not
         reserved.
         """
-        self._copy(pages_to_blocks, self._numbers(pages, blocks, staged=True), Span(0, self.layers))
+        self._copy(self._numbers(pages, blocks), Span(0, self.layers), to_host=True, staged=True)
 
     def load(self, pages: Sequence[int], blocks: Sequence[int]) -> None:
         """Copies block `blocks[i]` to page `pages[i]`, all layers."""
@@ -75,11 +97,11 @@ class HostPool:
         self, pages: Sequence[int], blocks: Sequence[int], groups: Sequence[Span], *, staged: bool = False
     ) -> Iterator[Span]:
         """Copies block `blocks[i]` to page `pages[i]`, group of layers by group; yields each group when its copy is
-        queued. `staged`: through the buffer if possible. Otherwise a kernel copies, with fewer calls of the driver,
-        and nothing waits."""
-        numbers = self._numbers(pages, blocks, staged=staged)
+        queued. `staged`: through the buffer if possible, unless runs are long. Otherwise a kernel copies scattered
+        pages, with fewer calls of the driver, and nothing waits."""
+        numbers = self._numbers(pages, blocks)
         for group in groups:
-            self._copy(blocks_to_pages, numbers, group)
+            self._copy(numbers, group, to_host=False, staged=staged)
             yield group
 
     def warm(self) -> None:
@@ -97,19 +119,14 @@ class HostPool:
             offset_bytes += page_bytes([buffer], self._page_size)
         torch.cuda.synchronize(self._buffers[0].device)
 
-    def _numbers(self, pages: Sequence[int], blocks: Sequence[int], *, staged: bool) -> _Numbers | None:
-        """Returns the numbers of pages and blocks; None if there are none. `staged`: whether the copy may go through
-        the buffer."""
+    def _numbers(self, pages: Sequence[int], blocks: Sequence[int]) -> _Numbers | None:
+        """Returns the numbers of pages and blocks; None if there are none."""
         if not pages:
             return None
         self.memory.require_reserved(blocks)
-        # Freed blocks are allocated again in any order; the order of the copies does not matter.
-        order = sorted(range(len(blocks)), key=blocks.__getitem__)
-        pages, blocks = [pages[at] for at in order], [blocks[at] for at in order]
-        numbers = upload([*pages, *blocks], self._buffers[0].device).view(2, -1)
-        return _Numbers(numbers, blocks, staged and self._loads is not None)
+        return _Numbers(pages, blocks, self._buffers[0].device, self.memory.slab_blocks)
 
-    def _copy(self, copy: Callable[[Pages, Blocks], None], numbers: _Numbers | None, layers: Span) -> None:
+    def _copy(self, numbers: _Numbers | None, layers: Span, *, to_host: bool, staged: bool) -> None:
         if numbers is None:
             return
         start = offset_bytes = 0
@@ -117,25 +134,38 @@ class HostPool:
             stop = start + buffer.shape[0]
             first, end = max(layers.start, start), min(layers.stop, stop)
             if first < end:
-                part = Pages(buffer, numbers.device[0], self._page_size, Span(first - start, end - start))
-                memory, slab_blocks = self.memory.memory, self.memory.slab_blocks
-                nbytes = page_bytes([buffer], self._page_size)
-                fit = numbers.staged and few_copies(numbers.blocks, slab_blocks, nbytes)
-                staged = self._staged(copy, buffer) if fit else None
-                if staged is None or not staged(
-                    part, HostPart(memory, numbers.blocks, offset_bytes, slab_blocks)
-                ):
-                    copy(part, Blocks(memory, numbers.device[1], offset_bytes))
+                part = _Part(buffer, Span(first - start, end - start), offset_bytes)
+                if not self._copied_as_rows(numbers, part, to_host):
+                    self._copy_by_kernel(numbers, part, to_host, staged)
             start, offset_bytes = stop, offset_bytes + page_bytes([buffer], self._page_size)
 
-    def _staged(
-        self, copy: Callable[[Pages, Blocks], None], buffer: torch.Tensor
-    ) -> Callable[[Pages, HostPart], bool] | None:
-        """Returns the staged form of a copy of pages of `buffer`; None if there is no buffer of this size."""
-        copies = self._stores if copy is pages_to_blocks else self._loads
-        if copies is None or not copies.fits(buffer, self._page_size):
-            return None
-        return copies.store if copy is pages_to_blocks else copies.load
+    def _copied_as_rows(self, numbers: _Numbers, part: _Part, to_host: bool) -> bool:
+        """Copies a part without a kernel; returns False if that is not possible or too slow."""
+        rows = self._store_rows if to_host else self._load_rows
+        if not rows.suit(part.buffer, self._page_size, numbers.runs):
+            return False
+        pages = PoolPages(part.buffer, self._page_size, part.layers)
+        return rows.copy(
+            pages, numbers.runs, HostRows(self.memory.memory, part.offset_bytes), to_host=to_host
+        )
+
+    def _copy_by_kernel(self, numbers: _Numbers, part: _Part, to_host: bool, staged: bool) -> None:
+        """Copies a part by a kernel that accesses host memory, or the buffer on the GPU if `staged`."""
+        pages = Pages(part.buffer, numbers.on_device[0], self._page_size, part.layers)
+        if staged and self._copied_staged(numbers, part, pages, to_host):
+            return
+        copy = pages_to_blocks if to_host else blocks_to_pages
+        copy(pages, Blocks(self.memory.memory, numbers.on_device[1], part.offset_bytes))
+
+    def _copied_staged(self, numbers: _Numbers, part: _Part, pages: Pages, to_host: bool) -> bool:
+        """Copies a part through the buffer; returns False if that is not possible or too slow."""
+        memory, copies = self.memory, self._stores if to_host else self._loads
+        if copies is None or not copies.fits(part.buffer, self._page_size):
+            return False
+        if not few_copies(numbers.blocks, memory.slab_blocks, page_bytes([part.buffer], self._page_size)):
+            return False
+        host = HostPart(memory.memory, numbers.blocks, part.offset_bytes, memory.slab_blocks)
+        return (copies.store if to_host else copies.load)(pages, host)
 
 
 def page_bytes(buffers: Sequence[torch.Tensor], page_size: int) -> int:

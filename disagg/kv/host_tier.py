@@ -38,6 +38,9 @@ from disagg.kv.state_slots import StateSlots
 from disagg.kv.storage_tier import Links, StorageTier, StorageTierStatistics
 from disagg.kv.token_rate import TokenRate
 
+SPARE_SHARE = 32
+"""Divisor of the tier's blocks: when blocks are evicted, up to a thirty-second of them is freed ahead, so that the
+blocks of a prompt are in longer runs."""
 STORING_SHARE = 4
 """Divisor of the first tier's pages: stores may lock at most a quarter of these pages at one time."""
 
@@ -247,8 +250,8 @@ class HostTier:
         """Allocates up to `count` blocks; evicts cached blocks if needed, but none on the path to `known`."""
         self.index.lock(known, state=False)
         short = min(count, self.blocks.free_pages + self.index.evictable_pages) - self.blocks.free_pages
-        if short > 0:
-            self.index.evict(short)
+        if short > 0:  # and a few blocks more: new blocks are in longer runs then
+            self.index.evict(short + self.blocks.pages // SPARE_SHARE)
         self.index.unlock(known, state=False)
         count = min(count, self.blocks.free_pages)
         pages: list[int] = []

@@ -199,6 +199,7 @@ class TokenToKVPoolAllocator:
 
     def check(self) -> None:
         """Raises InvariantError, with a dump, unless each page except page 0 is free (listed once) or has readers."""
+        self.unused.check()
         free = self.unused.numbers()
         unread = [page for page in range(1, self.pages) if self._readers[page] == 0]
         sound = (

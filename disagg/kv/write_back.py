@@ -15,13 +15,11 @@ Pages of a hybrid model that follow the last state of their path serve no match,
 from __future__ import annotations
 
 from disagg.core.prefixes import PrefixKey
+from disagg.kv.free_pages import AHEAD_SHARE
 from disagg.kv.host_tier import HostTier
 from disagg.kv.pages import TokenToKVPoolAllocator
 from disagg.kv.radix import RadixCache
 from disagg.kv.radix_node import Node
-
-AHEAD_SHARE = 16
-"""Divisor of the pool's pages: a sixteenth of them is freed ahead of its use."""
 
 
 class WriteBack:

@@ -19,7 +19,6 @@ from disagg.model.runner import ModelRunner
 from disagg.node.cache_controller import HostBlockCounts, HybridCacheController
 from disagg.node.compute import StepExecutor
 from disagg.node.plan import StepPlan, Work
-from kernels.copy.page_blocks import blocks_to_pages
 
 PAGE, CACHED = 16, 32
 SLEEP_CYCLES = 20_000_000
@@ -50,10 +49,10 @@ class Loads:
         )
         copy = self.controller.kv._copy  # noqa: SLF001
 
-        def slow(kernel: Any, *rest: Any) -> None:
-            if kernel is blocks_to_pages and runner.device.type == "cuda":
+        def slow(*arguments: Any, to_host: bool, staged: bool) -> None:
+            if runner.device.type == "cuda" and not to_host:
                 torch.cuda._sleep(SLEEP_CYCLES)
-            copy(kernel, *rest)
+            copy(*arguments, to_host=to_host, staged=staged)
 
         self.controller.kv._copy = slow  # type: ignore[method-assign]  # noqa: SLF001
 

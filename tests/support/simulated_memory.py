@@ -19,7 +19,6 @@ from decode_node.scheduler import DecodeScheduler
 from disagg.core.types import Span
 from disagg.kv.pages import slots_of
 from disagg.node.kv_manager import KVManager
-from kernels.copy.page_blocks import blocks_to_pages
 from kernels.copy.rows import PoolSlice
 from staging.allocator import Lease, StagingAllocator
 
@@ -61,9 +60,9 @@ class LateLoads:
         patch.setattr("disagg.node.loaded_layers.let_stream_wait", self._wait)
 
     def _late(self, copy: Callable[..., None]) -> Callable[..., None]:
-        def late(kernel: Any, *rest: Any) -> None:
-            work = partial(copy, kernel, *rest)
-            self._device.work.append(work) if kernel is blocks_to_pages else work()
+        def late(*arguments: Any, to_host: bool, staged: bool) -> None:
+            work = partial(copy, *arguments, to_host=to_host, staged=staged)
+            work() if to_host else self._device.work.append(work)
 
         return late
 

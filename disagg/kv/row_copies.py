@@ -1,0 +1,135 @@
+"""Copies between runs of consecutive pages and runs of consecutive blocks of host memory, without a kernel.
+
+In a block the planes of all layers follow each other, and in a pool the pages of a plane. So one plane of a run of
+pages is one copy of rows: the rows are adjacent on the device, and a block apart in host memory. The copy engine
+needs no multiprocessor, so the compute kernels of that time do not wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import structlog
+import torch
+
+from disagg.core.types import Span
+from disagg.kv.copy_engine import ByteRows, CopyRefusedError, queue_rows
+
+LEAST_ROWS_BYTES = 1 << 20
+"""Smallest average size of a copy of rows. The bus takes 19 us for it, a call of the driver 5 us."""
+
+log = structlog.get_logger(__name__)
+_cuda: Any = torch.cuda  # its streams carry no types
+
+
+class PageRun(NamedTuple):
+    """Consecutive pages, and as many consecutive blocks of one slab."""
+
+    page: int
+    """The first page."""
+    block: int
+    """The first block."""
+    pages: int
+    """Number of pages."""
+
+
+class PoolPages(NamedTuple):
+    """The layers of a pool that are copied."""
+
+    pool: torch.Tensor
+    """`[layers, planes, slots, heads, head_dim]`, contiguous."""
+    size: int
+    """Slots of a page."""
+    layers: Span
+
+
+class HostRows(NamedTuple):
+    """A part of blocks of host memory."""
+
+    memory: torch.Tensor
+    """uint8 `[blocks, block_bytes]`, contiguous; pinned if the pool is on a GPU."""
+    offset_bytes: int
+    """Offset within each block of the pool's part, with all layers."""
+
+
+def page_runs(pages: Sequence[int], blocks: Sequence[int], slab_blocks: int) -> list[PageRun]:
+    """Returns the runs of pages and blocks, in order; a run ends at the end of a slab of `slab_blocks` blocks."""
+    if not pages:
+        return []
+    page, block = np.asarray(pages), np.asarray(blocks)
+    ends = (np.diff(page) != 1) | (np.diff(block) != 1) | (block[1:] % slab_blocks == 0)
+    starts = np.concatenate([[0], np.flatnonzero(ends) + 1])
+    counts = np.diff(starts, append=len(page))
+    columns = (page[starts].tolist(), block[starts].tolist(), counts.tolist())
+    return [PageRun(*run) for run in zip(*columns, strict=True)]
+
+
+class RowCopies:
+    """Copies of runs by the copy engine. One thread at a time may use it."""
+
+    def __init__(self) -> None:
+        self.refused = False
+        """Whether the driver has refused a copy; no other one is tried then."""
+
+    def suit(self, pool: torch.Tensor, page_size: int, runs: Sequence[PageRun]) -> bool:
+        """Returns whether runs are so long that copies of rows are faster than other copies."""
+        nbytes = sum(run.pages for run in runs) * _row_bytes(pool, page_size)
+        return not self.refused and nbytes >= len(runs) * LEAST_ROWS_BYTES
+
+    def copy(self, pages: PoolPages, runs: Sequence[PageRun], host: HostRows, *, to_host: bool) -> bool:
+        """Copies the layers of all pages of `runs`, on the current stream.
+
+        On a GPU nothing waits, unless the device's queue is full. The caller keeps all tensors alive until an event
+        recorded on the current stream afterwards is complete. No page and no block may repeat. Returns False if the
+        driver refused a copy: any part of the bytes may be copied then, and later work of the current stream may copy
+        them again.
+        """
+        copy = (
+            _queued(pages.pool, host, to_host) if pages.pool.is_cuda else _copied(pages.pool, host, to_host)
+        )
+        planes, row_bytes = pages.pool.shape[1], _row_bytes(pages.pool, pages.size)
+        plane_bytes = pages.pool.stride(1) * pages.pool.element_size()
+        try:
+            for plane in range(pages.layers.start * planes, pages.layers.stop * planes):
+                in_block_bytes = host.offset_bytes + plane * row_bytes
+                for run in runs:
+                    copy(plane * plane_bytes + run.page * row_bytes, in_block_bytes, run, row_bytes)
+        except CopyRefusedError as exc:
+            self.refused = True
+            log.warning("copies_of_rows_refused", error=str(exc), now="pages are copied by kernels again")
+        return not self.refused
+
+
+def _row_bytes(pool: torch.Tensor, page_size: int) -> int:
+    """Returns the size of a plane of a page."""
+    return page_size * pool.shape[3] * pool.shape[4] * pool.element_size()
+
+
+_Copy = Callable[[int, int, PageRun, int], None]
+"""Copies a plane of a run: the offset of the first row in the pool, that of a row in its block, the run, the row's
+size."""
+
+
+def _queued(pool: torch.Tensor, host: HostRows, to_host: bool) -> _Copy:
+    stream = _cuda.current_stream(pool.device).cuda_stream
+    pool_address, host_address, pitch_bytes = pool.data_ptr(), host.memory.data_ptr(), host.memory.shape[1]
+
+    def copy(at_bytes: int, in_block_bytes: int, run: PageRun, row_bytes: int) -> None:
+        blocks = ByteRows(host_address + run.block * pitch_bytes + in_block_bytes, pitch_bytes)
+        rows = ByteRows(pool_address + at_bytes, row_bytes)
+        queue_rows(rows, blocks, row_bytes, run.pages, to_host=to_host, stream=stream)
+
+    return copy
+
+
+def _copied(pool: torch.Tensor, host: HostRows, to_host: bool) -> _Copy:
+    content = pool.view(-1).view(torch.uint8)
+
+    def copy(at_bytes: int, in_block_bytes: int, run: PageRun, row_bytes: int) -> None:
+        rows = content[at_bytes : at_bytes + run.pages * row_bytes].view(run.pages, row_bytes)
+        blocks = host.memory[run.block : run.block + run.pages, in_block_bytes : in_block_bytes + row_bytes]
+        (blocks if to_host else rows).copy_(rows if to_host else blocks)
+
+    return copy

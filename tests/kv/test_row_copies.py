@@ -1,0 +1,169 @@
+"""Copies of runs without a kernel move the same bytes as other copies, and only where runs are long."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from disagg.core.types import Span
+from disagg.kv import host_slabs, row_copies
+from disagg.kv.copy_engine import CopyRefusedError
+from disagg.kv.host_pool import HostPool
+from disagg.kv.row_copies import PageRun, RowCopies, page_runs
+
+DEVICES = ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)]
+LAYERS, PAGE, PAGES, BLOCKS = 5, 4, 12, 16
+
+
+def test_runs_are_consecutive_on_both_sides() -> None:
+    assert page_runs([], [], 100) == []
+    assert page_runs([7, 8, 9, 3], [1, 2, 4, 5], 100) == [
+        PageRun(7, 1, 2),
+        PageRun(9, 4, 1),
+        PageRun(3, 5, 1),
+    ]
+    assert page_runs([5, 4, 3], [1, 2, 3], 100) == [PageRun(5, 1, 1), PageRun(4, 2, 1), PageRun(3, 3, 1)]
+
+
+def test_a_run_ends_with_its_slab() -> None:
+    assert page_runs(range(20, 29), range(2, 11), 4) == [
+        PageRun(20, 2, 2),
+        PageRun(22, 4, 4),
+        PageRun(26, 8, 3),
+    ]
+
+
+def test_short_runs_do_not_suit() -> None:
+    """Rows of 8 KiB: 128 pages make 1 MiB."""
+    pool, rows = torch.empty((1, 2, 16, 2, 1024), dtype=torch.bfloat16), RowCopies()
+    assert rows.suit(pool, 2, [PageRun(0, 0, 128)])
+    assert not rows.suit(pool, 2, [PageRun(0, 0, 127)])
+    assert not rows.suit(pool, 2, [PageRun(0, 0, 200), PageRun(300, 300, 55)])
+    assert rows.suit(pool, 2, [PageRun(0, 0, 200), PageRun(300, 300, 56)])
+
+
+def filled(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """Random bytes as a tensor."""
+    nbytes = torch.Size(shape).numel() * dtype.itemsize
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator).view(dtype).view(shape)
+
+
+def runs_of(choose: random.Random, most: int, count: int) -> list[int]:
+    """Different numbers in runs of random lengths."""
+    numbers = list(range(most))
+    cut = sorted(choose.sample(range(1, most), 3))
+    parts = [numbers[start:end] for start, end in zip([0, *cut], [*cut, most], strict=True)]
+    choose.shuffle(parts)
+    return [number for part in parts for number in part][:count]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("dtype", "planes", "heads", "dim"),
+    [(torch.bfloat16, 2, 2, 8), (torch.uint8, 1, 1, 33), (torch.float32, 1, 3, 5)],
+)
+def test_rows_move_the_same_bytes_as_kernels(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, planes: int, heads: int, dim: int, device: str
+) -> None:
+    monkeypatch.setattr(host_slabs, "SLAB_BYTES", 3 * host_slabs.PAGE_BYTES)
+    shape = (LAYERS, planes, PAGES * PAGE + 3, heads, dim)
+    start = filled(shape, dtype, seed=1)
+    buffers = {
+        name: [start.to(device, copy=True), start[:2].to(device, copy=True)] for name in ("kernel", "rows")
+    }
+    pools = {name: HostPool(buffers[name], PAGE, BLOCKS, half_bytes=0) for name in buffers}
+    choose, copied = random.Random(1), 0
+    made = RowCopies.copy
+
+    def counted(self: RowCopies, *arguments: Any, to_host: bool) -> bool:
+        nonlocal copied
+        copied += 1
+        return made(self, *arguments, to_host=to_host)
+
+    monkeypatch.setattr(RowCopies, "copy", counted)
+    for _ in range(8):
+        count = choose.randrange(1, PAGES)
+        pages, targets = runs_of(choose, PAGES, count), runs_of(choose, PAGES, count)
+        blocks = runs_of(choose, BLOCKS, count)
+        at = choose.randrange(LAYERS + 2)
+        groups = [span for span in (Span(0, at), Span(at, LAYERS + 2)) if len(span)]
+        for name, pool in pools.items():
+            monkeypatch.setattr(row_copies, "LEAST_ROWS_BYTES", 0 if name == "rows" else 1 << 40)
+            pool.memory.reserve(blocks)
+            pool.store(pages, blocks)
+            assert list(pool.load_groups(targets, blocks, groups)) == groups
+        if device != "cpu":
+            torch.cuda.synchronize()
+        one, other = pools.values()
+        assert torch.equal(one.memory.memory[blocks], other.memory.memory[blocks])
+        for a, b in zip(*buffers.values(), strict=True):
+            assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+    assert copied >= 32, "eight stores and eight loads of two buffers"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("way", ["store", "load"])
+@pytest.mark.parametrize("calls", [0, 1, 4])
+def test_a_refused_copy_is_made_by_a_kernel(
+    monkeypatch: pytest.MonkeyPatch, calls: int, way: str, device: str
+) -> None:
+    """The driver refuses a copy after some; no other one is asked for then."""
+    monkeypatch.setattr(row_copies, "LEAST_ROWS_BYTES", 0)
+    pool = filled((3, 2, 20, 1, 64), torch.uint8, seed=4).to(device)
+    host, before, asked = HostPool([pool], 2, 12, half_bytes=0), pool.clone(), 0
+    name = "_copied" if device == "cpu" else "_queued"
+    made = getattr(row_copies, name)
+
+    def refusing(pool: torch.Tensor, rows: row_copies.HostRows, to_host: bool) -> Any:
+        copy = made(pool, rows, to_host)
+
+        def refused(*arguments: Any) -> None:
+            nonlocal asked
+            if to_host == (way == "store"):
+                asked += 1
+                if asked > calls:
+                    raise CopyRefusedError("invalid value")
+            copy(*arguments)
+
+        return refused
+
+    monkeypatch.setattr(row_copies, name, refusing)
+    pages, blocks = [3, 4, 5, 1, 9, 2], [0, 1, 2, 5, 7, 8]
+    host.memory.reserve(blocks)
+    for _ in range(2):
+        host.store(pages, blocks)
+        pool.zero_()
+        host.load(pages, blocks)
+        slots = [2 * page + at for page in pages for at in range(2)]
+        assert torch.equal(pool[:, :, slots], before[:, :, slots])
+    assert asked == calls + 1
+
+
+def test_the_driver_is_asked_for_rows_of_one_plane(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The addresses of a copy on a GPU, with a driver that notes them."""
+    asked: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(
+        row_copies,
+        "queue_rows",
+        lambda device, host, row_bytes, rows, **more: asked.append((device, host, row_bytes, rows, more)),
+    )
+    monkeypatch.setattr(row_copies, "_cuda", _FakeCuda)
+    pool, memory = torch.empty((3, 2, 10, 1, 4), dtype=torch.uint8), torch.empty((8, 100), dtype=torch.uint8)
+    copy = row_copies._queued(pool, row_copies.HostRows(memory, 0), False)  # noqa: SLF001
+    copy(48, 24, PageRun(2, 5, 3), 8)
+    device, host, row_bytes, rows, more = asked[0]
+    assert (device.address - pool.data_ptr(), device.pitch_bytes) == (48, 8)
+    assert (host.address - memory.data_ptr(), host.pitch_bytes) == (5 * 100 + 24, 100)
+    assert (row_bytes, rows, more) == (8, 3, {"to_host": False, "stream": 77})
+
+
+class _FakeCuda:
+    @staticmethod
+    def current_stream(device: torch.device) -> Any:
+        """A stream with a handle."""
+        del device
+        return type("Stream", (), {"cuda_stream": 77})
