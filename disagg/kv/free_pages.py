@@ -1,6 +1,6 @@
 """The free pages of a pool, as runs of consecutive pages, so that the pages of a prompt are consecutive if possible.
 
-Copies between a pool and host memory move a run at once (`disagg.kv.row_copies`). Answers grow by single pages, which
+Copies between a pool and host memory move a run at once (`disagg.kv.row_loads`). Answers grow by single pages, which
 fill the smallest runs.
 """
 

@@ -2,8 +2,8 @@
 
 All parts of a page (each class of layers, K and V, scales) form one contiguous *block*, the page-first layout of
 SGLang's hierarchical cache; `kernels.copy.page_blocks` copies between pages and blocks. Recurrent states have
-separate blocks, of another size. Long runs of consecutive pages and blocks are copied without a kernel
-(`row_copies`), other copies of all layers through a buffer on the GPU (`staged_blocks`).
+separate blocks, of another size. Copies of all layers go through a buffer on the GPU (`staged_blocks`). Layer by
+layer, long runs of consecutive blocks are loaded without a kernel (`row_loads`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from disagg.core.types import Span
 from disagg.kv.host_slabs import HostSlabs
 from disagg.kv.pages import pages_for
-from disagg.kv.row_copies import HostRows, PoolPages, RowCopies, page_runs
+from disagg.kv.row_loads import HostRows, PoolPages, RowLoads, page_runs
 from disagg.kv.staged_blocks import HALF_BYTES, HostPart, StagedCopies, few_copies
 from disagg.kv.upload import upload
 from kernels.copy.page_blocks import Blocks, Pages, blocks_to_pages, pages_to_blocks
@@ -75,7 +75,7 @@ class HostPool:
         staged = bool(blocks and half_bytes)
         self._loads = StagedCopies(buffers[0].device, half_bytes) if staged else None
         self._stores = StagedCopies(buffers[0].device, half_bytes) if staged else None
-        self._load_rows, self._store_rows = RowCopies(), RowCopies()
+        self._rows = RowLoads()
         self.layers = sum(buffer.shape[0] for buffer in buffers)
         """Number of layers of all parts; layers are numbered part after part."""
 
@@ -97,8 +97,8 @@ class HostPool:
         self, pages: Sequence[int], blocks: Sequence[int], groups: Sequence[Span], *, staged: bool = False
     ) -> Iterator[Span]:
         """Copies block `blocks[i]` to page `pages[i]`, group of layers by group; yields each group when its copy is
-        queued. `staged`: through the buffer if possible, unless runs are long. Otherwise a kernel copies scattered
-        pages, with fewer calls of the driver, and nothing waits."""
+        queued. `staged`: through the buffer if possible. Otherwise long runs are loaded without a kernel, and others
+        by one, with fewer calls of the driver, and nothing waits."""
         numbers = self._numbers(pages, blocks)
         for group in groups:
             self._copy(numbers, group, to_host=False, staged=staged)
@@ -135,29 +135,22 @@ class HostPool:
             first, end = max(layers.start, start), min(layers.stop, stop)
             if first < end:
                 part = _Part(buffer, Span(first - start, end - start), offset_bytes)
-                if not self._copied_as_rows(numbers, part, to_host):
-                    self._copy_by_kernel(numbers, part, to_host, staged)
+                if staged:
+                    done = self._copied_staged(numbers, part, to_host)
+                else:
+                    done = not to_host and self._loaded_as_rows(numbers, part)
+                if not done:
+                    self._copy_by_kernel(numbers, part, to_host)
             start, offset_bytes = stop, offset_bytes + page_bytes([buffer], self._page_size)
 
-    def _copied_as_rows(self, numbers: _Numbers, part: _Part, to_host: bool) -> bool:
-        """Copies a part without a kernel; returns False if that is not possible or too slow."""
-        rows = self._store_rows if to_host else self._load_rows
-        if not rows.suit(part.buffer, self._page_size, numbers.runs):
+    def _loaded_as_rows(self, numbers: _Numbers, part: _Part) -> bool:
+        """Loads a part without a kernel; returns False if that is not possible or too slow."""
+        if not self._rows.suit(part.buffer, self._page_size, numbers.runs):
             return False
         pages = PoolPages(part.buffer, self._page_size, part.layers)
-        return rows.copy(
-            pages, numbers.runs, HostRows(self.memory.memory, part.offset_bytes), to_host=to_host
-        )
+        return self._rows.load(pages, numbers.runs, HostRows(self.memory.memory, part.offset_bytes))
 
-    def _copy_by_kernel(self, numbers: _Numbers, part: _Part, to_host: bool, staged: bool) -> None:
-        """Copies a part by a kernel that accesses host memory, or the buffer on the GPU if `staged`."""
-        pages = Pages(part.buffer, numbers.on_device[0], self._page_size, part.layers)
-        if staged and self._copied_staged(numbers, part, pages, to_host):
-            return
-        copy = pages_to_blocks if to_host else blocks_to_pages
-        copy(pages, Blocks(self.memory.memory, numbers.on_device[1], part.offset_bytes))
-
-    def _copied_staged(self, numbers: _Numbers, part: _Part, pages: Pages, to_host: bool) -> bool:
+    def _copied_staged(self, numbers: _Numbers, part: _Part, to_host: bool) -> bool:
         """Copies a part through the buffer; returns False if that is not possible or too slow."""
         memory, copies = self.memory, self._stores if to_host else self._loads
         if copies is None or not copies.fits(part.buffer, self._page_size):
@@ -165,7 +158,16 @@ class HostPool:
         if not few_copies(numbers.blocks, memory.slab_blocks, page_bytes([part.buffer], self._page_size)):
             return False
         host = HostPart(memory.memory, numbers.blocks, part.offset_bytes, memory.slab_blocks)
-        return (copies.store if to_host else copies.load)(pages, host)
+        return (copies.store if to_host else copies.load)(self._pages(numbers, part), host)
+
+    def _copy_by_kernel(self, numbers: _Numbers, part: _Part, to_host: bool) -> None:
+        """Copies a part by a kernel that accesses host memory."""
+        copy = pages_to_blocks if to_host else blocks_to_pages
+        blocks = Blocks(self.memory.memory, numbers.on_device[1], part.offset_bytes)
+        copy(self._pages(numbers, part), blocks)
+
+    def _pages(self, numbers: _Numbers, part: _Part) -> Pages:
+        return Pages(part.buffer, numbers.on_device[0], self._page_size, part.layers)
 
 
 def page_bytes(buffers: Sequence[torch.Tensor], page_size: int) -> int:

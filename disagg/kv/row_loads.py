@@ -1,4 +1,4 @@
-"""Copies between runs of consecutive pages and runs of consecutive blocks of host memory, without a kernel.
+"""Loads of runs of consecutive pages from consecutive blocks of host memory, without a kernel.
 
 In a block the planes of all layers follow each other, and in a pool the pages of a plane. So one plane of a run of
 pages is one copy of rows: the rows are adjacent on the device, and a block apart in host memory. The copy engine
@@ -66,39 +66,36 @@ def page_runs(pages: Sequence[int], blocks: Sequence[int], slab_blocks: int) -> 
     return [PageRun(*run) for run in zip(*columns, strict=True)]
 
 
-class RowCopies:
-    """Copies of runs by the copy engine. One thread at a time may use it."""
+class RowLoads:
+    """Loads of runs by the copy engine. One thread at a time may use it."""
 
     def __init__(self) -> None:
         self.refused = False
         """Whether the driver has refused a copy; no other one is tried then."""
 
     def suit(self, pool: torch.Tensor, page_size: int, runs: Sequence[PageRun]) -> bool:
-        """Returns whether runs are so long that copies of rows are faster than other copies."""
+        """Returns whether runs are so long that the driver is called much faster than the bus copies."""
         nbytes = sum(run.pages for run in runs) * _row_bytes(pool, page_size)
         return not self.refused and nbytes >= len(runs) * LEAST_ROWS_BYTES
 
-    def copy(self, pages: PoolPages, runs: Sequence[PageRun], host: HostRows, *, to_host: bool) -> bool:
-        """Copies the layers of all pages of `runs`, on the current stream.
+    def load(self, pages: PoolPages, runs: Sequence[PageRun], host: HostRows) -> bool:
+        """Copies the layers of all pages of `runs` from their blocks, on the current stream.
 
         On a GPU nothing waits, unless the device's queue is full. The caller keeps all tensors alive until an event
-        recorded on the current stream afterwards is complete. No page and no block may repeat. Returns False if the
-        driver refused a copy: any part of the bytes may be copied then, and later work of the current stream may copy
-        them again.
+        recorded on the current stream afterwards is complete. No page may repeat. Returns False if the driver refused
+        a copy: any part of the bytes may be copied then, and later work of the current stream may copy them again.
         """
-        copy = (
-            _queued(pages.pool, host, to_host) if pages.pool.is_cuda else _copied(pages.pool, host, to_host)
-        )
+        load = (_queued if pages.pool.is_cuda else _copied)(pages.pool, host)
         planes, row_bytes = pages.pool.shape[1], _row_bytes(pages.pool, pages.size)
         plane_bytes = pages.pool.stride(1) * pages.pool.element_size()
         try:
             for plane in range(pages.layers.start * planes, pages.layers.stop * planes):
                 in_block_bytes = host.offset_bytes + plane * row_bytes
                 for run in runs:
-                    copy(plane * plane_bytes + run.page * row_bytes, in_block_bytes, run, row_bytes)
+                    load(plane * plane_bytes + run.page * row_bytes, in_block_bytes, run, row_bytes)
         except CopyRefusedError as exc:
             self.refused = True
-            log.warning("copies_of_rows_refused", error=str(exc), now="pages are copied by kernels again")
+            log.warning("loads_of_rows_refused", error=str(exc), now="a kernel reads host memory directly")
         return not self.refused
 
 
@@ -107,29 +104,30 @@ def _row_bytes(pool: torch.Tensor, page_size: int) -> int:
     return page_size * pool.shape[3] * pool.shape[4] * pool.element_size()
 
 
-_Copy = Callable[[int, int, PageRun, int], None]
+_Load = Callable[[int, int, PageRun, int], None]
 """Copies a plane of a run: the offset of the first row in the pool, that of a row in its block, the run, the row's
 size."""
 
 
-def _queued(pool: torch.Tensor, host: HostRows, to_host: bool) -> _Copy:
+def _queued(pool: torch.Tensor, host: HostRows) -> _Load:
     stream = _cuda.current_stream(pool.device).cuda_stream
     pool_address, host_address, pitch_bytes = pool.data_ptr(), host.memory.data_ptr(), host.memory.shape[1]
 
-    def copy(at_bytes: int, in_block_bytes: int, run: PageRun, row_bytes: int) -> None:
+    def load(at_bytes: int, in_block_bytes: int, run: PageRun, row_bytes: int) -> None:
         blocks = ByteRows(host_address + run.block * pitch_bytes + in_block_bytes, pitch_bytes)
         rows = ByteRows(pool_address + at_bytes, row_bytes)
-        queue_rows(rows, blocks, row_bytes, run.pages, to_host=to_host, stream=stream)
+        queue_rows(rows, blocks, row_bytes, run.pages, to_host=False, stream=stream)
 
-    return copy
+    return load
 
 
-def _copied(pool: torch.Tensor, host: HostRows, to_host: bool) -> _Copy:
+def _copied(pool: torch.Tensor, host: HostRows) -> _Load:
     content = pool.view(-1).view(torch.uint8)
 
-    def copy(at_bytes: int, in_block_bytes: int, run: PageRun, row_bytes: int) -> None:
+    def load(at_bytes: int, in_block_bytes: int, run: PageRun, row_bytes: int) -> None:
         rows = content[at_bytes : at_bytes + run.pages * row_bytes].view(run.pages, row_bytes)
-        blocks = host.memory[run.block : run.block + run.pages, in_block_bytes : in_block_bytes + row_bytes]
-        (blocks if to_host else rows).copy_(rows if to_host else blocks)
+        rows.copy_(
+            host.memory[run.block : run.block + run.pages, in_block_bytes : in_block_bytes + row_bytes]
+        )
 
-    return copy
+    return load
