@@ -13,6 +13,7 @@ import torch
 
 from disagg.core.errors import BusyError, ConfigError, InvariantError
 from disagg.core.types import Span
+from disagg.kv.upload import upload_into, upload_tensor
 
 
 @dataclass(frozen=True)
@@ -101,13 +102,12 @@ class ReqToTokenPool:
         """Sets the slots of each `(row, start, slots)` of `places`, as `set_slots`, with one copy; ranges must be
         disjoint.
 
-        `slots`: integers `[n]` on the CPU. The slots are pinned before the copy to a GPU: a copy from pageable memory
-        would block the caller until all queued steps are complete.
+        `slots`: integers `[n]` on the CPU.
         """
         if len(places) == 1:
             # On the critical path of a prompt's step: a slice takes fewer calls than an index.
             [(row, start, slots)] = places
-            self.slots(row, Span(start, start + len(slots))).copy_(self._pinned(slots), non_blocking=True)
+            upload_into(slots.to(self.table.dtype), self.slots(row, Span(start, start + len(slots))))
             return
         targets = []
         for row, start, slots in places:
@@ -115,16 +115,13 @@ class ReqToTokenPool:
             first = row * self.max_tokens + start
             targets.append(torch.arange(first, first + len(slots)))
         packed = torch.stack([torch.cat(targets), torch.cat([slots.long() for _, _, slots in places])])
-        packed = self._pinned(packed).to(self.table.device, non_blocking=True)
+        packed = upload_tensor(packed, self.table.device)
         self.table.view(-1).index_copy_(0, packed[0], packed[1].int())
 
     def copy_slots(self, source: int, row: int, tokens: int) -> None:
         """Copies the first `tokens` slots of row `source` to `row`, without waiting for the device."""
         first = Span(0, tokens)
         self.slots(row, first).copy_(self.slots(source, first))
-
-    def _pinned(self, host: torch.Tensor) -> torch.Tensor:
-        return host.pin_memory() if self.table.is_cuda else host
 
     def slots(self, row: int, span: Span) -> torch.Tensor:
         """Returns a view of the slots of positions `span` at `row`, int32 `[len(span)]`. Raises like `set_slots`."""

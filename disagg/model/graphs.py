@@ -22,6 +22,7 @@ from triton import TritonError
 
 from disagg.core.collection import collection_paused
 from disagg.core.errors import first_line
+from disagg.kv.upload import upload_into
 from disagg.model.batch import SequenceSlice, StepBatch, first_indices, last_indices
 
 log = structlog.get_logger(__name__)
@@ -150,8 +151,8 @@ class StepGraphs(ABC):
         No context may be longer than the largest limit; the caller checks this by `require_fits`.
         """
         size = self._size_of(batch)
-        host = torch.tensor(self.step_numbers(size, batch.sequences), dtype=torch.int64).pin_memory()
-        self._numbers[size].copy_(host, non_blocking=True)
+        numbers = torch.tensor(self.step_numbers(size, batch.sequences), dtype=torch.int64)
+        upload_into(numbers, self._numbers[size])
         longest = max(one.stop for one in batch.sequences)
         self._graphs[size, self._limits[bisect_left(self._limits, longest)]].replay()
         return self._logits[: len(batch.sequences)]

@@ -6,27 +6,50 @@ from typing import Any
 
 import torch
 
+from disagg.kv.mapped_memory import MappedChunk, as_words, copy_words, fits, mapped_memory
+
 cuda: Any = torch.cuda  # torch's CUDA events have no type annotations
 
 
 class HostCopy:
     """Queues a copy of a tensor to pinned memory on the current stream. Only `values` waits for the copy.
 
-    A tensor on a CPU is not copied, so it must not change until `values` is called.
+    A kernel makes the copy, unless the tensor is large. A tensor on a CPU is not copied, so it must not change until
+    `values` is called.
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
+        self._chunk: MappedChunk | None = None
+        self._host, self._device = tensor, tensor.device
         self._event: Any = None
-        self._host = tensor
-        if tensor.device.type == "cuda":
+        if tensor.device.type != "cuda":
+            return
+        if fits(tensor):
+            self._chunk = mapped_memory(tensor.device).take()
+            copy_words(as_words(tensor.contiguous()), self._chunk.words(tensor))
+            self._chunk.used(tensor.device)
+            self._host = self._chunk.host(tensor)
+        else:
             self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
             self._host.copy_(tensor, non_blocking=True)
             self._event = cuda.Event()
             self._event.record(cuda.current_stream(tensor.device))
 
     def values(self) -> list[Any]:
-        """Returns the tensor as nested lists, once the copy is complete."""
-        if self._event is not None:
+        """Returns the tensor as nested lists, once the copy is complete. Call it once."""
+        if self._chunk is not None:
+            self._chunk.wait()
+        elif self._event is not None:
             self._event.synchronize()
         values: list[Any] = self._host.tolist()
+        self._release()
         return values
+
+    def __del__(self) -> None:
+        self._release()
+
+    def _release(self) -> None:
+        """Returns the memory of the copy, which may be under way if nobody has asked for the values."""
+        chunk, self._chunk = self._chunk, None
+        if chunk is not None:
+            mapped_memory(self._device).put(chunk)

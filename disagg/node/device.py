@@ -13,6 +13,7 @@ import torch
 
 from disagg.core.config.groups import GroupConfig
 from disagg.core.ports import Clock
+from disagg.kv.upload import upload_tensor
 from disagg.node.device_words import DeviceWords
 
 cuda: Any = torch.cuda  # its streams and events carry no types
@@ -107,13 +108,10 @@ class DeviceQueue:
     def upload(self, host: torch.Tensor) -> torch.Tensor:
         """Returns a copy of `host` on the device, made in the order of this queue.
 
-        The source is pinned first: a copy from pageable memory would block the calling thread until the queue is
-        empty. torch keeps the pinned block until the copy is complete.
+        The calling thread does not wait.
         """
-        if self._stream is None:
-            return host.to(self.device)
         with self.use():
-            return host.pin_memory().to(self.device, non_blocking=True)
+            return upload_tensor(host, self.device)
 
     def after(self, event: DeviceEvent) -> None:
         """Makes later work of this queue wait for `event` on the device, without blocking the host."""

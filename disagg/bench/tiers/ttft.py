@@ -88,11 +88,14 @@ class TtftRun:
     async def _evict(self, text: Sequence[int], place: Tier) -> None:
         """Computes other prompts until `text` is in no tier that is faster than `place`."""
         faster = PLACES[: PLACES.index(place)]
+        if not faster:
+            return
         for _ in range(MOST_USES):
-            if not any(self._engine.cached_tokens(text, tier) for tier in faster):
-                return
+            in_blocks = any(self._engine.cached_tokens(text, tier) for tier in faster)
             await self._engine.generate(self._words(len(text)), 1)
             await self._engine.settle()
+            if not in_blocks:  # the prompt since then has replaced the pages of an incomplete block
+                return
         raise InvariantError(f"a prefix of {len(text)} tokens did not leave {' and '.join(faster)}")
 
     def _words(self, count: int) -> list[int]:

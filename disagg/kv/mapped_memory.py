@@ -1,0 +1,123 @@
+"""Pinned host memory that kernels of a GPU read and write, for the small copies of a step.
+
+A copy engine of a GPU executes copies of all streams one after another. The inputs of a step, or its tokens, would
+wait behind every load or store of the second tier that is queued there: 10 ms for 512 MiB. A kernel does not wait for
+the engine.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from functools import cache
+from typing import Any
+
+import torch
+
+from disagg.core.errors import InvariantError
+
+CHUNK_BYTES = 32 << 10
+"""Largest copy. The numbers of a step of 256 answers take 8 KiB."""
+CHUNKS = 256
+"""Number of copies that may be under way, as a rule. With more of them, a thread waits."""
+
+_WORD = torch.int32
+_cuda: Any = torch.cuda  # its streams and events carry no types
+
+
+class MappedChunk:
+    """Memory of one copy, owned by the thread that took it until it calls `MappedMemory.put`."""
+
+    def __init__(self, host: torch.Tensor, device: torch.Tensor) -> None:
+        self._host, self._device = host, device
+        self._event = _cuda.Event()
+
+    def host(self, like: torch.Tensor) -> torch.Tensor:
+        """Returns the memory as a tensor on the CPU with the shape and dtype of `like`."""
+        return self._host[: like.nbytes].view(like.dtype).view(like.shape)
+
+    def words(self, like: torch.Tensor) -> torch.Tensor:
+        """Returns the same memory for kernels, int32 `[words of like]`."""
+        return self._device[: like.nbytes // _WORD.itemsize]
+
+    def used(self, device: torch.device) -> None:
+        """Records that the work queued so far on the current stream of `device` uses the memory."""
+        self._event.record(_cuda.current_stream(device))
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the work recorded by `used` is complete."""
+        return bool(self._event.query())
+
+    def wait(self) -> None:
+        """Waits until the work recorded by `used` is complete."""
+        self._event.synchronize()
+
+
+class MappedMemory:
+    """Chunks of pinned memory. Any thread may use it."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Pins `CHUNKS` chunks. Raises `InvariantError` if the device cannot access pinned memory at its address."""
+        with _cuda.device(device):
+            memory = torch.empty((CHUNKS, CHUNK_BYTES), dtype=torch.uint8, pin_memory=True)
+            mapped = torch.as_tensor(_Mapped(memory.data_ptr(), memory.nbytes), device=device)
+        if mapped.data_ptr() != memory.data_ptr():
+            raise InvariantError(f"{device} does not access pinned memory at its address on the host")
+        self._memory = memory
+        words = mapped.view(_WORD).view(CHUNKS, -1)
+        self._chunks = deque(MappedChunk(*pair) for pair in zip(memory.unbind(), words.unbind(), strict=True))
+        """Chunks that nobody owns; the one that was used longest ago is the first. Their work may be under way."""
+
+    def take(self) -> MappedChunk:
+        """Returns a chunk whose memory no kernel uses. Waits if the work of all chunks is under way.
+
+        Raises `InvariantError` if all chunks are owned.
+        """
+        try:
+            for _ in range(CHUNKS):
+                chunk = self._chunks.popleft()
+                if chunk.is_complete:
+                    return chunk
+                self._chunks.append(chunk)
+            chunk = self._chunks.popleft()
+        except IndexError:
+            raise InvariantError(f"all {CHUNKS} chunks of mapped memory are in use") from None
+        chunk.wait()
+        return chunk
+
+    def put(self, chunk: MappedChunk) -> None:
+        """Returns a chunk. Its work need not be complete."""
+        self._chunks.append(chunk)
+
+
+class _Mapped:
+    """Tells torch to make a tensor for the device from pinned memory, which belongs to somebody else."""
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "data": (address, False),
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "version": 3,
+        }
+
+
+@cache
+def mapped_memory(device: torch.device) -> MappedMemory:
+    """Returns the memory of a GPU, pinned at the first call, for the life of the process."""
+    return MappedMemory(device)
+
+
+def fits(tensor: torch.Tensor) -> bool:
+    """Returns whether a tensor of this size and dtype can be copied by way of a chunk."""
+    return 0 < tensor.nbytes <= CHUNK_BYTES and tensor.nbytes % _WORD.itemsize == 0
+
+
+def copy_words(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Copies int32 words by a kernel on the current stream: torch's own copy might use a copy engine."""
+    torch.bitwise_or(source, 0, out=target)
+
+
+def as_words(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a contiguous tensor as int32 words."""
+    return tensor.view(-1).view(_WORD)
