@@ -66,6 +66,23 @@ def queue_rows(
         raise CopyRefusedError(f"cuMemcpy2DAsync failed with CUDA error {error}")
 
 
+class RowLoader:
+    """Queues many copies of rows of one size from host memory to adjacent rows on a device, on one CUDA stream."""
+
+    def __init__(self, pitch_bytes: int, row_bytes: int, stream: int) -> None:
+        """`pitch_bytes`: distance between the beginnings of two rows in host memory. `stream`: see `queue_rows`."""
+        self._copy = _Copy2D(source_kind=_HOST, target_kind=_DEVICE, row_bytes=row_bytes)
+        self._copy.source_pitch, self._copy.target_pitch = pitch_bytes, row_bytes
+        self._queue, self._argument, self._stream = _copy_2d(), ctypes.byref(self._copy), stream
+
+    def load(self, host: int, device: int, rows: int) -> None:
+        """Queues a copy of `rows` rows from address `host` to `device`; otherwise like `queue_rows`."""
+        copy = self._copy
+        copy.source_host, copy.target_device, copy.rows = host, device, rows
+        if error := self._queue(self._argument, self._stream):
+            raise CopyRefusedError(f"cuMemcpy2DAsync failed with CUDA error {error}")
+
+
 @cache
 def _copy_2d() -> Any:
     """Returns the driver's function. A call releases the interpreter lock, because it may wait for the device."""

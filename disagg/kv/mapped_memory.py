@@ -15,10 +15,10 @@ import torch
 
 from disagg.core.errors import InvariantError
 
-CHUNK_BYTES = 32 << 10
-"""Largest copy. The numbers of a step of 256 answers take 8 KiB."""
-CHUNKS = 256
-"""Number of copies that may be under way, as a rule. With more of them, a thread waits."""
+CHUNKS = {16 << 10: 256, 512 << 10: 16}
+"""Number of chunks by size in bytes. A copy takes the smallest size that fits; a thread waits if the work of all of
+them is under way. The numbers of a step of 256 answers take 8 KiB, those of 8,192 prompt tokens 200 KiB."""
+LARGEST_BYTES = max(CHUNKS)
 
 _WORD = torch.int32
 _cuda: Any = torch.cuda  # its streams and events carry no types
@@ -28,7 +28,7 @@ class MappedChunk:
     """Memory of one copy, owned by the thread that took it until it calls `MappedMemory.put`."""
 
     def __init__(self, host: torch.Tensor, device: torch.Tensor) -> None:
-        self._host, self._device = host, device
+        self._host, self._device, self.size_bytes = host, device, host.nbytes
         self._event = _cuda.Event()
 
     def host(self, like: torch.Tensor) -> torch.Tensor:
@@ -57,37 +57,46 @@ class MappedMemory:
     """Chunks of pinned memory. Any thread may use it."""
 
     def __init__(self, device: torch.device) -> None:
-        """Pins `CHUNKS` chunks. Raises `InvariantError` if the device cannot access pinned memory at its address."""
+        """Pins all chunks. Raises `InvariantError` if the device cannot access pinned memory at its address."""
         with _cuda.device(device):
-            memory = torch.empty((CHUNKS, CHUNK_BYTES), dtype=torch.uint8, pin_memory=True)
+            nbytes = sum(size * count for size, count in CHUNKS.items())
+            memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
             mapped = torch.as_tensor(_Mapped(memory.data_ptr(), memory.nbytes), device=device)
         if mapped.data_ptr() != memory.data_ptr():
             raise InvariantError(f"{device} does not access pinned memory at its address on the host")
         self._memory = memory
-        words = mapped.view(_WORD).view(CHUNKS, -1)
-        self._chunks = deque(MappedChunk(*pair) for pair in zip(memory.unbind(), words.unbind(), strict=True))
-        """Chunks that nobody owns; the one that was used longest ago is the first. Their work may be under way."""
+        self._chunks = dict[int, deque[MappedChunk]]()
+        """Chunks by size that nobody owns; the one that was used longest ago is the first. Their work may be under
+        way."""
+        start = 0
+        for size, count in CHUNKS.items():
+            stop = start + count * size
+            hosts, words = torch.split(memory[start:stop], size), mapped[start:stop].view(_WORD)
+            pairs = zip(hosts, torch.split(words, size // _WORD.itemsize), strict=True)
+            self._chunks[size] = deque(MappedChunk(*pair) for pair in pairs)
+            start = stop
 
-    def take(self) -> MappedChunk:
-        """Returns a chunk whose memory no kernel uses. Waits if the work of all chunks is under way.
+    def take(self, nbytes: int) -> MappedChunk | None:
+        """Returns a chunk of `nbytes` bytes or more whose memory no kernel uses; None if all of them are owned.
 
-        Raises `InvariantError` if all chunks are owned.
+        Waits if each of them is in use by kernels.
         """
+        chunks = next(self._chunks[size] for size in sorted(self._chunks) if nbytes <= size)
         try:
-            for _ in range(CHUNKS):
-                chunk = self._chunks.popleft()
+            for _ in range(len(chunks)):
+                chunk = chunks.popleft()
                 if chunk.is_complete:
                     return chunk
-                self._chunks.append(chunk)
-            chunk = self._chunks.popleft()
+                chunks.append(chunk)
+            chunk = chunks.popleft()
         except IndexError:
-            raise InvariantError(f"all {CHUNKS} chunks of mapped memory are in use") from None
+            return None
         chunk.wait()
         return chunk
 
     def put(self, chunk: MappedChunk) -> None:
         """Returns a chunk. Its work need not be complete."""
-        self._chunks.append(chunk)
+        self._chunks[chunk.size_bytes].append(chunk)
 
 
 class _Mapped:
@@ -108,9 +117,11 @@ def mapped_memory(device: torch.device) -> MappedMemory:
     return MappedMemory(device)
 
 
-def fits(tensor: torch.Tensor) -> bool:
-    """Returns whether a tensor of this size and dtype can be copied by way of a chunk."""
-    return 0 < tensor.nbytes <= CHUNK_BYTES and tensor.nbytes % _WORD.itemsize == 0
+def chunk_for(tensor: torch.Tensor, device: torch.device) -> MappedChunk | None:
+    """Takes a chunk for the content of `tensor`. Returns None if the size does not fit, or all chunks are owned."""
+    if not 0 < tensor.nbytes <= LARGEST_BYTES or tensor.nbytes % _WORD.itemsize:
+        return None
+    return mapped_memory(device).take(tensor.nbytes)
 
 
 def copy_words(source: torch.Tensor, target: torch.Tensor) -> None:

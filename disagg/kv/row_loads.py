@@ -15,7 +15,7 @@ import structlog
 import torch
 
 from disagg.core.types import Span
-from disagg.kv.copy_engine import ByteRows, CopyRefusedError, queue_rows
+from disagg.kv.copy_engine import CopyRefusedError, RowLoader
 
 LEAST_ROWS_BYTES = 1 << 20
 """Smallest average size of a copy of rows. The bus takes 19 us for it, a call of the driver 5 us."""
@@ -85,14 +85,19 @@ class RowLoads:
         recorded on the current stream afterwards is complete. No page may repeat. Returns False if the driver refused
         a copy: any part of the bytes may be copied then, and later work of the current stream may copy them again.
         """
-        load = (_queued if pages.pool.is_cuda else _copied)(pages.pool, host)
-        planes, row_bytes = pages.pool.shape[1], _row_bytes(pages.pool, pages.size)
-        plane_bytes = pages.pool.stride(1) * pages.pool.element_size()
+        pool, row_bytes = pages.pool, _row_bytes(pages.pool, pages.size)
+        load = (_queued if pool.is_cuda else _copied)(pool, host.memory, row_bytes)
+        block_bytes, plane_bytes = host.memory.shape[1], pool.stride(1) * pool.element_size()
+        planes = range(pages.layers.start * pool.shape[1], pages.layers.stop * pool.shape[1])
+        # Offsets of each run in the host memory and within a plane of the pool.
+        places = [
+            (run.block * block_bytes + host.offset_bytes, run.page * row_bytes, run.pages) for run in runs
+        ]
         try:
-            for plane in range(pages.layers.start * planes, pages.layers.stop * planes):
-                in_block_bytes = host.offset_bytes + plane * row_bytes
-                for run in runs:
-                    load(plane * plane_bytes + run.page * row_bytes, in_block_bytes, run, row_bytes)
+            for plane in planes:
+                in_block, in_pool = plane * row_bytes, plane * plane_bytes
+                for in_memory, in_plane, count in places:
+                    load(in_memory + in_block, in_pool + in_plane, count)
         except CopyRefusedError as exc:
             self.refused = True
             log.warning("loads_of_rows_refused", error=str(exc), now="a kernel reads host memory directly")
@@ -104,30 +109,22 @@ def _row_bytes(pool: torch.Tensor, page_size: int) -> int:
     return page_size * pool.shape[3] * pool.shape[4] * pool.element_size()
 
 
-_Load = Callable[[int, int, PageRun, int], None]
-"""Copies a plane of a run: the offset of the first row in the pool, that of a row in its block, the run, the row's
-size."""
+_Load = Callable[[int, int, int], None]
+"""Copies rows: offset of the first row in the host memory, offset in the pool, number of rows."""
 
 
-def _queued(pool: torch.Tensor, host: HostRows) -> _Load:
-    stream = _cuda.current_stream(pool.device).cuda_stream
-    pool_address, host_address, pitch_bytes = pool.data_ptr(), host.memory.data_ptr(), host.memory.shape[1]
-
-    def load(at_bytes: int, in_block_bytes: int, run: PageRun, row_bytes: int) -> None:
-        blocks = ByteRows(host_address + run.block * pitch_bytes + in_block_bytes, pitch_bytes)
-        rows = ByteRows(pool_address + at_bytes, row_bytes)
-        queue_rows(rows, blocks, row_bytes, run.pages, to_host=False, stream=stream)
-
-    return load
+def _queued(pool: torch.Tensor, memory: torch.Tensor, row_bytes: int) -> _Load:
+    rows = RowLoader(memory.shape[1], row_bytes, _cuda.current_stream(pool.device).cuda_stream)
+    host, device, load = memory.data_ptr(), pool.data_ptr(), rows.load
+    return lambda in_memory, in_pool, count: load(host + in_memory, device + in_pool, count)
 
 
-def _copied(pool: torch.Tensor, host: HostRows) -> _Load:
+def _copied(pool: torch.Tensor, memory: torch.Tensor, row_bytes: int) -> _Load:
     content = pool.view(-1).view(torch.uint8)
 
-    def load(at_bytes: int, in_block_bytes: int, run: PageRun, row_bytes: int) -> None:
-        rows = content[at_bytes : at_bytes + run.pages * row_bytes].view(run.pages, row_bytes)
-        rows.copy_(
-            host.memory[run.block : run.block + run.pages, in_block_bytes : in_block_bytes + row_bytes]
-        )
+    def load(in_memory: int, in_pool: int, count: int) -> None:
+        rows = content[in_pool : in_pool + count * row_bytes].view(count, row_bytes)
+        block, column = divmod(in_memory, memory.shape[1])
+        rows.copy_(memory[block : block + count, column : column + row_bytes])
 
     return load

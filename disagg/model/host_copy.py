@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from disagg.kv.mapped_memory import MappedChunk, as_words, copy_words, fits, mapped_memory
+from disagg.kv.mapped_memory import MappedChunk, as_words, chunk_for, copy_words, mapped_memory
 
 cuda: Any = torch.cuda  # torch's CUDA events have no type annotations
 
@@ -24,8 +24,8 @@ class HostCopy:
         self._event: Any = None
         if tensor.device.type != "cuda":
             return
-        if fits(tensor):
-            self._chunk = mapped_memory(tensor.device).take()
+        self._chunk = chunk_for(tensor, tensor.device)
+        if self._chunk is not None:
             copy_words(as_words(tensor.contiguous()), self._chunk.words(tensor))
             self._chunk.used(tensor.device)
             self._host = self._chunk.host(tensor)

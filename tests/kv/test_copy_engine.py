@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from disagg.kv import copy_engine
-from disagg.kv.copy_engine import ByteRows, CopyRefusedError, queue_rows
+from disagg.kv.copy_engine import ByteRows, CopyRefusedError, RowLoader, queue_rows
 
 ROWS, ROW_BYTES = 3, 5
 
@@ -45,6 +45,19 @@ def test_rows_are_copied_between_two_pitches(to_host: bool) -> None:
     queue_rows(device_rows, host_rows, ROW_BYTES, ROWS, to_host=to_host, stream=77)
     assert torch.equal(target, expected)
     assert torch.equal(source, unchanged)
+
+
+def test_many_loads_of_rows() -> None:
+    host, device = (
+        torch.randint(1, 256, (7, 11), dtype=torch.uint8),
+        torch.zeros((8, ROW_BYTES), dtype=torch.uint8),
+    )
+    loader = RowLoader(11, ROW_BYTES, stream=77)
+    loader.load(host.data_ptr() + 11 + 2, device.data_ptr() + 3 * ROW_BYTES, 4)
+    loader.load(host.data_ptr() + 2, device.data_ptr(), 1)
+    assert torch.equal(device[3:7], host[1:5, 2 : 2 + ROW_BYTES])
+    assert torch.equal(device[0], host[0, 2 : 2 + ROW_BYTES])
+    assert not device[[1, 2, 7]].any()
 
 
 def test_the_layout_is_the_drivers() -> None:

@@ -9,15 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from disagg.core.errors import InvariantError
-from disagg.kv import mapped_memory
-from disagg.kv.mapped_memory import CHUNK_BYTES, MappedChunk, MappedMemory, fits
+from disagg.kv.mapped_memory import CHUNKS, LARGEST_BYTES, MappedChunk, MappedMemory
 from disagg.kv.upload import upload, upload_into, upload_tensor
 from disagg.model.host_copy import HostCopy
 
 cuda: Any = torch.cuda
 DEVICES = ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)]
-SIZES = [0, 1, 2, 3, CHUNK_BYTES // 8, CHUNK_BYTES // 4 + 1]
+SIZES = [0, 1, 2, 3, min(CHUNKS) // 8, min(CHUNKS) // 8 + 1, LARGEST_BYTES // 4 + 1]
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -43,18 +41,18 @@ def test_shapes_are_kept(device: str) -> None:
     assert HostCopy(torch.tensor(7, device=device)).values() == 7  # type: ignore[comparison-overlap]
 
 
-def test_small_whole_words_fit() -> None:
-    assert fits(torch.empty(CHUNK_BYTES, dtype=torch.uint8))
-    assert not fits(torch.empty(CHUNK_BYTES + 4, dtype=torch.uint8))
-    assert not fits(torch.empty(6, dtype=torch.uint8))
-    assert not fits(torch.empty(0))
+@pytest.mark.parametrize("device", DEVICES)
+def test_more_host_copies_than_chunks(device: str) -> None:
+    host = torch.arange(max(CHUNKS) // 8)
+    copies = [HostCopy(upload_tensor(host + number, torch.device(device))) for number in range(20)]
+    assert [copy.values()[-1] for copy in copies] == [host[-1] + number for number in range(20)]
 
 
 class FakeChunk(MappedChunk):
     """A chunk whose work ends when the test says so."""
 
     def __init__(self) -> None:
-        self.complete, self.waits = True, 0
+        self.complete, self.waits, self.size_bytes = True, 0, 100
 
     @property
     def is_complete(self) -> bool:
@@ -67,16 +65,16 @@ class FakeChunk(MappedChunk):
         self.complete = True
 
 
-def test_a_chunk_is_not_reused_before_its_work_is_complete(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mapped_memory, "CHUNKS", 2)
+def test_a_chunk_is_not_reused_before_its_work_is_complete() -> None:
     memory, chunks = MappedMemory.__new__(MappedMemory), [FakeChunk(), FakeChunk()]
-    memory._chunks = deque(chunks)  # noqa: SLF001
+    memory._chunks = {100: deque(chunks)}  # noqa: SLF001
     chunks[0].complete = False
-    assert memory.take() is chunks[1]
-    assert memory.take() is chunks[0]
+    assert memory.take(9) is chunks[1]
+    assert memory.take(100) is chunks[0]
     assert chunks[0].waits == 1
-    with pytest.raises(InvariantError, match="all 2 chunks"):
-        memory.take()
+    assert memory.take(3) is None, "all are owned"
+    memory.put(chunks[1])
+    assert memory.take(3) is chunks[1]
 
 
 @pytest.mark.gpu

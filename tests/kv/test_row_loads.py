@@ -115,15 +115,15 @@ def test_a_refused_load_is_made_by_a_kernel(monkeypatch: pytest.MonkeyPatch, cal
     name = "_copied" if device == "cpu" else "_queued"
     made = getattr(row_loads, name)
 
-    def refusing(pool: torch.Tensor, rows: row_loads.HostRows) -> Any:
-        load = made(pool, rows)
+    def refusing(*arguments: Any) -> Any:
+        load = made(*arguments)
 
-        def refused(*arguments: Any) -> None:
+        def refused(*offsets: int) -> None:
             nonlocal asked
             asked += 1
             if asked > calls:
                 raise CopyRefusedError("invalid value")
-            load(*arguments)
+            load(*offsets)
 
         return refused
 
@@ -137,29 +137,3 @@ def test_a_refused_load_is_made_by_a_kernel(monkeypatch: pytest.MonkeyPatch, cal
         slots = [2 * page + at for page in pages for at in range(2)]
         assert torch.equal(pool[:, :, slots], before[:, :, slots])
     assert asked == calls + 1
-
-
-def test_the_driver_is_asked_for_rows_of_one_plane(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The addresses of a copy on a GPU, with a driver that notes them."""
-    asked: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(
-        row_loads,
-        "queue_rows",
-        lambda device, host, row_bytes, rows, **more: asked.append((device, host, row_bytes, rows, more)),
-    )
-    monkeypatch.setattr(row_loads, "_cuda", _FakeCuda)
-    pool, memory = torch.empty((3, 2, 10, 1, 4), dtype=torch.uint8), torch.empty((8, 100), dtype=torch.uint8)
-    copy = row_loads._queued(pool, row_loads.HostRows(memory, 0))  # noqa: SLF001
-    copy(48, 24, PageRun(2, 5, 3), 8)
-    device, host, row_bytes, rows, more = asked[0]
-    assert (device.address - pool.data_ptr(), device.pitch_bytes) == (48, 8)
-    assert (host.address - memory.data_ptr(), host.pitch_bytes) == (5 * 100 + 24, 100)
-    assert (row_bytes, rows, more) == (8, 3, {"to_host": False, "stream": 77})
-
-
-class _FakeCuda:
-    @staticmethod
-    def current_stream(device: torch.device) -> Any:
-        """A stream with a handle."""
-        del device
-        return type("Stream", (), {"cuda_stream": 77})
