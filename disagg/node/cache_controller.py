@@ -6,9 +6,9 @@ which never waits for stores. Waiting stores are merged into one copy.
 
 There are two kinds of loads:
 
-    layered      prefill and colocated groups: the compute thread launches the load on a separate stream, layer group
-                 by layer group if a step will wait for it (`disagg.node.loaded_layers`). The leader decides which
-                 steps wait (`StepPlan.awaited_loads`)
+    layered      prefill and colocated groups: the load runs on a separate stream, in parts of one or several layers
+                 if a step will wait for it (`disagg.node.loaded_layers`). The leader decides which steps wait
+                 (`StepPlan.awaited_loads`)
     in parallel  decode groups: a separate thread runs the load. The request joins the batch after the report of the
                  load, so that no running request is delayed
 """
@@ -95,11 +95,10 @@ def least_host_bytes(pools: TransferPools, page_size: int) -> int:
 
 
 class _QueuedLoads(NamedTuple):
-    """Loads that were queued together."""
+    """Loads that were ordered together."""
 
     loaded: LoadedLayers
     began: DeviceMark
-    ended: DeviceMark
 
 
 class HybridCacheController:
@@ -149,12 +148,14 @@ class HybridCacheController:
         self.loading: Executor = ThreadPoolExecutor(1, thread_name_prefix="cache-load", initializer=use)
         """Thread of loads.
 
-        The compute thread launches layered loads; this thread then only reports the end of the load.
+        Of a layered load, the compute thread queues the first parts, and this thread the others and the report.
         """
         self._stores: deque[tuple[CacheOperation, DeviceEvent]] = deque()
         self._loads: dict[int, LoadedLayers] = {}
         """Layered loads under way on this rank, by number of the operation. The compute thread adds loads, the load
         thread removes them."""
+        self._latest = LoadedLayers(pools.device)
+        """The layered load that was ordered last; parts of it may not be queued yet."""
         self._last_load = 0
         """Number of the latest load; operations are numbered in ascending order."""
 
@@ -276,17 +277,34 @@ class HybridCacheController:
 
     def _load(self, operations: Sequence[CacheOperation], after: DeviceEvent) -> None:
         """Copies all layers of the loads, then reports the end of the loads. Runs on the load thread."""
-        self._report(operations, self._queue_loads(operations, after, [Span(0, self.kv.layers)], staged=True))
+        queued = self._prepare_loads(operations, after, [Span(0, self.kv.layers)], staged=True)
+        queued.loaded.queue()
+        self._report(operations, queued.began, self._load_queue.mark())
 
     def _launch(
         self, operations: Sequence[CacheOperation], after: DeviceEvent, groups: Sequence[Span]
     ) -> None:
-        queued = self._queue_loads(operations, after, groups, staged=False)
-        self._last_load = operations[-1].number
+        """Queues the first parts of loads on the compute thread, and has the load thread queue the others."""
+        self._latest.queue()  # loads run in the order of their plans
+        queued = self._prepare_loads(operations, after, groups, staged=False)
+        queued.loaded.queue(len(FIRST_GROUPS) if len(groups) > 1 else 0)
+        self._latest, self._last_load = queued.loaded, operations[-1].number
         self._loads.update((operation.number, queued.loaded) for operation in operations)
-        self.loading.submit(self._guarded, self._report, operations, queued)
+        self.loading.submit(self._guarded, self._queue_rest, operations, queued)
 
-    def _queue_loads(
+    def _queue_rest(self, operations: Sequence[CacheOperation], queued: _QueuedLoads) -> None:
+        """Queues the parts that are not queued yet, then has the end of the loads reported.
+
+        Runs on the load thread.
+        """
+        queued.loaded.queue()
+        ended = self._load_queue.mark()
+        try:
+            self.loading.submit(self._guarded, self._report, operations, queued.began, ended)
+        except RuntimeError:  # the controller stops, so the thread accepts no work
+            self._report(operations, queued.began, ended)
+
+    def _prepare_loads(
         self,
         operations: Sequence[CacheOperation],
         after: DeviceEvent,
@@ -294,8 +312,8 @@ class HybridCacheController:
         *,
         staged: bool,
     ) -> _QueuedLoads:
-        """Queues loads: states first, then pages by group of layers. `staged`: through a buffer, by the copy engine,
-        which takes more calls of the driver than the compute thread has time for."""
+        """Queues the states of loads; returns the pages by group of layers, not queued yet. `staged`: through a
+        buffer, by the copy engine, with fewer calls of the driver, which may wait for the device."""
         self._load_queue.after(after)
         began = self._load_queue.mark()
         slots, blocks = _copies("state", operations)
@@ -303,20 +321,24 @@ class HybridCacheController:
             for _ in self.states.load_groups(slots, blocks, [Span(0, self.states.layers)], staged=staged):
                 pass
         states = self._load_queue.record_event() if slots else None
-        events = list[tuple[int, DeviceEvent]]()
         pages, blocks = _copies("kv", operations)
-        with self._load_queue.use():
-            for span in self.kv.load_groups(pages, blocks, groups, staged=staged):
-                events.append((span.start, self._load_queue.record_event()))
-        loaded = LoadedLayers(self._device, states, tuple(events))
-        return _QueuedLoads(loaded, began, self._load_queue.mark())
+        parts = self.kv.load_groups(pages, blocks, groups, staged=staged)
 
-    def _report(self, operations: Sequence[CacheOperation], queued: _QueuedLoads) -> None:
+        def queue_next() -> DeviceEvent:
+            with self._load_queue.use():
+                if next(parts, None) is None:
+                    raise InvariantError("a part of a load could not be queued earlier")
+            return self._load_queue.record_event()
+
+        firsts = [span.start for span in groups]
+        return _QueuedLoads(LoadedLayers(self._device, states, firsts, queue_next), began)
+
+    def _report(self, operations: Sequence[CacheOperation], began: DeviceMark, ended: DeviceMark) -> None:
         """Waits for the end of queued loads, then reports their end. Runs on the load thread.
 
         Each load is reported with a part of the time of all loads that were queued together.
         """
-        seconds = seconds_between(queued.began, queued.ended)
+        seconds = seconds_between(began, ended)
         for operation in operations:
             self._loads.pop(operation.number, None)
         sizes = [len(_copies("kv", [operation])[0]) for operation in operations]

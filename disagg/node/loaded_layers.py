@@ -1,13 +1,14 @@
 """The loads of cached KV for which a step waits on the device, and the waits themselves.
 
-A load copies its recurrent states first, then its pages by group of layers, with an event after each part. A step
-waits for a group when it reaches the first layer of the group: later layers load while earlier layers compute. The
-host never waits.
+A load copies its recurrent states first, then its pages in parts of one or several layers, with an event after each
+part. A step waits for a part when it reaches the first layer of the part: later layers load while earlier layers
+compute. The host does not wait for the device.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import threading
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -15,42 +16,75 @@ from disagg.core.ports import LayerHook
 from disagg.node.device import DeviceEvent, let_stream_wait
 
 
-class LoadedLayers(NamedTuple):
-    """Device events after the parts of the loads that were ordered together."""
+class LoadedLayers:
+    """The parts of the loads that were ordered together, with a device event after each part.
 
-    device: torch.device
-    states: DeviceEvent = None
-    """Event after the recurrent states; None without states, and on a CPU, where a load is complete at once."""
-    groups: tuple[tuple[int, DeviceEvent], ...] = ()
-    """(first layer, event) of each group of layers, ascending; empty if there is nothing to wait for. Loads run in
-    the order of their plans, so the events of a load also follow all earlier loads."""
+    The compute thread queues the first parts, and the load thread the others, because their calls of the driver would
+    delay the step. A thread that needs a part earlier queues the parts up to this one itself.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        states: DeviceEvent = None,
+        firsts: Sequence[int] = (),
+        queue_next: Callable[[], DeviceEvent] | None = None,
+    ) -> None:
+        """`states`: event after the recurrent states; None without states, and on a CPU.
+
+        `firsts`: first layer of each part, ascending; empty if there is nothing to wait for. `queue_next` queues the
+        next part and returns the event after it. Loads run in the order of their plans, so the events of a load also
+        follow all earlier loads.
+        """
+        self._device, self._states = device, states
+        self._firsts, self._queue_next = list(firsts), queue_next
+        self._events: list[DeviceEvent] = []
+        """Events of the parts that are queued."""
+        self._queueing = threading.Lock()
+
+    @property
+    def parts(self) -> int:
+        """Number of parts."""
+        return len(self._firsts)
 
     @property
     def by_layer(self) -> bool:
         """Whether a step can begin before all layers are loaded."""
-        return len(self.groups) > 1
-
-    def before_states(self) -> None:
-        """Makes the current stream wait for the recurrent states."""
-        let_stream_wait(self.device, self.states)
-
-    def before_all(self) -> None:
-        """Makes the current stream wait for states and all layers."""
-        let_stream_wait(self.device, self.last_event)
-
-    def before_layer(self, layer: int) -> None:
-        """Makes the current stream wait for the group that begins with `layer`, if any does.
-
-        Call it for each layer, in ascending order, before the layer reads its KV.
-        """
-        for first, event in self.groups:
-            if first == layer:
-                let_stream_wait(self.device, event)
+        return self.parts > 1
 
     @property
     def last_event(self) -> DeviceEvent:
-        """Event after all loads; None without loads, and on a CPU."""
-        return self.groups[-1][1] if self.groups else None
+        """Event after all loads; None without loads, and on a CPU. Queues all parts."""
+        self.queue()
+        return self._events[-1] if self._events else None
+
+    def queue(self, parts: int | None = None) -> None:
+        """Queues the first `parts` parts, or all, unless they are queued. Any thread may call it."""
+        wanted = self.parts if parts is None else min(parts, self.parts)
+        if len(self._events) >= wanted:
+            return
+        with self._queueing:
+            while len(self._events) < wanted:
+                assert self._queue_next is not None, "there are parts"
+                self._events.append(self._queue_next())
+
+    def before_states(self) -> None:
+        """Makes the current stream wait for the recurrent states."""
+        let_stream_wait(self._device, self._states)
+
+    def before_all(self) -> None:
+        """Makes the current stream wait for states and all layers."""
+        let_stream_wait(self._device, self.last_event)
+
+    def before_layer(self, layer: int) -> None:
+        """Makes the current stream wait for the part that begins with `layer`, if any does.
+
+        Call it for each layer, in ascending order, before the layer reads its KV.
+        """
+        if layer in self._firsts:
+            part = self._firsts.index(layer)
+            self.queue(part + 1)
+            let_stream_wait(self._device, self._events[part])
 
 
 def hook_with_waits(loaded: LoadedLayers, on_layer: LayerHook | None) -> LayerHook:

@@ -204,7 +204,7 @@ def test_a_step_of_several_model_calls_waits_for_all_loads(
     """Its first call computes all layers before the hook's first call."""
     rank, waits = order.ranks[P], []
     monkeypatch.setattr(loaded_layers, "let_stream_wait", lambda _, event: waits.append(event))
-    loaded = LoadedLayers(torch.device("cpu"), "states", ((0, "first"), (1, "last")))
+    loaded = LoadedLayers(torch.device("cpu"), "states", (0, 1), iter(("first", "last")).__next__)
     monkeypatch.setattr(rank, "order_copies", lambda _: loaded)
     monkeypatch.setattr(rank, "_send_cached", lambda *_: None)
     monkeypatch.setattr(rank.runner, "computes_by_layer", lambda _: by_layer)

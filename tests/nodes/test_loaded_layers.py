@@ -1,0 +1,93 @@
+"""Parts of a load are queued once, in order, by whichever thread needs them first."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from disagg.node import loaded_layers
+from disagg.node.loaded_layers import LoadedLayers, hook_with_waits
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The events for which a stream waits."""
+    events: list[Any] = []
+    monkeypatch.setattr(loaded_layers, "let_stream_wait", lambda _, event: events.append(event))
+    return events
+
+
+def load(firsts: list[int]) -> tuple[LoadedLayers, list[int]]:
+    """A load whose events are the numbers of its parts, and the queued parts."""
+    queued: list[int] = []
+
+    def queue_next() -> Any:
+        queued.append(len(queued))
+        return queued[-1]
+
+    return LoadedLayers(CPU, "states", firsts, queue_next), queued
+
+
+def test_a_layer_queues_the_parts_up_to_its_own(waits: list[Any]) -> None:
+    loaded, queued = load([0, 1, 4, 8])
+    loaded.queue(1)
+    assert queued == [0]
+    loaded.before_layer(0)
+    assert (queued, waits) == ([0], [0])
+    loaded.before_layer(3)
+    assert (queued, waits) == ([0], [0]), "no part begins with layer 3"
+    loaded.before_layer(4)
+    assert (queued, waits) == ([0, 1, 2], [0, 2])
+    loaded.before_all()
+    assert (queued, waits) == ([0, 1, 2, 3], [0, 2, 3])
+    loaded.queue()
+    loaded.queue(2)
+    assert queued == [0, 1, 2, 3]
+
+
+def test_nothing_to_wait_for(waits: list[Any]) -> None:
+    loaded = LoadedLayers(CPU)
+    assert not loaded.by_layer
+    loaded.queue()
+    loaded.before_layer(0)
+    loaded.before_all()
+    assert waits == [None], "no event"
+    assert loaded.last_event is None
+    assert load([0, 1])[0].by_layer
+    assert not load([0])[0].by_layer
+
+
+def test_a_hook_writes_before_it_waits(waits: list[Any]) -> None:
+    loaded, _ = load([0, 2])
+    hook = hook_with_waits(loaded, lambda layer: waits.append(f"layer {layer}"))
+    for layer in range(3):
+        hook(layer)
+    assert waits == ["layer 0", 0, "layer 1", "layer 2", 1]
+
+
+def test_two_threads_queue_each_part_once(waits: list[Any]) -> None:
+    entered, go, queued = threading.Event(), threading.Event(), list[int]()
+
+    def queue_next() -> Any:
+        queued.append(len(queued))
+        entered.set()
+        go.wait()
+        return SimpleNamespace(part=queued[-1])
+
+    loaded = LoadedLayers(CPU, None, [0, 1, 2], queue_next)
+    other = threading.Thread(target=loaded.queue)
+    other.start()
+    entered.wait()
+    step = threading.Thread(target=loaded.before_layer, args=(2,))
+    step.start()
+    go.set()
+    other.join()
+    step.join()
+    assert queued == [0, 1, 2]
+    assert [event.part for event in waits] == [2]
