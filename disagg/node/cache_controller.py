@@ -50,6 +50,11 @@ log = structlog.get_logger(__name__)
 
 FIRST_GROUPS = (1, 1, 2)
 """Layers of the first groups of a load. A step that computes longer than the load waits for the first group only."""
+QUEUED_AT_ONCE = 4
+"""Number of groups that the compute thread queues."""
+PACE_GROUP = 1
+"""The group after whose load the load thread queues the later groups. If it began earlier, the two threads would
+compete for the interpreter lock while the compute thread prepares the step."""
 LATER_GROUPS = 16
 """Largest number of equal groups of the other layers, of at least 4 layers each. After a load that takes longer than
 the step, about the last group's layers are left to compute."""
@@ -287,7 +292,7 @@ class HybridCacheController:
         """Queues the first parts of loads on the compute thread, and has the load thread queue the others."""
         self._latest.queue()  # loads run in the order of their plans
         queued = self._prepare_loads(operations, after, groups, staged=False)
-        queued.loaded.queue(len(FIRST_GROUPS) if len(groups) > 1 else 0)
+        queued.loaded.queue(QUEUED_AT_ONCE if len(groups) > 1 else 0)
         self._latest, self._last_load = queued.loaded, operations[-1].number
         self._loads.update((operation.number, queued.loaded) for operation in operations)
         self.loading.submit(self._guarded, self._queue_rest, operations, queued)
@@ -297,6 +302,7 @@ class HybridCacheController:
 
         Runs on the load thread.
         """
+        queued.loaded.wait_for_part(PACE_GROUP)
         queued.loaded.queue()
         ended = self._load_queue.mark()
         try:

@@ -13,7 +13,10 @@ from collections.abc import Callable, Sequence
 import torch
 
 from disagg.core.ports import LayerHook
-from disagg.node.device import DeviceEvent, let_stream_wait
+from disagg.node.device import DeviceEvent, let_stream_wait, wait_for
+
+AHEAD_PARTS = 2
+"""Number of later parts that a step queues when it reaches a part, so that the load does not pause between them."""
 
 
 class LoadedLayers:
@@ -68,6 +71,11 @@ class LoadedLayers:
                 assert self._queue_next is not None, "there are parts"
                 self._events.append(self._queue_next())
 
+    def wait_for_part(self, part: int) -> None:
+        """Blocks the calling thread until a part that is queued is loaded; returns at once if it is not queued."""
+        if part < len(self._events):
+            wait_for(self._events[part])
+
     def before_states(self) -> None:
         """Makes the current stream wait for the recurrent states."""
         let_stream_wait(self._device, self._states)
@@ -83,7 +91,7 @@ class LoadedLayers:
         """
         if layer in self._firsts:
             part = self._firsts.index(layer)
-            self.queue(part + 1)
+            self.queue(part + 1 + AHEAD_PARTS)
             let_stream_wait(self._device, self._events[part])
 
 

@@ -34,21 +34,34 @@ def load(firsts: list[int]) -> tuple[LoadedLayers, list[int]]:
     return LoadedLayers(CPU, "states", firsts, queue_next), queued
 
 
-def test_a_layer_queues_the_parts_up_to_its_own(waits: list[Any]) -> None:
-    loaded, queued = load([0, 1, 4, 8])
+def test_a_layer_queues_the_parts_up_to_its_own_and_a_few(
+    waits: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loaded_layers, "AHEAD_PARTS", 1)
+    loaded, queued = load([0, 1, 4, 8, 12])
     loaded.queue(1)
     assert queued == [0]
     loaded.before_layer(0)
-    assert (queued, waits) == ([0], [0])
+    assert (queued, waits) == ([0, 1], [0])
     loaded.before_layer(3)
-    assert (queued, waits) == ([0], [0]), "no part begins with layer 3"
+    assert (queued, waits) == ([0, 1], [0]), "no part begins with layer 3"
     loaded.before_layer(4)
-    assert (queued, waits) == ([0, 1, 2], [0, 2])
+    assert (queued, waits) == ([0, 1, 2, 3], [0, 2])
     loaded.before_all()
-    assert (queued, waits) == ([0, 1, 2, 3], [0, 2, 3])
+    assert (queued, waits) == ([0, 1, 2, 3, 4], [0, 2, 4])
     loaded.queue()
     loaded.queue(2)
-    assert queued == [0, 1, 2, 3]
+    assert queued == [0, 1, 2, 3, 4]
+
+
+def test_a_thread_waits_for_a_queued_part_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[Any] = []
+    monkeypatch.setattr(loaded_layers, "wait_for", waited.append)
+    loaded, _ = load([0, 1, 4])
+    loaded.queue(2)
+    loaded.wait_for_part(1)
+    loaded.wait_for_part(2)
+    assert waited == [1]
 
 
 def test_nothing_to_wait_for(waits: list[Any]) -> None:

@@ -69,6 +69,7 @@ class LateLoads:
     def _record_event(self) -> Any:
         event = SimpleNamespace(done=False, loads=self)
         event.query = lambda: event.done
+        event.synchronize = lambda: None  # waits of the load thread only pace its work
         self._device.work.append(lambda: setattr(event, "done", True))
         return event
 
