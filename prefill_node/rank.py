@@ -13,6 +13,7 @@ from disagg.model.sampling.prompt_scores import PromptScores
 from disagg.node.device import DeviceEvent, record_event
 from disagg.node.kv_manager import KVManager
 from disagg.node.links import Link, make_link
+from disagg.node.loaded_layers import LoadedLayers
 from disagg.node.plan import StepPlan, Work
 from disagg.node.rank import RankNode
 from disagg.node.step_in_flight import StepInFlight
@@ -129,7 +130,7 @@ class PrefillRank(RankNode[PrefillConfig, PrefillLeader, SegmentSender]):
         loaded = self.order_copies(plan)
         if not plan.work:
             return
-        self._send_cached(plan, loaded.last_event)
+        self._send_cached(plan, loaded)
         state_spans = self.runner.spec.layout.state_spans
         ended = [work for work in plan.work if state_spans and work.last]
         chunk, state = StepPart(plan.step, Part.CHUNK), StepPart(plan.step, Part.STATE)
@@ -166,18 +167,15 @@ class PrefillRank(RankNode[PrefillConfig, PrefillLeader, SegmentSender]):
         with self.recorder.part("commit"):
             self.leader.commit(step)
 
-    def _send_cached(self, plan: StepPlan, loaded: DeviceEvent) -> None:
-        """Sends the cached positions of the plan's prompts, once earlier steps and the plan's loads are done.
-
-        `loaded` is the event at the end of the loads.
-        """
+    def _send_cached(self, plan: StepPlan, loaded: LoadedLayers) -> None:
+        """Sends the cached positions of the plan's prompts, once earlier steps and the loads `loaded` are done."""
         cached = [work for work in plan.work if work.pages and work.start]
         if not cached:
             return
         part = StepPart(plan.step, Part.CACHED)
         for work in cached:
             self._plan_chunk(part, work, Span(0, work.start))
-        self._layers_ready(part, self._all_layers, loaded)
+        self._layers_ready(part, self._all_layers, loaded.last_event)
 
     def _plan_chunk(self, part: StepPart, work: Work, positions: Span) -> None:
         chunk = PlannedChunk(part, work.key, work.reservation, positions, work.early)

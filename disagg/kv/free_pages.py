@@ -10,8 +10,8 @@ from bisect import bisect_left, insort
 from collections.abc import Sequence
 
 AHEAD_SHARE = 16
-"""Divisor of a pool's pages: eviction frees up to a sixteenth of them ahead of their use, if their KV is also in the
-next tier. The more pages are free, the longer are the runs."""
+"""Divisor of a pool's pages: eviction frees up to a sixteenth of them ahead of their use, if the next tier has
+copies as a rule. The more pages are free, the longer are the runs."""
 SINGLE_PAGES = 16
 """Largest number of pages that are set aside for requests of single pages."""
 

@@ -247,7 +247,8 @@ class HostTier:
         return missing
 
     def alloc(self, count: int, known: Node) -> list[int]:
-        """Allocates up to `count` blocks; evicts cached blocks if needed, but none on the path to `known`."""
+        """Allocates up to `count` blocks. If needed, evicts cached blocks, and a few more ahead; none on the path to
+        `known`."""
         self.index.lock(known, state=False)
         short = min(count, self.blocks.free_pages + self.index.evictable_pages) - self.blocks.free_pages
         if short > 0:  # and a few blocks more: new blocks are in longer runs then

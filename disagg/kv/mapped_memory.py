@@ -11,24 +11,25 @@ from collections import deque
 from functools import cache
 from typing import Any
 
+import structlog
 import torch
 
-from disagg.core.errors import InvariantError
-
 CHUNKS = {16 << 10: 256, 512 << 10: 16}
-"""Number of chunks by size in bytes. A copy takes the smallest size that fits; a thread waits if the work of all of
-them is under way. The numbers of a step of 256 answers take 8 KiB, those of 8,192 prompt tokens 200 KiB."""
+"""Number of chunks by size in bytes. A copy takes the smallest size that fits; without a free one the copy
+engine copies. The numbers of a step of 256 answers take 8 KiB, those of 8,192 prompt tokens 200 KiB."""
 LARGEST_BYTES = max(CHUNKS)
 
+log = structlog.get_logger(__name__)
 _WORD = torch.int32
 _cuda: Any = torch.cuda  # its streams and events carry no types
 
 
 class MappedChunk:
-    """Memory of one copy, owned by the thread that took it until it calls `MappedMemory.put`."""
+    """Memory of one copy, owned by the thread that took it until it calls `put_back`."""
 
-    def __init__(self, host: torch.Tensor, device: torch.Tensor) -> None:
-        self._host, self._device, self.size_bytes = host, device, host.nbytes
+    def __init__(self, host: torch.Tensor, device: torch.Tensor, free: deque[MappedChunk]) -> None:
+        """`host` and `device`: the same memory. `free`: chunks of this size that nobody owns."""
+        self._host, self._device, self._free = host, device, free
         self._event = _cuda.Event()
 
     def host(self, like: torch.Tensor) -> torch.Tensor:
@@ -52,18 +53,22 @@ class MappedChunk:
         """Waits until the work recorded by `used` is complete."""
         self._event.synchronize()
 
+    def put_back(self) -> None:
+        """Ends the ownership. The work need not be complete. Call it once."""
+        self._free.append(self)
+
 
 class MappedMemory:
     """Chunks of pinned memory. Any thread may use it."""
 
     def __init__(self, device: torch.device) -> None:
-        """Pins all chunks. Raises `InvariantError` if the device cannot access pinned memory at its address."""
+        """Pins all chunks. Raises `RuntimeError` if the device cannot access pinned memory at its address."""
         with _cuda.device(device):
             nbytes = sum(size * count for size, count in CHUNKS.items())
             memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
             mapped = torch.as_tensor(_Mapped(memory.data_ptr(), memory.nbytes), device=device)
         if mapped.data_ptr() != memory.data_ptr():
-            raise InvariantError(f"{device} does not access pinned memory at its address on the host")
+            raise RuntimeError(f"{device} does not access pinned memory at its address on the host")
         self._memory = memory
         self._chunks = dict[int, deque[MappedChunk]]()
         """Chunks by size that nobody owns; the one that was used longest ago is the first. Their work may be under
@@ -72,15 +77,13 @@ class MappedMemory:
         for size, count in CHUNKS.items():
             stop = start + count * size
             hosts, words = torch.split(memory[start:stop], size), mapped[start:stop].view(_WORD)
-            pairs = zip(hosts, torch.split(words, size // _WORD.itemsize), strict=True)
-            self._chunks[size] = deque(MappedChunk(*pair) for pair in pairs)
+            free = self._chunks[size] = deque()
+            for pair in zip(hosts, torch.split(words, size // _WORD.itemsize), strict=True):
+                free.append(MappedChunk(*pair, free))
             start = stop
 
     def take(self, nbytes: int) -> MappedChunk | None:
-        """Returns a chunk of `nbytes` bytes or more whose memory no kernel uses; None if all of them are owned.
-
-        Waits if each of them is in use by kernels.
-        """
+        """Returns a chunk of `nbytes` bytes or more whose memory no kernel uses; None if there is none."""
         chunks = next(self._chunks[size] for size in sorted(self._chunks) if nbytes <= size)
         try:
             for _ in range(len(chunks)):
@@ -88,15 +91,9 @@ class MappedMemory:
                 if chunk.is_complete:
                     return chunk
                 chunks.append(chunk)
-            chunk = chunks.popleft()
-        except IndexError:
-            return None
-        chunk.wait()
-        return chunk
-
-    def put(self, chunk: MappedChunk) -> None:
-        """Returns a chunk. Its work need not be complete."""
-        self._chunks[chunk.size_bytes].append(chunk)
+        except IndexError:  # other threads have taken the rest
+            pass
+        return None
 
 
 class _Mapped:
@@ -112,16 +109,21 @@ class _Mapped:
 
 
 @cache
-def mapped_memory(device: torch.device) -> MappedMemory:
-    """Returns the memory of a GPU, pinned at the first call, for the life of the process."""
-    return MappedMemory(device)
+def mapped_memory(device: torch.device) -> MappedMemory | None:
+    """Returns the memory of a GPU, pinned at the first call, for the life of the process; None if that is refused."""
+    try:
+        return MappedMemory(device)
+    except RuntimeError as exc:
+        log.warning("no_mapped_memory", error=str(exc), now="the copy engine makes small copies")
+        return None
 
 
 def chunk_for(tensor: torch.Tensor, device: torch.device) -> MappedChunk | None:
-    """Takes a chunk for the content of `tensor`. Returns None if the size does not fit, or all chunks are owned."""
+    """Takes a chunk for the content of `tensor`. Returns None if the size does not fit, or there is no free one."""
     if not 0 < tensor.nbytes <= LARGEST_BYTES or tensor.nbytes % _WORD.itemsize:
         return None
-    return mapped_memory(device).take(tensor.nbytes)
+    memory = mapped_memory(device)
+    return None if memory is None else memory.take(tensor.nbytes)
 
 
 def copy_words(source: torch.Tensor, target: torch.Tensor) -> None:

@@ -17,6 +17,8 @@ import torch
 from disagg.core.types import Span
 from disagg.kv.copy_engine import CopyRefusedError, RowLoader
 
+MOST_RUNS = 32
+"""Largest number of runs of a load. The compute thread queues 16 planes at once, 2.5 ms for this number of runs."""
 LEAST_ROWS_BYTES = 1 << 20
 """Smallest average size of a copy of rows. The bus takes 19 us for it, a call of the driver 5 us."""
 
@@ -76,7 +78,8 @@ class RowLoads:
     def suit(self, pool: torch.Tensor, page_size: int, runs: Sequence[PageRun]) -> bool:
         """Returns whether runs are so long that the driver is called much faster than the bus copies."""
         nbytes = sum(run.pages for run in runs) * _row_bytes(pool, page_size)
-        return not self.refused and nbytes >= len(runs) * LEAST_ROWS_BYTES
+        few = len(runs) <= MOST_RUNS and nbytes >= len(runs) * LEAST_ROWS_BYTES
+        return few and not self.refused
 
     def load(self, pages: PoolPages, runs: Sequence[PageRun], host: HostRows) -> bool:
         """Copies the layers of all pages of `runs` from their blocks, on the current stream.

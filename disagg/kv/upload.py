@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from disagg.kv.mapped_memory import as_words, chunk_for, copy_words, mapped_memory
+from disagg.kv.mapped_memory import as_words, chunk_for, copy_words
 
 
 def upload(values: Sequence[float], device: torch.device, dtype: torch.dtype = torch.int64) -> torch.Tensor:
@@ -34,7 +34,9 @@ def upload_into(host: torch.Tensor, target: torch.Tensor) -> None:
         # torch keeps the pinned block until the copy is complete
         target.copy_(host.pin_memory(), non_blocking=True)
     else:
-        chunk.host(host).copy_(host)
-        copy_words(chunk.words(host), as_words(target))
-        chunk.used(target.device)
-        mapped_memory(target.device).put(chunk)
+        try:
+            chunk.host(host).copy_(host)
+            copy_words(chunk.words(host), as_words(target))
+            chunk.used(target.device)
+        finally:
+            chunk.put_back()

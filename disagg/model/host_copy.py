@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from disagg.kv.mapped_memory import MappedChunk, as_words, chunk_for, copy_words, mapped_memory
+from disagg.kv.mapped_memory import MappedChunk, as_words, chunk_for, copy_words
 
 cuda: Any = torch.cuda  # torch's CUDA events have no type annotations
 
@@ -20,8 +20,9 @@ class HostCopy:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._chunk: MappedChunk | None = None
-        self._host, self._device = tensor, tensor.device
+        self._host = tensor
         self._event: Any = None
+        self._values: Any = None
         if tensor.device.type != "cuda":
             return
         self._chunk = chunk_for(tensor, tensor.device)
@@ -36,13 +37,15 @@ class HostCopy:
             self._event.record(cuda.current_stream(tensor.device))
 
     def values(self) -> list[Any]:
-        """Returns the tensor as nested lists, once the copy is complete. Call it once."""
-        if self._chunk is not None:
-            self._chunk.wait()
-        elif self._event is not None:
-            self._event.synchronize()
-        values: list[Any] = self._host.tolist()
-        self._release()
+        """Returns the tensor as nested lists, once the copy is complete."""
+        if self._values is None:
+            if self._chunk is not None:
+                self._chunk.wait()
+            elif self._event is not None:
+                self._event.synchronize()
+            self._values = self._host.tolist()
+            self._release()
+        values: list[Any] = self._values
         return values
 
     def __del__(self) -> None:
@@ -52,4 +55,4 @@ class HostCopy:
         """Returns the memory of the copy, which may be under way if nobody has asked for the values."""
         chunk, self._chunk = self._chunk, None
         if chunk is not None:
-            mapped_memory(self._device).put(chunk)
+            chunk.put_back()

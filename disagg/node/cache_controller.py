@@ -103,7 +103,8 @@ class _QueuedLoads(NamedTuple):
     """Loads that were ordered together."""
 
     loaded: LoadedLayers
-    began: DeviceMark
+    marks: list[DeviceMark]
+    """The begin of the loads, and their end once all parts are queued."""
 
 
 class HybridCacheController:
@@ -153,8 +154,10 @@ class HybridCacheController:
         self.loading: Executor = ThreadPoolExecutor(1, thread_name_prefix="cache-load", initializer=use)
         """Thread of loads.
 
-        Of a layered load, the compute thread queues the first parts, and this thread the others and the report.
+        Of a layered load, the compute thread queues the first parts, and this thread the others.
         """
+        self.reporting: Executor = ThreadPoolExecutor(1, thread_name_prefix="cache-report", initializer=use)
+        """Thread that waits for the end of layered loads and reports it."""
         self._stores: deque[tuple[CacheOperation, DeviceEvent]] = deque()
         self._loads: dict[int, LoadedLayers] = {}
         """Layered loads under way on this rank, by number of the operation. The compute thread adds loads, the load
@@ -165,7 +168,9 @@ class HybridCacheController:
         """Number of the latest load; operations are numbered in ascending order."""
 
     def order(self, plan: StepPlan) -> LoadedLayers:
-        """Starts the operations of a plan, after all work queued so far on the current stream; never blocks.
+        """Starts the operations of a plan, after all work queued so far on the current stream.
+
+        Does not wait for copies. If parts of the previous load are not queued yet, it queues them.
 
         Called on the compute thread. Returns the loads for which the plan's step must wait. Raises `InvariantError`
         if the plan awaits a load that no plan has ordered.
@@ -237,7 +242,8 @@ class HybridCacheController:
     def stop(self) -> None:
         """Ends the threads after the queued copies. Idempotent."""
         self.storing.shutdown()
-        self.loading.shutdown()
+        self.loading.shutdown()  # before the thread that gets its reports
+        self.reporting.shutdown()
 
     def _store_waiting(self) -> None:
         """Executes all waiting stores as one copy, then reports the end of each store. Runs on the store thread."""
@@ -284,7 +290,7 @@ class HybridCacheController:
         """Copies all layers of the loads, then reports the end of the loads. Runs on the load thread."""
         queued = self._prepare_loads(operations, after, [Span(0, self.kv.layers)], staged=True)
         queued.loaded.queue()
-        self._report(operations, queued.began, self._load_queue.mark())
+        self._report(operations, queued)
 
     def _launch(
         self, operations: Sequence[CacheOperation], after: DeviceEvent, groups: Sequence[Span]
@@ -298,17 +304,10 @@ class HybridCacheController:
         self.loading.submit(self._guarded, self._queue_rest, operations, queued)
 
     def _queue_rest(self, operations: Sequence[CacheOperation], queued: _QueuedLoads) -> None:
-        """Queues the parts that are not queued yet, then has the end of the loads reported.
-
-        Runs on the load thread.
-        """
+        """Queues the parts that are not queued yet, then has the end reported. Runs on the load thread."""
         queued.loaded.wait_for_part(PACE_GROUP)
         queued.loaded.queue()
-        ended = self._load_queue.mark()
-        try:
-            self.loading.submit(self._guarded, self._report, operations, queued.began, ended)
-        except RuntimeError:  # the controller stops, so the thread accepts no work
-            self._report(operations, queued.began, ended)
+        self.reporting.submit(self._guarded, self._report, operations, queued)
 
     def _prepare_loads(
         self,
@@ -330,21 +329,26 @@ class HybridCacheController:
         pages, blocks = _copies("kv", operations)
         parts = self.kv.load_groups(pages, blocks, groups, staged=staged)
 
+        marks = [began] if groups else [began, self._load_queue.mark()]
+
         def queue_next() -> DeviceEvent:
             with self._load_queue.use():
-                if next(parts, None) is None:
+                if (span := next(parts, None)) is None:
                     raise InvariantError("a part of a load could not be queued earlier")
-            return self._load_queue.record_event()
+            event = self._load_queue.record_event()
+            if span == groups[-1]:
+                marks.append(self._load_queue.mark())
+            return event
 
         firsts = [span.start for span in groups]
-        return _QueuedLoads(LoadedLayers(self._device, states, firsts, queue_next), began)
+        return _QueuedLoads(LoadedLayers(self._device, states, firsts, queue_next), marks)
 
-    def _report(self, operations: Sequence[CacheOperation], began: DeviceMark, ended: DeviceMark) -> None:
-        """Waits for the end of queued loads, then reports their end. Runs on the load thread.
+    def _report(self, operations: Sequence[CacheOperation], queued: _QueuedLoads) -> None:
+        """Waits for the end of queued loads, then reports their end.
 
         Each load is reported with a part of the time of all loads that were queued together.
         """
-        seconds = seconds_between(began, ended)
+        seconds = seconds_between(*queued.marks)
         for operation in operations:
             self._loads.pop(operation.number, None)
         sizes = [len(_copies("kv", [operation])[0]) for operation in operations]

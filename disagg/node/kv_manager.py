@@ -329,8 +329,8 @@ class KVManager:
             return False
         if self._write_back is not None:
             return self._write_back.make_room(pages, waits=waits)
-        # A second tier has the pages too, so a few more may go: new pages are in longer runs then.
-        spare = self.pages // AHEAD_SHARE if self.host is not None else 0
+        # With write-through, host memory has copies as a rule. A few more pages may go: new ones are in longer runs.
+        spare = self.pages // AHEAD_SHARE if self.host is not None and self._stores_unused else 0
         return self.cache.evict(min(short + spare, self.cache.evictable_pages)) >= short
 
     def keep(

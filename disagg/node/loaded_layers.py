@@ -31,7 +31,7 @@ class LoadedLayers:
         device: torch.device,
         states: DeviceEvent = None,
         firsts: Sequence[int] = (),
-        queue_next: Callable[[], DeviceEvent] | None = None,
+        queue_next: Callable[[], DeviceEvent] = lambda: None,
     ) -> None:
         """`states`: event after the recurrent states; None without states, and on a CPU.
 
@@ -43,7 +43,9 @@ class LoadedLayers:
         self._firsts, self._queue_next = list(firsts), queue_next
         self._events: list[DeviceEvent] = []
         """Events of the parts that are queued."""
-        self._queueing = threading.Lock()
+        self._queueing = False
+        """Whether a thread is queueing a part."""
+        self._changed = threading.Condition()
 
     @property
     def parts(self) -> int:
@@ -62,14 +64,26 @@ class LoadedLayers:
         return self._events[-1] if self._events else None
 
     def queue(self, parts: int | None = None) -> None:
-        """Queues the first `parts` parts, or all, unless they are queued. Any thread may call it."""
+        """Queues the first `parts` parts, or all, unless they are queued.
+
+        Any thread may call it. It waits for the part that another thread is queueing, but for no later part.
+        """
         wanted = self.parts if parts is None else min(parts, self.parts)
-        if len(self._events) >= wanted:
-            return
-        with self._queueing:
-            while len(self._events) < wanted:
-                assert self._queue_next is not None, "there are parts"
-                self._events.append(self._queue_next())
+        while len(self._events) < wanted:
+            with self._changed:
+                self._changed.wait_for(lambda: not self._queueing or len(self._events) >= wanted)
+                if len(self._events) >= wanted:
+                    return
+                self._queueing = True
+            event: DeviceEvent = None
+            queued = False
+            try:
+                event, queued = self._queue_next(), True
+            finally:
+                with self._changed:
+                    self._queueing = False
+                    self._events += [event] if queued else []
+                    self._changed.notify_all()
 
     def wait_for_part(self, part: int) -> None:
         """Blocks the calling thread until a part that is queued is loaded; returns at once if it is not queued."""

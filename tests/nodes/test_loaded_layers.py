@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import threading
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from conditions import PATIENCE_S
 
 from disagg.node import loaded_layers
 from disagg.node.loaded_layers import LoadedLayers, hook_with_waits
@@ -84,23 +84,36 @@ def test_a_hook_writes_before_it_waits(waits: list[Any]) -> None:
     assert waits == ["layer 0", 0, "layer 1", "layer 2", 1]
 
 
-def test_two_threads_queue_each_part_once(waits: list[Any]) -> None:
-    entered, go, queued = threading.Event(), threading.Event(), list[int]()
+def test_a_step_waits_for_no_later_part(waits: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The load thread queues part 1 and then hangs in part 2, while a step reaches the layer of part 1."""
+    monkeypatch.setattr(loaded_layers, "AHEAD_PARTS", 0)
+    parts, queued = [threading.Event() for _ in range(3)], list[int]()
 
     def queue_next() -> Any:
         queued.append(len(queued))
-        entered.set()
-        go.wait()
-        return SimpleNamespace(part=queued[-1])
+        assert parts[len(queued) - 1].wait(PATIENCE_S)
+        return len(queued) - 1
 
     loaded = LoadedLayers(CPU, None, [0, 1, 2], queue_next)
-    other = threading.Thread(target=loaded.queue)
+    other, step = (
+        threading.Thread(target=loaded.queue),
+        threading.Thread(target=loaded.before_layer, args=(1,)),
+    )
     other.start()
-    entered.wait()
-    step = threading.Thread(target=loaded.before_layer, args=(2,))
     step.start()
-    go.set()
-    other.join()
-    step.join()
-    assert queued == [0, 1, 2]
-    assert [event.part for event in waits] == [2]
+    parts[0].set()
+    parts[1].set()
+    step.join(PATIENCE_S)
+    assert not step.is_alive()
+    assert waits == [1]
+    parts[2].set()
+    other.join(PATIENCE_S)
+    assert queued == [0, 1, 2], "each part once"
+
+
+def test_each_thread_sees_a_failure(waits: list[Any]) -> None:
+    loaded = LoadedLayers(CPU, None, [0, 1], lambda: 1 / 0)
+    for call in (loaded.queue, loaded.before_all):
+        with pytest.raises(ZeroDivisionError):
+            call()
+    assert not waits

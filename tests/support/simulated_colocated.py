@@ -92,7 +92,7 @@ class Colocated:
     def _copy_late(self, rank: Any, patch: pytest.MonkeyPatch) -> None:
         loads, copies = Device(), Device()
         rank.cache_controller.storing = LateThread(copies)
-        rank.cache_controller.loading = LateThread(loads)
+        rank.cache_controller.loading = rank.cache_controller.reporting = LateThread(loads)
         self.late.append(LateLoads(rank, loads, patch))
         self.loads.append(loads)
         self.copies.append(copies)

@@ -520,6 +520,7 @@ class Simulation:
         controller = rank.cache_controller
         loads = self.loads[name] = Device()
         controller.storing, controller.loading = LateThread(copies), LateThread(loads)
+        controller.reporting = controller.loading
         if rank.role != "decode":
             LateLoads(rank, loads, self._patch)
         if rank.leader is not None:  # the first mask is ready after a copy or two

@@ -75,7 +75,8 @@ class RankProcess(Process):
         rank.transfer_loop.start = self._wake_transfer
         rank.compute_thread = SimpleNamespace(start=lambda: None, busy=False)
         replace_device(rank, self.device)
-        rank.cache_controller.storing = rank.cache_controller.loading = _CopyThread(self)
+        controller = rank.cache_controller
+        controller.storing = controller.loading = controller.reporting = _CopyThread(self)
         if self.group.role == "decode":
             rank.swapper.order = self._order_swap
         plans, put = rank.plans, rank.plans.put
