@@ -66,7 +66,7 @@ class MappedMemory:
         with _cuda.device(device):
             nbytes = sum(size * count for size, count in CHUNKS.items())
             memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-            mapped = torch.as_tensor(_Mapped(memory.data_ptr(), memory.nbytes), device=device)
+            mapped = torch.as_tensor(_PinnedBytes(memory.data_ptr(), memory.nbytes), device=device)
         if mapped.data_ptr() != memory.data_ptr():
             raise RuntimeError(f"{device} does not access pinned memory at its address on the host")
         self._memory = memory
@@ -96,7 +96,7 @@ class MappedMemory:
         return None
 
 
-class _Mapped:
+class _PinnedBytes:
     """Tells torch to make a tensor for the device from pinned memory, which belongs to somebody else."""
 
     def __init__(self, address: int, nbytes: int) -> None:

@@ -252,6 +252,31 @@ def test_prompts_that_never_come_back_cost_no_copies() -> None:
     assert host.statistics().stored_pages == 3
 
 
+@pytest.mark.parametrize(("write", "evicted"), [("through", 1 + 32 // 16), ("second_hit", 1)])
+def test_eviction_ahead_needs_copies_in_host_memory(write: HostWriteName, evicted: int) -> None:
+    group = Group.of(pages=32, blocks=64, write=write)
+    for number in range(16):
+        group.answer(prompt(100 + number))
+    assert group.kv_manager.cache is not None
+    before = group.kv_manager.cache.statistics()
+    tokens = prompt(*range(16))
+    table = group.begin(tokens)
+    assert table is not None
+    after = group.kv_manager.cache.statistics()
+    assert (before.cached_pages, after.evicted_pages - before.evicted_pages) == (16, evicted)
+
+
+def test_blocks_are_freed_ahead() -> None:
+    group = Group.of(pages=128, blocks=64)
+    for number in range(64):
+        group.answer(prompt(number))
+    assert group.kv_manager.host is not None
+    blocks = group.kv_manager.host.blocks
+    assert blocks.free_pages == 0
+    group.answer(prompt(99))
+    assert blocks.free_pages == 65 // 32
+
+
 def held_back(pages: int = 8, blocks: int = 32) -> Group:
     """A group with write-back whose pool is full of the pages of two prompts."""
     group = Group.of(pages, blocks, write="back")
