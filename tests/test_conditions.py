@@ -55,7 +55,7 @@ def test_other_tasks_run_meanwhile() -> None:
 
 
 def test_a_long_wait_polls_seldom(wait: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each pause is a small share of the time before it, so that the wait is hardly longer."""
+    """A pause is a small share of the time waited so far, so a wait ends soon after its condition holds."""
     now_s, pauses_s = [0.0], list[float]()
 
     def sleep(seconds: float) -> None:

@@ -15,9 +15,10 @@ from typing import NamedTuple
 import torch
 
 from disagg.core.types import Span
+from disagg.kv.block_runs import Run, runs_of
 from disagg.kv.host_slabs import HostSlabs
 from disagg.kv.pages import pages_for
-from disagg.kv.row_loads import HostRows, PoolPages, RowLoads, page_runs
+from disagg.kv.row_loads import HostRows, PoolPages, RowLoads
 from disagg.kv.staged_blocks import HALF_BYTES, HostPart, StagedCopies, few_copies
 from disagg.kv.upload import upload
 from kernels.copy.page_blocks import Blocks, Pages, blocks_to_pages, pages_to_blocks
@@ -35,8 +36,12 @@ class _Numbers:
         # Freed blocks are allocated again in any order; the order of the copies does not matter.
         order = sorted(range(len(blocks)), key=blocks.__getitem__)
         self._pages, self.blocks = [pages[at] for at in order], [blocks[at] for at in order]
-        self._device = device
-        self.runs = page_runs(self._pages, self.blocks, slab_blocks)
+        self._device, self._slab_blocks = device, slab_blocks
+
+    @cached_property
+    def runs(self) -> list[Run]:
+        """Runs of pages and blocks, which only loads without a kernel need."""
+        return runs_of(self._pages, self.blocks, self._slab_blocks)
 
     @cached_property
     def on_device(self) -> torch.Tensor:

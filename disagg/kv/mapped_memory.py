@@ -54,7 +54,7 @@ class MappedChunk:
         self._event.synchronize()
 
     def put_back(self) -> None:
-        """Ends the ownership. The work need not be complete. Call it once."""
+        """Gives the chunk back. The kernels that use it may still run. Call it once."""
         self._free.append(self)
 
 
@@ -110,7 +110,10 @@ class _PinnedBytes:
 
 @cache
 def mapped_memory(device: torch.device) -> MappedMemory | None:
-    """Returns the memory of a GPU, pinned at the first call, for the life of the process; None if that is refused."""
+    """Returns the mapped memory of a GPU; None if the GPU cannot access pinned memory at its address.
+
+    It is pinned at the first call, and unpinned when the process ends.
+    """
     try:
         return MappedMemory(device)
     except RuntimeError as exc:
@@ -132,5 +135,5 @@ def copy_words(source: torch.Tensor, target: torch.Tensor) -> None:
 
 
 def as_words(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a contiguous tensor as int32 words."""
+    """Returns a view of a contiguous tensor as int32 `[words]`."""
     return tensor.view(-1).view(_WORD)

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 import structlog
 import torch
 
 from disagg.core.types import Span
+from disagg.kv.block_runs import Run
 from disagg.kv.copy_engine import CopyRefusedError, RowLoader
 
 MOST_RUNS = 32
@@ -24,17 +24,6 @@ LEAST_ROWS_BYTES = 1 << 20
 
 log = structlog.get_logger(__name__)
 _cuda: Any = torch.cuda  # its streams carry no types
-
-
-class PageRun(NamedTuple):
-    """Consecutive pages, and as many consecutive blocks of one slab."""
-
-    page: int
-    """The first page."""
-    block: int
-    """The first block."""
-    pages: int
-    """Number of pages."""
 
 
 class PoolPages(NamedTuple):
@@ -56,18 +45,6 @@ class HostRows(NamedTuple):
     """Offset within each block of the pool's part, with all layers."""
 
 
-def page_runs(pages: Sequence[int], blocks: Sequence[int], slab_blocks: int) -> list[PageRun]:
-    """Returns the runs of pages and blocks, in order; a run ends at the end of a slab of `slab_blocks` blocks."""
-    if not pages:
-        return []
-    page, block = np.asarray(pages), np.asarray(blocks)
-    ends = (np.diff(page) != 1) | (np.diff(block) != 1) | (block[1:] % slab_blocks == 0)
-    starts = np.concatenate([[0], np.flatnonzero(ends) + 1])
-    counts = np.diff(starts, append=len(page))
-    columns = (page[starts].tolist(), block[starts].tolist(), counts.tolist())
-    return [PageRun(*run) for run in zip(*columns, strict=True)]
-
-
 class RowLoads:
     """Loads of runs by the copy engine. One thread at a time may use it."""
 
@@ -75,13 +52,13 @@ class RowLoads:
         self.refused = False
         """Whether the driver has refused a copy; no other one is tried then."""
 
-    def suit(self, pool: torch.Tensor, page_size: int, runs: Sequence[PageRun]) -> bool:
+    def suit(self, pool: torch.Tensor, page_size: int, runs: Sequence[Run]) -> bool:
         """Returns whether runs are so long that the driver is called much faster than the bus copies."""
-        nbytes = sum(run.pages for run in runs) * _row_bytes(pool, page_size)
+        nbytes = sum(run.blocks for run in runs) * _row_bytes(pool, page_size)
         few = len(runs) <= MOST_RUNS and nbytes >= len(runs) * LEAST_ROWS_BYTES
         return few and not self.refused
 
-    def load(self, pages: PoolPages, runs: Sequence[PageRun], host: HostRows) -> bool:
+    def load(self, pages: PoolPages, runs: Sequence[Run], host: HostRows) -> bool:
         """Copies the layers of all pages of `runs` from their blocks, on the current stream.
 
         On a GPU nothing waits, unless the device's queue is full. The caller keeps all tensors alive until an event
@@ -94,7 +71,7 @@ class RowLoads:
         planes = range(pages.layers.start * pool.shape[1], pages.layers.stop * pool.shape[1])
         # Offsets of each run in the host memory and within a plane of the pool.
         places = [
-            (run.block * block_bytes + host.offset_bytes, run.page * row_bytes, run.pages) for run in runs
+            (run.block * block_bytes + host.offset_bytes, run.first * row_bytes, run.blocks) for run in runs
         ]
         try:
             for plane in planes:

@@ -16,6 +16,7 @@ import structlog
 import torch
 
 from disagg.core.types import Span
+from disagg.kv.block_runs import Run, consecutive
 from disagg.kv.copy_engine import ByteRows, CopyRefusedError, queue_rows
 from kernels.copy.page_blocks import Blocks, Pages, blocks_to_pages, pages_to_blocks
 
@@ -45,17 +46,6 @@ class HostPart(NamedTuple):
     """Number of blocks that are pinned together."""
 
 
-class Run(NamedTuple):
-    """Consecutive blocks of one slab: one call of the driver copies them."""
-
-    at: int
-    """Position of the first page."""
-    block: int
-    """The first block."""
-    blocks: int
-    """Number of blocks."""
-
-
 class _StagedPart(NamedTuple):
     """Pages and layers that fit half of the buffer."""
 
@@ -66,17 +56,6 @@ class _StagedPart(NamedTuple):
     offset_bytes: int
     """Offset of the layers within a block."""
     runs: list[Run]
-
-
-def consecutive(blocks: Sequence[int], slab_blocks: int) -> list[Run]:
-    """Returns the runs of consecutive blocks, in order; a run ends at the end of a slab of `slab_blocks` blocks."""
-    runs: list[Run] = []
-    start = 0
-    for end in range(1, len(blocks) + 1):
-        if end == len(blocks) or blocks[end] != blocks[end - 1] + 1 or blocks[end] % slab_blocks == 0:
-            runs.append(Run(start, blocks[start], end - start))
-            start = end
-    return runs
 
 
 def few_copies(blocks: Sequence[int], slab_blocks: int, part_bytes: int) -> bool:
@@ -197,7 +176,7 @@ class StagedCopies:
 
     def _copy_run(self, run: Run, half: int, part: _StagedPart, host: HostPart, *, to_host: bool) -> None:
         buffer, pitch_bytes, row_bytes = self._halves[half], host.memory.shape[1], part.row_bytes
-        at_bytes = run.at * row_bytes
+        at_bytes = run.first * row_bytes
         if self._engine is None:
             rows = buffer[at_bytes : at_bytes + run.blocks * row_bytes].view(run.blocks, row_bytes)
             columns = slice(part.offset_bytes, part.offset_bytes + row_bytes)

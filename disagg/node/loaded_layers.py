@@ -75,14 +75,11 @@ class LoadedLayers:
                 if len(self._events) >= wanted:
                     return
                 self._queueing = True
-            event: DeviceEvent = None
-            queued = False
             try:
-                event, queued = self._queue_next(), True
+                self._events.append(self._queue_next())
             finally:
                 with self._changed:
                     self._queueing = False
-                    self._events += [event] if queued else []
                     self._changed.notify_all()
 
     def wait_for_part(self, part: int) -> None:

@@ -57,7 +57,7 @@ class FakeChunk(MappedChunk):
 
     @property
     def is_complete(self) -> bool:
-        """What the test says."""
+        """Whether the test has ended the work."""
         return self.complete
 
 

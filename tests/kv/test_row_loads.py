@@ -7,58 +7,44 @@ from typing import Any
 
 import pytest
 import torch
+from page_content import filled, numbers_of
 
 from disagg.core.types import Span
 from disagg.kv import host_slabs, row_loads
+from disagg.kv.block_runs import Run, runs_of
 from disagg.kv.copy_engine import CopyRefusedError
 from disagg.kv.host_pool import HostPool
-from disagg.kv.row_loads import PageRun, RowLoads, page_runs
+from disagg.kv.row_loads import RowLoads
 
 DEVICES = ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)]
 LAYERS, PAGE, PAGES, BLOCKS = 5, 4, 12, 16
 
 
 def test_runs_are_consecutive_on_both_sides() -> None:
-    assert page_runs([], [], 100) == []
-    assert page_runs([7, 8, 9, 3], [1, 2, 4, 5], 100) == [
-        PageRun(7, 1, 2),
-        PageRun(9, 4, 1),
-        PageRun(3, 5, 1),
+    assert runs_of([], [], 100) == []
+    assert runs_of([7, 8, 9, 3], [1, 2, 4, 5], 100) == [
+        Run(7, 1, 2),
+        Run(9, 4, 1),
+        Run(3, 5, 1),
     ]
-    assert page_runs([5, 4, 3], [1, 2, 3], 100) == [PageRun(5, 1, 1), PageRun(4, 2, 1), PageRun(3, 3, 1)]
+    assert runs_of([5, 4, 3], [1, 2, 3], 100) == [Run(5, 1, 1), Run(4, 2, 1), Run(3, 3, 1)]
 
 
 def test_a_run_ends_with_its_slab() -> None:
-    assert page_runs(range(20, 29), range(2, 11), 4) == [
-        PageRun(20, 2, 2),
-        PageRun(22, 4, 4),
-        PageRun(26, 8, 3),
+    assert runs_of(range(20, 29), range(2, 11), 4) == [
+        Run(20, 2, 2),
+        Run(22, 4, 4),
+        Run(26, 8, 3),
     ]
 
 
 def test_short_runs_do_not_suit() -> None:
     """Rows of 8 KiB: 128 pages make 1 MiB."""
     pool, rows = torch.empty((1, 2, 16, 2, 1024), dtype=torch.bfloat16), RowLoads()
-    assert rows.suit(pool, 2, [PageRun(0, 0, 128)])
-    assert not rows.suit(pool, 2, [PageRun(0, 0, 127)])
-    assert not rows.suit(pool, 2, [PageRun(0, 0, 200), PageRun(300, 300, 55)])
-    assert rows.suit(pool, 2, [PageRun(0, 0, 200), PageRun(300, 300, 56)])
-
-
-def filled(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
-    """Random bytes as a tensor."""
-    nbytes = torch.Size(shape).numel() * dtype.itemsize
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator).view(dtype).view(shape)
-
-
-def runs_of(choose: random.Random, most: int, count: int) -> list[int]:
-    """Different numbers in runs of random lengths."""
-    numbers = list(range(most))
-    cut = sorted(choose.sample(range(1, most), 3))
-    parts = [numbers[start:end] for start, end in zip([0, *cut], [*cut, most], strict=True)]
-    choose.shuffle(parts)
-    return [number for part in parts for number in part][:count]
+    assert rows.suit(pool, 2, [Run(0, 0, 128)])
+    assert not rows.suit(pool, 2, [Run(0, 0, 127)])
+    assert not rows.suit(pool, 2, [Run(0, 0, 200), Run(300, 300, 55)])
+    assert rows.suit(pool, 2, [Run(0, 0, 200), Run(300, 300, 56)])
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -87,8 +73,8 @@ def test_rows_load_the_same_bytes_as_kernels(
     monkeypatch.setattr(RowLoads, "load", counted)
     for _ in range(8):
         count = choose.randrange(1, PAGES)
-        pages, targets = runs_of(choose, PAGES, count), runs_of(choose, PAGES, count)
-        blocks = runs_of(choose, BLOCKS, count)
+        pages, targets = numbers_of(choose, PAGES, count), numbers_of(choose, PAGES, count)
+        blocks = numbers_of(choose, BLOCKS, count)
         at = choose.randrange(LAYERS + 2)
         groups = [span for span in (Span(0, at), Span(at, LAYERS + 2)) if len(span)]
         for name, pool in pools.items():

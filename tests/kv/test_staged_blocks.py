@@ -7,32 +7,18 @@ from typing import Any
 
 import pytest
 import torch
+from page_content import filled, numbers_of
 
 from disagg.core.types import Span
 from disagg.kv import host_slabs, staged_blocks
+from disagg.kv.block_runs import Run, consecutive
 from disagg.kv.copy_engine import CopyRefusedError
 from disagg.kv.host_pool import HostPool
-from disagg.kv.staged_blocks import HostPart, Run, StagedCopies, consecutive, few_copies
+from disagg.kv.staged_blocks import HostPart, StagedCopies, few_copies
 from kernels.copy.page_blocks import Pages
 
 DEVICES = ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)]
 LAYERS, PAGE, PAGES, BLOCKS = 5, 4, 12, 16
-
-
-def filled(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
-    """Random bytes as a tensor."""
-    nbytes = torch.Size(shape).numel() * dtype.itemsize
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator).view(dtype).view(shape)
-
-
-def numbers_of(choose: random.Random, most: int, count: int) -> list[int]:
-    """Different numbers in runs of random lengths."""
-    numbers = list(range(most))
-    cut = sorted(choose.sample(range(1, most), 4))
-    parts = [numbers[start:end] for start, end in zip([0, *cut], [*cut, most], strict=True)]
-    choose.shuffle(parts)
-    return [number for part in parts for number in part][:count]
 
 
 @pytest.mark.parametrize("device", DEVICES)

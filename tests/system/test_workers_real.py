@@ -23,7 +23,7 @@ from disagg.sockets.guards import WORKERS_FOLDER
 from disagg.sockets.processes import process_kind
 
 REQUESTS = 20
-"""Each on a connection of its own: that all reach one worker of two has a chance of 1 to 2^19."""
+"""Each has its own connection. All of them reach the same one of two workers with a probability of 1 in 2^19."""
 TOKENS = 4
 END_S = 20.0
 
