@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from conditions import PATIENCE_S
+from ports import free_port
 from serve_process import LIGHT, command
 
 from disagg.commands import workers
@@ -45,14 +46,14 @@ def arguments_in(folder: Path) -> list[str]:
 def port_behind_a_free_one() -> Iterator[int]:
     """Listens on a port, for the second worker; the port before it, for the first worker, is free."""
     while True:
-        with socket.create_server(("127.0.0.1", 0)) as used:
-            port: int = used.getsockname()[1]
-            try:
-                socket.create_server(("127.0.0.1", port - 1)).close()
-            except OSError:
-                continue
+        port = free_port() + 1
+        try:
+            used = socket.create_server(("127.0.0.1", port))
+        except OSError:
+            continue
+        with used:
             yield port
-            return
+        return
 
 
 def test_one_error_of_a_worker_that_cannot_start(tmp_path: Path) -> None:

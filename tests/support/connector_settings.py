@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,3 @@ def connector_settings(folder: Path, **control: Any) -> dict[str, Any]:
         "transport": {"backend": "tls"},
         "transfer": {"ring_bytes": 1 << 16, "staging_bytes": 1 << 16, "calibrate": "off"},
     }
-
-
-def free_port() -> int:
-    """A TCP port that no process listens on."""
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        return int(listening.getsockname()[1])

@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 import torch
-from connector_settings import connector_settings, free_port
+from connector_settings import connector_settings
 from fake_vllm import FakeRequest, asks_decode, asks_prefill
 from fake_vllm_module import NEWER, Base, Hybrid, Results, Role, configs, install, spec_of
 from layer_pools import Memory
+from ports import free_port
 
 from disagg.core.errors import ConfigError
 from disagg.core.types import RequestKey, Span, Ticket

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import socket
 import time
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import psutil
 import pytest
 from conditions import PATIENCE_S, until_async
 from launched import PROMPT, answer, joined_router, launch_process, names, reservations
+from ports import free_port
 from serve_process import LIGHT, START_TIMEOUT_S, Command, until_gone
 
 from disagg.cluster.keys import join_keys
@@ -49,12 +49,6 @@ PACE_S = 0.2
 """Pause between requests of a stream, which would otherwise take a core while a launch starts on the other."""
 LOST_S = 15.0
 """Longest time until a client learns that a rank hangs; `cluster.hang_timeout_s` is 3 s."""
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-        return port
 
 
 def leaders(router: Router) -> dict[str, psutil.Process]:

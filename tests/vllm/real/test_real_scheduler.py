@@ -14,7 +14,8 @@ import pytest
 REASON = "vLLM is not installed; `make test-vllm` makes an environment with it"
 pytest.importorskip("vllm.v1.core.sched.scheduler", reason=REASON, exc_type=ImportError)
 
-from connector_settings import connector_settings, free_port
+from connector_settings import connector_settings
+from ports import free_port
 from real_vllm import BLOCK_SIZE, SEVERAL_GROUPS, RealEngine, run, vllm_config
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA

@@ -48,7 +48,7 @@ class Substitution:
         utils.create_vllm_config, utils.create_scheduler = self.config, self.scheduler
 
     def config(self, **options: Any) -> Any:
-        from connector_settings import free_port
+        from ports import free_port
 
         settings = {
             "model": str(self._model),
