@@ -5,13 +5,12 @@ from __future__ import annotations
 import itertools
 
 from decode_node.preemptor import Preemptor
-from decode_node.request import DecodeRequest, Residency, Resumption, Sequence
+from decode_node.request import DecodeRequest, NewRequest, Residency, Resumption, Sequence
 from decode_node.scheduler_options import SchedulerOptions
 from disagg.core.errors import BusyError, DisaggError, InvalidRequestError, PromptTooLongError
 from disagg.core.prefixes import PrefixKey
 from disagg.core.sampling import sampling_of, sequences_that_fit
-from disagg.core.tokens import TokenIds
-from disagg.core.types import RequestKey, SamplingParams, Span, Ticket
+from disagg.core.types import SamplingParams, Span, Ticket
 from disagg.node.block_table import BlockTable
 from disagg.node.kv_manager import KVManager
 from transport.tags import TICKET_NUMBERS
@@ -39,60 +38,56 @@ class DecodeAdmission:
             return 1
         return min(self._options.max_batch, self._kv_manager.rows)
 
-    def reserve(
-        self,
-        key: RequestKey,
-        prompt: TokenIds,
-        sampling: SamplingParams,
-        *,
-        router: str,
-        prefill_group: str,
-        deadline_s: float,
-        prefix: PrefixKey | None = None,
-        resumption: Resumption = NOTHING,
-    ) -> DecodeRequest:
+    def reserve(self, new: NewRequest, resumption: Resumption = NOTHING) -> DecodeRequest:
         """Reserves a row for each sequence, and pages for the KV that will be transferred.
 
-        A prefix cache hit of `prefix` provides the first pages. At least one token is transferred. The new request
-        takes over the block table of `resumption`; an exception frees this block table.
+        A prefix cache hit of the prompt provides the first pages. At least one token is transferred. The new request
+        takes over the block table of `resumption`; an exception frees this block table. The ticket ends before the
+        tail that the group computes; a prompt with a tail has no `resumption`.
         Raises `InvalidRequestError`, `PromptTooLongError`, `BusyError`.
         """
-        answered, begin_tokens = resumption.answered, len(prompt) + len(resumption.answered)
+        prompt, sampling, answered = new.prompt, new.sampling, resumption.answered
+        begin_tokens = len(prompt) + len(answered)
         try:
             self.require_fits(len(prompt), sampling, len(answered))
         except DisaggError:
             self.drop(resumption)
             raise
-        begin = prefix.extended(answered) if prefix is not None else None
+        begin = new.prefix.extended(answered) if new.prefix is not None else None
+        sent_tokens = begin_tokens - new.tail_tokens
+        if begin is not None and new.tail_tokens:
+            begin = begin.shortened(sent_tokens)
         landing = (
             begin_tokens if self._options.has_kv else 1
         )  # one page: direct writes need a ticket with pages
         block_table, have_tokens = self._block_table(landing, sampling.sequences, begin, resumption)
         age = next(self._ages)
-        tokens = Span(have_tokens if self._options.has_kv else begin_tokens, begin_tokens)
+        tokens = Span(have_tokens if self._options.has_kv else begin_tokens, sent_tokens)
         first_page = tokens.start // self._kv_manager.page_size if self._options.has_kv else 0
         missing = tuple(block_table.pages[first_page:])
         number, group = age % TICKET_NUMBERS, self._options.group
         request = DecodeRequest(
-            key,
-            Ticket(key, number, group, tokens, block_table.row, missing),
+            new.key,
+            Ticket(new.key, number, group, tokens, block_table.row, missing),
             age,
             prompt,
             sampling,
-            router,
-            prefill_group,
-            deadline_s,
+            new.router,
+            new.prefill_group,
+            new.deadline_s,
             sequences=[],
-            prefix=prefix,
+            prefix=new.prefix,
         )
         for number in range(sampling.sequences):
             table = self._kv_manager.fork(block_table) if number else block_table
             assert table is not None, "a row is free for each sequence"
             own = sampling_of(sampling, number)
-            one = Sequence(number, own, table, request.prompt, begin_tokens, list(answered))
+            one = Sequence(number, own, table, request.prompt, sent_tokens, list(answered))
             if number and self._options.chunks.recurrent:
                 one.state_source = block_table.row
             request.sequences.append(one)
+        request.tail = new.tail_tokens > 0
+        request.again = request.tail and request.left_tokens > 0
         return request
 
     def drop(self, resumption: Resumption) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from decode_node.request import DecodeRequest, Resumption
+from decode_node.request import DecodeRequest, NewRequest, Resumption
 from decode_node.scheduler import DecodeScheduler
 from disagg.core.errors import (
     BusyError,
@@ -191,16 +191,17 @@ class AdmittingLeader(ReservingLeader):
 
     def _start(self, one: WaitingRequest, resumption: Resumption | None = None) -> None:
         message = one.reserve
-        request = self._scheduler.reserve(
+        new = NewRequest(
             message.key,
             message.prompt,
             message.sampling,
-            router=one.router,
-            prefill_group=message.prefill_group,
-            deadline_s=one.deadline_s,
-            prefix=self._prefix_of(message),
-            resumption=resumption or Resumption(message.answered),
+            one.router,
+            message.prefill_group,
+            one.deadline_s,
+            self._prefix_of(message),
+            message.tail_tokens,
         )
+        request = self._scheduler.reserve(new, resumption or Resumption(message.answered))
         request.priority = message.priority
         if message.sampling.beams:
             request.search = BeamSearch(message.sampling, ending_tokens(message.sampling, self._eos_ids))
@@ -212,21 +213,30 @@ class AdmittingLeader(ReservingLeader):
             self._send(one.router, m.Reserved(request.key, request.ticket))
             return
         pages = request.sequences[0].block_table.pages
-        self._to_ranks(m.OpenReceive(request.ticket, pages, message.prefill_group))
+        self._to_ranks(
+            m.OpenReceive(request.ticket, pages, message.prefill_group, is_head=message.tail_tokens > 0)
+        )
 
     def _is_local(self, message: m.Reserve) -> bool:
         """Returns whether this group is to compute the request's prompt: the router names it as prefill group too."""
         return self._group is not None and message.prefill_group == self._group.name
 
     def _require_local(self, message: m.Reserve) -> None:
-        """Raises `InvalidRequestError` for a prompt that only a prefill group can compute."""
+        """Raises `InvalidRequestError` for a prompt of which this group cannot compute a part."""
         if not self._scheduler.local_prefill_tokens:
-            raise InvalidRequestError(
-                f"the decode group {message.prefill_group} computes no prompts (decode.local_prefill_tokens)"
-            )
+            raise InvalidRequestError("this decode group computes no prompts (decode.local_prefill_tokens)")
         if not computes_locally(message.sampling):
             raise InvalidRequestError(
                 "several answers, beams, a grammar and prompt_logprobs need a prefill group for the prompt"
+            )
+
+    def _require_tail(self, message: m.Reserve) -> None:
+        """Raises `InvalidRequestError` for a prompt whose tail this group cannot compute."""
+        self._require_local(message)
+        if message.answered or message.after is not None or message.tail_tokens >= len(message.prompt):
+            raise InvalidRequestError(
+                f"a tail of {message.tail_tokens} tokens is not possible: only a new request is divided, and at "
+                f"least one token of the prompt ({len(message.prompt)} tokens) must be sent"
             )
 
     def _require_admissible(self, known: DecodeRequest | None, message: m.Reserve) -> None:
@@ -240,4 +250,6 @@ class AdmittingLeader(ReservingLeader):
             raise NotLinkedError(
                 f"prefill group {message.prefill_group!r} is not linked to this decode group"
             )
+        elif message.tail_tokens:
+            self._require_tail(message)
         check_request(message.prompt, message.sampling, self._spec, message.answered)

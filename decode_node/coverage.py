@@ -35,6 +35,14 @@ class Coverage:
         """Returns the bytes that one source rank sends in total."""
         return self._from[src_rank]
 
+    def bytes_by_layer(self) -> dict[int, int]:
+        """Returns the bytes of each layer that are sent in total."""
+        found: Counter[int] = Counter()
+        for route, moved in self._moved.items():
+            for layer in route.layers:
+                found[layer] += self._bytes(Span(layer, layer + 1), route.heads, moved)
+        return dict(found)
+
     def add(self, segment: Segment) -> None:
         """Records a segment. Raises `ProtocolError`, changing nothing, unless it is the next segment of its route."""
         route = self._route_of(segment)

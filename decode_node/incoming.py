@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from decode_node.arriving import ArrivingLayers
 from decode_node.coverage import Coverage
 from decode_node.receive_state import (
     SEGMENT_TRANSITIONS,
@@ -122,6 +123,8 @@ class IncomingTransfer:
     """Segments that prefill ranks write directly into the pool."""
     fence_open: bool = False
     """Whether the row's fence word names this ticket."""
+    arriving: ArrivingLayers | None = None
+    """Layers for which a step of the prompt's tail waits; None if the prefill group computes the whole prompt."""
     barred_until_s: float = 0.0
     """Time until which a lost writer's last launch may still run; later launches find the fence closed."""
     landed_bytes: int = 0

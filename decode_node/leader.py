@@ -200,13 +200,17 @@ class DecodeLeader(AdmittingLeader):
                 ):
                     self._send(request.router, m.Reserved(request.key, request.ticket))
             case m.FirstTokens():
-                if (request := self._current(message.key, message.ticket)) and not request.begun:
+                request = self._current(message.key, message.ticket)
+                if request is not None and not (request.begun or request.samples_first):
                     self._first_tokens(peer, request, message)
             case m.EndAnswer():
                 self._end_answer(peer, message)
+            case m.Arriving():
+                if request := self._current(message.key, message.ticket):
+                    request.arriving_ranks.add(message.rank)
             case m.Landed():
                 if request := self._current(message.key, message.ticket):
-                    request.landed_ranks.add(message.rank)
+                    self._scheduler.rank_landed(request, message.rank)
                     self._maybe_start(request)
             case m.Swapped():
                 if request := self._current(message.key, message.ticket):
@@ -303,7 +307,12 @@ class DecodeLeader(AdmittingLeader):
 
     def _maybe_start(self, request: DecodeRequest) -> None:
         """Once all KV and the first tokens are present, ends the answers that are complete with their first token."""
-        if len(request.landed_ranks) < self._ranks or not request.begun or request.closing:
+        if (
+            len(request.landed_ranks) < self._ranks
+            or not request.begun
+            or request.closing
+            or request.prefills
+        ):
             return
         if request.search is not None:
             if request.search.over:

@@ -212,6 +212,11 @@ class Preemptor:
         landed = len(request.landed_ranks) == self._ranks and not request.loading
         return landed and request.begun and not request.closing and request.residency is Residency.RESIDENT
 
+    def arrives(self, request: DecodeRequest) -> bool:
+        """Returns whether a step of the prompt's tail may begin while the KV before it still arrives."""
+        arriving = request.tail and len(request.arriving_ranks) == self._ranks and not request.begun
+        return arriving and not (request.loading or request.closing)
+
     def preempt(self, victim: DecodeRequest) -> int:
         """Takes all pages of a request. Returns the number of pages that become free only after a copy."""
         assert not victim.in_step, "requests are preempted while no step is in flight"

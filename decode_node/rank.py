@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar
 
+from decode_node.arriving import ArrivingLayers
 from decode_node.build import build_receiver
 from decode_node.costs import CostEstimates
 from decode_node.leader import DecodeLeader
@@ -146,9 +147,16 @@ class DecodeRank(RankNode[DecodeConfig, DecodeLeader, SegmentReceiver]):
     def _launch(self, plan: StepPlan) -> None:
         """Launches a step, then ends the previous step; see `SampledSteps`."""
         began_s = self.timeline.now()
-        logits = self._forward(plan)
+        logits = self._forward(plan, loaded=self._arriving(plan))
         sample = partial(self.leader.sample, plan, logits) if self.leader is not None else None
         self._steps.launched(plan, began_s, sample)
+
+    def _arriving(self, plan: StepPlan) -> ArrivingLayers | None:
+        """Returns the layers for which the step waits; None if it waits for none, or if its request has ended."""
+        return self.agent.arriving(plan.arriving_ticket) if plan.arriving_ticket is not None else None
+
+    def _is_launching(self) -> bool:
+        return super()._is_launching() and not self.agent.step_waits
 
     def end_steps(self) -> None:
         """Ends the step in flight, if there is one."""

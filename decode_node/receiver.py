@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from decode_node.arriving import ArrivingLayers
 from decode_node.coverage import Coverage
 from decode_node.incoming import IncomingSegment, IncomingTransfer, SourceRank
 from decode_node.landing import Landing
@@ -163,7 +164,21 @@ class SegmentReceiver:
             for source in link.sources_of(self._rank)
         }
         by_class = tables.by_class(uploaded, len(self._shard.parts))
-        return IncomingTransfer(ticket, by_class, states, coverage, sources)
+        incoming = IncomingTransfer(ticket, by_class, states, coverage, sources)
+        if message.is_head:
+            incoming.arriving = ArrivingLayers(coverage.bytes_by_layer(), self._context.clock)
+            self._tickets.arriving[ticket.number] = incoming.arriving
+        return incoming
+
+    def arriving(self, ticket: int) -> ArrivingLayers | None:
+        """Returns the layers for which a step of the ticket's request waits; None for a closed ticket, whose request
+        has ended. Any thread may call it."""
+        return self._tickets.arriving.get(ticket)
+
+    @property
+    def step_waits(self) -> bool:
+        """Whether the compute thread waits for KV, so that this thread should poll for it."""
+        return any(one.waiting for one in self._tickets.arriving.values())
 
     def close(self, message: m.CloseTransfer) -> None:
         """Closes the transfer of an ended request; `RankClosed` follows when no rank can write the ticket's pages."""

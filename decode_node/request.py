@@ -8,7 +8,7 @@ from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 
 from disagg.core.prefixes import PrefixKey
-from disagg.core.tokens import tokens_at
+from disagg.core.tokens import TokenIds, tokens_at
 from disagg.core.types import RequestKey, SamplingParams, Ticket
 from disagg.model.sampled_tokens import token_of
 from disagg.model.sampling.beam_search import BeamSearch
@@ -145,6 +145,23 @@ class Sequence:
 
 
 @dataclass(frozen=True, slots=True)
+class NewRequest:
+    """A request as the decode group admits it."""
+
+    key: RequestKey
+    prompt: TokenIds
+    sampling: SamplingParams
+    router: str
+    prefill_group: str
+    deadline_s: float
+    """Time limit of the request, on the leader's clock."""
+    prefix: PrefixKey | None = None
+    """Key of the prompt in the prefix cache; None if the request's pages must not be cached."""
+    tail_tokens: int = 0
+    """Number of the prompt's last tokens that the group computes itself. At least one token is transferred."""
+
+
+@dataclass(frozen=True, slots=True)
 class Resumption:
     """State of a request's failed attempt that the next attempt reuses: answer tokens, row and pages."""
 
@@ -182,13 +199,16 @@ class DecodeRequest:
     search: BeamSearch | None = None
     """State of the beam search; None if the request is no beam search."""
     begun: bool = False
-    """True once the first tokens have arrived from the prefill group; from the start with `local`."""
+    """True once the first tokens have arrived from the prefill group; with `local` from the start, with `tail` once
+    all KV has landed."""
     local: bool = False
     """Whether this group computes the prompt itself, so that no KV is transferred."""
+    tail: bool = False
+    """Whether this group computes the last tokens of the prompt, behind the KV that the prefill group sends."""
     first_sent: bool = False
-    """With `local`: whether the router has the first token of this attempt."""
+    """With `local` or `tail`: whether the router has the first token of this attempt."""
     again: bool = False
-    """True during recomputation, or computation of the prompt with `local`, in which no new token is sampled."""
+    """True during recomputation, or computation of the prompt, in which no new token is sampled."""
     some_ended: bool = False
     """True while an ended sequence holds pages."""
     residency: Residency = Residency.RESIDENT
@@ -217,6 +237,8 @@ class DecodeRequest:
     release_requested: bool = False
     """True when the router waits for `Released`."""
     opened_ranks: set[int] = field(default_factory=set)
+    arriving_ranks: set[int] = field(default_factory=set)
+    """With `tail`: ranks that have the first layer of all KV that is sent."""
     landed_ranks: set[int] = field(default_factory=set)
     closed_ranks: set[int] = field(default_factory=set)
 
@@ -239,7 +261,7 @@ class DecodeRequest:
     def step_decides(self) -> bool:
         """True when the request's next step can be planned only after the commit of its step in flight."""
         drawn_on_host = self.sampling.beams > 0 or self.sequences[0].history is not None
-        return drawn_on_host or (self.again and not self.local)
+        return drawn_on_host or (self.again and not self.samples_first)
 
     @property
     def in_chunks(self) -> bool:
@@ -248,8 +270,13 @@ class DecodeRequest:
 
     @property
     def prefills(self) -> bool:
-        """Whether the group computes the prompt of a new request, not that of a preempted one."""
-        return self.local and not self.first_sent
+        """Whether the group computes the prompt of a new request, or its tail, not that of a preempted one."""
+        return self.samples_first and not self.first_sent
+
+    @property
+    def samples_first(self) -> bool:
+        """Whether this group, not a prefill group, samples the first token."""
+        return self.local or self.tail
 
     @property
     def left_tokens(self) -> int:

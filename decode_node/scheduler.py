@@ -24,11 +24,10 @@ from dataclasses import dataclass
 from decode_node.admission import NOTHING, DecodeAdmission
 from decode_node.forks import Forks
 from decode_node.preemptor import Preemptor
-from decode_node.request import DecodeRequest, Residency, Resumption, Sequence
+from decode_node.request import DecodeRequest, NewRequest, Residency, Resumption, Sequence
 from decode_node.scheduler_options import SchedulerOptions
 from decode_node.step_planner import Stepped, StepPlanner
-from disagg.core.prefixes import PrefixKey, Tier
-from disagg.core.tokens import TokenIds
+from disagg.core.prefixes import Tier
 from disagg.core.types import RequestKey, SamplingParams
 from disagg.kv.event_log import KVEventLog
 from disagg.kv.host_blocks import HostBlocks, HostStatistics
@@ -81,30 +80,10 @@ class DecodeScheduler:
 
     # --- admission
 
-    def reserve(
-        self,
-        key: RequestKey,
-        prompt: TokenIds,
-        sampling: SamplingParams,
-        *,
-        router: str,
-        prefill_group: str,
-        deadline_s: float,
-        prefix: PrefixKey | None = None,
-        resumption: Resumption = NOTHING,
-    ) -> DecodeRequest:
+    def reserve(self, new: NewRequest, resumption: Resumption = NOTHING) -> DecodeRequest:
         """Admits a request: reserves rows and pages, and creates the ticket; see `DecodeAdmission.reserve`."""
-        request = self._admission.reserve(
-            key,
-            prompt,
-            sampling,
-            router=router,
-            prefill_group=prefill_group,
-            deadline_s=deadline_s,
-            prefix=prefix,
-            resumption=resumption,
-        )
-        self.requests[key] = request
+        request = self._admission.reserve(new, resumption)
+        self.requests[new.key] = request
         return request
 
     def require_fits(self, prompt_tokens: int, sampling: SamplingParams, answered_tokens: int = 0) -> None:
@@ -145,6 +124,12 @@ class DecodeScheduler:
         known = rank in request.opened_ranks
         request.opened_ranks.add(rank)
         return not known and len(request.opened_ranks) == self._options.ranks
+
+    def rank_landed(self, request: DecodeRequest, rank: int) -> None:
+        """Records that a rank has all KV that is sent."""
+        request.landed_ranks.add(rank)
+        if request.tail and len(request.landed_ranks) == self._options.ranks:
+            request.begun = True
 
     # --- steps
 

@@ -107,7 +107,20 @@ class StepPlanner:
         shared = self._steps_ahead > 0 and any(one.samples for one in stepped)
         copies, given = self._state_copies, self._state_gifts
         page_copies = self._preemptor.take_copies()
-        return StepPlan(self._step, work, swaps, page_copies, shared, copies, given, **cache._asdict())
+        arriving = next(
+            (one.request.ticket.number for one in stepped if self._preemptor.arrives(one.request)), None
+        )
+        return StepPlan(
+            self._step,
+            work,
+            swaps,
+            page_copies,
+            shared,
+            copies,
+            given,
+            arriving_ticket=arriving,
+            **cache._asdict(),
+        )
 
     def stepped(self, plan: StepPlan) -> list[Stepped]:
         """Returns the work items of the latest plan."""
@@ -169,12 +182,11 @@ class StepPlanner:
         The candidates have at most `max_batch` sequences; see `_chunks_of` for chunks. While a step is in flight, a
         sequence whose next token depends on the step's outcome is no candidate.
         """
+        running_requests = [one for one in self._requests.values() if self._preemptor.runs(one)]
+        if not running_requests:
+            return self._arriving()
         undecided = any(one.request.step_decides for one in self._in_flight[-1]) if self._in_flight else False
-        ready = [
-            request
-            for request in self._requests.values()
-            if self._preemptor.runs(request) and not (undecided and request.step_decides)
-        ]
+        ready = [request for request in running_requests if not (undecided and request.step_decides)]
         computing = [request for request in ready if request.in_chunks]
         running = sum(len(request.sequences) for request in ready if not request.in_chunks)
         chunks = self._chunks_of(computing, running) if computing else {}
@@ -199,14 +211,23 @@ class StepPlanner:
             free -= count
         return batch | chunks
 
+    def _arriving(self) -> dict[DecodeRequest, list[int]]:
+        """Returns the oldest request whose prompt's tail can be computed while the KV before it still arrives.
+
+        No other request runs, so none waits for this KV.
+        """
+        arriving = [one for one in self._requests.values() if one.in_chunks and self._preemptor.arrives(one)]
+        first = min(arriving, key=lambda one: one.order, default=None)
+        return self._first_chunks([first], self._chunks.chunk_tokens, self._max_batch) if first else {}
+
     def _chunks_of(self, computing: Iterable[DecodeRequest], running: int) -> dict[DecodeRequest, list[int]]:
         """Returns the requests whose chunks the next step computes, with a token count for each sequence.
 
         The oldest request comes first. Preempted requests get `chunks.chunk_tokens` in all. Otherwise prompts of new
         requests get what `running` sequences leave of `local_prefill_tokens`, so that no answer stalls (stall-free
-        batching, Sarathi-Serve, Agrawal et al., OSDI 2024). They use free seats of the batch, one if there are none,
-        and at most `CHUNKS`, like recorded steps. Steps without prompts follow: more of them if more sequences run,
-        fewer if more prompts wait.
+        batching, Sarathi-Serve, Agrawal et al., OSDI 2024); while none runs, the tail of a prompt gets a whole chunk.
+        The prompts use free seats of the batch, one if there are none, and at most `CHUNKS`, like recorded steps.
+        Steps without prompts follow: more of them if more sequences run, fewer if more prompts wait.
         """
         oldest = sorted(computing, key=lambda one: one.order)
         preempted = [request for request in oldest if not request.prefills]
@@ -216,6 +237,8 @@ class StepPlanner:
         if not batch and prompts and self._since_prefill >= max(pauses(running, len(prompts)), int(full)):
             seats = 1 if full else min(CHUNKS, self._max_batch - running)
             room_tokens = prefill_room(self._prefill_tokens, min(running, self._max_batch))
+            if prompts[0].tail and not running:  # the router expects that the group computes it at once
+                room_tokens = self._chunks.chunk_tokens
             batch = self._first_chunks(prompts, room_tokens, seats)
         return batch
 

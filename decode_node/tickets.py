@@ -12,6 +12,7 @@ import math
 
 import structlog
 
+from decode_node.arriving import ArrivingLayers
 from decode_node.incoming import IncomingTransfer
 from decode_node.messages import ReceiverMessages
 from decode_node.options import ReceiverContext
@@ -38,6 +39,8 @@ class IncomingTickets:
         self._context, self._messages, self._checksum = context, messages, checksum
         self.open: dict[int, IncomingTransfer] = {}
         """Transfers that are not closed, by ticket number."""
+        self.arriving: dict[int, ArrivingLayers] = {}
+        """Those of `open` for which a step may wait. The compute thread reads it too."""
         self.segments_landed = self.bytes_landed = 0
         self.failed = 0
         """Number of open transfers that have failed, since the start."""
@@ -54,12 +57,28 @@ class IncomingTickets:
         """Counts a landed segment."""
         self.segments_landed += 1
         self.bytes_landed += segment.nbytes
+        if incoming.arriving is not None:
+            self._arrived(incoming, incoming.arriving, segment)
         if incoming.add_landed(segment):
             self.advance(incoming, ReceiveTransferEvent.COMPLETED)
 
+    def _arrived(self, incoming: IncomingTransfer, arriving: ArrivingLayers, segment: Segment) -> None:
+        """Lets a step of the prompt's tail go on. Reports to the leader when such a step may begin."""
+        first_landed = arriving.first_landed
+        if not arriving.landed(
+            segment
+        ):  # before `Landed`, after which the leader would use the step's result
+            self.fail(incoming, TransportError(f"the KV of {incoming.key} arrived too late for its step"))
+        elif arriving.first_landed and not first_landed and incoming.wanted:
+            number, rank = incoming.ticket.number, self._context.rank
+            self._context.to_leader(m.Arriving(incoming.key, number, rank))
+
     def advance(self, incoming: IncomingTransfer, event: ReceiveTransferEvent) -> None:
         """Applies the event to the transfer, and performs the actions that follow."""
-        for action in incoming.advance(event):
+        actions = incoming.advance(event)
+        if incoming.over and incoming.arriving is not None:
+            incoming.arriving.end()
+        for action in actions:
             match action:
                 case Action.REPORT_LANDED:
                     message = m.Landed(incoming.key, incoming.ticket.number, self._context.rank)
@@ -68,11 +87,15 @@ class IncomingTickets:
                         self._queue_verified(incoming)
                 case Action.REPORT_CLOSED:
                     del self.open[incoming.ticket.number]
+                    self.arriving.pop(incoming.ticket.number, None)
                     self.closed(incoming.key, incoming.ticket.number, incoming.landed_tokens())
 
     def fail(self, incoming: IncomingTransfer, error: DisaggError) -> None:
         """Fails a transfer and sends `RankFailed` to the leader, unless the transfer has failed or is closing."""
-        if Action.REPORT_FAILED in incoming.advance(ReceiveTransferEvent.FAIL):
+        failed = Action.REPORT_FAILED in incoming.advance(ReceiveTransferEvent.FAIL)
+        if incoming.arriving is not None:
+            incoming.arriving.end()
+        if failed:
             log.warning("transfer_failed", request=str(incoming.key), error=str(error))
             self.failed += 1
             self.refuse(incoming.ticket, error)

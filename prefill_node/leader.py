@@ -94,6 +94,8 @@ class PrefillLeader(Leader):
                 chosen = first[request.key]
                 if isinstance(chosen, RequestError):
                     self._fail(request, chosen)
+                elif request.is_head:
+                    continue  # the decode group samples the first token
                 elif request.ticket is None:
                     request.first = chosen
                 else:
@@ -175,6 +177,7 @@ class PrefillLeader(Leader):
             router,
             now_s + message.deadline_s,
             priority=message.priority,
+            is_head=message.is_head,
             answered=message.answered,
             fetch_until_s=now_s + message.deadline_s * FETCH_SHARE,
         )

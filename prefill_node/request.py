@@ -40,6 +40,8 @@ class PrefillRequest:
     `readable_prefix`."""
     priority: int = 0
     """Requests with a lower number are admitted and computed first."""
+    is_head: bool = False
+    """Whether `prompt` is only the first part of the request's prompt; see `transport.control.messages.Prefill`."""
     answered: Sequence[int] = ()
     """Tokens of the answer so far, computed like the prompt; see `transport.control.messages.Reserve`."""
     constraint: AnswerConstraint | None = None

@@ -57,10 +57,10 @@ def router_counters(
         ),
         RouterCounter(
             "disagg_local_prefills",
-            "Prompts that a decode group got to compute itself, by reason",
+            "Prompts that a decode group got to compute itself, by reason; with `split` only their second half",
             "reason",
             local_prefills,
-            ("queue", "no_prefill_group"),
+            ("queue", "no_prefill_group", "split"),
         ),
         RouterCounter(
             "disagg_moved_prompts",

@@ -16,7 +16,7 @@ from disagg.kv.pages import slots_of
 from disagg.model.batch import SequenceSlice, StepBatch
 from disagg.model.sampling.prompt_scores import PromptScores
 from disagg.node.device import use_device
-from disagg.node.loaded_layers import LoadedLayers, hook_with_waits
+from disagg.node.loaded_layers import LayerWaits, hook_with_waits
 from disagg.node.plan import StateCopy, StepPlan, Work
 from disagg.node.step_recorder import StepRecorder
 from disagg.node.step_watch import StepWatch
@@ -45,13 +45,13 @@ class StepExecutor:
         plan: StepPlan,
         on_layer: LayerHook | None = None,
         scores: PromptScores | None = None,
-        loaded: LoadedLayers | None = None,
+        loaded: LayerWaits | None = None,
     ) -> torch.Tensor:
         """Returns the logits of each work item's last token, float32 `[len(plan.work), vocab]`.
 
-        `scores` receives the log-probabilities of prompt tokens that the plan wants. `loaded`: the loads that the
-        plan awaits. The step waits for them on the device, for each group of layers if the model computes all
-        sequences of the step layer by layer.
+        `scores` receives the log-probabilities of prompt tokens that the plan wants. `loaded`: the KV that the plan
+        awaits. The step waits for it, for each group of layers if the model computes all sequences of the step layer
+        by layer.
         """
         self._update_rows(plan.work)
         batch = _batch(plan)
@@ -61,8 +61,8 @@ class StepExecutor:
         elif loaded is not None:
             loaded.before_all()
         self._copy_states(plan.state_copies)
-        # By the plan, not by `loaded`: on some ranks the load may have ended, and all ranks compute in the same way.
-        logits = self._runner.forward(batch, on_layer, scores, layerwise=bool(plan.awaited_loads))
+        # By the plan, not by `loaded`: on some ranks the KV may be complete, and all ranks compute in the same way.
+        logits = self._runner.forward(batch, on_layer, scores, layerwise=plan.waits)
         self._copy_states(plan.state_saves)
         return logits
 

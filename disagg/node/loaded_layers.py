@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 
@@ -106,7 +107,24 @@ class LoadedLayers:
             let_stream_wait(self._device, self._events[part])
 
 
-def hook_with_waits(loaded: LoadedLayers, on_layer: LayerHook | None) -> LayerHook:
+class LayerWaits(Protocol):
+    """KV for which a step waits, layer by layer if the model allows."""
+
+    @property
+    def by_layer(self) -> bool:
+        """Whether a step can begin before all layers are present."""
+
+    def before_states(self) -> None:
+        """Waits for the recurrent states."""
+
+    def before_all(self) -> None:
+        """Waits for states and all layers."""
+
+    def before_layer(self, layer: int) -> None:
+        """Waits for a layer. Called for each layer, in ascending order, before the layer reads its KV."""
+
+
+def hook_with_waits(loaded: LayerWaits, on_layer: LayerHook | None) -> LayerHook:
     """Returns a hook that calls `on_layer`, then waits for the layer's load, before the layer reads its KV."""
     if on_layer is None:
         return loaded.before_layer

@@ -104,12 +104,20 @@ class StepPlan(msgspec.Struct, frozen=True):
     """Numbers of the loads, of this plan or of earlier plans, that the step reads and that some rank has not
     reported. The step waits for them on the device, and runs layer by layer, so that first layers compute while later
     layers load. Empty in a decode group, whose requests wait for the ranks' reports."""
+    arriving_ticket: int | None = None
+    """Ticket whose KV still arrives while the step computes the tail of its prompt. Each rank waits for each layer
+    when the step reaches it. Only in a decode group."""
     dropped: list[tuple[RequestKey, int]] = []
     """(key, reservation) of each request that had `early` work and has ended."""
     storage_operations: list[StorageOperation] = []
     """Operations on the third tier of the prefix cache, which ranks perform while steps run."""
     unwanted_fetches: list[int] = []
     """Numbers of fetches of earlier plans that the ranks end now. Pages that have landed are kept."""
+
+    @property
+    def waits(self) -> bool:
+        """Whether the step waits for KV, so that it runs layer by layer."""
+        return bool(self.awaited_loads) or self.arriving_ticket is not None
 
     def encode(self) -> bytes:
         """Returns the encoding for `transport.control.messages.Plan.body`."""

@@ -46,7 +46,7 @@ from disagg.node.host_cache_sharing import HostCacheSharing
 from disagg.node.kv_manager import KVManager
 from disagg.node.leader import Leader
 from disagg.node.links import Link
-from disagg.node.loaded_layers import LoadedLayers
+from disagg.node.loaded_layers import LayerWaits, LoadedLayers
 from disagg.node.plan import StepPlan
 from disagg.node.prefix_caching import cache_refusal
 from disagg.node.rank_peers import RankPeers
@@ -206,7 +206,7 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
     def _make_loop(self, transport: Transport) -> TransferLoop:
         callbacks = LoopCallbacks(
             broken=self._on_broken,
-            computing=lambda: self._step_watch.running,
+            computing=self._is_launching,
             tick=self.report,
             lost=self.peers.mending.on_connection_lost,
             look=self._look,
@@ -598,7 +598,7 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
         plan: StepPlan,
         on_layer: LayerHook | None = None,
         scores: PromptScores | None = None,
-        loaded: LoadedLayers | None = None,
+        loaded: LayerWaits | None = None,
     ) -> torch.Tensor:
         """Returns a step's logits; see `StepExecutor.run`. Runs on the compute thread; benchmarks measure it."""
         with self.recorder.part("forward"):
@@ -624,6 +624,10 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
     @abstractmethod
     def step(self, plan: StepPlan) -> None:
         """Computes a plan; on rank 0, commits the result to the leader. Runs on the compute thread."""
+
+    def _is_launching(self) -> bool:
+        """Returns whether the compute thread launches a step, so that the transfer thread should not poll."""
+        return self._step_watch.running
 
     def end_steps(self) -> None:
         """Waits for the steps in flight and commits them. Runs on the compute thread."""

@@ -21,6 +21,8 @@ SLACK = 16
 """Groups whose costs differ by at most 1/`SLACK` of the prompt's tokens count as equal; see `prefix_aware`."""
 SESSION_LOAD = 1.25
 """Largest load of a group that keeps its client sessions, relative to the mean load (c of Mirrokni et al.)."""
+_TILE_TOKENS = 64
+"""Heads of divided prompts end at a multiple: whole pages for the prefix cache, whole tiles of matrix products."""
 MOVE_MARGIN = 1.5
 """Factor by which a prefill group must be expected sooner than the decode group in which a prompt waits, so that the
 prompt moves."""
@@ -307,6 +309,32 @@ class LocalPrefill:
         if MOVE_MARGIN * there > here:  # most often so: no look at the cached prefixes
             return False
         return MOVE_MARGIN * (there + missing_tokens(prefill)) < here
+
+
+@dataclass(frozen=True, slots=True)
+class SplitPrompts:
+    """Rule by which a prefill group and a decode group compute one prompt together."""
+
+    least_tokens: int
+    """See `RouterConfig.split_prompt_tokens`."""
+
+    def tail_tokens(self, prefill: RoutedGroup, decode: RoutedGroup, request: RoutingRequest) -> int:
+        """Returns the number of the prompt's last tokens that `decode` is to compute; 0: `prefill` computes all.
+
+        Half of the tokens that `prefill` has to compute, because the tail's attention is longer, but the groups begin
+        one after the other. Neither group may have requests of any router: answers would wait for the tail's step,
+        and this step for other prompts.
+        """
+        if not self.least_tokens or not request.may_be_local or prefill is decode:
+            return 0
+        busy = prefill.requests or decode.requests or max(prefill.routers, decode.routers) > 1
+        if busy or not decode.group.leader.local_prefill_tokens:
+            return 0
+        missing = request.missing_tokens(prefill)
+        if missing < self.least_tokens:
+            return 0
+        head = (request.tokens - missing // 2) // _TILE_TOKENS * _TILE_TOKENS
+        return request.tokens - head if request.tokens - missing < head < request.tokens else 0
 
 
 def local_cost(decode: RoutedGroup, added: int = 0) -> float:

@@ -98,6 +98,8 @@ class RequestRun:
     choose: ChoosePair
     missing_tokens: Callable[[RoutedGroup], int]
     """Callback that returns the prompt tokens that a group has to compute or receive."""
+    tail_tokens: Callable[[RoutedGroup, RoutedGroup], int]
+    """Callback that returns how many of the prompt's last tokens the decode group of a pair is to compute."""
     emit: Emit
     _epochs: itertools.count[int] = field(default_factory=itertools.count)
     _releases: set[asyncio.Task[None]] = field(default_factory=set)
@@ -168,6 +170,9 @@ class RequestRun:
         pair = await self._pair(partial(self.choose, keep, full, moved=branch.moved))
         after = before.key if before is not None and pair[1].group == before.decode else None
         request, context = self.request, self.context
+        # After a loss or a move, the prompt is not divided: one group less can fail it.
+        first = branch.is_fresh and not (branch.recoveries or branch.suspects or branch.moved)
+        tail_tokens = self.tail_tokens(*pair) if first and before is None else 0
         session = Session(
             pair[0].group,
             pair[1].group,
@@ -186,8 +191,10 @@ class RequestRun:
             suspected=context.suspected,
             may_leave=partial(self._may_leave, branch),
             priority=request.priority,
+            tail_tokens=tail_tokens,
         )
         tokens = {engine: self.missing_tokens(engine) for engine in pair}
+        tokens[pair[0]] -= tail_tokens
         return session, SessionLoad(*pair, branch.sampling.sequences, tokens)
 
     def _driver(self, session: Session, load: SessionLoad, branch: Branch) -> SessionDriver:

@@ -25,6 +25,7 @@ from disagg.router.policy import (
     LocalPrefill,
     RoutedGroup,
     RoutingRequest,
+    SplitPrompts,
     computing_prompts,
     least_loaded,
     prefix_aware,
@@ -66,9 +67,10 @@ class Router:
         self._clock = clock
         self._load_costs = config.host_load_cost, config.storage_load_cost
         self._local = LocalPrefill(config.local_prefill_queue_tokens, config.local_prefill_cost)
+        self._split = SplitPrompts(config.split_prompt_tokens)
         self.local_prefills: Counter[str] = Counter()
         """Sessions whose prompts decode groups got to compute, since the start: `queue` if a prefill group would take
-        longer, `no_prefill_group` if none is usable."""
+        longer, `no_prefill_group` if none is usable, `split` if a prefill group computes the first half."""
         self._table = GroupTable(dispatcher, lambda: self.choose is prefix_aware)
         self._suspicions = Suspicions(dispatcher, self._table)
         self._moves = PromptMoves(self._local, self._reachable_prefills, dispatcher.call_soon)
@@ -368,7 +370,15 @@ class Router:
             tokens, request.cache_salt, request.session, may_be_local=may_be_local
         )
         choose = partial(self._pair, routing)
-        await RequestRun(self._context, routed, choose, routing.missing_tokens, emit).run(branch)
+        tail_tokens = partial(self._tail_tokens, routing)
+        await RequestRun(self._context, routed, choose, routing.missing_tokens, tail_tokens, emit).run(branch)
+
+    def _tail_tokens(self, request: RoutingRequest, prefill: RoutedGroup, decode: RoutedGroup) -> int:
+        """Returns how many of the prompt's last tokens `decode` is to compute, and counts a prompt with a tail."""
+        tail_tokens = self._split.tail_tokens(prefill, decode, request)
+        if tail_tokens:
+            self.local_prefills["split"] += 1
+        return tail_tokens
 
     def check(self) -> None:
         """Asserts that the waiting prompts of decode groups are consistent with the groups' loads."""

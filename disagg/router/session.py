@@ -14,7 +14,9 @@
 
 Several answers to one prompt are one request: the prompt is computed and sent once, then decoded as forks of one
 sequence. `EndAnswer` ends one answer whose text contains a stop string. A beam search sends tokens only at its end. A
-colocated group has both roles: one leader receives the same messages, and no KV is transferred.
+colocated group has both roles: one leader receives the same messages, and no KV is transferred. With a tail
+(`Session.tail_tokens`) the prefill group gets the prompt without its last tokens, and the decode group computes them
+and sends `Prefilled` itself.
 
 `Session` does no I/O: each event returns `SessionAction`s, and `TRANSITIONS` lists every transition.
 `disagg.router.session_driver` performs the actions. Every ending (last token, error, deadline, client gone, prompt

@@ -78,6 +78,8 @@ class SessionHandlers(ABC):
     """Callback that returns whether the session may leave a suspected group: the request can be recovered again."""
     priority: int = 0
     """The leaders serve requests with a lower number first."""
+    tail_tokens: int = 0
+    """Number of the prompt's last tokens that the decode group computes, which then also samples the first token."""
     phase: SessionPhase = SessionPhase.NEW
     involved: set[str] = field(default_factory=set)
     """Leaders to which the request was sent, and which must therefore release the request."""
@@ -169,6 +171,7 @@ class SessionHandlers(ABC):
             self.after,
             min(self.reserve_wait_s, left_s),
             self.priority,
+            self.tail_tokens,
         )
         for group in (self.decode, self.prefill):
             self._require_receiver(group)  # check both groups before any message is sent
@@ -190,13 +193,14 @@ class SessionHandlers(ABC):
         left_s = self.left_s(self.now_s)
         return m.Prefill(
             self.key,
-            self.prompt,
+            self.prompt[: len(self.prompt) - self.tail_tokens],
             self.sampling,
             ticket,
             left_s,
             self.cache_salt,
             self._answered,
             self.priority,
+            self.tail_tokens > 0,
         )
 
     @property

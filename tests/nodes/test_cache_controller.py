@@ -11,6 +11,7 @@ from conditions import PATIENCE_S
 from fake_model import STATE_FORMS
 
 from decode_node.costs import CostEstimates
+from decode_node.request import NewRequest
 from decode_node.scheduler import DecodeScheduler
 from decode_node.scheduler_options import SchedulerOptions
 from disagg.core.prefixes import PrefixKey
@@ -216,13 +217,15 @@ def test_a_decode_request_waits_for_its_load() -> None:
     kv_manager.cache.evict(3)
     key = RequestKey("r1")
     request = scheduler.reserve(
-        key,
-        pack_tokens(tokens),
-        SamplingParams(max_tokens=4),
-        router="",
-        prefill_group="",
-        deadline_s=0.0,
-        prefix=prefix,
+        NewRequest(
+            key,
+            pack_tokens(tokens),
+            SamplingParams(max_tokens=4),
+            router="",
+            prefill_group="",
+            deadline_s=0.0,
+            prefix=prefix,
+        )
     )
     assert request.ticket.tokens.start == 3 * PAGE, "what is loaded is not sent"
     request.landed_ranks.add(0)

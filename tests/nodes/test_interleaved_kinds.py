@@ -81,6 +81,32 @@ def test_requests_with_priorities_grammars_and_scores_in_any_order(what: str, mo
 @pytest.mark.parametrize(
     ("what", "seeds"),
     [
+        ("nothing", (3, 7, 14)),
+        ("abort and fail", (7, 11)),
+        ("death", (3,)),
+        ("deadline", (15,)),
+        ("tiers", (9,)),
+        ("words", (14,)),
+        ("damage", (7,)),
+        *(
+            pytest.param(what, range(100), marks=pytest.mark.slow)
+            for what in ("nothing", "abort and fail", "death", "tiers", "words", "damage", "mixed")
+        ),
+        pytest.param("crowded abort", range(20), marks=pytest.mark.slow),
+    ],
+)
+def test_both_groups_compute_a_prompt_in_any_order(what: str, seeds: Iterable[int]) -> None:
+    """The decode group computes the tails of prompts while their heads arrive, or after. All answers are exact, and
+    both groups free what they held, also if the step goes on without KV that is missing."""
+    requests = run_seeds(seeds, f"{what} split")
+    assert ends_of(requests) <= ENDS.get(what, {"done"}) | {"transport"}
+    assert any(one.waited for one in requests)
+    assert "death" in what or any(one.waited and one.ended == "done" for one in requests)
+
+
+@pytest.mark.parametrize(
+    ("what", "seeds"),
+    [
         ("nothing", (4, 5)),
         ("abort and fail", (1, 2, 11)),
         ("death", (10,)),

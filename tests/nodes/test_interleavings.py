@@ -106,5 +106,6 @@ def test_the_simulation_reaches_what_it_is_for() -> None:
     engines = {m.EngineGroups, m.PushRequest, m.PushCancelled}  # of other projects' engines
     sharing = {m.WatchItems, m.HeldItems}  # of groups that share host memory
     profiles = {m.Profile, m.ProfileProgress, m.Profiled, m.ProfileFailed}  # an operator asks for them
-    absent = broken | directory | metrics | storage | engines | sharing | profiles
+    tails = {m.Arriving}  # of prompts that both groups compute, which the kind `split` has
+    absent = broken | directory | metrics | storage | engines | sharing | profiles | tails
     assert set(m.MESSAGE_TYPES) - seen == absent

@@ -11,7 +11,7 @@ from fake_model import fake_spec
 
 from decode_node.costs import CostEstimates
 from decode_node.leader import DecodeLeader
-from decode_node.request import DecodeRequest
+from decode_node.request import DecodeRequest, NewRequest
 from decode_node.scheduler import DecodeScheduler
 from decode_node.scheduler_options import SchedulerOptions
 from disagg.core.config.read import Config, DecodeConfig, ModelConfig, PrefillConfig
@@ -55,7 +55,15 @@ def begin(
 ) -> DecodeRequest:
     prompt = pack_tokens(range(tokens))
     request = scheduler.reserve(
-        RequestKey(name), prompt, ANSWER, router="r", prefill_group="decode", deadline_s=1.0, prefix=prefix
+        NewRequest(
+            RequestKey(name),
+            prompt,
+            ANSWER,
+            router="r",
+            prefill_group="decode",
+            deadline_s=1.0,
+            prefix=prefix,
+        )
     )
     request.priority = priority
     scheduler.prefill_here(request)
@@ -234,8 +242,10 @@ class Refusals:
         group: Any = SimpleNamespace(ranks=(rank,), role="decode", name="decode", leader=rank)
         self.leader.join(group)
 
-    def reserve(self, sampling: SamplingParams, group: str = "decode") -> Any:
-        message = m.Reserve(RequestKey("a"), pack_tokens([1, 2, 3]), sampling, 60.0, group, wait_s=60.0)
+    def reserve(self, sampling: SamplingParams, group: str = "decode", **more: Any) -> Any:
+        message = m.Reserve(
+            RequestKey("a"), pack_tokens([1, 2, 3]), sampling, 60.0, group, wait_s=60.0, **more
+        )
         self.leader.handle("r", message)
         self.leader.check()
         return self.sent[-1]
@@ -255,5 +265,25 @@ def test_a_request_for_one_group_gets_its_ticket_at_once() -> None:
 )
 def test_other_requests_are_refused(step_tokens: int, sampling: SamplingParams, text: str) -> None:
     refused = Refusals(step_tokens).reserve(sampling)
+    assert isinstance(refused, m.Failed)
+    assert (refused.code, text in refused.message) == ("invalid_request", True), refused
+
+
+@pytest.mark.parametrize(
+    ("step_tokens", "sampling", "more", "text"),
+    [
+        (0, ANSWER, {}, "computes no prompts (decode.local_prefill_tokens)"),
+        (STEP_TOKENS, SamplingParams(max_tokens=4, n=2, temperature=1.0), {}, "need a prefill group"),
+        (STEP_TOKENS, ANSWER, {"answered": [4]}, "only a new request is divided"),
+        (STEP_TOKENS, ANSWER, {"after": RequestKey("b")}, "only a new request is divided"),
+        (STEP_TOKENS, ANSWER, {"tail_tokens": 3}, "at least one token of the prompt (3 tokens) must be sent"),
+    ],
+)
+def test_other_prompts_are_not_divided(
+    step_tokens: int, sampling: SamplingParams, more: dict[str, Any], text: str
+) -> None:
+    group = Refusals(step_tokens)
+    group.leader.link(SimpleNamespace(name="prefill", leader=SimpleNamespace(control_address="p")))  # type: ignore[arg-type]
+    refused = group.reserve(sampling, "prefill", **{"tail_tokens": 1} | more)
     assert isinstance(refused, m.Failed)
     assert (refused.code, text in refused.message) == ("invalid_request", True), refused

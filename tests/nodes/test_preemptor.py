@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from decode_node.costs import SWAP_OVERHEAD_S, CostEstimates, cheaper
-from decode_node.request import DecodeRequest, Residency, Sequence
+from decode_node.request import DecodeRequest, NewRequest, Residency, Sequence
 from decode_node.scheduler import DecodeScheduler
 from decode_node.scheduler_options import SchedulerOptions
 from disagg.core.config.groups import EvictionName
@@ -102,13 +102,15 @@ def start(
     """A request whose KV and first tokens are here. No two prompts begin alike."""
     prompt = pack_tokens([1000 * number + at for at in range(prompt_tokens)])
     request = scheduler.reserve(
-        RequestKey(f"r{number}"),
-        prompt,
-        SamplingParams(max_tokens=max_tokens, n=n),
-        router="",
-        prefill_group="",
-        deadline_s=0.0,
-        prefix=PrefixKey.of(prompt),
+        NewRequest(
+            RequestKey(f"r{number}"),
+            prompt,
+            SamplingParams(max_tokens=max_tokens, n=n),
+            router="",
+            prefill_group="",
+            deadline_s=0.0,
+            prefix=PrefixKey.of(prompt),
+        )
     )
     request.priority = priority
     request.landed_ranks.add(0)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from decode_node.costs import CostEstimates
-from decode_node.request import DecodeRequest
+from decode_node.request import DecodeRequest, NewRequest
 from decode_node.scheduler import DecodeScheduler
 from decode_node.scheduler_options import SchedulerOptions
 from disagg.core.prefixes import PrefixKey
@@ -61,13 +61,15 @@ class StatefulRank:
         self.tokens = itertools.count(1000)
         prompt = pack_tokens(range(prompt_tokens))
         self.request = self.scheduler.reserve(
-            RequestKey("r0"),
-            prompt,
-            sampling,
-            router="",
-            prefill_group="",
-            deadline_s=0.0,
-            prefix=PrefixKey.of(prompt) if cached_states else None,
+            NewRequest(
+                RequestKey("r0"),
+                prompt,
+                sampling,
+                router="",
+                prefill_group="",
+                deadline_s=0.0,
+                prefix=PrefixKey.of(prompt) if cached_states else None,
+            )
         )
         self.states = {self.request.ticket.row: tuple(prompt)}
         self.kv: dict[int, int] = {}

@@ -6,7 +6,7 @@ import pytest
 
 from disagg.core.local_prefill import FEWEST_ANSWERS_PER_PAUSE, computes_locally, pauses, slowdown
 from disagg.core.types import PROTOCOL_VERSION, GroupInfo, KVLayout, RankInfo, SamplingParams, Shard, Span
-from disagg.router.policy import LocalPrefill, RoutedGroup, RoutingRequest, SessionLoad
+from disagg.router.policy import LocalPrefill, RoutedGroup, RoutingRequest, SessionLoad, SplitPrompts
 
 RULE = LocalPrefill(queue_tokens=100, cost=2.0)
 ASKED = RoutingRequest(50, may_be_local=True)
@@ -135,3 +135,30 @@ def test_other_requests_are_no_part_of_that_queue(prefill: str, decode: str) -> 
     assert (here.local_tokens, there.local_tokens) == (0, 0)
     load.end()
     assert (here.local_tokens, there.local_tokens) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "tail_tokens"),
+    [(0, 0), (199, 0), (200, 136), (256, 128), (1000, 552), (4096, 2048)],
+)
+def test_a_long_prompt_is_divided_in_the_middle_at_whole_tiles(tokens: int, tail_tokens: int) -> None:
+    prefill, decode = group("p", "prefill"), group("d", "decode")
+    rule, request = SplitPrompts(200), RoutingRequest(tokens, may_be_local=True)
+    assert rule.tail_tokens(prefill, decode, request) == tail_tokens
+    assert (tokens - tail_tokens) % 64 == 0 or tail_tokens == 0
+
+
+def test_a_prompt_is_not_divided_beside_others_or_where_it_may_not_be() -> None:
+    rule, request = SplitPrompts(200), RoutingRequest(1000, may_be_local=True)
+    prefill, decode, unable = group("p", "prefill"), group("d", "decode"), group("d", "decode", able=False)
+    assert rule.tail_tokens(prefill, decode, request)
+    assert rule.tail_tokens(prefill, unable, request) == 0
+    assert rule.tail_tokens(decode, decode, request) == 0, "one group has both roles"
+    assert rule.tail_tokens(prefill, decode, RoutingRequest(1000)) == 0
+    assert SplitPrompts(0).tail_tokens(prefill, decode, request) == 0, "switched off"
+    for busy in (prefill, decode):
+        busy.requests = 1
+        assert rule.tail_tokens(prefill, decode, request) == 0
+        busy.requests, busy.routers = 0, 2
+        assert rule.tail_tokens(prefill, decode, request) == 0, "another router may have requests there"
+        busy.routers = 1

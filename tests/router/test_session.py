@@ -77,6 +77,8 @@ class Script:
     colocated: bool = False
     local: bool = False
     """The decode group computes the prompt."""
+    tail_tokens: int = 0
+    """Tokens of the prompt that the decode group computes; it then sends the first token."""
     answered: tuple[int, ...] = ()
     """The answer so far, of an earlier attempt."""
     careful: bool = False
@@ -86,6 +88,7 @@ def tokens(index: int, *values: int, finish: str | None = None, answer: int = 0)
     return m.Tokens(KEY, index, list(values), finish, answer=answer)
 
 
+PROMPT = [1, 2, 3]
 ONE = SamplingParams(max_tokens=3)
 STREAM = [tokens(1, 1), tokens(2, 2, finish="length")]
 SCRIPTS = {
@@ -137,6 +140,10 @@ SCRIPTS = {
     "started again, refused": Script(ONE, [RESERVED], [], [], refused=(FAILED,), careful=True),
     "colocated": Script(ONE, [RESERVED], [m.Prefilled(KEY, [0]), *STREAM], [], colocated=True),
     "local": Script(ONE, [RESERVED], [m.Prefilled(KEY, [0]), *STREAM], [], local=True),
+    "tail": Script(ONE, [RESERVED], [TRANSFERRED], [m.Prefilled(KEY, [0]), *STREAM], tail_tokens=2),
+    "tail, no room": Script(ONE, [BUSY], [], [], tail_tokens=2),
+    "tail, transfer fails": Script(ONE, [RESERVED], [FAILED], [], tail_tokens=2),
+    "tail, decode fails": Script(ONE, [RESERVED], [TRANSFERRED], [FAILED], tail_tokens=1),
     "local, no room": Script(ONE, [BUSY], [], [], local=True),
     "local, fails": Script(ONE, [RESERVED], [FAILED], [], local=True),
     "local, continued": Script(
@@ -188,7 +195,7 @@ class World:
             prefill,
             decode,
             KEY,
-            [1],
+            PROMPT,
             script.sampling,
             0.0,
             DEADLINE_S,
@@ -200,6 +207,7 @@ class World:
             OLD_KEY if script.answered else None,
             script.careful,
             suspected,
+            tail_tokens=script.tail_tokens,
         )
         own = dataclasses.replace(script, reservations=list(script.reservations))
         return cls(own, session, lost=lost, suspected=suspected)
@@ -272,7 +280,7 @@ class World:
                     list(self.script.answered),
                     not self.script.answered,
                 )
-                assert message.wait_s == WAIT_S
+                assert (message.wait_s, message.tail_tokens) == (WAIT_S, self.script.tail_tokens)
                 reply = self.script.reservations.pop(0)
                 self.queues[peer].append(reply)
                 self.full = reply == BUSY
@@ -282,6 +290,8 @@ class World:
                 ticketed = self.script.colocated or self.script.careful
                 ticket = RESERVED.ticket if ticketed else None
                 assert (message.ticket, message.answered) == (ticket, list(self.script.answered))
+                head = PROMPT[: len(PROMPT) - self.script.tail_tokens]
+                assert (message.prompt, message.is_head) == (head, len(head) < len(PROMPT))
                 self.queues[peer] += self.script.refused
                 if ticketed:
                     self.compute(peer)

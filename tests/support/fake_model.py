@@ -221,6 +221,8 @@ class FakeRunner:
         self.req_to_token = ReqToTokenPool(rows, spec.context_tokens)
         self.states = FakeStates(self) if spec.has_state else None
         self.between_layers: Callable[[], None] = lambda: None
+        self.is_void: Callable[[], bool] = lambda: False
+        """Whether the step goes on without KV that it should have waited for: what it computes is wrong."""
         self.layerwise: list[bool] = []
         """Whether each step so far was launched layer by layer."""
 
@@ -261,6 +263,9 @@ class FakeRunner:
                 pool.write(layer, where, *computed[number][layer])
             if on_layer is not None:
                 on_layer(part.layers.start + layer)
+            if self.is_void():
+                pool.buffer[layer].index_fill_(1, written, float("nan"))
+                continue
             for one in batch.sequences if layerwise else ():
                 self._require_read(one, pool, layer, one.stop, written[:0])
             self.between_layers()
@@ -274,6 +279,8 @@ class FakeRunner:
             self.states.write(one.row, one.stop)
         if scores is not None and batch.scores:
             self._score(batch, scores)
+        if self.is_void():
+            return torch.zeros(len(batch.sequences), VOCAB)
         return torch.stack([fake_logits(self.context(one.row, one.stop)) for one in batch.sequences])
 
     def _require_read(

@@ -205,8 +205,8 @@ def run(
     In a crowded run, answers outgrow the pool and requests are preempted all the time. Every third model without a
     recurrent state has layers of three classes. In a mixed run, requests have priorities and grammars, and some want
     log-probabilities of their prompts. In a local run, the decode group gets most prompts, and some of them move to
-    the prefill group. With `probed`, which receives the results, ranks probe their wires
-    meanwhile. `kv_dtype` is the decode group's.
+    the prefill group. In a split run, the decode group computes the tails of most prompts. With `probed`, which
+    receives the results, ranks probe their wires meanwhile. `kv_dtype` is the decode group's.
     """
     choose = random.Random(seed)
     crowded = "crowded" in what
@@ -219,11 +219,11 @@ def run(
         config = with_words(config)
     if "back" in what:
         config = with_write_back(config)
-    if "local" in what:
+    if "local" in what or "split" in what:
         config = with_local_prefill(config, choose)
     decode = msgspec.structs.replace(config.decode, kv_dtype=kv_dtype)
     prefill = msgspec.structs.replace(config.prefill, state_interval_tokens=8)
-    states = seed // 2 % 2 == 1 and "local" not in what
+    states = seed // 2 % 2 == 1 and "local" not in what and "split" not in what
     more = ((2, 1), (4, 5)) if seed % 3 == 0 and not states else ()
     simulation = Simulation(
         msgspec.structs.replace(config, prefill=prefill, decode=decode),
@@ -245,6 +245,8 @@ def run(
         simulation.router.mixed = random.Random(seed)
     if "local" in what:
         simulation.router.local = random.Random(seed)
+    if "split" in what:
+        simulation.router.divides = random.Random(seed)
     if "storage" in what:  # an earlier life of the groups has stored some of them
         simulation.stock(simulation.router.documents[:4])
     pace = 4 if crowded else 1  # answers are longer, with fewer events for each token

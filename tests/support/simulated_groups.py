@@ -28,6 +28,7 @@ from fake_model import (
     kv_of,
     stored_states,
 )
+from simulated_arrivals import LateArrivals
 from simulated_constraints import SimulatedConstraints
 from simulated_memory import (
     Device,
@@ -333,12 +334,14 @@ class Simulation:
             if name not in self.dead and not self._group_is_broken(rank.role):
                 self._check_empty(name, rank)
 
-    def _progress(self) -> tuple[int, int]:
-        """The number of requests that are over, and of tokens that the router has; both are bounded."""
+    def _progress(self) -> tuple[int, int, int]:
+        """The number of requests that are over, of tokens that the router has, and of segments that have landed; all
+        are bounded. Behind a tail's KV, which may need hundreds of segments, comes the first token."""
         requests = self.router.requests.values()
-        return sum(one.over for one in requests), sum(
-            len(tokens) for one in requests for tokens in one.answers
-        )
+        over = sum(one.over for one in requests)
+        tokens = sum(len(tokens) for one in requests for tokens in one.answers)
+        agents = [rank.agent for rank in self.ranks.values() if rank.role == "decode"]
+        return over, tokens, sum(agent.parts.tickets.segments_landed for agent in agents)
 
     def check(self) -> None:
         """Every book is right, at any moment."""
@@ -523,6 +526,8 @@ class Simulation:
         controller.reporting = controller.loading
         if rank.role != "decode":
             LateLoads(rank, loads, self._patch)
+        else:
+            LateArrivals(rank, self, self._patch)
         if rank.leader is not None:  # the first mask is ready after a copy or two
             rank.leader.constraints = SimulatedConstraints(loads.work.append)
 

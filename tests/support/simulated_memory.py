@@ -27,11 +27,20 @@ POISON, POISON_WORD = 0xFF, -1
 WORDS = (torch.int64, torch.int32, torch.int16, torch.int8)
 
 
+WAITS = object()
+"""What a kernel returns that cannot run yet."""
+
+
 class Device:
     """A queue of kernels: each runs when `step` comes to it, long after it was launched."""
 
     def __init__(self) -> None:
-        self.work: deque[Callable[[], None]] = deque()
+        self.work: deque[Callable[[], object]] = deque()
+
+    def after(self, event: Any) -> None:
+        """Later kernels wait for an event of another queue; None: the compute stream's work is done at once."""
+        if event is not None:
+            self.work.append(lambda: None if event.query() else WAITS)
 
     def record_event(self) -> Any:
         event = SimpleNamespace(done=False)
@@ -40,7 +49,9 @@ class Device:
 
     def step(self) -> None:
         if self.work:
-            self.work.popleft()()
+            kernel = self.work.popleft()
+            if kernel() is WAITS:
+                self.work.appendleft(kernel)
 
 
 class LateLoads:
@@ -99,7 +110,7 @@ def replace_device(rank: Any, device: Device) -> None:
     queue, memory = (
         (agent.parts.queue, agent.parts.ring) if rank.role == "decode" else (agent.queue, agent.space)
     )
-    queue.record_event = device.record_event
+    queue.record_event, queue.after = device.record_event, device.after
     queue.store = lambda words, *number: device.work.append(partial(words.store, None, *number))
     poison_ring(memory.allocator, memory.buffer.memory)
 

@@ -59,6 +59,10 @@ class SimulatedRequest:
     """The prompt has left the decode group."""
     session: Session = field(init=False)
     ticket: Ticket | None = None
+    tail_tokens: int = 0
+    """Tokens of the prompt that the decode group computes behind the prefill group."""
+    waited: bool = False
+    """A step of the tail began before all KV had arrived."""
     reported: bool = False
     """The prefill group has reported what it sent, or that a rank is lost whose KV may have arrived."""
     ended: str = ""
@@ -106,6 +110,8 @@ class SimulatedRouter:
         """If set, it gives requests priorities, grammars and log-probabilities of their prompts."""
         self.local: random.Random | None = None
         """If set, it chooses the prompts that the decode group computes, and of these the ones that move."""
+        self.divides: random.Random | None = None
+        """If set, it chooses the prompts of which the decode group computes the tail, and the tails' lengths."""
 
     def submit(
         self, prompt_tokens: int, sampling: SamplingParams, deadline_s: float = FOREVER_S
@@ -131,6 +137,8 @@ class SimulatedRouter:
         request = SimulatedRequest(prompt, sampling, [Letters() for _ in range(sampling.n)], priority)
         if self.local is not None:
             request.local = computes_locally(sampling) and self.local.random() < 0.8
+        if self.divides is not None and len(prompt) > 1 and computes_locally(sampling):
+            request.tail_tokens = self.divides.choice([0, 1, self.divides.randint(1, len(prompt) - 1)])
         key = RequestKey(f"r{len(self.requests)}")
         self.requests[key.request_id] = request
         self._begin(request, key, self._clock() + deadline_s, self._choose.choice([0.0, math.inf]))
@@ -162,6 +170,7 @@ class SimulatedRouter:
             "",
             self.lost,
             priority=request.priority,
+            tail_tokens=request.tail_tokens,
         )
         self._perform(request, request.session.on_signal(SessionTrigger.START, self._clock()))
 

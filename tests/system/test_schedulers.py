@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from slow_parameters import thinned
 
 from decode_node.costs import CostEstimates
-from decode_node.request import DecodeRequest, Residency, Sequence
+from decode_node.request import DecodeRequest, NewRequest, Residency, Sequence
 from decode_node.scheduler import DecodeScheduler
 from decode_node.scheduler_options import SchedulerOptions
 from decode_node.step_planner import Stepped
@@ -383,10 +383,16 @@ class DecodeMachine(RuleBasedStateMachine):
         sequences=st.integers(1, 3),
         beams=st.booleans(),
         priority=st.integers(0, 1),
+        tail=st.integers(0, 9),
     )
-    def reserve(self, tokens: int, answer: int, sequences: int, beams: bool, priority: int) -> None:
+    def reserve(
+        self, tokens: int, answer: int, sequences: int, beams: bool, priority: int, tail: int = 0
+    ) -> None:
+        """`tail`: tokens of the prompt that the group computes, if it may."""
         key = key_of(self.count)
         self.count += 1
+        plain = not (beams or self.recurrent or self.whole_prompts)
+        tail = min(tail, tokens - 1) if plain and sequences == 1 else 0
         sequences = min(sequences, self.scheduler.max_sequences)
         kind = {"beams": sequences} if beams else {"n": sequences}
         sampling = SamplingParams(max_tokens=answer, **kind)
@@ -395,13 +401,16 @@ class DecodeMachine(RuleBasedStateMachine):
         most_pages = tokens // 4 + sequences * (-(-(tokens + answer) // 4) - tokens // 4)
         try:
             request = self.scheduler.reserve(
-                key,
-                list(range(tokens)),
-                sampling,
-                router="r",
-                prefill_group="p",
-                deadline_s=0.0,
-                prefix=prefix,
+                NewRequest(
+                    key,
+                    list(range(tokens)),
+                    sampling,
+                    router="r",
+                    prefill_group="p",
+                    deadline_s=0.0,
+                    prefix=prefix,
+                    tail_tokens=tail,
+                )
             )
         except PromptTooLongError:
             assert tokens + answer > 40 or most_pages > 16
@@ -419,18 +428,24 @@ class DecodeMachine(RuleBasedStateMachine):
             others = sum(len(r.sequences) for r in self.live() if r is not request)
             assert others == 0 or self.kv_manager.free_pages >= others, "each may need a page soon"
             cached = request.block_tables[0].cached_tokens
-            assert cached < tokens
+            assert cached < tokens - tail
             assert cached == 0 or self.eviction
-            assert request.ticket.tokens == Span(cached, tokens)
+            assert request.ticket.tokens == Span(cached, tokens - tail)
             assert list(request.ticket.pages) == request.pages()[cached // 4 :], "no page that is cached"
             self.numbers.add(request.ticket.number)
 
     @precondition(lambda self: self.requests())
-    @rule(data=st.data(), rank=st.integers(0, RANKS - 1), what=st.sampled_from(["opened", "landed", "token"]))
+    @rule(
+        data=st.data(),
+        rank=st.integers(0, RANKS - 1),
+        what=st.sampled_from(["opened", "arriving", "landed", "token"]),
+    )
     def something_came(self, data: st.DataObject, rank: int, what: str) -> None:
         request = data.draw(st.sampled_from(self.requests()))
         if what == "opened":
             self.scheduler.rank_opened(request, rank)
+        elif what == "arriving":
+            request.arriving_ranks.add(rank)
         elif what == "landed":
             self.landed(request, {rank})
         else:
@@ -438,9 +453,10 @@ class DecodeMachine(RuleBasedStateMachine):
 
     def landed(self, request: DecodeRequest, ranks: set[int]) -> None:
         whole = len(request.landed_ranks) == RANKS
-        request.landed_ranks |= ranks
+        for rank in ranks:
+            self.scheduler.rank_landed(request, rank)
         if not whole and len(request.landed_ranks) == RANKS:
-            self.write(request.sequences[0], range(request.ticket.tokens.start, len(request.prompt)))
+            self.write(request.sequences[0], request.ticket.tokens)
             self.states[request.ticket.row] = tuple(request.prompt)
 
     def write(self, sequence: Sequence, positions: Iterable[int]) -> None:
@@ -466,7 +482,7 @@ class DecodeMachine(RuleBasedStateMachine):
         return 1000 + self.tokens
 
     def first_tokens_came(self, request: DecodeRequest) -> None:
-        if not request.begun:
+        if not (request.begun or request.tail):
             request.begun = True
             for sequence in request.sequences:
                 sequence.tokens.append(self.token())
@@ -493,7 +509,8 @@ class DecodeMachine(RuleBasedStateMachine):
             self.computes_what_is_missing(work, *one)
             self.write(one.sequence, range(work.start, work.span.stop))
         for work, one in zip(works, stepped, strict=True):
-            self.reads_its_own(one.sequence, range(work.span.stop))
+            head = one.request.ticket.tokens if one.request.ticket.number == plan.arriving_ticket else ()
+            self.reads_its_own(one.sequence, [at for at in range(work.span.stop) if at not in head])
         self.copy_states(plan.state_saves if plan is not None else [])
         self.whole_groups_compute(stepped)
         for copy in plan.copies if plan is not None else ():
@@ -513,7 +530,8 @@ class DecodeMachine(RuleBasedStateMachine):
                 )
         assert len(works) <= 3
         again = sum(len(work.tokens) for work in works if work.span.stop < self.known(work))
-        assert again <= 5 + len(works) * self.recurrent or self.whole_prompts
+        if not any(one.prefills for one in stepped):
+            assert again <= 5 + len(works) * self.recurrent or self.whole_prompts
         for request, sequence, samples in stepped:
             if samples and not request.sampling.beams:
                 self.drawn.setdefault(sequence, []).append(self.token())
@@ -555,10 +573,15 @@ class DecodeMachine(RuleBasedStateMachine):
     ) -> None:
         drawn = self.drawn.get(sequence, [])
         known = [*request.prompt, *sequence.tokens, *drawn]
-        assert len(request.landed_ranks) == RANKS, "no token before all KV is here"
+        if samples or not request.tail:
+            assert len(request.landed_ranks) == RANKS, "no token before all KV is here"
+        else:
+            assert RANKS in (len(request.landed_ranks), len(request.arriving_ranks))
         assert not request.closing
         assert work.row == sequence.block_table.row
-        assert work.start == sequence.computed_tokens + len(drawn)
+        earlier = sequence.chunk_ahead_tokens - (0 if samples else len(work.tokens))
+        assert work.start == sequence.computed_tokens + earlier + len(drawn)
+        assert earlier == 0 or request.tail
         assert samples == (work.span.stop == len(known))
         if drawn:
             before = [one.sequence for one in self.flights[-1][1]]
@@ -614,6 +637,7 @@ class DecodeMachine(RuleBasedStateMachine):
             if request.closing or sequence.ended:
                 continue
             sequence.tokens.append(token)
+            request.first_sent |= request.tail
             last = len(sequence.tokens) == request.sampling.max_tokens or token % 7 == 0
             if last and self.scheduler.end(request, sequence):
                 self.scheduler.close(request)
@@ -859,12 +883,14 @@ def test_requests_beyond_the_batch_take_turns() -> None:
     )
     for number in range(5):
         request = scheduler.reserve(
-            key_of(number),
-            [1, 2, 3],
-            SamplingParams(max_tokens=30),
-            router="",
-            prefill_group="",
-            deadline_s=0.0,
+            NewRequest(
+                key_of(number),
+                [1, 2, 3],
+                SamplingParams(max_tokens=30),
+                router="",
+                prefill_group="",
+                deadline_s=0.0,
+            )
         )
         request.landed_ranks.add(0)
         request.sequences[0].tokens.append(1)

@@ -24,7 +24,7 @@ from disagg.model.sampling.prompt_scores import PromptScores
 from disagg.model.unsplit import forced_logits, generate_unsplit
 from disagg.node.assemble import resolve_dtype
 from disagg.node.host import RankHost
-from disagg.node.loaded_layers import LoadedLayers
+from disagg.node.loaded_layers import LayerWaits
 from disagg.node.plan import StepPlan
 from disagg.node.rank import RankNode
 from disagg.node.rank_records import Rendezvous, Started
@@ -144,7 +144,7 @@ class TimedRank(RankNode[Any, Any, Any]):
         plan: StepPlan,
         on_layer: LayerHook | None = None,
         scores: PromptScores | None = None,
-        loaded: LoadedLayers | None = None,
+        loaded: LayerWaits | None = None,
     ) -> torch.Tensor:
         clock, written = self._device_clock, []
         layers: list[int] = []

@@ -130,6 +130,11 @@ class RouterConfig(Section, frozen=True):
     less time. Without a usable prefill group, all requests that decode groups can compute go there."""
     local_prefill_cost: float = 2.0
     """Time to compute a prompt's token in a decode group, divided by the time in a prefill group."""
+    split_prompt_tokens: int = 0
+    """Number of tokens that the prefill group has not cached, from which both groups compute a prompt at the same
+    time: the prefill group computes and sends the first half, and the decode group computes the second half layer by
+    layer behind it. Only while neither group has other requests, and where the decode group computes prompts
+    (`decode.local_prefill_tokens`). 0: never. Not measured on a GPU yet."""
     group_wait_s: float = 60.0
     """Longest wait of a request while no group of a required role is up, within the request's time limit."""
 
@@ -137,4 +142,4 @@ class RouterConfig(Section, frozen=True):
         self._one_of("policy", PolicyName)
         self._positive("request_timeout_s", "reserve_wait_s", "recoveries_per_s")
         self._at_least(0, "max_recoveries", "group_wait_s", "host_load_cost", "storage_load_cost")
-        self._at_least(0, "local_prefill_queue_tokens", "local_prefill_cost")
+        self._at_least(0, "local_prefill_queue_tokens", "local_prefill_cost", "split_prompt_tokens")

@@ -36,6 +36,7 @@ from transport.control.messages.groups import (
 )
 from transport.control.messages.profiles import Profile, Profiled, ProfileFailed, ProfileProgress
 from transport.control.messages.ranks import (
+    Arriving,
     CacheMoved,
     CloseTransfer,
     Landed,
@@ -86,6 +87,7 @@ from transport.control.messages.transfer import (
 __all__ = [
     "MAX_MESSAGE_BYTES",
     "MESSAGE_TYPES",
+    "Arriving",
     "CacheDigest",
     "CacheMoved",
     "CloseTransfer",

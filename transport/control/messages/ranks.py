@@ -61,6 +61,8 @@ class OpenReceive(Message, frozen=True):
     """Pages of the page tables after the first, on ranks with several (`disagg.kv.page_tables`)."""
     states: tuple[Count, ...] = ()
     """Slots of the recurrent state, on ranks with several (`PageTables.of_states`); empty: `ticket.row`."""
+    is_head: bool = False
+    """Whether the group computes the rest of the prompt itself, so that the rank reports `Arriving`."""
 
 
 class RankOpened(Message, frozen=True):
@@ -87,6 +89,18 @@ class RankClosed(Message, frozen=True):
     rank: Rank
     landed_tokens: Count = 0
     """From a decode rank: number of leading tokens of the ticket whose KV has landed completely."""
+
+
+class Arriving(Message, frozen=True):
+    """Decode rank -> its leader: the first layer of all the ticket's tokens is in the rank's pages.
+
+    Sent only for a ticket with `OpenReceive.is_head`. The group may then begin to compute the rest of the prompt,
+    layer by layer behind the KV that still arrives.
+    """
+
+    key: RequestKey
+    ticket: TicketNumber
+    rank: Rank
 
 
 class Landed(Message, frozen=True):

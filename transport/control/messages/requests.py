@@ -32,6 +32,9 @@ class Reserve(Message, frozen=True):
     """Longest wait of the request for a row and pages; after that, the leader replies `Failed` (busy)."""
     priority: Priority = 0
     """Requests with a lower number are admitted first, and preempted last."""
+    tail_tokens: Count = 0
+    """Number of the prompt's last tokens that the decode group computes itself. The ticket ends before them, and the
+    prefill group gets the prompt without them (`Prefill.is_head`). 0: the prefill group computes the whole prompt."""
 
 
 class Reserved(Message, frozen=True):
@@ -74,6 +77,9 @@ class Prefill(Message, frozen=True):
     """Tokens of the answer so far; see `Reserve`. The prefill group computes their KV together with the prompt's."""
     priority: Priority = 0
     """Prompts of requests with a lower number are computed first."""
+    is_head: bool = False
+    """Whether `prompt` is only the first part of the request's prompt: the decode group computes the rest and samples
+    the first token, so this group sends neither `Prefilled` nor `FirstTokens`."""
 
 
 class PromptLogprobs(Message, frozen=True):

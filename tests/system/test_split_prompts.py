@@ -1,0 +1,159 @@
+"""Prompts of which the prefill group computes the first half and the decode group the second: exact tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+from conditions import PATIENCE_S, until, until_async
+from local_groups import (
+    Checkpoints,
+    LocalGroups,
+    ask,
+    local_groups,
+    random_prompts,
+    small_config,
+    without_recovery,
+)
+from simulated_memory import poison_pages
+
+from decode_node.arriving import ArrivingLayers
+from decode_node.incoming import IncomingTransfer
+from decode_node.tickets import IncomingTickets
+from disagg.core.config.read import Config, ModelConfig, RouterConfig
+from disagg.core.errors import PeerLostError
+from disagg.core.types import RequestKey, SamplingParams, Segment
+from disagg.router.router import Router
+from transport.control.reliable import ReliableOptions
+
+TOKENS = 9
+SHORT = ReliableOptions(peer_timeout_s=0.8, heartbeat_s=0.1)
+GREEDY = SamplingParams(max_tokens=TOKENS)
+PROMPTS = random_prompts(200, 130, 129, 300, 70, 5, seed=7)
+SPLIT = 4
+"""Number of `PROMPTS` that are long enough to be divided."""
+
+
+def split_config(*tp: int, chunk_tokens: int = 512, **settings: Any) -> Config:
+    config = small_config(*tp, **settings)
+    decode = msgspec.structs.replace(config.decode, local_prefill_tokens=32, chunk_tokens=chunk_tokens)
+    router = RouterConfig(split_prompt_tokens=70, group_wait_s=0.2)
+    return msgspec.structs.replace(config, decode=decode, router=router, model=ModelConfig(dtype="float32"))
+
+
+def one_by_one(
+    groups: LocalGroups, prompts: list[list[int]], sampling: SamplingParams
+) -> tuple[list[Any], int]:
+    """The answers to the prompts, each asked for after the last one ended, and how many prompts were divided."""
+
+    async def work(router: Router) -> tuple[list[Any], int]:
+        answers = [await ask(router, f"r{i}", prompt, sampling) for i, prompt in enumerate(prompts)]
+        return answers, router.local_prefills["split"]
+
+    answers = groups.serve(work)
+    groups.settle()
+    return answers
+
+
+@pytest.mark.parametrize(
+    ("tp", "architecture", "chunk_tokens"),
+    [((1, 1), "llama", 512), ((1, 2), "gemma2", 40), ((2, 1), "llama", 512), ((2, 3), "llama", 40)],
+    ids=str,
+)
+def test_tokens_are_those_of_generate(
+    checkpoints: Checkpoints,
+    tp: tuple[int, int],
+    architecture: str,
+    chunk_tokens: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    waited: set[RequestKey] = set()
+    count = IncomingTickets.count
+
+    def delay(tickets: IncomingTickets, incoming: IncomingTransfer, segment: Segment) -> None:
+        """Behind the first layer, KV arrives once the step waits for it."""
+        arriving = incoming.arriving
+        if arriving is not None and arriving.first_landed and segment.layers.start > 0:
+            until(lambda: arriving.waiting or incoming.key in waited)
+            waited.add(incoming.key)
+        count(tickets, incoming, segment)
+
+    monkeypatch.setattr(IncomingTickets, "count", delay)
+    source = checkpoints.source(architecture)
+    with local_groups(split_config(*tp, chunk_tokens=chunk_tokens), source) as groups:
+        poison_pages(groups.decode[0].kv_manager, groups.decode)
+        answers, count = one_by_one(groups, PROMPTS, GREEDY)
+    assert [one.tokens for one in answers] == [checkpoints.greedy(source, p, TOKENS) for p in PROMPTS]
+    assert count == SPLIT
+    for answer in answers:
+        assert (answer.report.prefill, answer.report.decode, answer.report.sessions) == (
+            "prefill",
+            "decode",
+            1,
+        )
+        assert answer.report.ttft_s is not None
+    assert len(waited) == SPLIT, "steps began before all KV was there"
+
+
+def test_a_step_that_waits_too_long_fails_its_attempt_only(
+    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next attempt has an undivided prompt."""
+    count = IncomingTickets.count
+
+    def delay(tickets: IncomingTickets, incoming: IncomingTransfer, segment: Segment) -> None:
+        arriving = incoming.arriving
+        if arriving is not None and arriving.first_landed and segment.layers.start > 0:
+            until(lambda: arriving.is_void)
+        count(tickets, incoming, segment)
+
+    monkeypatch.setattr(ArrivingLayers, "block", lambda layers, ready, limit_s: ready())
+    monkeypatch.setattr(IncomingTickets, "count", delay)
+    source = checkpoints.source()
+    with local_groups(split_config(2, 2), source) as groups:
+        poison_pages(groups.decode[0].kv_manager, groups.decode)
+        answers, count = one_by_one(groups, PROMPTS, GREEDY)
+    assert [one.tokens for one in answers] == [checkpoints.greedy(source, p, TOKENS) for p in PROMPTS]
+    assert count == SPLIT
+    recoveries = [one.report.recoveries for one in answers]
+    assert recoveries == [["transfer_failed"]] * SPLIT + [[]] * (len(PROMPTS) - SPLIT)
+
+
+@pytest.mark.parametrize("end", ["abort", "death"])
+def test_the_end_of_a_request_while_its_step_waits(
+    checkpoints: Checkpoints, end: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its client leaves, or the prefill group dies: the step ends, and the group is free for the next request."""
+    waits, block, count = threading.Event(), ArrivingLayers.block, IncomingTickets.count
+
+    def note(layers: ArrivingLayers, ready: Callable[[], bool], limit_s: float) -> bool:
+        waits.set()
+        return block(layers, ready, PATIENCE_S)
+
+    def lose(tickets: IncomingTickets, incoming: IncomingTransfer, segment: Segment) -> None:
+        """Segments behind the first layer are as if they had not arrived."""
+        if segment.layers.start == 0:
+            count(tickets, incoming, segment)
+
+    monkeypatch.setattr(ArrivingLayers, "block", note)
+    monkeypatch.setattr(IncomingTickets, "count", lose)
+    source = checkpoints.source()
+
+    async def work(router: Router) -> None:
+        stream = asyncio.ensure_future(ask(router, "victim", PROMPTS[0], GREEDY))
+        await until_async(waits.is_set)
+        if end == "abort":
+            stream.cancel()
+        else:
+            groups.kill("prefill-0")
+        with pytest.raises(asyncio.CancelledError if end == "abort" else PeerLostError):
+            await stream
+
+    dead = ["prefill-0"] if end == "death" else []
+    config = without_recovery(split_config(1, 2, layer_groups=2))
+    with local_groups(config, source, options=SHORT, dead=dead) as groups:
+        groups.serve(work)
