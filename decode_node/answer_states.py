@@ -51,10 +51,11 @@ class AnswerStates:
     def planned(
         self, request: DecodeRequest, sequence: Sequence, start: int, stop: int
     ) -> list[tuple[int, int]]:
-        """Chooses the state that the step saves which computes the positions `start .. stop` of a sequence.
+        """Chooses the state to save in the step that computes the positions `start .. stop` of a sequence.
 
-        The state is the last one at a multiple of the distance. Returns its position and slot if the position is
-        inside of the chunk, for `Work.saves`; otherwise `launched` returns the copy.
+        The state is the last one at a multiple of the distance. If its position is inside of the chunk, returns its
+        position and slot, for `Work.saves`. If its position is `stop`, returns nothing, and `launched` returns the
+        copy.
         """
         tokens = stop // self._distance * self._distance
         caches = self._kv_manager.caches_states and request.prefix is not None

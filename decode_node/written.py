@@ -56,9 +56,10 @@ class WrittenSegments:
         return self._repairs.get(name)
 
     def owe(self, src_rank: int, sent: set[int], again: set[int]) -> bool:
-        """Records the first and second writes that an ended source has launched, by segment index.
+        """Records which completion notifications an ended source still owes.
 
-        Returns True while any source owes notifications.
+        `sent`, `again`: indices of the segments that the source has written, and those that it has written a second
+        time. Returns True while any source owes notifications.
         """
         first = {(src_rank, index, False) for index in sent if (src_rank, index) not in self._first}
         second = {(src_rank, index, True) for index in again if (src_rank, index) not in self._second}

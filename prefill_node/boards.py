@@ -17,7 +17,7 @@ log = structlog.get_logger(__name__)
 class PeerBoard:
     """The board of one decode rank, which this rank's copy queue can store into. Owned by the transfer thread.
 
-    A transfer that writes keeps the board: the words stay mapped until its last store has ended.
+    A transfer that writes keeps a reference to the board, so the words stay mapped until its last store has ended.
     """
 
     def __init__(self, handle: BoardHandle, queue: DeviceQueue) -> None:

@@ -98,7 +98,7 @@ def class_pools(
 ) -> tuple[torch.Tensor, ...]:
     """Returns `OpenPool.pools` for the mapped `CopyPools.allocations` of the rank that owns `shard`.
 
-    Raises `TransportError` if the number of allocations or the size of the states is another.
+    Raises `TransportError` if the number of allocations, or the size of the states, does not fit `layout`.
     """
     kv, states = allocations[: len(shard.parts)], allocations[len(shard.parts) :]
     if len(kv) != len(shard.parts) or len(states) != sum(not one.joined for one in layout.states):

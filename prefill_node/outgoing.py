@@ -228,5 +228,5 @@ class OutgoingTransfer:
 
 
 def _part(slots: torch.Tensor, at: Span) -> torch.Tensor:
-    """Returns the slots at positions `at`, without a new tensor for all of them."""
+    """Returns the slots at positions `at`: a view, or `slots` itself if `at` covers all of them."""
     return slots if at.start == 0 and at.stop == slots.shape[0] else slots[at.start : at.stop]

@@ -32,7 +32,7 @@ class PlannedChunk(NamedTuple):
     part: StepPart
     key: RequestKey
     reservation: int
-    """Number of the request's page reservation; a later reservation of the request has another number."""
+    """Number of the request's page reservation; each reservation of the request has a different number."""
     positions: Span
     early: bool = False
     """Whether the request had no ticket when the step was planned."""

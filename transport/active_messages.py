@@ -160,7 +160,7 @@ class ActiveMessages:
         body = encode(message)
         if (
             peer not in self._linked
-        ):  # the send fails, now: with a link made in this turn it would reach a new inbox
+        ):  # the send fails at once: after a link later in this turn, the message would reach a new inbox
             self._post(peer, [message], body)
             return
         if peer in self._numbers:
@@ -216,7 +216,7 @@ class ActiveMessages:
         self._transport.send(peer, tag, entry.slot.view, context=entry)
 
     def arrived(self, arrival: Arrival) -> bool:
-        """Starts receiving an active message. Returns False if the arrival is another kind of message."""
+        """Starts receiving an active message. Returns False if the arrival is not an active message."""
         if not is_active_message(arrival.tag):
             return False
         inbox = self._inboxes.get(inbox_of(arrival.tag))

@@ -88,7 +88,7 @@ class Board:
     """A decode rank's side of a board. Owned by the transfer thread."""
 
     def __init__(self) -> None:
-        """Raises `TransportError` where the system has no anonymous files, or orders loads in another way."""
+        """Raises `TransportError` if the system has no anonymous files, or if its processors may reorder loads."""
         if platform.machine() not in _MACHINES:
             raise TransportError(f"no completion words on {platform.machine()}: it reorders loads")
         try:
@@ -111,20 +111,21 @@ class Board:
     def begun(self, now_s: float, within_s: float) -> bool:
         """Returns whether the latest write has begun on the device less than `within_s` before `now_s`.
 
-        Times are of `time.monotonic()`, which all processes of a host share, except in another time namespace: a
-        begin in the future, beyond `within_s`, does not count.
+        Times are those of `time.monotonic()`, which is equal for all processes of a host in one time namespace. If
+        the prefill rank is in a different namespace, its time can lie in the future. A time more than `within_s`
+        after `now_s` therefore does not count.
         """
         return bool(abs(now_s - self._views.begun_s[0]) < within_s)
 
     def sleep(self) -> None:
         """Asks the prefill rank for notifications, because this rank blocks on its transport; see `wake`.
 
-        A write that completes before is only in its word: call `changed` afterwards.
+        Only a completion word reports a write that has completed before this call: call `changed` afterwards.
         """
         self._views.asleep[0] = 1
 
     def wake(self) -> None:
-        """Declares that this rank calls `take` often."""
+        """Reverts `sleep`: this rank calls `take` often from now on, so completion words alone report writes."""
         self._views.asleep[0] = 0
 
     @property
@@ -217,7 +218,8 @@ class OpenBoard:
 
 
 class WordReport:
-    """A report in a slot, used like a device event: it is complete when the device has stored the number."""
+    """A report in a slot, used like a device event. It is complete when the device has stored `number`, the slot's
+    next number, into the slot's word."""
 
     __slots__ = ("board", "number", "slot")
 
@@ -225,7 +227,7 @@ class WordReport:
         self.board, self.slot, self.number = board, slot, number
 
     def query(self) -> bool:
-        """Returns whether the device has stored the number, and with it all of the write."""
+        """Returns whether the device has stored the number, and therefore the whole write before it."""
         return self.board.stored(self.slot, self.number)
 
     @property

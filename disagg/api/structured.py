@@ -20,7 +20,7 @@ class Wanted(NamedTuple):
 
 
 def has_grammar(body: AnswerBody) -> bool:
-    """Returns whether a request has a field for which `wanted_grammar` makes a grammar, or which it refuses."""
+    """Returns whether a request has a field that `wanted_grammar` converts to a grammar or refuses."""
     guided = (body.guided_json, body.guided_regex, body.guided_choice, body.guided_grammar)
     asked = body.response_format is not None and body.response_format.type != "text"
     outputs = body.structured_outputs is not None and body.structured_outputs != StructuredOutputs()

@@ -116,7 +116,7 @@ class RankFlags:
 
     prefill_tp: Annotated[
         int | None,
-        typer.Option("--prefill-tp", help="Ranks of a prefill group [2]."),
+        typer.Option("--prefill-tp", help="Ranks of a prefill group [1 or 2, by the number of GPUs]."),
         Sets(("prefill.tp",), "split"),
     ] = None
     decode_tp: Annotated[

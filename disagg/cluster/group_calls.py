@@ -58,7 +58,8 @@ def inform_of_groups(groups: Iterable[Group]) -> None:
 
 
 def another_owns(ranks: Ranks, groups: Iterable[Group], owner: Owner) -> bool:
-    """Returns whether another launch owns a rank of `groups`. It may adopt them while this process is paused."""
+    """Returns whether another launch owns a rank of `groups`. Another launch may adopt them while this process is
+    paused."""
     for group in groups if owner.token else ():
         calls = [actor.pulse.remote(owner.token) for actor in alive(group)]
         with contextlib.suppress(Exception):  # a dead rank

@@ -207,8 +207,8 @@ class Cluster:
         self._kill_starting()
 
     def cancel_start(self) -> None:
-        """Makes an `add_groups` that runs in another thread fail soon. Later calls work again. Never blocks: the
-        watcher kills the groups."""
+        """Makes an `add_groups` that runs in another thread fail soon; later calls of `add_groups` can succeed. Never
+        blocks: the watcher kills the groups."""
         self._start_canceled.set()
 
     def stop_watching(self) -> None:

@@ -126,7 +126,8 @@ class RayRanks:
         return [_survivor(name, actors[name], placement) for name in sorted(actors, key=group_order)]
 
     def results(self, calls: Sequence[Call], timeout_s: float) -> list[Any]:
-        """Returns the results of the calls. Raises a rank's `DisaggError` unwrapped; wraps Ray's errors in one."""
+        """Returns the results of the calls. Raises a rank's `DisaggError` unwrapped, and Ray's own errors as a
+        `DisaggError`."""
         import ray
 
         try:

@@ -9,11 +9,11 @@ from disagg.core.types import SamplingParams
 MIN_PREFILL_TOKENS = 48
 """Smallest number of prompt tokens in a step, however many answers run."""
 ANSWERS_PER_PAUSE = 8
-"""Number of running answers, for each prompt that waits, for each of which one more step without prompts follows a
-step with prompts; within the two limits below."""
+"""A step with prompts is followed by steps without prompts: one for each `ANSWERS_PER_PAUSE * waiting` running
+answers, if `waiting` prompts wait, within the two limits below."""
 FEWEST_ANSWERS_PER_PAUSE, MOST_ANSWERS_PER_PAUSE = 32, 64
-"""Limits of the number of answers for each of which such a step follows. The second one does not hold when as many
-prompts wait as answers run."""
+"""Limits of these steps: at most one for each `FEWEST_ANSWERS_PER_PAUSE` running answers, and at least one for each
+`MOST_ANSWERS_PER_PAUSE`. The second limit applies only while more answers run than prompts wait."""
 ANSWERS_OF_A_STEP = 192
 """Number of running answers that double the time of a step, measured with an 8B model on an H200."""
 _SINGLES = (16, 32, 48, 64, 80, 96, 128)
@@ -23,14 +23,16 @@ _TILE_ROWS = 64
 
 
 def padded_answers(running: int) -> int:
-    """Returns the number of answers to which recorded steps with prompts pad `running` answers."""
+    """Returns the number of answers in a recorded step (CUDA graph) with prompts: `running`, padded to the next size
+    that is recorded."""
     return next((size for size in _SINGLES if running <= size), -(-running // _STEP) * _STEP)
 
 
 def prefill_room(step_tokens: int, running: int) -> int:
     """Returns the most prompt tokens in a step with `running` answers, at least `MIN_PREFILL_TOKENS`.
 
-    The step has `step_tokens`, the padded number of answers included, or whole tiles if that is too few.
+    `step_tokens`: tokens of the step, the padded number of answers included. If they leave too few prompt tokens, the
+    step is larger: the fewest whole tiles that have room for `MIN_PREFILL_TOKENS`.
     """
     answers = padded_answers(running)
     if step_tokens - answers < MIN_PREFILL_TOKENS:
@@ -40,7 +42,7 @@ def prefill_room(step_tokens: int, running: int) -> int:
 
 def pauses(running: int, waiting: int) -> int:
     """Returns the number of steps without prompts between two steps with prompts, while `running` answers run and
-    `waiting` prompts wait, one at least.
+    `waiting` prompts (at least one) wait.
 
     A step with prompts delays every running answer, and brings every waiting prompt nearer to its first token.
     """
@@ -50,8 +52,8 @@ def pauses(running: int, waiting: int) -> int:
 
 @lru_cache(1 << 12)  # a router compares many groups for each request
 def slowdown(step_tokens: int, running: int, waiting: int) -> float:
-    """Returns the time to compute a prompt beside `running` answers, relative to that without any. `waiting`: prompts
-    in the queue, this one included."""
+    """Returns the time to compute a prompt in steps with `running` answers, relative to steps without answers.
+    `waiting`: prompts in the queue, this one included."""
     steps = (1 + pauses(running, waiting)) * prefill_room(step_tokens, 0) / prefill_room(step_tokens, running)
     return steps * (1 + running / ANSWERS_OF_A_STEP)
 

@@ -1,4 +1,4 @@
-"""Runs of consecutive blocks of host memory, and of the pages beside them."""
+"""Runs of consecutive blocks of host memory whose pages, or positions, are consecutive too."""
 
 from __future__ import annotations
 

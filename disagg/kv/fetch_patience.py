@@ -9,8 +9,8 @@ from disagg.kv.token_rate import LEAST_TOKENS, TokenRate
 LONGEST_S = 60.0
 """Time limit of a find or a fetch under the prefetch policies `best_effort` and `wait`, which set no limit."""
 TRIAL_AFTER = 15
-"""If fetching takes longer than computing, so many requests in turn do not wait for the storage. Then each request
-waits for a short time (a trial), until a fetch has been measured again."""
+"""Number of consecutive requests that do not wait for the storage while fetching takes longer than computing. Each
+later request waits for a short time (a trial), until a fetch has been measured again."""
 LEAST_TRIAL_S = 0.05
 """Least time limit of a find or a fetch in a trial. A find that exceeds its limit counts as one without a result."""
 RECENT_TOKENS = 4096

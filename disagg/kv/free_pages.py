@@ -10,8 +10,8 @@ from bisect import bisect_left, insort
 from collections.abc import Sequence
 
 AHEAD_SHARE = 16
-"""Divisor of a pool's pages: eviction frees up to a sixteenth of them ahead of their use, if the next tier has
-copies as a rule. The more pages are free, the longer are the runs."""
+"""Divisor of a pool's pages: eviction frees up to a sixteenth of them ahead of their use, if the next tier usually
+has copies of them. The more pages are free, the longer are the runs."""
 SINGLE_PAGES = 16
 """Largest number of pages that are set aside for requests of single pages."""
 
@@ -40,7 +40,7 @@ class FreePages:
     def take(self, count: int) -> list[int]:
         """Removes and returns `count` free pages; `count` must be at most `len(self)`.
 
-        Several pages come from the smallest run that has enough, or from the largest runs.
+        Several pages come from the smallest run that has enough; without such a run, from the largest runs.
         """
         if count == 1:
             return [self._take_single()]

@@ -2,8 +2,8 @@
 
 All parts of a page (each class of layers, K and V, scales) form one contiguous *block*, the page-first layout of
 SGLang's hierarchical cache; `kernels.copy.page_blocks` copies between pages and blocks. Recurrent states have
-separate blocks, of another size. Copies of all layers go through a buffer on the GPU (`staged_blocks`). Layer by
-layer, long runs of consecutive blocks are loaded without a kernel (`row_loads`).
+separate blocks of their own size. Copies of all layers go through a buffer on the GPU (`staged_blocks`). Loads layer
+by layer copy long runs of consecutive blocks without a kernel (`row_loads`).
 """
 
 from __future__ import annotations
@@ -101,9 +101,12 @@ class HostPool:
     def load_groups(
         self, pages: Sequence[int], blocks: Sequence[int], groups: Sequence[Span], *, staged: bool = False
     ) -> Iterator[Span]:
-        """Copies block `blocks[i]` to page `pages[i]`, group of layers by group; yields each group when its copy is
-        queued. `staged`: through the buffer if possible. Otherwise long runs are loaded without a kernel, and others
-        by one, with fewer calls of the driver, and nothing waits."""
+        """Copies block `blocks[i]` to page `pages[i]`, one group of layers after the other; yields each group when
+        its copy is queued.
+
+        `staged`: copies through the buffer if possible, which may wait. Otherwise the copy engine copies the blocks
+        directly if their runs are long, else a kernel does; both need fewer calls of the driver, and do not wait.
+        """
         numbers = self._numbers(pages, blocks)
         for group in groups:
             self._copy(numbers, group, to_host=False, staged=staged)

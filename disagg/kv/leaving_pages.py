@@ -28,7 +28,7 @@ class LeavingPages:
 
     @property
     def pages(self) -> int:
-        """Number of pages that leave. O(1)."""
+        """Number of pages that can be evicted without a loss when the running stores have ended. O(1)."""
         return self._pages
 
     def add(self, node: Node) -> None:
@@ -44,7 +44,7 @@ class LeavingPages:
         self._update(node)
 
     def children_changed(self, node: Node) -> None:
-        """Records that `node` has another number of children."""
+        """Records that the number of children of `node` has changed."""
         if self._ends:
             self._update(node)
 
@@ -66,7 +66,7 @@ class LeavingPages:
             raise InvariantError(f"leaving pages: {self._pages}, not {pages}, of {len(self._ends)} stores")
 
     def _update(self, node: Node) -> None:
-        """Counts `node` or not, and the nodes above it for which this makes a difference."""
+        """Adds `node` to the counted nodes or removes it; goes on to its ancestors, up to the first unchanged one."""
         above: Node | None = node
         while above is not None and self._leaves(above) != (above in self._leaving):
             if above in self._leaving:
@@ -78,7 +78,7 @@ class LeavingPages:
             above = above.parent
 
     def _leaves(self, node: Node) -> bool:
-        """Returns whether a store's path ends at the node or below its only child, without a fork between."""
+        """Returns whether a store's path ends at the node or below it, without a fork at the node or in between."""
         if len(node.children) > 1:
             return False
         return node in self._ends or any(child in self._leaving for child in node.children.values())

@@ -190,7 +190,9 @@ class MambaPool:
                 raise InvariantError(f"recurrent states: {form} lies in {tuple(held.shape)} {held.dtype}")
             sections = form.heads.sections if form.heads is not None else ()
             if sections and sum(one.own * one.rows for one in sections) != form.shape[0]:
-                raise InvariantError(f"recurrent states: the sections of {form} have another size")
+                raise InvariantError(
+                    f"recurrent states: the sections of {form} do not add up to its first dimension"
+                )
 
     def _views(self, start: int, count: int) -> States:
         self._require(start)
@@ -227,7 +229,7 @@ def class_views(
     parts.
 
     `buffers`: the rank's `MambaPool.byte_views`. Views of joined classes have gaps between slots. Raises ValueError
-    if the buffers have another size.
+    if the slots of a buffer are too small for its classes.
     """
     views: list[torch.Tensor] = []
     numbers, start = iter(buffers), 0

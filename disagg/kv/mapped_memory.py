@@ -28,7 +28,7 @@ class MappedChunk:
     """Memory of one copy, owned by the thread that took it until it calls `put_back`."""
 
     def __init__(self, host: torch.Tensor, device: torch.Tensor, free: deque[MappedChunk]) -> None:
-        """`host` and `device`: the same memory. `free`: chunks of this size that nobody owns."""
+        """`host` and `device`: the same memory. `free`: chunks of this size without an owner."""
         self._host, self._device, self._free = host, device, free
         self._event = _cuda.Event()
 
@@ -71,8 +71,7 @@ class MappedMemory:
             raise RuntimeError(f"{device} does not access pinned memory at its address on the host")
         self._memory = memory
         self._chunks = dict[int, deque[MappedChunk]]()
-        """Chunks by size that nobody owns; the one that was used longest ago is the first. Their work may be under
-        way."""
+        """Chunks without an owner, by size; the least recently used one is the first. Kernels may still use them."""
         start = 0
         for size, count in CHUNKS.items():
             stop = start + count * size
@@ -97,7 +96,7 @@ class MappedMemory:
 
 
 class _PinnedBytes:
-    """Tells torch to make a tensor for the device from pinned memory, which belongs to somebody else."""
+    """Pinned memory as a CUDA array, from which torch makes a tensor on the device. Does not own the memory."""
 
     def __init__(self, address: int, nbytes: int) -> None:
         self.__cuda_array_interface__ = {

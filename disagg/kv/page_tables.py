@@ -49,7 +49,7 @@ def table_slots(tables: PageTables, pages: Sequence[Sequence[int]], span: Span) 
     """Returns for each table the slots of positions `span`, int32 `[len(span)]` on the CPU.
 
     `pages[i][j]` is the page of positions `j * page_sizes[i]` and following in table `i`. Raises ValueError for too
-    few pages or another number of tables.
+    few pages or a wrong number of tables.
     """
     if len(pages) != len(tables.page_sizes):
         raise ValueError(f"the request has {len(pages)} page tables, not {len(tables.page_sizes)}")

@@ -53,7 +53,8 @@ class RowLoads:
         """Whether the driver has refused a copy; no other one is tried then."""
 
     def suit(self, pool: torch.Tensor, page_size: int, runs: Sequence[Run]) -> bool:
-        """Returns whether runs are so long that the driver is called much faster than the bus copies."""
+        """Returns whether the runs are few and long, so that the calls of the driver take less time than the copies,
+        and whether the driver has accepted all copies so far."""
         nbytes = sum(run.blocks for run in runs) * _row_bytes(pool, page_size)
         few = len(runs) <= MOST_RUNS and nbytes >= len(runs) * LEAST_ROWS_BYTES
         return few and not self.refused

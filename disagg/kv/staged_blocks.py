@@ -26,8 +26,8 @@ LEAST_CALL_BYTES = 128 << 10
 """Smallest average size of a run of blocks for a copy through the buffer: the bus takes 2 us for it, as long as a
 call of the driver."""
 MOST_CALLS = 256
-"""Number of calls that are queued on the device. With more, the calling thread waits for earlier ones: a full launch
-queue would block it within the driver."""
+"""Largest number of calls that are queued on the device. Beyond it, the calling thread waits for earlier calls: a
+full launch queue would block the thread within the driver."""
 
 log = structlog.get_logger(__name__)
 _cuda: Any = torch.cuda  # its streams and events carry no types

@@ -297,7 +297,8 @@ class StorageTier:
         return planned
 
     def take_unwanted(self) -> list[int]:
-        """Returns the fetches that ranks must end now; each fetch is returned once, not before its operation."""
+        """Returns the fetches that ranks must end now, each once. Call `take_operations` first: a fetch may end
+        before it is in a plan, and then both are in one plan."""
         unwanted, self._unwanted = self._unwanted, []
         return unwanted
 

@@ -36,7 +36,7 @@ class SequenceSlice:
     """Length of the request's whole prompt, on which some rotary embeddings depend. 0: the prompt ends at `stop`."""
     saves: tuple[tuple[int, int], ...] = ()
     """Pairs (position in the slice, slot), ascending: the recurrent state after all tokens before the position is
-    saved to the slot. Only for prompts of models with registered recurrent modules."""
+    saved to the slot. Only for chunks of a model with registered recurrent modules."""
     targets: tuple[int, ...] = ()
     """The prompt's tokens that follow each of the slice's first tokens. The step computes their log-probabilities.
     Empty without log-probabilities of the prompt."""

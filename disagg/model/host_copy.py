@@ -52,7 +52,7 @@ class HostCopy:
         self._release()
 
     def _release(self) -> None:
-        """Returns the memory of the copy, which may be under way if nobody has asked for the values."""
+        """Returns the memory of the copy. The copy may still be under way if `values` was never called."""
         chunk, self._chunk = self._chunk, None
         if chunk is not None:
             chunk.put_back()

@@ -21,8 +21,8 @@ from disagg.node.rank_records import Rendezvous
 CACHED_STATES_SHARE = 0.1
 """Largest share of a GPU's memory that cached recurrent states may use."""
 DECODE_REQUESTS_PER_CACHED_STATE = 8
-"""Value of `max_requests` of a decode group for each recurrent state that the group caches, unless `cached_states` is
-set. Few requests are preempted."""
+"""A decode group caches one recurrent state for this many of its `max_requests`, unless `cached_states` is set. It
+needs few of them, because few requests are preempted."""
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 

@@ -53,14 +53,15 @@ FIRST_GROUPS = (1, 1, 2)
 QUEUED_AT_ONCE = 4
 """Number of groups that the compute thread queues."""
 PACE_GROUP = 1
-"""The group after whose load the load thread queues the later groups. If it began earlier, the two threads would
-compete for the interpreter lock while the compute thread prepares the step."""
+"""The group after whose load the load thread queues the later groups. If the load thread began earlier, it would
+compete for the interpreter lock with the compute thread, which prepares the step."""
 LATER_GROUPS = 16
 """Largest number of equal groups of the other layers, of at least 4 layers each. After a load that takes longer than
 the step, about the last group's layers are left to compute."""
 
 Moved = Callable[[int, str, float], None]
-"""Callback with an operation's number, its error, empty if it succeeded, and for a load the seconds of the copies."""
+"""Callback with the number of an operation, its error (empty after a success), and for a load the seconds of its
+copies."""
 
 
 class HostBlockCounts(NamedTuple):
@@ -144,7 +145,7 @@ class HybridCacheController:
         self.wanted = counts
         """Numbers of pages and states for which the second tier was to have memory."""
         self.counts = self._pinned(counts)
-        """Numbers of pages and states for which it has memory."""
+        """Numbers of pages and states for which the second tier has memory."""
         # Stores have low priority. Loads have high priority, because requests wait for them.
         self._store_queue = DeviceQueue(pools.device, urgent=False)
         self._load_queue = DeviceQueue(pools.device, clock=clock)
@@ -170,7 +171,7 @@ class HybridCacheController:
     def order(self, plan: StepPlan) -> LoadedLayers:
         """Starts the operations of a plan, after all work queued so far on the current stream.
 
-        Does not wait for copies. If parts of the previous load are not queued yet, it queues them.
+        Does not wait for copies. If parts of the previous load are not queued yet, queues them first.
 
         Called on the compute thread. Returns the loads for which the plan's step must wait. Raises `InvariantError`
         if the plan awaits a load that no plan has ordered.

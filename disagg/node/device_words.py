@@ -1,8 +1,9 @@
 """Stores numbers into words of host memory in the order of a device queue.
 
 On a GPU the driver queues the store (`cuStreamWriteValue32`): it happens after all earlier work of the stream, and
-after a fence over the whole system. Whoever reads the number can rely on all that the earlier work has written, to
-memory of any device. The driver is called through ctypes, because torch has no function for host memory.
+after a fence over the whole system. A reader of the number therefore sees everything that the earlier work has
+written, in the memory of any device. The driver is called through ctypes, because torch has no function for host
+memory.
 """
 
 from __future__ import annotations

@@ -32,8 +32,8 @@ class _Peer:
     announced: PageServer
     """The endpoint in the cluster's description of the group."""
     present: PageServer | None
-    """The endpoint that the rank has sent since, if it has opened another one after a fault of its transport. None if
-    the rank is dead: a description of its group may arrive after the loss."""
+    """The endpoint in use: `announced`, or the latest one that the rank itself has sent, after a fault of its
+    transport. None if the rank is dead: a description of its group may arrive after the loss."""
 
 
 class HostCacheSharing:
@@ -184,7 +184,8 @@ class HostCacheSharing:
 
 
 def _pages_of(group: GroupInfo) -> tuple[object, ...]:
-    """Returns what two groups must have in common to share pages; versions may differ in the size of replies."""
+    """Returns the values that two groups must have in common to share pages: also the protocol version, because the
+    size of replies depends on it."""
     return group.protocol_version, group.fingerprint, group.page_size, group.layout
 
 

@@ -21,8 +21,8 @@ start at the same time measure the same available memory."""
 POOL_MULTIPLE = 4
 """Largest size of an automatic second tier, as a multiple of the rank's pool."""
 REPEATED_SHARE = 4
-"""Divisor of the pool: a second tier that has all cached KV, and is smaller than this part of the pool, repeats what
-the pool has cached beside running requests."""
+"""Divisor of the pool: a second tier of less than a quarter of the pool is useless, if every cached page is copied to
+it. It would have only pages that the pool itself still has, beside running requests."""
 
 
 class HostCacheSize(NamedTuple):

@@ -41,7 +41,7 @@ class ItemSource(Protocol):
 
     @property
     def epoch(self) -> int:
-        """Random number of the log of changes."""
+        """Random number of the log of changes, different after each start of the rank."""
 
     @property
     def version(self) -> int:

@@ -329,7 +329,7 @@ class KVManager:
             return False
         if self._write_back is not None:
             return self._write_back.make_room(pages, waits=waits)
-        # With write-through, host memory has copies as a rule. A few more pages may go: new ones are in longer runs.
+        # With write-through, host memory usually has copies. A few more evictions make the runs of new pages longer.
         spare = self.pages // AHEAD_SHARE if self.host is not None and self._stores_unused else 0
         return self.cache.evict(min(short + spare, self.cache.evictable_pages)) >= short
 
@@ -361,8 +361,8 @@ class KVManager:
     def has_copies(self, block_table: BlockTable, prefix: PrefixKey) -> bool:
         """Returns whether the cache has KV of `prefix` in other pages than the block table.
 
-        `keep` would lock these pages too. A running sequence must not do that: the oldest request could then lack
-        pages although it fits the pool alone.
+        `keep` would lock these other pages too. A running sequence must not lock them: the oldest request could then
+        lack pages although it fits the pool alone.
         """
         if self.cache is None:
             return False

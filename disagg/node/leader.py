@@ -321,7 +321,7 @@ class Leader(ABC):
         return list(self._scheduler.requests.values())
 
     def _release(self, router: str, message: m.Release) -> None:
-        """Releases a request. Confirms at once if the router has none of this key.
+        """Releases a request. Confirms at once if the router has no request with this key here.
 
         A router also releases a request that was refused because another router uses its key.
         """

@@ -138,7 +138,7 @@ class _Moving:
     parts_bytes: int = 0
     """Number and bytes of the parts in a reply to a peer."""
     lent: bool = False
-    """Whether the buffer was lent to the receiver of a reply, who returns it."""
+    """Whether the buffer was lent to the receiver of a reply, which returns the buffer."""
     fenced: bool = False
     """Whether the peer was fenced since the operation began. A late end is then no fault of the new connection."""
 

@@ -42,6 +42,9 @@ def has_third_tier(group: GroupConfig) -> bool:
 
 
 def repeats_pool(group: GroupConfig) -> bool:
-    """Returns whether the second tier of a group has all KV that the pool has cached: unless it gets only evicted KV.
-    A tier on the way to a third one counts as useful at any size."""
+    """Returns whether a small second tier would only repeat KV that the pool has cached too.
+
+    False with write-back, because the tier then gets only evicted KV, and with a third tier, which needs a second
+    tier of any size.
+    """
     return group.host_cache_write != "back" and not has_third_tier(group)

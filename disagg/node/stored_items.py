@@ -48,8 +48,8 @@ class StoredItems:
         blocks: Blocks,
         publish: Publish,
     ) -> None:
-        """`publish` is called with the items whose content a block has: those that are to be stored, and those that
-        have landed."""
+        """`publish` is called with each item whose content is now in a block: before the item is stored, or after it
+        has landed."""
         self._reads, self._writes, self._keys, self._blocks = storage.reads, storage.writes, keys, blocks
         self._publish = publish
         self._read, self._written = parts.read, parts.written

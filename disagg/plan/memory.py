@@ -118,7 +118,8 @@ def plan_memory(config: Config, gpu_memory_bytes: int) -> list[PlannedMemory]:
 
 
 def memory_lines(groups: list[PlannedMemory]) -> list[str]:
-    """Returns one line of text for each kind of group, and another line if the group has recurrent states."""
+    """Returns one line of text for each kind of group, and further lines for its recurrent states and for the second
+    tier of its prefix cache, if it has them."""
     lines = []
     for group in groups:
         requests = group.pool_tokens // group.max_context_tokens

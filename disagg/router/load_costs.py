@@ -20,7 +20,8 @@ class LoadCosts(NamedTuple):
 
     @staticmethod
     def of(status: GroupStatus) -> LoadCosts:
-        """Returns the costs from the rates of a group's status. A decode group computes no prompts: it has none."""
+        """Returns the costs from the rates of a group's status. Both are 0 for a decode group, which computes no
+        prompts."""
         return LoadCosts(
             _cost(status.prompt_tokens_per_s, status.host_load_tokens_per_s),
             _cost(status.prompt_tokens_per_s, status.storage_fetch_tokens_per_s),

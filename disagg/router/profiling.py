@@ -20,7 +20,7 @@ GRACE_S = 180.0
 async def record_profile(
     dispatcher: ResponseDispatcher, groups: Sequence[GroupInfo], request: ProfileRequest
 ) -> AsyncGenerator[int | TraceSummary, None]:
-    """Yields the number of recorded steps, again and again, then the summary.
+    """Yields the number of steps recorded so far at each progress report of the rank, then the summary.
 
     Raises `InvalidRequestError` for a group or rank that does not exist, the error of the rank, `PeerLostError`, or
     `RequestTimeoutError`. If the caller ends the generator early, the recording continues to its end.
@@ -53,7 +53,8 @@ async def record_profile(
 
 
 def _rank_of(groups: Sequence[GroupInfo], request: ProfileRequest) -> tuple[GroupInfo, RankInfo]:
-    """Returns the group with the name or the role of the request, by default one that decodes; and its rank."""
+    """Returns the requested rank and its group: the group of the requested name, else the first group of the
+    requested role, by default one that decodes."""
     names = ", ".join(sorted(group.name for group in groups)) or "none"
     if request.group is not None:
         fitting = [group for group in groups if group.name == request.group]

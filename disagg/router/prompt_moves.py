@@ -1,4 +1,4 @@
-"""Prompts that wait in decode groups, and move to a prefill group once that is sooner. No I/O.
+"""Prompts that wait in decode groups, and move to a prefill group that would compute them sooner. No I/O.
 
 A burst of prompts arrives while few answers run, so decode groups get some of the prompts. When these answers run,
 the decode groups compute prompts more slowly, while the prefill group has finished its queue.
@@ -58,15 +58,17 @@ class PromptMoves:
             del self._waiting[load.decode]
 
     def review_soon(self) -> None:
-        """Reviews the prompts after the current iteration of the event loop. For each change of loads or groups."""
+        """Reviews the prompts after the current iteration of the event loop. Call it after each change of loads or
+        groups."""
         if self._waiting and not self._due:
             self._due = True
             self._call_soon(self._review)
 
     def _review(self) -> None:
-        """Moves one prompt if a prefill group is sooner: the newest of a decode group, but never its oldest one.
+        """Moves at most one prompt to a prefill group that would compute it sooner: the newest prompt of a decode
+        group, unless it is also the oldest.
 
-        If several decode groups have such a prompt, it leaves the one with the longest queue.
+        If the newest prompts of several decode groups could move, the prompt of the longest queue does.
         """
         self._due = False
         prefills = self._prefills()

@@ -69,8 +69,9 @@ class Router:
         self._local = LocalPrefill(config.local_prefill_queue_tokens, config.local_prefill_cost)
         self._split = SplitPrompts(config.split_prompt_tokens)
         self.local_prefills: Counter[str] = Counter()
-        """Sessions whose prompts decode groups got to compute, since the start: `queue` if a prefill group would take
-        longer, `no_prefill_group` if none is usable, `split` if a prefill group computes the first half."""
+        """Sessions whose prompts were assigned to decode groups, since the start, by reason: `queue` if a prefill
+        group would take longer, `no_prefill_group` if none is usable, `split` if a prefill group computes the first
+        half."""
         self._table = GroupTable(dispatcher, lambda: self.choose is prefix_aware)
         self._suspicions = Suspicions(dispatcher, self._table)
         self._moves = PromptMoves(self._local, self._reachable_prefills, dispatcher.call_soon)

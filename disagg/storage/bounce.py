@@ -36,8 +36,9 @@ class BounceBuffers(threading.local):
 def copy(target: memoryview, source: memoryview) -> None:
     """Copies bytes between memory of equal size, without the GIL: several threads copy at the same time.
 
-    One of both may be strided, with contiguous rows (`contract.has_rows`); its bytes count in the order of its
-    dimensions. numpy copies on the calling thread alone: torch would start threads of its own for a few 100 KiB.
+    Either `target` or `source` may be strided, with contiguous rows (`contract.has_rows`); its bytes count in the
+    order of its dimensions. numpy copies on the calling thread alone: torch would start threads of its own for a few
+    100 KiB.
     """
     import numpy as np  # imported on first use
 

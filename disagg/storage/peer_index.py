@@ -29,7 +29,7 @@ from disagg.storage.contract import ITEM_BYTES, KEY_BYTES
 MOST_IDS = 1 << 24
 """Largest number of ids of all peers: 128 MiB."""
 LEAST_MERGED = 4096
-"""Number of changes below which they are not merged into the array. Above, a sixteenth of the array is merged."""
+"""Changes are merged into the array when they are more than this number and more than a sixteenth of the array."""
 LEAST_ROOM = 64
 """Peers whose ids were dropped are read again when there is room for 1/`LEAST_ROOM` of the limit. A few evictions
 therefore do not cause a whole content to be sent again."""
@@ -71,9 +71,9 @@ class _PeerItems:
     ids: Ids = field(default_factory=lambda: np.empty(0, np.uint64))
     """Sorted ids, without the changes in `added` and `removed`."""
     added: set[int] = field(default_factory=set)
-    """Ids that are not in the array."""
+    """Ids that the peer has announced since the last merge; the array lacks them."""
     removed: set[int] = field(default_factory=set)
-    """Ids that are in the array."""
+    """Ids that the peer has withdrawn since the last merge; the array still has them."""
     dropped: int = 0
     """Number of the peer's ids that were dropped because of the limit, since its content was last read."""
 

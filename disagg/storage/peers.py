@@ -5,10 +5,10 @@ Nothing is written to peers: each group's own second tier is what the others rea
 the peer computes when it copies the page out of its memory, and which is verified here.
 
 Peers announce what they have (`disagg.storage.peer_index`), and only peers that should have a key are asked for it.
-A peer that does not have it any more is a miss, and the index is corrected.
+If a peer does not have the key any more, the page is a miss, and the index is corrected.
 
 Each peer has its own circuit breaker. A peer that does not answer in time is left out for a while, so it delays few
-calls. A dead, hung, slow or lying peer is a miss.
+calls. Pages of a dead, hung or slow peer, and pages that do not verify, are misses.
 """
 
 from __future__ import annotations
@@ -309,8 +309,8 @@ class PeerStorage:
     def _asked(self, keys: Sequence[bytes]) -> dict[str, list[int]]:
         """Returns the peers to ask, with the indices of their keys: at most `MOST_ASKED` peers for each key.
 
-        Paused peers, of which only one that is due for a trial is asked, do not count. Each search begins with
-        another peer, so that peers with the same pages share the requests.
+        The limit does not count paused peers: their circuit breakers admit only trials. Successive searches begin
+        with different peers, so that peers with the same pages share the requests.
         """
         peers = self._exchange.peers
         if not peers:
@@ -446,7 +446,8 @@ class PeerStorage:
             self._places.pop(key, None)
 
     def _record_corrupt(self, peer: str, keys: Sequence[bytes]) -> None:
-        """Counts a page that does not verify. The pages behind it in the reply are misses."""
+        """Counts a page that does not verify. `keys`: its key, and those of the pages behind it in the reply, which
+        become misses."""
         for key in keys:
             self._forget(key)
         self._counters.add(corrupt=1)

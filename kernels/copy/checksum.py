@@ -249,7 +249,7 @@ def _part_sum(units: torch.Tensor, mask: int, row: torch.Tensor, column: torch.T
 def _row_places(planes: int, step: int, tokens: int, device: torch.device) -> torch.Tensor:
     """Returns the keys, before they are mixed, of the rows of plane 0 and token 0 on, int64 `[planes * tokens]`.
 
-    Plane numbers increase by `step`. Few are kept, on a CPU only; see `_columns`.
+    Plane numbers increase by `step`. Short results on a CPU are cached; see `_columns`.
     """
     kept = device.type == "cpu" and planes * tokens <= _KEPT_ROWS
     return (_kept_places if kept else _computed_places)(planes, step, tokens, device)
@@ -264,9 +264,10 @@ _kept_places = functools.lru_cache(maxsize=64)(_computed_places)
 
 
 def _columns(first_unit: int, units: int, device: torch.device) -> torch.Tensor:
-    """Returns the keys of a row's units, int64 `[units]`. A pool has few different rows, so short ones are kept.
+    """Returns the keys of a row's units, int64 `[units]`.
 
-    Not on a GPU: another stream could read them before they are written.
+    Short results on a CPU are cached, because a pool has few different rows. On a GPU, another stream could read
+    cached keys before they are written.
     """
     kept = device.type == "cpu" and units <= _CACHED_UNITS
     return (_kept_columns if kept else _computed_columns)(first_unit, units, device)

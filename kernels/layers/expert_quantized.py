@@ -47,7 +47,7 @@ TILES = {
 
 @dataclass(frozen=True)
 class ExpertWeights:
-    """The weights of all experts `[n, k]`, one below another in one quantized weight `[experts * n, k]`."""
+    """The weights of all experts, `[n, k]` each, stacked by rows in one quantized weight `[experts * n, k]`."""
 
     weight: QuantizedWeight
     """Its blocks of rows divide n."""

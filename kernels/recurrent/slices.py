@@ -40,8 +40,8 @@ class PackedSlices:
     most: int
     """Upper bound of `counts`."""
     host: tuple[Slice, ...] | None
-    """The slices on the host. None: not known to the host, but each slice has one token and a state of earlier
-    tokens."""
+    """The slices on the host. None: the host does not know the slices, but each has one token, and its slot holds a
+    state of earlier tokens."""
 
     @staticmethod
     def of(slices: list[Slice], device: torch.device | str = "cpu") -> PackedSlices:

@@ -33,7 +33,8 @@ def mixed_buckets(answers: int, chunk_tokens: Sequence[int]) -> list[MixedSize]:
 
 
 def with_prompt(batch: StepBatch, row: int, tokens: int) -> StepBatch:
-    """Returns the step with a chunk of `tokens` tokens of the prompt in `row`, behind as many computed tokens."""
+    """Returns the step with a chunk of `tokens` tokens of the prompt in `row`, which follows an equal number of
+    computed tokens."""
     return StepBatch((*batch.sequences, SequenceSlice(row, tokens, tuple(at % 256 for at in range(tokens)))))
 
 

@@ -63,7 +63,7 @@ def transformers_steps(
 def fast_kernels(step: Callable[[], object]) -> tuple[str, ...]:
     """Returns the packages of `FAST_KERNELS` whose functions `step` calls, with their versions, by running it once.
 
-    An installed package is no proof: transformers computes in plain torch, without a word, where an import fails.
+    An installed package is no proof: if an import fails, transformers silently computes in plain torch.
     """
     called: set[str] = set()
 

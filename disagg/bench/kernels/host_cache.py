@@ -19,7 +19,8 @@ from disagg.kv.host_pool import HostPool
 def run(bench: PageCopyBench, report_progress: Callable[[str], None] = lambda text: None) -> list[Result]:
     """Measures stores and loads for each row width, all layers at once. Raises `InvariantError` for wrong bytes.
 
-    Blocks are consecutive, and copies go through a buffer on a GPU, or scattered, and a kernel accesses them.
+    Each copy is measured with consecutive blocks, which on a GPU go through a buffer, and with scattered blocks,
+    which a kernel accesses directly.
     """
     results: list[Result] = []
     for row_bytes in bench.row_bytes:

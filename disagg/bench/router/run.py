@@ -149,7 +149,7 @@ class CpuWindow:
         self._began_s, self._cpu_s = time.monotonic(), cpu_s(pid)
 
     def seconds(self) -> float:
-        """Returns the CPU seconds so far."""
+        """Returns the CPU seconds so far, less those of an idle process."""
         return cpu_s(self._pid) - self._cpu_s - self._idle_share * (time.monotonic() - self._began_s)
 
 

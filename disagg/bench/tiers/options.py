@@ -78,5 +78,5 @@ class TiersOptions:
         )
 
     def others_room(self, page_size: int) -> int:
-        """Returns the tokens of all running answers beside hits, in whole pages."""
+        """Returns the pool tokens that the running answers take together while other prompts hit, in whole pages."""
         return self.others * whole_pages(OTHER_PROMPT_TOKENS + self.other_tokens, page_size)

@@ -47,7 +47,7 @@ class TiersSizeFlags:
         typer.Option("--tokens", min=64, help="Tokens of a cached beginning [4096; 512 on a CPU]."),
     ] = None
     new_tokens: Annotated[
-        int, typer.Option("--new-tokens", min=1, help="Tokens of a prompt behind the cached beginning.")
+        int, typer.Option("--new-tokens", min=1, help="Tokens of a prompt after the cached beginning.")
     ] = 64
     answer_tokens: Annotated[
         int, typer.Option("--answer-tokens", min=1, help="Compared tokens of each answer.")
@@ -61,7 +61,7 @@ class TiersSizeFlags:
         int, typer.Option("--concurrency", min=1, help="Conversations with a request under way.")
     ] = 4
     others: Annotated[
-        int, typer.Option("--others", min=1, help="Running answers beside hits, for the part `others`.")
+        int, typer.Option("--others", min=1, help="Part `others`: answers that run while other prompts hit.")
     ] = 4
 
 
@@ -89,7 +89,7 @@ class TiersFlags:
             "--parts",
             metavar="PART,...",
             help="Parts to run: TTFT of hits in pool and host memory, of hits in the storage, of hits in another "
-            "group, conversations, and the time between tokens of other answers beside hits.",
+            "group, conversations, and the time between tokens of running answers while other prompts hit.",
         ),
     ] = "hits,storage,peer,conversations,others"
     repeats: RepeatsFlag = 5
@@ -101,7 +101,7 @@ class TiersFlags:
 def tiers(options: TiersFlags) -> None:
     """Measure TTFT of hits in the KV pool, in host memory, in another group's host memory, in a storage, and of no
     hit; conversations whose histories have five times the tokens of the pool, with and without lower tiers; and the
-    time between tokens of other answers beside hits.
+    time between tokens of running answers while other prompts hit.
 
     One colocated rank runs in this process, and for hits in another group a second one with weights of its own. Every
     answer after a hit is compared with the answer to the same prompt without a hit, and all conversations are

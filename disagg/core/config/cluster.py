@@ -125,9 +125,10 @@ class RouterConfig(Section, frozen=True):
     recoveries_per_s: float = 100.0
     """Rate limit of recoveries per router, with a burst of one second's worth; further recoveries are delayed."""
     local_prefill_queue_tokens: int = 8192
-    """Number of prompt tokens that wait in the prefill group from which a request may go to its decode group alone,
-    which then computes the prompt beside its answers (`decode.local_prefill_tokens`), if that is expected to take
-    less time. Without a usable prefill group, all requests that decode groups can compute go there."""
+    """Queue of a prefill group, in prompt tokens, from which decode groups may compute prompts themselves
+    (`decode.local_prefill_tokens`). With a queue of this size or more, a request goes to its decode group alone if
+    that group is expected to compute the prompt sooner. Without a usable prefill group, all requests that decode
+    groups can compute go there."""
     local_prefill_cost: float = 2.0
     """Time to compute a prompt's token in a decode group, divided by the time in a prefill group."""
     split_prompt_tokens: int = 0

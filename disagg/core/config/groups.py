@@ -47,8 +47,8 @@ class GroupConfig(Section, frozen=True):
     """Type of stored KV. model: `model.kv_dtype`. With 8 bits in decode groups and the model's type in prefill
     groups, the sender quantizes KV, which halves the transferred bytes."""
     pool_tokens: int = 0
-    """Size of the KV pool in tokens, a multiple of `page_size`. 0: set by `mem_fraction`; on a CPU,
-    `CPU_POOL_TOKENS`."""
+    """Size of the KV pool in tokens, a multiple of `page_size`. 0: set by `mem_fraction`; on a CPU the larger of
+    16384 and `max_context_tokens`."""
     mem_fraction: float = 0.88
     """Fraction of a GPU's memory for weights, steps, transfer buffers and KV pool. Ranks on the same GPU share it.
     Unused if `pool_tokens` is set."""
@@ -102,7 +102,7 @@ class GroupConfig(Section, frozen=True):
     """Whether a queued prompt waits while its KV is read from `storage` into host memory. best_effort: no; the prompt
     uses the pages that have been read by the time it is scheduled. wait: until all pages are read. timeout: as wait,
     with a time limit; in prefill and colocated groups as best_effort while reading is measured to take longer than
-    computing, but for short trials."""
+    computing, except for short trials."""
     prefetch_base_s: float = 0.2
     """Constant part of the time limit of `prefetch = "timeout"`. The search and the reading have a separate limit
     each."""
@@ -252,8 +252,8 @@ class DecodeConfig(BatchingConfig, frozen=True):
 
     role = "decode"
     prefetch: PrefetchName = "best_effort"
-    """See `GroupConfig.prefetch`. The default differs, because the prefill group usually sends KV faster than a
-    storage can be read."""
+    """As `prefetch` of the other groups. The default differs, because the prefill group usually sends KV faster than
+    a storage can be read."""
     preemption: Preemption = "auto"
     """Preemption of requests. recompute: compute the KV again. swap: copy the KV to host memory, or recompute if the
     host memory is full. auto: the faster of both, by an estimate for each request."""

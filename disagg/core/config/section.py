@@ -30,7 +30,7 @@ class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     """Base class of the sections. Its methods are checks for `__post_init__`; each raises `FieldError`."""
 
     def _at_least(self, minimum: float, *fields: str) -> None:
-        """Accepts None too, which stands for an automatic value."""
+        """Refuses a field below `minimum`. None, which stands for an automatic value, is allowed."""
         for name in fields:
             value = getattr(self, name)
             if value is not None and not value >= minimum:

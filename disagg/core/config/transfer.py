@@ -20,9 +20,10 @@ class TransferConfig(Section, frozen=True):
     """Settings of the transfer of KV from prefill to decode ranks."""
 
     ring_bytes: int = 0
-    """Size of each decode rank's receive ring; 0: chosen by `sized` for the device."""
+    """Size of each decode rank's receive ring. 0: 1/128 of a GPU's memory, from 64 MiB to 1 GiB; 32 MiB on a
+    CPU."""
     staging_bytes: int = 0
-    """Size of each prefill rank's staging buffer; 0: chosen by `sized` for the device."""
+    """Size of each prefill rank's staging buffer; 0: as for `ring_bytes`."""
     layer_groups: int = 4
     """Largest number of layer groups. A layer group is sent while the next one computes."""
     calibrate: Calibrate = "auto"
@@ -41,7 +42,8 @@ class TransferConfig(Section, frozen=True):
     watermark_interval_s: float = 0.25
     """Interval at which a decode rank repeats its latest watermark (the ring position up to which space is free)."""
     max_segment_bytes: int = 0
-    """Largest segment; 0: chosen from the measured bandwidth, at most the default of `segment_limit_bytes`."""
+    """Largest segment; 0: chosen from the measured bandwidth, at most a quarter of the smaller of ring and staging
+    buffer."""
     checksum: bool | None = None
     """Whether each segment carries a 64-bit checksum. The decode rank checks the bytes copied from its ring, or its
     pages after direct writes, before the prompt counts as landed. A damaged segment is sent once more; a second

@@ -63,7 +63,8 @@ def _is_one_document(root: dict[str, Any]) -> bool:
 
 
 def _without_not(document: Document, schema: dict[str, Any]) -> dict[str, Any]:
-    """Returns a schema without `not`; the schema itself if the union of what `not` leaves is unknown."""
+    """Returns an equivalent schema without `not`. Returns the schema itself if the values that `not` leaves are not
+    found as a union."""
     if not isinstance(schema.get("not"), dict | bool):
         return schema
     beside = {key: one for key, one in schema.items() if key != "not"}
@@ -77,7 +78,8 @@ def _without_not(document: Document, schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _rewritten(document: Document, schema: dict[str, Any]) -> dict[str, Any]:
-    """Returns a schema with `anyOf` in the place of its `oneOf`; the schema itself if there is no proof."""
+    """Returns a schema with an equivalent `anyOf` in the place of its `oneOf`. Returns the schema itself if no such
+    `anyOf` is found."""
     branches = schema.get("oneOf")
     if not isinstance(branches, list) or not branches:
         return schema
@@ -96,7 +98,8 @@ def _rewritten(document: Document, schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _exclusive(document: Document, beside: dict[str, Any], branches: list[Schema]) -> list[Schema] | None:
-    """Returns branches of which each value beside `beside` satisfies one at most, or None."""
+    """Returns `branches`, changed so that each value of `beside` satisfies at most one of them; None if no such
+    branches are found."""
     apart: set[tuple[int, int]] = set()
     found: list[Schema] = []
     for index, branch in enumerate(branches):

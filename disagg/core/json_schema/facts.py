@@ -155,7 +155,8 @@ def both(document: Document, left: list[Facts], right: list[Facts]) -> list[Fact
 
 
 def _own_facts(document: Document, schema: dict[str, Any]) -> Facts:
-    """Returns what the keywords that refer to no other schema say, and those of items and members."""
+    """Returns the facts of a schema's own keywords: those that refer to no other schema, and those for items and
+    members."""
     facts = Facts(
         kinds=kinds_of(schema),
         low=_bound(document, schema, "minimum", "exclusiveMinimum"),

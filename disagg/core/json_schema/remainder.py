@@ -1,7 +1,8 @@
 """The values that a JSON schema excludes, as schemas without `not`, which llguidance does not support.
 
 `remainder` is exact: within a context, the union of its schemas is the complement of a schema. It returns None if
-there is no such union without `not` and `contains`, or if a keyword has none here. Proofs make unions small.
+there is no such union without `not` and `contains`, or if the complement of a keyword is not computed here. Proofs
+make unions small.
 """
 
 from __future__ import annotations

@@ -96,7 +96,8 @@ def gated(form: ExpertsForm, module: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def _with_order(form: ExpertsForm, module: Any) -> ExpertsForm:
-    """Returns `form` with the order of the rows of gate and up, found by the activation of random numbers."""
+    """Returns `form` with the order of the rows of gate and up, which is found by applying the module's activation to
+    random numbers."""
     half = Span(0, (form.inner + 1) // 2)
     own = torch.Generator().manual_seed(0)  # torch's own generator is not changed
     x = torch.randn(_PROBED_ROWS, form.outputs, dtype=torch.float64, generator=own)

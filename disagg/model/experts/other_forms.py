@@ -61,7 +61,7 @@ def _longcat_identity(module: Any, rank: int) -> None:
 
 
 def _dbrx_cuts(module: Any, own: Span) -> dict[str, Cut]:
-    """The experts' weights lie below each other, those of the second product transposed."""
+    """The experts' weights are stacked by rows, those of the second product transposed."""
     spans = section_spans(own, module.ffn_hidden_size, len(module.mlp.w1))
     return {f"mlp.{name}": Cut(0, spans) for name in ("w1", "v1", "w2")}
 

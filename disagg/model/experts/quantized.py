@@ -61,8 +61,8 @@ class QuantizedExperts:
         return self.up.parts.experts
 
     def use_one_tile(self) -> None:
-        """From now on, a row's bits do not depend on the other rows: all steps convert the weights, and have the same
-        tile."""
+        """Makes a row's bits independent of the other rows in all later steps: they convert the weights, and use the
+        same tile."""
         self.kernel, self._one_tile = False, expert_tiles(self.up.dtype)[-1]
 
     def __call__(

@@ -34,10 +34,10 @@ from disagg.model.tensor_parallel import (
 )
 
 BLOCKS = (16, 8)
-"""Numbers of inner elements that are not divided, the preferred one first. Our kernels load rows of 16 elements
-faster; torch's grouped products need rows of 16 bytes."""
+"""Sizes of the blocks of inner elements, of which a rank has whole ones; the preferred size first. Our kernels load
+rows of 16 elements faster; torch's grouped products need rows of 16 bytes."""
 _GROUPS = (128, 64, 32, 16)
-"""Numbers of inner elements of quantized experts that share scales, and are not divided if possible."""
+"""Sizes of blocks that are tried first for quantized experts, because their elements share scales."""
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ class _Splitter:
 def inner_spans(inner: int, ranks: int, quantized: Quantization | None = None) -> list[Span]:
     """Returns each rank's inner elements, of `inner`. Raises ExpertsFormError if the ranks cannot share them.
 
-    Of quantized experts, parts begin with a scale where all parts can then be equal.
+    The ranks' parts of quantized experts begin at a scale, if all parts can then have one size.
     """
     blocks_tried: tuple[int, ...] = BLOCKS
     if quantized is not None and (least := quantized.least_cut(inner)) > 1:

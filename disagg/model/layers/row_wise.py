@@ -91,7 +91,7 @@ class RowWise(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @functools.cache
 def _sums_nothing(func: Any) -> bool:
-    """Returns whether an operation is never replaced and needs no look at its operands, as most operations."""
+    """Returns whether an operation is never replaced, whatever its operands are. True for most operations."""
     name = func.overloadpacket.__name__
     return _passes(func) and name not in REPLACED and name not in ON_CPU
 
@@ -118,7 +118,8 @@ def use_linear_kernels(model: Any) -> None:
 def _row_wise(
     weight: torch.Tensor | QuantizedWeight, bias: torch.Tensor | None, product: Product | None
 ) -> Product:
-    """Returns a product for the deterministic mode. It keeps the conversion of the product that it replaces."""
+    """Returns a product for the deterministic mode, in place of `product`. A quantized weight is still converted by
+    the conversion of `product`."""
     if not isinstance(weight, QuantizedWeight):
         return Linear(weight, bias)
     convert = product.convert if isinstance(product, ConvertedProduct) else dequantized

@@ -78,9 +78,9 @@ def _plain(text: Any) -> Any:
 
 
 def _has_head(config: Any) -> bool:
-    """Returns whether the whole model's own setting ties the head; else that of its text part does.
+    """Returns whether the setting of the whole model (`tie_word_embeddings`) ties the head.
 
-    For some types transformers builds a causal model of the text part, by the part's own setting.
+    If not, the setting of the text part does: for some types, transformers builds a causal model of the text part.
     """
     causal, multimodal = AutoModelForCausalLM._model_mapping, AutoModelForMultimodalLM._model_mapping
     if type(config) in causal:

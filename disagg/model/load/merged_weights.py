@@ -123,7 +123,7 @@ def stacked_experts(names: Iterable[str], model: Any) -> dict[str, tuple[tuple[s
     """Returns the weights of each stacked parameter of `model`: those of all experts, for each part of an expert's
     matrix. Some may be missing.
 
-    `names`: weights of a checkpoint. Weights that are stacked for no parameter are in no result.
+    `names`: weights of a checkpoint. The result lacks the weights that are not part of a stacked parameter.
     """
     transforms = get_model_conversion_mapping(model)
     _, grouped = _grouped(names, transforms, str) or ({}, {})

@@ -34,7 +34,7 @@ class PackedMatrix:
     def read(self, weights: WeightSource, device: torch.device, place: Place | None = None) -> torch.Tensor:
         """Returns the integers at `place`, by default all of them, as uint8. Reads only the words that hold them.
 
-        A piece has all rows or all columns. Raises ConfigError for a missing tensor and for another shape.
+        A piece has all rows or all columns. Raises ConfigError if the tensor is missing or its shape is unexpected.
         """
         rows, columns = place or (Span(0, self.shape[0]), Span(0, self.shape[1]))
         words = Span(columns.start * self.bits // 32, self._words(columns.stop))

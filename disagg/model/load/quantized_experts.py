@@ -1,7 +1,7 @@
 """Replaces the stacked weights of experts by quantized ones, and loads them.
 
 Checkpoints have the tensors of a quantized linear layer for each matrix of each expert, or in MXFP4 one tensor for
-all experts of a layer. In memory both become one quantized weight, in which the experts lie below each other.
+all experts of a layer. In memory both become one quantized weight, in which the experts are stacked by rows.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class ExpertsPart:
     """See `StoredExperts`."""
 
     def layers(self, expert: int) -> list[LayerPart]:
-        """Returns the stored layers of an expert, of which the results lie below each other."""
+        """Returns the stored layers of an expert, whose weights are stacked by rows."""
         rows, columns = self.shape[0] // len(self.stored), self.shape[1]
         return [
             LayerPart(names[expert], (rows, columns), cut)
@@ -160,7 +160,7 @@ def empty_experts(form: Quantization, part: ExpertsPart, device: torch.device) -
 def read_experts(
     weights: WeightSource, form: Quantization, part: ExpertsPart, device: torch.device
 ) -> ExpertWeights:
-    """Reads the part to `device`. Raises ConfigError for missing tensors and other shapes."""
+    """Reads the part to `device`. Raises ConfigError for missing tensors and unexpected shapes."""
     found = empty_experts(form, part, device)
     if form.storage == "mxfp4":
         _read_mxfp4(weights, part, found, device)

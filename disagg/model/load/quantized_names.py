@@ -89,5 +89,5 @@ def random_names(form: Quantization, model: Any) -> QuantizedNames:
         for leaf, parts in ((layout.up, halves), (DOWN, (DOWN,))):
             each = tuple(tuple(f"{name}.{number}.{part}" for number in range(count)) for part in parts)
             experts[f"{name}.{leaf}"] = ((f"{name}.{leaf}",),) if is_mxfp4 else each
-    # Experts of another form may be linear layers.
+    # Experts with a layout that is not known here may be linear layers.
     return QuantizedNames({name for name in linear if "experts" not in name.split(".")}, experts)

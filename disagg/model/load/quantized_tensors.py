@@ -39,7 +39,7 @@ class LayerPart:
     cut: Cut | None = None
 
     def pieces(self) -> list[Place]:
-        """Returns the pieces of the part. The pieces lie below each other."""
+        """Returns the pieces of the part, which are stacked by rows."""
         rows, columns = (Span(0, size) for size in self.shape)
         if self.cut is None:
             return [(rows, columns)]
@@ -50,7 +50,7 @@ class LayerPart:
 
 
 class Packing(Protocol):
-    """Reads the tensors of one layer. Methods raise ConfigError for missing tensors and for other shapes."""
+    """Reads the tensors of one layer. Methods raise ConfigError for missing tensors and for unexpected shapes."""
 
     markers: tuple[str, ...]
     """Names of tensors that only quantized layers have. Each layer has one of them."""
@@ -91,7 +91,10 @@ def empty_weight(form: Quantization, layer: LayerPart) -> QuantizedWeight:
 def read_weight(
     weights: WeightSource, form: Quantization, layer: LayerPart, device: torch.device
 ) -> QuantizedWeight:
-    """Reads the part of a layer's weight to `device`. Raises ConfigError for missing tensors and other shapes."""
+    """Reads the part of a layer's weight to `device`.
+
+    Raises ConfigError for missing tensors and unexpected shapes.
+    """
     packing, block = PACKINGS[form.storage], form.block_of(layer.shape)
     scales, zeros = packing.scales(weights, form, layer, device)
     require_shape(f"{layer.name}'s scales", tuple(scales.shape), scales_shape(layer.shape, block))
@@ -129,7 +132,8 @@ def _cut(whole: torch.Tensor, place: Place, block: tuple[int, int], own: tuple[i
 
 
 class _Values(Packing):
-    """Values in their own type, beside scales, whose shape may lack dimensions of size 1."""
+    """Values in a tensor of their own type (fp8, int8), and scales in another tensor, whose shape may lack dimensions
+    of size 1."""
 
     markers: tuple[str, ...] = ("weight_scale_inv", "weight_scale")
     scale_names: tuple[str, ...] = markers
@@ -250,7 +254,7 @@ class _Awq(Packing):
 
 
 def _biased(values: torch.Tensor, form: Quantization) -> torch.Tensor:
-    """Returns unsigned values of 4 bits as they are, and of 8 bits as int8 around zero."""
+    """Returns unsigned values of 4 bits unchanged; converts unsigned values of 8 bits to int8 by subtracting 128."""
     values = values.contiguous()
     return values if form.elements == "int4" else (values ^ 128).view(torch.int8)
 

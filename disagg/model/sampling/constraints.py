@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 log = structlog.get_logger(__name__)
 
 THREADS = 4
-"""Number of an engine's side threads that compile grammars and begin answers, of those that compute masks, and of
-llguidance's own threads; llguidance releases the GIL."""
+"""Size of each of an engine's three thread pools: the threads that compile grammars and begin answers, the threads
+that compute masks, and llguidance's own threads. llguidance releases the GIL."""
 KEPT_GRAMMARS = 64
 """Number of compiled grammars that are kept for later requests; each takes up to a few megabytes."""
 Mask = npt.NDArray[np.int32]

@@ -37,7 +37,7 @@ class Quantization:
     """Type of the scales in memory."""
 
     def block_of(self, shape: tuple[int, int]) -> tuple[int, int]:
-        """Returns the block of a weight of `shape`, with all sizes."""
+        """Returns `block` for a weight of `shape`: each 0 is replaced by the weight's size."""
         return self.block[0] or shape[0], self.block[1] or shape[1]
 
     def least_cut(self, inputs: int) -> int:

@@ -24,8 +24,8 @@ class MLPParts:
     row: str
     """The layer whose inputs are the inner elements."""
     adapters: str = ""
-    """List of pairs of linear layers, the second of which computes the outputs of a layer in `columns`, too. Other
-    modules of the list are ignored."""
+    """Name of a list of pairs of linear layers. The second layer of a pair has the same outputs as a layer in
+    `columns`, so its outputs are divided too. Other modules of the list are ignored. Empty without such a list."""
 
     def layers_of(self, module: Any) -> tuple[str, ...]:
         """Returns the names of the layers whose outputs are divided, adapters included."""

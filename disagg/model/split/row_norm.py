@@ -24,7 +24,7 @@ class SplitRowRMSNorm(SummedModule):
         """`own`: the module's norm, with a whole weight on the meta device. `part`: the rank's elements. The first
         `skipped` of them belong to a lower rank too, which adds their squares.
 
-        Raises IndivisibleError for a norm of another form.
+        Raises IndivisibleError for a norm that is not in `NORMS`, or that adds 1 to its weights.
         """
         super().__init__()
         form = NORMS.get(class_name(own))

@@ -221,7 +221,8 @@ class _Sharder:
     def _check_covered(self, parent: str, parts: AttentionParts, head_dims: Container[int]) -> None:
         """Raises IndivisibleError unless each parameter is divided, whole on each rank, or as large as a head.
 
-        A vector of a module within a child, as large as a head, can belong to one head of several (StableLM).
+        Only a vector of the module or of its direct children applies to each head. A vector of this size in a deeper
+        module can belong to one of several heads (StableLM).
         """
         layers = (*parts.columns, parts.row)
         for name, parameter in self._modules[parent].named_parameters():
