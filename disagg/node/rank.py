@@ -264,7 +264,8 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
         self.compute_thread.start()
 
     def _add_host_tier(self, group: GroupInfo) -> None:
-        """Adds the second tier, as far as every rank has room; logs a warning if its size leaves no room at all."""
+        """Adds a second tier of the size for which every rank has memory. Logs a warning if the configured size, or
+        the memory that a rank could pin, is too small for one page of KV or one recurrent state."""
         manager, size = self.kv_manager, self.group_config.host_cache_bytes
         assert manager is not None, "rank 0 has the leader and the KV manager"
         pages = min(rank.host_pages for rank in group.ranks)

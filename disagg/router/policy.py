@@ -48,7 +48,7 @@ class RoutedGroup:
     """Requests ever sent to the group."""
     routers: int = 1
     """Routers with requests in the group, by its latest report. Each router counts only its own requests; where the
-    load of all routers matters, theirs are assumed to be alike."""
+    load of all routers matters, each router is assumed to have as many as this one."""
     lost: bool = False
     suspected: bool = False
     """Whether a rank of the group is silent while the group is not lost."""

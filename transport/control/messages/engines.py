@@ -26,9 +26,10 @@ class PushRequest(Message, frozen=True):
     ticket: Ticket
     dst_rank: Rank
     held: bool
-    """Whether the producer should hold the computed request already. If not held then, the producer refuses."""
+    """Whether the producer should hold the computed request already. The producer refuses a request that it should
+    hold and does not."""
     tokens: Count = 0
-    """Tokens of the prompt after which a recurrent state is needed; without such a state not used."""
+    """Number of the prompt's tokens after which a recurrent state is needed. Not used for models without one."""
 
 
 class PushCancelled(Message, frozen=True):

@@ -81,7 +81,7 @@ class ProbeRequest(Message, frozen=True):
 
 
 class ProbeAnswer(Message, frozen=True):
-    """Decode rank -> prefill rank: the probe may start, or is refused. The receiving rank runs on `host` and
+    """Decode rank -> prefill rank: the probe may start, or is refused. The decode rank runs on `host` and
     `device`."""
 
     number: ProbeNumber
