@@ -90,6 +90,9 @@ def parser(description: str) -> argparse.ArgumentParser:
         help="sliding window of six of the eight layers: several KV cache groups",
     )
     parser.add_argument(
+        "--chunked", action="store_true", help="a model of which six of eight layers attend within chunks"
+    )
+    parser.add_argument(
         "--recurrent", action="store_true", help="a model with recurrent layers: six of eight are of Mamba-2"
     )
     parser.add_argument("--graphs", action="store_true", help="without --enforce-eager")
@@ -99,6 +102,9 @@ def parser(description: str) -> argparse.ArgumentParser:
     parser.add_argument("--transport", default="auto", help="transport.backend of DisaggConnector")
     parser.add_argument("--block-size", default="", help="--block-size of the decode server")
     parser.add_argument("--policy", default="fail", help="kv_load_failure_policy")
+    parser.add_argument(
+        "--peer-timeout", type=float, default=10.0, help="control.peer_timeout_s of DisaggConnector"
+    )
     parser.add_argument("--lease", type=float, default=120.0, help="lease_s of DisaggConnector")
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--seconds", type=float, default=235.0)
@@ -129,10 +135,8 @@ class Run:
 
     def start(self) -> None:
         model, keys = self.out / "model", self.out / "keys.json"
-        if not (model / "config.json").exists() and self.options.recurrent:
-            self.ours("model", str(Path(__file__).with_name("tiny_hybrid.py")), str(model))
-        elif not (model / "config.json").exists():
-            self.ours("model", "-c", MODEL, str(model), str(self.options.window))
+        if not (model / "config.json").exists():
+            self.make_model(model)
         if not keys.exists():
             self.ours("keys", "-m", "disagg", "keys", str(keys))
         self.serve("prefill", self.options.prefill_gpu, self.options.prefill_tp, "kv_producer")
@@ -146,6 +150,15 @@ class Run:
         command = [sys.executable, "-m", "disagg", "vllm-proxy", *pair, "--port", str(port)]
         self.launch("proxy", command, {"PYTHONPATH": self.our_path}, port)
         self.wait_ready("proxy", "/v1/models")
+
+    def make_model(self, folder: Path) -> None:
+        scripts = Path(__file__).parent
+        if self.options.recurrent:
+            self.ours("model", str(scripts / "tiny_hybrid.py"), str(folder))
+        elif self.options.chunked:
+            self.ours("model", str(scripts / "tiny_chunked.py"), str(folder))
+        else:
+            self.ours("model", "-c", MODEL, str(folder), str(self.options.window))
 
     def ours(self, name: str, *arguments: str) -> None:
         log = self.out / f"{name}.log"
@@ -179,7 +192,11 @@ class Run:
         if role is not None:
             extra = {
                 "port": free_port(),
-                "control": {"host": "127.0.0.1", "key_file": str(self.out / "keys.json")},
+                "control": {
+                    "host": "127.0.0.1",
+                    "key_file": str(self.out / "keys.json"),
+                    "peer_timeout_s": options.peer_timeout,
+                },
                 "transport": {"backend": options.transport},
                 "lease_s": options.lease,
             }
@@ -221,7 +238,8 @@ class Run:
                 env=os.environ | more_env,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,
+                # Not a session: Linux shares cores among sessions first, and left one without any for seconds.
+                process_group=0,
             )
         self.urls[name] = f"http://127.0.0.1:{port}"
 

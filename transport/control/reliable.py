@@ -424,12 +424,16 @@ class Reliable:
         return True
 
     def _pardon(self, now_s: float) -> None:
-        """Extends all peer timeouts after a pause of this process, because a paused process receives nothing."""
+        """Extends all peer timeouts by the time for which this process did not run: it received nothing meanwhile.
+
+        A busy host may run the process every few seconds, and this thread before the one that reads the sockets.
+        """
         gap_s = 0.0 if self._ticked_s is None else now_s - self._ticked_s
         self._ticked_s = now_s
-        if gap_s > self._options.heartbeat_s + self._options.peer_timeout_s / 2:
+        paused_s = gap_s - self._options.heartbeat_s  # a call is due after `heartbeat_s` at the latest
+        if paused_s > self._options.heartbeat_s:
             for peer in self.known.values():
-                peer.since_s = min(now_s, peer.since_s + gap_s)
+                peer.since_s = min(now_s, peer.since_s + paused_s)
 
     def _refuse(self, envelope: Envelope) -> None:
         self.refused += 1

@@ -418,6 +418,19 @@ def test_a_pause_of_the_own_process_suspects_nobody() -> None:
         assert [event for _, event in watcher.run(109.6)] == [Suspected("b")]
 
 
+def test_a_process_that_seldom_runs_loses_only_dead_peers() -> None:
+    """A busy host runs this thread every four seconds, and lets it read the answers of `c` in every fourth turn."""
+    watcher = Watcher()
+    lost = []
+    for turn in range(1, 13):
+        watcher.pause(100.0 + 4.0 * turn)
+        if turn % 4 == 0 and watcher.streams.knows("c"):
+            watcher.hear("c")
+        watcher.streams.tick(watcher.now_s)
+        lost += [event.peer for event in watcher.events() if isinstance(event, Lost)]
+    assert lost == ["b"]
+
+
 @pytest.mark.parametrize("suspect_after_s", [float("inf"), 10.0])
 def test_without_a_shorter_time_no_peer_is_suspected(suspect_after_s: float) -> None:
     watcher = Watcher(ReliableOptions(10.0, 1.0, suspect_after_s))

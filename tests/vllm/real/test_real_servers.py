@@ -1,4 +1,4 @@
-"""Whole vLLM servers on a CPU, split by `DisaggConnector`: `make test-vllm`, in about fourteen minutes."""
+"""Whole vLLM servers on a CPU, split by `DisaggConnector`: `make test-vllm`, two to four minutes for each run."""
 
 from __future__ import annotations
 
@@ -35,14 +35,16 @@ def cpu_kernels() -> bool:
         ("on_device.py", ("--window", "100")),
         # vLLM 0.32's kernel of Mamba-2 for CPUs fails if a prompt has several blocks.
         ("on_device.py", ("--recurrent", "--vllm-arg=--block-size=1024")),
+        ("on_device.py", ("--prefill-tp", "2", "--decode-tp", "2", "--peer-timeout", "60")),
+        ("on_device.py", ("--chunked",)),
         ("under_load.py", ()),
     ],
 )
 def test_a_split_server_gives_the_tokens_of_one_server(
     script: str, options: tuple[str, ...], tmp_path: Path
 ) -> None:
-    """Also with sliding windows, with recurrent layers, and under load: clients leave, and the prefill server is
-    killed and replaced."""
+    """Also with several KV cache groups, recurrent layers and two ranks each, and under load: clients leave, and the
+    prefill server is killed and replaced."""
     if not cpu_kernels():
         pytest.skip("this build of vLLM has no kernels for a CPU and this torch")
     command = [sys.executable, str(ROOT / "tests/vllm" / script), "--cpu", "--dtype", "float32"]
