@@ -8,6 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.metrics_core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from disagg.api.live_metrics import LiveCounter, LiveHistogram
 from disagg.router.answers import SessionReport
 from disagg.router.session_events import Loss
 
@@ -83,7 +84,7 @@ class Metrics:
             registry=registry,
             buckets=COARSE_S,
         )
-        self.itl = Histogram(
+        self.itl = LiveHistogram(
             "disagg_inter_token_latency_seconds",
             "Time between two tokens of an answer",
             registry=registry,
@@ -102,7 +103,7 @@ class Metrics:
         self.prompt_tokens = Counter(
             "disagg_prompt_tokens", "Tokens of the prompts that were sent to the engine", registry=registry
         )
-        self.generated_tokens = Counter("disagg_generated_tokens", "Tokens of answers", registry=registry)
+        self.generated_tokens = LiveCounter("disagg_generated_tokens", "Tokens of answers", registry)
         self.requests = Counter(
             "disagg_requests", "HTTP requests for answers, by outcome", ["outcome"], registry=registry
         )
@@ -140,7 +141,7 @@ class Metrics:
             self.transfer_seconds.observe(report.transfer_s)
 
     @staticmethod
-    def total(metric: Counter | Gauge, **labels: str) -> float:
+    def total(metric: Counter | Gauge | LiveCounter, **labels: str) -> float:
         """Returns the sum of a metric's samples with these labels."""
         samples = (sample for family in metric.collect() for sample in family.samples)
         wanted = (

@@ -20,6 +20,8 @@ class RollingQuantiles:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._seconds: deque[tuple[int, Counter[int]]] = deque(maxlen=SPAN_S)
+        self._second, self._counts = -1, Counter[int]()
+        """The latest second with values, and its counts."""
 
     @property
     def held_s(self) -> int:
@@ -29,10 +31,12 @@ class RollingQuantiles:
     def add(self, value_s: float) -> None:
         """Adds a value in seconds."""
         second = int(self._clock())
-        if not self._seconds or self._seconds[-1][0] != second:
-            self._seconds.append((second, Counter()))
-        bucket = round(math.log(min(max(value_s, LEAST_S), MOST_S)) / WIDTH)
-        self._seconds[-1][1][bucket] += 1
+        if second != self._second:
+            self._second, self._counts = second, Counter()
+            self._seconds.append((second, self._counts))
+        if not LEAST_S <= value_s <= MOST_S:
+            value_s = min(max(value_s, LEAST_S), MOST_S)
+        self._counts[round(math.log(value_s) / WIDTH)] += 1
 
     def quantiles(self, shares: Sequence[float]) -> list[float]:
         """Returns the quantiles `shares` of the last minute's values, in seconds; 0 without values."""

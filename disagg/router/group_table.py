@@ -30,6 +30,8 @@ class _GroupView:
     suspected: list[RoutedGroup] = field(default_factory=list)
     limits: dict[str, set[SequenceLimit]] = field(default_factory=dict)
     """Limits of the groups that are not lost, by role."""
+    hash_kinds: set[tuple[int, int]] = field(default_factory=set)
+    """Kinds of the block hashes in the caches of roles with several groups."""
 
 
 class GroupTable:
@@ -109,13 +111,12 @@ class GroupTable:
         """
         return self._by_prefixes() and len(self.of(engine.group.role)) > 1
 
-    def hash_kinds(self) -> set[tuple[int, int]]:
+    def hash_kinds(self) -> Set[tuple[int, int]]:
         """Returns the kinds of block hashes, (`unit_tokens`, `switch_tokens`), of the prefix caches that the policy
         compares with a prompt."""
         if not self._by_prefixes():
             return set()
-        compared = [engines for engines in self._current().of.values() if len(engines) > 1]
-        return {tier.kind for engines in compared for engine in engines for tier in engine.tiers if tier.held}
+        return self._current().hash_kinds
 
     def _current(self) -> _GroupView:
         version = (self._dispatcher.changes, self.statuses.changes, self._changes)
@@ -132,6 +133,8 @@ class GroupTable:
             for role, engines in self._view.of.items():
                 usable = [engine for engine in engines if engine.usable]
                 self._view.usable[role] = [engine for engine in usable if not engine.suspected] or usable
+                if len(engines) > 1:
+                    self._view.hash_kinds.update(kind for engine in engines for kind in engine.hash_kinds)
         return self._view
 
     def _is_suspected(self, engine: RoutedGroup) -> bool:

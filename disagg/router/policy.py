@@ -76,9 +76,9 @@ class RoutedGroup:
         return self.held if tier == "device" else self.lower.setdefault(tier, HeldPrefixes())
 
     @property
-    def tiers(self) -> list[HeldPrefixes]:
-        """The prefixes in each known tier."""
-        return [self.held, *self.lower.values()]
+    def hash_kinds(self) -> set[tuple[int, int]]:
+        """Kinds of the block hashes in each tier that has prefixes."""
+        return {tier.kind for tier in (self.held, *self.lower.values()) if tier.held}
 
 
 @dataclass(slots=True, eq=False)

@@ -156,11 +156,18 @@ class ResponseDispatcher:
         self._pass_over(partial(self._suspected, peer, silent))
 
     def _pass_over(self, event: Callable[[], None]) -> None:
-        """Queues `event` for the loop; called on the channel's thread."""
+        """Queues `event` for the loop; called on the channel's thread.
+
+        The loop is woken at the end of the channel's turn: earlier, the loop would wait for the interpreter lock,
+        which the channel's thread holds until it has handled all messages of the turn.
+        """
         self._arrived.append(event)
         if not self._woken:
             self._woken = True
-            self._loop.call_soon_threadsafe(self._take_arrived)
+            self._control.call_soon(self._wake_loop)
+
+    def _wake_loop(self) -> None:
+        self._loop.call_soon_threadsafe(self._take_arrived)
 
     def _take_arrived(self) -> None:
         self._woken = False  # reset before `len`: a later event then wakes the loop again

@@ -41,7 +41,8 @@ class GroupStatuses:
         self._watched: dict[str, RoutedGroup] = {}
         """Group of each leader that has been asked for reports."""
         self.changes = 0
-        """Counter that increases with every change of `broken` or `has_silent_rank`, and possibly without one."""
+        """Counter that increases with every change of `broken`, `has_silent_rank` or a group's `hash_kinds`, and
+        possibly without one."""
         self.on_change: Callable[[], None] = lambda: None
         """Callback for each change of `broken` or `has_silent_rank`."""
 
@@ -113,11 +114,14 @@ class GroupStatuses:
     def _on_digest(self, leader: str, message: m.CacheDigest) -> None:
         for engine in self._engines():
             if (engine.group.leader.control_address, engine.group.name) == (leader, message.group):
+                before = engine.hash_kinds
                 try:
                     known = engine.held_in(message.tier).apply(message.digest, message.switch_tokens)
                 except ValueError as exc:
                     log.warning("digest_not_read", peer=leader, why=str(exc))
                     return
+                if engine.hash_kinds != before:
+                    self.changes += 1
                 if not known:
                     self._dispatcher.send(leader, m.Watch(self._interval_s, "all"))
 

@@ -103,6 +103,8 @@ class _StreamedPieces:
         self._waiting: list[int] = []
 
     def push(self, tokens: Sequence[int]) -> str:
+        if len(tokens) == 1:
+            return self._piece(tokens[0])
         return "".join(map(self._piece, tokens))
 
     def rest(self) -> str:
@@ -190,8 +192,6 @@ class TextStream:
         self._early = 0
         """Number of characters at the start of `_held` in which stop strings are ignored."""
         self._held = ""
-        self.text = ""
-        """All text that was returned so far."""
         self.stopped = False
         """Whether a stop string has occurred."""
         self.stop_text = ""
@@ -202,6 +202,9 @@ class TextStream:
         withheld."""
         if self.stopped:
             return ""
+        if not self._stop:
+            text = self._pieces.push(tokens)
+            return text + self._pieces.rest() if last else text
         early, late = tokens[: self._early_tokens], tokens[self._early_tokens :]
         self._early_tokens -= len(early)
         if early:
@@ -228,5 +231,4 @@ class TextStream:
     def _emit(self, count: int) -> str:
         piece, self._held = self._held[:count], self._held[count:]
         self._early = max(0, self._early - count)
-        self.text += piece
         return piece

@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from disagg.core.errors import PeerLostError
+from disagg.core.prefixes import Digest, pack_block_hashes
 from disagg.core.status import GroupStatus, RankStatus
 from disagg.core.types import GroupInfo, KVLayout, RankInfo, Shard, Span
+from disagg.router.group_table import GroupTable
 from disagg.router.policy import RoutedGroup
 from disagg.router.status import GroupStatuses
 from transport.control import messages as m
@@ -107,3 +109,46 @@ def test_another_group_at_the_same_address_is_not_taken_for_it() -> None:
     assert statuses.latest() == (GroupStatus("decode-2", "decode"),)
     dispatcher.listeners["a"](report("decode-2", 1))
     assert statuses.latest()[0].tokens_total == 1
+
+
+class TableDispatcher(StatusDispatcher):
+    """No peer is lost."""
+
+    changes = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lost: set[str] = set()
+        self.suspected: set[str] = set()
+
+
+def test_kinds_of_hashes_follow_the_digests() -> None:
+    """The kinds are cached until a digest changes those of its group."""
+    dispatcher = TableDispatcher()
+    table = GroupTable(dispatcher, lambda: True)  # type: ignore[arg-type]
+    for name in ("prefill", "prefill-2", "decode"):
+        table.add(engine(name, name).group)
+    table.statuses.renew(1.0)
+
+    def hears(
+        name: str, since: int | None, added: list[int], removed: list[int], unit_tokens: int = 16
+    ) -> None:
+        digest = Digest(
+            since, (since or 0) + 1, unit_tokens, pack_block_hashes(added), pack_block_hashes(removed)
+        )
+        dispatcher.listeners[name](m.CacheDigest(name, digest, switch_tokens=7))
+
+    assert table.hash_kinds() == set()
+    hears("decode", None, [5], [])
+    assert table.hash_kinds() == set(), "the only decode group: no prefixes are compared"
+    hears("prefill-2", None, [5], [])
+    assert table.hash_kinds() == {(16, 7)}
+    hears("prefill", None, [5, 6], [], unit_tokens=32)
+    assert table.hash_kinds() == {(16, 7), (32, 7)}
+    before = table.statuses.changes
+    hears("prefill", 1, [8], [5], unit_tokens=32)
+    assert table.statuses.changes == before, "the same kinds: the cached groups stay"
+    hears("prefill", 2, [], [6, 8], unit_tokens=32)
+    assert table.hash_kinds() == {(16, 7)}, "a cache without prefixes is not compared"
+    table.pop("prefill-2")
+    assert table.hash_kinds() == set()

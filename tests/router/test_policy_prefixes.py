@@ -50,7 +50,7 @@ def holds(
 
 
 def asking(prompt: range, *engines: RoutedGroup, session: str = "", salt: str = "") -> RoutingRequest:
-    kinds = {held.kind for e in engines for held in e.tiers if len(held)}
+    kinds = {kind for e in engines for kind in e.hash_kinds}
     block_hashes = {
         (unit, switch): PrefixKey.of(prompt, salt, switch).block_hashes(unit) for unit, switch in kinds
     }

@@ -30,7 +30,10 @@ class Channel(ControlChannel):
     def _none(self, *_: Any, **__: Any) -> Any:
         """Does nothing."""
 
-    send = cork = uncork = watch = forget = call_soon = statistics = check = close = _none
+    send = cork = uncork = watch = forget = statistics = check = close = _none
+
+    def call_soon(self, callback: Callable[[], None]) -> None:
+        callback()
 
 
 class CountedLoop:
@@ -73,6 +76,27 @@ def test_one_wake_up_takes_all_messages_in_order() -> None:
         channel.handler("leader", steps[0])
         await asyncio.sleep(0)
         assert dispatcher.unclaimed == 2
+
+    asyncio.run(main())
+
+
+def test_the_loop_is_woken_at_the_end_of_the_channel_s_turn() -> None:
+    async def main() -> None:
+        class Turn(Channel):
+            def call_soon(self, callback: Callable[[], None]) -> None:
+                calls.append(callback)
+
+        calls: list[Callable[[], None]] = []
+        channel, loop = Turn(), CountedLoop()
+        dispatcher = ResponseDispatcher(channel, loop)  # type: ignore[arg-type]
+        dispatcher.start()
+        for _ in range(3):
+            channel.handler("leader", m.Released(ONE))
+        assert (len(calls), loop.wakes) == (1, 0), "the channel still handles messages"
+        calls.pop()()
+        assert loop.wakes == 1
+        await asyncio.sleep(0)
+        assert dispatcher.unclaimed == 3
 
     asyncio.run(main())
 

@@ -34,7 +34,10 @@ class Channel(ControlChannel):
     def _none(self, *_: Any, **__: Any) -> Any:
         """Does nothing."""
 
-    send = cork = uncork = watch = forget = call_soon = statistics = check = close = _none
+    send = cork = uncork = watch = forget = statistics = check = close = _none
+
+    def call_soon(self, callback: Callable[[], None]) -> None:
+        callback()
 
 
 class Loop:

@@ -87,40 +87,35 @@ class ReliableOptions:
     """Silence after which a watched peer is suspected; no effect unless shorter than `peer_timeout_s`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Delivered:
+class Delivered(msgspec.Struct, frozen=True):
     """Event: the next message of a stream."""
 
     peer: str
     body: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Lost:
+class Lost(msgspec.Struct, frozen=True):
     """Event: a peer was lost. No message of the peer's old streams is delivered afterwards."""
 
     peer: str
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Met:
+class Met(msgspec.Struct, frozen=True):
     """Event: a watched peer is reachable in both directions. Occurs once, and once more after each loss of the
     peer."""
 
     peer: str
 
 
-@dataclass(frozen=True, slots=True)
-class Suspected:
+class Suspected(msgspec.Struct, frozen=True):
     """Event: a watched peer has been silent for `suspect_after_s`. `Heard` or `Lost` follows, unless the peer is
     forgotten."""
 
     peer: str
 
 
-@dataclass(frozen=True, slots=True)
-class Heard:
+class Heard(msgspec.Struct, frozen=True):
     """Event: a suspected peer has sent an envelope."""
 
     peer: str
@@ -245,20 +240,24 @@ class Reliable:
         if now_s - self._heard_s > self._probe_s:
             self._resumed_s = now_s
         peer.since_s, peer.probed_s, self._heard_s = now_s, None, now_s
+        sooner = peer.suspected
+        """Whether work may be due earlier than before. Most envelopes only postpone work."""
         if peer.suspected:
             peer.suspected = False
             self.events.append(Heard(peer.name))
         if envelope.ack_of == peer.stream:
-            self._acknowledged(peer, envelope.ack, now_s)
+            sooner |= self._acknowledged(peer, envelope.ack, now_s)
             if peer.watched and not peer.met:
                 self.events.append(Met(peer.name))
             peer.met = True
         if envelope.seq:
             self._take(peer, envelope)
-            peer.ack_at_s = now_s + ACK_DELAY_S if peer.ack_at_s is None else peer.ack_at_s
+            if peer.ack_at_s is None:
+                peer.ack_at_s, sooner = now_s + ACK_DELAY_S, True
         if envelope.flags & PING:
-            peer.ack_at_s = now_s
-        self._look_in_time(peer)
+            peer.ack_at_s, sooner = now_s, True
+        if sooner:
+            self._look_in_time(peer)
 
     def tick(self, now_s: float) -> float:
         """Does all work that is due at `now_s`. Returns the time by which `tick` must be called again."""
@@ -443,17 +442,25 @@ class Reliable:
             (envelope.source, Envelope(self._address, newest, 0, 1, 0, envelope.stream, RESET))
         )
 
-    def _acknowledged(self, peer: _StreamPeer, ack: int, now_s: float) -> None:
-        if peer.unacknowledged and peer.unacknowledged[0][0] <= ack:
-            peer.resend_at_s, peer.resend_after_s = now_s + FIRST_RESEND_S, FIRST_RESEND_S
+    def _acknowledged(self, peer: _StreamPeer, ack: int, now_s: float) -> bool:
+        """Drops the messages up to `ack`; returns whether there were any. The next retransmission then has its
+        shortest delay again."""
+        if not peer.unacknowledged or peer.unacknowledged[0][0] > ack:
+            return False
+        peer.resend_at_s, peer.resend_after_s = now_s + FIRST_RESEND_S, FIRST_RESEND_S
         while peer.unacknowledged and peer.unacknowledged[0][0] <= ack:
             peer.unacknowledged_bytes -= len(peer.unacknowledged.popleft()[1])
+        return True
 
     def _take(self, peer: _StreamPeer, envelope: Envelope) -> None:
         if envelope.seq <= peer.delivered or envelope.seq in peer.early:
             self.duplicates += 1
             return
         if envelope.seq > peer.delivered + MAX_EARLY:
+            return
+        if envelope.seq == peer.delivered + 1 and not peer.early:
+            peer.delivered += 1
+            self.events.append(Delivered(peer.name, envelope.body))
             return
         peer.early[envelope.seq] = envelope.body
         while (body := peer.early.pop(peer.delivered + 1, None)) is not None:

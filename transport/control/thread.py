@@ -44,10 +44,11 @@ class TurnPace:
     """Limits the rate of a thread's turns (loop iterations), so that under load each turn handles more frames.
 
     Bursts of up to `burst` turns are not delayed, so a thread with less than one turn per `interval_s` never waits.
-    Routers limit their turns, because each turn wakes the event loop, which costs more than handling a message.
+    Routers limit their turns, because each turn wakes this thread and the event loop, which costs more than handling
+    a message.
     """
 
-    def __init__(self, interval_s: float = 0.001, burst: int = 8) -> None:
+    def __init__(self, interval_s: float = 0.002, burst: int = 8) -> None:
         self._interval_s, self._burst = interval_s, burst
         self._credit, self._counted_s = float(burst), 0.0
 
@@ -221,12 +222,13 @@ class ThreadedControl(ControlChannel):
                     continue
                 if self._closing.is_set():
                     due_s = min(due_s, self._linger_until_s)
+                # Pause before waiting: afterwards the frames of the next turn are there, and `_wait` need not sleep.
+                if self._pace is not None and (pause_s := self._pace.pause_s(self._clock())):
+                    time.sleep(pause_s)
                 self._waits = True  # set before the check below: work that is added later wakes the thread
                 if not self._work and not self._calls:
                     self._wait(max(0.0, min(due_s - self._clock(), 1.0)))
                 self._waits = False
-                if self._pace is not None and (pause_s := self._pace.pause_s(self._clock())):
-                    time.sleep(pause_s)
         finally:
             self._released()
 

@@ -178,13 +178,15 @@ class ZmqControl(ThreadedControl):
         for router in self._doors.routers:
             for _ in range(RECEIVE_BATCH):
                 try:
-                    frames = router.recv_multipart(zmq.NOBLOCK)
+                    router.recv(zmq.NOBLOCK)  # the connection's identity
                 except zmq.Again:
                     break
-                if len(frames) == 2:
-                    yield frames[1]
+                frame = router.recv(copy=False)  # whole messages arrive, so this does not block
+                if frame.more:
+                    count = 2 + len(router.recv_multipart())
+                    self._bad_frame(ProtocolError(f"a control message has 2 frames, not {count}"))
                 else:
-                    self._bad_frame(ProtocolError(f"a control message has 2 frames, not {len(frames)}"))
+                    yield frame.bytes
 
     def _wait(self, timeout_s: float) -> None:
         self._poller.poll(int(min(timeout_s, self._look_every_s()) * 1000) + 1)

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-import pytest
+import threading
+from collections.abc import Iterable
 
-from transport.control.thread import TurnPace
+import pytest
+from conditions import until
+
+from transport.control.reliable import Envelope, ReliableOptions
+from transport.control.thread import ThreadedControl, TurnPace
 
 INTERVAL_S, BURST = 0.001, 4
 
@@ -34,3 +39,34 @@ def test_credit_of_a_pause_is_bounded() -> None:
     pace = TurnPace(INTERVAL_S, BURST)
     pace.pause_s(0.0)
     assert [pace.pause_s(60.0) for _ in range(BURST + 1)][-1] == pytest.approx(INTERVAL_S)
+
+
+def test_a_paced_thread_pauses_before_it_waits_for_frames() -> None:
+    """While it pauses, frames arrive: then the wait ends at once."""
+    order: list[str] = []
+
+    class Noted(TurnPace):
+        def pause_s(self, now_s: float) -> float:
+            order.append("pause")
+            return 0.0
+
+    class Silent(ThreadedControl):
+        def _transmit(self, peer: str, envelope: Envelope) -> None: ...
+
+        def _frames(self) -> Iterable[bytes]:
+            order.append("turn")
+            return ()
+
+        def _wait(self, timeout_s: float) -> None:
+            order.append("wait")
+            woken.wait(timeout_s)
+
+        def _wake(self) -> None:
+            woken.set()
+
+    woken = threading.Event()
+    channel = Silent("here", ReliableOptions(heartbeat_s=0.001), pace=Noted())
+    channel.start(lambda peer, message: None, lambda peer: None)
+    until(lambda: len(order) >= 9)
+    channel.close()
+    assert order[:9] == ["turn", "pause", "wait"] * 3
