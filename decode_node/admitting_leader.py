@@ -233,10 +233,11 @@ class AdmittingLeader(ReservingLeader):
     def _require_tail(self, message: m.Reserve) -> None:
         """Raises `InvalidRequestError` for a prompt whose tail this group cannot compute."""
         self._require_local(message)
-        if message.answered or message.after is not None or message.tail_tokens >= len(message.prompt):
+        most = min(self._scheduler.tail_tokens, len(message.prompt) - 1)
+        if message.answered or message.after is not None or message.tail_tokens > most:
             raise InvalidRequestError(
-                f"a tail of {message.tail_tokens} tokens is not possible: only a new request is divided, and at "
-                f"least one token of the prompt ({len(message.prompt)} tokens) must be sent"
+                f"a tail of {message.tail_tokens} tokens is not possible: only a new request is divided, and the "
+                f"tail of this prompt has at most {most} tokens in this decode group"
             )
 
     def _require_admissible(self, known: DecodeRequest | None, message: m.Reserve) -> None:

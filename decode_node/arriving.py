@@ -34,7 +34,7 @@ class ArrivingLayers:
     ) -> None:
         """`missing_bytes`: bytes of each layer that have not landed, by layer."""
         self._missing_bytes = dict(missing_bytes)
-        self._first = min(missing_bytes)
+        self._first, self._last = min(missing_bytes), max(missing_bytes)
         self._clock, self._left_s = clock, limit_s
         self._ended = self._late = self._void = False
         self._waiting = False
@@ -84,7 +84,7 @@ class ArrivingLayers:
 
     def before_all(self) -> None:
         """Waits until all layers have landed."""
-        self._wait(max(self._missing_bytes, default=self._first))
+        self._wait(self._last)
 
     def before_layer(self, layer: int) -> None:
         """Waits until `layer`, and all layers before it, have landed. Call it before the layer reads its KV."""

@@ -77,6 +77,11 @@ class DecodeLeader(AdmittingLeader):
         """Tokens of a step in which the group computes prompts of new requests itself; 0: it never does."""
         return self._scheduler.local_prefill_tokens
 
+    @property
+    def tail_tokens(self) -> int:
+        """See `RankInfo.tail_tokens`."""
+        return self._scheduler.tail_tokens
+
     def sample(self, plan: StepPlan, logits: torch.Tensor) -> SampledStep:
         """Launches the sampling of the latest plan's next tokens on the device; `commit` reads these tokens.
 

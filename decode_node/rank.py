@@ -23,7 +23,7 @@ from disagg.kv.page_tables import PageTables
 from disagg.node.device import record_event
 from disagg.node.kv_manager import KVManager
 from disagg.node.links import Link, make_link
-from disagg.node.local_prefill import local_prefill_tokens
+from disagg.node.local_prefill import local_prefill_tokens, tail_tokens
 from disagg.node.plan import StepPlan, Swap
 from disagg.node.rank import RankNode
 from disagg.node.sampled_steps import SampledSteps
@@ -74,6 +74,7 @@ class DecodeRank(RankNode[DecodeConfig, DecodeLeader, SegmentReceiver]):
             state_interval_tokens=group.state_interval_tokens,
             watermark=group.watermark,
             local_prefill_tokens=local_prefill_tokens(self.config, group, self.runner),
+            tail_tokens=tail_tokens(self.config, group, self.runner),
             has_kv=spec.has_attention,
         )
         scheduler = DecodeScheduler(kv_manager, options)

@@ -147,6 +147,8 @@ class SegmentReceiver:
                 self._tickets.refuse(ticket, TransportError(f"cannot receive for {ticket.key}: {exc}"))
                 return
             self._tickets.open[ticket.number] = incoming
+            if incoming.arriving is not None:
+                self._tickets.arriving[ticket.number] = incoming.arriving
         self._tickets.opened(ticket)
 
     def _make_incoming(self, message: m.OpenReceive, link: Link) -> IncomingTransfer:
@@ -167,7 +169,6 @@ class SegmentReceiver:
         incoming = IncomingTransfer(ticket, by_class, states, coverage, sources)
         if message.is_head:
             incoming.arriving = ArrivingLayers(coverage.bytes_by_layer(), self._context.clock)
-            self._tickets.arriving[ticket.number] = incoming.arriving
         return incoming
 
     def arriving(self, ticket: int) -> ArrivingLayers | None:

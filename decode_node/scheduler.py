@@ -101,6 +101,11 @@ class DecodeScheduler:
         name); 0: it never does."""
         return self._options.local_prefill_tokens
 
+    @property
+    def tail_tokens(self) -> int:
+        """See `RankInfo.tail_tokens`."""
+        return self._options.tail_tokens
+
     def prefill_here(self, request: DecodeRequest) -> None:
         """Starts an admitted request whose prompt this group computes, in chunks beside the running requests.
 

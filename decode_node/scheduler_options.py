@@ -34,5 +34,7 @@ class SchedulerOptions:
     """Share of the pages that an admission leaves free."""
     local_prefill_tokens: int = 0
     """Tokens of a step that computes prompts of new requests, one of each running sequence included."""
+    tail_tokens: int = 0
+    """See `RankInfo.tail_tokens`."""
     has_kv: bool = True
     """False for a model without attention: only the recurrent state lands, and a request has a single page."""

@@ -58,7 +58,7 @@ def router_counters(
         ),
         RouterCounter(
             "disagg_local_prefills",
-            "Prompts that a decode group got to compute itself, by reason; with `split` only their second half",
+            "Prompts that a decode group got to compute itself, by reason; with `split` only their end",
             "reason",
             local_prefills,
             ("queue", "no_prefill_group", "split"),

@@ -416,6 +416,9 @@ class RankInfo(msgspec.Struct, frozen=True):
     local_prefill_tokens: int = 0
     """Tokens of a step in which the decode group computes prompts itself on request; 0: it never does. Set on a
     leader."""
+    tail_tokens: int = 0
+    """Largest number of a prompt's last tokens that the decode group computes while a prefill group computes the
+    others; 0: it never does. Set on a leader."""
 
 
 class GroupInfo(msgspec.Struct, frozen=True):

@@ -246,6 +246,11 @@ class Leader(ABC):
         """Tokens of a step in which a decode group computes prompts of new requests itself; 0: it never does."""
         return 0
 
+    @property
+    def tail_tokens(self) -> int:
+        """See `RankInfo.tail_tokens`."""
+        return 0
+
     @abstractmethod
     def link(self, other: GroupInfo) -> None:
         """Links this group with `other`, so that requests can move from one group to the other."""

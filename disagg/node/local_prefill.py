@@ -32,6 +32,19 @@ def local_prefill_tokens(config: Config, group: GroupConfig, runner: ModelRunner
     return automatic if wanted is None else wanted
 
 
+def tail_tokens(config: Config, group: GroupConfig, runner: ModelRunner) -> int:
+    """Returns the most tokens of a prompt's tail that `group` computes in one step, while a prefill group computes
+    the head; 0 if it never does.
+
+    The KV of a head must not depend on the prompt's length, as it does with rotary frequencies that change with
+    length (`ModelSpec.rope_switch_tokens`) and with sparse layers. And layers must be computed in the order of their
+    numbers, which several classes of layers are not.
+    """
+    spec = runner.spec
+    plain = len(spec.layout.classes) == 1 and not (spec.rope_switch_tokens or spec.cache_refused)
+    return group.chunk_tokens if plain and local_prefill_tokens(config, group, runner) else 0
+
+
 def _obstacle(config: Config, group: DecodeConfig, runner: ModelRunner) -> str:
     """Returns why prompts must be computed by a prefill group; empty if they need not."""
     spec = runner.spec

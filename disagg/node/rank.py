@@ -247,6 +247,7 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
             *self.cache_controller.counts,
             page_server=self.sharing.server if self.sharing is not None else None,
             local_prefill_tokens=self.leader.local_prefill_tokens if self.leader is not None else 0,
+            tail_tokens=self.leader.tail_tokens if self.leader is not None else 0,
         )
 
     def join(self, group: GroupInfo) -> None:

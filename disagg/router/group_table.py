@@ -41,9 +41,13 @@ class GroupTable:
     reports and this table each count their changes; the cached view is computed again when a count differs.
     """
 
-    def __init__(self, dispatcher: ResponseDispatcher, by_prefixes: Callable[[], bool]) -> None:
-        """`by_prefixes` returns whether the router's policy compares cached prefixes."""
+    def __init__(
+        self, dispatcher: ResponseDispatcher, by_prefixes: Callable[[], bool], *, also_single: bool = False
+    ) -> None:
+        """`by_prefixes` returns whether the router's policy compares cached prefixes. `also_single`: whether the
+        prefixes of a role's only group are of use, too."""
         self._dispatcher, self._by_prefixes = dispatcher, by_prefixes
+        self._fewest = 0 if also_single else 1
         self._engines: dict[str, RoutedGroup] = {}
         self._changes = 0
         self.statuses = GroupStatuses(dispatcher, self.living, self.compares)
@@ -107,9 +111,10 @@ class GroupTable:
     def compares(self, engine: RoutedGroup) -> bool:
         """Returns whether the policy compares cached prefixes of this group.
 
-        The policy must be prefix-aware, and the role must have another group.
+        The policy must be prefix-aware, and the role must have another group, unless prompts are divided by what
+        groups have cached.
         """
-        return self._by_prefixes() and len(self.of(engine.group.role)) > 1
+        return self._by_prefixes() and len(self.of(engine.group.role)) > self._fewest
 
     def hash_kinds(self) -> Set[tuple[int, int]]:
         """Returns the kinds of block hashes, (`unit_tokens`, `switch_tokens`), of the prefix caches that the policy
@@ -133,7 +138,7 @@ class GroupTable:
             for role, engines in self._view.of.items():
                 usable = [engine for engine in engines if engine.usable]
                 self._view.usable[role] = [engine for engine in usable if not engine.suspected] or usable
-                if len(engines) > 1:
+                if len(engines) > self._fewest:
                     self._view.hash_kinds.update(kind for engine in engines for kind in engine.hash_kinds)
         return self._view
 

@@ -22,7 +22,8 @@ SLACK = 16
 SESSION_LOAD = 1.25
 """Largest load of a group that keeps its client sessions, relative to the mean load (c of Mirrokni et al.)."""
 _TILE_TOKENS = 64
-"""Heads of divided prompts end at a multiple: whole pages for the prefix cache, whole tiles of matrix products."""
+"""Heads of divided prompts end at a multiple: whole pages for the prefix cache, whole tiles of matrix products. Tails
+have at least as many tokens."""
 MOVE_MARGIN = 1.5
 """Factor by which a prefill group must be expected sooner than the decode group in which a prompt waits, so that the
 prompt moves."""
@@ -49,6 +50,8 @@ class RoutedGroup:
     routers: int = 1
     """Routers with requests in the group, by its latest report. Each router counts only its own requests; where the
     load of all routers matters, each router is assumed to have as many as this one."""
+    others_use: bool = False
+    """Whether the group's latest report counts a router that is not this one."""
     lost: bool = False
     suspected: bool = False
     """Whether a rank of the group is silent while the group is not lost."""
@@ -321,20 +324,22 @@ class SplitPrompts:
     def tail_tokens(self, prefill: RoutedGroup, decode: RoutedGroup, request: RoutingRequest) -> int:
         """Returns the number of the prompt's last tokens that `decode` is to compute; 0: `prefill` computes all.
 
-        Half of the tokens that `prefill` has to compute, because the tail's attention is longer, but the groups begin
-        one after the other. Neither group may have requests of any router: answers would wait for the tail's step,
-        and this step for other prompts.
+        At most half of the tokens that `prefill` has to compute, and what `decode` computes in one step, which begins
+        with the last chunk of `prefill`. Neither group may have requests of any router: answers would wait for the
+        tail's step, and this step for other prompts. A prompt of which `decode` has cached more is not divided: it
+        would compute the tail, which may be cached, again.
         """
-        if not self.least_tokens or not request.may_be_local or prefill is decode:
+        most = decode.group.leader.tail_tokens
+        if not (self.least_tokens and most and request.may_be_local) or prefill is decode:
             return 0
-        busy = prefill.requests or decode.requests or max(prefill.routers, decode.routers) > 1
-        if busy or not decode.group.leader.local_prefill_tokens:
+        if prefill.requests or decode.requests or prefill.others_use or decode.others_use:
             return 0
-        missing = request.missing_tokens(prefill)
-        if missing < self.least_tokens:
+        missing = request.cost(prefill).missing
+        if missing < self.least_tokens or request.cost(decode).missing < missing:
             return 0
-        head = (request.tokens - missing // 2) // _TILE_TOKENS * _TILE_TOKENS
-        return request.tokens - head if request.tokens - missing < head < request.tokens else 0
+        head = -(-(request.tokens - min(most, missing // 2)) // _TILE_TOKENS) * _TILE_TOKENS
+        tail_tokens = request.tokens - head
+        return tail_tokens if tail_tokens >= _TILE_TOKENS else 0
 
 
 def local_cost(decode: RoutedGroup, added: int = 0) -> float:

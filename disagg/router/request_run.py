@@ -87,6 +87,8 @@ class RunContext:
     """Addresses of the leaders of the suspected groups; the router keeps the set up to date."""
     moves: PromptMoves
     """The prompts that wait in decode groups."""
+    stop_dividing: Callable[[], None]
+    """Callback after which no prompt is divided between two groups for a while."""
 
 
 @dataclass(slots=True)
@@ -141,6 +143,8 @@ class RequestRun:
                     branches = [branch.after_move()] if session.moved else []
                     pause_s = 0.0
                 except DisaggError as error:
+                    if session.tail_tokens and session.loss is not None:
+                        self.context.stop_dividing()
                     branches, pause_s = self._recover(branch, session, load, error)
                     if session.loss is not None or (session.unlinked and lost is None):
                         lost = error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence, Set
@@ -42,6 +43,8 @@ from disagg.router.suspicion import Suspicions
 from disagg.router.text import Decode
 
 DEFAULTS = RouterConfig()
+UNDIVIDED_S = 60.0
+"""Time for which no prompt is divided after an attempt with a divided prompt has failed."""
 SHUNNED_S = 5.0
 """Seconds for which the router avoids a (prefill, decode) pair after a failed transfer, if another pair exists."""
 DRAIN_PAUSE_S = 0.05
@@ -68,11 +71,14 @@ class Router:
         self._load_costs = config.host_load_cost, config.storage_load_cost
         self._local = LocalPrefill(config.local_prefill_queue_tokens, config.local_prefill_cost)
         self._split = SplitPrompts(config.split_prompt_tokens)
+        self._undivided_until_s = -math.inf
+        """Time until which no prompt is divided, because an attempt with a divided prompt has failed."""
         self.local_prefills: Counter[str] = Counter()
         """Sessions whose prompts were assigned to decode groups, since the start, by reason: `queue` if a prefill
-        group would take longer, `no_prefill_group` if none is usable, `split` if a prefill group computes the first
-        half."""
-        self._table = GroupTable(dispatcher, lambda: self.choose is prefix_aware)
+        group would take longer, `no_prefill_group` if none is usable, `split` if a prefill group computes the
+        beginning."""
+        divides = config.split_prompt_tokens > 0
+        self._table = GroupTable(dispatcher, lambda: self.choose is prefix_aware, also_single=divides)
         self._suspicions = Suspicions(dispatcher, self._table)
         self._moves = PromptMoves(self._local, self._reachable_prefills, dispatcher.call_soon)
         dispatcher.on_change = self._table.statuses.on_change = self._review
@@ -90,6 +96,7 @@ class Router:
             self._decode_groups,
             self._suspicions.leaders,
             self._moves,
+            self._stop_dividing,
         )
         self._missing_since_s: dict[str, float] = {}
         """Clock time at which each role was first seen without a usable group."""
@@ -376,10 +383,15 @@ class Router:
 
     def _tail_tokens(self, request: RoutingRequest, prefill: RoutedGroup, decode: RoutedGroup) -> int:
         """Returns how many of the prompt's last tokens `decode` is to compute, and counts a prompt with a tail."""
+        if self._clock() < self._undivided_until_s:
+            return 0
         tail_tokens = self._split.tail_tokens(prefill, decode, request)
         if tail_tokens:
             self.local_prefills["split"] += 1
         return tail_tokens
+
+    def _stop_dividing(self) -> None:
+        self._undivided_until_s = self._clock() + UNDIVIDED_S
 
     def check(self) -> None:
         """Asserts that the waiting prompts of decode groups are consistent with the groups' loads."""

@@ -81,10 +81,19 @@ class Session(SessionHandlers):
                     SessionTrigger.SUSPECTED if self._leaves(peer) else SessionTrigger.OTHER, peer
                 )
             case PeerLostError() if peer in self.involved:
+                if self._is_head_done(peer):
+                    self.involved.discard(peer)
+                    return self.step(SessionTrigger.OTHER)
                 lost = SessionTrigger.PREFILL_LOST if self.is_prefill(peer) else SessionTrigger.DECODE_LOST
                 return self.step(lost, peer)
             case _:
                 return self.step(SessionTrigger.OTHER)
+
+    def _is_head_done(self, peer: str) -> bool:
+        """Returns whether `peer` leads the prefill group of a prompt whose head it has sent; the decode group goes on
+        alone."""
+        waits = self.phase is SessionPhase.PREFILLING
+        return waits and self.tail_tokens > 0 and self.transferred and self.is_prefill(peer)
 
     def _leaves(self, peer: str) -> bool:
         """Returns whether the suspicion of the group led by `peer` has an effect on the session.
@@ -96,11 +105,11 @@ class Session(SessionHandlers):
             return True
         has_kv = self.decoded or self.transferred
         prefilled = has_kv and self.phase is SessionPhase.DECODING and self.is_prefill(peer)
-        return not prefilled and self.may_leave(self)
+        return not (prefilled or self._is_head_done(peer)) and self.may_leave(self)
 
     def _on_failed(self, peer: str, message: m.Failed) -> list[SessionAction]:
         error, prefill = _error_of(message), self.is_prefill(peer)
-        if prefill and self.decoded:  # the prefill group's work is complete
+        if prefill and (self.decoded or self._is_head_done(peer)):  # the prefill group's work is complete
             return self.step(SessionTrigger.OTHER)
         if self.phase is SessionPhase.RESERVING:
             self.no_room = not prefill and isinstance(error, BusyError)

@@ -235,6 +235,7 @@ class SessionHandlers(ABC):
             prompt_logprobs = self._prompt_logprobs()
         except RequestError as error:
             return self.step(SessionTrigger.FAILED, error)
+        self.decoded |= self.tail_tokens > 0
         self.report.ttft_s = self.report.ttft_s or self._elapsed_s()
         if self.report.cached_tokens is None:  # a later session may hit KV that the first session computed
             self.report.cached_tokens = min(message.cached_tokens, len(self.prompt))

@@ -23,7 +23,7 @@ from disagg.core.types import RequestKey, SamplingParams
 from disagg.model.chunks import PromptChunks
 from disagg.model.sampled_tokens import token_of
 from disagg.node.kv_manager import KVManager
-from disagg.node.local_prefill import local_prefill_tokens
+from disagg.node.local_prefill import local_prefill_tokens, tail_tokens
 from disagg.node.plan import StepPlan
 from transport.control import messages as m
 
@@ -46,6 +46,7 @@ def scheduler_of(
         rates=CostEstimates(1e3, 1e3),
         steps_ahead=steps_ahead,
         local_prefill_tokens=step_tokens,
+        tail_tokens=step_tokens,
     )
     return DecodeScheduler(kv_manager, options)
 
@@ -230,6 +231,27 @@ def test_where_decode_groups_compute_prompts(
         local_prefill_tokens(config, decode, runner)
 
 
+@pytest.mark.parametrize(
+    ("step_tokens", "spec", "expected"),
+    [
+        (64, {}, 256),
+        (0, {}, 0),
+        (64, {"rope_switch_tokens": 100}, 0),
+        (64, {"cache_refused": "its sparse layers choose by the prompt's length"}, 0),
+        (64, {"classes": 2}, 0),
+    ],
+)
+def test_which_groups_compute_tails(step_tokens: int, spec: dict[str, Any], expected: int) -> None:
+    decode = DecodeConfig(tp=1, local_prefill_tokens=step_tokens).sized("cpu")
+    config = Config(prefill=PrefillConfig(tp=1), decode=decode)
+    layout = SimpleNamespace(classes=(None,) * spec.pop("classes", 1))
+    facts = {"has_state": False, "whole_prompts": False, "rope_switch_tokens": 0, "cache_refused": ""} | spec
+    runner: Any = SimpleNamespace(
+        spec=SimpleNamespace(layout=layout, **facts), device=SimpleNamespace(type="cpu")
+    )
+    assert tail_tokens(config, decode, runner) == expected
+
+
 class Refusals:
     """A decode leader, and the errors that it sent."""
 
@@ -276,7 +298,7 @@ def test_other_requests_are_refused(step_tokens: int, sampling: SamplingParams, 
         (STEP_TOKENS, SamplingParams(max_tokens=4, n=2, temperature=1.0), {}, "need a prefill group"),
         (STEP_TOKENS, ANSWER, {"answered": [4]}, "only a new request is divided"),
         (STEP_TOKENS, ANSWER, {"after": RequestKey("b")}, "only a new request is divided"),
-        (STEP_TOKENS, ANSWER, {"tail_tokens": 3}, "at least one token of the prompt (3 tokens) must be sent"),
+        (STEP_TOKENS, ANSWER, {"tail_tokens": 3}, "has at most 2 tokens in this decode group"),
     ],
 )
 def test_other_prompts_are_not_divided(

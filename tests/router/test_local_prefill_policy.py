@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from disagg.core.local_prefill import FEWEST_ANSWERS_PER_PAUSE, computes_locally, pauses, slowdown
+from disagg.core.prefixes import Digest, PrefixKey, pack_block_hashes
 from disagg.core.types import PROTOCOL_VERSION, GroupInfo, KVLayout, RankInfo, SamplingParams, Shard, Span
 from disagg.router.policy import LocalPrefill, RoutedGroup, RoutingRequest, SessionLoad, SplitPrompts
 
@@ -13,7 +14,8 @@ ASKED = RoutingRequest(50, may_be_local=True)
 
 
 def group(name: str, role: str, *, able: bool = True, tokens: int = 0, local_tokens: int = 0) -> RoutedGroup:
-    rank = RankInfo(0, Shard(0, Span(0, 1), Span(0, 1)), name, b"", local_prefill_tokens=256 if able else 0)
+    shard, most = Shard(0, Span(0, 1), Span(0, 1)), 2048 if able else 0
+    rank = RankInfo(0, shard, name, b"", local_prefill_tokens=256 if able else 0, tail_tokens=most)
     layout = KVLayout(1, 1, 8, "float32")
     info = GroupInfo(name, role, PROTOCOL_VERSION, "", layout, 16, "inproc", (rank,))
     return RoutedGroup(info, tokens=tokens, local_tokens=local_tokens)
@@ -137,11 +139,16 @@ def test_other_requests_are_no_part_of_that_queue(prefill: str, decode: str) -> 
     assert (here.local_tokens, there.local_tokens) == (0, 0)
 
 
+def hold(engine: RoutedGroup, hashes: list[int]) -> None:
+    engine.held.apply(Digest(None, 1, 16, pack_block_hashes(hashes), pack_block_hashes([])))
+
+
 @pytest.mark.parametrize(
     ("tokens", "tail_tokens"),
-    [(0, 0), (199, 0), (200, 136), (256, 128), (1000, 552), (4096, 2048)],
+    [(0, 0), (199, 0), (200, 72), (256, 128), (1000, 488), (4096, 2048), (10000, 2000)],
 )
-def test_a_long_prompt_is_divided_in_the_middle_at_whole_tiles(tokens: int, tail_tokens: int) -> None:
+def test_a_long_prompt_is_divided_at_whole_tiles(tokens: int, tail_tokens: int) -> None:
+    """In the middle, but the tail is at most one step."""
     prefill, decode = group("p", "prefill"), group("d", "decode")
     rule, request = SplitPrompts(200), RoutingRequest(tokens, may_be_local=True)
     assert rule.tail_tokens(prefill, decode, request) == tail_tokens
@@ -159,6 +166,22 @@ def test_a_prompt_is_not_divided_beside_others_or_where_it_may_not_be() -> None:
     for busy in (prefill, decode):
         busy.requests = 1
         assert rule.tail_tokens(prefill, decode, request) == 0
-        busy.requests, busy.routers = 0, 2
-        assert rule.tail_tokens(prefill, decode, request) == 0, "another router may have requests there"
-        busy.routers = 1
+        busy.requests, busy.others_use = 0, True
+        assert rule.tail_tokens(prefill, decode, request) == 0, "another router has requests there"
+        busy.others_use = False
+
+
+def test_a_prompt_that_the_decode_group_has_cached_is_not_divided() -> None:
+    prefill, decode = group("p", "prefill"), group("d", "decode")
+    tokens = list(range(1000))
+    hashes = PrefixKey.of(tokens).block_hashes(16)
+    request = RoutingRequest(1000, may_be_local=True, block_hashes={(16, 0): hashes})
+    rule = SplitPrompts(200)
+    tail_tokens = rule.tail_tokens(prefill, decode, request)
+    assert tail_tokens == 488
+    hold(prefill, hashes[:20])
+    assert 0 < rule.tail_tokens(prefill, decode, request) < tail_tokens
+    hold(decode, hashes[:20])
+    assert rule.tail_tokens(prefill, decode, request) > 0
+    hold(decode, hashes[:40])
+    assert rule.tail_tokens(prefill, decode, request) == 0

@@ -138,7 +138,8 @@ class SimulatedRouter:
         if self.local is not None:
             request.local = computes_locally(sampling) and self.local.random() < 0.8
         if self.divides is not None and len(prompt) > 1 and computes_locally(sampling):
-            request.tail_tokens = self.divides.choice([0, 1, self.divides.randint(1, len(prompt) - 1)])
+            most = min(self.groups[1].leader.tail_tokens, len(prompt) - 1)
+            request.tail_tokens = self.divides.choice([0, 1, self.divides.randint(1, most)])
         key = RequestKey(f"r{len(self.requests)}")
         self.requests[key.request_id] = request
         self._begin(request, key, self._clock() + deadline_s, self._choose.choice([0.0, math.inf]))

@@ -133,9 +133,9 @@ class RouterConfig(Section, frozen=True):
     """Time to compute a prompt's token in a decode group, divided by the time in a prefill group."""
     split_prompt_tokens: int = 0
     """Number of tokens that the prefill group has not cached, from which both groups compute a prompt at the same
-    time: the prefill group computes and sends the first half, and the decode group computes the second half layer by
-    layer behind it. Only while neither group has other requests, and where the decode group computes prompts
-    (`decode.local_prefill_tokens`). 0: never. Not measured on a GPU yet."""
+    time: the prefill group computes and sends the beginning, and the decode group computes the end, up to a half and
+    up to `decode.chunk_tokens`, layer by layer behind it. Only while neither group has other requests, and where the
+    decode group computes prompts (`decode.local_prefill_tokens`). 0: never. Not measured on a GPU yet."""
     group_wait_s: float = 60.0
     """Longest wait of a request while no group of a required role is up, within the request's time limit."""
 
