@@ -78,6 +78,11 @@ class Channel(ABC):
             self._threads += 1
         self._run(body)
 
+    @property
+    def used_streams(self) -> set[TlsStream]:
+        """Connections that carry the channel's frames. Read it with the lock held."""
+        return self.streams
+
     def attach(self, stream: TlsStream) -> None:
         """Adds `stream` to the connections that `end` shuts. Raises `ConnectionAbortedError` when the channel has
         ended."""
@@ -96,7 +101,7 @@ class Channel(ABC):
     def follow(self, contexts: Contexts) -> None:
         """Ends the channel if any of its connections was made with keys that are no longer valid."""
         with self.state.lock:
-            if not all(stream.certificates <= contexts.trusted for stream in self.streams):
+            if not all(stream.certificates <= contexts.trusted for stream in self.used_streams):
                 self.end("the keys of this connection are no longer valid")
 
     def pending(self) -> set[Operation]:

@@ -65,6 +65,9 @@ class OutgoingChannel(Channel):
         self._pieces: deque[Send] = deque()
         self._stale: set[int] = set()
         """Lanes that must continue in new connections, with new keys."""
+        self._dialling: set[TlsStream] = set()
+        """Those of `streams` whose hello has not been sent. The keys of such a connection may be about to be retired,
+        because a dial may take two connections."""
         self._renew_at_s = 0.0
         self.fresh: TlsStream | None = None
         """The reply connection that replaces the current one."""
@@ -98,7 +101,7 @@ class OutgoingChannel(Channel):
         super().follow(contexts)
         now_s = time.monotonic()
         with self.state.lock:
-            old = any(stream.certificates - {contexts.presented} for stream in self.streams)
+            old = any(stream.certificates - {contexts.presented} for stream in self.used_streams)
             if old and not self.ended and now_s >= self._renew_at_s:
                 self._renew_at_s = now_s + RENEW_INTERVAL_S
                 self._stale.update(range(self._lanes))
@@ -180,18 +183,38 @@ class OutgoingChannel(Channel):
             self.detach(stream)
             stream = self._authenticated(contexts.presenting(theirs), deadline_s)
         try:
+            self._take_up(stream)
             stream.write(self._hello(lane).pack())
         except BaseException:
             self.detach(stream)
             raise
         return stream
 
+    def _take_up(self, stream: TlsStream) -> None:
+        """Adds a dialled connection to those that carry frames. Raises `ConnectionAbortedError` if its keys were
+        retired meanwhile."""
+        with self.state.lock:
+            self._dialling.discard(stream)
+            if not stream.certificates <= self._identities.contexts.trusted:
+                raise ConnectionAbortedError("the keys were retired while the connection was made")
+
+    @property
+    def used_streams(self) -> set[TlsStream]:
+        return self.streams - self._dialling
+
+    def detach(self, stream: TlsStream) -> None:
+        with self.state.lock:
+            self._dialling.discard(stream)
+        super().detach(stream)
+
     def _authenticated(self, contexts: Contexts, deadline_s: float) -> TlsStream:
         host, port, _ = self._address
         family, *_, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         stream = make_stream(socket.socket(family, socket.SOCK_STREAM), contexts, False)
         try:
-            self.attach(stream)
+            with self.state.lock:
+                self._dialling.add(stream)
+                self.attach(stream)
             stream.connect(where, deadline_s)
             stream.authenticate(contexts, deadline_s)
         except BaseException:

@@ -26,6 +26,7 @@ from transport.keys.ring import KeyRing
 from transport.select import make_transport
 from transport.tls.frames import EAGER_BYTES, PIECE_BYTES, REPLY_LANE, WINDOW_BYTES, WINDOW_MESSAGES
 from transport.tls.identity import Contexts, derive
+from transport.tls.outgoing import OutgoingChannel
 from transport.tls.pieces import PieceSink, PieceSource
 from transport.tls.stream import TlsStream
 from transport.tls.transport import TlsTransport
@@ -390,6 +391,27 @@ class TestRotation:
             assert isinstance(send.error, PeerLostError)
             move(a, b, MIB)
             assert connections(a) == before
+
+    def test_keys_that_change_during_a_dial_end_no_connection(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The first connection of a dial, with the old generation, does not count."""
+        ring = KeyRing(PHASES["both, old presented"])
+        make = OutgoingChannel._authenticated  # noqa: SLF001 - the connection exists only within a dial
+        mixed: list[int] = []
+
+        def replace(channel: OutgoingChannel, contexts: Contexts, deadline_s: float) -> TlsStream:
+            stream = make(channel, contexts, deadline_s)
+            if len(stream.certificates) == 2:
+                ring.replace(PHASES["new"])
+                channel.follow(Contexts([NEW]))
+                mixed.append(len(mixed))
+            return stream
+
+        monkeypatch.setattr(OutgoingChannel, "_authenticated", replace)
+        with stations(1, ring) as [b], stations(1, NEW) as [a]:
+            link(a, b)
+            move(b, a, MIB, a_name="b", b_name="a")
+            assert certificates(b) == {derive(NEW).certificate}
+        assert mixed == [0]
 
     def test_an_unknown_name_is_answered_with_what_is_presented(self) -> None:
         contexts = Contexts([OLD])
