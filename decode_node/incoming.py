@@ -140,8 +140,12 @@ class IncomingTransfer:
         return self._machine.state
 
     def advance(self, event: ReceiveTransferEvent) -> tuple[Action, ...]:
-        """Applies an event; returns the actions to perform. Raises `InvariantError` for an invalid event."""
-        return self._machine.advance(event)
+        """Applies an event; returns the actions to perform. No step waits for a transfer that is `over`. Raises
+        `InvariantError` for an invalid event."""
+        actions = self._machine.advance(event)
+        if self.over and self.arriving is not None:
+            self.arriving.end()
+        return actions
 
     @property
     def key(self) -> RequestKey:

@@ -64,10 +64,8 @@ class IncomingTickets:
 
     def _arrived(self, incoming: IncomingTransfer, arriving: ArrivingLayers, segment: Segment) -> None:
         """Lets a step of the prompt's tail go on. Reports to the leader when such a step may begin."""
-        first_landed = arriving.first_landed
-        if not arriving.landed(
-            segment
-        ):  # before `Landed`, after which the leader would use the step's result
+        first_landed, in_time = arriving.first_landed, arriving.landed(segment)
+        if not in_time:  # reported before `Landed`, after which the leader would use the step's result
             self.fail(incoming, TransportError(f"the KV of {incoming.key} arrived too late for its step"))
         elif arriving.first_landed and not first_landed and incoming.wanted:
             number, rank = incoming.ticket.number, self._context.rank
@@ -75,10 +73,7 @@ class IncomingTickets:
 
     def advance(self, incoming: IncomingTransfer, event: ReceiveTransferEvent) -> None:
         """Applies the event to the transfer, and performs the actions that follow."""
-        actions = incoming.advance(event)
-        if incoming.over and incoming.arriving is not None:
-            incoming.arriving.end()
-        for action in actions:
+        for action in incoming.advance(event):
             match action:
                 case Action.REPORT_LANDED:
                     message = m.Landed(incoming.key, incoming.ticket.number, self._context.rank)
@@ -92,10 +87,7 @@ class IncomingTickets:
 
     def fail(self, incoming: IncomingTransfer, error: DisaggError) -> None:
         """Fails a transfer and sends `RankFailed` to the leader, unless the transfer has failed or is closing."""
-        failed = Action.REPORT_FAILED in incoming.advance(ReceiveTransferEvent.FAIL)
-        if incoming.arriving is not None:
-            incoming.arriving.end()
-        if failed:
+        if Action.REPORT_FAILED in incoming.advance(ReceiveTransferEvent.FAIL):
             log.warning("transfer_failed", request=str(incoming.key), error=str(error))
             self.failed += 1
             self.refuse(incoming.ticket, error)

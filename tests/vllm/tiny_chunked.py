@@ -8,11 +8,10 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import torch
-from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, Llama4TextConfig
+from tiny_files import save_tiny
+from transformers import Llama4TextConfig
 
-from disagg.model.load.tiny import BOS_ID, EOS_ID, PAD_ID, VOCAB_SIZE, _draw_weights, byte_tokenizer
+from disagg.model.load.tiny import BOS_ID, EOS_ID, PAD_ID, VOCAB_SIZE
 
 
 def make(path: Path) -> None:
@@ -37,16 +36,7 @@ def make(path: Path) -> None:
         eos_token_id=EOS_ID,
         pad_token_id=PAD_ID,
     )
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    _draw_weights(model, 0)
-    path.mkdir(parents=True)
-    weights = {name: value.contiguous() for name, value in model.state_dict().items()}
-    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
-    model.config.architectures = [type(model).__name__]
-    model.config.interleave_moe_layer_step = 0  # vLLM reads this name; transformers reads `moe_layers`
-    model.config.save_pretrained(path)
-    model.generation_config.save_pretrained(path)
-    byte_tokenizer().save_pretrained(path)
+    save_tiny(config, path, interleave_moe_layer_step=0)  # transformers reads `moe_layers` instead
 
 
 if __name__ == "__main__":

@@ -9,11 +9,10 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import torch
-from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, GraniteMoeHybridConfig
+from tiny_files import save_tiny
+from transformers import GraniteMoeHybridConfig
 
-from disagg.model.load.tiny import BOS_ID, EOS_ID, PAD_ID, VOCAB_SIZE, _draw_weights, byte_tokenizer
+from disagg.model.load.tiny import BOS_ID, EOS_ID, PAD_ID, VOCAB_SIZE
 
 
 def make(path: Path) -> None:
@@ -40,14 +39,7 @@ def make(path: Path) -> None:
         eos_token_id=EOS_ID,
         pad_token_id=PAD_ID,
     )
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    _draw_weights(model, 0)
-    path.mkdir(parents=True)
-    save_file(model.state_dict(), path / "model.safetensors", metadata={"format": "pt"})
-    model.config.architectures = [type(model).__name__]
-    model.config.save_pretrained(path)
-    model.generation_config.save_pretrained(path)
-    byte_tokenizer().save_pretrained(path)
+    save_tiny(config, path)
 
 
 if __name__ == "__main__":
