@@ -61,12 +61,12 @@ class Chunks:
         if outgoing is None and chunk.early:
             self.early.add(chunk)
         elif outgoing is not None and outgoing.reservation == chunk.reservation:
-            self._plan(outgoing, chunk.part, chunk.positions)
+            self._plan(outgoing, chunk)
 
     def opened(self, outgoing: OutgoingTransfer) -> None:
         """Cuts the early chunks of a newly opened ticket and sends their computed layers."""
         for chunk, ready in self.early.take(outgoing.key, outgoing.reservation):
-            self._plan(outgoing, chunk.part, chunk.positions)
+            self._plan(outgoing, chunk)
             for one in ready:
                 self._move(chunk.part, one)
 
@@ -78,11 +78,11 @@ class Chunks:
         """Raises `InvariantError` if the chunks without a ticket are inconsistent."""
         self.early.check()
 
-    def _plan(self, outgoing: OutgoingTransfer, part: StepPart, positions: Span) -> None:
+    def _plan(self, outgoing: OutgoingTransfer, chunk: PlannedChunk) -> None:
         if outgoing.stopped:
             return
-        tokens = positions.intersect(Span(outgoing.ticket.tokens.start, outgoing.end))
-        segments = self._cut(outgoing, tokens)
+        tokens = chunk.positions.intersect(Span(outgoing.ticket.tokens.start, outgoing.end))
+        segments = self._cut(outgoing, tokens, chunk.awaited)
         outgoing.planned_to = max(outgoing.planned_to, tokens.stop)
         written: list[tuple[list[OutgoingSegment], RankInfo]] = []
         for peer in outgoing.link.destinations_of(self._rank):
@@ -90,7 +90,7 @@ class Chunks:
             if not items:
                 continue
             outgoing.add(peer.rank, items)
-            self._uncomputed.setdefault(part, []).extend(items)
+            self._uncomputed.setdefault(chunk.part, []).extend(items)
             if peer.control_address in outgoing.direct:
                 written.append((items, peer))
             else:
@@ -133,14 +133,16 @@ class Chunks:
                 self._mover.launch(item)
         self._mover.pump()
 
-    def _cut(self, outgoing: OutgoingTransfer, tokens: Span) -> Sequence[Segment]:
+    def _cut(self, outgoing: OutgoingTransfer, tokens: Span, awaited: bool) -> Sequence[Segment]:
         link, stop = outgoing.link, outgoing.ticket.tokens.stop
         peers = link.destinations_of(self._rank)
         unstaged = {peer.rank: NO_LIMIT for peer in peers if peer.control_address in outgoing.direct}
         if tokens.start >= stop:
             return self._cutter.cut_state(link, tokens, unstaged, first_index=len(outgoing.items))
-        starts = outgoing.ticket.starts
-        segments = self._cutter.cut(link, tokens, unstaged, first_index=len(outgoing.items), starts=starts)
+        starts, first_index = outgoing.ticket.starts, len(outgoing.items)
+        segments = self._cutter.cut(
+            link, tokens, unstaged, first_index=first_index, starts=starts, awaited=awaited
+        )
         if link.checked and unstaged and tokens.stop == stop:
             return cut_tails(segments, unstaged, CHECKED_TAIL_BYTES)
         return segments

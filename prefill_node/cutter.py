@@ -8,11 +8,15 @@ from staging.planner import group_count, plan_segments, shard_groups
 from staging.routes import Route
 from staging.wire import Wire
 
+AWAITED_GROUPS = 8
+"""Number of layer groups of KV for which a decode group waits layer by layer. The decode group begins after the first
+one of them."""
+
 
 class Cutter:
     """Cuts the chunks of one prefill rank into segments.
 
-    Owned by the transfer thread; any thread may read `groups` and call `groups_for`.
+    Owned by the transfer thread; any thread may read `groups` and `awaited_groups`, and call `groups_for`.
     """
 
     def __init__(
@@ -29,6 +33,8 @@ class Cutter:
         self._staging_bytes, self._segment_bytes = staging_bytes, segment_bytes
         self.groups: tuple[Span, ...] = shard_groups(shard, groups)
         """The finest division of this rank's layers into layer groups."""
+        self.awaited_groups: tuple[Span, ...] = shard_groups(shard, max(groups, AWAITED_GROUPS))
+        """Layer groups of KV for which a decode group waits layer by layer."""
         self.state_groups = tuple(part.layers for part in shard.states)
         """One layer group for each class of recurrent states."""
         self._most = max(min(groups, len(part.layers)) for part in shard.parts)
@@ -74,13 +80,16 @@ class Cutter:
         unstaged: dict[int, int],
         first_index: int,
         starts: tuple[int, ...] = (),
+        *,
+        awaited: bool = False,
     ) -> tuple[Segment, ...]:
         """Returns the segments that this rank sends for the positions `tokens`; their indices start at `first_index`.
 
         `unstaged`: segment size limits in bytes, by decode rank, for ranks that are written directly. `starts`: as in
-        `Ticket`.
+        `Ticket`. `awaited`: whether the decode group waits for each layer.
         """
-        groups, routes = self.groups_for(len(tokens), link), link.kv_from(self._rank)
+        groups = self.awaited_groups if awaited else self.groups_for(len(tokens), link)
+        routes = link.kv_from(self._rank)
         if not starts:
             return self._cut(link, routes, tokens, groups, unstaged, first_index)
         parts: dict[Span, list[Route]] = {}

@@ -138,7 +138,7 @@ class PrefillRank(RankNode[PrefillConfig, PrefillLeader, SegmentSender]):
             self._plan_chunk(chunk, work, work.span)
         for work in ended:
             self._plan_chunk(state, work, Span(work.span.stop, work.span.stop + 1))
-        parts, ends = self.runner.shard.parts, {group.stop for group in self.agent.groups}
+        parts, ends = self.runner.shard.parts, self._group_ends(plan)
 
         def on_layer(layer: int) -> None:
             stop = parts[0].layers.start + layer + 1
@@ -178,8 +178,15 @@ class PrefillRank(RankNode[PrefillConfig, PrefillLeader, SegmentSender]):
         self._layers_ready(part, self._all_layers, loaded.last_event)
 
     def _plan_chunk(self, part: StepPart, work: Work, positions: Span) -> None:
-        chunk = PlannedChunk(part, work.key, work.reservation, positions, work.early)
+        chunk = PlannedChunk(part, work.key, work.reservation, positions, work.early, work.awaited)
         self.transfer_loop.post(partial(self.agent.plan_chunk, chunk))
+
+    def _group_ends(self, plan: StepPlan) -> set[int]:
+        """Returns the layers before which a group of layers ends whose KV may be sent at once."""
+        groups = self.agent.groups
+        if any(work.awaited for work in plan.work):
+            groups += self.agent.cutter.awaited_groups
+        return {group.stop for group in groups}
 
     def _layers_ready(self, part: StepPart, layers: Span, event: DeviceEvent = None) -> None:
         """Reports layers with complete KV to the transfer thread.

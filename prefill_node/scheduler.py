@@ -354,6 +354,7 @@ class PrefillScheduler:
         request.planned_tokens += take
         request.steps_in_flight += 1
         request.began_early |= not request.admitted
+        last = request.planned_tokens == request.total_tokens
         saves = self._states.planned(request.states, request.block_table.row, request.planned_tokens)
         return Work(
             request.key,
@@ -363,11 +364,12 @@ class PrefillScheduler:
             tokens_at(request.prompt, request.answered, start, start + take),
             len(request.prompt),
             request.block_table.pages if start == request.block_table.cached_tokens else [],
-            last=request.planned_tokens == request.total_tokens,
+            last=last,
             early=not request.admitted,
             saves=saves,
             likeliest=request.sampling.prompt_logprobs,
             next_token=token_after(request.prompt, request.planned_tokens),
+            awaited=request.is_head and last,
         )
 
     def _settle(self, request: PrefillRequest) -> None:

@@ -36,3 +36,5 @@ class PlannedChunk(NamedTuple):
     positions: Span
     early: bool = False
     """Whether the request had no ticket when the step was planned."""
+    awaited: bool = False
+    """Whether the decode group waits for each layer of the positions (`Work.awaited`)."""

@@ -46,6 +46,9 @@ class Work(msgspec.Struct, frozen=True, array_like=True):
     """Number of most probable tokens to report with each prompt token; None: no log-probabilities of the prompt."""
     next_token: int = -1
     """The prompt's token after the span, for `likeliest`; -1 at the prompt's end."""
+    awaited: bool = False
+    """Whether the decode group computes the positions behind this work and waits for each layer of it, so that KV is
+    sent after few layers at a time."""
 
     @property
     def span(self) -> Span:

@@ -32,7 +32,7 @@ from disagg.node.host_memory import (
     automatic_host_cache,
     available_bytes,
 )
-from disagg.node.local_prefill import local_prefill_tokens
+from disagg.node.local_prefill import local_prefill_tokens, tail_tokens
 from disagg.node.prefix_caching import configured_host_cache, has_third_tier, repeats_pool
 from disagg.node.rank import RankNode
 from disagg.node.rank_records import Rendezvous, Started
@@ -138,6 +138,9 @@ def _record(config: Config, runner: ModelRunner, group: GroupConfig, role: str) 
         runner.record_pieces(group.chunk_tokens, group.decode_batch)
     elif step_tokens := local_prefill_tokens(config, group, runner):
         runner.record_mixed(mixed_sizes(step_tokens, group.decode_batch))
+        tail = tail_tokens(config, group, runner) if config.router.split_prompt_tokens else 0
+        if tail:  # tails of prompts that both groups compute
+            runner.record_pieces(tail, 0)
 
 
 def with_host_cache(

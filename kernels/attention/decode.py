@@ -41,9 +41,12 @@ programs end at once."""
 _LEAST_SPLIT_TOKENS = ((1.4, 4096), (0.73, 640), (0.36, 128), (0.0, 64))
 """Minimum tokens of a split, by the number of programs per multiprocessor before any context is split. Measured on an
 H200 with 1 to 128 sequences of 576 and 2,048 tokens."""
-_MANY_PROGRAMS = 6.0
-"""Number of programs per multiprocessor from which small tiles are faster, because more programs run in parallel."""
-_SOME_PROGRAMS = (0.73, 2.5)
+_STAGES_OF_MANY = ((11.0, 3), (8.0, 2), (5.0, 3))
+"""Numbers of programs per multiprocessor from which small tiles are faster, with their pipeline stages. A
+multiprocessor runs 5 programs with other tiles at the same time, 8 with small tiles of three stages, and 11 of two:
+a few programs more would run alone at the end. Measured on an H200 with heads of 128 and contexts of 256 to 2,048
+tokens."""
+_SOME_PROGRAMS = (0.73, 3.0)
 """Numbers of programs per multiprocessor for which large tiles are faster: each multiprocessor runs one or two
 programs, whose loads ahead must keep the memory busy."""
 _MAX_GROUP_ROWS = {torch.float32: 16}
@@ -74,8 +77,9 @@ def tile_of(
     if dtype == torch.float32:  # no tensor cores
         return DecodeTile(tokens=16, stages=2)
     if element_bytes == 2 and head_dim <= 128:
-        if load >= _MANY_PROGRAMS:
-            return DecodeTile(tokens=32, warps=2, stages=3)
+        for programs, stages in _STAGES_OF_MANY:
+            if load >= programs:
+                return DecodeTile(tokens=32, warps=2, stages=stages)
         large = 2 * element_bytes * _LARGE_TILE.tokens * head_dim * _LARGE_TILE.stages  # K and V
         if _SOME_PROGRAMS[0] <= load < _SOME_PROGRAMS[1] and room_bytes >= 1.25 * large:
             return _LARGE_TILE

@@ -67,6 +67,18 @@ def test_layer_groups_follow_from_bytes_on_the_wire() -> None:
         assert len(made.groups_for(tokens, link(dtype))) == groups, (tokens, dtype)
 
 
+def test_layers_that_a_decode_group_waits_for_leave_in_more_groups() -> None:
+    shard, to = Shard(0, Span(0, LAYOUT.layers), Span(0, LAYOUT.kv_heads)), link("bfloat16")
+    made = Cutter(0, shard, 2, 1 << 20, 1 << 20, FREE)
+    made.link(to)
+    usual, awaited = (
+        made.cut(to, Span(0, 4), {}, awaited=awaited, first_index=3) for awaited in (False, True)
+    )
+    assert [segment.layers for segment in usual] == [Span(0, 4), Span(4, 8)]
+    assert [segment.layers for segment in awaited] == [Span(layer, layer + 1) for layer in range(8)]
+    assert [segment.index for segment in awaited] == [*range(3, 11)]
+
+
 def test_a_ring_that_holds_a_token_of_codes_is_large_enough() -> None:
     link("int8", ring_bytes=CELL_BYTES)
     with pytest.raises(ConfigError, match=f"has {CELL_BYTES} bytes, but one token of one layer needs 1024"):

@@ -131,11 +131,11 @@ class RouterConfig(Section, frozen=True):
     groups can compute go there."""
     local_prefill_cost: float = 2.0
     """Time to compute a prompt's token in a decode group, divided by the time in a prefill group."""
-    split_prompt_tokens: int = 0
+    split_prompt_tokens: int = 2048
     """Number of tokens that the prefill group has not cached, from which both groups compute a prompt at the same
     time: the prefill group computes and sends the beginning, and the decode group computes the end, up to a half and
     up to `decode.chunk_tokens`, layer by layer behind it. Only while neither group has other requests, and where the
-    decode group computes prompts (`decode.local_prefill_tokens`). 0: never. Not measured on a GPU yet."""
+    decode group computes prompts (`decode.local_prefill_tokens`). 0: never."""
     group_wait_s: float = 60.0
     """Longest wait of a request while no group of a required role is up, within the request's time limit."""
 

@@ -190,6 +190,10 @@ def test_tiles_by_the_number_of_programs() -> None:
     hopper, small = 227 << 10, 99 << 10
     tokens = [tile_of(torch.bfloat16, 2, 128, load, hopper).tokens for load in (0.5, 1.0, 2.4, 4.0, 7.0)]
     assert tokens == [64, 128, 128, 64, 32]
+    stages = [
+        tile_of(torch.bfloat16, 2, 128, load, hopper).stages for load in (4.9, 5.0, 7.9, 8.1, 10.9, 11.0)
+    ]
+    assert stages == [2, 3, 3, 2, 2, 3], "as many programs at the same time as the launch has, if possible"
     assert tile_of(torch.bfloat16, 2, 128, 1.0, small).tokens == 64, "the large tile does not fit"
     assert tile_of(torch.bfloat16, 2, 256, 1.0, hopper) == tile_of(torch.bfloat16, 2, 256)
     assert tile_of(torch.bfloat16, 1, 128, 1.0, hopper) == tile_of(torch.bfloat16, 1, 128)
