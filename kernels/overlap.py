@@ -27,9 +27,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from kernels.dispatch import INTERPRETED
 
 _LEAST_CAPABILITY = (9, 0)
-_LEAST_ROWS, _MOST_ELEMENTS = 2, 128 << 10
-"""Smallest number of rows, and largest number of elements of the hidden states, of the steps that are faster with
-overlapping kernels (measured on an H200). In other steps launches matter less, and cuBLAS computes more products."""
+_MOST_ELEMENTS = 128 << 10
+"""Largest number of elements of the hidden states of the steps that are faster with overlapping kernels (measured on
+an H200). In larger steps launches matter less, and cuBLAS computes more products."""
 _thread = threading.local()
 
 
@@ -45,7 +45,7 @@ def overlapping(rows: int, hidden: int) -> Iterator[None]:
     """Inside the block, kernels that this thread launches or records overlap, if a step of `rows` rows with hidden
     states of `hidden` elements is faster so."""
     before = getattr(_thread, "on", False)
-    _thread.on = rows >= _LEAST_ROWS and rows * hidden <= _MOST_ELEMENTS
+    _thread.on = rows * hidden <= _MOST_ELEMENTS
     try:
         yield
     finally:

@@ -49,7 +49,7 @@ from disagg.model.head import ModelHead
 from disagg.model.layers.few_rows import FewRowsSwitch, use_few_rows
 from disagg.model.layers.fused import fuse
 from disagg.model.layers.kept_rows import KeptRows
-from disagg.model.layers.merged import gate_few_rows, merge_projections
+from disagg.model.layers.merged import merge_projections, use_few_rows_merged
 from disagg.model.layers.quantized_check import check_products
 from disagg.model.layers.residuals import keep_rows
 from disagg.model.layers.rope import long_tokens, wrap_ropes
@@ -158,7 +158,7 @@ class ModelRunner:
 
     def _use_layer_kernels(self) -> dict[str, int]:
         """Puts kernels in place of small layers and of experts, merges projections, and lets products of few rows use
-        their kernel.
+        their kernels.
 
         Returns the number of replaced modules by kind; empty without kernels. The deterministic mode keeps
         transformers' experts, because it needs products with one order of summation.
@@ -169,7 +169,7 @@ class ModelRunner:
         counts = {"merged": merge_projections(self.model), "experts": 0}
         if not self.deterministic:
             counts["experts"] = group_experts(self.model)
-            gate_few_rows(self.model, self._few_rows)
+            use_few_rows_merged(self.model, self._few_rows)
             use_few_rows(self.model, self._few_rows)
         return counts | replaced
 

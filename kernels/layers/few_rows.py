@@ -21,7 +21,7 @@ from kernels.layers.silu_mul import gated, silu_mul_reference
 from kernels.overlap import overlap, wait_for_previous
 
 LEAST_ROWS, MOST_ROWS = 2, 64
-"""Numbers of rows for which the kernel is used. A step of one row is faster with cuBLAS, whose launches overlap."""
+"""Numbers of rows for which the kernel is used. A product of one row has a kernel of its own (`one_row`)."""
 DTYPES = (torch.bfloat16, torch.float16)
 _CAPABILITY = (9, 0)
 """The GPU generation on which the tiles were measured."""
@@ -69,18 +69,32 @@ def tile_of(rows: int, columns: int, gated: bool) -> FewRowsTile:
     return FewRowsTile(64, 128, splits=2, stages=5)
 
 
+def is_for_hopper(weight: torch.Tensor) -> bool:
+    """Returns whether `weight` has the type and the layout that the kernels of few rows and of one row need, on a GPU
+    of the generation on which they were measured."""
+    plain = weight.dim() == 2 and weight.is_contiguous() and weight.dtype in DTYPES and weight.is_cuda
+    if not plain or torch.cuda.get_device_capability(weight.device) != _CAPABILITY:
+        return False
+    return weight.data_ptr() % _ALIGNMENT_BYTES == 0 and backend(weight.device) == "triton"
+
+
 def most_rows_of(weight: torch.Tensor, *, gated: bool = False) -> int:
     """Returns the largest number of rows for which the kernel was measured to be faster than cuBLAS, for a weight of
     this size and type on this device; 0: none.
     """
-    plain = weight.dim() == 2 and weight.is_contiguous() and weight.dtype in DTYPES and weight.is_cuda
-    if not plain or torch.cuda.get_device_capability(weight.device) != _CAPABILITY:
-        return 0
-    aligned = weight.data_ptr() % _ALIGNMENT_BYTES == 0 and backend(weight.device) == "triton"
-    if not aligned or weight.shape[1] % _STEP or not (gated or weight.shape[0] in _COLUMNS):
+    if not is_for_hopper(weight) or weight.shape[1] % _STEP or not (gated or weight.shape[0] in _COLUMNS):
         return 0
     long = _LONG_SUM_OF_FEW if weight.shape[0] <= _FEW_COLUMNS else _LONG_SUM
     return MOST_ROWS if gated or weight.shape[1] >= long else MOST_ROWS // 2
+
+
+def check_weight(weight: torch.Tensor, bias: torch.Tensor | None, *, gated: bool) -> None:
+    """Raises ValueError unless the kernels can multiply by `weight` and add `bias`; see `FewRowsProduct`."""
+    plain = weight.dim() == 2 and weight.is_contiguous() and weight.dtype in DTYPES
+    if not plain or weight.shape[0] % (1 + gated):
+        raise ValueError(f"weight must be contiguous bfloat16 or float16 [n, k]; got {describe(weight)}")
+    if bias is not None and (bias.shape != weight.shape[:1] or bias.dtype != weight.dtype):
+        raise ValueError(f"bias must be {weight.dtype} [{weight.shape[0]}]; got {describe(bias)}")
 
 
 class FewRowsProduct:
@@ -98,11 +112,7 @@ class FewRowsProduct:
     def __init__(
         self, weight: torch.Tensor, bias: torch.Tensor | None = None, *, gated: bool = False
     ) -> None:
-        plain = weight.dim() == 2 and weight.is_contiguous() and weight.dtype in DTYPES
-        if not plain or weight.shape[0] % (1 + gated):
-            raise ValueError(f"weight must be contiguous bfloat16 or float16 [n, k]; got {describe(weight)}")
-        if bias is not None and (bias.shape != weight.shape[:1] or bias.dtype != weight.dtype):
-            raise ValueError(f"bias must be {weight.dtype} [{weight.shape[0]}]; got {describe(bias)}")
+        check_weight(weight, bias, gated=gated)
         self._weight, self._bias, self._gated = weight, bias, gated
         self._columns, self._summed = weight.shape[0] // (1 + gated), weight.shape[1]
         # Allocated once, because recorded launches keep the address.

@@ -37,6 +37,7 @@ LAYERS = (
     "model/experts/test_grouped_experts.py",
     "model/experts/test_quantized_forward.py",
     "kernels/layers/test_few_rows.py",
+    "kernels/layers/test_one_row.py",
     "kernels/layers/test_quantized_linear.py",
 )
 SAMPLING = (
@@ -72,6 +73,7 @@ SMALL_SWEEPS = (
     "kernels/copy/test_layer_pools.py",
     "kernels/layers/test_small_layers.py",
     "kernels/layers/test_few_rows.py",
+    "kernels/layers/test_one_row.py",
     "kernels/layers/test_quantized_linear.py",
     "model/experts/test_grouped_experts.py",
 )

@@ -7,7 +7,7 @@ import re
 COPIES, OTHER = "copies", "other"
 _OURS = {
     "attention": "decode_kernel prefill_kernel join_kernel",
-    "matrix products": "few_rows_kernel dequantize_kernel",
+    "matrix products": "few_rows_kernel one_row_kernel dequantize_kernel",
     "rotary and KV": "write_kernel",
     "sampling": "penalise_kernel count_kernel likeliest_kernel forbid_kernel draw_kernel",
     COPIES: "block_kernel quantize_kernel _move_kernel",

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from disagg.model.layers.few_rows import FewRowsLayer, FewRowsSwitch, few_rows_layer
+from disagg.model.layers.few_rows import FewRowsLayer, FewRowsSwitch, few_rows_layer, one_row_layer
 from disagg.model.layers.quantized import Product, QuantizedLinear
 from kernels.layers.quantized_linear import quantized_linear
 from kernels.layers.quantized_weight import QuantizedWeight
@@ -38,6 +38,8 @@ class MergedProjections:
         """Function that computes the product with weight and bias; None: torch or the quantized product."""
         self.gated: FewRowsLayer | None = None
         """For gate and up: computes the gated product of few rows in one launch; None: nothing does."""
+        self.few: FewRowsLayer | None = None
+        """Computes the product of one row in a kernel; None: torch does."""
         self._sizes = [layer.out_features for layer in layers]
         start = 0
         for layer, size in zip(layers, self._sizes, strict=True):
@@ -55,6 +57,8 @@ class MergedProjections:
             y = self.product(x)
         elif isinstance(self.weight, QuantizedWeight):
             y = quantized_linear(x, self.weight, self.bias)
+        elif self.few is not None and self.few.takes(x):
+            y = self.few(x)
         else:
             y = nn.functional.linear(x, self.weight, self.bias)
         return torch.split(y, self._sizes, dim=-1)
@@ -84,16 +88,21 @@ def merge_projections(model: Any) -> int:
     return merged
 
 
-def gate_few_rows(model: Any, switch: FewRowsSwitch) -> int:
-    """Lets the merged gate and up projections of `model` use the kernel for few rows; returns their number."""
+def use_few_rows_merged(model: Any, switch: FewRowsSwitch) -> int:
+    """Lets the merged projections of `model` use the kernels; returns the number of merged projections that do.
+
+    Gate and up projections use them for few rows, together with their activation; queries, keys and values for one
+    row.
+    """
     number = 0
     for module in model.modules():
         merged = merged_of(module)
         if merged is None or isinstance(merged.weight, QuantizedWeight):
             continue
+        merged.few = one_row_layer(merged.weight, merged.bias, switch)
         if hasattr(module, "gate_proj"):
             merged.gated = few_rows_layer(merged.weight, merged.bias, switch, gated=True)
-            number += merged.gated is not None
+        number += merged.few is not None or merged.gated is not None
     return number
 
 

@@ -13,6 +13,7 @@ from attention_code import accesses_before_waiting, compiled
 
 from kernels.layers.few_rows import few_rows_kernel
 from kernels.layers.gated_rms_norm import gated_norm_kernel
+from kernels.layers.one_row import one_row_kernel, one_row_tile
 from kernels.layers.rank_sum import rank_sum_kernel
 from kernels.layers.rms_norm import norm_kernel
 from kernels.layers.rotary import rotary_kernel
@@ -31,7 +32,8 @@ def code(kernel: Any, tensors: str, numbers: dict[str, Any], constants: dict[str
     given |= constants
     arguments = {name: given[name] for name in kernel.arg_names if name != "OVERLAP"}
     ptx: str = compiled(kernel, arguments, num_warps=warps, fp_fusion=False).asm["ptx"]
-    assert kernel is rank_sum_kernel or not accesses_before_waiting(ptx)
+    early = {"ld.global"} if kernel is one_row_kernel else set()
+    assert kernel is rank_sum_kernel or accesses_before_waiting(ptx) <= early
     return ptx
 
 
@@ -94,6 +96,18 @@ def test_products_of_few_rows() -> None:
     ptx = code(few_rows_kernel, "x weight out", numbers, constants, 4)
     assert "wgmma" in ptx
     assert "prefetch.global.L2" in ptx.split("griddepcontrol.wait")[0]
+
+
+@pytest.mark.parametrize(("summed", "gated"), [(4096, False), (18944, False), (4096, True)])
+def test_products_of_one_row(summed: int, gated: bool) -> None:
+    tile = one_row_tile(summed, gated)
+    constants = {"bias": None, "GATED": gated, "SUMMED": summed, "COLUMNS": tile.columns, "STEP": tile.step}
+    ptx = code(one_row_kernel, "x weight out", {"columns": 4097}, constants, tile.warps)
+    assert set(re.findall(r"ld\.global[.\w]*", ptx)) == {"ld.global.v4.b32"}
+    early = ptx.split("griddepcontrol.wait")[0].count("ld.global.v4.b32")
+    part_bytes = 2 * tile.columns * tile.step
+    expected = 0 if gated else part_bytes // (16 * 32 * tile.warps)
+    assert early == expected, "the weight's first part, nothing of x"
 
 
 def test_rank_sum() -> None:
