@@ -11,7 +11,7 @@ MIN_PREFILL_TOKENS = 48
 ANSWERS_PER_PAUSE = 8
 """A step with prompts is followed by steps without prompts: one for each `ANSWERS_PER_PAUSE * waiting` running
 answers, if `waiting` prompts wait, within the two limits below."""
-FEWEST_ANSWERS_PER_PAUSE, MOST_ANSWERS_PER_PAUSE = 32, 64
+FEWEST_ANSWERS_PER_PAUSE, MOST_ANSWERS_PER_PAUSE = 32, 40
 """Limits of these steps: at most one for each `FEWEST_ANSWERS_PER_PAUSE` running answers, and at least one for each
 `MOST_ANSWERS_PER_PAUSE`. The second limit applies only while more answers run than prompts wait."""
 ANSWERS_OF_A_STEP = 192

@@ -52,6 +52,8 @@ class RoutedGroup:
     load of all routers matters, each router is assumed to have as many as this one."""
     others_use: bool = False
     """Whether the group's latest report counts a router that is not this one."""
+    at_report: tuple[int, int] = (0, 0)
+    """`requests` and `served` at the latest report."""
     lost: bool = False
     suspected: bool = False
     """Whether a rank of the group is silent while the group is not lost."""
@@ -73,6 +75,17 @@ class RoutedGroup:
     def usable(self) -> bool:
         """Whether the group takes new requests."""
         return not self.lost and not self.draining
+
+    def reported(self, routers: int) -> None:
+        """Takes from a report the number of routers with requests in the group.
+
+        The report may be older than the end of this router's last request. So this router counts as one of them if it
+        had a request in the group at any time since the report before.
+        """
+        requests, served = self.at_report
+        used = self.requests > 0 or requests > 0 or self.served > served
+        self.at_report = self.requests, self.served
+        self.routers, self.others_use = max(1, routers), routers > used
 
     def held_in(self, tier: Tier) -> HeldPrefixes:
         """Returns the prefixes in `tier`; empty prefixes are added for a tier that is not known yet."""

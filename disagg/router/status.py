@@ -100,8 +100,7 @@ class GroupStatuses:
                 engine = self._watched.get(leader)
                 if engine is not None and engine.group.name == message.status.name:
                     engine.load_costs = LoadCosts.of(message.status)
-                    engine.routers = max(1, message.status.routers)
-                    engine.others_use = message.status.routers > (engine.requests > 0)
+                    engine.reported(message.status.routers)
                 if before is None or _usability(before) != _usability(message.status):
                     self.changes += 1
                     self.on_change()

@@ -71,7 +71,7 @@ def test_a_group_with_many_requests_takes_longer() -> None:
 def test_steps_with_prompts_are_as_many_as_answers_and_prompts_allow() -> None:
     """A prompt delays every answer, so with many answers such steps are rare, but not while many prompts wait."""
     steps = [[pauses(running, waiting) for waiting in (1, 2, 4, 9, 71)] for running in (0, 16, 64, 71, 256)]
-    assert steps == [[0] * 5, [0] * 5, [2, 2, 2, 1, 0], [2, 2, 2, 1, 0], [8, 8, 8, 4, 4]]
+    assert steps == [[0] * 5, [0] * 5, [2, 2, 2, 1, 0], [2, 2, 2, 1, 0], [8, 8, 8, 6, 6]]
     assert [slowdown(128, running, 1) for running in (0, 96)] == [1.0, 4 * 112 / 96 * 1.5]
     decode = group("d", "decode", local_tokens=8 * 50)
     decode.answering = 64
@@ -169,6 +169,26 @@ def test_a_prompt_is_not_divided_beside_others_or_where_it_may_not_be() -> None:
         busy.requests, busy.others_use = 0, True
         assert rule.tail_tokens(prefill, decode, request) == 0, "another router has requests there"
         busy.others_use = False
+
+
+def test_a_report_that_counts_this_router_names_no_other_one() -> None:
+    """A report may be older than the end of this router's last request."""
+    used = group("d", "decode")
+    used.requests, used.served = 1, 1
+    used.reported(1)
+    assert not used.others_use, "this router's request runs"
+    used.requests = 0
+    used.reported(1)
+    assert not used.others_use, "it ran at the report before"
+    used.reported(1)
+    assert used.others_use, "this router had none since the report before"
+    used.served = 2
+    used.reported(1)
+    assert not used.others_use, "it had one in between"
+    used.reported(2)
+    assert (used.others_use, used.routers) == (True, 2)
+    used.reported(0)
+    assert (used.others_use, used.routers) == (False, 1)
 
 
 def test_a_prompt_that_the_decode_group_has_cached_is_not_divided() -> None:
