@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import ssl
 import threading
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -53,7 +54,11 @@ class Reply:
 
     async def send(self, data: bytes) -> None:
         """One HTTP chunk."""
-        self._writer.write(b"%x\r\n%s\r\n" % (len(data), data))
+        await self.raw(b"%x\r\n%s\r\n" % (len(data), data))
+
+    async def raw(self, data: bytes) -> None:
+        """Bytes of the connection."""
+        self._writer.write(data)
         await self._writer.drain()
 
     async def event(self, content: Any) -> None:
@@ -91,8 +96,9 @@ class ScriptedServer:
     """Listens on a free port of 127.0.0.1 between `with` and its end. `script` answers each POST, on the
     server's own event loop."""
 
-    def __init__(self, script: Script = answer_rightly) -> None:
-        self.script = script
+    def __init__(self, script: Script = answer_rightly, tls: ssl.SSLContext | None = None) -> None:
+        """With `tls`, the server uses TLS."""
+        self.script, self._tls = script, tls
         self.seen: list[Seen] = []
         """POSTs, in order of arrival."""
         self.models: Any = {"object": "list", "data": [{"id": "scripted"}]}
@@ -118,8 +124,8 @@ class ScriptedServer:
     async def _serve(self) -> None:
         loop, stopped = asyncio.get_running_loop(), asyncio.Event()
         self._stop = lambda: loop.call_soon_threadsafe(stopped.set)
-        server = await asyncio.start_server(self._connection, "127.0.0.1", 0, backlog=1024)
-        self.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1"
+        server = await asyncio.start_server(self._connection, "127.0.0.1", 0, backlog=1024, ssl=self._tls)
+        self.url = f"http{'s' if self._tls else ''}://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1"
         self._started.set()
         await stopped.wait()
         server.close()

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import httpx
+import uvloop
 
 from disagg.bench.common.report import Label
 from disagg.bench.serve.arrivals import Arrivals
@@ -81,7 +82,8 @@ def run(
     Raises `DisaggError` when the server cannot be reached, or answers the probe with neither a valid answer
     nor 429.
     """
-    return asyncio.run(_run(bench, report_progress))
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(_run(bench, report_progress))
 
 
 async def _run(bench: ServeBench, report_progress: Callable[[LoadProgress, int | None], None]) -> Report:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import httpx
 import msgspec
+import uvloop
 
 from disagg.bench.serve.answer import error_message
 from disagg.bench.serve.bench import ServeBench
@@ -76,7 +77,8 @@ def request_answers(bench: ServeBench) -> Answers:
     """Returns the greedy answers to the workload's first `PROMPTS` prompts. Raises `DisaggError` unless the server
     answers all of them."""
     try:
-        return asyncio.run(_request_all(bench, replace(bench.workload, chat=False)))
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(_request_all(bench, replace(bench.workload, chat=False)))
     except httpx.HTTPError as exc:
         raise DisaggError(f"{bench.url}: no answer to compare: {exc!r}") from exc
 

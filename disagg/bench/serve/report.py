@@ -87,14 +87,16 @@ def report_json(report: Report) -> str:
 
 def client() -> dict[str, Label]:
     """Returns the properties of this machine that determine the client's speed. Does not import torch."""
-    import httpx
+    import aiohttp
+    import uvloop
 
     from disagg import __version__
 
     versions: dict[str, Label] = {
         "disagg": __version__,
         "python": platform.python_version(),
-        "httpx": httpx.__version__,
+        "aiohttp": aiohttp.__version__,
+        "uvloop": uvloop.__version__,
     }
     return versions | {"cpu": platform.machine(), "cpus": os.cpu_count() or 0}
 

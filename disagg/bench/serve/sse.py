@@ -8,6 +8,8 @@ LIMIT_BYTES = 1 << 20
 """Largest event: without a limit, a broken server could exhaust the memory."""
 
 _LINE_END = re.compile(rb"\r\n|\r|\n")
+_DATA = b"data: "
+_EVENT_END = b"\n\n"
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
@@ -37,11 +39,27 @@ class SseParser:
         if self._after_cr:
             chunk = chunk.removeprefix(b"\n")
             self._after_cr = False
+        if (whole := self._whole_events(chunk)) is not None:
+            return whole
         *lines, self._rest = _LINE_END.split(self._rest + chunk)
         self._after_cr = chunk.endswith(b"\r")
         events = [event for line in lines if (event := self._line(line)) is not None]
         if len(self._rest) + self._data_bytes > LIMIT_BYTES:
             raise SseError(f"an event of more than {LIMIT_BYTES} bytes")
+        return events
+
+    def _whole_events(self, chunk: bytes) -> list[bytes] | None:
+        """Returns the events of a usual chunk: whole events, each a line `data: ...`, with line feeds as line ends.
+        Returns None for every other chunk.
+
+        A load has thousands of chunks per second, which this method parses faster than `_line` does.
+        """
+        if not (chunk.startswith(_DATA) and chunk.endswith(_EVENT_END)) or self.cut:
+            return None
+        events = chunk[len(_DATA) : -len(_EVENT_END)].split(_EVENT_END + _DATA)
+        if b"\r" in chunk or chunk.count(b"\n") != len(_EVENT_END) * len(events):
+            return None  # other line ends or fields, or an event of several lines
+        self._first_line = False
         return events
 
     def _line(self, line: bytes) -> bytes | None:

@@ -6,14 +6,17 @@ import asyncio
 from typing import Any
 
 import pytest
-from conditions import PATIENCE_S
+import uvloop
+from conditions import PATIENCE_S, until_async
 from scripted_server import Reply, ScriptedServer, Seen, answer_rightly
+from tls_peers import keys
 
 from disagg.bench.serve.answer import RequestResult
 from disagg.bench.serve.client import ServeClient
 from disagg.bench.serve.load import RunClock
 from disagg.bench.serve.workload import WorkloadRequest
 from disagg.core.errors import DisaggError
+from transport.tls.identity import Contexts
 
 BODY = b'{"prompt": [1, 2], "max_tokens": 3}'
 
@@ -23,13 +26,17 @@ def request_of(body: bytes = BODY, input_tokens: int | None = 2) -> WorkloadRequ
 
 
 def send(
-    url: str, request: WorkloadRequest | None = None, chat: bool = False, timeout_s: float = 30.0
+    url: str,
+    request: WorkloadRequest | None = None,
+    chat: bool = False,
+    timeout_s: float = 30.0,
+    clock: RunClock | None = None,
 ) -> RequestResult:
     async def main() -> RequestResult:
-        async with ServeClient(url, "key-1", chat, timeout_s, RunClock()) as client:
+        async with ServeClient(url, "key-1", chat, timeout_s, clock or RunClock()) as client:
             return await client.send(request or request_of(), 0.0)
 
-    return asyncio.run(main())
+    return uvloop.run(main())
 
 
 def model_of(url: str) -> str:
@@ -37,7 +44,7 @@ def model_of(url: str) -> str:
         async with ServeClient(url, None, False, 30.0, RunClock()) as client:
             return await client.model()
 
-    return asyncio.run(main())
+    return uvloop.run(main())
 
 
 def test_a_completion_is_sent_and_its_answer_parsed() -> None:
@@ -155,9 +162,36 @@ def test_an_unreachable_server() -> None:
         pass
     row = send(server.url)
     assert row.kind == "connect"
-    assert "ConnectError" in row.problem
+    assert "ClientConnectorError" in row.problem
     with pytest.raises(DisaggError, match="cannot be reached"):
         model_of(server.url)
+
+
+def test_a_wrong_http_chunk_is_a_disconnect() -> None:
+    class CountingClock(RunClock):
+        calls = 0
+
+        def now(self) -> float:
+            self.calls += 1
+            return super().now()
+
+    async def script(seen: Seen, reply: Reply) -> None:
+        await one_token(reply)
+        await until_async(lambda: clock.calls > 1)  # one for the request, one for the token
+        await reply.raw(b"no size\r\n")
+        await asyncio.Event().wait()  # only the client closes the connection
+
+    clock = CountingClock()
+    with ScriptedServer(script) as server:
+        row = send(server.url, timeout_s=PATIENCE_S, clock=clock)
+    assert (row.kind, row.first_s is not None) == ("disconnect", True)
+
+
+def test_a_certificate_that_nobody_knows_is_refused() -> None:
+    with ScriptedServer(tls=Contexts([keys("bench")]).server) as server:
+        row = send(server.url)
+    assert row.kind == "connect"
+    assert "CERTIFICATE_VERIFY_FAILED" in row.problem
 
 
 def test_an_answer_that_never_ends_times_out() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from disagg.bench.serve.sse import LIMIT_BYTES, SseError, SseParser
@@ -44,6 +44,39 @@ def test_events_are_the_same_wherever_the_stream_is_cut(cuts: list[int]) -> None
     found = [event for a, b in pairwise(places) for event in parser.feed(STREAM[a:b])]
     assert found == EVENTS
     assert not parser.cut
+
+
+PIECES = [
+    b'data: {"text": "a"}\n\n',
+    b"data: a\n\ndata: b\n\n",
+    b"data: \n\n",
+    b"data:  a\n\n",
+    b"data:a\n\n",
+    b"data: a\n",
+    b"data: a\r",
+    b"data: a\r\r",
+    b"data: a\r\n\r\n",
+    b"data: a\rdata: b\n\n",
+    b"data: a\ndata: b\n\n",
+    b"data: a\n\nevent: b\ndata: c\n\n",
+    b"data: a\n\n\n",
+    b"event: a\n",
+    b": a\n\n",
+    b"\n",
+    b"dat",
+    b"\xef\xbb\xbfdata: a\n\n",
+]
+"""Pieces of streams, each of which may also be a whole chunk."""
+
+
+@given(st.lists(st.lists(st.sampled_from(PIECES), max_size=3).map(b"".join), max_size=8))
+@example([b"data: a\n\n", b"\xef\xbb\xbfdata: b\n\n"])  # no byte order mark, but the name of a field
+def test_chunks_of_whole_events_give_the_events_of_single_bytes(chunks: list[bytes]) -> None:
+    stream = b"".join(chunks)
+    slow, fast = SseParser(), SseParser()  # a single byte is no whole event
+    expected = [event for i in range(len(stream)) for event in slow.feed(stream[i : i + 1])]
+    assert [event for chunk in chunks for event in fast.feed(chunk)] == expected
+    assert fast.cut == slow.cut
 
 
 def test_events_of_single_bytes() -> None:
