@@ -31,7 +31,7 @@ class _GroupView:
     limits: dict[str, set[SequenceLimit]] = field(default_factory=dict)
     """Limits of the groups that are not lost, by role."""
     hash_kinds: set[tuple[int, int]] = field(default_factory=set)
-    """Kinds of the block hashes in the caches of roles with several groups."""
+    """Kinds of the block hashes in the caches that the policy compares with a prompt."""
 
 
 class GroupTable:
@@ -42,12 +42,11 @@ class GroupTable:
     """
 
     def __init__(
-        self, dispatcher: ResponseDispatcher, by_prefixes: Callable[[], bool], *, also_single: bool = False
+        self, dispatcher: ResponseDispatcher, by_prefixes: Callable[[], bool], *, divides: bool = False
     ) -> None:
-        """`by_prefixes` returns whether the router's policy compares cached prefixes. `also_single`: whether the
-        prefixes of a role's only group are of use, too."""
-        self._dispatcher, self._by_prefixes = dispatcher, by_prefixes
-        self._fewest = 0 if also_single else 1
+        """`by_prefixes` returns whether the router's policy compares cached prefixes. `divides`: whether the router
+        divides prompts, by what the groups have cached, if decode groups compute tails."""
+        self._dispatcher, self._by_prefixes, self._divides = dispatcher, by_prefixes, divides
         self._engines: dict[str, RoutedGroup] = {}
         self._changes = 0
         self.statuses = GroupStatuses(dispatcher, self.living, self.compares)
@@ -114,7 +113,7 @@ class GroupTable:
         The policy must be prefix-aware, and the role must have another group, unless prompts are divided by what
         groups have cached.
         """
-        return self._by_prefixes() and len(self.of(engine.group.role)) > self._fewest
+        return self._by_prefixes() and (len(self.of(engine.group.role)) > 1 or self._prompts_divided())
 
     def hash_kinds(self) -> Set[tuple[int, int]]:
         """Returns the kinds of block hashes, (`unit_tokens`, `switch_tokens`), of the prefix caches that the policy
@@ -138,9 +137,13 @@ class GroupTable:
             for role, engines in self._view.of.items():
                 usable = [engine for engine in engines if engine.usable]
                 self._view.usable[role] = [engine for engine in usable if not engine.suspected] or usable
-                if len(engines) > self._fewest:
+                if len(engines) > 1 or self._prompts_divided():
                     self._view.hash_kinds.update(kind for engine in engines for kind in engine.hash_kinds)
         return self._view
+
+    def _prompts_divided(self) -> bool:
+        """Returns whether a decode group computes tails of prompts, so that a role's only group is compared too."""
+        return self._divides and any(engine.group.leader.tail_tokens for engine in self._engines.values())
 
     def _is_suspected(self, engine: RoutedGroup) -> bool:
         leader = engine.group.leader.control_address

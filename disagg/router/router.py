@@ -78,7 +78,7 @@ class Router:
         group would take longer, `no_prefill_group` if none is usable, `split` if a prefill group computes the
         beginning."""
         divides = config.split_prompt_tokens > 0
-        self._table = GroupTable(dispatcher, lambda: self.choose is prefix_aware, also_single=divides)
+        self._table = GroupTable(dispatcher, lambda: self.choose is prefix_aware, divides=divides)
         self._suspicions = Suspicions(dispatcher, self._table)
         self._moves = PromptMoves(self._local, self._reachable_prefills, dispatcher.call_soon)
         dispatcher.on_change = self._table.statuses.on_change = self._review
