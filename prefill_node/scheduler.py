@@ -339,12 +339,22 @@ class PrefillScheduler:
             start, stop = request.planned_tokens, request.total_tokens
             if request.closing or start == stop or not request.may_begin:
                 continue
-            take = self._chunks.take_behind(start, len(request.prompt), stop, budget, must=not work)
+            room = min(budget, self._first_of_head(request, start, stop))
+            take = self._chunks.take_behind(start, len(request.prompt), stop, room, must=not work)
             if take == 0:
                 return False  # first come, first served: a shorter request does not overtake
             work.append(self._chunk(request, take))
             budget -= take
         return budget > 0
+
+    def _first_of_head(self, request: PrefillRequest, start: int, stop: int) -> int:
+        """Returns the most tokens of the next chunk.
+
+        The tail of a prompt is computed beside the last chunk of its head only, so this chunk is a full one, and the
+        first one is shorter.
+        """
+        most = self._chunks.chunk_tokens
+        return (stop - start) % most or most if request.is_head else most
 
     def _chunk(self, request: PrefillRequest, take: int) -> Work:
         assert request.block_table is not None, (

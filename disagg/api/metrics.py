@@ -61,7 +61,7 @@ def router_counters(
             "Prompts that a decode group got to compute itself, by reason; with `split` only their end",
             "reason",
             local_prefills,
-            ("queue", "no_prefill_group", "split"),
+            ("queue", "no_prefill_group", "cached", "split"),
         ),
         RouterCounter(
             "disagg_moved_prompts",

@@ -43,7 +43,7 @@ class Generator(Protocol):
     """Recoveries of requests since the start, by `disagg.router.session_events.Loss`."""
 
     local_prefills: Counter[str]
-    """Prompts that decode groups got to compute since the start: `queue`, `no_prefill_group`."""
+    """Prompts that decode groups got to compute since the start: by reason."""
 
     @property
     def moved_prompts(self) -> Counter[str]:

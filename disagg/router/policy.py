@@ -21,6 +21,12 @@ SLACK = 16
 """Groups whose costs differ by at most 1/`SLACK` of the prompt's tokens count as equal; see `prefix_aware`."""
 SESSION_LOAD = 1.25
 """Largest load of a group that keeps its client sessions, relative to the mean load (c of Mirrokni et al.)."""
+HELD_STEPS = 4
+"""Most steps, of `local_prefill_tokens` each, in which a decode group computes what it has not cached of a prompt
+instead of an idle prefill group."""
+SHORT_S = 0.045
+"""Time to compute a prompt up to which it is not divided: the host takes about 30 ms to launch a tail through the
+layers of an 8B model."""
 _TILE_TOKENS = 64
 """Heads of divided prompts end at a multiple: whole pages for the prefix cache, whole tiles of matrix products. Tails
 have at least as many tokens."""
@@ -52,6 +58,8 @@ class RoutedGroup:
     load of all routers matters, each router is assumed to have as many as this one."""
     others_use: bool = False
     """Whether the group's latest report counts a router that is not this one."""
+    prompt_tokens_per_s: float = 0.0
+    """Rate at which the group computes prompts, by its reports; 0 before the first measurement."""
     at_report: tuple[int, int] = (0, 0)
     """`requests` and `served` at the latest report."""
     lost: bool = False
@@ -80,7 +88,8 @@ class RoutedGroup:
         """Takes from a report the number of routers with requests in the group.
 
         The report may be older than the end of this router's last request. So this router counts as one of them if it
-        had a request in the group at any time since the report before.
+        had a request in the group at any time since the report before. Another router's requests may then be missed
+        until the next report.
         """
         requests, served = self.at_report
         used = self.requests > 0 or requests > 0 or self.served > served
@@ -314,6 +323,25 @@ class LocalPrefill:
         ]
         return min(equal, key=lambda one: (one.requests, one.tokens, one.served))
 
+    def holder(
+        self, prefill: RoutedGroup, decodes: Sequence[RoutedGroup], request: RoutingRequest
+    ) -> RoutedGroup | None:
+        """Returns an idle decode group that has cached so much more of the prompt than `prefill` that it computes the
+        rest sooner, in a few steps; None if there is none.
+
+        This is usual for the next turn of a conversation: the decode group has the answer of the last turn, and the
+        end of a prompt that both groups have computed.
+        """
+        if not request.may_be_local:
+            return None
+        idle = [one for one in computing_prompts(decodes) if not (one.requests or one.others_use)]
+        if not idle:
+            return None
+        best = min(idle, key=request.missing_tokens)
+        missing, most = request.missing_tokens(best), HELD_STEPS * best.group.leader.local_prefill_tokens
+        sooner = self.cost * missing < request.missing_tokens(prefill)
+        return best if missing <= most and sooner else None
+
     def leaves(
         self, decode: RoutedGroup, prefill: RoutedGroup, missing_tokens: Callable[[RoutedGroup], int]
     ) -> bool:
@@ -340,7 +368,7 @@ class SplitPrompts:
         At most half of the tokens that `prefill` has to compute, and what `decode` computes in one step, which begins
         with the last chunk of `prefill`. Neither group may have requests of any router: answers would wait for the
         tail's step, and this step for other prompts. A prompt of which `decode` has cached more is not divided: it
-        would compute the tail, which may be cached, again.
+        would compute the tail, which may be cached, again. Nor is a prompt that `prefill` computes within `SHORT_S`.
         """
         most = decode.group.leader.tail_tokens
         if not (self.least_tokens and most and request.may_be_local) or prefill is decode:
@@ -348,7 +376,8 @@ class SplitPrompts:
         if prefill.requests or decode.requests or prefill.others_use or decode.others_use:
             return 0
         missing = request.cost(prefill).missing
-        if missing < self.least_tokens or request.cost(decode).missing < missing:
+        least = max(self.least_tokens, SHORT_S * prefill.prompt_tokens_per_s)
+        if missing < least or request.cost(decode).missing < missing:
             return 0
         head = -(-(request.tokens - min(most, missing // 2)) // _TILE_TOKENS) * _TILE_TOKENS
         tail_tokens = request.tokens - head

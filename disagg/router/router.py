@@ -43,8 +43,9 @@ from disagg.router.suspicion import Suspicions
 from disagg.router.text import Decode
 
 DEFAULTS = RouterConfig()
-UNDIVIDED_S = 60.0
-"""Time for which no prompt is divided after an attempt with a divided prompt has failed."""
+UNDIVIDED_S = 60.0, 3600.0
+"""Time for which no prompt is divided after the first failed attempt with a divided prompt, and its upper bound: each
+further failure doubles the time, because a wire may always be too slow."""
 SHUNNED_S = 5.0
 """Seconds for which the router avoids a (prefill, decode) pair after a failed transfer, if another pair exists."""
 DRAIN_PAUSE_S = 0.05
@@ -71,12 +72,13 @@ class Router:
         self._load_costs = config.host_load_cost, config.storage_load_cost
         self._local = LocalPrefill(config.local_prefill_queue_tokens, config.local_prefill_cost)
         self._split = SplitPrompts(config.split_prompt_tokens)
+        self._undivided_s, self._most_undivided_s = UNDIVIDED_S
         self._undivided_until_s = -math.inf
         """Time until which no prompt is divided, because an attempt with a divided prompt has failed."""
         self.local_prefills: Counter[str] = Counter()
         """Sessions whose prompts were assigned to decode groups, since the start, by reason: `queue` if a prefill
-        group would take longer, `no_prefill_group` if none is usable, `split` if a prefill group computes the
-        beginning."""
+        group would take longer, `no_prefill_group` if none is usable, `cached` if the decode group has cached
+        nearly all, `split` if a prefill group computes the beginning."""
         divides = config.split_prompt_tokens > 0
         self._table = GroupTable(dispatcher, lambda: self.choose is prefix_aware, divides=divides)
         self._suspicions = Suspicions(dispatcher, self._table)
@@ -271,6 +273,9 @@ class Router:
         met = self._with_partner(prefills, decodes)
         # A moved prompt goes where `PromptMoves` has found the shortest queue, whatever the policy.
         prefill = (least_loaded if moved else self.choose)(met or prefills, request)
+        if not moved and (holder := self._local.holder(prefill, decodes, request)) is not None:
+            self.local_prefills["cached"] += 1
+            return holder, holder
         if not moved and (alone := self._alone(prefill, decodes, request)) is not None:
             self.local_prefills["queue"] += 1
             return alone, alone
@@ -383,15 +388,16 @@ class Router:
 
     def _tail_tokens(self, request: RoutingRequest, prefill: RoutedGroup, decode: RoutedGroup) -> int:
         """Returns how many of the prompt's last tokens `decode` is to compute, and counts a prompt with a tail."""
-        if self._clock() < self._undivided_until_s:
-            return 0
+        if self._clock() < self._undivided_until_s or self.choose is not prefix_aware:
+            return 0  # other policies do not know what the groups have cached
         tail_tokens = self._split.tail_tokens(prefill, decode, request)
         if tail_tokens:
             self.local_prefills["split"] += 1
         return tail_tokens
 
     def _stop_dividing(self) -> None:
-        self._undivided_until_s = self._clock() + UNDIVIDED_S
+        self._undivided_until_s = self._clock() + self._undivided_s
+        self._undivided_s = min(2 * self._undivided_s, self._most_undivided_s)
 
     def check(self) -> None:
         """Asserts that the waiting prompts of decode groups are consistent with the groups' loads."""

@@ -101,6 +101,7 @@ class GroupStatuses:
                 if engine is not None and engine.group.name == message.status.name:
                     engine.load_costs = LoadCosts.of(message.status)
                     engine.reported(message.status.routers)
+                    engine.prompt_tokens_per_s = message.status.prompt_tokens_per_s
                 if before is None or _usability(before) != _usability(message.status):
                     self.changes += 1
                     self.on_change()

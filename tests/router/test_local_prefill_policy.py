@@ -7,6 +7,7 @@ import pytest
 from disagg.core.local_prefill import FEWEST_ANSWERS_PER_PAUSE, computes_locally, pauses, slowdown
 from disagg.core.prefixes import Digest, PrefixKey, pack_block_hashes
 from disagg.core.types import PROTOCOL_VERSION, GroupInfo, KVLayout, RankInfo, SamplingParams, Shard, Span
+from disagg.router import policy
 from disagg.router.policy import LocalPrefill, RoutedGroup, RoutingRequest, SessionLoad, SplitPrompts
 
 RULE = LocalPrefill(queue_tokens=100, cost=2.0)
@@ -169,6 +170,43 @@ def test_a_prompt_is_not_divided_beside_others_or_where_it_may_not_be() -> None:
         busy.requests, busy.others_use = 0, True
         assert rule.tail_tokens(prefill, decode, request) == 0, "another router has requests there"
         busy.others_use = False
+
+
+def test_a_prompt_that_is_computed_soon_is_not_divided(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(policy, "SHORT_S", 0.1)
+    rule, request = SplitPrompts(200), RoutingRequest(1000, may_be_local=True)
+    prefill, decode = group("p", "prefill"), group("d", "decode")
+    prefill.prompt_tokens_per_s = 9_999.0
+    assert rule.tail_tokens(prefill, decode, request) > 0
+    prefill.prompt_tokens_per_s = 10_001.0
+    assert rule.tail_tokens(prefill, decode, request) == 0
+
+
+def test_an_idle_decode_group_that_has_cached_nearly_all_computes_the_rest() -> None:
+    hashes = PrefixKey.of(range(3000)).block_hashes(16)
+    request = RoutingRequest(3000, may_be_local=True, block_hashes={(16, 0): hashes})
+    prefill, decode, other = group("p", "prefill"), group("d", "decode"), group("e", "decode")
+    assert RULE.holder(prefill, [decode, other], request) is None, "nobody has cached any of it"
+    hold(other, hashes[:180])  # 120 tokens are missing
+    assert RULE.holder(prefill, [decode, other], request) is other
+    assert RULE.holder(prefill, [decode], request) is None
+    other.requests = 1
+    assert RULE.holder(prefill, [decode, other], request) is None, "its answers would wait"
+    other.requests, other.others_use = 0, True
+    assert RULE.holder(prefill, [decode, other], request) is None, "another router's answers would wait"
+    other.others_use = False
+    hold(prefill, hashes[:172])  # 248 tokens are missing: more than twice as many
+    assert RULE.holder(prefill, [decode, other], request) is other
+    hold(prefill, hashes[:173])
+    assert RULE.holder(prefill, [decode, other], request) is None
+    hold(prefill, hashes[:1])
+    hold(other, hashes[:123])  # 1,032 tokens are missing, and 4 steps have 1,024
+    assert RULE.holder(prefill, [decode, other], request) is None
+    hold(other, hashes[:124])
+    assert RULE.holder(prefill, [decode, other], request) is other
+    assert (
+        RULE.holder(prefill, [decode, other], RoutingRequest(3000, block_hashes=request.block_hashes)) is None
+    )
 
 
 def test_a_report_that_counts_this_router_names_no_other_one() -> None:

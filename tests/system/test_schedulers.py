@@ -932,6 +932,28 @@ def test_a_prompt_that_must_not_be_cut_is_computed_in_one_step() -> None:
     assert scheduler.next_step() is None, "two steps are in flight"
 
 
+def test_the_last_chunk_of_a_head_is_a_full_one() -> None:
+    """The decode group computes the tail beside it, and waits for its layers one after the other."""
+    kv_manager = KVManager(pool_tokens=64, page_size=4, rows=3)
+    scheduler = PrefillScheduler(
+        kv_manager, ranks=1, chunks=PromptChunks(7), max_context_tokens=40, max_waiting=3, steps_ahead=4
+    )
+    for number, tokens in enumerate((16, 7, 3)):
+        ticket = Ticket(key_of(number), number, "decode", Span(0, tokens))
+        request = PrefillRequest(
+            key_of(number), list(range(tokens)), SamplingParams(), "router", 0.0, is_head=number < 2
+        )
+        scheduler.submit(request)
+        scheduler.give_ticket(request, ticket)
+    scheduler.admit()
+    found = []
+    while (plan := scheduler.next_step()) is not None:
+        found += [(work.key, len(work.tokens), work.awaited) for work in plan.work]
+    of_first = [(tokens, awaited) for key, tokens, awaited in found if key == key_of(0)]
+    assert of_first == [(16 % 7, False), (7, False), (7, True)]
+    assert [awaited for key, _, awaited in found if key == key_of(2)] == [False]
+
+
 def test_fixed_chunks_are_those_of_a_prompt_alone() -> None:
     """One that does not fit behind others waits, and so does what comes behind it."""
     kv_manager = KVManager(pool_tokens=128, page_size=4, rows=4)

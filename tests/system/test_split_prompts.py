@@ -34,6 +34,8 @@ from disagg.core.config.read import Config, ModelConfig, RouterConfig
 from disagg.core.errors import PeerLostError
 from disagg.core.types import SamplingParams, Segment
 from disagg.model.load.source import ModelSource
+from disagg.router import policy
+from disagg.router.policy import POLICIES
 from disagg.router.router import Router
 from transport.base import Operation
 from transport.control.reliable import ReliableOptions
@@ -44,6 +46,12 @@ GREEDY = SamplingParams(max_tokens=TOKENS)
 PROMPTS = random_prompts(200, 256, 128, 400, 70, 5, seed=7)
 SPLIT = 4
 """Number of `PROMPTS` that are long enough to be divided."""
+
+
+@pytest.fixture(autouse=True)
+def short_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts are divided however soon they would be computed."""
+    monkeypatch.setattr(policy, "SHORT_S", 0.0)
 
 
 def split_config(*tp: int, chunk_tokens: int = 512, **settings: Any) -> Config:
@@ -149,6 +157,31 @@ def test_a_step_that_waits_too_long_fails_its_attempt_only(
     assert count == 1
     recoveries = [one.report.recoveries for one in answers]
     assert recoveries == [["transfer_failed"]] + [[]] * (len(PROMPTS) - 1)
+
+
+def test_the_next_turn_of_a_divided_prompt_is_computed_where_its_tail_is_cached(
+    checkpoints: Checkpoints,
+) -> None:
+    """The prefill group has the head only. Other policies do not know what is cached, and divide no prompt."""
+    source = checkpoints.source()
+    config = split_config(1, 1, metrics_interval_s=0.02)
+    with local_groups(config, source) as groups:
+
+        async def work(router: Router) -> tuple[list[int], list[int], list[int]]:
+            first = await ask(router, "first", PROMPTS[0], GREEDY)
+            turn = [*PROMPTS[0], *first.tokens, 5, 6, 7]
+            (decode,) = [one for one in router.engines if one.group.role == "decode"]
+            await until_async(lambda: len(decode.held) >= len(turn) // 64 and not decode.others_use)
+            second = await ask(router, "second", turn, GREEDY)
+            assert (router.local_prefills["split"], router.local_prefills["cached"]) == (1, 1)
+            router.choose = POLICIES["least_loaded"]
+            third = await ask(router, "third", PROMPTS[1], GREEDY)
+            assert router.local_prefills["split"] == 1
+            return turn, second.tokens, third.tokens
+
+        turn, second, third = groups.serve(work)
+    assert second == checkpoints.greedy(source, turn, TOKENS)
+    assert third == checkpoints.greedy(source, PROMPTS[1], TOKENS)
 
 
 @pytest.mark.parametrize("end", ["abort", "death"])

@@ -14,7 +14,7 @@ from disagg.bench.common.processes import Processes, Remote, call_all
 from disagg.bench.handoff.ranks import StepTime, TimedDecodeHost, TimedHost, TimedPrefillHost
 from disagg.cluster.placement import choose_placement
 from disagg.commands.local import check_split
-from disagg.core.config.read import Config
+from disagg.core.config.read import Config, RouterConfig
 from disagg.core.errors import DisaggError, InvariantError, PeerLostError, error_from_code
 from disagg.core.sampling import MAX_BIAS, MAX_LOGPROBS
 from disagg.core.timeline import TimelineSpan
@@ -178,7 +178,9 @@ class HandoffClient:
         self._dispatcher, self._numbers = dispatcher, itertools.count(1)
         self._prefill = groups.prefill_info
         self._decode = groups.decode_info.name
-        self._router = Router(dispatcher, (groups.prefill_info, groups.decode_info))
+        # A divided prompt would hand over its head only.
+        config = RouterConfig(split_prompt_tokens=0)
+        self._router = Router(dispatcher, (groups.prefill_info, groups.decode_info), config=config)
 
     async def generate(
         self, prompt: Sequence[int], max_tokens: int, running: asyncio.Event | None = None

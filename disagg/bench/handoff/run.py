@@ -83,7 +83,9 @@ class HandoffBench:
             config,
             prefill=_with_room(PrefillConfig(tp=options.prefill_tp), options, sizes),
             decode=_with_room(
-                DecodeConfig(tp=options.decode_tp, kv_dtype=config.decode.kv_dtype), options, sizes
+                DecodeConfig(tp=options.decode_tp, kv_dtype=config.decode.kv_dtype, local_prefill_tokens=0),
+                options,
+                sizes,
             ),
             log=LogConfig(level="warning"),
         )

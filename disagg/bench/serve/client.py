@@ -104,7 +104,8 @@ class ServeClient:
     async def _stream(self, request: WorkloadRequest, answer: ResponseParser) -> None:
         async with self._http.post(self._path, data=request.body, allow_redirects=False) as response:
             if response.status != 200:
-                answer.fail(f"http {response.status}", error_message(await _some(response)))
+                with _ended_by_connection(response):
+                    answer.fail(f"http {response.status}", error_message(await _some(response)))
                 return
             kind = response.headers.get("content-type", "")
             if not kind.startswith("text/event-stream"):

@@ -54,7 +54,11 @@ class SseParser:
 
         A load has thousands of chunks per second, which this method parses faster than `_line` does.
         """
-        if not (chunk.startswith(_DATA) and chunk.endswith(_EVENT_END)) or self.cut:
+        if (
+            not (chunk.startswith(_DATA) and chunk.endswith(_EVENT_END))
+            or self.cut
+            or len(chunk) > LIMIT_BYTES
+        ):
             return None
         events = chunk[len(_DATA) : -len(_EVENT_END)].split(_EVENT_END + _DATA)
         if b"\r" in chunk or chunk.count(b"\n") != len(_EVENT_END) * len(events):
