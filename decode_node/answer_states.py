@@ -40,6 +40,8 @@ class AnswerStates:
 
     def __init__(self, kv_manager: KVManager, chunks: PromptChunks, interval_tokens: int) -> None:
         self._kv_manager, self._chunks = kv_manager, chunks
+        self.caches = kv_manager.caches_states
+        """Whether states of running sequences can be cached; constant."""
         self._distance = least_distance(kv_manager.page_size, interval_tokens)
         self._saves: list[_Saved] = []
         """States that the step of the plan under construction saves."""
@@ -58,7 +60,7 @@ class AnswerStates:
         copy.
         """
         tokens = stop // self._distance * self._distance
-        caches = self._kv_manager.caches_states and request.prefix is not None
+        caches = self.caches and request.prefix is not None
         if tokens <= start or not caches or not self._chunks.may_end(tokens):
             return []
         assert request.prefix is not None, "the request uses the prefix cache"

@@ -104,17 +104,18 @@ class DecodeLeader(AdmittingLeader):
         wait_for(step.ended)  # the commit may free pages, which a transfer could write at once
         chosen, searched = step.chosen(), step.searched()
         with self._changed, self._one_message_each():
-            prefilled = any(one.prefills for one in step.stepped)
+            prefilled = any(one.prefills for one in step.stepped if not one.samples)
             self._begin_masks(chosen)
             generated = 0
-            for (request, sequence, _), token in chosen:
-                generated += self._go_on(request, sequence, token)
+            for one, token in chosen:
+                generated += self._go_on(one.request, one.sequence, token)
             branches = {request: self._advance(request, best) for request, best in searched.items()}
             for request in self._scheduler.commit(step.plan):
                 if going := branches.get(request):
                     generated += len(going)
                     self._scheduler.branch(request, going)
-                self._confirm_release(request)
+                if request.closing:
+                    self._confirm_release(request)
             seconds = self._step_ended(generated)
             if not prefilled:  # otherwise the step's time is not that of a recomputation
                 self._observe_step(step.plan, seconds)
@@ -123,6 +124,8 @@ class DecodeLeader(AdmittingLeader):
 
     def _begin_masks(self, chosen: Sequence[tuple[Stepped, Chosen | RequestError]]) -> None:
         """Starts the computation of the masks after the chosen tokens, before the tokens are streamed."""
+        if all(one.sequence.constraint is None for one, _ in chosen):
+            return
         # An error ends all answers of its request.
         failed = {one.request for one, token in chosen if not isinstance(token, Chosen)}
         self.constraints.advance(
@@ -264,7 +267,7 @@ class DecodeLeader(AdmittingLeader):
         self._confirm_release(request)
 
     def _observe_step(self, plan: StepPlan, seconds: float) -> None:
-        tokens = sum(len(work.tokens) for work in plan.work if len(work.tokens) > 1)
+        tokens = sum([len(work.tokens) for work in plan.work if len(work.tokens) > 1])
         preemptor = self._scheduler.preemptor
         rates = preemptor.rates
         preemptor.rates = rates.computed(tokens, seconds) if tokens else rates.stepped(seconds)

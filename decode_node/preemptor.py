@@ -28,7 +28,8 @@ from disagg.core.types import RequestKey
 from disagg.kv.host_blocks import HostBlocks
 from disagg.kv.page_values import PageCopy
 from disagg.kv.pages import pages_for
-from disagg.node.block_table import BlockTable, Layout
+from disagg.kv.sequence import KVSequence
+from disagg.node.block_table import Layout
 from disagg.node.kv_manager import KVManager
 from disagg.node.plan import Swap
 
@@ -77,7 +78,7 @@ class Preemptor:
 
     def resume(self) -> None:
         """Resumes preempted requests, the oldest first, while enough pages are free."""
-        out = [r for r in self.live() if r.residency is Residency.OUT]
+        out = [r for r in self._requests.values() if r.residency is Residency.OUT and not r.closing]
         for request in sorted(out, key=_order_of):
             assert request.layout is not None, "a preempted request has its layout"
             left_pages = self._kv_manager.free_pages - request.layout.pages
@@ -108,7 +109,7 @@ class Preemptor:
         for request in sorted(chosen, key=_order_of):
             if request.residency is not Residency.RESIDENT:
                 continue  # preempted for an older request
-            need = len(self._growing(request))
+            need = len(self._growing([request]))
             fits = self.grow([request])
             while not fits and coming < need and (victim := self._youngest_behind(request)) is not None:
                 coming += self.preempt(victim)
@@ -182,22 +183,25 @@ class Preemptor:
         )
         return max(resident, self._watermark_pages) if resident else 0
 
-    def _growing(self, request: DecodeRequest) -> list[BlockTable]:
-        """Returns the request's block tables that lack a slot for the next token."""
-        if not self._options.has_kv or request.in_chunks:  # these tokens already have slots
-            return []
-        return [
-            one.block_table
-            for one in request.sequences
-            if one.block_table.sequence.tokens <= one.planned_tokens + one.ahead_tokens
-            and (one.may_go_on or not request.in_step)
-        ]
+    def _growing(self, requests: Iterable[DecodeRequest]) -> list[KVSequence]:
+        """Returns the sequences of `requests` that lack a slot for the next token."""
+        growing: list[KVSequence] = []
+        if not self._options.has_kv:
+            return growing
+        for request in requests:
+            if request.again and request.in_chunks:  # these tokens already have slots
+                continue
+            for one in request.sequences:
+                sequence = one.block_table.sequence
+                lacks = sequence.tokens <= one.computed_tokens + one.chunk_ahead_tokens + one.ahead_tokens
+                if lacks and (not request.steps or one.may_go_on):
+                    growing.append(sequence)
+        return growing
 
     def grow(self, requests: Iterable[DecodeRequest]) -> bool:
         """Adds a slot for the next token of each sequence. Without enough pages, changes nothing and returns
         False."""
-        growing = [block_table for request in requests for block_table in self._growing(request)]
-        copies = self._kv_manager.grow(growing)
+        copies = self._kv_manager.grow(self._growing(requests))
         if copies is None:
             return False
         self._copies += copies
@@ -209,8 +213,12 @@ class Preemptor:
 
     def runs(self, request: DecodeRequest) -> bool:
         """Returns whether the request has all KV and its first token, and none of its pages is being copied."""
-        landed = len(request.landed_ranks) == self._ranks and not request.loading
-        return landed and request.begun and not request.closing and request.residency is Residency.RESIDENT
+        running = request.begun and not request.closing and request.residency is Residency.RESIDENT
+        return running and len(request.landed_ranks) == self._ranks and not request.loading
+
+    def running(self) -> list[DecodeRequest]:
+        """Returns the requests that run, in the planning order."""
+        return [request for request in self._requests.values() if self.runs(request)]
 
     def arrives(self, request: DecodeRequest) -> bool:
         """Returns whether a step of the prompt's tail may begin while the KV before it still arrives."""

@@ -260,8 +260,9 @@ class DecodeRequest:
     @property
     def step_decides(self) -> bool:
         """True when the request's next step can be planned only after the commit of its step in flight."""
-        drawn_on_host = self.sampling.beams > 0 or self.sequences[0].history is not None
-        return drawn_on_host or (self.again and not self.samples_first)
+        if self.again and not self.samples_first:
+            return True
+        return self.sampling.beams > 0 or self.sequences[0].history is not None
 
     @property
     def in_chunks(self) -> bool:
@@ -271,7 +272,7 @@ class DecodeRequest:
     @property
     def prefills(self) -> bool:
         """Whether the group computes the prompt of a new request, or its tail, not that of a preempted one."""
-        return self.samples_first and not self.first_sent
+        return (self.local or self.tail) and not self.first_sent
 
     @property
     def samples_first(self) -> bool:
@@ -296,7 +297,10 @@ class DecodeRequest:
     @property
     def loading(self) -> bool:
         """Whether a rank may still be loading cached KV into the request's pages."""
-        return any(table.loading for table in self.held_tables)
+        for one in self.sequences:  # for each running request in each plan: builds no list
+            if one.block_table.load is not None and not one.block_table.load.done:
+                return True
+        return self.kept_row is not None and self.kept_row.loading
 
     @property
     def copying(self) -> bool:

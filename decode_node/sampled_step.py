@@ -48,9 +48,10 @@ class SampledStep:
         rows = [_sampling_row(stepped[index].sequence) for index in single]
         tokens = PlacedTokens.launch(logits, single, rows, sampler)
         beams: dict[DecodeRequest, list[int]] = {}
-        for index in sampled:
-            if stepped[index].request.search is not None:
-                beams.setdefault(stepped[index].request, []).append(index)
+        if len(single) < len(sampled):
+            for index in sampled:
+                if stepped[index].request.search is not None:
+                    beams.setdefault(stepped[index].request, []).append(index)
         found = _launch_beams(logits, beams, sampler.eos_ids)
         ended = record_event(logits.device)
         return SampledStep(plan, stepped, tokens, list(beams), found, ended)

@@ -156,10 +156,10 @@ class DecodeScheduler:
 
         Tokens that the step sampled for closing requests are not used.
         """
-        requests = list(dict.fromkeys(one.request for one in self._planner.commit(plan)))
+        requests = self._planner.commit(plan)
         for request in requests:
-            self._planner.move_back(request)
-            self._settle(request)
+            if request.closing:
+                self._settle(request)
         return requests
 
     def branch(self, request: DecodeRequest, beams: list[Candidate]) -> None:

@@ -17,7 +17,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from typing import NamedTuple
+
+import msgspec
 
 from decode_node.answer_states import AnswerStates
 from decode_node.forks import Forks
@@ -35,7 +36,7 @@ _ONE = [1]
 """Token counts of a request with one sequence that is not recomputed."""
 
 
-class Stepped(NamedTuple):
+class Stepped(msgspec.Struct, frozen=True, eq=False):
     """A work item of a step in flight."""
 
     request: DecodeRequest
@@ -99,16 +100,17 @@ class StepPlanner:
         if not (work or swaps or any(cache)):
             return None
         self._step += 1
+        chunks = [one for one in stepped if not one.samples]
         if work:
-            prefilled = any(one.prefills for one in stepped)
+            prefilled = any(one.prefills for one in chunks)
             self._since_prefill = 0 if prefilled else self._since_prefill + 1
             self._in_flight.append(stepped)
             self._state_gifts += self._answer_states.launched()
-        shared = self._steps_ahead > 0 and any(one.samples for one in stepped)
+        shared = self._steps_ahead > 0 and len(chunks) < len(stepped)
         copies, given = self._state_copies, self._state_gifts
         page_copies = self._preemptor.take_copies()
         arriving = next(
-            (one.request.ticket.number for one in stepped if self._preemptor.arrives(one.request)), None
+            (one.request.ticket.number for one in chunks if self._preemptor.arrives(one.request)), None
         )
         return StepPlan(
             self._step,
@@ -127,20 +129,25 @@ class StepPlanner:
         assert len(plan.work) == len(self._in_flight[-1]), "plans are launched in their order"
         return self._in_flight[-1]
 
-    def commit(self, plan: StepPlan) -> list[Stepped]:
-        """Records the end of the oldest step in flight; returns the step's work items."""
+    def commit(self, plan: StepPlan) -> list[DecodeRequest]:
+        """Records the end of the oldest step in flight, and moves its requests back; returns them in the plan's
+        order."""
         stepped = self._in_flight.popleft()
-        for work, (_, sequence, samples) in zip(plan.work, stepped, strict=True):
-            sequence.computed_tokens = work.span.stop
-            if samples:
+        for work, one in zip(plan.work, stepped, strict=True):
+            sequence = one.sequence
+            sequence.computed_tokens = work.start + len(work.tokens)
+            if one.samples:
                 sequence.ahead_tokens -= 1
             else:
                 sequence.chunk_ahead_tokens -= len(work.tokens)
         self._answer_states.commit()
-        for request in dict.fromkeys(one.request for one in stepped):
+        requests = list(dict.fromkeys([one.request for one in stepped]))
+        for request in requests:
             request.steps -= 1
-            request.again = request.again and request.left_tokens > 0
-        return stepped
+            if request.again:
+                request.again = request.left_tokens > 0
+            self.move_back(request)
+        return requests
 
     def move_back(self, request: DecodeRequest) -> None:
         """Moves a request to the end of the planning order, so that all progress if more than `max_batch` run."""
@@ -148,11 +155,17 @@ class StepPlanner:
 
     def _planned(self) -> tuple[list[Stepped], list[Work]]:
         """Returns the work items of the next step."""
-        counts = self._chosen()
         stepped: list[Stepped] = []
         works: list[Work] = []
-        for request in counts:
-            self._plan(request, counts[request], stepped, works)
+        for request, counts in self._chosen().items():
+            request.steps += 1
+            samples = not (request.again and request.in_chunks)
+            if counts is _ONE:
+                works.append(self._plan(request, request.sequences[0], 1, samples, stepped))
+                continue
+            for sequence, count in zip(request.sequences, counts, strict=True):
+                if count:
+                    works.append(self._plan(request, sequence, count, samples, stepped))
         return stepped, works
 
     def _chosen(self) -> dict[DecodeRequest, list[int]]:
@@ -182,34 +195,40 @@ class StepPlanner:
         The candidates have at most `max_batch` sequences; see `_chunks_of` for chunks. While a step is in flight, a
         sequence whose next token depends on the step's outcome is no candidate.
         """
-        running_requests = [one for one in self._requests.values() if self._preemptor.runs(one)]
-        if not running_requests:
+        ready = self._preemptor.running()
+        if not ready:
             return self._arriving()
-        undecided = any(one.request.step_decides for one in self._in_flight[-1]) if self._in_flight else False
-        ready = [request for request in running_requests if not (undecided and request.step_decides)]
-        computing = [request for request in ready if request.in_chunks]
-        running = sum(len(request.sequences) for request in ready if not request.in_chunks)
-        chunks = self._chunks_of(computing, running) if computing else {}
+        if self._in_flight and any(one.request.step_decides for one in self._in_flight[-1]):
+            ready = [request for request in ready if not request.step_decides]
+        chunks: dict[DecodeRequest, list[int]] = {}
+        computing = [request for request in ready if request.again and request.in_chunks]
+        if computing:
+            ready = [request for request in ready if not request.in_chunks]
+            chunks = self._chunks_of(computing, sum(len(request.sequences) for request in ready))
+        return self._singles(ready, sum(len(request.sequences) for request in chunks)) | chunks
+
+    def _singles(self, ready: Iterable[DecodeRequest], taken: int) -> dict[DecodeRequest, list[int]]:
+        """Returns those of the requests that get seats beside `taken` sequences of chunks, with 1 token for each
+        sequence that goes on."""
         batch: dict[DecodeRequest, list[int]] = {}
-        free = self._max_batch - sum(len(request.sequences) for request in chunks)
+        free, in_flight = self._max_batch - taken, self.in_flight
         for request in ready:
             if free == 0:
                 break
-            if request.in_chunks:
-                continue
             if request.some_ended:
                 self._forks.prune(request)
             count = len(request.sequences)
             if count > free:
                 continue
-            counts = _ONE if count == 1 else [1] * count
-            if self._in_flight:
-                counts = [int(one.may_go_on) for one in request.sequences]
+            if count == 1 and (not in_flight or request.sequences[0].may_go_on):
+                counts = _ONE
+            else:
+                counts = [int(not in_flight or one.may_go_on) for one in request.sequences]
                 if not any(counts):
                     continue
             batch[request] = counts
             free -= count
-        return batch | chunks
+        return batch
 
     def _arriving(self) -> dict[DecodeRequest, list[int]]:
         """Returns the oldest request whose prompt's tail can be computed while the KV before it still arrives.
@@ -281,37 +300,34 @@ class StepPlanner:
         return counts
 
     def _plan(
-        self, request: DecodeRequest, counts: list[int], stepped: list[Stepped], works: list[Work]
-    ) -> None:
-        request.steps += 1
-        samples = not request.in_chunks
-        for sequence, count in zip(request.sequences, counts, strict=True):
-            if count == 0:
-                continue
-            like = request.sequences[0].block_table.row if sequence.begin_like(request.sequences[0]) else -1
-            first, pages = sequence.publish_pages()
-            start = sequence.planned_tokens + sequence.ahead_tokens
-            works.append(
-                Work(
-                    request.key,
-                    request.ticket.number,
-                    sequence.block_table.row,
-                    start,
-                    [sequence.last_token()] if samples else sequence.next_tokens(count),
-                    request.prompt_tokens,
-                    pages,
-                    first,
-                    like,
-                    saves=self._answer_states.planned(request, sequence, start, start + count),
-                )
-            )
+        self, request: DecodeRequest, sequence: Sequence, count: int, samples: bool, stepped: list[Stepped]
+    ) -> Work:
+        """Returns the work item of a sequence's next `count` tokens, and adds the sequence to `stepped`."""
+        leading, states = request.sequences[0], self._answer_states
+        begins_like = sequence is not leading and sequence.begin_like(leading)
+        first, pages = sequence.publish_pages()
+        start = sequence.computed_tokens + sequence.chunk_ahead_tokens + sequence.ahead_tokens
+        work = Work(
+            request.key,
+            request.ticket.number,
+            sequence.block_table.row,
+            start,
+            [sequence.last_token()] if samples else sequence.next_tokens(count),
+            len(request.prompt),
+            pages,
+            first,
+            leading.block_table.row if begins_like else -1,
+            saves=states.planned(request, sequence, start, start + count) if states.caches else [],
+        )
+        if sequence.state_source >= 0 or sequence.state_heirs:
             self._move_states(sequence, sequence.computed_tokens + count)
-            sequence.work_index = len(stepped)
-            if samples:
-                sequence.ahead_tokens += 1
-            else:
-                sequence.chunk_ahead_tokens += count
-            stepped.append(Stepped(request, sequence, samples))
+        sequence.work_index = len(stepped)
+        if samples:
+            sequence.ahead_tokens += 1
+        else:
+            sequence.chunk_ahead_tokens += count
+        stepped.append(Stepped(request, sequence, samples))
+        return work
 
     def _move_states(self, sequence: Sequence, stop: int) -> None:
         """Plans the copies of recurrent states before and after the step that computes `sequence` up to `stop`."""

@@ -124,6 +124,11 @@ def ending_tokens(sampling: SamplingParams, eos_ids: Sequence[int]) -> tuple[int
     return sampling.stop_token_ids if sampling.ignore_eos else (*sampling.stop_token_ids, *eos_ids)
 
 
+def ends_answer(token: int, sampling: SamplingParams, eos_ids: Sequence[int]) -> bool:
+    """Returns whether `token` is one of `ending_tokens`."""
+    return token in sampling.stop_token_ids or (token in eos_ids and not sampling.ignore_eos)
+
+
 def _check_beams(sampling: SamplingParams) -> None:
     """Raises `InvalidRequestError` for a parameter that beam search does not support."""
     plain = SamplingParams()

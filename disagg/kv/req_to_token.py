@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
 from disagg.core.errors import BusyError, ConfigError, InvariantError
 from disagg.core.types import Span
-from disagg.kv.upload import upload_into, upload_tensor
+from disagg.kv.pages import pages_for, slots_of
+from disagg.kv.upload import upload_into, upload_tensor, whole_numbers
 
 
 @dataclass(frozen=True)
@@ -98,24 +100,39 @@ class ReqToTokenPool:
         target = self.slots(row, Span(start, start + len(values)))
         target.copy_(values, non_blocking=True)
 
-    def set_slots_of(self, places: Sequence[tuple[int, int, torch.Tensor]]) -> None:
-        """Sets the slots of each `(row, start, slots)` of `places`, as `set_slots`, with one copy; ranges must be
-        disjoint.
+    def set_pages(self, places: Sequence[tuple[int, int, Sequence[int]]], page_size: int) -> None:
+        """Sets the slots of whole pages with one copy.
 
-        `slots`: integers `[n]` on the CPU.
+        Each of `places` is `(row, first_page, pages)`: the pages from index `first_page` on of the request at `row`;
+        no index is set twice. Slots beyond `max_tokens` are left out. Raises ValueError if a row is free, or the
+        first page begins beyond `max_tokens`.
         """
+        most = pages_for(self.max_tokens, page_size)
+        for row, first_page, _ in places:
+            self._require_used(row)
+            if first_page > most:
+                raise ValueError(f"page {first_page} does not fit a row of {self.max_tokens} tokens")
         if len(places) == 1:
             # On the critical path of a prompt's step: a slice takes fewer calls than an index.
-            [(row, start, slots)] = places
-            upload_into(slots.to(self.table.dtype), self.slots(row, Span(start, start + len(slots))))
+            [(row, first_page, pages)] = places
+            start = first_page * page_size
+            room = Span(0, min(len(pages) * page_size, self.max_tokens - start))
+            slots = slots_of(pages, page_size, room)
+            upload_into(slots, self.slots(row, Span(start, start + len(slots))))
             return
-        targets = []
-        for row, start, slots in places:
-            self.slots(row, Span(start, start + len(slots)))  # checks row and range
-            first = row * self.max_tokens + start
-            targets.append(torch.arange(first, first + len(slots)))
-        packed = torch.stack([torch.cat(targets), torch.cat([slots.long() for _, _, slots in places])])
-        packed = upload_tensor(packed, self.table.device)
+        entries: list[int] = []
+        firsts: list[int] = []
+        for row, first_page, pages in places:
+            fitting = pages[: most - first_page]
+            start = row * self.max_tokens + first_page * page_size
+            entries += range(start, start + len(fitting) * page_size, page_size)
+            firsts += [page * page_size for page in fitting]
+        numbers = whole_numbers([*entries, *firsts]).view(2, -1)
+        packed = (numbers[:, :, None] + _positions_of_a_page(page_size)).view(2, -1)
+        if self.max_tokens % page_size:  # the end of a row's last page would reach the next row
+            rows = torch.repeat_interleave(numbers[0] // self.max_tokens, page_size)
+            packed = packed[:, packed[0] < (rows + 1) * self.max_tokens]
+        packed = upload_tensor(packed.contiguous(), self.table.device)
         self.table.view(-1).index_copy_(0, packed[0], packed[1].int())
 
     def copy_slots(self, source: int, row: int, tokens: int) -> None:
@@ -148,3 +165,8 @@ class ReqToTokenPool:
             raise ValueError(
                 f"row {row} is not allocated (rows 0..{self.rows - 1}): call alloc() first, and free once"
             )
+
+
+@cache
+def _positions_of_a_page(page_size: int) -> torch.Tensor:
+    return torch.arange(page_size)

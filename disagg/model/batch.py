@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
+import msgspec
 import torch
 
 from disagg.kv.req_to_token import ReqToTokenPool
@@ -20,8 +21,7 @@ from kernels.dispatch import backend
 DECODE_GROUP_TOKENS = 1 << 17  # most slots, including padding, that one batched decode attention gathers
 
 
-@dataclass(frozen=True)
-class SequenceSlice:
+class SequenceSlice(msgspec.Struct, frozen=True):
     """Work item of a step: computes `tokens` at positions `start ..` of the request at `row`.
 
     The pool already holds the KV of positions before `start`; row `row` of the block table holds the slots of all
@@ -55,10 +55,15 @@ class StepBatch:
 
     sequences: tuple[SequenceSlice, ...]
 
-    @property
+    @cached_property
     def tokens(self) -> int:
         """Number of tokens that the step computes."""
-        return sum(len(sequence.tokens) for sequence in self.sequences)
+        return sum([len(sequence.tokens) for sequence in self.sequences])
+
+    @cached_property
+    def longest(self) -> int:
+        """Longest context after the step, in tokens."""
+        return max([sequence.start + len(sequence.tokens) for sequence in self.sequences])
 
     @cached_property
     def scores(self) -> bool:
@@ -167,8 +172,10 @@ def build_index(
 
 def require_fits(batch: StepBatch, table: ReqToTokenPool) -> None:
     """Raises ValueError for a slice that is empty or beyond the block table."""
+    most = table.max_tokens
     for sequence in batch.sequences:
-        if not sequence.tokens or sequence.start < 0 or sequence.stop > table.max_tokens:
+        # Without `stop`: a property takes as long as the rest of this line, for each sequence of each step.
+        if not sequence.tokens or sequence.start < 0 or sequence.start + len(sequence.tokens) > most:
             raise ValueError(
                 f"row {sequence.row}: {len(sequence.tokens)} tokens from position {sequence.start} are not a valid "
                 f"slice: at least one token is needed, and positions must be from 0 to below {table.max_tokens}"

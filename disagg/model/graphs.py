@@ -22,7 +22,7 @@ from triton import TritonError
 
 from disagg.core.collection import collection_paused
 from disagg.core.errors import first_line
-from disagg.kv.upload import upload_into
+from disagg.kv.upload import upload_into, whole_numbers
 from disagg.model.batch import SequenceSlice, StepBatch, first_indices, last_indices
 
 log = structlog.get_logger(__name__)
@@ -151,10 +151,8 @@ class StepGraphs(ABC):
         No context may be longer than the largest limit; the caller checks this by `require_fits`.
         """
         size = self._size_of(batch)
-        numbers = torch.tensor(self.step_numbers(size, batch.sequences), dtype=torch.int64)
-        upload_into(numbers, self._numbers[size])
-        longest = max(one.stop for one in batch.sequences)
-        self._graphs[size, self._limits[bisect_left(self._limits, longest)]].replay()
+        upload_into(whole_numbers(self.step_numbers(size, batch.sequences)), self._numbers[size])
+        self._graphs[size, self._limits[bisect_left(self._limits, batch.longest)]].replay()
         return self._logits[: len(batch.sequences)]
 
     def _size_of(self, batch: StepBatch) -> int:
@@ -225,7 +223,16 @@ class DecodeGraphs(StepGraphs):
         return size
 
     def step_numbers(self, size: int, sequences: Sequence[SequenceSlice]) -> list[int]:
-        return self._tokens(size, sequences)
+        """Returns `_tokens` of sequences with one token each."""
+        fill = size - len(sequences)
+        return [
+            *[one.tokens[0] for one in sequences],
+            *[0] * fill,
+            *[one.start for one in sequences],
+            *[0] * fill,
+            *[one.row for one in sequences],
+            *[self._trash_row] * fill,
+        ]
 
 
 class ChunkGraphs(StepGraphs):

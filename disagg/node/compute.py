@@ -11,8 +11,6 @@ import structlog
 import torch
 
 from disagg.core.ports import LayerHook
-from disagg.core.types import Span
-from disagg.kv.pages import slots_of
 from disagg.model.batch import SequenceSlice, StepBatch
 from disagg.model.sampling.prompt_scores import PromptScores
 from disagg.node.device import use_device
@@ -74,19 +72,12 @@ class StepExecutor:
 
     def _update_rows(self, works: Sequence[Work]) -> None:
         """Writes the slots of new pages to the request-to-token table, in one copy."""
-        runner, size = self._runner, self._runner.page_size
-        places: list[tuple[int, int, torch.Tensor]] = []
-        for work in works:
-            if work.pages:
-                start = work.first_page * size
-                room = Span(0, min(len(work.pages) * size, runner.req_to_token.max_tokens - start))
-                places.append((work.row, start, slots_of(work.pages, size, room)))
+        table, size = self._runner.req_to_token, self._runner.page_size
+        places = [(work.row, work.first_page, work.pages) for work in works if work.pages]
         if places:
-            runner.req_to_token.set_slots_of(places)
-        for work in works:
-            if work.like >= 0:
-                tokens = min(work.first_page * size, runner.req_to_token.max_tokens)
-                runner.req_to_token.copy_slots(work.like, work.row, tokens)
+            table.set_pages(places, size)
+        for work in [work for work in works if work.like >= 0]:
+            table.copy_slots(work.like, work.row, min(work.first_page * size, table.max_tokens))
 
 
 def _batch(plan: StepPlan) -> StepBatch:
@@ -94,15 +85,9 @@ def _batch(plan: StepPlan) -> StepBatch:
 
 
 def _slice(work: Work) -> SequenceSlice:
-    return SequenceSlice(
-        work.row,
-        work.start,
-        tuple(work.tokens),
-        work.prompt_tokens,
-        tuple(work.saves),
-        tuple(work.targets),
-        work.likeliest or 0,
-    )
+    tokens, saves = tuple(work.tokens), tuple(work.saves)
+    targets, likeliest = ((), 0) if work.likeliest is None else (tuple(work.targets), work.likeliest)
+    return SequenceSlice(work.row, work.start, tokens, work.prompt_tokens, saves, targets, likeliest)
 
 
 class PlanQueue:

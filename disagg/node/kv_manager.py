@@ -424,12 +424,11 @@ class KVManager:
         block_table.cached_tokens, block_table.node = other.cached_tokens, other.node
         block_table.load = other.load
 
-    def grow(self, block_tables: Sequence[BlockTable]) -> list[PageCopy] | None:
-        """Appends a slot for one token to each of `block_tables`; None, changing nothing, if pages are short.
+    def grow(self, sequences: Sequence[KVSequence]) -> list[PageCopy] | None:
+        """Appends a slot for one token to each of `sequences`; None, changing nothing, if pages are short.
 
         Returns the page copies to launch before the tokens are written: copies of shared, partly filled pages.
         """
-        sequences = [block_table.sequence for block_table in block_tables]
         copies = self.allocator.append_one_to_each(sequences)
         if copies is None and self._make_room(self.allocator.pages_to_append(sequences)):
             copies = self.allocator.append_one_to_each(sequences)

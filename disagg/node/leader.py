@@ -203,7 +203,8 @@ class Leader(ABC):
                 self._changed.wait(IDLE_S)
                 plan = None if self.broken else self._next_step()
             if plan is not None:
-                self._to_others(m.Plan(plan.step, plan.encode()))
+                if self._ranks > 1:
+                    self._to_others(m.Plan(plan.step, plan.encode()))
                 if plan.work:
                     self._reports.step_begins()
             return plan
@@ -464,7 +465,7 @@ class Leader(ABC):
     def expire(self) -> None:
         """Fails the requests that are past their deadline. Called under the lock."""
         now_s = self._clock()
-        for request in [r for r in self._requests() if now_s > r.deadline_s]:
+        for request in [r for r in self._scheduler.requests.values() if now_s > r.deadline_s]:
             self._fail(request, RequestTimeoutError(f"request {request.key} is past its deadline"))
 
 

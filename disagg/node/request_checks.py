@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from disagg.core.errors import InvalidRequestError
-from disagg.core.sampling import check_sampling, ending_tokens
+from disagg.core.sampling import check_sampling, ending_tokens, ends_answer
 from disagg.core.tokens import TokenIds, all_below
 from disagg.core.types import SamplingParams
 from disagg.model.sampling.beam_search import candidates_wanted
@@ -58,6 +58,6 @@ def check_request(
 
 def finish_reason(tokens: Sequence[int], sampling: SamplingParams, eos_ids: Sequence[int]) -> str | None:
     """Returns why the answer ends with its last token: `stop`, `length`, or None if the answer continues."""
-    if tokens[-1] in ending_tokens(sampling, eos_ids):
+    if ends_answer(tokens[-1], sampling, eos_ids):
         return "stop"
     return "length" if len(tokens) >= sampling.max_tokens else None

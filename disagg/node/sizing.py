@@ -6,9 +6,10 @@ of these steps is reserved, and the pool gets the remaining memory.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import torch
 
 from disagg.core.config.read import Config, DecodeConfig, GroupConfig, TransferConfig
@@ -192,7 +193,7 @@ def run_largest(runner: ModelRunner, group: GroupConfig) -> None:
         slices.append(SequenceSlice(table.alloc(), start, (0,) * tokens))
     if runner.spec.scores_prompts and not isinstance(group, DecodeConfig):
         targets = slices[0].tokens[1:]
-        slices[0] = replace(slices[0], targets=targets, likeliest=MAX_LOGPROBS)
+        slices[0] = msgspec.structs.replace(slices[0], targets=targets, likeliest=MAX_LOGPROBS)
     runner.forward(StepBatch(tuple(slices)))
     for one in slices:
         table.free(one.row)

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from disagg.core.errors import InvalidRequestError, error_from_code
-from disagg.core.sampling import check_sampling, ending_tokens
+from disagg.core.sampling import check_sampling, ending_tokens, ends_answer
 from disagg.core.types import SamplingParams
 
 NAN, INF = float("nan"), float("inf")
@@ -83,3 +83,6 @@ def test_the_error_crosses_the_wire() -> None:
 def test_tokens_that_end_an_answer() -> None:
     assert ending_tokens(SamplingParams(stop_token_ids=(4,)), (1, 2)) == (4, 1, 2)
     assert ending_tokens(SamplingParams(stop_token_ids=(4,), ignore_eos=True), (1, 2)) == (4,)
+    for sampling in (SamplingParams(stop_token_ids=(4,), ignore_eos=ignores) for ignores in (False, True)):
+        ending = [token for token in range(6) if ends_answer(token, sampling, (1, 2))]
+        assert ending == sorted(ending_tokens(sampling, (1, 2)))

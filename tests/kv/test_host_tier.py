@@ -321,7 +321,7 @@ def test_a_running_request_does_not_wait_for_write_back() -> None:
     assert table is not None
     free = group.kv_manager.allocator.free_pages
     for _ in range((free + 2) * PAGE):
-        assert group.kv_manager.grow([table]) is not None
+        assert group.kv_manager.grow([table.sequence]) is not None
     assert group.host.skipped_pages > 0
     group.check()
 

@@ -11,6 +11,7 @@ from disagg.core.errors import BusyError, ConfigError, InvariantError
 from disagg.core.types import Span
 from disagg.kv.pages import TRASH_PAGE, TokenToKVPoolAllocator, pages_for, slots_of
 from disagg.kv.req_to_token import ReqToTokenPool
+from disagg.kv.upload import whole_numbers
 
 
 def test_a_request_takes_a_page_only_when_its_last_is_full() -> None:
@@ -197,20 +198,27 @@ class PoolMachine(RuleBasedStateMachine):
 TestPoolMachine = PoolMachine.TestCase
 
 
+@pytest.mark.parametrize("max_tokens", [24, 22])
 @pytest.mark.parametrize("count", [1, 2, 5])
-def test_slots_of_several_rows_are_set_at_once(count: int) -> None:
-    table, plain = ReqToTokenPool(6, 24), ReqToTokenPool(6, 24)
+def test_pages_of_several_rows_are_set_at_once(count: int, max_tokens: int) -> None:
+    """A row may end within a page, whose other slots must not reach the next row."""
+    table, plain = ReqToTokenPool(6, max_tokens), ReqToTokenPool(6, max_tokens)
     places = []
     for row in range(6):
         assert table.alloc() == plain.alloc() == row
     for row in range(count):
-        slots = slots_of([3 + row, 9, 1], 4, Span(row, 12))
-        places.append((5 - row, 2 * row, slots))
-        plain.set_slots(*places[-1])
-    table.set_slots_of(places)
+        pages, start = (
+            [3 + row, 9, 1, 7, 8][row // 2 :],
+            4 * (2 + row // 2),
+        )  # the last page is beyond the row
+        places.append((5 - row, 2 + row // 2, pages))
+        plain.set_slots(5 - row, start, slots_of(pages, 4, Span(0, max_tokens - start)))
+    table.set_pages(places, 4)
     assert torch.equal(table.table, plain.table)
-    with pytest.raises(ValueError, match="do not fit"):
-        table.set_slots_of([*places[1:], (5, 20, places[0][2])])
+    with pytest.raises(ValueError, match="does not fit"):
+        table.set_pages([*places[1:], (5, 7, [2])], 4)
+    with pytest.raises(ValueError, match="not allocated"):
+        table.set_pages([*places, (6, 0, [2])], 4)
     assert torch.equal(table.table, plain.table)
 
 
@@ -225,3 +233,8 @@ def test_a_row_begins_as_a_copy_of_another() -> None:
         table.copy_slots(source, row, 25)
     with pytest.raises(ValueError, match="not allocated"):
         table.copy_slots(source, 2, 4)
+
+
+@pytest.mark.parametrize("values", [[], [5], [1, -(2**62), 2**63 - 1]])
+def test_whole_numbers_are_those_of_torch(values: list[int]) -> None:
+    assert torch.equal(whole_numbers(values), torch.tensor(values, dtype=torch.int64))

@@ -212,7 +212,7 @@ class WriteBackMachine(CountedMachine):
         if not one.computed:
             return
         free = self.kv_manager.free_pages
-        grown = self.kv_manager.grow([one.table]) is not None
+        grown = self.kv_manager.grow([one.table.sequence]) is not None
         assert grown or not free
         self.take()
         for page in one.table.pages[len(one.tokens) // PAGE :]:

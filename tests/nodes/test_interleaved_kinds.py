@@ -85,7 +85,7 @@ def test_requests_with_priorities_grammars_and_scores_in_any_order(what: str, mo
         ("abort and fail", (7, 11)),
         ("death", (37,)),
         ("deadline", (1, 3)),
-        ("tiers", (9,)),
+        ("tiers", (3, 4)),
         ("words", (7,)),
         ("damage", (3, 14)),
         *(

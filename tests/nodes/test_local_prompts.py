@@ -74,10 +74,10 @@ def begin(
 def step(scheduler: DecodeScheduler) -> dict[str, tuple[int, int]]:
     """Plans, computes and commits a step; returns its spans."""
     plan = planned(scheduler)
-    for request, sequence, samples in scheduler.stepped(plan):
-        if samples:
-            sequence.add(7)
-            request.first_sent = True
+    for one in scheduler.stepped(plan):
+        if one.samples:
+            one.sequence.add(7)
+            one.request.first_sent = True
     scheduler.commit(plan)
     return spans(plan)
 

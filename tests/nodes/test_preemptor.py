@@ -132,9 +132,9 @@ def step(scheduler: DecodeScheduler) -> set[str]:
     assert plan is not None
     if not plan.work:
         return set()  # swaps only: no step begins
-    for work, (_, sequence, _samples) in zip(plan.work, scheduler.stepped(plan), strict=True):
-        if work.span.stop == sequence.known_tokens and not sequence.ended:
-            sequence.tokens.append(2)
+    for work, one in zip(plan.work, scheduler.stepped(plan), strict=True):
+        if work.span.stop == one.sequence.known_tokens and not one.sequence.ended:
+            one.sequence.tokens.append(2)
     scheduler.commit(plan)
     return {work.key.request_id for work in plan.work}
 
@@ -253,8 +253,8 @@ def test_an_answer_that_ends_before_it_is_computed_again_leaves_no_gap(which: in
             scheduler.end(two, ended)
         plan = scheduler.next_step()
         assert plan is not None
-        for work, (_, sequence, _samples) in zip(plan.work, scheduler.stepped(plan), strict=True):
-            pages = sequence.block_table.pages
+        for work, one in zip(plan.work, scheduler.stepped(plan), strict=True):
+            pages = one.sequence.block_table.pages
             places = [(pages[at // 4], at % 4) for at in range(work.span.stop)]
             computed.update(places[work.start :])
             assert computed.issuperset(places), "a step reads what nobody has computed"
@@ -282,13 +282,14 @@ def test_a_step_of_256_requests_costs_the_books_little() -> None:
     """Growth of all of them, in one call: its share of a plan. The limit is ten times what an idle core takes."""
     kv_manager = KVManager(pool_tokens=1 << 16, page_size=16, rows=256)
     block_tables = [kv_manager.reserve(100 + number % 16) for number in range(256)]
-    grown = [block_table for block_table in block_tables if block_table is not None]
+    tables = [block_table for block_table in block_tables if block_table is not None]
+    grown = [table.sequence for table in tables]
     best_s = 1.0
     for _ in range(50):
         began_s = time.perf_counter()
         assert kv_manager.grow(grown) == []
         best_s = min(best_s, time.perf_counter() - began_s)
-    kv_manager.check([[block_table] for block_table in grown])
+    kv_manager.check([[block_table] for block_table in tables])
     assert best_s < 1e-3
 
 

@@ -234,7 +234,7 @@ class StoringGroup:
 
     def grow(self, table: BlockTable, prompt_pages: int) -> bool:
         """Adds a token to the answer; returns False if pages are short."""
-        grown = self.kv_manager.grow([table]) is not None
+        grown = self.kv_manager.grow([table.sequence]) is not None
         self.take()
         self.device.update({("kv", page): b"of an answer" for page in table.pages[prompt_pages:]})
         return grown

@@ -506,7 +506,7 @@ class DecodeMachine(RuleBasedStateMachine):
             self.copy_page(*copy)
         self.copy_states(plan.state_copies if plan is not None else [])
         for work, one in zip(works, stepped, strict=True):
-            self.computes_what_is_missing(work, *one)
+            self.computes_what_is_missing(work, one.request, one.sequence, one.samples)
             self.write(one.sequence, range(work.start, work.span.stop))
         for work, one in zip(works, stepped, strict=True):
             head = one.request.ticket.tokens if one.request.ticket.number == plan.arriving_ticket else ()
@@ -532,7 +532,8 @@ class DecodeMachine(RuleBasedStateMachine):
         again = sum(len(work.tokens) for work in works if work.span.stop < self.known(work))
         if not any(one.prefills for one in stepped):
             assert again <= 5 + len(works) * self.recurrent or self.whole_prompts
-        for request, sequence, samples in stepped:
+        for one in stepped:
+            request, sequence, samples = one.request, one.sequence, one.samples
             if samples and not request.sampling.beams:
                 self.drawn.setdefault(sequence, []).append(self.token())
         if plan is not None and works:
@@ -626,7 +627,8 @@ class DecodeMachine(RuleBasedStateMachine):
         """The host reads the tokens of the oldest step."""
         plan, stepped = self.flights.pop(0)
         branching = {}
-        for request, sequence, samples in stepped:
+        for one in stepped:
+            request, sequence, samples = one.request, one.sequence, one.samples
             if not samples:
                 continue
             if request.sampling.beams:
@@ -731,7 +733,8 @@ class DecodeMachine(RuleBasedStateMachine):
         """As `commit`, without choices: each beam goes on alone."""
         for plan, stepped in self.flights:
             going = {}
-            for request, sequence, samples in stepped:
+            for one in stepped:
+                request, sequence, samples = one.request, one.sequence, one.samples
                 drawn = self.drawn[sequence].pop(0) if sequence in self.drawn and samples else self.token()
                 if samples and not request.closing:
                     going[request] = request.sequences

@@ -122,7 +122,7 @@ def _barred_tokens(
 ) -> _BarredTokens | None:
     places: dict[int, int] = {}
     for i, row in enumerate(rows):
-        if row.position < row.params.min_tokens:
+        if row.params.min_tokens and row.position < row.params.min_tokens:
             ending = ending_tokens(row.params, eos_ids)
             places |= dict.fromkeys((i * vocab + token for token in ending if token < vocab), i)
     if not places:

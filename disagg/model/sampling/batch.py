@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import is_
 
 import torch
 
@@ -26,11 +27,11 @@ class SamplingBatch:
         self, rows: Sequence[SamplingRow], eos_ids: Sequence[int], vocab: int, device: torch.device
     ) -> None:
         """Uploads the parameters without synchronization. Greedy rows without other parameters need no upload."""
-        self._rows = [(row.params, row.history) for row in rows]
+        params = [row.params for row in rows]
+        self._params, self._histories = params, [row.history for row in rows]
         self._positions = [row.position for row in rows]
         self._vocab, self._device = vocab, device
         self._adjustments = Adjustments(rows, eos_ids, vocab, device)
-        params = [row.params for row in rows]
         draws = any(p.temperature > 0 for p in params)
         self._on_device: torch.Tensor | None = None
         """int64 `[n]`: the positions on the device; None if no kernel reads them."""
@@ -41,15 +42,19 @@ class SamplingBatch:
 
     def fits(self, rows: Sequence[SamplingRow], vocab: int, device: torch.device) -> bool:
         """Returns whether this batch can sample the next token of exactly these rows."""
-        if len(rows) != len(self._rows) or (vocab, device) != (self._vocab, self._device):
+        if len(rows) != len(self._params) or (vocab, device) != (self._vocab, self._device):
             return False
-        return all(
-            row.params is params
-            and row.history is history
-            and row.position == position
-            and (history is None or history.counted == position)
-            for row, (params, history), position in zip(rows, self._rows, self._positions, strict=True)
+        return (
+            all(map(is_, [row.params for row in rows], self._params))
+            and all(map(is_, [row.history for row in rows], self._histories))
+            and [len(row.answer) + row.ahead_tokens for row in rows] == self._positions
+            and self._counts_all()
         )
+
+    def _counts_all(self) -> bool:
+        """Returns whether each history counts all tokens before its row's position."""
+        pairs = zip(self._histories, self._positions, strict=True)
+        return all(history.counted == position for history, position in pairs if history is not None)
 
     def adjusted(self, logits: torch.Tensor) -> torch.Tensor:
         """Returns the logits (float32 `[n, vocab]`) after penalties, biases and `min_tokens`.
@@ -64,9 +69,9 @@ class SamplingBatch:
 
         `masks`: tokens that the rows' grammars allow; applied to the logits last, before a token is drawn.
         """
-        if logits.shape != (len(self._rows), self._vocab):
+        if logits.shape != (len(self._params), self._vocab):
             raise ValueError(
-                f"logits must be float32 [{len(self._rows)}, {self._vocab}]; got {tuple(logits.shape)}"
+                f"logits must be float32 [{len(self._params)}, {self._vocab}]; got {tuple(logits.shape)}"
             )
         adjusted = self.adjusted(logits)
         adjusted = adjusted.contiguous()
@@ -86,8 +91,7 @@ class SamplingBatch:
     def check(self) -> None:
         """Raises AssertionError if positions on host and device differ, or a token is not counted. Synchronizes."""
         assert self._on_device is None or self._on_device.tolist() == self._positions, "positions differ"
-        for (_, history), position in zip(self._rows, self._positions, strict=True):
-            assert history is None or history.counted == position, "tokens are missing in the counts"
+        assert self._counts_all(), "tokens are missing in the counts"
 
 
 class Sampler:

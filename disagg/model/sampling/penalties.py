@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
+import msgspec
 import torch
 
 from disagg.core.errors import InvariantError
@@ -54,7 +54,7 @@ def history_of(prompt: Sequence[int], params: SamplingParams) -> TokenHistory | 
     return TokenHistory(()) if params.presence_penalty or params.frequency_penalty else None
 
 
-class SamplingRow(NamedTuple):
+class SamplingRow(msgspec.Struct, frozen=True):
     """One request for which the next token is to be sampled."""
 
     params: SamplingParams

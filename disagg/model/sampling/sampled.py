@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
+import msgspec
 import torch
 
 from disagg.core.errors import RequestError
@@ -15,7 +15,7 @@ from disagg.model.host_copy import HostCopy
 from disagg.model.sampling.fixed_point import log_softmax, top
 
 
-class Chosen(NamedTuple):
+class Chosen(msgspec.Struct, frozen=True):
     """One request's next token."""
 
     token: int
@@ -91,12 +91,12 @@ class SampledTokens:
         if self._wanted is not None and self._logprobs is not None:
             logprobs = self._wanted.reported(self._logprobs.values())
         failed = self._failed
-        return [failed.get(row) or _chosen(row, token, logprobs.get(row)) for row, token in enumerate(tokens)]
+        return [
+            Chosen(token, logprobs.get(row)) if token >= 0 and row not in failed else self._error(row)
+            for row, token in enumerate(tokens)
+        ]
 
-
-def _chosen(row: int, token: int, logprobs: TokenLogprobs | None) -> Chosen | RequestError:
-    if token >= 0:
-        return Chosen(token, logprobs)
-    return RequestError(
-        f"the model gave no finite logits for row {row} of the batch; the request cannot continue"
-    )
+    def _error(self, row: int) -> RequestError:
+        return self._failed.get(row) or RequestError(
+            f"the model gave no finite logits for row {row} of the batch; the request cannot continue"
+        )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 import triton
@@ -28,7 +29,7 @@ PARAMS = [
 
 def step(sampler: Sampler, rows: list[SamplingRow], ahead: int) -> Any:
     logits = torch.randn(len(rows), VOCAB, device=DEVICE)
-    return sampler.step(logits, [row._replace(ahead_tokens=ahead) for row in rows])
+    return sampler.step(logits, [msgspec.structs.replace(row, ahead_tokens=ahead) for row in rows])
 
 
 def search() -> SampledBeams:
