@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from product_cases import numbers
 from slow_parameters import thinned
 
 from kernels.dispatch import backend
@@ -15,11 +16,6 @@ TILES = {
     "two splits": FewRowsTile(64, 128, splits=2),
     "four splits, the last one shorter": FewRowsTile(32, 64, splits=4),
 }
-
-
-def numbers(*shape: int, device: str, dtype: torch.dtype) -> torch.Tensor:
-    generator = torch.Generator(device).manual_seed(sum(shape))
-    return torch.randn(*shape, generator=generator, device=device, dtype=torch.float32).to(dtype)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from product_cases import numbers
 from slow_parameters import thinned
 
 from kernels.dispatch import backend
@@ -17,11 +18,6 @@ TILES = {
     "a last step that is shorter": OneRowTile(4, 256, warps=4),
 }
 pytestmark = pytest.mark.usefixtures("poison_empty")
-
-
-def numbers(*shape: int, device: str, dtype: torch.dtype) -> torch.Tensor:
-    generator = torch.Generator(device).manual_seed(sum(shape))
-    return torch.randn(*shape, generator=generator, device=device, dtype=torch.float32).to(dtype)
 
 
 @pytest.mark.parametrize("device", DEVICES)
