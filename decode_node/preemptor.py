@@ -189,11 +189,11 @@ class Preemptor:
         if not self._options.has_kv:
             return growing
         for request in requests:
-            if request.again and request.in_chunks:  # these tokens already have slots
+            if request.in_chunks:  # these tokens already have slots
                 continue
             for one in request.sequences:
                 sequence = one.block_table.sequence
-                lacks = sequence.tokens <= one.computed_tokens + one.chunk_ahead_tokens + one.ahead_tokens
+                lacks = sequence.tokens <= one.planned_tokens + one.ahead_tokens
                 if lacks and (not request.steps or one.may_go_on):
                     growing.append(sequence)
         return growing

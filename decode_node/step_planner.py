@@ -159,7 +159,7 @@ class StepPlanner:
         works: list[Work] = []
         for request, counts in self._chosen().items():
             request.steps += 1
-            samples = not (request.again and request.in_chunks)
+            samples = not request.in_chunks
             if counts is _ONE:
                 works.append(self._plan(request, request.sequences[0], 1, samples, stepped))
                 continue
@@ -201,7 +201,7 @@ class StepPlanner:
         if self._in_flight and any(one.request.step_decides for one in self._in_flight[-1]):
             ready = [request for request in ready if not request.step_decides]
         chunks: dict[DecodeRequest, list[int]] = {}
-        computing = [request for request in ready if request.again and request.in_chunks]
+        computing = [request for request in ready if request.in_chunks]
         if computing:
             ready = [request for request in ready if not request.in_chunks]
             chunks = self._chunks_of(computing, sum(len(request.sequences) for request in ready))
@@ -304,9 +304,9 @@ class StepPlanner:
     ) -> Work:
         """Returns the work item of a sequence's next `count` tokens, and adds the sequence to `stepped`."""
         leading, states = request.sequences[0], self._answer_states
-        begins_like = sequence is not leading and sequence.begin_like(leading)
+        begins_like = sequence.begin_like(leading)
         first, pages = sequence.publish_pages()
-        start = sequence.computed_tokens + sequence.chunk_ahead_tokens + sequence.ahead_tokens
+        start = sequence.planned_tokens + sequence.ahead_tokens
         work = Work(
             request.key,
             request.ticket.number,

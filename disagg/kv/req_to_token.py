@@ -110,7 +110,7 @@ class ReqToTokenPool:
         most = pages_for(self.max_tokens, page_size)
         for row, first_page, _ in places:
             self._require_used(row)
-            if first_page > most:
+            if first_page * page_size > self.max_tokens:
                 raise ValueError(f"page {first_page} does not fit a row of {self.max_tokens} tokens")
         if len(places) == 1:
             # On the critical path of a prompt's step: a slice takes fewer calls than an index.

@@ -43,7 +43,7 @@ from disagg.router.suspicion import Suspicions
 from disagg.router.text import Decode
 
 DEFAULTS = RouterConfig()
-UNDIVIDED_S = 60.0, 3600.0
+UNDIVIDED_S, MOST_UNDIVIDED_S = 60.0, 3600.0
 """Time for which no prompt is divided after the first failed attempt with a divided prompt, and its upper bound: each
 further failure doubles the time, because a wire may always be too slow."""
 SHUNNED_S = 5.0
@@ -72,7 +72,7 @@ class Router:
         self._load_costs = config.host_load_cost, config.storage_load_cost
         self._local = LocalPrefill(config.local_prefill_queue_tokens, config.local_prefill_cost)
         self._split = SplitPrompts(config.split_prompt_tokens)
-        self._undivided_s, self._most_undivided_s = UNDIVIDED_S
+        self._undivided_s = UNDIVIDED_S
         self._undivided_until_s = -math.inf
         """Time until which no prompt is divided, because an attempt with a divided prompt has failed."""
         self.local_prefills: Counter[str] = Counter()
@@ -256,7 +256,8 @@ class Router:
         self._drop_old_shunned()
         if missing == ["prefill"]:
             able = computing_prompts(decodes)
-            if (alone := self._alone(None, _preferred(able, keep, full) or able, request)) is not None:
+            met = self._able_alone(_preferred(able, keep, full) or able)
+            if (alone := self._local.group(None, met, request)) is not None:
                 self.local_prefills["no_prefill_group"] += 1
                 return alone, alone
         if missing:
@@ -273,12 +274,13 @@ class Router:
         met = self._with_partner(prefills, decodes)
         # A moved prompt goes where `PromptMoves` has found the shortest queue, whatever the policy.
         prefill = (least_loaded if moved else self.choose)(met or prefills, request)
-        if not moved and (holder := self._local.holder(prefill, decodes, request)) is not None:
-            self.local_prefills["cached"] += 1
-            return holder, holder
-        if not moved and (alone := self._alone(prefill, decodes, request)) is not None:
-            self.local_prefills["queue"] += 1
-            return alone, alone
+        if not moved:
+            met = self._able_alone(decodes)
+            holder = self._local.holder(prefill, met, request)
+            alone = self._local.group(prefill, met, request) if holder is None else holder
+            if alone is not None:
+                self.local_prefills["queue" if holder is None else "cached"] += 1
+                return alone, alone
         met = self._met(decodes, lambda other: self._meet(prefill, other))
         return prefill, self.choose(met or decodes, request)
 
@@ -294,13 +296,10 @@ class Router:
         """Returns the prefill groups that may be paired with one of `decodes`."""
         return self._met(prefills, lambda one: any(self._meet(one, other) for other in decodes))
 
-    def _alone(
-        self, prefill: RoutedGroup | None, decodes: Sequence[RoutedGroup], request: RoutingRequest
-    ) -> RoutedGroup | None:
-        """Returns the decode group that is to compute the whole request, None if `prefill` is to compute the prompt;
-        avoids a group for a while after a failure there, if another one remains."""
-        met = self._met(decodes, lambda one: self._meet(one, one))
-        return self._local.group(prefill, met or decodes, request)
+    def _able_alone(self, decodes: Sequence[RoutedGroup]) -> Sequence[RoutedGroup]:
+        """Returns the groups that may compute a whole request: avoids a group for a while after a failure there, if
+        another one remains."""
+        return self._met(decodes, lambda one: self._meet(one, one)) or decodes
 
     def _met(
         self, groups: Sequence[RoutedGroup], meets: Callable[[RoutedGroup], bool]
@@ -397,7 +396,7 @@ class Router:
 
     def _stop_dividing(self) -> None:
         self._undivided_until_s = self._clock() + self._undivided_s
-        self._undivided_s = min(2 * self._undivided_s, self._most_undivided_s)
+        self._undivided_s = min(2 * self._undivided_s, MOST_UNDIVIDED_S)
 
     def check(self) -> None:
         """Asserts that the waiting prompts of decode groups are consistent with the groups' loads."""

@@ -219,6 +219,12 @@ def test_pages_of_several_rows_are_set_at_once(count: int, max_tokens: int) -> N
         table.set_pages([*places[1:], (5, 7, [2])], 4)
     with pytest.raises(ValueError, match="not allocated"):
         table.set_pages([*places, (6, 0, [2])], 4)
+    for beyond in ([(0, 7, [2])], [(0, 7, [2]), (1, 0, [2])]):  # begins beyond a row of 24 and of 22 tokens
+        with pytest.raises(ValueError, match="does not fit"):
+            table.set_pages(beyond, 4)
+    if max_tokens == 22:  # page 6 begins behind the row's end, which is within page 5
+        with pytest.raises(ValueError, match="does not fit"):
+            table.set_pages([(0, 6, [2]), (1, 0, [2])], 4)
     assert torch.equal(table.table, plain.table)
 
 

@@ -12,10 +12,11 @@ from conditions import until_async
 
 from disagg.core.config.read import RouterConfig
 from disagg.core.errors import DisaggError, RequestTimeoutError
+from disagg.core.prefixes import Digest, PrefixKey, pack_block_hashes
 from disagg.core.tokens import pack_tokens
 from disagg.core.types import GroupInfo, KVLayout, RankInfo, RequestKey, SamplingParams, Shard, Span, Ticket
 from disagg.router.answers import Output, RouterRequest, SessionReport
-from disagg.router.policy import round_robin
+from disagg.router.policy import RoutingRequest, round_robin
 from disagg.router.response_dispatcher import ResponseDispatcher
 from disagg.router.router import Router
 from transport.control import messages as m
@@ -416,3 +417,22 @@ def test_a_moved_prompt_stays_away_from_decode_groups_while_there_is_a_prefill_g
         assert router._pair(request, "", frozenset(), moved=moved)[0].group.name == "decode"  # noqa: SLF001
 
     run(work)
+
+
+def test_a_group_that_failed_alone_is_avoided_though_it_has_cached_the_prompt() -> None:
+    """While another decode group can compute it."""
+
+    async def work(setting: Setting) -> None:
+        router = setting.router
+        prompt, kind = pack_tokens(range(64)), (16, 0)
+        hashes = PrefixKey.of(prompt).block_hashes(16)
+        request = RoutingRequest(64, block_hashes={kind: hashes}, may_be_local=True)
+        holder = next(one for one in router.engines if one.group.name == "decode")
+        holder.held.apply(Digest(None, 1, 16, pack_block_hashes(hashes), b""))
+        assert router._pair(request, "", frozenset()) == (holder, holder)  # noqa: SLF001
+        assert router.local_prefills == {"cached": 1}
+        router._shun((holder, holder))  # noqa: SLF001
+        assert router._pair(request, "", frozenset())[0] is not holder  # noqa: SLF001
+        assert router.local_prefills == {"cached": 1}
+
+    run(work, "prefill", "decode", "decode-2")

@@ -47,7 +47,7 @@ class SamplingBatch:
         return (
             all(map(is_, [row.params for row in rows], self._params))
             and all(map(is_, [row.history for row in rows], self._histories))
-            and [len(row.answer) + row.ahead_tokens for row in rows] == self._positions
+            and [row.position for row in rows] == self._positions
             and self._counts_all()
         )
 
