@@ -4,11 +4,14 @@ A kernel that accesses host memory occupies multiprocessors for as long as the b
 that time wait for them. Here the copy engine moves rows of bytes between host memory and the buffer, and a kernel
 moves them between the buffer and the pages, at the speed of device memory. The buffer has two halves, so that both
 work at the same time.
+
+The calling thread waits for what a copy depends on, and only then calls the driver. A copy that waits on the device,
+for the step that computes its pages or for many earlier copies, fills the driver's queue of copies. The driver then
+blocks the call, and meanwhile every launch of the compute thread.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -25,9 +28,8 @@ HALF_BYTES = 16 << 20
 LEAST_CALL_BYTES = 128 << 10
 """Smallest average size of a run of blocks for a copy through the buffer: the bus takes 2 us for it, as long as a
 call of the driver."""
-MOST_CALLS = 256
-"""Largest number of calls that are queued on the device. Beyond it, the calling thread waits for earlier calls: a
-full launch queue would block the thread within the driver."""
+MOST_CALLS = 64
+"""Largest number of calls of the driver for half of the buffer. The copies of two halves are queued at most."""
 
 log = structlog.get_logger(__name__)
 _cuda: Any = torch.cuda  # its streams and events carry no types
@@ -75,8 +77,6 @@ class StagedCopies:
         self._free: list[Any] = [None, None]
         """Event after the last use of each half; None on a CPU and before the first use."""
         self._half = 0
-        self._queued = deque[tuple[Any, int]]()
-        """Events after the parts that may still be under way, with the number of calls of each part."""
         self.refused = False
         """Whether the driver has refused a copy; no other one is tried then."""
 
@@ -87,37 +87,35 @@ class StagedCopies:
     def load(self, pages: Pages, host: HostPart) -> bool:
         """Copies from the blocks to the pages, all layers of `pages.layers`.
 
-        `load` and `store` queue work on the current stream and on the copy engine; an event recorded on the current
-        stream afterwards covers both. They wait for earlier parts of a copy with many parts. The caller keeps all
-        tensors alive until that event is complete. No page and no block may repeat. Both return False if the driver
-        refused a copy: any part of the bytes may be copied then, and later work of the current stream may copy them
-        again.
+        `load` and `store` wait for earlier work of the current stream, and for all parts of the copy but the last
+        ones. These are queued on the current stream and on the copy engine when the call returns; an event recorded
+        on the current stream afterwards covers both. The caller keeps all tensors alive until that event is complete.
+        No page and no block may repeat. Both return False if the driver refused a copy: any part of the bytes may be
+        copied then, and later work of the current stream may copy them again.
         """
-        self._engine_waits(self._event(None))
+        self._wait_for(self._event(None))
         for part in self._parts(pages, host):
             half = self._next_half()
-            self._engine_waits(self._free[half])
+            self._wait_for(self._free[half])
             if not self._copy_rows(half, part, host, to_host=False):
                 return False
-            self._wait(self._event(self._engine))
+            self._stream_waits(self._event(self._engine))
             blocks_to_pages(part.pages, self._blocks(half, part))
-            self._used(half, self._event(None), part)
+            self._free[half] = self._event(None)
         return True
 
     def store(self, pages: Pages, host: HostPart) -> bool:
         """Copies from the pages to the blocks; otherwise like `load`."""
-        stored = None
         for part in self._parts(pages, host):
             half = self._next_half()
-            self._wait(self._free[half])
+            self._wait_for(self._free[half])
             pages_to_blocks(part.pages, self._blocks(half, part))
-            self._engine_waits(self._event(None))
+            self._wait_for(self._event(None))
             copied = self._copy_rows(half, part, host, to_host=True)
-            stored = self._event(self._engine)
-            self._used(half, stored, part)
+            self._free[half] = self._event(self._engine)
             if not copied:
                 break
-        self._wait(stored)
+        self._stream_waits(self._free[self._half])
         return not self.refused
 
     def warm(self, buffer: torch.Tensor, page_size: int) -> None:
@@ -146,14 +144,6 @@ class StagedCopies:
     def _next_half(self) -> int:
         self._half ^= 1
         return self._half
-
-    def _used(self, half: int, event: Any, part: _StagedPart) -> None:
-        """Notes the event after a part. Waits until at most `MOST_CALLS` calls, or one part, are under way."""
-        self._free[half] = event
-        if event is not None:
-            self._queued.append((event, len(part.runs)))
-            while len(self._queued) > 1 and sum(calls for _, calls in self._queued) > MOST_CALLS:
-                self._queued.popleft()[0].synchronize()
 
     def _blocks(self, half: int, part: _StagedPart) -> Blocks:
         """Returns half of the buffer as blocks, one for each page of the part."""
@@ -195,17 +185,20 @@ class StagedCopies:
         """Records an event on `stream`; None: the current stream. Returns None on a CPU."""
         if self._engine is None:
             return None
-        event = _cuda.Event()
+        event = _cuda.Event(blocking=True)  # a thread that waits for it sleeps, and leaves its core to others
         event.record(stream or _cuda.current_stream(self._device))
         return event
 
-    def _wait(self, event: Any) -> None:
+    @staticmethod
+    def _wait_for(event: Any) -> None:
+        """Blocks the calling thread until the work before `event` is complete."""
+        if event is not None:
+            event.synchronize()
+
+    def _stream_waits(self, event: Any) -> None:
+        """Makes later work of the current stream wait for `event`."""
         if event is not None:
             _cuda.current_stream(self._device).wait_event(event)
-
-    def _engine_waits(self, event: Any) -> None:
-        if self._engine is not None and event is not None:
-            self._engine.wait_event(event)
 
 
 def _layer_bytes(buffer: torch.Tensor, page_size: int) -> int:
