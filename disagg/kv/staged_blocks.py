@@ -5,9 +5,9 @@ that time wait for them. Here the copy engine moves rows of bytes between host m
 moves them between the buffer and the pages, at the speed of device memory. The buffer has two halves, so that both
 work at the same time.
 
-The calling thread waits for what a copy depends on, and only then calls the driver. A copy that waits on the device,
-for the step that computes its pages or for many earlier copies, fills the driver's queue of copies. The driver then
-blocks the call, and meanwhile every launch of the compute thread.
+The calling thread waits for what a copy depends on, and only then calls the driver. With many copies that waited on
+the device, for the step that computes their pages and for each other, launches of the compute thread took
+milliseconds (docs/performance.md); probably the driver's queue of copies was full, and a blocked call kept its lock.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from disagg.model.attention.paged import AttentionContext
+from disagg.model.attention.paged import AttentionContext, StepAttention
 from disagg.model.batch import StepBatch
 from disagg.model.graphs import CAPTURE_MODE, Agreed, cuda, record_each
 from kernels.attention.common import AttentionParams
@@ -100,7 +100,7 @@ class _Recorder:
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, params: AttentionParams
     ) -> torch.Tensor:
-        out = q.new_zeros(*q.shape[:-1], v.shape[-1])
+        out = q.new_empty(*q.shape[:-1], v.shape[-1])
         self.end()
         # The call holds aliases: tensors that own their memory would keep later pieces from reusing it.
         call = _AttentionCall(layer, _alias(q), _alias(k), _alias(v), params, _alias(out))
@@ -153,7 +153,7 @@ class PiecewiseGraphs:
         return few and batch.tokens <= self._sizes[-1]
 
     def run(
-        self, ids: torch.Tensor, positions: torch.Tensor, last: torch.Tensor, context: AttentionContext
+        self, ids: torch.Tensor, positions: torch.Tensor, last: torch.Tensor, context: StepAttention
     ) -> torch.Tensor:
         """Returns the step's logits, float32 `[sequences, vocab]`; the next step overwrites them.
 
@@ -169,7 +169,9 @@ class PiecewiseGraphs:
             for piece, call in zip(recording.pieces[:-1], recording.calls, strict=True):
                 piece.replay()
                 q, k, v = (x[:tokens] for x in (call.q, call.k, call.v))
-                call.out[:tokens].copy_(context.attend(call.layer, q, k, v, call.params))
+                context.attend_into(call.layer, q, k, v, call.params, call.out[:tokens])
+                if tokens < len(call.out):  # the memory may hold anything, also values that are not numbers
+                    call.out[tokens:].zero_()
             recording.pieces[-1].replay()
         return self._logits[: len(last)]
 

@@ -21,7 +21,7 @@ from disagg.kv.upload import upload
 from disagg.model.attention.indexed import index_step, wrap_indexers
 from disagg.model.attention.kernel_step import KernelStep, use_kernels
 from disagg.model.attention.layer_classes import AttentionClass, ClassedStep, Make
-from disagg.model.attention.paged import AttentionContext, PagedStep, SharedHeads
+from disagg.model.attention.paged import AttentionContext, PagedStep, SharedHeads, StepAttention
 from disagg.model.attention.probe import ShapeProbe, without_other_ranks
 from disagg.model.attention.torch_attention import HeadMap
 from disagg.model.batch import (
@@ -530,20 +530,20 @@ class ModelRunner:
         slots: torch.Tensor,
         on_layer: LayerHook | None = None,
         max_tokens: int | None = None,
-    ) -> AttentionContext:
+    ) -> StepAttention:
         def make(
             _: AttentionClass, pool: MHATokenToKVPool, hook: LayerHook | None, writes: bool
-        ) -> AttentionContext:
+        ) -> StepAttention:
             table, deterministic = self.req_to_token, self.deterministic
             return KernelStep(pool, table, index, slots, hook, deterministic, writes, max_tokens)
 
         return self._context(make, on_layer)
 
-    def _context(self, make: Make, on_layer: LayerHook | None) -> AttentionContext:
+    def _context(self, make: Make, on_layer: LayerHook | None) -> StepAttention:
         """Returns a step's attention context, which combines the contexts that `make` creates for each layer
         class."""
 
-        def shared(one: AttentionClass, *rest: Any) -> AttentionContext:
+        def shared(one: AttentionClass, *rest: Any) -> StepAttention:
             own = make(one, *rest)
             return SharedHeads(own, one.queries, one.heads, self.collective) if self._whole_attention else own
 

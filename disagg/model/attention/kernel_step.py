@@ -11,6 +11,7 @@ from disagg.core.errors import ConfigError
 from disagg.core.ports import LayerHook
 from disagg.kv.pool import MHATokenToKVPool
 from disagg.kv.req_to_token import ReqToTokenPool
+from disagg.model.attention.paged import StepAttention
 from disagg.model.attention.torch_attention import HeadMap
 from disagg.model.batch import KernelIndex
 from disagg.model.spec.model_spec import ModelSpec
@@ -51,7 +52,7 @@ def use_kernels(
     return not why
 
 
-class KernelStep:
+class KernelStep(StepAttention):
     """Attention context that uses the kernels: writes K and V to the pool by slot, then attends to the pool.
 
     One-token sequences at the start of the step use the decode kernel. All other sequences use the prefill kernel.
@@ -76,17 +77,22 @@ class KernelStep:
         self._pool, self._table = pool, table.table
         self._index, self._slots, self._on_layer = index, slots, on_layer
 
-    def attend(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, params: AttentionParams
-    ) -> torch.Tensor:
-        """See `AttentionContext.attend`."""
+    def attend_into(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        params: AttentionParams,
+        out: torch.Tensor,
+    ) -> None:
+        """See `StepAttention.attend_into`."""
         kv = self._pool.layer(layer)
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
         if self._writes:
             kv_write(k, v, self._slots, kv)
         if self._on_layer is not None:
             self._on_layer(layer)
-        out = torch.empty((*q.shape[:-1], v.shape[-1]), dtype=q.dtype, device=q.device)
         index, n = self._index, self._index.rows.shape[0]
         if n:
             decode_attention(
@@ -104,4 +110,3 @@ class KernelStep:
             prefill_attention(
                 q[n:], kv, self._table, index.chunks, params, out[n:], deterministic=self._deterministic
             )
-        return out

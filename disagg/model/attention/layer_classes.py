@@ -10,7 +10,7 @@ import torch
 from disagg.core.ports import LayerHook
 from disagg.core.types import Span
 from disagg.kv.pool import MHATokenToKVPool
-from disagg.model.attention.paged import AttentionContext
+from disagg.model.attention.paged import StepAttention
 from disagg.model.attention.torch_attention import HeadMap
 from disagg.model.spec.shapes import LayerPlace
 from kernels.attention.common import AttentionParams
@@ -27,12 +27,12 @@ class AttentionClass:
     head_map: HeadMap
 
 
-Make = Callable[[AttentionClass, MHATokenToKVPool, LayerHook | None, bool], AttentionContext]
+Make = Callable[[AttentionClass, MHATokenToKVPool, LayerHook | None, bool], StepAttention]
 """Function that creates a step's context for one layer class. The last argument is whether the context writes K and
 V."""
 
 
-class ClassedStep:
+class ClassedStep(StepAttention):
     """Attention context that passes each layer's call to the context of the layer's class, with the layer's index in
     the pool of this class."""
 
@@ -44,7 +44,7 @@ class ClassedStep:
         places: tuple[LayerPlace, ...],
         on_layer: LayerHook | None,
     ) -> None:
-        self._layers: list[tuple[AttentionContext, int]] = []
+        self._layers: list[tuple[StepAttention, int]] = []
         starts = [sum(pool.layers for pool in pools[:number]) for number in range(len(pools))]
         shares = any(place.shared for place in places)
         writers, readers = [], []
@@ -56,12 +56,18 @@ class ClassedStep:
             contexts = readers if place.shared else writers
             self._layers.append((contexts[number], place.layer - starts[number]))
 
-    def attend(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, params: AttentionParams
-    ) -> torch.Tensor:
-        """See `AttentionContext.attend`."""
+    def attend_into(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        params: AttentionParams,
+        out: torch.Tensor,
+    ) -> None:
+        """See `StepAttention.attend_into`."""
         context, own = self._layers[layer]
-        return context.attend(own, q, k, v, params)
+        context.attend_into(own, q, k, v, params, out)
 
 
 def _behind(on_layer: LayerHook | None, start: int) -> LayerHook | None:

@@ -7,6 +7,7 @@ step's attention context to the model's `forward` as a keyword argument. transfo
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -88,7 +89,31 @@ def _params(named: dict[str, Any], dim: int) -> AttentionParams:
     )
 
 
-class PagedStep:
+class StepAttention(ABC):
+    """An attention context of the runner. It computes attention in its own memory, or in memory of the caller."""
+
+    def attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, params: AttentionParams
+    ) -> torch.Tensor:
+        """See `AttentionContext.attend`."""
+        out = torch.empty((*q.shape[:-1], v.shape[-1]), dtype=q.dtype, device=q.device)
+        self.attend_into(layer, q, k, v, params, out)
+        return out
+
+    @abstractmethod
+    def attend_into(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        params: AttentionParams,
+        out: torch.Tensor,
+    ) -> None:
+        """Writes what `attend` returns to `out`, contiguous, of the type of `q`."""
+
+
+class PagedStep(StepAttention):
     """Attention context that uses torch: writes K and V to the pool by slot, and reads the KV of each sequence by the
     slots in the block table."""
 
@@ -106,15 +131,20 @@ class PagedStep:
         self._index = index
         self._on_layer = on_layer
 
-    def attend(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, params: AttentionParams
-    ) -> torch.Tensor:
-        """See `AttentionContext.attend`."""
+    def attend_into(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        params: AttentionParams,
+        out: torch.Tensor,
+    ) -> None:
+        """See `StepAttention.attend_into`."""
         if self._writes:
             self._pool.write(layer, self._index.slots, k, v)
         if self._on_layer is not None:
             self._on_layer(layer)
-        out = torch.empty((*q.shape[:-1], v.shape[-1]), dtype=q.dtype, device=q.device)
         grouped = q.view(len(q), -1, self._head_map.group, q.shape[-1])  # [T, heads, group, dim]
         for group in self._index.decodes:
             own = _of_tokens(params, group.queries)
@@ -125,7 +155,6 @@ class PagedStep:
             own = _of_tokens(params, tokens)
             result = self._prefill(layer, grouped[tokens].permute(1, 2, 0, 3), sequence, v.shape[-1], own)
             out[tokens] = result.permute(2, 0, 1, 3).flatten(1, 2)
-        return out
 
     def _decode(
         self, layer: int, q: torch.Tensor, group: DecodeGroup, v_dim: int, params: AttentionParams
@@ -151,7 +180,7 @@ def _of_tokens(params: AttentionParams, tokens: torch.Tensor | slice) -> Attenti
     return params if params.chosen is None else replace(params, chosen=params.chosen[tokens])
 
 
-class SharedHeads:
+class SharedHeads(StepAttention):
     """Attention context of a rank whose projections are not split: computes attention for the rank's heads, then
     combines the heads of all ranks by an all-reduce."""
 
@@ -160,17 +189,22 @@ class SharedHeads:
         self._queries, self._heads = slice(queries.start, queries.stop), slice(heads.start, heads.stop)
         self._collective = collective
 
-    def attend(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, params: AttentionParams
-    ) -> torch.Tensor:
-        """See `AttentionContext.attend`; arguments and results have all heads on every rank."""
+    def attend_into(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        params: AttentionParams,
+        out: torch.Tensor,
+    ) -> None:
+        """See `StepAttention.attend_into`; arguments and results have all heads on every rank."""
         sinks, slopes = (None if x is None else x[self._queries] for x in (params.sinks, params.alibi_slopes))
         own = replace(params, sinks=sinks, alibi_slopes=slopes)
         part = self._own.attend(layer, q[:, self._queries], k[:, self._heads], v[:, self._heads], own)
-        whole = part.new_zeros(*q.shape[:-1], v.shape[-1])
-        whole[:, self._queries] = part
-        self._collective.all_reduce(whole)
-        return whole
+        out.zero_()
+        out[:, self._queries] = part
+        self._collective.all_reduce(out)
 
 
 AttentionInterface.register(ATTENTION_NAME, paged_attention)
