@@ -10,12 +10,10 @@ MIN_PREFILL_TOKENS = 48
 """Smallest number of prompt tokens in a step, however many answers run."""
 ANSWERS_PER_PAUSE = 8
 """A step with prompts is followed by steps without prompts: one for each `ANSWERS_PER_PAUSE * waiting` running
-answers, if `waiting` prompts wait, within the three limits below."""
-FEWEST_ANSWERS_PER_PAUSE, MOST_ANSWERS_PER_PAUSE = 16, 21
+answers, if `waiting` prompts wait, within the two limits below."""
+FEWEST_ANSWERS_PER_PAUSE, MOST_ANSWERS_PER_PAUSE = 32, 40
 """Limits of these steps: at most one for each `FEWEST_ANSWERS_PER_PAUSE` running answers, and at least one for each
 `MOST_ANSWERS_PER_PAUSE`. The second limit applies only while more answers run than prompts wait."""
-MOST_PAUSES = 8
-"""Largest number of these steps. The more answers run, the longer is a step, and the less does a chunk add to it."""
 ANSWERS_OF_A_STEP = 192
 """Number of running answers that double the time of a step, measured with an 8B model on an H200."""
 _SINGLES = (16, 32, 48, 64, 80, 96, 128)
@@ -49,8 +47,7 @@ def pauses(running: int, waiting: int) -> int:
     A step with prompts delays every running answer, and brings every waiting prompt nearer to its first token.
     """
     least = running // MOST_ANSWERS_PER_PAUSE if waiting < running else 0
-    wanted = max(least, running // (ANSWERS_PER_PAUSE * waiting))
-    return min(MOST_PAUSES, running // FEWEST_ANSWERS_PER_PAUSE, wanted)
+    return min(running // FEWEST_ANSWERS_PER_PAUSE, max(least, running // (ANSWERS_PER_PAUSE * waiting)))
 
 
 @lru_cache(1 << 12)  # a router compares many groups for each request

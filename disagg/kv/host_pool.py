@@ -87,9 +87,9 @@ class HostPool:
     def store(self, pages: Sequence[int], blocks: Sequence[int]) -> None:
         """Copies page `pages[i]` to block `blocks[i]`, all layers.
 
-        On a GPU, the copies are queued on the current stream. `store` and `load` may wait for the first copies of
-        many, so call them on a thread that may wait. All three methods raise `InvariantError` if a block is not
-        reserved.
+        On a GPU, `store` and `load` block until earlier work of the current stream is complete, and all parts of the
+        copy but the last ones: call them on a thread that may wait, never on the compute thread. The last parts are
+        queued on the current stream. All three methods raise `InvariantError` if a block is not reserved.
         """
         self._copy(self._numbers(pages, blocks), Span(0, self.layers), to_host=True, staged=True)
 

@@ -29,7 +29,9 @@ LEAST_CALL_BYTES = 128 << 10
 """Smallest average size of a run of blocks for a copy through the buffer: the bus takes 2 us for it, as long as a
 call of the driver."""
 MOST_CALLS = 64
-"""Largest number of calls of the driver for half of the buffer. The copies of two halves are queued at most."""
+"""Largest number of calls of the driver for half of the buffer. At most the copies of two halves are queued."""
+_MOST_ROWS = 256
+"""Largest number of pages in half of the buffer."""
 
 log = structlog.get_logger(__name__)
 _cuda: Any = torch.cuda  # its streams and events carry no types
@@ -72,7 +74,7 @@ class StagedCopies:
         """Allocates the buffer. On a CPU every copy is complete when its call returns."""
         self._device = device
         self._halves = torch.empty((2, half_bytes), dtype=torch.uint8, device=device)
-        self._rows = torch.arange(MOST_CALLS, device=device)
+        self._rows = torch.arange(_MOST_ROWS, device=device)
         self._engine = _cuda.Stream(device) if device.type == "cuda" else None
         self._free: list[Any] = [None, None]
         """Event after the last use of each half; None on a CPU and before the first use."""
@@ -133,13 +135,14 @@ class StagedCopies:
         for first in range(pages.layers.start, pages.layers.stop, most_layers):
             layers = Span(first, min(first + most_layers, pages.layers.stop))
             pool, row_bytes = pages.pool[layers.start : layers.stop], len(layers) * layer_bytes
-            most_rows = min(half_bytes // row_bytes, MOST_CALLS)
-            for start in range(0, len(host.blocks), most_rows):
-                blocks = host.blocks[start : start + most_rows]
-                numbers = pages.numbers[start : start + most_rows]
-                some = Pages(pool, numbers, pages.size, Span(0, len(layers)))
-                offset_bytes = host.offset_bytes + layers.start * layer_bytes
-                yield _StagedPart(some, row_bytes, offset_bytes, consecutive(blocks, host.slab_blocks))
+            most_rows = min(half_bytes // row_bytes, _MOST_ROWS)
+            start = 0
+            while start < len(host.blocks):
+                runs = consecutive(host.blocks[start : start + most_rows], host.slab_blocks)[:MOST_CALLS]
+                end = start + sum(run.blocks for run in runs)
+                some = Pages(pool, pages.numbers[start:end], pages.size, Span(0, len(layers)))
+                yield _StagedPart(some, row_bytes, host.offset_bytes + layers.start * layer_bytes, runs)
+                start = end
 
     def _next_half(self) -> int:
         self._half ^= 1

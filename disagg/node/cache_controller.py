@@ -319,7 +319,7 @@ class HybridCacheController:
         staged: bool,
     ) -> _QueuedLoads:
         """Queues the states of loads; returns the pages by group of layers, not queued yet. `staged`: through a
-        buffer, by the copy engine, with fewer calls of the driver, which may wait for the device."""
+        buffer, by the copy engine, with fewer calls of the driver; waits for earlier work of the device."""
         self._load_queue.after(after)
         began = self._load_queue.mark()
         slots, blocks = _copies("state", operations)

@@ -47,7 +47,7 @@ class FileSettings:
     capacity_bytes: int
     """Limit of this process's segments. Each process that shares the folder has its own limit."""
     segment_bytes: int = 64 << 20
-    threads: int = 4
+    threads: int = 8
     """Number of I/O threads for reads; the same number of other threads writes, so that writes never delay reads."""
     direct: bool = True
     """Whether to bypass the page cache, which would hold a second copy of each page. Ignored if the file system has

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -141,14 +142,25 @@ def test_a_refused_copy_is_made_directly(
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_more_pages_than_rows_of_a_buffer(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
-    monkeypatch.setattr("disagg.kv.staged_blocks.MOST_CALLS", 3)
+@pytest.mark.parametrize(
+    ("limit", "blocks"),
+    [("_MOST_ROWS", range(10)), ("MOST_CALLS", (0, 2, 4, 6, 8, 1, 3, 5, 7, 9)), ("MOST_CALLS", range(10))],
+)
+def test_more_pages_or_runs_than_a_part_may_have(
+    monkeypatch: pytest.MonkeyPatch, limit: str, blocks: Sequence[int], device: str
+) -> None:
+    monkeypatch.setattr(f"disagg.kv.staged_blocks.{limit}", 3)
     pool = filled((2, 2, 10, 1, 8), torch.uint8, seed=3).to(device)
     before, staged = pool.clone(), StagedCopies(pool.device, 1 << 16)
     memory = torch.zeros((10, 40), dtype=torch.uint8)
     memory = memory if device == "cpu" else memory.pin_memory()
     pages = Pages(pool, torch.arange(10, device=device), 1, Span(0, 2))
-    host = HostPart(memory, range(10), 4, slab_blocks=10)
+    host = HostPart(memory, blocks, 4, slab_blocks=10)
+    parts = list(staged._parts(pages, host))  # noqa: SLF001
+    limited = [len(part.runs) if limit == "MOST_CALLS" else len(part.pages.numbers) for part in parts]
+    assert max(limited) <= 3
+    assert sum(len(part.pages.numbers) for part in parts) == 10
+    assert len(parts) == (1 if limit == "MOST_CALLS" and blocks == range(10) else 4)
     staged.store(pages, host)
     if device != "cpu":
         torch.cuda.synchronize()

@@ -115,17 +115,17 @@ def test_chunks_and_the_first_token_are_planned_ahead() -> None:
 
 def test_answers_leave_the_rest_of_a_step() -> None:
     scheduler = scheduler_of(steps_ahead=0)
-    for number in range(15):
+    for number in range(20):
         begin(scheduler, f"running-{number}", 1)
     begin(scheduler, "new", 1000)
     found = step(scheduler)
-    assert found["new"] == (0, STEP_TOKENS - 16), "15 answers count as 16"
+    assert found["new"] == (0, STEP_TOKENS - 32), "20 answers count as 32"
     assert list(found)[-1] == "new", "answers come first"
-    assert step(scheduler)["new"] == (100, 200)
-    for number in range(3):
+    assert step(scheduler)["new"] == (84, 168)
+    for number in range(13):
         begin(scheduler, f"more-{number}", 1)
-    assert "new" not in step(scheduler), "18 answers are delayed by every other step only"
-    assert step(scheduler)["new"] == (200, 200 + STEP_TOKENS - 32)
+    assert "new" not in step(scheduler), "33 answers are delayed by every other step only"
+    assert step(scheduler)["new"] == (168, 168 + STEP_TOKENS - 48)
     for number in range(4):
         begin(scheduler, f"prompt-{number}", 40)
     for _ in range(2):

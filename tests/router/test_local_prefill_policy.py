@@ -72,11 +72,11 @@ def test_a_group_with_many_requests_takes_longer() -> None:
 def test_steps_with_prompts_are_as_many_as_answers_and_prompts_allow() -> None:
     """A prompt delays every answer, so with many answers such steps are rare, but not while many prompts wait."""
     steps = [[pauses(running, waiting) for waiting in (1, 2, 4, 9, 71)] for running in (0, 16, 64, 71, 256)]
-    assert steps == [[0] * 5, [1, 1, 0, 0, 0], [4, 4, 3, 3, 0], [4, 4, 3, 3, 0], [8] * 5]
-    assert [slowdown(128, running, 1) for running in (0, 96)] == [1.0, 7 * 112 / 96 * 1.5]
+    assert steps == [[0] * 5, [0] * 5, [2, 2, 2, 1, 0], [2, 2, 2, 1, 0], [8, 8, 8, 6, 6]]
+    assert [slowdown(128, running, 1) for running in (0, 96)] == [1.0, 4 * 112 / 96 * 1.5]
     decode = group("d", "decode", local_tokens=8 * 50)
     decode.answering = 64
-    for prompts, tokens in ((8, (5940, 5960)), (1, (7440, 7460))):
+    for prompts, tokens in ((8, (2940, 2960)), (3, (4440, 4460))):
         decode.local_prompts = prompts
         found = [RULE.group(group("p", "prefill", tokens=one), [decode], ASKED) for one in tokens]
         assert [one is decode for one in found] == [False, True]

@@ -71,8 +71,8 @@ class Queues:
     [
         (83, 0, True),  # 1.5 x (83 + 50) there, 2 x 100 tokens here
         (84, 0, False),
-        (1583, 96, True),  # 1.5 x (1583 + 50) there, 2 x 100 tokens that take 12.25 times as long here
-        (1584, 96, False),
+        (883, 96, True),  # 1.5 x (883 + 50) there, 2 x 100 tokens that take 7 times as long here
+        (884, 96, False),
     ],
 )
 def test_a_prompt_moves_if_the_prefill_group_is_clearly_sooner(

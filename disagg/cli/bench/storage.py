@@ -35,7 +35,7 @@ class StorageOptions:
     pages: Annotated[int, typer.Option("--pages", min=1, help="Pages of one call.")] = 512
     threads: Annotated[
         int, typer.Option("--threads", min=1, help="Threads of the storage for each direction.")
-    ] = 4
+    ] = 8
     direct: Annotated[
         bool,
         typer.Option(

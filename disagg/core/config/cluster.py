@@ -124,7 +124,7 @@ class RouterConfig(Section, frozen=True):
     the request fails."""
     recoveries_per_s: float = 100.0
     """Rate limit of recoveries per router, with a burst of one second's worth; further recoveries are delayed."""
-    local_prefill_queue_tokens: int = 4096
+    local_prefill_queue_tokens: int = 8192
     """Queue of a prefill group, in prompt tokens, from which decode groups may compute prompts themselves
     (`decode.local_prefill_tokens`). With a queue of this size or more, a request goes to its decode group alone if
     that group is expected to compute the prompt sooner. Without a usable prefill group, all requests that decode
