@@ -36,7 +36,20 @@ class SearchFlags:
         float, typer.Option("--resolution", help="Relative accuracy of the result, e.g. 0.05 for 5 %.")
     ] = 0.05
     duration_s: Annotated[float, typer.Option("--duration-s", help="Time of sending at each rate.")] = 30.0
+    least_requests: Annotated[
+        int,
+        typer.Option(
+            "--least-requests",
+            min=1,
+            help="Smallest number of requests at each rate; low rates take longer than --duration-s. Of fewer than "
+            "100 requests, none may miss a limit that 99 % must meet.",
+        ),
+    ] = 100
     timeout_s: Annotated[float, typer.Option("--timeout-s", help="Limit of one whole answer.")] = 120.0
+
+    def requests(self, rate: float) -> int:
+        """Number of requests that are sent at `rate`."""
+        return max(self.least_requests, round(rate * self.duration_s))
 
     def check(self) -> None:
         """Raises `ConfigError` for values out of range."""
@@ -128,7 +141,7 @@ def _load(options: GoodputOptions, model: str, rate: float, seed: int) -> ServeB
         workload=options.prompts.workload(model, options.target.chat, seed),
         arrivals=Arrivals("poisson", rate, 1, seed),
         concurrency=None,
-        requests=max(1, round(rate * flags.duration_s)),
+        requests=flags.requests(rate),
         duration_s=None,
         slo=Slo(),  # `GoodputTarget` judges the report
         timeout_s=flags.timeout_s,
@@ -143,6 +156,7 @@ def _settings(options: GoodputOptions) -> dict[str, str | float | bool | None]:
         "url": target.base_url,
         "chat": target.chat,
         "duration_s": options.searched.duration_s,
+        "least_requests": options.searched.least_requests,
         "resolution": options.searched.resolution,
         **prompts.settings(target.chat),
         "seed": prompts.seed,

@@ -102,6 +102,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     with ApiServer() as server:
         url = f"{server.url}/v1"
         command = ["bench", "goodput", "--url", url, "--duration-s", "0.2", "--output-tokens", "3"]
+        command += ["--least-requests", "5"]
         command += [
             "--input-tokens",
             "2-4",
@@ -122,7 +123,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         assert (written["goodput"], written["bounded"]) == (40.0, False)
         assert (written["settings"]["shared_prefixes"], written["settings"]["token_ids"]) == (1, "32-255")
         assert [(one["rate"], one["requests"], one["met"]) for one in written["rates"]] == [
-            (20.0, 4, True),
+            (20.0, 5, True),
             (40.0, 8, True),
         ]
         late = [*command[:-4], "--ttft-s", "0.000001", "--least-rate", "20"]
