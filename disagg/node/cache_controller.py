@@ -177,7 +177,7 @@ class HybridCacheController:
         if the plan awaits a load that no plan has ordered.
         """
         if plan.cache_operations:
-            self._start(plan, record_event(self._device))
+            self._start(plan, record_event(self._device, blocking=True))
         return self._awaited(plan.awaited_loads)
 
     def _awaited(self, numbers: Sequence[int]) -> LoadedLayers:
@@ -302,10 +302,14 @@ class HybridCacheController:
         queued.loaded.queue(QUEUED_AT_ONCE if len(groups) > 1 else 0)
         self._latest, self._last_load = queued.loaded, operations[-1].number
         self._loads.update((operation.number, queued.loaded) for operation in operations)
-        self.loading.submit(self._guarded, self._queue_rest, operations, queued)
+        self.loading.submit(self._guarded, self._queue_rest, operations, queued, after)
 
-    def _queue_rest(self, operations: Sequence[CacheOperation], queued: _QueuedLoads) -> None:
+    def _queue_rest(
+        self, operations: Sequence[CacheOperation], queued: _QueuedLoads, after: DeviceEvent
+    ) -> None:
         """Queues the parts that are not queued yet, then has the end reported. Runs on the load thread."""
+        # Many copies that wait on the device would delay the launches of the steps (`disagg.kv.staged_blocks`).
+        wait_for(after)
         queued.loaded.wait_for_part(PACE_GROUP)
         queued.loaded.queue()
         self.reporting.submit(self._guarded, self._report, operations, queued)

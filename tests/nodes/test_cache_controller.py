@@ -23,6 +23,7 @@ from disagg.kv.mamba_pool import MambaPool
 from disagg.kv.pool import MHATokenToKVPool
 from disagg.kv.transfer_pools import TransferPools
 from disagg.model.chunks import PromptChunks
+from disagg.node import cache_controller
 from disagg.node.cache_controller import (
     HostBlockCounts,
     HybridCacheController,
@@ -32,7 +33,7 @@ from disagg.node.cache_controller import (
 )
 from disagg.node.host_memory import pinnable_bytes
 from disagg.node.kv_manager import KVManager
-from disagg.node.plan import StepPlan
+from disagg.node.plan import StepPlan, Work
 
 PAGE, LAYERS = 4, 5
 
@@ -108,6 +109,33 @@ def test_loads_of_a_plan_share_its_time_by_their_pages(layered: bool) -> None:
         *(CacheOperation(2 + at, False, [PoolTransfer("kv", *pages)]) for at, pages in enumerate(loads))
     )
     assert (one.seconds[2], one.seconds[3]) == (0.25, 0.75), "the clock is read twice, a second apart"
+    one.controller.stop()
+
+
+def test_a_load_beside_a_step_is_queued_when_it_can_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies that waited on the device for the step before would delay the launch of this step."""
+    one = Controller(layered=True)
+    one.order(CacheOperation(1, True, [PoolTransfer("kv", [2], [5])]))
+    stored, complete, asked = one.page(2), threading.Event(), threading.Event()
+
+    def wait(event: object) -> None:
+        if event is complete:
+            asked.set()
+            assert complete.wait(PATIENCE_S)
+
+    monkeypatch.setattr(cache_controller, "record_event", lambda *_, **__: complete)
+    monkeypatch.setattr(cache_controller, "wait_for", wait)
+    before = one.page(3)
+    load = CacheOperation(2, False, [PoolTransfer("kv", [3], [5])])
+    work = Work(RequestKey("other", 1), reservation=1, row=1, start=0, tokens=[7], prompt_tokens=1)
+    one.controller.order(StepPlan(1, [work], cache_operations=[load]))
+    assert asked.wait(PATIENCE_S)
+    assert torch.equal(one.page(3), before)
+    assert not torch.equal(before, stored)
+    complete.set()
+    with one.reported:
+        assert one.reported.wait_for(lambda: 2 in one.moved, PATIENCE_S)
+    assert torch.equal(one.page(3), stored)
     one.controller.stop()
 
 
