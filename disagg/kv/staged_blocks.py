@@ -31,7 +31,7 @@ call of the driver."""
 MOST_CALLS = 64
 """Largest number of calls of the driver for half of the buffer. At most the copies of two halves are queued."""
 _MOST_ROWS = 256
-"""Largest number of pages in half of the buffer."""
+"""Largest number of pages, or parts of pages, in half of the buffer."""
 
 log = structlog.get_logger(__name__)
 _cuda: Any = torch.cuda  # its streams and events carry no types

@@ -174,7 +174,7 @@ def require_fits(batch: StepBatch, table: ReqToTokenPool) -> None:
     """Raises ValueError for a slice that is empty or beyond the block table."""
     most = table.max_tokens
     for sequence in batch.sequences:
-        # Without `stop`: a property takes as long as the rest of this line, for each sequence of each step.
+        # Not `sequence.stop`: this runs for each sequence of each step, and the call of a property is slow.
         if not sequence.tokens or sequence.start < 0 or sequence.start + len(sequence.tokens) > most:
             raise ValueError(
                 f"row {sequence.row}: {len(sequence.tokens)} tokens from position {sequence.start} are not a valid "

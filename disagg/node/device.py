@@ -26,7 +26,7 @@ DeviceMark = Any
 def record_event(device: torch.device, *, blocking: bool = False) -> DeviceEvent:
     """Records an event on the calling thread's current stream of `device`, after all work queued so far.
 
-    `blocking`: a thread that waits for the event sleeps meanwhile, and wakes some 10 us later than one that polls.
+    `blocking`: a thread that waits for the event sleeps meanwhile, instead of using a core.
     """
     if device.type != "cuda":
         return None

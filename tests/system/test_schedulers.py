@@ -936,7 +936,7 @@ def test_a_prompt_that_must_not_be_cut_is_computed_in_one_step() -> None:
 
 
 def test_the_last_chunk_of_a_head_is_a_full_one() -> None:
-    """The decode group computes the tail beside it, and waits for its layers one after the other."""
+    """The decode group computes the tail at the same time, and waits for each layer of that chunk."""
     kv_manager = KVManager(pool_tokens=64, page_size=4, rows=3)
     scheduler = PrefillScheduler(
         kv_manager, ranks=1, chunks=PromptChunks(7), max_context_tokens=40, max_waiting=3, steps_ahead=4
