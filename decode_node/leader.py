@@ -9,6 +9,7 @@ import structlog
 import torch
 
 from decode_node.admitting_leader import AdmittingLeader
+from decode_node.launch_pace import LaunchPace
 from decode_node.request import DecodeRequest
 from decode_node.request import Sequence as DecodeSequence
 from decode_node.sampled_step import SampledStep
@@ -60,6 +61,9 @@ class DecodeLeader(AdmittingLeader):
     ) -> None:
         super().__init__(scheduler, eos_ids, spec, send, to_self, clock, max_waiting)
         self._sampler = Sampler(eos_ids)
+        self._pace = LaunchPace()
+        self._joining: dict[RequestKey, DecodeRequest] = {}
+        """Requests whose KV lands soon, or of which only the KV or only the first token is missing."""
 
     def join(self, group: GroupInfo) -> None:
         """Sets the complete group. The rank with the least host memory determines the group's swap space."""
@@ -89,6 +93,7 @@ class DecodeLeader(AdmittingLeader):
         """
         with self._changed:
             stepped = self._scheduler.stepped(plan)
+            self._pace.launched(self._clock())
         return SampledStep.launch(plan, stepped, logits, self._sampler)
 
     def is_constrained(self, plan: StepPlan) -> bool:
@@ -117,6 +122,7 @@ class DecodeLeader(AdmittingLeader):
                 if request.closing:
                     self._confirm_release(request)
             seconds = self._step_ended(generated)
+            self._pace.ended(seconds, answers_only=all(one.samples for one in step.stepped))
             if not prefilled:  # otherwise the step's time is not that of a recomputation
                 self._observe_step(step.plan, seconds)
             self._publish_kv_events(PUBLISH_AT_EVENTS)
@@ -193,6 +199,36 @@ class DecodeLeader(AdmittingLeader):
     def _next_step(self) -> StepPlan | None:
         return self._scheduler.next_step()
 
+    def next_plan(self) -> StepPlan | None:
+        """Returns the next plan; see `Leader.next_plan`. While a request is about to join, waits until the step in
+        flight is nearly over."""
+        with self._changed:
+            self._wait_for_joining()
+            plan = super().next_plan()
+            if plan is not None and plan.work:
+                self._pace.planned(self._clock())
+            return plan
+
+    def _wait_for_joining(self) -> None:
+        """Waits for requests that are about to join, as long as `LaunchPace` allows. Called under the lock, which it
+        releases meanwhile.
+
+        A group of several ranks does not wait: its other ranks launch a step later than rank 0.
+        """
+        if not self._any_joins() or self._ranks > 1 or self._scheduler.steps_in_flight != 1:
+            return
+        wait_s = self._pace.wait_s(self._reports.running_since_s, self._clock())
+        if wait_s > 0:
+            self._changed.wait_for(lambda: self.broken or not self._any_joins(), wait_s)
+            self._pace.waited()
+
+    def _any_joins(self) -> bool:
+        """Returns whether a request is about to join. Forgets those that have joined, or have ended."""
+        for request in list(self._joining.values()):
+            if request.closing or self._has_begun(request):
+                del self._joining[request.key]
+        return bool(self._joining)
+
     def _steps_in_flight(self) -> int:
         return self._scheduler.steps_in_flight
 
@@ -210,14 +246,19 @@ class DecodeLeader(AdmittingLeader):
             case m.FirstTokens():
                 request = self._current(message.key, message.ticket)
                 if request is not None and not (request.begun or request.samples_first):
+                    self._joining[request.key] = request
                     self._first_tokens(peer, request, message)
             case m.EndAnswer():
                 self._end_answer(peer, message)
             case m.Arriving():
                 if request := self._current(message.key, message.ticket):
                     request.arriving_ranks.add(message.rank)
+            case m.LandsSoon():
+                if request := self._current(message.key, message.ticket):
+                    self._joining[request.key] = request
             case m.Landed():
                 if request := self._current(message.key, message.ticket):
+                    self._joining[request.key] = request
                     self._scheduler.rank_landed(request, message.rank)
                     self._maybe_start(request)
             case m.Swapped():

@@ -83,7 +83,7 @@ def test_requests_with_priorities_grammars_and_scores_in_any_order(what: str, mo
     [
         ("nothing", (3, 7, 14)),
         ("abort and fail", (7, 11)),
-        ("death", (37,)),
+        ("death", (15, 29)),
         ("deadline", (1, 3)),
         ("tiers", (3, 4)),
         ("words", (7,)),

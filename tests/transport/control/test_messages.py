@@ -65,6 +65,7 @@ EXAMPLES: list[Message] = [
     messages.Failed(KEY, "busy", "no room", True, 0.5),
     messages.Prefill(KEY, pack_tokens([5]), SamplingParams(prompt_logprobs=0), TICKET, 2.0, priority=-3),
     messages.Arriving(KEY, 7, 1),
+    messages.LandsSoon(KEY, 7, 1),
     messages.FirstTokens(KEY, 7, [11]),
     messages.FirstTokens(KEY, 7, [11, 4], [-0.5, -1.25]),
     messages.EndAnswer(KEY, 3),

@@ -103,6 +103,18 @@ class Arriving(Message, frozen=True):
     rank: Rank
 
 
+class LandsSoon(Message, frozen=True):
+    """Decode rank -> its leader: the last segment of the ticket for this rank is expected within a few steps.
+
+    Sent at most once for each ticket, and not if the rest lands earlier than expected. The leader may then launch the
+    next step later.
+    """
+
+    key: RequestKey
+    ticket: TicketNumber
+    rank: Rank
+
+
 class Landed(Message, frozen=True):
     """Decode rank -> its leader: all segments of the ticket for this rank are in the rank's pages."""
 

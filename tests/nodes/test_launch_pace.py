@@ -1,0 +1,249 @@
+"""The launch of a decode step waits for requests that are about to join, but not so long that the device is idle."""
+
+from __future__ import annotations
+
+import random
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from fake_model import VOCAB, fake_spec
+
+from decode_node.costs import CostEstimates
+from decode_node.landing_rate import SOON_S, LandingRate
+from decode_node.launch_pace import CREDITS, MOST_WAIT_S, RESERVE_S, LaunchPace
+from decode_node.leader import DecodeLeader
+from decode_node.sampled_step import SampledStep
+from decode_node.scheduler import DecodeScheduler
+from decode_node.scheduler_options import SchedulerOptions
+from disagg.core.tokens import pack_tokens
+from disagg.core.types import RequestKey, SamplingParams
+from disagg.model.chunks import PromptChunks
+from disagg.node.kv_manager import KVManager
+from disagg.node.plan import StepPlan
+from transport.control import messages as m
+
+STEP_S, LEAD_S = 0.005, 0.001
+"""Duration of an imitated step, and of its launch."""
+
+
+def measured(steps: int = CREDITS) -> LaunchPace:
+    """Returns a pace that has seen `steps` steps, none of which waited."""
+    pace = LaunchPace()
+    for step in range(steps):
+        pace.planned(step * STEP_S)
+        pace.launched(step * STEP_S + LEAD_S)
+        pace.ended(STEP_S, answers_only=True)
+    return pace
+
+
+def test_the_launch_ends_before_the_step_in_flight() -> None:
+    wait_s = measured().wait_s(running_since_s=10.0, now_s=10.0005)
+    assert wait_s == pytest.approx(STEP_S - LEAD_S - RESERVE_S - 0.0005)
+    assert measured().wait_s(10.0, 10.004) == 0, "it is too late to wait"
+    assert LaunchPace().wait_s(10.0, 10.0) == 0, "nothing is measured"
+
+
+def test_a_late_launch_does_not_make_the_next_one_later() -> None:
+    """Otherwise each idle moment of the device would make the next one longer."""
+    pace = measured()
+    before_s = pace.wait_s(10.0, 10.0)
+    for _ in range(3):
+        pace.waited()
+        pace.planned(10.0)
+        pace.launched(10.0 + LEAD_S)
+        pace.ended(2 * STEP_S, answers_only=True)
+    assert pace.wait_s(10.0, 10.0) == before_s
+
+
+def test_steps_with_prompts_are_not_learnt_from() -> None:
+    pace = measured()
+    before_s = pace.wait_s(10.0, 10.0)
+    for _ in range(10):
+        pace.planned(10.0)
+        pace.launched(10.0 + LEAD_S)
+        pace.ended(10 * STEP_S, answers_only=False)
+    assert pace.wait_s(10.0, 10.0) == before_s
+
+
+def test_half_of_the_steps_do_not_wait() -> None:
+    pace, waits = measured(10), []
+    for step in range(100):
+        waits.append(pace.wait_s(step * STEP_S, step * STEP_S) > 0)
+        if waits[-1]:
+            pace.waited()
+        pace.planned(step * STEP_S)
+        pace.launched(step * STEP_S + LEAD_S)
+        pace.ended(STEP_S, answers_only=True)
+    assert waits[:CREDITS] == [True] * CREDITS
+    assert sum(waits) == pytest.approx(50, abs=CREDITS)
+    assert pace.waits_total == sum(waits)
+
+
+def test_a_wait_is_bounded() -> None:
+    pace = LaunchPace()
+    for _ in range(5):
+        pace.planned(0.0)
+        pace.launched(LEAD_S)
+        pace.ended(60.0, answers_only=True)
+    assert pace.wait_s(10.0, 10.0) == MOST_WAIT_S
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_transfer_at_a_steady_rate_is_foreseen(seed: int) -> None:
+    """One report for each transfer that lasts long enough, and about `SOON_S` before its end."""
+    choose = random.Random(seed)
+    segments, gap_s = choose.randint(8, 100), choose.uniform(0.0005, 0.003)
+    rate, times_s = LandingRate(segments * 4096), [5.0 + segment * gap_s for segment in range(segments)]
+    (only_s,) = [now_s for now_s in times_s if rate.landed(4096, now_s)]
+    left_s = times_s[-1] - only_s
+    assert 0 < left_s <= SOON_S
+    assert left_s > SOON_S - gap_s or segments * gap_s < SOON_S + 2 * gap_s
+
+
+def test_a_transfer_of_one_segment_is_not_foreseen() -> None:
+    assert not LandingRate(4096).landed(4096, 5.0)
+
+
+class Group:
+    """A decode group of one rank with a step in flight, on a clock that the test moves."""
+
+    def __init__(self, ranks: int = 1) -> None:
+        self.now_s = 100.0
+        scheduler = DecodeScheduler(
+            KVManager(pool_tokens=256, page_size=4, rows=8, eviction="lru"),
+            SchedulerOptions(
+                group="decode",
+                ranks=ranks,
+                max_batch=8,
+                max_context_tokens=256,
+                first_ticket=7,
+                chunks=PromptChunks(64),
+                rates=CostEstimates(1e3, 1e3),
+                steps_ahead=1,
+            ),
+        )
+        spec, nothing = fake_spec(layers=1, kv_heads=1), lambda *message: None
+        self.leader = DecodeLeader(scheduler, (), spec, nothing, nothing, lambda: self.now_s, 4)
+        self.ranks = ranks
+        members = tuple(SimpleNamespace(control_address=f"decode-{n}", swap_blocks=0) for n in range(ranks))
+        group: Any = SimpleNamespace(ranks=members, role="decode", name="decode", leader=members[0])
+        self.leader.join(group)
+        prefill: Any = SimpleNamespace(name="prefill", leader=SimpleNamespace(control_address="prefill-0"))
+        self.leader.link(prefill)
+        self.tickets: dict[str, int] = {}
+        self.launched: list[SampledStep] = []
+
+    def reserve(self, name: str) -> None:
+        key, sampling = RequestKey(name), SamplingParams(max_tokens=50)
+        self.leader.handle(
+            "router", m.Reserve(key, pack_tokens([1, 2, 3, 4, 5]), sampling, 9000.0, "prefill")
+        )
+        self.tickets[name] = self.leader.scheduler.requests[key].ticket.number  # type: ignore[attr-defined]
+
+    def tell(self, kind: type[m.LandsSoon] | type[m.Landed], name: str) -> None:
+        for rank in range(self.ranks):
+            self.leader.handle("decode", kind(RequestKey(name), self.tickets[name], rank))
+
+    def first(self, name: str) -> None:
+        self.leader.handle("prefill", m.FirstTokens(RequestKey(name), self.tickets[name], [4], []))
+
+    def launch(self) -> StepPlan | None:
+        plan = self.leader.next_plan()
+        if plan is not None:
+            self.launched.append(self.leader.sample(plan, torch.zeros(len(plan.work), VOCAB)))
+        return plan
+
+    def end(self, seconds: float) -> None:
+        self.now_s += seconds
+        self.leader.commit(self.launched.pop(0))
+
+
+def running(ranks: int = 1, step_s: float = 30.0) -> Group:
+    """Returns a group that generates an answer, with a step in flight and times of steps measured."""
+    group = Group(ranks)
+    group.reserve("a")
+    group.tell(m.Landed, "a")
+    group.first("a")
+    for _ in range(CREDITS + 1):
+        assert group.launch() is not None
+        if len(group.launched) > 1:
+            group.end(step_s)
+    group.reserve("b")
+    return group
+
+
+def waiting_launch(group: Group) -> tuple[threading.Thread, list[StepPlan | None]]:
+    """Returns a thread that waits before it launches a step, and the list that gets the step's plan."""
+    begun, plans = threading.Event(), list[StepPlan | None]()
+    changed = group.leader.changed
+    wait_for = changed.wait_for
+
+    def waits(*arguments: Any) -> bool:
+        begun.set()
+        return wait_for(*arguments)
+
+    changed.wait_for = waits  # type: ignore[method-assign]
+    thread = threading.Thread(target=lambda: plans.append(group.launch()), daemon=True)
+    thread.start()
+    assert begun.wait(20.0), "the launch does not wait"
+    return thread, plans
+
+
+@pytest.fixture
+def long_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wait ends because of what it waits for; the test would notice if it lasted as long as it may."""
+    monkeypatch.setattr("decode_node.launch_pace.MOST_WAIT_S", 50.0)
+
+
+@pytest.mark.usefixtures("long_waits")
+def test_the_next_step_has_the_request_that_lands_meanwhile() -> None:
+    group = running()
+    group.tell(m.LandsSoon, "b")
+    thread, plans = waiting_launch(group)
+    group.first("b")
+    group.tell(m.Landed, "b")
+    thread.join(20.0)
+    (plan,) = plans
+    assert plan is not None
+    assert sorted(work.key.request_id for work in plan.work) == ["a", "b"]
+
+
+@pytest.mark.usefixtures("long_waits")
+@pytest.mark.parametrize("end", ["release", "break", "fail"])
+def test_the_end_of_the_request_ends_the_wait(end: str) -> None:
+    group = running()
+    group.tell(m.LandsSoon, "b")
+    thread, plans = waiting_launch(group)
+    if end == "release":
+        group.leader.handle("router", m.Release(RequestKey("b"), "aborted"))
+    elif end == "fail":
+        group.leader.handle(
+            "decode", m.RankFailed(RequestKey("b"), group.tickets["b"], 0, "transport", "lost")
+        )
+    else:
+        group.leader.break_group("a rank is lost")
+    thread.join(20.0)
+    assert len(plans) == 1
+    assert (plans[0] is None) == (end == "break")
+
+
+@pytest.mark.usefixtures("long_waits")
+def test_no_step_waits_without_such_a_request_or_in_a_group_of_several_ranks() -> None:
+    """The test would take 50 s for each wait."""
+    group = running()
+    assert group.launch() is not None, "nothing is known of the other request"
+    several = running(ranks=2)
+    several.tell(m.LandsSoon, "b")
+    assert several.launch() is not None
+
+
+def test_a_request_that_does_not_land_delays_no_step_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("decode_node.launch_pace.MOST_WAIT_S", 0.001)
+    group = running()
+    group.tell(m.LandsSoon, "b")
+    for _ in range(20):
+        assert group.launch() is not None
+        group.end(30.0)
