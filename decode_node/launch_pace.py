@@ -10,7 +10,8 @@ step in flight, so that the request can still join it.
     the request               lands here ^
 
 A launch that comes too late leaves the device idle. Longer durations of steps whose launch waited are therefore not
-learnt from, and at most every second step waits in the long run.
+learnt from, and at most every fourth step waits in the long run. Under high load, where requests land all the time, a
+request then joins later, and the others lose less.
 """
 
 from __future__ import annotations
@@ -27,8 +28,10 @@ RESERVE_S = 0.0004
 """Time by which a launch is earlier than estimated: a thread wakes up late, and the interpreter lock may be held."""
 MOST_WAIT_S = 0.03
 """Longest wait for requests that land soon, whatever the steps' duration."""
-CREDITS = 4
-"""Largest number of steps that wait one after another."""
+COST = 3
+"""Number of launches that do not wait for each one that may wait."""
+MOST_IN_A_ROW = 4
+"""Largest number of launches that wait one after another."""
 
 
 class LaunchPace:
@@ -51,7 +54,7 @@ class LaunchPace:
 
         `running_since_s`: begin of the step in flight.
         """
-        if not (self._durations_s and self._leads_s and self._credits):
+        if not (self._durations_s and self._leads_s and self._credits >= COST):
             return 0.0
         until_s = running_since_s + median_low(self._durations_s) - max(self._leads_s) - RESERVE_S
         return min(max(0.0, until_s - now_s), MOST_WAIT_S)
@@ -59,7 +62,7 @@ class LaunchPace:
     def waited(self) -> None:
         """Records that the next launch has waited."""
         self._waited = True
-        self._credits -= 1
+        self._credits -= COST
         self.waits_total += 1
 
     def planned(self, now_s: float) -> None:
@@ -67,7 +70,7 @@ class LaunchPace:
         self._planned_s = now_s
         self._waits.append(self._waited)
         if not self._waited:
-            self._credits = min(self._credits + 1, CREDITS)
+            self._credits = min(self._credits + 1, MOST_IN_A_ROW * COST)
         self._waited = False
 
     def launched(self, now_s: float) -> None:

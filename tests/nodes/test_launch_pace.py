@@ -13,7 +13,7 @@ from fake_model import VOCAB, fake_spec
 
 from decode_node.costs import CostEstimates
 from decode_node.landing_rate import SOON_S, LandingRate
-from decode_node.launch_pace import CREDITS, MOST_WAIT_S, RESERVE_S, LaunchPace
+from decode_node.launch_pace import COST, MOST_IN_A_ROW, MOST_WAIT_S, RESERVE_S, LaunchPace
 from decode_node.leader import DecodeLeader
 from decode_node.sampled_step import SampledStep
 from decode_node.scheduler import DecodeScheduler
@@ -29,7 +29,7 @@ STEP_S, LEAD_S = 0.005, 0.001
 """Duration of an imitated step, and of its launch."""
 
 
-def measured(steps: int = CREDITS) -> LaunchPace:
+def measured(steps: int = MOST_IN_A_ROW * COST) -> LaunchPace:
     """Returns a pace that has seen `steps` steps, none of which waited."""
     pace = LaunchPace()
     for step in range(steps):
@@ -68,8 +68,8 @@ def test_steps_with_prompts_are_not_learnt_from() -> None:
     assert pace.wait_s(10.0, 10.0) == before_s
 
 
-def test_half_of_the_steps_do_not_wait() -> None:
-    pace, waits = measured(10), []
+def test_three_of_four_steps_do_not_wait() -> None:
+    pace, waits = measured(), []
     for step in range(100):
         waits.append(pace.wait_s(step * STEP_S, step * STEP_S) > 0)
         if waits[-1]:
@@ -77,14 +77,14 @@ def test_half_of_the_steps_do_not_wait() -> None:
         pace.planned(step * STEP_S)
         pace.launched(step * STEP_S + LEAD_S)
         pace.ended(STEP_S, answers_only=True)
-    assert waits[:CREDITS] == [True] * CREDITS
-    assert sum(waits) == pytest.approx(50, abs=CREDITS)
+    assert waits[: MOST_IN_A_ROW + 1] == [True] * MOST_IN_A_ROW + [False]
+    assert sum(waits) == pytest.approx(25, abs=MOST_IN_A_ROW)
     assert pace.waits_total == sum(waits)
 
 
 def test_a_wait_is_bounded() -> None:
     pace = LaunchPace()
-    for _ in range(5):
+    for _ in range(COST):
         pace.planned(0.0)
         pace.launched(LEAD_S)
         pace.ended(60.0, answers_only=True)
@@ -167,7 +167,7 @@ def running(ranks: int = 1, step_s: float = 30.0) -> Group:
     group.reserve("a")
     group.tell(m.Landed, "a")
     group.first("a")
-    for _ in range(CREDITS + 1):
+    for _ in range(2 * COST):
         assert group.launch() is not None
         if len(group.launched) > 1:
             group.end(step_s)
